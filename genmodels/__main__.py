@@ -1,0 +1,7 @@
+"""`python -m genmodels` is `genmodels`."""
+
+import sys
+
+from genmodels.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,194 @@
+"""Hydra composes, this module only asks it: overrides in, one plain and checked dictionary out.
+
+A plain override `a.b=v` is handed to Hydra as `++a.b=v`, so that whatever a class takes can be set although YAML does not
+name it; what keeps typing errors out is the check against the signatures, which is stricter than Hydra's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+from hydra import compose, version
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from genmodels.cli.places import CONFIG_DIR
+from genmodels.cli.schema import Schema
+from genmodels.errors import InputError, nearest
+
+
+class Composer:
+    """Hydra, set up for one command.
+
+    Arguments:
+        hydra: Hydra's own object, which also launches sweeps.
+        command: train, sample or evaluate: the name of the primary YAML file and of the module in `genmodels.cli`.
+    """
+
+    def __init__(self, hydra: Hydra, command: str):
+        self.hydra, self.command = hydra, command
+
+    def parse(self, overrides: list[str]) -> list[Override]:
+        """Hydra's reading of `key=value` words, opened for keys that YAML does not name.
+
+        Raises:
+            InputError: for a word that is not an override.
+        """
+        parser = OverridesParser.create(config_loader=self.hydra.config_loader)
+        try:
+            return parser.parse_overrides([self._open(word) for word in parser.parse_overrides(overrides)])
+        except OverrideParseException as error:
+            raise InputError(_unreadable(error.override)) from error
+
+    def _open(self, override: Override) -> str:
+        word, key = override.input_line, override.key_or_group
+        plain = override.type in (OverrideType.CHANGE, OverrideType.ADD) and override.package is None
+        if not plain or override.is_hydra_override() or "/" in key:
+            return word
+        if key not in self.hydra.config_loader.list_groups("") or isinstance(override.value(), dict):
+            return "++" + word.lstrip("+")
+        if not override.is_sweep_override() and not isinstance(override.value(), str | list):
+            options = self.hydra.config_loader.get_group_options(key)
+            raise InputError(_no_option(key, str(override.value()), options))
+        return word
+
+    def compose(self, overrides: list[str]) -> dict:
+        """The checked configuration of one run.
+
+        Raises:
+            InputError: one line, whatever is wrong.
+        """
+        parsed = self.parse(overrides)
+        swept = [o for o in parsed if o.is_sweep_override()]
+        if swept:
+            key, value = swept[0].key_or_group, swept[0].get_value_string()
+            raise InputError(f"{key}={value} holds several values: add -m to run one after the other, "
+                             f"write {key}=[{value}] for a list, or \"{key}='{value}'\" for text")
+        return self._checked(parsed)
+
+    def _checked(self, parsed: list[Override]) -> dict:
+        words = [o.input_line for o in parsed]
+        config = self._asking(lambda: compose(self.command, words))
+        plain = self._asking(lambda: OmegaConf.to_container(config, resolve=True))
+        return self.schema(parsed, plain).check(plain)
+
+    def schema(self, parsed: list[Override], config: dict) -> Schema:
+        """What this command takes, aware of where each key was set and of the packages the user trusts."""
+        trust = config.get("trust") or []
+        return Schema(f"genmodels.cli.{self.command}.run", lambda path: self._where(path, parsed),
+                      trust if isinstance(trust, list) else [trust])
+
+    def points(self, overrides: list[str]) -> list[list[str]]:
+        """The overrides of every point of a sweep, each point composed and checked.
+
+        A sweeper other than Hydra's basic one chooses its points as it goes: then there is nothing to list, and each
+        point is checked when it starts.
+        """
+        parsed = self.parse(overrides)
+        fixed = [o.input_line for o in parsed if not o.is_sweep_override()]
+        sweeper = self._asking(lambda: compose(self.command, fixed, return_hydra_config=True)).hydra.sweeper
+        if not sweeper._target_.endswith("BasicSweeper"):
+            return []
+        params = self.parse([f"{key}={value}" for key, value in (sweeper.params or {}).items()])
+        task = [o for o in [*params, *parsed] if not o.is_hydra_override()]
+        points = [point for batch in self._asking(lambda: BasicSweeper.split_arguments(task, None)) for point in batch]
+        for point in points:
+            self.compose(point)
+        return points
+
+    def _asking(self, question):
+        """Hydra's answer; its errors, of many lines and kinds, become one line."""
+        try:
+            return question()
+        except MissingConfigException as error:
+            group, _, name = (error.missing_cfg_file or "").rpartition("/")
+            if not group:
+                raise InputError(" ".join(str(error).split())) from error
+            raise InputError(_no_option(group, name, error.options or [])) from error
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
+            text = str(error).split("full_key")[0] + (f" {str(cause).split('full_key')[0]}" if cause else "")
+            raise InputError(" ".join(text.split())) from error
+
+    def _where(self, path: str, parsed: list[Override]) -> str:
+        """Where a dotted key was set: the last place that did."""
+        for override in parsed:
+            key = override.key_or_group
+            tail = path.removeprefix(key).removeprefix(".")
+            if (path == key or path.startswith(f"{key}.")) and _holds(override.value(), tail):
+                return "on the command line"
+            if key.startswith(f"{path}."):
+                return "on the command line"
+        words = [o.input_line for o in parsed]
+        chosen = self.hydra.config_loader.compute_defaults_list(self.command, words, RunMode.RUN).defaults
+        for default in reversed(chosen):
+            package = default.package or ""
+            inside = path == package or path.startswith(f"{package}.") or not package
+            file = self._file(default.config_path) if inside else None
+            if file and _holds(yaml.safe_load(file.read_text(encoding="utf-8")), path[len(package) :].strip(".")):
+                return f"in {shown(file)}"
+        return "in the configuration"
+
+    def _file(self, config_path: str) -> Path | None:
+        folders = [Path(s.path) for s in self.hydra.config_loader.get_sources() if s.scheme() == "file"]
+        return next((f for folder in folders if (f := folder / f"{config_path}.yaml").is_file()), None)
+
+
+@contextmanager
+def composer(command: str, config_dir: str | None = None) -> Iterator[Composer]:
+    """Hydra over the configuration folder, and over the user's own folder if there is one, for one command.
+
+    Raises:
+        InputError: when the user's folder does not exist.
+    """
+    version.setbase("1.3")
+    search = create_config_search_path(str(CONFIG_DIR))
+    if config_dir is not None:
+        own = Path(config_dir).expanduser().absolute()
+        if not own.is_dir():
+            raise InputError(f"--config-dir {config_dir}: there is no such folder")
+        search.prepend("command-line", f"file://{own}", anchor=SearchPathQuery(provider="main"))
+    GlobalHydra.instance().clear()
+    try:
+        yield Composer(Hydra.create_main_hydra2(task_name=command, config_search_path=search), command)
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def shown(file: Path) -> str:
+    """A configuration file's path as the reader knows it."""
+    return str(file.relative_to(CONFIG_DIR.parent)) if file.is_relative_to(CONFIG_DIR.parent) else str(file)
+
+
+def _holds(value, dotted: str) -> bool:
+    for name in dotted.split(".") if dotted else []:
+        if not isinstance(value, dict) or name not in value:
+            return False
+        value = value[name]
+    return True
+
+
+def _no_option(group: str, name: str, options: list[str]) -> str:
+    near = nearest(name, options)
+    hint = f" did you mean {near!r}?" if near else ""
+    has = ", ".join(options) if options else "nothing yet"
+    return f"unknown {group} {name!r}:{hint} ({CONFIG_DIR.name}/{group} has {has})"
+
+
+def _unreadable(word: str) -> str:
+    if "=" not in word.lstrip("~"):
+        return f"cannot read {word!r}: write key=value, for example {word}=1"
+    key, _, value = word.partition("=")
+    return f"cannot read {word!r}: quote the value, as in \"{key}='{value}'\", or write lists as {key}=[1,2]"

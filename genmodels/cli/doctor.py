@@ -1,0 +1,167 @@
+"""`genmodels doctor`: whether this machine, this environment and these data are fit to train, one line for each check."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from genmodels.errors import InputError
+
+GIGABYTE = 1e9
+PAIR = "pip uninstall -y torch torchvision && pip install torch torchvision"
+
+
+class Failed(Exception):
+    """A check that found something wrong; the message says what to do."""
+
+
+def main(words: list[str]) -> int:
+    """`genmodels doctor [data=... data.key=...]`; 1 if a check fails."""
+    code = 0
+    checks = [*CHECKS.items(), *([("data", lambda: check_data(words))] if words else [])]
+    for name, check in checks:
+        try:
+            print(f"OK    {name}: {check()}", flush=True)
+        except Failed as error:
+            code = 1
+            print(f"FAIL  {name}: {error}", flush=True)
+    return code
+
+
+def run(*, data: str | None = None) -> int:
+    """Check this environment, and data if they are named.
+
+    Arguments:
+        data: a data set as in training, with any of its keys: data=image_folder data.root=photos.
+    """
+    return main([] if data is None else [f"data={data}"])
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_python() -> str:
+    """Python 3.10 or later."""
+    if sys.version_info < (3, 10):
+        raise Failed(f"{platform.python_version()}, but genmodels needs 3.10 or later")
+    return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+
+
+def check_torch() -> str:
+    """torch and torchvision import, and come from the same build."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        raise Failed(f"torch cannot be imported ({_first_line(error)}): pip install torch torchvision") from error
+    try:
+        import torchvision
+    except (ImportError, RuntimeError, OSError) as error:
+        raise Failed(
+            f"torch {torch.__version__} and torchvision {installed('torchvision')} are not of the same build "
+            f"({_first_line(error)}): {PAIR}"
+        ) from error
+    return f"torch {torch.__version__}, torchvision {torchvision.__version__}"
+
+
+def check_lightning() -> str:
+    """pytorch-lightning alone: beside the package `lightning` two copies of every class exist."""
+    ours, other = installed("pytorch-lightning"), installed("lightning")
+    if ours is None:
+        raise Failed("pytorch-lightning is not installed: pip install 'pytorch-lightning>=2.6.4,<3'")
+    if other is not None:
+        raise Failed(f"the package lightning {other} stands beside pytorch-lightning {ours}: pip uninstall -y lightning")
+    return f"pytorch-lightning {ours}"
+
+
+def check_hydra() -> str:
+    """The Hydra and OmegaConf that the configuration is written for."""
+    hydra, omegaconf = installed("hydra-core"), installed("omegaconf")
+    advice = "pip install 'hydra-core>=1.3.8,<1.4' 'omegaconf>=2.3.1,<2.4'"
+    for name, found, low, high in (("hydra-core", hydra, (1, 3, 8), (1, 4)), ("omegaconf", omegaconf, (2, 3, 1), (2, 4))):
+        if found is None:
+            raise Failed(f"{name} is not installed: {advice}")
+        numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+        if not low <= numbers < high:
+            raise Failed(f"{name} {found} does not suit: {advice}")
+    return f"hydra-core {hydra}, omegaconf {omegaconf}"
+
+
+def check_wandb() -> str:
+    """W&B, which is used offline unless asked otherwise."""
+    found = installed("wandb")
+    if found is None:
+        raise Failed("wandb is not installed: pip install wandb, or train with logger=csv")
+    mode = os.environ.get("WANDB_MODE")
+    told = f", WANDB_MODE={mode} is set in the environment" if mode else ""
+    return f"wandb {found}, offline unless logger=wandb{told}"
+
+
+def check_folder() -> str:
+    """runs/ can be written and has room for checkpoints."""
+    place = Path("runs") if Path("runs").exists() else Path(".")
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise Failed(f"{place.absolute()} cannot be written: start elsewhere or give run_dir=...")
+    free = shutil.disk_usage(place).free / GIGABYTE
+    if free < 1:
+        raise Failed(f"{free:.2f} GB free in {place.absolute()}: free at least 1 GB, or give run_dir=... on another disk")
+    return f"runs go to {Path('runs').absolute()}, {free:.0f} GB free"
+
+
+def check_device() -> str:
+    """What training would run on; no GPU is no failure."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        raise Failed("unknown, because torch cannot be imported") from error
+    threads = f"{torch.get_num_threads()} threads on {os.cpu_count()} cores"
+    if not torch.cuda.is_available():
+        return f"no GPU that torch {torch.__version__} can use; CPU, {threads}"
+    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / GIGABYTE
+    bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16: keep trainer.precision=32-true"
+    return f"{torch.cuda.device_count()} x {name}, {memory:.0f} GB, {bf16}; {threads}"
+
+
+def check_data(words: list[str]) -> str:
+    """The data set that training with these words would read: that it is there and that its items are sound."""
+    from genmodels.cli.compose import composer
+    from genmodels.models.build import build
+
+    try:
+        with composer("train") as hydra:
+            config = hydra.compose(words)
+        datamodule = build(config["data"], trust=config.get("trust") or [])
+    except InputError as error:
+        raise Failed(str(error)) from error
+    problems = datamodule.problems()
+    if problems:
+        more = f" (and {len(problems) - 1} more:" + "".join(f"\n        {p}" for p in problems[1:]) + ")"
+        raise Failed(problems[0] + (more if len(problems) > 1 else ""))
+    spec = datamodule.spec
+    return f"{spec.name}, {' x '.join(map(str, spec.event_shape))}, " + ", ".join(
+        f"{len(datamodule.split(split)):,} {split}" for split in ("train", "val", "test")
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "python": check_python,
+    "torch": check_torch,
+    "lightning": check_lightning,
+    "hydra": check_hydra,
+    "wandb": check_wandb,
+    "folder": check_folder,
+    "device": check_device,
+}

@@ -1,0 +1,113 @@
+"""`genmodels info`: what a checkpoint is, told without loading torch."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from pathlib import Path
+from typing import Any
+
+from genmodels.cli.kinds import show
+from genmodels.errors import InputError, RunError, nearest
+from genmodels.training.archive import read_header
+
+
+def main(words: list[str]) -> int:
+    """`genmodels info <ckpt> [<ckpt> ...] [--full]`; 1 if any of the files is not whole.
+
+    Raises:
+        InputError: when no file is named.
+    """
+    files, full = [], False
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word in ("--full", "full=true"):
+            full = True
+        elif key == "ckpt" and equals:
+            files += [v.strip() for v in value.strip("[]").split(",")]
+        elif word.startswith("-") or (equals and not Path(word).exists()):
+            near = nearest(key, ["--full", "ckpt", "full"])
+            raise InputError(f"unknown word {word!r}:{f' did you mean {near!r}?' if near else ''} give checkpoints and --full")
+        else:
+            files.append(word)
+    if not files:
+        raise InputError("ckpt is missing: genmodels info runs/ddpm-digits/<time>/best.ckpt")
+    return run(ckpt=files, full=full)
+
+
+def run(*, ckpt: list[str], full: bool = False) -> int:
+    """Say what checkpoints hold: family, configuration, data, steps, figures, and whether the file is whole.
+
+    Arguments:
+        ckpt: the files.
+        full: print every option of the model and the whole configuration of the run.
+    """
+    code = 0
+    for number, name in enumerate(ckpt):
+        try:
+            text = describe(Path(name).expanduser(), full)
+        except RunError as error:
+            print(f"genmodels info: {error}", file=sys.stderr)
+            code = error.exit_code
+            continue
+        print(("\n" if number else "") + text)
+    return code
+
+
+def describe(path: Path, full: bool = False) -> str:
+    """The description of one checkpoint, a `name: value` line for each thing known.
+
+    Raises:
+        RunError: for a file that is missing, cut, altered or foreign.
+    """
+    header = read_header(path)
+    stat = path.stat()
+    written = datetime.datetime.fromtimestamp(stat.st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+    config = header.get("config") or {}
+    lines = [
+        ("file", f"{path} ({stat.st_size / 1e6:.1f} MB, written {written})"),
+        ("family", header.get("family")),
+        ("data", _data(header.get("data") or {})),
+        ("parameters", f"{header.get('parameters', 0):,}"),
+        ("steps", f"{header.get('step', 0):,}" + ("" if header.get("finished") else " (not finished)")),
+        ("seed", header.get("seed", config.get("seed"))),
+        *((name, f"{value:.6g}") for name, value in sorted((header.get("figures") or {}).items())),
+        ("settings", _settings(config, header.get("model") or {}, full)),
+        ("versions", f"genmodels {header.get('genmodels')}, torch {header.get('torch')}"),
+        ("verdict", _verdict(header)),
+    ]
+    return "\n".join(f"{name + ':':<14} {value}" for name, value in lines if value not in (None, ""))
+
+
+def _data(spec: dict) -> str:
+    kind = f"{spec['levels']} levels" if spec.get("levels") else "continuous"
+    classes = f", {spec['num_classes']} classes" if spec.get("num_classes") else ""
+    return f"{spec.get('name')}, {' x '.join(map(str, spec.get('event_shape', [])))}, {kind}{classes}"
+
+
+def _settings(config: dict, model: dict, full: bool) -> str:
+    """What differs from the defaults of the classes, as one would type it; with `full` every option of the model too."""
+    shown = {**config, "model": {**(config.get("model") or {}), **model}} if full else config
+    pairs = [f"{key}={show(value)}" for key, value in flat(shown) if full or not key.endswith("_target_")]
+    return ("\n" + " " * 15).join(pairs) if full else " ".join(pairs)
+
+
+def flat(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
+    """The leaves of a nested mapping under dotted keys; empty mappings and None say nothing and are left out.
+
+    Example:
+        >>> flat({"model": {"net": {"channels": 32}}, "seed": 0, "logger": {}})
+        [('model.net.channels', 32), ('seed', 0)]
+    """
+    leaves: list[tuple[str, Any]] = []
+    for key, value in node.items():
+        if isinstance(value, dict):
+            leaves += flat(value, f"{prefix}{key}.")
+        elif value is not None and value != []:
+            leaves.append((f"{prefix}{key}", value))
+    return leaves
+
+
+def _verdict(header: dict) -> str:
+    state = "training finished" if header.get("finished") else "training can go on with resume="
+    return f"whole (checksums agree), {state}"

@@ -1,0 +1,134 @@
+"""`genmodels <command>`: from words on the command line to an exit code.
+
+Exit codes: 0 done; 1 a sound request that failed (also `genmodels doctor` finding something); 2 a request that cannot be
+carried out as it stands; 130 interrupted. Every foreseen failure is one line on stderr; the rest keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Iterable
+from importlib import import_module
+
+from genmodels.errors import InputError, RunError, nearest
+
+#: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
+CONFIGURED = ("train", "sample", "evaluate")
+#: Commands that take a few words; each has a module here with `main(words) -> exit code`.
+PLAIN = ("info", "doctor")
+FLAGS = {"-m": "multirun", "--multirun": "multirun", "--keys": "keys", "--resolve": "resolve"}
+VALUED = {"-c": "cfg", "--cfg": "cfg", "-cd": "config_dir", "--config-dir": "config_dir"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Carry out `argv` (without the program's name) and return the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    command = argv[0] if argv else "--help"
+    if command in ("--help", "-h", "help", "--version"):
+        from genmodels.cli import usage
+
+        print(usage.version() if command == "--version" else usage.overview((*CONFIGURED, *PLAIN)))
+        return 0
+    if command not in (*CONFIGURED, *PLAIN):
+        near = nearest(command, (*CONFIGURED, *PLAIN))
+        hint = f" did you mean {near!r}?" if near else ""
+        return _fail("", f"unknown command {command!r}:{hint} (there are {', '.join((*CONFIGURED, *PLAIN))})", 2)
+    return guarded(command, lambda: _dispatch(command, argv[1:]))
+
+
+def guarded(command: str, work: Callable[[], int]) -> int:
+    """The exit code of `work`, with every foreseen failure told in one line."""
+    try:
+        return work() or 0
+    except KeyboardInterrupt:
+        return _fail(command, "interrupted", 130)
+    except Exception as error:
+        known = explain(command, error)
+        if known is None:
+            raise
+        return _fail(command, *known)
+
+
+def explain(command: str, error: BaseException) -> tuple[str, int] | None:
+    """The line and the exit code for a foreseen failure, None for a programming error.
+
+    Example:
+        >>> explain("train", RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))[1]
+        1
+        >>> explain("train", ZeroDivisionError()) is None
+        True
+    """
+    if isinstance(error, InputError | RunError):
+        return " ".join(str(error).split()), error.exit_code
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left on the disk ({error.filename or 'while writing'}): free some and go on", 1
+    text = str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in text and (
+        "out of memory" in text or "can't allocate memory" in text
+    )):
+        key = "data.batch_size" if command == "train" else "batch_size"
+        return f"out of memory: make {key} smaller ({text.splitlines()[0] if text else 'MemoryError'})", 1
+    return None
+
+
+def _fail(command: str, message: str, code: int) -> int:
+    print(f"genmodels{' ' if command else ''}{command}: {message}", file=sys.stderr)
+    return code
+
+
+def _dispatch(command: str, words: list[str]) -> int:
+    if "--help" in words or "-h" in words:
+        from genmodels.cli import usage
+
+        print(usage.command_help(command))
+        return 0
+    if command in PLAIN:
+        return import_module(f"genmodels.cli.{command}").main(words)
+    options, overrides = split(words)
+    from genmodels.cli.compose import composer
+
+    with composer(command, options.get("config_dir")) as hydra:
+        if "multirun" in options:
+            from genmodels.cli.sweep import sweep
+
+            return sweep(hydra, overrides)
+        config = hydra.compose(overrides)
+        if "cfg" in options or "keys" in options:
+            from genmodels.cli import usage
+
+            print(usage.keys(hydra, overrides, config) if "keys" in options else usage.as_yaml(config), end="")
+            return 0
+    import_module(f"genmodels.cli.{command}").run(**config)
+    return 0
+
+
+def split(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """The options (words with a dash) and the overrides (the rest).
+
+    Example:
+        >>> split(["-m", "seed=0,1", "--cfg", "job"])
+        ({'multirun': '', 'cfg': 'job'}, ['seed=0,1'])
+    """
+    options: dict[str, str] = {}
+    overrides: list[str] = []
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if word in FLAGS:
+            options[FLAGS[word]] = ""
+        elif name in VALUED:
+            if not equals and not words:
+                raise InputError(f"{name} needs a value: {name} {'job' if VALUED[name] == 'cfg' else 'folder'}")
+            options[VALUED[name]] = value if equals else words.pop(0)
+        elif word.startswith("-"):
+            known = [*FLAGS, *VALUED, "--help"]
+            near = nearest(word, known)
+            raise InputError(f"unknown option {word!r}:{f' did you mean {near!r}?' if near else ''} "
+                             f"(there are {', '.join(known)}; everything else is key=value)")
+        else:
+            overrides.append(word)
+    if options.get("cfg", "job") != "job":
+        raise InputError(f"--cfg {options['cfg']}: only --cfg job, the configuration of the run, can be shown")
+    return options, overrides

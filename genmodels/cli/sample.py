@@ -1,0 +1,88 @@
+"""`genmodels sample`: pictures or arrays from nothing but a checkpoint."""
+
+from __future__ import annotations
+
+
+def run(
+    *,
+    ckpt: str,
+    n: int = 64,
+    seed: int = 0,
+    out: str | None = None,
+    cond: int | str | list[int | str] | None = None,
+    temperature: float = 1.0,
+    sampler: str | None = None,
+    steps: int | None = None,
+    spacing: str | None = None,
+    eta: float | None = None,
+    clip: bool | None = None,
+    batch_size: int = 64,
+    start: int = 0,
+    ema: bool | float = True,
+    path: str | None = None,
+    frames: int = 10,
+    device: str = "auto",
+    trust: list[str] | None = None,
+) -> None:
+    """Draw samples from a trained model.
+
+    Arguments:
+        ckpt: the checkpoint (or a run folder: its best.ckpt).
+        n: number of samples.
+        seed: sample k of a seed is the same alone, in any batch, on any number of processes.
+        out: a .png (one grid), a .npz (arrays), or a folder (one PNG for each sample); default a grid in the run folder.
+        cond: class, or classes that are cycled; default every class in turn.
+        temperature: scale of the noise, 1 for the model's own distribution.
+        sampler: ddpm, ddim or dpmpp_2m for diffusion.
+        steps: number of sampling steps.
+        spacing: spacing of the times of those steps.
+        eta: share of ancestral noise in ddim.
+        clip: clip the estimate of the data at every step.
+        batch_size: samples drawn at once.
+        start: number of the first sample; n=32 start=32 are samples 32 to 63.
+        ema: averaged weights (true), raw ones (false), or the average of one decay.
+        path: also write the way from noise to data, to a .png (a strip) or a .gif.
+        frames: number of pictures on that way.
+        device: auto, cpu, cuda, ...
+        trust: further packages whose classes the checkpoint may name.
+    """
+    from pathlib import Path
+
+    from genmodels.errors import InputError
+
+    for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("start", start, 0), ("frames", frames, 2)):
+        if value < least:
+            raise InputError(f"{key} must be at least {least}, got {value}")
+    if path is not None and Path(path).suffix.lower() not in (".png", ".gif"):
+        raise InputError(f"path={path}: the way from noise to data is written to a .png (a strip) or a .gif")
+    ckpt_path = Path(ckpt) / "best.ckpt" if Path(ckpt).is_dir() else Path(ckpt)
+
+    from genmodels.training.archive import verify
+
+    verify(ckpt_path)
+
+    from genmodels.evaluation.sampling import draw, write_path, write_samples
+    from genmodels.models.load import load_model, weights_of
+    from genmodels.training.archive import checkpoint_hash
+
+    model, header = load_model(ckpt_path, device=device, trust=trust or [])
+    options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip}
+    options = {key: value for key, value in options.items() if value is not None}
+    if path is not None:
+        options["path"] = frames
+    samples = draw(
+        model, n, cond=cond, temperature=temperature, seed=seed, start=start, batch_size=batch_size,
+        weights=weights_of(ema), **options,
+    )
+    samples.made |= {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
+    target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec)
+    for line in write_samples(samples, model.spec, target):
+        print(line)
+    if path is not None:
+        print(write_path(samples, model.spec, Path(path)))
+
+
+def default_target(ckpt, seed: int, start: int, n: int, spec):
+    """Where samples go when nobody says: the `samples` folder of the run, a picture where there is one to draw."""
+    suffix = ".png" if spec.is_image or spec.event_shape == (2,) else ".npz"
+    return ckpt.parent / "samples" / f"{ckpt.stem}_seed{seed}_{start}-{start + n - 1}{suffix}"

@@ -1,0 +1,158 @@
+"""A configuration checked against the signatures of what it configures, before anything of it is imported.
+
+A mapping is checked against the class its `_target_` names, or against the classes in the annotation of the argument
+that takes it; the top level against the keyword arguments of the command's `run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from genmodels.cli.kinds import Anything, Choice, Kind, Node, Several, Table, fit, kinds, show
+from genmodels.cli.signatures import ROOT, Key, Target, target
+from genmodels.errors import InputError, nearest
+
+TARGET = "_target_"
+MISSING = "???"  # OmegaConf's mark for a value that must be given
+SHOWN = 14  # keys listed in an error; more would hide the point
+EXAMPLES = {"ckpt": "runs/ddpm-digits/<time>/best.ckpt"}
+
+
+class Schema:
+    """The keys that a command takes, at every depth.
+
+    Arguments:
+        run: dotted name of the command's function.
+        where: says of a dotted key where it was set ("on the command line", "in configs/model/ddpm.yaml").
+        trust: packages besides genmodels whose classes may be named.
+    """
+
+    def __init__(self, run: str, where: Callable[[str], str] = lambda path: "given", trust: Iterable[str] = ()):
+        self.top, self.where = target(run), where
+        self.packages = {ROOT.name, *trust}
+
+    def check(self, config: dict) -> dict:
+        """The configuration with every value as its annotation has it.
+
+        Raises:
+            InputError: one line for the first unknown key, wrong type or missing value.
+
+        Example:
+            >>> Schema("genmodels.cli.info.run").check({"ckpt": "a.ckpt", "ful": True})
+            Traceback (most recent call last):
+            ...
+            genmodels.errors.InputError: unknown key 'ful' (given): did you mean 'full'? this command takes ckpt, full
+        """
+        self.config = config
+        self.missing: list[str] = []
+        checked = self._keys(config, [self.top], "")
+        # Last, because a misspelt key also leaves the right one missing.
+        if self.missing:
+            raise InputError(self.missing[0])
+        return checked
+
+    def walk(self, config: dict) -> Iterator[tuple[str, Target, Key]]:
+        """Every key that can be set for this choice of classes: its dotted path, its class, itself."""
+        yield from self._walk(config, [self.top], "")
+
+    def _walk(self, config: dict, takers: list[Target], path: str) -> Iterator[tuple[str, Target, Key]]:
+        for taker in takers:
+            for key in taker.keys.values():
+                yield _join(path, key.name), taker, key
+        for taker in takers:
+            for key in taker.keys.values():
+                value = config.get(key.name)
+                inner = self._takers(value if isinstance(value, dict) else {}, kinds(key.annotation, key.module))
+                yield from self._walk(value if isinstance(value, dict) else {}, inner, _join(path, key.name))
+
+    def _takers(self, value: dict, alternatives: tuple[Kind, ...]) -> list[Target]:
+        """The classes that a mapping may configure: the one it names, else those of the annotation."""
+        names = [value[TARGET]] if TARGET in value else [k.dotted for k in alternatives if isinstance(k, Node)]
+        return [found for name in names if (found := target(str(name)))]
+
+    def _keys(self, config: dict, takers: list[Target], path: str) -> dict:
+        checked = {}
+        for name, value in config.items():
+            full = _join(path, name)
+            keys = [taker.keys[name] for taker in takers if name in taker.keys]
+            if name == TARGET:
+                checked[name] = value
+            elif keys and value != MISSING:
+                alternatives = tuple(dict.fromkeys(kind for key in keys for kind in kinds(key.annotation, key.module)))
+                checked[name] = self._value(value, alternatives, full)
+            elif not keys:
+                raise InputError(self._unknown(full, takers))
+        for key in takers[0].keys.values() if len(takers) == 1 else ():
+            if key.name not in checked and (key.default is None or key.name in config):
+                self.missing.append(_missing(_join(path, key.name), key))
+        return checked
+
+    def _value(self, value: Any, alternatives: tuple[Kind, ...], path: str) -> Any:
+        if isinstance(value, dict):
+            return self._mapping(value, alternatives, path)
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            items = tuple(k for several in alternatives if isinstance(several, Several) for k in several.items)
+            return [self._value(item, items or (Anything(),), f"{path}.{i}") for i, item in enumerate(value)]
+        ok, converted = fit(value, alternatives)
+        if not ok:
+            raise InputError(self._wrong(value, alternatives, path))
+        return converted
+
+    def _mapping(self, value: dict, alternatives: tuple[Kind, ...], path: str) -> dict:
+        if TARGET in value:
+            self._check_target(str(value[TARGET]), _join(path, TARGET))
+        takers = self._takers(value, alternatives)
+        if takers:
+            return self._keys(value, takers, path)
+        tables = [kind for kind in alternatives if isinstance(kind, Table | Anything)]
+        if not tables:
+            raise InputError(self._wrong(value, alternatives, path))
+        inner = tuple(kind for table in tables for kind in getattr(table, "items", ())) or (Anything(),)
+        return {name: self._value(item, inner, _join(path, name)) for name, item in value.items()}
+
+    def _check_target(self, dotted: str, path: str) -> None:
+        package = dotted.split(".")[0]
+        if package not in self.packages:
+            raise InputError(
+                f"{path} = {dotted} ({self.where(path)}) is not a class of genmodels; "
+                f"to allow it add its package: trust=[{package}]"
+            )
+        if target(dotted) is None:
+            raise InputError(f"{path} = {dotted} ({self.where(path)}): there is no such class")
+
+    def _unknown(self, path: str, takers: list[Target]) -> str:
+        name = path.rpartition(".")[2]
+        elsewhere = [p for p, _, key in self.walk(self.config) if key.name == name]
+        near = elsewhere[0] if elsewhere else nearest(name, [key for taker in takers for key in taker.keys], cutoff=0.6)
+        hint = f" did you mean {near!r}?" if near else ""
+        meant = [taker for taker in takers if near in taker.keys] or takers
+        return f"unknown key {path!r} ({self.where(path)}):{hint} {'; '.join(map(_takes, meant))}"
+
+    def _wrong(self, value: Any, alternatives: tuple[Kind, ...], path: str) -> str:
+        # "an integer or null" reads better than "null or an integer", whatever the annotation's order; and beside a
+        # class, `dict` in an annotation only says in which form its keys arrive.
+        named = any(isinstance(kind, Node) for kind in alternatives)
+        told = [kind for kind in alternatives if not (named and isinstance(kind, Table))]
+        expected = " or ".join(dict.fromkeys(str(k) for k in sorted(told, key=lambda k: str(k) == "null")))
+        choices = [v for kind in alternatives if isinstance(kind, Choice) for v in kind.values]
+        near = nearest(value, choices, cutoff=0.6) if isinstance(value, str) else None
+        hint = f": did you mean {near!r}?" if near else ""
+        return f"{path} must be {expected}, got {show(value)!r} ({self.where(path)}){hint}"
+
+
+def _join(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _takes(taker: Target) -> str:
+    names = list(taker.keys)
+    shown = ", ".join(names[:SHOWN]) or "no keys"
+    if len(names) > SHOWN:
+        shown += f", ... (--keys lists all {len(names)})"
+    return f"this command takes {shown}" if taker.name == "run" else f"{taker.name} takes {shown} ({taker.file})"
+
+
+def _missing(path: str, key: Key) -> str:
+    meaning = f", {key.meaning.rstrip('.')}" if key.meaning else ""
+    return f"{path} is missing{meaning}: add for example {path}={EXAMPLES.get(key.name, '...')}"

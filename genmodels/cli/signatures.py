@@ -1,0 +1,230 @@
+"""What a class or function can be configured with, read from its source text: nothing is imported.
+
+The keyword-only arguments of a class are its configuration; their defaults, annotations and the lines of the docstring's
+`Arguments:` section are all that the command line knows of them. Importing a model to learn its argument names
+would cost seconds of torch before a misspelt key could be answered.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import textwrap
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One thing that can be set: its annotation, its default as source text (None: it must be given), its meaning."""
+
+    name: str
+    annotation: ast.expr | None
+    default: str | None
+    module: Module
+    meaning: str = ""
+
+    @property
+    def type_text(self) -> str:
+        """The annotation as it stands in the source."""
+        return "" if self.annotation is None else ast.unparse(self.annotation)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A class or function with its settable keys."""
+
+    name: str
+    file: str
+    summary: str
+    keys: dict[str, Key] = field(default_factory=dict)
+
+
+class Module:
+    """A source file and the names it binds: definitions, assignments and imports (also under TYPE_CHECKING)."""
+
+    def __init__(self, name: str, path: Path):
+        self.name, self.path = name, path
+        self.names: dict[str, ast.stmt | ast.expr | str] = {}
+        for node in _statements(ast.parse(path.read_text(encoding="utf-8")).body):
+            self._bind(node)
+
+    def _bind(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            self.names[node.name] = node
+        elif isinstance(node, ast.ImportFrom):
+            source = _absolute(self, node)
+            self.names.update({a.asname or a.name: f"{source}.{a.name}" for a in node.names})
+        elif isinstance(node, ast.Import):
+            self.names.update({a.asname or a.name.split(".")[0]: a.name for a in node.names if a.asname})
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            self.names[node.targets[0].id] = node.value
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            self.names[node.target.id] = node.value
+
+    @property
+    def file(self) -> str:
+        """The path from the folder that holds the package, as a reader would look for it."""
+        top = self.name.split(".")[0]
+        parts = self.path.parts
+        return "/".join(parts[len(parts) - 1 - parts[::-1].index(top) :]) if top in parts else str(self.path)
+
+    def lookup(self, name: str) -> tuple[Module, ast.AST] | None:
+        """What a name stands for, in the module that defines it, through any chain of imports."""
+        bound = self.names.get(name)
+        if isinstance(bound, str):
+            return find(bound)
+        return None if bound is None else (self, bound)
+
+
+def _statements(body: list[ast.stmt]):
+    """The statements of a module, those under `if` and `try` too."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            yield from _statements(node.body)
+
+
+def _absolute(module: Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.name.split(".")
+    if module.path.name != "__init__.py":
+        parts = parts[:-1]
+    parts = parts[: len(parts) - node.level + 1]
+    return ".".join([*parts, node.module] if node.module else parts)
+
+
+@lru_cache(maxsize=None)
+def load(name: str) -> Module | None:
+    """The module of that dotted name, or None where there is no such source file."""
+    first, *rest = name.split(".")
+    if first == ROOT.name:
+        folder = ROOT
+    else:
+        # A top-level name is only located; asking for a submodule would import its parents.
+        spec = importlib.util.find_spec(first) if first.isidentifier() else None
+        if spec is None or spec.origin in (None, "built-in", "frozen"):
+            return None
+        if Path(spec.origin).name != "__init__.py":
+            return Module(name, Path(spec.origin)) if not rest and spec.origin.endswith(".py") else None
+        folder = Path(spec.origin).parent
+    place = folder.joinpath(*rest)
+    for path in (place / "__init__.py", place.with_suffix(".py") if rest else place / "__init__.py"):
+        if path.is_file():
+            return Module(name, path)
+    return None
+
+
+@lru_cache(maxsize=None)
+def find(dotted: str) -> tuple[Module, ast.AST] | None:
+    """The definition that a dotted name leads to, or None.
+
+    Example:
+        >>> module, node = find("genmodels.errors.InputError")
+        >>> node.name, module.file
+        ('InputError', 'genmodels/errors.py')
+    """
+    place, _, name = dotted.rpartition(".")
+    module = load(place) if place else None
+    return module.lookup(name) if module else None
+
+
+@lru_cache(maxsize=None)
+def target(dotted: str) -> Target | None:
+    """The settable keys of the class or function of that name, or None if there is none.
+
+    Example:
+        >>> sorted(target("genmodels.cli.info.run").keys)
+        ['ckpt', 'full']
+    """
+    found = find(dotted)
+    if found is None or not isinstance(found[1], ast.ClassDef | ast.FunctionDef):
+        return None
+    module, node = found
+    summary = (ast.get_docstring(node) or "").strip().split("\n\n")[0].replace("\n", " ")
+    is_class = isinstance(node, ast.ClassDef)
+    keys = _class_keys(module, node) if is_class else _function_keys(module, node, _meanings(module, node))
+    return Target(node.name, module.file, summary, keys)
+
+
+def _function_keys(module: Module, node: ast.FunctionDef, meanings: dict[str, str]) -> dict[str, Key]:
+    return {
+        argument.arg: Key(argument.arg, argument.annotation, None if default is None else ast.unparse(default), module,
+                          meanings.get(argument.arg, ""))
+        for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    }
+
+
+def _class_keys(module: Module, node: ast.ClassDef) -> dict[str, Key]:
+    """Those of `__init__` or of keyword-only dataclass fields; of the bases where the class passes them on."""
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+            own = _function_keys(module, statement, _meanings(module, node))
+            return own if statement.args.kwarg is None else {**_inherited(module, node), **own}
+    fields = _field_keys(module, node) if _is_keyword_dataclass(node) else {}
+    return {**_inherited(module, node), **fields}
+
+
+def _bases(module: Module, node: ast.AST) -> list[tuple[Module, ast.ClassDef]]:
+    """The base classes whose source can be found, the last one first (so that earlier ones override it)."""
+    found = [module.lookup(base.id) for base in reversed(getattr(node, "bases", [])) if isinstance(base, ast.Name)]
+    return [pair for pair in found if pair and isinstance(pair[1], ast.ClassDef)]
+
+
+def _inherited(module: Module, node: ast.ClassDef) -> dict[str, Key]:
+    return {name: key for base in _bases(module, node) for name, key in _class_keys(*base).items()}
+
+
+def _meanings(module: Module, node: ast.AST) -> dict[str, str]:
+    """What the docstrings say of each argument; "see `Base`" leaves the word to the base class."""
+    inherited = {name: text for base in _bases(module, node) for name, text in _meanings(*base).items()}
+    own = argument_lines(ast.get_docstring(node) or "")
+    return {**inherited, **{name: text for name, text in own.items() if not text.startswith("see ")}}
+
+
+def _is_keyword_dataclass(node: ast.ClassDef) -> bool:
+    calls = [d for d in node.decorator_list if isinstance(d, ast.Call) and ast.unparse(d.func).endswith("dataclass")]
+    return any(k.arg == "kw_only" and ast.unparse(k.value) == "True" for call in calls for k in call.keywords)
+
+
+def _field_keys(module: Module, node: ast.ClassDef) -> dict[str, Key]:
+    meanings = _meanings(module, node)
+    fields = [s for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+    return {
+        s.target.id: Key(s.target.id, s.annotation, _field_default(s.value), module, meanings.get(s.target.id, ""))
+        for s in fields
+        if "ClassVar" not in ast.unparse(s.annotation)
+    }
+
+
+def _field_default(value: ast.expr | None) -> str | None:
+    if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("field"):
+        given = {k.arg: ast.unparse(k.value) for k in value.keywords}
+        return given.get("default", f"{given['default_factory']}()" if "default_factory" in given else None)
+    return None if value is None else ast.unparse(value)
+
+
+def argument_lines(docstring: str) -> dict[str, str]:
+    """The entries of a docstring's `Arguments:` section, each joined to one line.
+
+    Example:
+        >>> argument_lines("Adds.\\n\\nArguments:\\n    a: the first\\n        number.\\n    b: the second.\\n\\nReturns more.")
+        {'a': 'the first number.', 'b': 'the second.'}
+    """
+    _, _, section = docstring.partition("Arguments:\n")
+    lines = section.split("\n")
+    end = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), len(lines))
+    meanings: dict[str, str] = {}
+    name = ""
+    for line in textwrap.dedent("\n".join(lines[:end])).split("\n"):
+        head, colon, text = line.partition(":")
+        if line and not line.startswith(" ") and colon:
+            for name in (n.strip() for n in head.split(",")):
+                meanings[name] = text.strip()
+        elif line.strip() and name:
+            meanings[name] += " " + line.strip()
+    return meanings

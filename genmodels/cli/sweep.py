@@ -1,0 +1,96 @@
+"""A sweep: every point checked before the first starts, then run by Hydra's own sweeper and launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from genmodels.cli.compose import Composer
+from genmodels.cli.main import explain
+from genmodels.cli.schema import Schema
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a point returns in place of a result when it failed, so that the points after it still run."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """The task that Hydra calls for each point; a plain value, so that any launcher can send it elsewhere."""
+
+    command: str
+    swept: tuple[str, ...] = ()
+
+    def __call__(self, config: DictConfig):
+        words = list(HydraConfig.get().overrides.task)
+        plain = OmegaConf.to_container(config, resolve=True)
+        print(f"\n--- {self.command} {self.title(words)}", flush=True)
+        try:
+            run = f"genmodels.cli.{self.command}.run"
+            checked = Schema(run, lambda path: "in this point of the sweep", plain.get("trust") or ()).check(plain)
+            with _alone(self.command, words):
+                return import_module(f"genmodels.cli.{self.command}").run(**checked)
+        except Exception as error:
+            known = explain(self.command, error)
+            if known is None:
+                traceback.print_exc()
+            else:
+                print(f"genmodels {self.command}: {known[0]}", file=sys.stderr, flush=True)
+            return Failure(known[0] if known else f"{type(error).__name__}: {error}")
+
+    def title(self, words: list[str]) -> str:
+        """What tells this point from the others, as its user would have typed it."""
+        plain = [word.lstrip("+") for word in words]
+        return " ".join(word for word in plain if word.split("=")[0] in self.swept) or " ".join(plain)
+
+
+@contextmanager
+def _alone(command: str, words: list[str]) -> Iterator[None]:
+    """The process as it would be had the point been started by itself.
+
+    Lightning starts further processes by repeating this one's command line; in a sweep it must repeat the point, not
+    the sweep, and must not take Hydra's record of the sweep for that of a single job. What it leaves in the environment
+    (LOCAL_RANK, MASTER_PORT, ...) would make the next point believe that it is one of those processes.
+    """
+    argv, record, environment = sys.argv, HydraConfig.instance().cfg, dict(os.environ)
+    sys.argv = [argv[0], *([command] if argv[1:2] == [command] else []), *words]
+    HydraConfig.instance().cfg = None
+    try:
+        yield
+    finally:
+        sys.argv, HydraConfig.instance().cfg = argv, record
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def sweep(composer: Composer, overrides: list[str]) -> int:
+    """Run every point, whatever becomes of the others; 1 if any failed.
+
+    Raises:
+        InputError: when a point is wrong, before any has started.
+    """
+    points = composer.points(overrides)
+    parsed = composer.parse(overrides)
+    task = Point(composer.command, tuple(o.key_or_group for o in parsed if o.is_sweep_override()))
+    words = [override.input_line for override in parsed]
+    batches = composer.hydra.multirun(composer.command, task, [*words, "hydra.mode=MULTIRUN"])
+    # Hydra's basic sweeper returns its jobs; others keep them and decide themselves what a failure means.
+    jobs = [job for batch in batches for job in batch] if isinstance(batches, list) else []
+    failed = [job for job in jobs if isinstance(job.return_value, Failure)]
+    for job in failed:
+        what = task.title(job.overrides)
+        print(f"genmodels {composer.command}: failed: {what} ({job.return_value.message})", file=sys.stderr)
+    if points:
+        print(f"\n{len(points) - len(failed)} of {len(points)} points done", flush=True)
+    return 1 if failed else 0

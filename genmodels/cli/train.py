@@ -1,0 +1,126 @@
+"""`genmodels train`: build the data and the model, fit, and say what was reached."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from genmodels.training.callbacks import CheckpointOptions
+    from genmodels.training.loggers import LoggerOptions
+    from genmodels.training.trainer import TrainerOptions
+
+
+def run(
+    *,
+    model: dict,
+    data: dict,
+    trainer: TrainerOptions | dict | None = None,
+    logger: LoggerOptions | dict | None = None,
+    checkpoint: CheckpointOptions | dict | None = None,
+    seed: int = 0,
+    resume: str | None = None,
+    run_dir: str | None = None,
+    trust: list[str] | None = None,
+) -> None:
+    """Train a model on a data set.
+
+    Arguments:
+        model: the model, its class and options.
+        data: the data set, its class and options.
+        trainer: length, devices, precision, intervals.
+        logger: where metrics and pictures go.
+        checkpoint: when checkpoints are written.
+        seed: seed of everything: weights, order of the data, noise.
+        resume: `last`, a run folder or a checkpoint to go on from, as if it had never stopped.
+        run_dir: the run folder; default runs/<model>-<data>/<time>.
+        trust: further packages whose classes may be named in the configuration.
+    """
+    import logging
+    import os
+    import time
+    from pathlib import Path
+
+    from genmodels.errors import RunError
+    from genmodels.models.build import build, construct
+    from genmodels.training import run as parts
+    from genmodels.training.archive import read_header
+    from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid
+    from genmodels.training.loggers import LoggerOptions, log_config
+    from genmodels.training.stream import initial_batch, training_stream
+    from genmodels.training.trainer import TrainerOptions
+
+    os.environ.pop("GENMODELS_RUN_DIR", None) if "LOCAL_RANK" not in os.environ else None
+    config = {"model": model, "data": data, "trainer": trainer or {}, "logger": logger or {}}
+    config |= {"checkpoint": checkpoint or {}, "seed": seed, "trust": trust or []}
+    options = construct(TrainerOptions, **(trainer or {}))
+    logging_options = construct(LoggerOptions, **(logger or {}))
+    checkpoints = construct(CheckpointOptions, **(checkpoint or {}))
+
+    import torch
+
+    from genmodels.random import seed_of
+
+    datamodule = build(data, trust=trust or [])
+    datamodule.order_seed = seed
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    torch.manual_seed(seed_of(seed, "weights"))
+    network = build(model, datamodule.spec, trust=trust or [])
+    network.seed, network.run_config = seed, config
+
+    name = f"{network.family}-{datamodule.spec.name}"
+    root = Path("runs")
+    header: dict = {}
+    if resume is not None:
+        path = parts.find_resume(root, name, run_dir, resume)
+        header = read_header(path)
+        parts.check_same(header, config, path)
+        folder = path.parent
+    else:
+        path, folder = None, parts.choose_folder(root, name, run_dir)
+    log = parts.Log(folder / "log.txt")
+    try:
+        steps = options.steps(len(datamodule.train_dataloader()))
+        done = header.get("step", 0)
+        if resume is None:
+            network.initialize(initial_batch(datamodule))
+            parts.write_config(folder, config)
+        loggers = logging_options.build(folder, header.get("run_id") or _run_id(folder), done)
+        checkpointing = Checkpointing(folder, checkpoints)
+        grids = SampleGrid(folder, options.sample_every_n_steps)
+        lightning = options.build(steps, [FiniteMetrics(), grids, checkpointing], loggers, str(folder))
+        if options.compile:
+            parts.compile_network(network)
+        log_config(loggers, config)
+        millions = sum(p.numel() for p in network.core.parameters()) / 1e6
+        parts.say(
+            f"{network.family} with {millions:.2f} M parameters on {datamodule.spec.name} "
+            f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
+            + (f", resumed at step {done}" if resume else "")
+        )
+        logging.getLogger("genmodels").info("started with %s", config)
+        start = time.monotonic()
+        lightning.fit(
+            network,
+            train_dataloaders=training_stream(datamodule, header.get("batches_seen", 0)),
+            val_dataloaders=datamodule.val_dataloader(),
+            ckpt_path=None if path is None else str(path),
+            weights_only=True,
+        )
+        if lightning.global_step < steps:
+            raise RunError(f"stopped at step {lightning.global_step} of {steps}")
+        validated = options.validate_every_n_steps and steps % min(options.validate_every_n_steps, steps) == 0
+        if not validated or not network.figures:
+            lightning.validate(network, datamodule.val_dataloader(), verbose=False)
+        for each in loggers:
+            each.save()
+        parts.say(f"trained in {time.monotonic() - start:.0f} s", *parts.summary(network, folder))
+    finally:
+        log.close()
+
+
+def _run_id(folder) -> str:
+    """An identifier of the run for loggers that continue a run by id: of the folder, so that a resume finds it."""
+    import hashlib
+
+    return hashlib.blake2b(str(folder.resolve()).encode(), digest_size=4).hexdigest()

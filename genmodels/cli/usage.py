@@ -1,0 +1,132 @@
+"""The texts of --help and --keys, made from the configuration folder and the signatures."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+
+from genmodels.cli.kinds import show
+from genmodels.cli.places import CONFIG_DIR, groups
+from genmodels.cli.signatures import find, target
+
+OPTIONS = """\
+  --keys             list every key this choice takes, with type, value and meaning
+  --cfg job          print the configuration and stop
+  -m, --multirun     a sweep: every combination of values given as a,b,c
+  -cd, --config-dir  a folder of your own with more model/, data/, experiment/, ... files
+  -h, --help         this text"""
+EXAMPLES = {
+    "train": ["model=ddpm", "model=ddpm data=mnist trainer.max_epochs=50 seed=1", "-m model=ddpm seed=0,1",
+              "model=ddpm trainer=smoke", "model=ddpm resume=last"],
+    "sample": ["ckpt=runs/ddpm-digits/<time>/best.ckpt n=64 sampler=ddim steps=50 seed=0"],
+    "evaluate": ["ckpt=runs/ddpm-digits/<time>/best.ckpt", "'ckpt=[runs/a/best.ckpt,runs/b/best.ckpt]'"],
+    "info": ["runs/ddpm-digits/<time>/last.ckpt", "runs/*/*/best.ckpt --full"],
+    "doctor": ["", "data=image_folder data.root=photos"],
+}
+
+
+def version() -> str:
+    """The program's name and version."""
+    from genmodels import __version__
+
+    return f"genmodels {__version__}"
+
+
+def overview(commands: tuple[str, ...]) -> str:
+    """One line for every command."""
+    lines = [f"  {name:<10} {_summary(name)}" for name in commands]
+    return "\n".join(["usage: genmodels <command> [key=value ...]", "", *lines, "",
+                      "genmodels <command> --help tells more."])
+
+
+def _run(command: str):
+    return target(f"genmodels.cli.{command}.run")
+
+
+def _summary(command: str) -> str:
+    return _run(command).summary.split(". ")[0].rstrip(".")
+
+
+def command_help(command: str) -> str:
+    """What a command does, what can be chosen, its keys, its options, examples."""
+    run = _run(command)
+    script = f"python {command}.py" if find(f"genmodels.cli.{command}.main") is None else f"genmodels {command}"
+    also = f"  (installed: genmodels {command})" if script.startswith("python") else ""
+    parts = [_summary(command) + ".", f"usage: {script} [key=value ...]{also}"]
+    chosen = _defaults(command)
+    if chosen:
+        available = groups()
+        parts.append("choose (group=option):\n" + "\n".join(
+            f"  {group:<11} {_choices(available.get(group, []), default)}" for group, default in chosen.items()
+        ))
+    own = [key for key in run.keys.values() if key.name not in chosen]
+    if own:
+        parts.append("keys:\n" + "\n".join(_entry(_assigned(key.name, key.default), key.meaning) for key in own))
+    if script.startswith("python"):
+        parts.append(f"options:\n{OPTIONS}")
+    parts.append("examples:\n" + "\n".join(f"  {script} {example}".rstrip() for example in EXAMPLES[command]))
+    return "\n\n".join(parts)
+
+
+def _defaults(command: str) -> dict[str, str | None]:
+    """The config groups of a command's defaults list, with the option each has when nothing is said."""
+    import yaml
+
+    file = CONFIG_DIR / f"{command}.yaml"
+    entries = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults", []) if file.is_file() else []
+    pairs = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
+    return {group: option for group, option in pairs if not group.startswith(("optional ", "override "))}
+
+
+def _choices(options: list[str], default: str | None) -> str:
+    names = [f"{name} (default)" if name == default else name for name in options]
+    return ", ".join(names) or "none yet"
+
+
+def _assigned(name: str, default: str | None) -> str:
+    if default is None:
+        return f"{name}=..."
+    try:
+        value = ast.literal_eval(default)
+    except ValueError:
+        return f"{name}={default}"
+    return f"{name}={show(list(value) if isinstance(value, tuple) else value)}"
+
+
+def _entry(head: str, meaning: str, width: int = 30) -> str:
+    lines = textwrap.wrap(meaning, 110 - width) or [""]
+    first = f"  {head:<{width - 2}} {lines[0]}".rstrip()
+    return "\n".join([first, *(" " * (width + 1) + line for line in lines[1:])])
+
+
+def as_yaml(config: dict) -> str:
+    """A configuration as YAML."""
+    import yaml
+
+    return yaml.safe_dump(config, sort_keys=False, default_flow_style=False, allow_unicode=True)
+
+
+def keys(composer, overrides: list[str], config: dict) -> str:
+    """Every key that a choice of classes takes, grouped by class; values set by YAML or the command line are marked *."""
+    schema = composer.schema(composer.parse(overrides), config)
+    lines: list[str] = []
+    heading = None
+    for path, taker, key in schema.walk(config):
+        parent, _, name = path.rpartition(".")
+        if (parent, taker.name) != heading:
+            heading = (parent, taker.name)
+            lines += ["", f"{parent or 'top'}: {taker.name} ({taker.file})" if taker.name != "run" else "top level"]
+        found = _dig(config, path)
+        text = _assigned(path, key.default) if found is None else f"* {path}={show(found[0])}"
+        if found is None or not isinstance(found[0], dict):
+            lines.append(_entry(text, f"{key.type_text}  {key.meaning}".strip(), 42))
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _dig(config: dict, path: str) -> tuple | None:
+    value = config
+    for name in path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return None
+        value = value[name]
+    return (value,)

@@ -1,0 +1,1 @@
+"""LightningDataModules: a batch is data in its own units."""

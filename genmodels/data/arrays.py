@@ -1,0 +1,225 @@
+"""Your own arrays: images or vectors from .npz, .npy or a text table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genmodels.data.array_files import MappedArray, MappedData, read_arrays
+from genmodels.data.base import SPLITS, DataModule, check_fractions, data_root, split_rows
+from genmodels.data.loading import BatchDataset, TensorData
+from genmodels.data.spec import DataSpec
+from genmodels.errors import InputError
+
+_X, _Y = ("x", "images", "data", "arr_0"), ("y", "labels", "arr_1")
+_MEMORY = 512 * 2**20  # bytes up to which a mapped array is read into memory
+_CHUNK = 2**24  # values looked at at a time
+
+
+class Arrays(DataModule):
+    """Images or vectors from one file.
+
+    Names of the arrays in an .npz: x, images, data or arr_0, with labels y, labels or arr_1; or one per split, x_train
+    or train_x (images_train, train_images, ...), with val and test. A missing val or test is held out of train.
+
+    What the items are: (N, H, W) and (N, H, W, C) or (N, C, H, W) integers are images, where the channel axis is the
+    one of length 1 or 3; if both or neither of the two axes are so, `layout` must say it. (N, D) numbers are vectors.
+    Floating point values are continuous data (then images need `layout`); integers have `levels`, 256 for uint8.
+    Labels 0..K-1 are classes without names; any other integers or texts become classes in sorted order, with names.
+
+    Arguments:
+        file: path of an .npz, .npy, .csv, .tsv, .txt or .data file (a table: one item per line, a heading is skipped).
+        labels: path of an .npy file with the labels, for an .npy file of items.
+        layout: order of the axes of images.
+        levels: number of integer levels; null infers 256 for uint8 and 2 for booleans.
+        val_fraction, test_fraction: share of the items held out where the file has no such split.
+        flip: mirror training images at random.
+        batch_size, num_workers, seed: see `DataModule`.
+
+    Arrays above 512 MB that are stored uncompressed (np.save, np.savez) stay in the file and are read batch by batch; a
+    compressed .npz is always read whole.
+
+    Errors: `InputError` with one line for what cannot be read or understood, and for values that are not finite or
+    outside 0..levels - 1, naming the item.
+    """
+
+    name = "arrays"
+
+    def __init__(
+        self,
+        *,
+        file: str,
+        labels: str | None = None,
+        layout: Literal["auto", "nchw", "nhwc"] = "auto",
+        levels: int | None = None,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        flip: bool = False,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        seed: int = 0,
+    ):
+        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        check_fractions(val_fraction, test_fraction)
+        if levels is not None and levels < 2:
+            raise InputError(f"data.levels must be at least 2, got {levels}")
+        self.file, self.labels = Path(data_root(file)), None if labels is None else Path(data_root(labels))
+        self.layout, self.levels, self.flip = layout, levels, flip
+        self.fractions = (1 - val_fraction - test_fraction, val_fraction, test_fraction)
+
+    def load(self):
+        """Read or map the file, find out what it holds, check every value."""
+        arrays = read_arrays(self.file)
+        parts = _find_parts(arrays, self.file)
+        if self.labels is not None:
+            if set(parts) != {"all"}:
+                raise InputError(f"data.labels is for a file without splits, but {self.file} has {', '.join(parts)}")
+            parts["all"] = (parts["all"][0], next(iter(read_arrays(self.labels).values())))
+        shapes = {tuple(x.shape[1:]) for x, _ in parts.values()}
+        if len(shapes) > 1:
+            raise InputError(f"{self.file}: the splits hold items of different shapes {sorted(shapes)}")
+        first = next(iter(parts.values()))[0]
+        kind = _kind(first, self.layout, self.levels, self.file)
+        if self.flip and len(kind.event(first.shape)) != 3:
+            raise InputError(f"data.flip=true is for images, but {self.file} holds vectors")
+        labels, names, classes = _read_labels({name: (len(x), y) for name, (x, y) in parts.items()}, self.file)
+        sources = {}
+        for name, (x, _) in parts.items():
+            _check_values(x, kind.levels, f"{self.file}" + ("" if name == "all" else f" ({name})"))
+            sources[name] = (x, labels[name])
+        spec = DataSpec(self.file.stem, kind.event(first.shape), kind.levels, classes, names)
+        return spec, self._splits(sources, kind)
+
+    def _splits(self, sources: dict, kind: _Kind) -> dict[str, BatchDataset]:
+        base = "all" if "all" in sources else "train"
+        x, y = sources[base]
+        missing = [0.0 if name in sources else f for name, f in zip(SPLITS, self.fractions, strict=True)]
+        rows = dict(zip(SPLITS, split_rows(y, len(x), tuple(missing), self.seed), strict=True))
+        own = {name: source for name, source in sources.items() if name in SPLITS[1:]}
+        held = {id(x): kind.held(x) for x, _ in sources.values()}
+        splits = {}
+        for name in SPLITS:
+            x, y = own.get(name, sources[base])
+            chosen = torch.arange(len(x)) if name in own else rows[name]
+            data = held[id(x)]
+            splits[name] = MappedData(x, kind.convert, y, chosen) if data is None else TensorData(data, y, chosen)
+        return splits
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How rows of the array become a batch: axes to move, number of levels."""
+
+    axes: str
+    levels: int | None
+
+    def event(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Event shape of an array of this shape."""
+        if self.axes == "nhw":
+            return (1, *shape[1:])
+        return (shape[3], shape[1], shape[2]) if self.axes == "nhwc" else tuple(shape[1:])
+
+    def convert(self, rows: np.ndarray) -> Tensor:
+        """(B, *event) tensor: uint8 up to 256 levels, int32 above, float32 for continuous values."""
+        dtype = np.float32 if self.levels is None else np.uint8 if self.levels <= 256 else np.int32
+        x = torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype))
+        if self.axes == "nhw":
+            return x[:, None]
+        return x.permute(0, 3, 1, 2).contiguous() if self.axes == "nhwc" else x
+
+    def held(self, array) -> Tensor | None:
+        """The whole array as a tensor, or None if it is mapped and large."""
+        if isinstance(array, MappedArray):
+            return self.convert(np.array(array.whole())) if array.nbytes <= _MEMORY else None
+        return self.convert(array)
+
+
+def _find_parts(arrays: dict, file: Path) -> dict[str, tuple]:
+    """(items, labels or None) of each split in the file, or of "all"."""
+
+    def pick(names, split):
+        spelt = names if split == "all" else [s for n in names for s in (f"{n}_{split}", f"{split}_{n}")]
+        return next((arrays[n] for n in spelt if n in arrays), None)
+
+    parts = {split: (pick(_X, split), pick(_Y, split)) for split in ("all", *SPLITS)}
+    if parts["train"][0] is None and "train" in arrays:
+        parts = {split: (arrays.get(split), None) for split in SPLITS}
+    found = {split: part for split, part in parts.items() if part[0] is not None}
+    if not found or ("all" not in found and "train" not in found):
+        listed = ", ".join(sorted(arrays)) or "nothing"
+        raise InputError(f"{file} holds {listed}: name the items x (or images), or x_train, x_val, x_test")
+    if "all" in found and len(found) > 1:
+        raise InputError(f"{file} holds both undivided items and splits ({', '.join(found)}): keep one of the two")
+    return found
+
+
+def _kind(array, layout: str, levels: int | None, file: Path) -> _Kind:
+    shape, dtype = tuple(array.shape), array.dtype
+    if dtype.kind not in "fiub":
+        raise InputError(f"{file}: items of type {dtype} cannot be modelled, save integers or floating point numbers")
+    if len(shape) < 2 or min(shape[1:]) < 1:
+        raise InputError(f"{file}: items of shape {shape}; expected (N, D), (N, H, W), (N, H, W, C) or (N, C, H, W)")
+    if dtype.kind == "f" and levels is not None:
+        raise InputError(f"{file}: data.levels={levels} is for integers, but the values are {dtype}")
+    if dtype.kind in "iu" and dtype != np.uint8 and levels is None:
+        raise InputError(f"{file}: the values are {dtype}: set data.levels to their number of levels, or save uint8")
+    if dtype.kind != "f":
+        levels = levels or (2 if dtype.kind == "b" else 256)
+    if len(shape) == 2:
+        return _Kind("nd", levels)
+    if dtype.kind == "f" and layout == "auto":
+        raise InputError(f"{file}: {dtype} images: save them as uint8 0..255, or take them as continuous data by "
+                         "data.layout=nchw or data.layout=nhwc")
+    if len(shape) == 3:
+        return _Kind("nhw", levels)
+    if len(shape) != 4:
+        raise InputError(f"{file}: items of shape {shape[1:]} have more than three axes")
+    if layout == "auto":
+        front, back = shape[1] in (1, 3), shape[3] in (1, 3)
+        if front == back:
+            why = "both the second and the last axis" if front else "neither the second nor the last axis"
+            raise InputError(f"{file}: shape {shape}: {why} could be channels; set data.layout to nchw or nhwc")
+        layout = "nchw" if front else "nhwc"
+    return _Kind(layout, levels)
+
+
+def _check_values(array, levels: int | None, where: str) -> None:
+    """An InputError that names the first item with a value that is not finite or not a level."""
+    if len(array) == 0:
+        raise InputError(f"{where} holds no items")
+    step = max(1, _CHUNK // int(np.prod(array.shape[1:])))
+    for start in range(0, len(array), step):
+        rows = np.asarray(array[start : start + step])
+        with np.errstate(over="ignore"):  # what overflows float32 is not finite for the model either
+            bad = ~np.isfinite(rows.astype(np.float32)) if levels is None else (rows < 0) | (rows >= levels)
+        if bad.any():
+            at = tuple(np.argwhere(bad)[0])
+            expected = "is not finite" if levels is None else f"is outside 0..{levels - 1}"
+            hint = "" if levels is None else " (data.levels)"
+            raise InputError(f"{where}: item {start + at[0]} holds {rows[at]}, which {expected}{hint}")
+
+
+def _read_labels(found: dict, file: Path) -> tuple[dict[str, Tensor | None], tuple[str, ...], int | None]:
+    """Labels 0..K-1 of each part, class names (none for plain numbers 0..K-1) and K."""
+    given = {name: np.array(y[:]) for name, (_, y) in found.items() if y is not None}
+    if not given:
+        return dict.fromkeys(found), (), None
+    if len(given) < len(found):
+        raise InputError(f"{file}: only {', '.join(given)} has labels, of {', '.join(found)}")
+    for name, y in given.items():
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = given[name] = y[:, 0]
+        if y.shape != (found[name][0],):
+            raise InputError(f"{file}: labels of shape {y.shape} for {found[name][0]} items")
+        if y.dtype.kind not in "iubUS":
+            raise InputError(f"{file}: labels of type {y.dtype}; expected integers or texts")
+    values = np.unique(np.concatenate(list(given.values())))
+    plain = values.dtype.kind in "iub" and (values == np.arange(len(values))).all()
+    names = () if plain else tuple(v.decode() if isinstance(v, bytes) else str(v) for v in values.tolist())
+    labels = {name: torch.from_numpy(np.searchsorted(values, y)) for name, y in given.items()}
+    return labels, names, len(values)

@@ -1,0 +1,206 @@
+"""The base of all datamodules: splits, loaders, position; a data set adds only how it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, ordered_loader, training_loader
+from genmodels.data.spec import DataSpec
+from genmodels.errors import InputError
+
+SPLITS = ("train", "val", "test")
+
+
+class DataModule(pl.LightningDataModule):
+    """A data set with its three splits; a subclass implements `load` (and `fetch`, if something can be downloaded).
+
+    Arguments:
+        batch_size: items per optimisation step, over all processes together (so that more processes do not change what
+            is learnt); it must be a multiple of their number.
+        num_workers: worker processes per loader; 0 loads in the training process, which is fastest for data in memory.
+        seed: seed of the splits (the order of the data has its own seed, `order_seed`, which comes from the run).
+
+    Attributes:
+        order_seed: seed of the shuffling and of random mirroring; set before training.
+        flip: whether training items are mirrored left to right at random.
+
+    Errors: `InputError` with one line when the data are missing, empty or broken.
+    """
+
+    name: str = ""
+    flip: bool = False
+
+    def __init__(self, *, batch_size: int, num_workers: int, seed: int):
+        super().__init__()
+        if batch_size < 1:
+            raise InputError(f"data.batch_size must be at least 1, got {batch_size}")
+        if num_workers < 0:
+            raise InputError(f"data.num_workers must be at least 0, got {num_workers}")
+        self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
+        self.order_seed = 0
+        self._loaded: tuple[DataSpec, dict[str, BatchDataset]] | None = None
+        self._position: tuple[int, int] | None = None
+        self._sampler: ResumableBatchSampler | None = None
+
+    def fetch(self) -> None:
+        """Download what is missing; nothing to do for most data sets."""
+
+    def load(self) -> tuple[DataSpec, dict[str, BatchDataset]]:
+        """Read the data: the DataSpec and the splits train, val, test."""
+        raise NotImplementedError
+
+    def prepare(self) -> DataModule:
+        """Make everything ready (download if allowed, read, split) and return self; further calls cost nothing."""
+        if self._loaded is None:
+            self.prepare_data()
+            self.setup()
+        return self
+
+    def prepare_data(self) -> None:
+        """Lightning's hook: download."""
+        if self._loaded is None:
+            self.fetch()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Lightning's hook: read the data, once."""
+        if self._loaded is not None:
+            return
+        spec, splits = self.load()
+        for name in SPLITS:
+            if len(splits[name]) == 0:
+                raise InputError(f"data {spec.name}: the {name} split is empty, every split needs at least one item")
+        self._loaded = spec, splits
+
+    @property
+    def spec(self) -> DataSpec:
+        """What a model must know about these data; after `prepare()`."""
+        return self._ready()[0]
+
+    def split(self, name: str) -> BatchDataset:
+        """The data set of one split: train, val or test."""
+        splits = self._ready()[1]
+        if name not in splits:
+            raise InputError(f"no split {name!r}: the splits are {', '.join(SPLITS)}")
+        return splits[name]
+
+    def _ready(self):
+        if self._loaded is None:
+            raise RuntimeError(f"call {type(self).__name__}.prepare() before using its data")
+        return self._loaded
+
+    def set_position(self, epoch: int, batches_done: int) -> None:
+        """Let the next training iteration, and only that one, go on after `batches_done` batches of `epoch`.
+
+        Counted are the batches that training has consumed; what workers had fetched ahead does not matter.
+        """
+        if self._sampler is None:
+            self._position = (epoch, batches_done)
+        else:
+            self._sampler.set_position(epoch, batches_done)
+
+    def train_dataloader(self) -> Loader:
+        """Batches of this process for training: shuffled, whole batches only, resumable."""
+        rank, world = self._processes()
+        if self.batch_size % world:
+            raise InputError(f"data.batch_size={self.batch_size} must be a multiple of the {world} processes")
+        data = self.split("train")
+        try:
+            self._sampler = ResumableBatchSampler(len(data), self.batch_size // world, self.order_seed, rank, world)
+        except ValueError as error:
+            raise InputError(f"data {self.spec.name}: {error}; lower data.batch_size") from None
+        if self._position is not None:
+            self._sampler.set_position(*self._position)
+            self._position = None
+        return training_loader(data, self._sampler, self.flip, self.num_workers, self._pin())
+
+    def val_dataloader(self) -> Loader:
+        """This process's share of the validation split, in order, no item twice."""
+        return self._share("val")
+
+    def test_dataloader(self) -> Loader:
+        """This process's share of the test split, in order, no item twice."""
+        return self._share("test")
+
+    def loader(self, split: str, batch_size: int, indices: Sequence[int] | Tensor | None = None) -> Loader:
+        """The items of a split (or those at `indices`) in this order, unaltered, without shuffling or sharding."""
+        if batch_size < 1:
+            raise InputError(f"batch_size must be at least 1, got {batch_size}")
+        data = self.split(split)
+        positions = torch.arange(len(data)) if indices is None else torch.as_tensor(indices, dtype=torch.int64)
+        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(data):
+            raise InputError(f"indices must lie in 0..{len(data) - 1}, the {split} split of {self.spec.name}")
+        return ordered_loader(data, positions, batch_size, self.num_workers, self._pin())
+
+    def problems(self) -> list[str]:
+        """One line per thing that would stop or spoil a training on these data; empty when all is well."""
+        try:
+            self.prepare()
+        except (InputError, OSError) as error:
+            return [str(error)]
+        found = []
+        for name in SPLITS:
+            for batch in self.loader(name, 1024):
+                try:
+                    self.spec.check(batch)
+                except ValueError as error:
+                    found.append(f"{name} split: {error}")
+        return found
+
+    def _share(self, split: str) -> Loader:
+        rank, world = self._processes()
+        data = self.split(split)
+        positions = torch.arange(rank, len(data), world)
+        return ordered_loader(data, positions, max(1, self.batch_size // world), self.num_workers, self._pin())
+
+    def _processes(self) -> tuple[int, int]:
+        """This process's rank and the number of processes: from torch.distributed, else the trainer, else one."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if self.trainer is not None:
+            return self.trainer.global_rank, self.trainer.world_size
+        return 0, 1
+
+    def _pin(self) -> bool:
+        return self.num_workers > 0 and torch.cuda.is_available()
+
+
+def split_rows(
+    labels: Tensor | None, size: int, fractions: tuple[float, float, float], seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of train, val and test: a fixed random split, within each class where there are labels.
+
+    The totals are round(fraction * size), and every class has its share to one item.
+
+    Example:
+        >>> train, val, test = split_rows(torch.arange(100) % 2, 100, (0.7, 0.1, 0.2), seed=0)
+        >>> len(train), len(val), len(test), sorted(torch.cat([train, val, test]).tolist()) == list(range(100))
+        (70, 10, 20, True)
+    """
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    groups = [order] if labels is None else [order[labels[order] == label] for label in labels.unique()]
+    parts: list[list[Tensor]] = [[], [], []]
+    seen = 0
+    for group in groups:
+        # Rounding running totals instead of each class keeps the sum exact.
+        before, seen = seen, seen + len(group)
+        val, test = (round(fraction * seen) - round(fraction * before) for fraction in fractions[1:])
+        for part, rows in zip(parts, group.split([len(group) - val - test, val, test]), strict=True):
+            part.append(rows)
+    return tuple(torch.cat(part).sort().values for part in parts)
+
+
+def data_root(root: str) -> str:
+    """`root` with ~ and variables of the environment expanded."""
+    return os.path.expanduser(os.path.expandvars(root))
+
+
+def check_fractions(val_fraction: float, test_fraction: float) -> None:
+    """An InputError unless something is left for training."""
+    if val_fraction < 0 or test_fraction < 0 or val_fraction + test_fraction >= 1:
+        got = f"{val_fraction} and {test_fraction}"
+        raise InputError(f"data.val_fraction and data.test_fraction must be >= 0 with a sum below 1, got {got}")

@@ -1,0 +1,207 @@
+"""The order of the data, and the loaders that serve it: whole batches, resumable, sharded without duplicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from genmodels.data.spec import Batch
+from genmodels.random import KeyedGenerator, seed_of
+
+
+class BatchDataset(Protocol):
+    """A split: `len` and `__getitems__`, which makes a whole batch from many positions at once."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, positions: Sequence[int] | Tensor) -> Batch: ...
+
+
+class TensorData(Dataset):
+    """A split held in memory, of which a batch is one tensor index.
+
+    Arguments:
+        x: (N, *event), all items of which this split is a part.
+        cond: (N,) labels or None.
+        rows: (M,) which items form this split, None for all; nothing is copied.
+
+    Example:
+        >>> data = TensorData(torch.arange(10)[:, None], rows=torch.tensor([7, 3, 5]))
+        >>> data.__getitems__([2, 0]).x.flatten(), data.__getitems__([2, 0]).index
+        (tensor([5, 7]), tensor([2, 0]))
+    """
+
+    def __init__(self, x: Tensor, cond: Tensor | None = None, rows: Tensor | None = None):
+        self.x, self.cond, self.rows = x, cond, rows
+
+    def __len__(self) -> int:
+        return len(self.x if self.rows is None else self.rows)
+
+    def __getitems__(self, positions: Sequence[int] | Tensor) -> Batch:
+        index = torch.as_tensor(positions, dtype=torch.int64)
+        rows = index if self.rows is None else self.rows[index]
+        return Batch(self.x[rows], None if self.cond is None else self.cond[rows], index=index)
+
+    def __getitem__(self, position: int) -> Batch:
+        return self.__getitems__([position])
+
+
+class Augmented(Dataset):
+    """A training split whose items are mirrored left to right with probability 1/2.
+
+    Whether an item is mirrored is a pure function of (order_seed, epoch, position): workers, batch size and resuming do
+    not change it. The epoch travels with the positions, because workers outlive epochs.
+    """
+
+    def __init__(self, data: BatchDataset, order_seed: int, flip: bool):
+        self.data, self.order_seed, self.flip = data, order_seed, flip
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitems__(self, request: tuple[int, Tensor]) -> Batch:
+        epoch, positions = request
+        batch = self.data.__getitems__(positions)
+        if self.flip:
+            draw = KeyedGenerator(self.order_seed, positions, "flip", epoch).uniform((len(positions), 1, 1, 1))
+            batch.x = torch.where(draw < 0.5, batch.x.flip(-1), batch.x)
+        return batch
+
+
+class ResumableBatchSampler(Sampler):
+    """Which items each batch of an epoch holds: a pure function of (order_seed, epoch, global batch size).
+
+    The epoch's permutation is cut into global batches of `batch_size * world` items; of global batch b process `rank`
+    gets the positions rank, rank + world, ... Every process has the same number of batches and no item is served twice.
+    The last incomplete global batch is dropped, unless it is the only one and there is one process.
+
+    Arguments:
+        size: number of items.
+        batch_size: items per batch and process.
+        order_seed: seed of the permutations.
+        rank, world: this process and the number of processes.
+
+    Iterating gives (epoch, positions (B,) int64) pairs.
+
+    Example:
+        >>> sampler = ResumableBatchSampler(10, 4)
+        >>> whole = [positions.tolist() for _, positions in sampler]
+        >>> sampler.set_position(0, 1)
+        >>> [positions.tolist() for _, positions in sampler] == whole[1:], len(sampler)
+        (True, 2)
+    """
+
+    def __init__(self, size: int, batch_size: int, order_seed: int = 0, rank: int = 0, world: int = 1):
+        if size < 1 or batch_size < 1 or not 0 <= rank < world:
+            raise ValueError(f"need size, batch_size >= 1 and 0 <= rank < world: {size}, {batch_size}, {rank}, {world}")
+        if size < batch_size * world and world > 1:
+            raise ValueError(f"{size} items are fewer than one batch of {batch_size * world} over {world} processes")
+        self.size, self.batch_size, self.order_seed, self.rank, self.world = size, batch_size, order_seed, rank, world
+        self.epoch = 0
+        self._position: tuple[int, int] | None = None
+
+    @property
+    def sampler(self) -> ResumableBatchSampler:
+        """Itself: where Lightning looks for `set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next iteration (a position that was set explicitly goes first)."""
+        self.epoch = int(epoch)
+
+    def set_position(self, epoch: int, batches_done: int) -> None:
+        """Let the next iteration, and only that one, start after `batches_done` batches of `epoch`."""
+        if epoch < 0 or batches_done < 0:
+            raise ValueError(f"epoch and batches_done must not be negative, got {epoch} and {batches_done}")
+        # A position at the end of an epoch is the start of the next one.
+        self._position = (epoch + batches_done // len(self), batches_done % len(self))
+
+    def order(self, epoch: int) -> Tensor:
+        """(size,) the permutation of an epoch."""
+        generator = torch.Generator().manual_seed(seed_of(self.order_seed, "order", epoch))
+        return torch.randperm(self.size, generator=generator)
+
+    def __len__(self) -> int:
+        return max(1, self.size // (self.batch_size * self.world))
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        # A generator: nothing is taken before the first batch, as torch's loader makes iterators that it never uses.
+        epoch, first = (self.epoch, 0) if self._position is None else self._position
+        self.epoch, self._position = epoch, None
+        order, width = self.order(epoch), self.batch_size * self.world
+        for b in range(first, len(self)):
+            yield epoch, order[b * width : (b + 1) * width][self.rank :: self.world]
+
+
+class _FixedBatches(Sampler):
+    """Batches of given positions, in their order; the last one may be shorter."""
+
+    def __init__(self, positions: Tensor, batch_size: int):
+        self.positions, self.batch_size = positions, batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.positions) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.positions.split(self.batch_size) if len(self.positions) else ())
+
+
+class Loader(DataLoader):
+    """torch's DataLoader over whole batches, which starts when the first batch is asked for.
+
+    Lightning makes the iterator before it says which epoch it is for, and workers would begin to fetch at once: waiting
+    for the first `next` gives the same batches with any number of workers.
+    """
+
+    def __init__(self, data: BatchDataset, batches: Sampler, num_workers: int = 0, pin_memory: bool = False):
+        super().__init__(
+            data,
+            batch_sampler=batches,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=pin_memory,
+            collate_fn=_whole,
+            worker_init_fn=_one_thread,
+            generator=torch.Generator().manual_seed(0),  # else starting an iterator draws from the global generator
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next iteration of a training loader."""
+        self.batch_sampler.set_epoch(epoch)
+
+
+def training_loader(
+    data: BatchDataset,
+    sampler: ResumableBatchSampler,
+    flip: bool = False,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    batches: Sampler | None = None,
+) -> Loader:
+    """The loader of a training split: shuffled, resumable, with random mirroring if `flip`.
+
+    `batches` replaces the batches of one epoch (an endless stream of them, for instance).
+    """
+    return Loader(Augmented(data, sampler.order_seed, flip), batches or sampler, num_workers, pin_memory)
+
+
+def ordered_loader(
+    data: BatchDataset, positions: Tensor, batch_size: int, num_workers: int = 0, pin_memory: bool = False
+) -> Loader:
+    """A loader that serves exactly these positions in this order, unaltered."""
+    return Loader(data, _FixedBatches(positions, batch_size), num_workers, pin_memory)
+
+
+def _whole(batch: Batch) -> Batch:
+    return batch
+
+
+def _one_thread(worker: int) -> None:
+    torch.set_num_threads(1)

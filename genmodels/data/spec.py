@@ -1,0 +1,133 @@
+"""What a batch and a data set are: the contract between data, models and evaluation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """A batch in the data's own units (uint8 levels, log-mel values, float vectors).
+
+    Shapes: `x (B, *event)`; `cond (B,)` int64 labels, `(B, K)` features or None; `mask (B, 1, T)` bool, True = valid,
+    or None; `index (B,)` int64, the position of each item in its split, so that an error can name it.
+    """
+
+    x: Tensor
+    cond: Tensor | None = None
+    mask: Tensor | None = None
+    index: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def _map(self, function) -> Batch:
+        return Batch(*(None if value is None else function(value) for value in self._values()))
+
+    def _values(self):
+        return (self.x, self.cond, self.mask, self.index)
+
+    def to(self, *args, **kwargs) -> Batch:
+        """Every tensor moved; only devices and `non_blocking` make sense here, dtypes are the data's own."""
+        return self._map(lambda value: value.to(*args, **kwargs))
+
+    def pin_memory(self) -> Batch:
+        """Every tensor in page-locked memory (called by torch's DataLoader)."""
+        return self._map(lambda value: value.pin_memory())
+
+    def rows(self, selection) -> Batch:
+        """Some of the examples."""
+        return self._map(lambda value: value[selection])
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What a model must know about a data set: offered by every datamodule, stored in every checkpoint.
+
+    Arguments:
+        name: the data set's name.
+        event_shape: shape of one example: images (C, H, W), mels (n_mels, T), vectors (D,).
+        levels: number of integer levels (256, 17, ...), None for continuous data.
+        num_classes: number of classes, None without labels.
+        class_names: their names, empty when they are just numbers.
+        entropy: exact differential entropy in nats where it is known.
+        mel: settings of the mel-spectrogram, None for other data.
+
+    Example:
+        >>> DataSpec("digits", (1, 8, 8), levels=17, num_classes=10).dims
+        64
+    """
+
+    name: str
+    event_shape: tuple[int, ...]
+    levels: int | None = None
+    num_classes: int | None = None
+    class_names: tuple[str, ...] = ()
+    entropy: float | None = None
+    mel: dict | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "event_shape", tuple(int(n) for n in self.event_shape))
+        object.__setattr__(self, "class_names", tuple(self.class_names))
+        if not self.event_shape or min(self.event_shape) < 1:
+            raise ValueError(f"event_shape must hold positive sizes, got {self.event_shape}")
+        if self.levels is not None and self.levels < 2:
+            raise ValueError(f"levels must be at least 2 or None, got {self.levels}")
+        if self.class_names and len(self.class_names) != self.num_classes:
+            raise ValueError(f"{len(self.class_names)} class names for num_classes = {self.num_classes}")
+
+    @property
+    def dims(self) -> int:
+        """Number of scalars in one event."""
+        return math.prod(self.event_shape)
+
+    @property
+    def is_image(self) -> bool:
+        """True for events of shape (C, H, W)."""
+        return len(self.event_shape) == 3
+
+    def to_dict(self) -> dict:
+        """Plain types only, for a checkpoint or a report."""
+        plain = asdict(self)
+        return {**plain, "event_shape": list(self.event_shape), "class_names": list(self.class_names)}
+
+    @classmethod
+    def from_dict(cls, plain: dict) -> DataSpec:
+        """The inverse of `to_dict`; keys of later versions are ignored."""
+        return cls(**{f.name: plain[f.name] for f in fields(cls) if f.name in plain})
+
+    def with_name(self, name: str) -> DataSpec:
+        """The same data under another name."""
+        return replace(self, name=name)
+
+    def check(self, batch: Batch) -> None:
+        """Raise a ValueError naming the first bad item: wrong shape, level out of range, NaN, label out of range."""
+        x = batch.x
+        if tuple(x.shape[1:]) != self.event_shape:
+            raise ValueError(f"events of shape {tuple(x.shape[1:])}, but {self.name} has {self.event_shape}")
+        index = torch.arange(len(x)) if batch.index is None else batch.index
+        if self.levels is None:
+            bad = ~torch.isfinite(x)
+            if bad.any():
+                raise ValueError(f"item {_first(index, bad)} of {self.name} holds a value that is not finite")
+        else:
+            if x.is_floating_point():
+                raise ValueError(f"{self.name} has {self.levels} integer levels, but the batch is {x.dtype}")
+            bad = (x < 0) | (x >= self.levels)
+            if bad.any():
+                value, where = int(x[bad].flatten()[0]), _first(index, bad)
+                raise ValueError(f"item {where} of {self.name}: value {value} outside 0..{self.levels - 1}")
+        if batch.cond is not None and self.num_classes is not None and batch.cond.dim() == 1:
+            bad = (batch.cond < 0) | (batch.cond >= self.num_classes)
+            if bad.any():
+                value = int(batch.cond[bad][0])
+                where = _first(index, bad)
+                raise ValueError(f"item {where} of {self.name}: class {value} outside 0..{self.num_classes - 1}")
+
+
+def _first(index: Tensor, bad: Tensor) -> int:
+    return int(index[bad.flatten(1).any(1) if bad.dim() > 1 else bad][0])

@@ -1,0 +1,179 @@
+"""MNIST, Fashion-MNIST and CIFAR-10 through torchvision's own classes, held in memory as uint8."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+from pathlib import Path
+
+import torch
+
+from genmodels.data.base import DataModule, data_root, split_rows
+from genmodels.data.loading import TensorData
+from genmodels.data.spec import DataSpec
+from genmodels.errors import InputError
+
+_TIMEOUT = 15.0  # seconds without an answer after which a server counts as unreachable
+
+
+class _Vision(DataModule):
+    """A torchvision data set: its standard test split, and `held_out` training items for validation.
+
+    The validation items are drawn within each class by `seed`. A subclass names torchvision's class and how its files
+    are laid out below `root`.
+    """
+
+    torchvision_name: str
+    layout: str
+    class_names: tuple[str, ...] = ()
+    held_out = 5000
+
+    def __init__(self, *, root: str, download: bool, batch_size: int, num_workers: int, seed: int):
+        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        self.root, self.download = data_root(root), download
+
+    def _open(self, train: bool, download: bool = False):
+        from torchvision import datasets
+
+        return getattr(datasets, self.torchvision_name)(self.root, train=train, download=download)
+
+    def _advice(self) -> str:
+        return f"place {self.layout} below data.root={self.root} (or point data.root to where it is)"
+
+    def fetch(self) -> None:
+        """Download the files unless they are there."""
+        try:
+            self._open(train=False)
+            self._open(train=True)
+        except (RuntimeError, OSError):
+            if not self.download:
+                raise InputError(f"{self.name} is not there and data.download=false: {self._advice()}") from None
+            self._download()
+
+    def _download(self) -> None:
+        root = Path(self.root)
+        before = set(root.rglob("*")) | {root} | set(root.parents) if root.exists() else set()
+        timeout = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(_TIMEOUT)
+        try:
+            # torchvision draws its bars on stderr; they matter only to someone who watches.
+            with contextlib.redirect_stderr(io.StringIO()):
+                self._open(train=True, download=True)
+        except Exception as error:
+            _remove_empty(root, before)
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            raise InputError(f"{self.name} could not be downloaded ({reason}): {self._advice()}") from None
+        finally:
+            socket.setdefaulttimeout(timeout)
+
+    def load(self):
+        """Both files in memory; validation is a stratified part of the training file."""
+        try:
+            parts = {train: self._open(train) for train in (True, False)}
+        except Exception as error:
+            raise InputError(f"{self.name} cannot be read ({error}): {self._advice()}") from None
+        x, labels = {}, {}
+        for train, part in parts.items():
+            data = torch.as_tensor(part.data)
+            x[train] = data[:, None] if data.dim() == 3 else data.permute(0, 3, 1, 2).contiguous()
+            labels[train] = torch.as_tensor(part.targets, dtype=torch.int64)
+        share = self.held_out / len(x[True])
+        train, val, _ = split_rows(labels[True], len(x[True]), (1 - share, share, 0.0), self.seed)
+        splits = {
+            "train": TensorData(x[True], labels[True], train),
+            "val": TensorData(x[True], labels[True], val),
+            "test": TensorData(x[False], labels[False]),
+        }
+        return DataSpec(self.name, tuple(x[True].shape[1:]), 256, 10, self.class_names), splits
+
+
+class MNIST(_Vision):
+    """MNIST: 60,000 + 10,000 handwritten digits, (1, 28, 28), 256 levels, 10 classes (LeCun, Cortes, Burges).
+
+    Arguments:
+        root: folder that holds (or shall hold) `MNIST/raw/`.
+        download: fetch the files when they are missing.
+        batch_size, num_workers, seed: see `DataModule`.
+    """
+
+    name = "mnist"
+    torchvision_name = "MNIST"
+    layout = "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte (four files, unpacked with gunzip)"
+
+    def __init__(
+        self,
+        *,
+        root: str = "data",
+        download: bool = True,
+        batch_size: int = 128,
+        num_workers: int = 0,
+        seed: int = 0,
+    ):
+        super().__init__(root=root, download=download, batch_size=batch_size, num_workers=num_workers, seed=seed)
+
+
+class FashionMNIST(_Vision):
+    """Fashion-MNIST: 60,000 + 10,000 pictures of clothes, (1, 28, 28), 256 levels, 10 classes (Xiao et al., 2017).
+
+    Arguments:
+        root: folder that holds (or shall hold) `FashionMNIST/raw/`.
+        download: fetch the files when they are missing.
+        batch_size, num_workers, seed: see `DataModule`.
+    """
+
+    name = "fashion_mnist"
+    torchvision_name = "FashionMNIST"
+    layout = (
+        "FashionMNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte (four files, unpacked with gunzip; "
+        "Debian's package dataset-fashion-mnist has them)"
+    )
+    class_names = tuple("T-shirt trousers pullover dress coat sandal shirt sneaker bag boot".split())
+
+    def __init__(
+        self,
+        *,
+        root: str = "data",
+        download: bool = True,
+        batch_size: int = 128,
+        num_workers: int = 0,
+        seed: int = 0,
+    ):
+        super().__init__(root=root, download=download, batch_size=batch_size, num_workers=num_workers, seed=seed)
+
+
+class CIFAR10(_Vision):
+    """CIFAR-10: 50,000 + 10,000 photographs, (3, 32, 32), 256 levels, 10 classes (Krizhevsky, 2009).
+
+    Arguments:
+        root: folder that holds (or shall hold) `cifar-10-batches-py/`.
+        download: fetch the files when they are missing.
+        flip: mirror training items at random.
+        batch_size, num_workers, seed: see `DataModule`.
+    """
+
+    name = "cifar10"
+    torchvision_name = "CIFAR10"
+    layout = "cifar-10-batches-py/ (the unpacked cifar-10-python.tar.gz)"
+    class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+    def __init__(
+        self,
+        *,
+        root: str = "data",
+        download: bool = True,
+        flip: bool = True,
+        batch_size: int = 128,
+        num_workers: int = 0,
+        seed: int = 0,
+    ):
+        super().__init__(root=root, download=download, batch_size=batch_size, num_workers=num_workers, seed=seed)
+        self.flip = flip
+
+
+def _remove_empty(root: Path, before: set[Path]) -> None:
+    """Take away the empty folders that a failed download left behind."""
+    for folder in sorted([root, *root.rglob("*")], reverse=True):
+        if folder not in before and folder.is_dir() and not any(folder.iterdir()):
+            os.rmdir(folder)

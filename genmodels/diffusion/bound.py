@@ -1,0 +1,282 @@
+"""The evidence lower bound, term by term, and its path form.
+
+One grid of times serves both literatures: t_0 < ... < t_K. The reconstruction is read at t_0, the k-th KL term goes
+from t_k to t_{k-1}, the prior is at t_K. DDPM with T steps has t_0 = 1/T and K = T - 1 (Ho et al. 2020, equation 5);
+VDM with T steps has t_0 = 0 and K = T (Kingma et al. 2021, equation 11).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from genmodels.diffusion.decoder import Decoder, Gaussian
+from genmodels.diffusion.process import Variance, alpha_ts, expand, posterior, q_sample, sigma2_ts, variance_function
+from genmodels.diffusion.schedule import NoiseSchedule, step_to_time
+from genmodels.diffusion.terms import clean_scale, diffusion_term, prior_term, reconstruction_term
+from genmodels.errors import InputError
+from genmodels.random import Generator, KeyedGenerator, at_step, normal, uniform
+
+
+def ddpm_times(num_steps: int) -> Tensor:
+    """(T,) the grid 1/T, 2/T, ..., 1.
+
+    Example:
+        >>> ddpm_times(4).tolist()
+        [0.25, 0.5, 0.75, 1.0]
+    """
+    return step_to_time(torch.arange(1, num_steps + 1), num_steps)
+
+
+def vdm_times(num_steps: int) -> Tensor:
+    """(T+1,) the grid 0, 1/T, ..., 1, for schedules with a finite log-SNR at t = 0.
+
+    Example:
+        >>> vdm_times(2).tolist()
+        [0.0, 0.5, 1.0]
+    """
+    return step_to_time(torch.arange(num_steps + 1), num_steps)
+
+
+def check_grid(schedule: NoiseSchedule, times: Tensor) -> Tensor:
+    """The log-SNRs (K+1,) of a grid; raises unless it increases within [0, 1] and has noise at t_0."""
+    if times.dim() != 1 or len(times) < 2 or bool((times.diff() <= 0).any()) or times[0] < 0 or times[-1] > 1:
+        raise InputError("the times of a bound must increase within [0, 1], at least two of them")
+    log_snr = schedule.log_snr(times)
+    if math.isinf(float(log_snr[0])):
+        raise InputError("without noise at the first time the bound is infinite: start at 1/T (ddpm_times)")
+    return log_snr
+
+
+@dataclass
+class ElboTerms:
+    """The bound of each example in nats: -log p(x_0) <= total = prior + diffusion.sum(1) + reconstruction.
+
+    Fields, float64: `prior (B,)`; `diffusion (B, K)`, or (B, S) sums of S strata; `reconstruction (B,)`; `log_snr (K,)`
+    or (S,), the log-SNR at t_k of each term (the mean over each stratum); `stderr (B,)`, None when all terms were
+    computed.
+    """
+
+    prior: Tensor
+    diffusion: Tensor
+    reconstruction: Tensor
+    log_snr: Tensor
+    stderr: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """(B,) L, an upper bound of -log p(x_0)."""
+        return self.prior + self.diffusion.sum(1) + self.reconstruction
+
+    @property
+    def nats(self) -> Tensor:
+        """(B,) -L, a lower bound of log p(x_0)."""
+        return -self.total
+
+    def profile(self, bins: int = 20) -> tuple[Tensor, Tensor, int]:
+        """(edges (bins+1,) of log-SNR, nats (bins,) of all examples together, number of examples).
+
+        The edges span the log-SNRs of the terms, within [-20, 20]; they are the same for every batch of one grid.
+        """
+        low, high = (v.item() for v in self.log_snr.clamp(-20, 20).aminmax())
+        edges = torch.linspace(low, high if high > low else low + 1, bins + 1, dtype=torch.float64)
+        where = (torch.bucketize(self.log_snr.cpu(), edges, right=True) - 1).clamp(0, bins - 1)
+        nats = torch.zeros(bins, dtype=torch.float64).index_add(0, where, self.diffusion.sum(0).cpu())
+        return edges, nats, len(self.diffusion)
+
+
+@torch.no_grad()
+def elbo(
+    denoiser,
+    x0: Tensor,
+    decoder: Decoder,
+    times: Tensor,
+    generator: Generator,
+    *,
+    cond: Tensor | None = None,
+    variance: Literal["beta", "beta_tilde"] | Variance = "beta",
+    mode: Literal["all", "stratified"] = "all",
+    draws: int = 50,
+    replicates: int = 2,
+    chunk: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ElboTerms:
+    """The variational bound of each example; x0 is never clipped, the prior never dropped.
+
+    `mode="all"` computes all K terms. `mode="stratified"` splits 1..K into `draws` strata and draws one term of each,
+    anew for every example and each of `replicates` rounds: an unbiased estimate of what "all" gives with the same
+    noise, with the standard error over the rounds.
+
+    Shapes: x0 (B, *event) in the model's units, times (K+1,) increasing, cond (B,) or (B, F).
+
+    Arguments:
+        decoder: p(x_0 | x_{t_0}).
+        generator: keyed over the items of x0: the noise of term k comes from its step k (the reconstruction is step 0),
+            so that neither batches nor `mode` change it. A torch.Generator is drawn from in order.
+        variance: variance of the model's kernels.
+        chunk: most rows in one network call; by default 2^18 scalars, at least 1 and at most 4096 rows.
+        progress: called as progress(rows done, rows in all) after each network call.
+
+    Errors: a grid that does not increase within [0, 1] or has no noise at t_0; more draws than terms.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
+        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> generator = KeyedGenerator(0, torch.arange(3), "evaluate")
+        >>> terms = elbo(oracle, torch.zeros(3, 2), Gaussian(), ddpm_times(10), generator)
+        >>> terms.diffusion.shape, terms.total.shape
+        (torch.Size([3, 9]), torch.Size([3]))
+    """
+    times = times.to(x0.device, torch.float64)
+    log_snr = check_grid(denoiser.schedule, times)
+    model_variance = variance_function(variance)
+    num_terms = len(times) - 1
+    if mode == "stratified":
+        _check_draws(draws, replicates, num_terms)
+        bounds = torch.arange(draws + 1) * num_terms // draws
+        chosen = _stratified_terms(bounds, len(x0), replicates, generator)
+    elif mode == "all":
+        chosen = torch.arange(num_terms).expand(len(x0), 1, num_terms)
+    else:
+        raise InputError(f"mode = {mode!r}: choose all or stratified")
+
+    # Column 0 is the reconstruction, column k the k-th KL term; `wanted` says which of them some round needs.
+    wanted = torch.zeros(len(x0), num_terms + 1, dtype=torch.bool)
+    wanted.scatter_(1, chosen.flatten(1) + 1, True)
+    wanted[:, 0] = True
+    values = torch.zeros(wanted.shape, dtype=torch.float64, device=x0.device)
+    rows = chunk if chunk is not None else max(1, min(4096, 2**18 // max(1, x0[0].numel())))
+    done, in_all = 0, int(wanted.sum())
+    for items, k, noise in _packed(wanted, x0, generator, rows):
+        x = q_sample(x0[items], log_snr[k], noise)
+        x0_hat = denoiser(x, times[k], None if cond is None else cond[items]).x0
+        is_kl = k > 0
+        values[items[is_kl], k[is_kl]] = diffusion_term(
+            x0[items][is_kl], x0_hat[is_kl], log_snr[k[is_kl] - 1], log_snr[k[is_kl]], model_variance
+        )
+        if not bool(is_kl.all()):
+            first = items[~is_kl]
+            values[first, 0] = reconstruction_term(x0[first], x0_hat[~is_kl], log_snr[:1], decoder, model_variance)
+        done += len(items)
+        if progress is not None:
+            progress(done, in_all)
+
+    diffusion, levels, stderr = values[:, 1:], log_snr[1:], None
+    if mode == "stratified":
+        width = bounds.diff().to(values)
+        drawn = values[:, None, 1:].expand(-1, replicates, -1).gather(2, chosen.to(x0.device)) * width  # (B, R, S)
+        stderr = drawn.sum(2).std(1, unbiased=True) / math.sqrt(replicates)
+        diffusion = drawn.mean(1)
+        levels = torch.stack([part.mean() for part in levels.split(bounds.diff().tolist())])
+    return ElboTerms(prior_term(x0, log_snr[-1]), diffusion, values[:, 0], levels, stderr)
+
+
+def _check_draws(draws: int, replicates: int, num_terms: int) -> None:
+    if not 1 <= draws <= num_terms:
+        raise InputError(f"draws = {draws}: the bound has {num_terms} terms, use 1 <= draws <= {num_terms}")
+    if replicates < 2:
+        raise InputError(f"replicates = {replicates}: a standard error needs at least 2")
+
+
+def _stratified_terms(bounds: Tensor, n: int, replicates: int, generator: Generator) -> Tensor:
+    """(n, R, S) term numbers from 0, one uniform draw in each stratum [bounds_s, bounds_{s+1})."""
+    width = bounds.diff()
+    source = generator.child("strata") if isinstance(generator, KeyedGenerator) else generator
+    u = uniform((n, replicates, len(width)), source, dtype=torch.float64).cpu()
+    return bounds[:-1] + (u * width).long().clamp(max=width - 1)
+
+
+def _packed(wanted: Tensor, x0: Tensor, generator: Generator, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(items, k, noise) of at most `rows` rows each, covering every wanted (item, k), ordered by k."""
+    k_of, item_of = wanted.T.nonzero(as_tuple=True)
+    for ks, items in zip(k_of.split(rows), item_of.split(rows), strict=True):
+        noise, at = [], 0
+        for k, count in zip(*(v.tolist() for v in ks.unique_consecutive(return_counts=True)), strict=True):
+            source = generator
+            if isinstance(generator, KeyedGenerator):
+                source = generator.rows(items[at : at + count].to(generator.index.device))
+            noise.append(normal((count, *x0.shape[1:]), at_step(source, k), dtype=x0.dtype, device=x0.device))
+            at += count
+        yield items.to(x0.device), ks.to(x0.device), torch.cat(noise)
+
+
+@dataclass
+class PathTerms:
+    """The path form of the bound on one path: total = prior + transitions.sum(1), in nats.
+
+    `prior (B,)` is -log p(x_T); `transitions (B, T)` are log q(x_i | x_{i-1}) - log p(x_{i-1} | x_i), i = 1..T.
+    """
+
+    prior: Tensor
+    transitions: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """(B,) L on this path; its mean over q is the bound."""
+        return self.prior + self.transitions.sum(1)
+
+
+@torch.no_grad()
+def path_terms(
+    denoiser,
+    path: list[Tensor] | Tensor,
+    times: Tensor,
+    *,
+    decoder: Decoder | None = None,
+    prior: Callable[[Tensor], Tensor] | None = None,
+    cond: Tensor | None = None,
+    variance: Literal["beta", "beta_tilde"] | Variance = "beta",
+) -> PathTerms:
+    """The bound before any expectation is taken, on a given path x_0, ..., x_T.
+
+        L = -log p(x_T) - sum_{i >= 1} log p(x_{i-1} | x_i) / q(x_i | x_{i-1})
+
+    Arguments:
+        path: T + 1 tensors (B, *event): the data, then x at each of the T `times` (increasing, as for `elbo`).
+        decoder: p(x_0 | x_1), a density by default.
+        prior: log p(x_T) (B, *event) -> (B,), standard normal by default.
+        variance: variance of the model's kernels.
+
+    Source: Ho et al. 2020, equation 3.
+
+    Example:
+        >>> from genmodels.diffusion import GaussianDenoiser, LinearLogSnrSchedule
+        >>> oracle = GaussianDenoiser(LinearLogSnrSchedule(), torch.zeros(1), 1.0)
+        >>> path = torch.randn(4, 5, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)  # any path
+        >>> times = torch.tensor([0.2, 0.6, 1.0])
+        >>> terms = path_terms(oracle, path, times, variance=oracle.reverse_variance)
+        >>> bool((terms.total + oracle.log_prob(path[0])).abs().max() < 1e-9)
+        True
+    """
+    decoder, gaussian = decoder or Gaussian(), Gaussian()
+    times = times.to(path[0].device, torch.float64)
+    log_snr = check_grid(denoiser.schedule, times)
+    if len(path) != len(times) + 1:
+        raise InputError(f"a path over {len(times)} times has {len(times) + 1} points, not {len(path)}")
+    model_variance = variance_function(variance)
+    last = path[-1].double()
+    log_prior = prior(path[-1]) if prior is not None else _sum(gaussian, last, torch.zeros(()), torch.ones(()))
+    transitions = []
+    for i in range(1, len(path)):
+        before, x = path[i - 1].double(), path[i].double()
+        t = log_snr[i - 1 : i]
+        s = log_snr[i - 2 : i - 1] if i > 1 else torch.full_like(t, torch.inf)
+        x0_hat = denoiser(path[i], times[i - 1].expand(len(x)), cond).x0.double()
+        forward = _sum(gaussian, x, expand(alpha_ts(s, t), x) * before, sigma2_ts(s, t).sqrt())
+        if i == 1:
+            backward = _sum(decoder, before, x0_hat, clean_scale(t, model_variance))
+        else:
+            c_0, c_t, _ = posterior(s, t)
+            mean = expand(c_0, x) * x0_hat + expand(c_t, x) * x
+            backward = _sum(gaussian, before, mean, model_variance(s, t).sqrt())
+        transitions.append(forward - backward)
+    return PathTerms(-log_prior.double(), torch.stack(transitions, 1))
+
+
+def _sum(decoder: Decoder, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    return decoder.log_prob(x, mean.to(x), expand(scale, x)).flatten(1).sum(1)

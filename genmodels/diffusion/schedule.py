@@ -1,0 +1,226 @@
+"""Noise schedules: how fast the signal is lost, told by one decreasing function, the log signal-to-noise ratio.
+
+    x_t = alpha_t x_0 + sigma_t eps,   alpha^2 + sigma^2 = 1,   lambda(t) = log SNR = log(alpha_t^2 / sigma_t^2)
+    alpha^2 = sigmoid(lambda),   sigma^2 = sigmoid(-lambda)
+
+Time runs over [0, 1] from data to noise. Everything is computed in float64, which autocast leaves alone; beta,
+alpha_bar and integer steps are views derived from the log-SNR (Kingma et al., "Variational diffusion models", 2021).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from genmodels.diffusion.process import alpha_sigma
+from genmodels.errors import InputError
+
+
+def step_to_time(step: Tensor | int, num_steps: int, *, zero_based: bool = False) -> Tensor:
+    """The time of an integer step: t = i / T for DDPM's i in 1..T; `zero_based` counts 0..T-1 as other libraries do.
+
+    Example:
+        >>> step_to_time(500, 1000), step_to_time(499, 1000, zero_based=True)
+        (tensor(0.5000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
+    """
+    return (_wide(step) + int(zero_based)) / num_steps
+
+
+class NoiseSchedule(nn.Module):
+    """A decreasing log-SNR on [0, 1]; a subclass writes `log_snr` and may replace the rest by closed forms.
+
+        alpha_t = sqrt(sigmoid(lambda(t))),   sigma_t = sqrt(sigmoid(-lambda(t)))
+
+    Shapes: every method is elementwise: times of any shape in, float64 of that shape out. lambda may be +inf at t = 0
+    (no noise) and -inf at t = 1 (no signal). `num_steps` is T for schedules defined at t = i / T, None otherwise.
+
+    Example:
+        >>> alpha, sigma = CosineSchedule().alpha_sigma(torch.tensor([0.0, 0.5, 1.0]))
+        >>> bool((alpha**2 + sigma**2 - 1).abs().max() < 1e-12)
+        True
+    """
+
+    num_steps: int | None = None
+
+    def log_snr(self, t: Tensor) -> Tensor:
+        """lambda(t)."""
+        raise NotImplementedError
+
+    def log_snr_rate(self, t: Tensor) -> Tensor:
+        """d lambda / dt (here by autograd)."""
+        graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            t = _wide(t).detach().requires_grad_()
+            (rate,) = torch.autograd.grad(self.log_snr(t).sum(), t, create_graph=graph)
+        return rate
+
+    def time_of(self, log_snr: Tensor) -> Tensor:
+        """The time at which lambda has this value, within 1e-10 (here by bisection)."""
+        log_snr = _wide(log_snr)
+        low, high = torch.zeros_like(log_snr), torch.ones_like(log_snr)
+        for _ in range(50):
+            middle = (low + high) / 2
+            later = self.log_snr(middle) > log_snr
+            low, high = torch.where(later, middle, low), torch.where(later, high, middle)
+        return (low + high) / 2
+
+    @property
+    def end_points(self) -> tuple[float, float]:
+        """(lambda(0), lambda(1))."""
+        first, last = self.log_snr(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
+        return first, last
+
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """(alpha_t, sigma_t)."""
+        return alpha_sigma(self.log_snr(t))
+
+    def alpha_bar(self, t: Tensor) -> Tensor:
+        """alpha_t^2, DDPM's alpha_bar."""
+        return torch.sigmoid(self.log_snr(t))
+
+    def sigma_bar(self, t: Tensor) -> Tensor:
+        """sigma_t / alpha_t, the noise level of the variance-exploding view (EDM's sigma)."""
+        return torch.exp(-self.log_snr(t) / 2)
+
+    def alpha_bars(self, num_steps: int) -> Tensor:
+        """(T,) alpha_bar_i at t = i / T, i = 1..T."""
+        return self.alpha_bar(step_to_time(torch.arange(1, num_steps + 1), num_steps))
+
+    def betas(self, num_steps: int) -> Tensor:
+        """(T,) beta_i = 1 - alpha_bar_i / alpha_bar_{i-1} with alpha_bar_0 = 1, as DDPM counts."""
+        times = step_to_time(torch.arange(1, num_steps + 1), num_steps)
+        log_alpha_bar = logsigmoid(self.log_snr(times))
+        return -torch.expm1(torch.diff(log_alpha_bar, prepend=log_alpha_bar.new_zeros(1)))
+
+
+class LinearContinuousSchedule(NoiseSchedule):
+    """The continuous limit of DDPM's linear betas: log alpha^2 = -(b_0 t + (b_1 - b_0) t^2 / 2).
+
+    Source: Song et al., "Score-based generative modeling through SDEs", 2021, appendix C, VP SDE.
+
+    Example:
+        >>> round(float(LinearContinuousSchedule().log_snr(torch.tensor(1.0))), 7)
+        -10.0499568
+    """
+
+    def __init__(self, *, beta_min: float = 0.1, beta_max: float = 20.0):
+        super().__init__()
+        if not 0 < beta_min <= beta_max:
+            raise InputError(f"beta_min = {beta_min}, beta_max = {beta_max}: give 0 < beta_min <= beta_max")
+        self.beta_min, self.slope = float(beta_min), float(beta_max - beta_min)
+
+    def log_snr(self, t: Tensor) -> Tensor:
+        t = _wide(t)
+        return -torch.log(torch.expm1(t * (self.beta_min + self.slope * t / 2)))
+
+    def log_snr_rate(self, t: Tensor) -> Tensor:
+        t = _wide(t)
+        return (self.beta_min + self.slope * t) / torch.expm1(-t * (self.beta_min + self.slope * t / 2))
+
+    def time_of(self, log_snr: Tensor) -> Tensor:
+        decay = -logsigmoid(_wide(log_snr))
+        return 2 * decay / (self.beta_min + torch.sqrt(self.beta_min**2 + 2 * self.slope * decay))
+
+
+class CosineSchedule(NoiseSchedule):
+    """lambda = -2 log tan(pi u / 2), u affine in t so that lambda runs from `log_snr_max` to `log_snr_min`.
+
+    Infinite end points give the raw schedule u = t. Source: Nichol and Dhariwal, "Improved DDPM", 2021, equation 17,
+    in the log-SNR form of Kingma et al. 2021.
+
+    Example:
+        >>> [round(v, 9) for v in CosineSchedule().end_points]
+        [15.0, -15.0]
+    """
+
+    def __init__(self, *, log_snr_max: float = 15.0, log_snr_min: float = -15.0):
+        super().__init__()
+        _check_ends(log_snr_max, log_snr_min)
+        # How far u stays from 0 and from 1: measured from the nearer end, so that neither end loses digits.
+        self.from_zero = 2 / math.pi * math.atan(math.exp(-log_snr_max / 2))
+        self.from_one = 2 / math.pi * math.atan(math.exp(log_snr_min / 2))
+        self.span = 1 - self.from_zero - self.from_one
+
+    def _angles(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        t = _wide(t)
+        u, rest = self.from_zero + self.span * t, self.from_one + self.span * (1 - t)
+        return math.pi / 2 * u, math.pi / 2 * rest
+
+    def log_snr(self, t: Tensor) -> Tensor:
+        angle, rest = self._angles(t)
+        return 2 * (torch.log(torch.sin(rest)) - torch.log(torch.sin(angle)))
+
+    def log_snr_rate(self, t: Tensor) -> Tensor:
+        angle, rest = self._angles(t)
+        return -math.pi * self.span / (torch.sin(angle) * torch.sin(rest))
+
+    def time_of(self, log_snr: Tensor) -> Tensor:
+        u = 2 / math.pi * torch.atan(torch.exp(-_wide(log_snr) / 2))
+        return (u - self.from_zero) / self.span
+
+
+class SigmoidSchedule(NoiseSchedule):
+    """alpha_bar(t) = (s(w) - s(2wt - w)) / (s(w) - s(-w)), s logistic; hence lambda = log sinh(w(1-t)) - log sinh(wt).
+
+    lambda(0) = +inf and lambda(1) = -inf: choose v or x0 prediction. Source: Jabri et al., "Scalable adaptive
+    computation for iterative generation", 2022, appendix (w = 3, temperature 1).
+
+    Example:
+        >>> float(SigmoidSchedule().alpha_bar(torch.tensor(1.0)))
+        0.0
+    """
+
+    def __init__(self, *, width: float = 3.0):
+        super().__init__()
+        if not width > 0:
+            raise InputError(f"width = {width}: give a positive number")
+        self.width = float(width)
+
+    def log_snr(self, t: Tensor) -> Tensor:
+        t = _wide(t)
+        return torch.log(torch.sinh(self.width * (1 - t))) - torch.log(torch.sinh(self.width * t))
+
+    def log_snr_rate(self, t: Tensor) -> Tensor:
+        t = _wide(t)
+        return -self.width * (1 / torch.tanh(self.width * (1 - t)) + 1 / torch.tanh(self.width * t))
+
+    def time_of(self, log_snr: Tensor) -> Tensor:
+        ratio = math.sinh(self.width) / (torch.exp(_wide(log_snr)) + math.cosh(self.width))
+        return torch.atanh(ratio) / self.width
+
+
+class LinearLogSnrSchedule(NoiseSchedule):
+    """lambda = a + t (b - a) from a = `log_snr_max` to b = `log_snr_min` (Kingma et al. 2021, section 4).
+
+    Example:
+        >>> LinearLogSnrSchedule().log_snr(torch.tensor([0.0, 0.5, 1.0])).tolist()
+        [10.0, 0.0, -10.0]
+    """
+
+    def __init__(self, *, log_snr_max: float = 10.0, log_snr_min: float = -10.0):
+        super().__init__()
+        _check_ends(log_snr_max, log_snr_min)
+        if math.isinf(log_snr_max) or math.isinf(log_snr_min):
+            raise InputError("log_snr_max and log_snr_min of a linear log-SNR must be finite")
+        self.start, self.slope = float(log_snr_max), float(log_snr_min - log_snr_max)
+
+    def log_snr(self, t: Tensor) -> Tensor:
+        return self.start + self.slope * _wide(t)
+
+    def log_snr_rate(self, t: Tensor) -> Tensor:
+        return torch.full_like(_wide(t), self.slope)
+
+    def time_of(self, log_snr: Tensor) -> Tensor:
+        return (_wide(log_snr) - self.start) / self.slope
+
+
+def _wide(value: Tensor | float) -> Tensor:
+    return torch.as_tensor(value).to(torch.float64)
+
+
+def _check_ends(log_snr_max: float, log_snr_min: float) -> None:
+    if not log_snr_max > log_snr_min:
+        raise InputError(f"log_snr_max = {log_snr_max} must be greater than log_snr_min = {log_snr_min}")

@@ -1,0 +1,28 @@
+"""The two errors that a command turns into one line: bad input (exit 2) and a run that failed (exit 1)."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """What the user asked for cannot be done: the message says what is wrong and what to do. Exit code 2."""
+
+    exit_code = 2
+
+
+class RunError(RuntimeError):
+    """A sound request that could not be carried out (broken file, full disk, non-finite loss). Exit code 1."""
+
+    exit_code = 1
+
+
+def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
+    """The entry of `names` most like `name`, or None when nothing comes close.
+
+    Example:
+        >>> nearest("dpmm", ["ddpm", "glow"])
+        'ddpm'
+    """
+    import difflib
+
+    found = difflib.get_close_matches(str(name), [str(n) for n in names], n=1, cutoff=cutoff)
+    return found[0] if found else None

@@ -1,0 +1,1 @@
+"""One evaluation for every family: likelihoods, proofs, comparison, reports."""

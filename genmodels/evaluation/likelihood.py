@@ -1,0 +1,190 @@
+"""The one result type for likelihoods, and the one function that turns nats into bits/dim."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from genmodels.errors import RunError
+
+#: What a value of each kind means, and the mark printed before it (a bits/dim `<=` bounds the truth from above).
+MARKS = {"exact": "=", "lower_bound": "<=", "ode": "~", "ais": "~?", "unnormalised": "-"}
+
+
+def bits_per_dim(nats: Tensor, dims: Tensor | int, levels: int | None) -> Tensor:
+    """Bits per dimension of integer data: -nats / (dims ln 2).
+
+    `nats` is the log-mass on the integers 0..levels-1, with every volume term (dequantisation, logit, scaling) already
+    inside; continuous data (levels None) have no bits/dim and raise.
+
+    Example:
+        >>> bits_per_dim(torch.tensor(-2000.0, dtype=torch.float64), 784, 256)
+        tensor(3.6803, dtype=torch.float64)
+    """
+    if levels is None:
+        raise ValueError("bits/dim is for integer data: continuous data have a density, report nll in nats")
+    dims = dims.to(torch.float64) if isinstance(dims, Tensor) else float(dims)
+    return -nats.to(torch.float64) / (dims * math.log(2))
+
+
+@dataclass
+class Profile:
+    """Cost in nats by noise level: `nats[i]` is what all examples together pay between `edges[i]` and `edges[i + 1]`.
+
+    Shapes: `edges (n + 1,)` increasing log-SNR, `nats (n,)` float64 sums over `items` examples.
+    """
+
+    edges: Tensor
+    nats: Tensor
+    items: int
+
+    def cpu(self) -> Profile:
+        """The same values on the CPU."""
+        return Profile(self.edges.cpu(), self.nats.cpu(), self.items)
+
+    def __add__(self, other: Profile) -> Profile:
+        if not torch.equal(self.edges, other.edges):
+            raise ValueError("profiles over different log-SNR bins cannot be added")
+        return Profile(self.edges, self.nats + other.nats, self.items + other.items)
+
+    def __radd__(self, other):
+        return self if other == 0 else self + other
+
+
+@dataclass
+class Likelihood:
+    """Log-likelihoods of a set of examples, with all that is needed to compare them.
+
+    Arguments:
+        nats: (N,) natural logarithms, made float64; log-mass for integer data, log-density for continuous data.
+        kind: exact, lower_bound, ode, ais or unnormalised.
+        dims: (N,) number of valid dimensions of each example, or one int for all.
+        levels: number of integer levels, None for continuous data.
+        stderr: (N,) Monte-Carlo standard error of each value (the draws alone), or None.
+        made: how it was made, plain values: steps, draws, solver, tolerances, weights, seed, ...
+        index: (N,) positions in the split, or None.
+        parts: named summands of the cost -nats, (N,) each (prior, diffusion, reconstruction of a bound).
+        profile: the cost by noise level, for diffusion.
+
+    Example:
+        >>> l = Likelihood(torch.tensor([-1800.0, -2000.0, -2200.0]), "lower_bound", 784, 256)
+        >>> round(l.mean_bits_per_dim(), 10), round(l.se_data_bits_per_dim(), 10)
+        (3.6803444921, 0.2124847883)
+    """
+
+    nats: Tensor
+    kind: str
+    dims: Tensor | int
+    levels: int | None = None
+    stderr: Tensor | None = None
+    made: dict = field(default_factory=dict)
+    index: Tensor | None = None
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    profile: Profile | None = None
+
+    def __post_init__(self):
+        if self.kind not in MARKS:
+            raise ValueError(f"kind {self.kind!r} is not one of {', '.join(MARKS)}")
+        self.nats = self.nats.detach().to(torch.float64)
+        if self.nats.dim() != 1:
+            raise ValueError(f"nats must be one number per example (N,), got shape {tuple(self.nats.shape)}")
+        if not isinstance(self.dims, Tensor):
+            self.dims = torch.full(self.nats.shape, int(self.dims), device=self.nats.device)
+        if self.stderr is not None:
+            self.stderr = self.stderr.detach().to(torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.nats)
+
+    def cpu(self) -> Likelihood:
+        """The same values on the CPU."""
+        moved = {k: None if (v := getattr(self, k)) is None else v.cpu() for k in ("nats", "dims", "stderr", "index")}
+        parts = {name: value.detach().cpu() for name, value in self.parts.items()}
+        profile = None if self.profile is None else self.profile.cpu()
+        return Likelihood(kind=self.kind, levels=self.levels, made=self.made, parts=parts, profile=profile, **moved)
+
+    @property
+    def mark(self) -> str:
+        """The sign printed before a value of this kind."""
+        return MARKS[self.kind]
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """Positions (indices where known) of the examples whose value is not finite."""
+        bad = (~torch.isfinite(self.nats)).nonzero().flatten()
+        return bad if self.index is None else self.index[bad]
+
+    def mean_nats(self) -> float | None:
+        """Mean log-likelihood of an example; None when a value is not finite (never a silent nanmean)."""
+        return None if len(self.nonfinite) else float(self.nats.mean())
+
+    def mean_bits_per_dim(self) -> float | None:
+        """sum(nats) / sum(dims) in bits: the mean over dimensions, also when examples differ in length."""
+        if len(self.nonfinite):
+            return None
+        return float(bits_per_dim(self.nats.sum(), self.dims.sum(), self.levels))
+
+    def se_data_nats(self) -> float | None:
+        """Standard error of the mean over examples: std (n - 1) / sqrt(N); holds data and draws."""
+        if len(self.nonfinite) or len(self) < 2:
+            return None
+        return float(self.nats.std(unbiased=True) / math.sqrt(len(self)))
+
+    def se_mc_nats(self) -> float | None:
+        """Standard error of the mean of these same examples from the draws alone: sqrt(sum stderr^2) / N."""
+        if self.stderr is None:
+            return None
+        return float(self.stderr.square().sum().sqrt() / len(self))
+
+    def _in_bits(self, nats: float | None) -> float | None:
+        if nats is None or self.levels is None:
+            return None
+        return nats / (float(self.dims.double().mean()) * math.log(2))
+
+    def se_data_bits_per_dim(self) -> float | None:
+        """`se_data_nats` in bits/dim."""
+        return self._in_bits(self.se_data_nats())
+
+    def se_mc_bits_per_dim(self) -> float | None:
+        """`se_mc_nats` in bits/dim."""
+        return self._in_bits(self.se_mc_nats())
+
+    @classmethod
+    def concatenate(cls, parts: list[Likelihood]) -> Likelihood:
+        """One result from many batches; they must agree in kind, levels and how they were made."""
+        if not parts:
+            raise ValueError("no likelihoods to concatenate")
+        first = parts[0]
+        for part in parts[1:]:
+            for what in ("kind", "levels", "made"):
+                if getattr(part, what) != getattr(first, what):
+                    raise ValueError(f"unlike likelihoods: {what} {getattr(first, what)!r} and {getattr(part, what)!r}")
+
+        def together(name):
+            values = [getattr(part, name) for part in parts]
+            return None if any(v is None for v in values) else torch.cat(values)
+
+        joined = {name: together(name) for name in ("nats", "dims", "stderr", "index")}
+        names = set.intersection(*(set(part.parts) for part in parts))
+        summands = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts if name in names}
+        profile = None if any(part.profile is None for part in parts) else sum(part.profile for part in parts)
+        return cls(
+            kind=first.kind, levels=first.levels, made=dict(first.made), parts=summands, profile=profile, **joined
+        )
+
+    def in_index_order(self) -> Likelihood:
+        """The same values sorted by index; raises when an index is missing or repeated (0 .. N-1 expected once each)."""
+        order = self.index.argsort()
+        expected = torch.arange(len(self), device=self.index.device)
+        if not torch.equal(self.index[order], expected):
+            seen = self.index.bincount(minlength=len(self))
+            missing, repeated = (seen == 0).nonzero().flatten().tolist(), (seen > 1).nonzero().flatten().tolist()
+            raise RunError(f"evaluation lost items: missing {missing[:3]}, repeated {repeated[:3]}")
+        sort = {name: None if (v := getattr(self, name)) is None else v[order] for name in ("nats", "dims", "stderr")}
+        parts = {name: value[order] for name, value in self.parts.items()}
+        return Likelihood(
+            kind=self.kind, levels=self.levels, made=self.made, index=expected, parts=parts, profile=self.profile, **sort
+        )

@@ -1,0 +1,85 @@
+"""The report of an evaluation: report.json, and its table for the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from genmodels.training.archive import write_whole
+
+
+def report_target(checkpoint: Path, out: str | None, several: bool) -> Path:
+    """Where a report goes: `out`, or report.json beside the checkpoint (named after it unless it is the best one)."""
+    if out is not None and not several:
+        return Path(out)
+    name = "report.json" if checkpoint.stem == "best" else f"report_{checkpoint.stem}.json"
+    folder = checkpoint.parent if out is None else Path(out) / checkpoint.parent.name
+    return folder / name
+
+
+def write_report(report: dict, target: Path) -> None:
+    """Write report.json whole; numbers that are not finite become null."""
+    text = json.dumps(_plain(report), indent=1, allow_nan=False)
+    write_whole(target, lambda file: file.write(text + "\n"), mode="w")
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def with_error(value: float | None, error: float | None, digits: int = 4) -> str:
+    """A value with its standard error in the last digits.
+
+    Example:
+        >>> with_error(2.12342, 0.0123)
+        '2.1234(123)'
+        >>> with_error(2.5, None), with_error(None, 0.1)
+        ('2.5000', 'not finite')
+    """
+    if value is None:
+        return "not finite"
+    shown = f"{value:.{digits}f}"
+    return shown if error is None else f"{shown}({round(error * 10**digits)})"
+
+
+def table(reports: list[dict]) -> str:
+    """The likelihoods as a table for the terminal, with the references below."""
+    lines = [["model", "data", "parameters", "step", "value", "unit", "kind", "how", "seconds"]]
+    notes: dict[str, None] = {}
+    for report in reports:
+        checkpoint, data = report["checkpoint"], report["data"]
+        for entry in report["likelihood"]:
+            bits = data["levels"] is not None
+            value = entry.get("bits_per_dim") if bits else entry.get("nll")
+            made = entry["made"]
+            how = f"{made.get('draws', 'all')} of {made['terms']} terms" if "terms" in made else ""
+            lines.append([
+                f"{checkpoint['family']} ({checkpoint['weights']})",
+                f"{data['name']}/{data['split']} ({data['items']})",
+                f"{checkpoint['parameters']:,}",
+                str(checkpoint["step"]),
+                f"{entry['mark']} {with_error(value, entry.get('se_data'))}",
+                "bits/dim" if bits else "nats",
+                entry["kind"],
+                how,
+                f"{report['seconds']['likelihood']:.0f}",
+            ])
+            if entry.get("se_mc") is not None:
+                notes[f"of that error, {entry['se_mc']:.4f} comes from the draws alone"] = None
+            if "kl_gap" in entry:
+                notes[f"exact entropy {entry['entropy']:.4f} nats: KL gap at most {entry['kl_gap']:.4f} nats"] = None
+        for reference in report["references"]:
+            if reference["unit"] == "bits_per_dim" and reference["value"] is not None:
+                notes[f"reference: {reference['name']} {reference['value']:.4f} bits/dim"] = None
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    rows = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    rule = "  ".join("-" * w for w in widths)
+    legend = "<= means: the true bits/dim is at most this; the digits in brackets are one standard error over the items"
+    return "\n".join([rows[0], rule, *rows[1:], *notes, legend])

@@ -1,0 +1,138 @@
+"""Samples in batches, with a progress bar, and the files they are written to."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from tqdm import tqdm
+
+from genmodels.data.spec import DataSpec
+from genmodels.errors import InputError, RunError
+from genmodels.evaluation.pictures import grid, images_of, picture_of
+from genmodels.training.archive import write_whole
+
+
+def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool = True, **options):
+    """`n` samples of a model, `batch_size` at a time; what is drawn does not depend on the batch size.
+
+    Raises:
+        InputError: for an option this model does not take, or a value it refuses.
+        RunError: when a sample is not finite, naming it.
+    """
+    from genmodels.models.base import Samples
+
+    known = inspect.signature(model.sample).parameters
+    for key in options:
+        if key not in known:
+            raise InputError(f"{model.family} has no sampling option {key!r}")
+    parts, bar = [], None
+    try:
+        for first in range(start, start + n, batch_size):
+            count = min(batch_size, start + n - first)
+            done_before = bar.n if bar is not None else 0
+
+            def report(done: int, before: int = done_before) -> None:
+                if bar is not None:
+                    bar.update(before + done - bar.n)
+
+            if progress and bar is None:
+                bar = tqdm(desc="sampling", unit="step", total=None)
+            hook = {"progress": report} if "progress" in known else {}
+            part = model.sample(count, start=first, **options, **hook)
+            if bar is not None and bar.total is None:
+                bar.total = -(-n // batch_size) * max(bar.n, 1)
+            if part.x.is_floating_point() and not torch.isfinite(part.x).all():
+                bad = (~torch.isfinite(part.x)).flatten(1).any(1).nonzero()[0, 0]
+                raise RunError(f"sample {int(part.index[bad])} of this model is not finite: try more steps, or ema=true")
+            parts.append(part)
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    finally:
+        if bar is not None:
+            bar.close()
+    together = {
+        name: None if getattr(parts[0], name) is None else torch.cat([getattr(p, name).cpu() for p in parts])
+        for name in ("x", "cond", "index")
+    }
+    path = None if parts[0].path is None else torch.cat([p.path.cpu() for p in parts], dim=1)
+    return Samples(made=dict(parts[0].made), path=path, **together)
+
+
+def write_samples(samples, spec: DataSpec, target: Path) -> list[str]:
+    """Write samples to a .png (grid), a .npz (arrays) or a folder (single PNGs); returns what to tell the user.
+
+    Every file carries the checkpoint's hash, seed, indices, sampler and steps.
+
+    Raises:
+        InputError: when the data cannot be drawn as asked.
+    """
+    suffix = target.suffix.lower()
+    if suffix == ".npz":
+        arrays = {"x": samples.x.numpy(), "index": samples.index.numpy(), "made": json.dumps(samples.made)}
+        if samples.cond is not None:
+            arrays["cond"] = samples.cond.numpy()
+        write_whole(target, lambda file: np.savez_compressed(file, **arrays))
+        return [f"{len(samples.x)} samples {tuple(samples.x.shape[1:])} {samples.x.dtype}: {target}"]
+    if suffix == ".png":
+        columns = spec.num_classes if samples.cond is not None and len(samples.x) > (spec.num_classes or 0) else None
+        columns = columns if columns is not None and columns <= 20 else None
+        picture = picture_of(samples.x, spec, columns)
+        if picture is None:
+            raise InputError(f"samples of shape {spec.event_shape} have no picture: use out=samples.npz")
+        _save_png(picture, target, samples.made | {"index": _span(samples.index)})
+        return [f"{len(samples.x)} samples: {target}"]
+    if suffix:
+        raise InputError(f"out={target}: end it in .png (a grid), .npz (arrays), or nothing (a folder of single PNGs)")
+    if not spec.is_image:
+        raise InputError(f"samples of shape {spec.event_shape} are not images: use out=samples.npz")
+    for k, image in enumerate(images_of(samples.x, spec)):
+        label = {} if samples.cond is None else {"cond": int(samples.cond[k])}
+        number = int(samples.index[k])
+        _save_png(image, target / f"{number:06d}.png", samples.made | {"index": number} | label)
+    return [f"{len(samples.x)} samples as single images: {target}"]
+
+
+def write_path(samples, spec: DataSpec, target: Path) -> str:
+    """Write the way from noise to data as a strip (.png: one row a sample, at most 8) or a film (.gif).
+
+    Raises:
+        InputError: when the data are not images or points.
+    """
+    frames = samples.path
+    if target.suffix.lower() == ".gif":
+        pictures = [picture_of(frame, spec) for frame in frames]
+        if pictures[0] is None:
+            raise InputError(f"samples of shape {spec.event_shape} have no picture")
+        size = (max(p.width for p in pictures), max(p.height for p in pictures))
+        pictures = [p.convert("P" if p.mode == "L" else "RGB").resize(size) for p in pictures]
+        waits = [120] * (len(pictures) - 1) + [1500]
+        first, rest = pictures[0], pictures[1:]
+        write_whole(
+            target, lambda f: first.save(f, format="GIF", save_all=True, append_images=rest, duration=waits, loop=0)
+        )
+        return f"path of {frames.shape[1]} samples in {len(frames)} frames: {target}"
+    if not spec.is_image:
+        raise InputError("a strip shows images; for points use path=path.gif")
+    rows = min(8, frames.shape[1])
+    tiles = [image for k in range(rows) for image in images_of(frames[:, k], spec, smallest=32)]
+    _save_png(grid(tiles, columns=len(frames)), target, samples.made | {"index": _span(samples.index[:rows])})
+    return f"path of {rows} samples in {len(frames)} steps: {target}"
+
+
+def _span(index: torch.Tensor) -> str:
+    return f"{int(index[0])}-{int(index[-1])}"
+
+
+def _save_png(picture: Image.Image, path: Path, made: dict) -> None:
+    text = PngInfo()
+    for key, value in made.items():
+        text.add_text(f"genmodels.{key}", str(value))
+    write_whole(path, lambda file: picture.save(file, format="PNG", pnginfo=text))

@@ -1,0 +1,1 @@
+"""LightningModules, one file per family, over one base class."""

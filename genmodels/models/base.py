@@ -1,0 +1,246 @@
+"""The base class of every family: the contract, and Lightning's hooks written once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from genmodels.data.spec import Batch, DataSpec
+from genmodels.errors import RunError
+from genmodels.evaluation.likelihood import Likelihood
+from genmodels.models.diagnosis import explain_nonfinite
+from genmodels.models.ema import EMA
+from genmodels.models.optimizer import Optimizer
+from genmodels.random import KeyedGenerator, seed_of
+
+
+@dataclass
+class Loss:
+    """What training minimises: `value ()`, its summands `per_example (B,)`, and named parts `(B,)` for the log.
+
+    `times (B,)` are the noise levels where the family has them, so that a non-finite loss can name its own.
+    """
+
+    value: Tensor
+    per_example: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    times: Tensor | None = None
+
+
+@dataclass
+class Samples:
+    """Samples in the data's own units: `x (n, *event)`, `cond` or None, `index (n,)`, and how they were made.
+
+    `path (steps, n, *event)` holds the way from noise to data when it was asked for, in the data's units too.
+    """
+
+    x: Tensor
+    cond: Tensor | None
+    index: Tensor
+    made: dict[str, Any]
+    path: Tensor | None = None
+
+
+class GenerativeModel(pl.LightningModule):
+    """A generative model of one family, with training, likelihood and sampling under one contract.
+
+    A subclass sets `self.core` (the nn.Module that holds everything learned), calls `self.finish_setup(...)`, and
+    defines `loss`, `log_likelihood` and `sample`. Randomness is keyed by (seed, step, position), never global; the
+    data's units belong outside, preprocessing and its volume change inside.
+
+    Arguments:
+        spec: the data set this model is built for.
+    """
+
+    family = "model"
+    core: nn.Module
+
+    def __init__(self, spec: DataSpec):
+        super().__init__()
+        self.spec = spec
+        self.seed = 0
+        self.batches_seen = 0  # micro-batches of the whole run, in step on all processes
+        self.figures: dict[str, float] = {}
+        self.run_config: dict = {}
+        self.finished = False
+        self._pending: list[Likelihood] = []
+        self._last: tuple[Batch, Loss] | None = None
+
+    def finish_setup(self, optimizer: Optimizer | dict | None, ema_decay: float | list[float]) -> None:
+        """Called last in a subclass' constructor: the optimiser's options and the averages of `core`."""
+        self.optimizer_options = optimizer if isinstance(optimizer, Optimizer) else Optimizer(**(optimizer or {}))
+        decays = ema_decay if isinstance(ema_decay, list | tuple) else [ema_decay]
+        self.ema = EMA(self.core, list(decays)) if any(decays) else None
+
+    # ---- the contract -------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
+        """The training objective on a batch."""
+        raise NotImplementedError
+
+    def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, **options) -> Likelihood:
+        """Log-likelihood of each example in nats, of the data in its own units."""
+        raise NotImplementedError
+
+    def sample(self, n: int, cond=None, temperature: float = 1.0, seed: int = 0, **options) -> Samples:
+        """Samples number `start` .. `start + n - 1` of a seed, each of them the same whatever n is."""
+        raise NotImplementedError
+
+    def initialize(self, batch: Batch) -> None:
+        """Data-dependent initialisation on a large batch of training data, once, before the first step."""
+
+    def validation_options(self) -> dict:
+        """Options of `log_likelihood` that make it cheap enough to run during training."""
+        return {}
+
+    def weights(self, which: str | float = "ema") -> nn.Module:
+        """The core with averaged (`ema`, or one decay) or `raw` weights."""
+        if which == "raw" or (which == "ema" and self.ema is None):
+            return self.core
+        if self.ema is None:
+            raise ValueError("this model keeps no averaged weights: use ema=raw")
+        return self.ema.average(None if which == "ema" else float(which))
+
+    def labels(self, cond, index: Tensor) -> Tensor | None:
+        """Class labels for samples: given ones cycled over the indices, or every class in turn.
+
+        Raises:
+            ValueError: when a class is out of range, or the model takes no classes.
+        """
+        classes = self.num_classes
+        if classes is None:
+            if cond is not None:
+                raise ValueError("this model is unconditional: leave cond out")
+            return None
+        wanted = list(range(classes)) if cond is None else ([cond] if isinstance(cond, int) else list(cond))
+        names = [str(name) for name in self.spec.class_names]
+        wanted = [names.index(c) if isinstance(c, str) and c in names else c for c in wanted]
+        for c in wanted:
+            if not isinstance(c, int) or not 0 <= c < classes:
+                listed = f" or one of {', '.join(names)}" if names else ""
+                raise ValueError(f"cond: class {c!r} does not exist, classes are 0..{classes - 1}{listed}")
+        return torch.tensor(wanted, device=self.device)[index.to(self.device) % len(wanted)]
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes the model is conditioned on, None for an unconditional model."""
+        return None
+
+    # ---- Lightning's hooks --------------------------------------------------------------------------------------
+
+    @property
+    def _rank_world(self) -> tuple[int, int]:
+        trainer = self._trainer
+        return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+
+    def training_generator(self, n: int) -> KeyedGenerator:
+        """The noise of this step: keyed by (seed, step, position in the global batch)."""
+        rank, world = self._rank_world
+        position = torch.arange(n, device=self.device) * world + rank
+        return KeyedGenerator(self.seed, position, "train", step=self.batches_seen)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """One micro-batch: the loss under keyed noise; dropout too restarts from a key at every step."""
+        torch.manual_seed(seed_of(self.seed, "dropout", self.batches_seen, self._rank_world[0]))
+        loss = self.loss(batch, self.training_generator(len(batch)))
+        self.batches_seen += 1
+        self._last = (batch, loss)
+        world = self._rank_world[1]
+        named = {"train/loss": loss.value.detach()} | {f"train/{k}": v.detach().mean() for k, v in loss.parts.items()}
+        self.log_dict(named, batch_size=len(batch), sync_dist=world > 1)
+        return loss.value
+
+    def on_before_optimizer_step(self, optimizer) -> None:
+        """Clip the gradient; stop before a non-finite one reaches the weights."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        clip = self.optimizer_options.clip
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else float("inf"))
+        if not torch.isfinite(norm):
+            raise RunError(explain_nonfinite(self, *self._last))
+        self.log("train/gradient_norm", norm)
+
+    def optimizer_step(self, *args, **kwargs) -> None:
+        """The optimiser's step, then the averages'."""
+        super().optimizer_step(*args, **kwargs)
+        if self.ema is not None:
+            self.ema.update(self.core, self.trainer.global_step - 1)
+
+    def configure_optimizers(self):
+        """Optimiser and schedule for the steps of this run."""
+        total = self.trainer.max_steps if self.trainer.max_steps > 0 else self.trainer.estimated_stepping_batches
+        optimizer, scheduler = self.optimizer_options.build(self.core.parameters(), int(total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """The likelihood of a validation batch under the averaged weights, keyed by item."""
+        self._pending.append(self.log_likelihood(batch, seed=self.seed, **self.validation_options()).cpu())
+
+    def on_validation_epoch_end(self) -> None:
+        """Gather the batches of all processes and log one number: bits/dim, or nats for continuous data."""
+        result = Likelihood.concatenate(gather(self._pending))
+        self._pending = []
+        if result.levels is None:
+            name, value = "val/nll", None if (mean := result.mean_nats()) is None else -mean
+        else:
+            name, value = "val/bits_per_dim", result.mean_bits_per_dim()
+        self.log(name, float("nan") if value is None else value, rank_zero_only=False)
+        if value is not None:
+            self.figures[name] = value
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def header(self) -> dict:
+        """What a checkpoint says of itself: plain types, readable without torch."""
+        from genmodels import __version__
+
+        described = {
+            "format": 1,
+            "family": self.family,
+            "genmodels": __version__,
+            "torch": torch.__version__,
+            "model": {"_target_": f"{type(self).__module__}.{type(self).__qualname__}", **self.options},
+            "config": self.run_config,
+            "data": self.spec.to_dict(),
+            "parameters": sum(p.numel() for p in self.core.parameters()),
+            "step": self._trainer.global_step if self._trainer is not None else 0,
+            "batches_seen": self.batches_seen,
+            "seed": self.seed,
+            "figures": dict(self.figures),
+            "finished": self.finished,
+        }
+        try:
+            return json.loads(json.dumps(described))
+        except TypeError as error:
+            raise RunError(
+                f"this {self.family} was built from objects, which a checkpoint does not hold: "
+                f"build it from plain options ({error})"
+            ) from error
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """The header, and the counters that exact resume needs."""
+        checkpoint["genmodels"] = self.header()
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """The inverse of `on_save_checkpoint`."""
+        header = checkpoint["genmodels"]
+        self.batches_seen, self.seed = header["batches_seen"], header["seed"]
+        self.figures, self.finished = dict(header["figures"]), header["finished"]
+
+    @property
+    def options(self) -> dict:
+        """The keyword options this model was built with, defaults included."""
+        return {key: value for key, value in self.hparams.items() if key != "spec"}
+
+
+def gather(parts: list[Likelihood]) -> list[Likelihood]:
+    """The lists of all processes, joined in rank order; the list itself when there is one process."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return parts
+    lists: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(lists, parts)
+    return [part for some in lists for part in some]

@@ -1,0 +1,71 @@
+"""From configuration to objects: only classes that genmodels itself defines, unless the user trusts more."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from genmodels.errors import InputError, nearest
+
+TARGET = "_target_"
+
+
+def locate(name: str, trust: Iterable[str] = ()) -> type:
+    """The class `package.module.Class`, which must be defined in that module of a trusted package.
+
+    A checkpoint names the class of its model; without this rule a name such as `genmodels.cli.os.system` would reach any
+    function of the interpreter.
+
+    Raises:
+        InputError: for a package that is not trusted, or a name that is not a class defined where it is said to be.
+
+    Example:
+        >>> locate("genmodels.models.optimizer.Optimizer").__name__
+        'Optimizer'
+        >>> locate("os.system")
+        Traceback (most recent call last):
+        ...
+        genmodels.errors.InputError: 'os.system' is not a class of genmodels; to allow it add its package: trust=[os]
+    """
+    package = str(name).split(".")[0]
+    if package not in {"genmodels", *trust}:
+        raise InputError(f"{name!r} is not a class of genmodels; to allow it add its package: trust=[{package}]")
+    module_name, _, attribute = str(name).rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+        found = vars(module)[attribute]
+    except (ImportError, KeyError, ValueError) as error:
+        raise InputError(f"{name!r} does not exist ({type(error).__name__})") from error
+    if not inspect.isclass(found) or found.__module__.split(".")[0] != package:
+        raise InputError(f"{name!r} is not a class defined in {package}")
+    return found
+
+
+def build(node: dict, *args: Any, trust: Iterable[str] = ()) -> Any:
+    """The object that a configuration node describes: `{_target_: dotted.Class, option: value, ...}`.
+
+    Raises:
+        InputError: for an option the class does not take (naming the nearest), or a value its constructor refuses.
+    """
+    options = {key: value for key, value in node.items() if key != TARGET}
+    if TARGET not in node:
+        raise InputError(f"no {TARGET} among {', '.join(node)}: which class is meant?")
+    return construct(locate(node[TARGET], trust), *args, **options)
+
+
+def construct(cls: type, *args: Any, **options: Any) -> Any:
+    """`cls(*args, **options)`, with an unknown option answered by the nearest known one."""
+    known = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for key in options:
+        if key not in known:
+            near = nearest(key, known)
+            hint = f": did you mean {near!r}?" if near else f"; it takes {', '.join(known)}"
+            raise InputError(f"{cls.__name__} has no option {key!r}{hint}")
+    try:
+        return cls(*args, **options)
+    except InputError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{cls.__name__}: {error}") from error

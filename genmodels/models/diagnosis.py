@@ -1,0 +1,60 @@
+"""Why a step is not finite: the item, the noise level and the first layer, in one line."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+
+
+@contextlib.contextmanager
+def _first_nonfinite(module: nn.Module):
+    """Collect the names of the submodules whose output is not finite, in the order they ran."""
+    found: list[str] = []
+
+    def watch(name):
+        def hook(_module, _inputs, output):
+            values = output if isinstance(output, Tensor) else None
+            if values is not None and values.is_floating_point() and not torch.isfinite(values).all():
+                found.append(name)
+
+        return hook
+
+    handles = [m.register_forward_hook(watch(name)) for name, m in module.named_modules() if name]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def explain_nonfinite(model, batch, loss) -> str:
+    """One line for a loss or gradient that is not finite: step, item, time, log-SNR, layer, and what to try."""
+    step = model.trainer.global_step
+    bad = (~torch.isfinite(loss.per_example)).nonzero().flatten()
+    what = "loss" if len(bad) else "gradient"
+    place = ""
+    if len(bad):
+        k = int(bad[0])
+        if batch.index is not None:
+            place = f" for item {int(batch.index[k])} of {model.spec.name}"
+        if loss.times is not None:
+            t = loss.times[k]
+            place += f" at t = {float(t):.4f}"
+            schedule = getattr(model.core, "schedule", None)
+            if schedule is not None:
+                place += f" (log-SNR {float(schedule.log_snr(t[None])[0]):.2f})"
+    model.batches_seen -= 1  # the same noise again
+    with torch.no_grad(), _first_nonfinite(model.core) as layers:
+        model.loss(batch, model.training_generator(len(batch)))
+    model.batches_seen += 1
+    weights = [n for n, p in model.core.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+    if layers:
+        place += f", first in layer {layers[0]}"
+    elif weights:
+        place += f", in the gradient of {weights[0]}"
+    return (
+        f"step {step}: the {what} is not finite{place}; the weights were not changed and last.ckpt is still finite. "
+        "Try a lower model.optimizer.lr, more warmup_steps, or look at that item"
+    )

@@ -1,0 +1,62 @@
+"""The optimiser, its learning-rate schedule and gradient clipping, as plain options."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+
+
+@dataclass(kw_only=True)
+class Optimizer:
+    """Adam or AdamW with warm-up, an optional cosine decay, and clipping of the gradient's norm.
+
+        rate(n) = lr * min(1, (n + 1) / warmup_steps) * shape(n),   shape = 1, or (1 + cos(pi n / N)) / 2 over N steps
+
+    Arguments:
+        name: `adam` or `adamw`.
+        lr: learning rate after warm-up.
+        weight_decay: decoupled weight decay (adamw), or L2 penalty (adam).
+        betas: decay of the two moments.
+        warmup_steps: steps over which the rate grows linearly from lr / warmup_steps.
+        decay: `none` or `cosine` (to zero at the last step).
+        clip: largest norm of the gradient, 0 for no clipping.
+
+    Example:
+        >>> Optimizer(lr=1.0, warmup_steps=4).factor(1, total=100)
+        0.5
+    """
+
+    name: Literal["adam", "adamw"] = "adamw"
+    lr: float = 2e-4
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup_steps: int = 0
+    decay: Literal["none", "cosine"] = "none"
+    clip: float = 1.0
+
+    def __post_init__(self):
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"optimizer.name must be one of {', '.join(OPTIMIZERS)}, got {self.name!r}")
+        if self.decay not in ("none", "cosine"):
+            raise ValueError(f"optimizer.decay must be none or cosine, got {self.decay!r}")
+        for key in ("lr", "weight_decay", "warmup_steps", "clip"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"optimizer.{key} must not be negative, got {getattr(self, key)}")
+
+    def factor(self, step: int, total: int) -> float:
+        """The learning rate at a step (counted from 0), as a multiple of `lr`."""
+        warm = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        shape = 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, total)))) if self.decay == "cosine" else 1.0
+        return warm * shape
+
+    def build(self, parameters, total: int):
+        """The torch optimiser and its scheduler for a run of `total` steps."""
+        optimizer = OPTIMIZERS[self.name](
+            parameters, lr=self.lr, betas=tuple(self.betas), weight_decay=self.weight_decay, fused=True
+        )
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.factor(step, total))

@@ -1,0 +1,76 @@
+"""How a network is told the noise level and the class: one vector for both."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+#: Log-SNR beyond these ends is as good as clean or as pure noise; it also makes +-inf legal.
+LOG_SNR_RANGE = (-20.0, 20.0)
+
+
+def log_snr_features(log_snr: Tensor, width: int) -> Tensor:
+    """Sinusoids of the log-SNR, clipped to [-20, 20] and mapped affinely to p in [0, 1000].
+
+        features = [cos(p w_i), sin(p w_i)],   w_i = 10000^(-i/m),   i = 0 .. m-1,   m = width/2
+
+    Shapes: `log_snr (B,)` to `(B, width)`, float32 or wider whatever the autocast; `width` is even.
+    Source: Vaswani et al. 2017, section 3.5, with the step number of DDPM (Ho et al. 2020) replaced by the log-SNR.
+
+    Example:
+        >>> log_snr_features(torch.tensor([-float("inf"), 0.0, 30.0]), 4)[:, 0]
+        tensor([ 1.0000, -0.8838,  0.5624])
+    """
+    half = width // 2
+    low, high = LOG_SNR_RANGE
+    log_snr = log_snr.to(torch.promote_types(log_snr.dtype, torch.float32))
+    position = (log_snr.clamp(low, high) - low) * (1000 / (high - low))
+    index = torch.arange(half, dtype=log_snr.dtype, device=log_snr.device)
+    angle = position[:, None] * torch.exp(-math.log(10000) / half * index)
+    return torch.cat([angle.cos(), angle.sin()], dim=1)
+
+
+class ConditionEmbedding(nn.Module):
+    """One vector per example from its noise level and its class.
+
+        e = W_2 silu(W_1 features(log_snr)) + class_table[cond]
+
+    Arguments:
+        features: width of the sinusoidal features, even.
+        hidden: width between the two linear layers.
+        width: width of the result.
+        num_classes: number of classes, None for an unconditional network. The table has one more row, the null
+            class `num_classes`: it stands for "no condition", is used when `cond` is None, and may be given as a label.
+
+    Shapes: `log_snr (B,)`, `cond (B,)` int64 or None; the result is `(B, width)`.
+    Errors: ValueError when labels reach a network without classes, or are not integers of shape (B,).
+
+    Example:
+        >>> embedding = ConditionEmbedding(8, 32, 16, num_classes=3)
+        >>> embedding(torch.zeros(2), torch.tensor([0, 3])).shape
+        torch.Size([2, 16])
+    """
+
+    def __init__(self, features: int, hidden: int, width: int, num_classes: int | None = None):
+        super().__init__()
+        if features < 2 or features % 2:
+            raise ValueError(f"the noise-level features need an even width of at least 2, got {features}")
+        self.features, self.num_classes = features, num_classes
+        self.inner = nn.Linear(features, hidden)
+        self.outer = nn.Linear(hidden, width)
+        self.classes = None if num_classes is None else nn.Embedding(num_classes + 1, width)
+
+    def forward(self, log_snr: Tensor, cond: Tensor | None = None) -> Tensor:
+        features = log_snr_features(log_snr, self.features).to(self.inner.weight.dtype)
+        embedding = self.outer(nn.functional.silu(self.inner(features)))
+        if self.classes is None:
+            if cond is not None:
+                raise ValueError("this network was built without classes: pass cond=None or set num_classes")
+            return embedding
+        if cond is None:
+            return embedding + self.classes.weight[self.num_classes]
+        if cond.dim() != 1 or cond.is_floating_point():
+            raise ValueError(f"cond must be integer labels (B,), got {cond.dtype} of shape {tuple(cond.shape)}")
+        return embedding + self.classes(cond)

@@ -1,0 +1,218 @@
+"""The U-Net of DDPM, told the log-SNR, for images and sequences of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
+
+from genmodels.nn.blocks import CONVOLUTION, Downsample, ResidualBlock, Upsample, hide, zeroed
+from genmodels.nn.embedding import ConditionEmbedding
+from genmodels.nn.norm import GroupNorm
+from genmodels.nn.spatial_attention import ATTENTION
+
+
+class UNet(nn.Module):
+    """Residual U-Net from a noisy event and its log-SNR to an event of the same shape.
+
+    Level l has `channels * multipliers[l]` channels and `ceil(n / 2^l)` positions a side. On the way down each level
+    has `blocks` residual blocks, on the way up one more, each of them joined with a map recorded on the way down. Noise
+    level and class scale and shift every block through a vector of 2.5 `channels` numbers. The output is
+    zero at the start.
+
+    Arguments:
+        event_shape: (C, H, W) or (C, T); other sizes may be given to `forward`, the channels are fixed.
+        num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
+        channels: channels of the first level.
+        multipliers: one per level.
+        blocks: residual blocks per level.
+        attention_at: sizes (of the first spatial side) of the levels that attend; None is the lowest level alone.
+            The middle always attends, unless `attention` is none.
+        attention: kind of attention; plain is content only, without positions.
+        heads: heads of each attention; divides the channels wherever there is attention.
+        dropout: probability of dropping a value inside the residual blocks.
+        double_output: twice the channels in the output, as learned variances need.
+        channels_last: keep images in channels-last memory format.
+        checkpointing: recompute the blocks in the backward pass instead of storing their activations.
+
+    Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None, `mask (B, 1, T)` bool, True = valid, or None,
+    with T the last axis of the event; the result is like `x`, zero where the mask is False.
+    Errors: ValueError for events too small for the levels, heads that do not divide the channels, unknown sizes.
+    Source: Ho et al. 2020, appendix B.
+
+    Example:
+        >>> unet = UNet((1, 7, 9), num_classes=3, channels=8, multipliers=(1, 2), blocks=1)
+        >>> unet(torch.randn(2, 1, 7, 9), torch.zeros(2), torch.tensor([0, 2])).shape
+        torch.Size([2, 1, 7, 9])
+    """
+
+    def __init__(
+        self,
+        event_shape: tuple[int, ...],
+        num_classes: int | None = None,
+        *,
+        channels: int = 64,
+        multipliers: list[int] | tuple[int, ...] = (1, 2, 2),
+        blocks: int = 2,
+        attention_at: list[int] | tuple[int, ...] | None = None,
+        attention: Literal["none", "plain"] = "plain",
+        heads: int = 4,
+        dropout: float = 0.0,
+        double_output: bool = False,
+        channels_last: bool = False,
+        checkpointing: bool = False,
+    ):
+        super().__init__()
+        in_channels, *space = event_shape
+        dims = len(space)
+        if dims not in CONVOLUTION:
+            raise ValueError(f"the U-Net takes events (C, T) or (C, H, W), got {tuple(event_shape)}: use the MLP")
+        if not multipliers or min(*multipliers, channels, blocks) < 1:
+            raise ValueError(
+                f"channels = {channels}, multipliers = {list(multipliers)} and blocks = {blocks} must be at least 1"
+            )
+        if channels % 2:
+            raise ValueError(f"channels = {channels} must be even: the noise-level features come in pairs")
+        if attention not in ATTENTION:
+            raise ValueError(f"attention = {attention!r} is not one of {', '.join(ATTENTION)}")
+        self.dims, self.in_channels, self.levels = dims, in_channels, len(multipliers)
+        self.channels_last, self.checkpointing = channels_last and dims == 2, checkpointing
+        self._check_size(space)
+        attends = _attending_levels(space[0], len(multipliers), attention_at)
+        make_attention = ATTENTION[attention]
+
+        def attend(width: int, wanted: bool = True) -> nn.Module | None:
+            return make_attention(width, heads) if wanted and make_attention is not None else None
+
+        convolution = CONVOLUTION[dims]
+        widths = [channels * m for m in multipliers]
+        condition = 5 * channels // 2
+        self.embedding = ConditionEmbedding(channels, 4 * channels, condition, num_classes)
+        self.stem = convolution(in_channels, channels, 3, padding=1)
+
+        # Down: the stem, every block and every downsampling leave a map for the way up.
+        current, skips = channels, [channels]
+        self.down, self.down_samples = nn.ModuleList(), nn.ModuleList()
+        for level, width in enumerate(widths):
+            stage = nn.ModuleList()
+            for _ in range(blocks):
+                stage.append(_Stage(ResidualBlock(dims, current, width, dropout), attend(width, level in attends)))
+                current = width
+                skips.append(current)
+            self.down.append(stage)
+            if level + 1 < len(widths):
+                self.down_samples.append(Downsample(dims, current))
+                skips.append(current)
+
+        self.middle = nn.ModuleList(
+            [
+                _Stage(ResidualBlock(dims, current, current, dropout), attend(current)),
+                _Stage(ResidualBlock(dims, current, current, dropout), None),
+            ]
+        )
+
+        self.up, self.up_samples = nn.ModuleList(), nn.ModuleList()
+        for level, width in reversed(list(enumerate(widths))):
+            stage = nn.ModuleList()
+            for _ in range(blocks + 1):
+                joined = ResidualBlock(dims, current + skips.pop(), width, dropout)
+                stage.append(_Stage(joined, attend(width, level in attends)))
+                current = width
+            self.up.append(stage)
+            if level > 0:
+                self.up_samples.append(Upsample(dims, current, widths[level - 1]))
+                current = widths[level - 1]
+
+        self.head_norm = GroupNorm(current)
+        self.head = zeroed(convolution(current, in_channels * (2 if double_output else 1), 3, padding=1))
+
+        stages = [s for stage in (*self.down, self.middle, *self.up) for s in stage]
+        self._modulation_widths = [2 * s.block.conv_1.out_channels for s in stages]
+        self.modulation = nn.Linear(condition, sum(self._modulation_widths))
+        if self.channels_last:
+            self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
+            raise ValueError(
+                f"the U-Net was built for {self.in_channels} channels and {self.dims} spatial dimensions, got "
+                f"events of shape {tuple(x.shape[1:])}"
+            )
+        self._check_size(x.shape[2:])
+        masks = _masks(mask, self.dims, self.levels)
+        # Scale and shift of every block from one product.
+        modulation = iter(self.modulation(silu(self.embedding(log_snr, cond))).split(self._modulation_widths, dim=1))
+        h = self.stem(hide(x, masks[0]))
+        if self.channels_last:
+            # After the stem: a map of one channel has no memory format of its own to pass on.
+            h = h.contiguous(memory_format=torch.channels_last)
+        skips = [h]
+        for level, stage in enumerate(self.down):
+            for block in stage:
+                h = self._run(block, h, next(modulation), masks[level])
+                skips.append(h)
+            if level + 1 < self.levels:
+                h = self.down_samples[level](h, masks[level])
+                skips.append(h)
+        for block in self.middle:
+            h = self._run(block, h, next(modulation), masks[-1])
+        for step, stage in enumerate(self.up):
+            level = self.levels - 1 - step
+            for block in stage:
+                h = self._run(block, torch.cat([h, skips.pop()], dim=1), next(modulation), masks[level])
+            if level > 0:
+                h = self.up_samples[step](h, skips[-1].shape[2:], masks[level - 1])
+        h = self.head(hide(silu(self.head_norm(h, mask=masks[0])), masks[0]))
+        return hide(h, masks[0]).to(x.dtype)
+
+    def _run(self, block: nn.Module, h: Tensor, modulation: Tensor, mask: Tensor | None) -> Tensor:
+        if self.checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, h, modulation, mask, use_reentrant=False)
+        return block(h, modulation, mask)
+
+    def _check_size(self, space: Sequence[int]) -> None:
+        smallest = min(space)
+        if smallest < 2 ** (self.levels - 1):
+            legal = smallest.bit_length()
+            raise ValueError(
+                f"events of size {'x'.join(str(n) for n in space)} are too small for {self.levels} levels: "
+                f"give multipliers with at most {legal} entries"
+            )
+
+
+class _Stage(nn.Module):
+    """A residual block and the attention after it, if any: the unit that is checkpointed."""
+
+    def __init__(self, block: ResidualBlock, attention: nn.Module | None):
+        super().__init__()
+        self.block, self.attention = block, attention
+
+    def forward(self, x: Tensor, modulation: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.block(x, modulation, mask)
+        return x if self.attention is None else self.attention(x, mask)
+
+
+def _attending_levels(size: int, levels: int, attention_at: Sequence[int] | None) -> set[int]:
+    """The levels whose size is listed."""
+    sizes = [-(-size // 2**level) for level in range(levels)]
+    if attention_at is None:
+        return {levels - 1}
+    unknown = [n for n in attention_at if n not in sizes]
+    if unknown:
+        legal = ", ".join(str(n) for n in sizes)
+        raise ValueError(f"attention_at = {unknown[0]} is the size of no level: choose from {legal}")
+    return {level for level, n in enumerate(sizes) if n in attention_at}
+
+
+def _masks(mask: Tensor | None, dims: int, levels: int) -> list[Tensor | None]:
+    """The mask of each level, (B, 1, T) or (B, 1, 1, T): a coarse frame is valid if the even frame under it is."""
+    if mask is None:
+        return [None] * levels
+    if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[1] != 1:
+        raise ValueError(f"mask must be bool of shape (B, 1, T), got {mask.dtype} of shape {tuple(mask.shape)}")
+    mask = mask if dims == 1 else mask[:, :, None]
+    return [mask[..., :: 2**level] for level in range(levels)]

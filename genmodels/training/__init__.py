@@ -1,0 +1,1 @@
+"""Training: run folders, checkpoint files, callbacks and loggers."""

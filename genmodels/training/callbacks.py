@@ -1,0 +1,192 @@
+"""What happens beside the steps: checkpoints at the right moments, sample grids, and an orderly stop."""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.trainer.states import TrainerFn
+
+from genmodels.errors import RunError
+from genmodels.evaluation.pictures import picture_of
+from genmodels.training.archive import write_whole
+from genmodels.training.loggers import log_picture
+
+
+@dataclass(kw_only=True)
+class CheckpointOptions:
+    """When checkpoints are written.
+
+    Arguments:
+        every_n_steps: steps between two writings of last.ckpt.
+        keep_best: keep best.ckpt, the best by validation likelihood.
+    """
+
+    every_n_steps: int = 500
+    keep_best: bool = True
+
+    def __post_init__(self):
+        if self.every_n_steps < 1:
+            raise ValueError(f"checkpoint.every_n_steps must be at least 1, got {self.every_n_steps}")
+
+
+def between_batches(loops: dict, step: int, batches: int) -> dict:
+    """Lightning's loop state, rewritten to say one thing: `batches` are done, with all that was due after them.
+
+    Lightning's own record depends on the hook in which the file was written, and decides from it whether to repeat or to
+    skip the validation of that step; a single meaning makes a resumed run the same run.
+    """
+    fit = loops["fit_loop"]
+    done = {"ready": batches, "started": batches, "processed": batches, "completed": batches}
+    fit["epoch_loop.batch_progress"].update(total=dict(done), current=dict(done), is_last_batch=False)
+    fit["epoch_loop.state_dict"]["_batches_that_stepped"] = step
+    fresh = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
+    for key in ("epoch_loop.val_loop.batch_progress",):
+        fit[key].update(total=dict(fresh), current=dict(fresh), is_last_batch=False)
+    running = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    fit["epoch_progress"].update(total=dict(running), current=dict(running))
+    return loops
+
+
+class Checkpointing(Callback):
+    """Writes `last.ckpt` every n steps, at the start and at the end, and `best.ckpt` after the best validation.
+
+    A step that is followed by a validation is saved after it, so that no resumed run validates twice or never. Signals to
+    stop (Ctrl-C, SIGTERM) are obeyed between two steps, after saving.
+
+    Arguments:
+        run_dir: the run folder.
+        options: when to save.
+    """
+
+    def __init__(self, run_dir: Path, options: CheckpointOptions):
+        self.run_dir, self.options = Path(run_dir), options
+        self.best: float | None = None
+        self.saved_step: int | None = None
+        self._stop: int | None = None
+        self._handlers: dict = {}
+
+    def state_dict(self) -> dict:
+        """The best figure so far."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """The inverse of `state_dict`."""
+        self.best = state_dict["best"]
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint: dict) -> None:
+        """Give the loop state one meaning."""
+        between_batches(checkpoint["loops"], trainer.global_step, pl_module.batches_seen)
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        """Remove what a killed run left half-written, save the start, listen for signals."""
+        if trainer.is_global_zero:
+            for stale in self.run_dir.glob(".*.tmp"):
+                stale.unlink(missing_ok=True)
+        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        if trainer.global_step == 0:
+            self.save(trainer, "last.ckpt")
+
+    def _on_signal(self, number, frame) -> None:
+        if self._stop is not None:  # asked twice: at once
+            raise KeyboardInterrupt
+        self._stop = number
+
+    def _restore_signals(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def save(self, trainer, name: str) -> None:
+        """Write one checkpoint."""
+        trainer.save_checkpoint(self.run_dir / name)
+        if name == "last.ckpt":
+            self.saved_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        """Save if it is time and no validation follows; stop if asked to."""
+        stepped = pl_module.batches_seen % trainer.accumulate_grad_batches == 0
+        if not stepped:
+            return
+        step = trainer.global_step
+        validates = trainer.val_check_batch and pl_module.batches_seen % trainer.val_check_batch == 0
+        if self._stop is not None:
+            self.save(trainer, "last.ckpt")
+            self._restore_signals()
+            raise KeyboardInterrupt
+        if step % self.options.every_n_steps == 0 and not validates:
+            self.save(trainer, "last.ckpt")
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        """After a validation: best.ckpt if it is one, last.ckpt if it is time."""
+        if trainer.sanity_checking:
+            return
+        figure = next((value for key, value in pl_module.figures.items() if key.startswith("val/")), None)
+        if self.options.keep_best and figure is not None and (self.best is None or figure < self.best):
+            self.best = figure
+            self.save(trainer, "best.ckpt")
+        if trainer.global_step % self.options.every_n_steps == 0 or trainer.state.fn != TrainerFn.FITTING:
+            self.save(trainer, "last.ckpt")
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        """Save the end."""
+        self._restore_signals()
+        pl_module.finished = trainer.global_step >= trainer.max_steps
+        self.save(trainer, "last.ckpt")
+
+    def on_exception(self, trainer, pl_module, exception) -> None:
+        """Leave the signals as they were."""
+        self._restore_signals()
+
+
+class SampleGrid(Callback):
+    """A picture of samples from the same fixed latents at intervals, in the run folder and on every logger.
+
+    Arguments:
+        run_dir: the run folder; pictures go to its `samples`.
+        every_n_steps: interval, 0 for never.
+        n: number of samples.
+    """
+
+    def __init__(self, run_dir: Path, every_n_steps: int, n: int = 64):
+        self.folder, self.every, self.n = Path(run_dir) / "samples", every_n_steps, n
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        """Draw when it is time."""
+        step = trainer.global_step
+        stepped = pl_module.batches_seen % trainer.accumulate_grad_batches == 0
+        if self.every and stepped and (step % self.every == 0 or step == trainer.max_steps):
+            self.draw(trainer, pl_module, step)
+
+    def draw(self, trainer, pl_module, step: int) -> None:
+        """Sample, save, log."""
+        if not trainer.is_global_zero:
+            return
+        mode = pl_module.training
+        try:
+            samples = pl_module.sample(self.n if pl_module.spec.is_image else 2000, seed=0)
+        finally:
+            pl_module.train(mode)
+        picture = picture_of(samples.x.cpu(), pl_module.spec)
+        if picture is None:
+            return
+        path = self.folder / f"step_{step:06d}.png"
+        write_whole(path, lambda file: picture.save(file, format="PNG"))
+        log_picture(trainer.loggers, "samples", picture, step)
+
+
+class FiniteMetrics(Callback):
+    """Stops a run whose validation figure is not finite, before anything is overwritten."""
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        """Look at the figure just computed."""
+        for name, value in trainer.callback_metrics.items():
+            if name.startswith("val/") and not math.isfinite(float(torch.as_tensor(value))):
+                raise RunError(
+                    f"step {trainer.global_step}: {name} is not finite; last.ckpt keeps the last saved step. "
+                    "Look at the validation data, or lower model.optimizer.lr"
+                )

@@ -1,0 +1,156 @@
+"""Where metrics and pictures go: CSV always, W&B offline unless asked for, TensorBoard on request."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL import Image
+from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from genmodels.errors import InputError
+from genmodels.training.archive import write_whole
+
+
+@dataclass(kw_only=True)
+class LoggerOptions:
+    """Which loggers a run has.
+
+    Arguments:
+        csv: write metrics.csv.
+        wandb: `offline` (a run file in the folder, no login, no network), `online`, or `off`.
+        tensorboard: write event files too (needs the extra `tensorboard`).
+        project: the W&B project.
+        name: the W&B run's name; default the run folder's.
+    """
+
+    csv: bool = True
+    wandb: Literal["offline", "online", "off"] = "offline"
+    tensorboard: bool = False
+    project: str = "genmodels"
+    name: str | None = None
+
+    def build(self, run_dir: Path, run_id: str, resume_step: int = 0) -> list[Logger]:
+        """The loggers of a run folder; after a resume they go on where the checkpoint stood."""
+        loggers: list[Logger] = []
+        if self.csv:
+            loggers.append(CSVLogger(run_dir / "metrics.csv", resume_step))
+        if self.wandb != "off":
+            loggers.append(self._wandb(run_dir, run_id))
+        if self.tensorboard:
+            try:
+                loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
+            except ModuleNotFoundError as error:
+                raise InputError("logger.tensorboard needs TensorBoard: pip install 'genmodels[tensorboard]'") from error
+        return loggers
+
+    def _wandb(self, run_dir: Path, run_id: str) -> Logger:
+        import wandb
+
+        logging.getLogger("wandb").setLevel(logging.ERROR)
+        os.environ.setdefault("WANDB_SILENT", "true")
+        online = self.wandb == "online"
+        if online and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
+            raise InputError("logger=wandb is online and needs a login: run 'wandb login', or use logger=default (offline)")
+        return WandbLogger(
+            name=self.name or run_dir.name,
+            project=self.project,
+            save_dir=str(run_dir),
+            id=run_id,
+            offline=not online,
+            resume="allow" if online else None,
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )
+
+
+class CSVLogger(Logger):
+    """One table, metrics.csv, a row for each logged step; a resumed run cuts it back to its checkpoint and goes on.
+
+    Arguments:
+        path: the file.
+        resume_step: rows after this step are dropped from an existing file.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0):
+        super().__init__()
+        self.path = Path(path)
+        self._rows: list[dict[str, Any]] = []
+        if resume_step and self.path.exists():
+            with open(self.path, newline="") as file:
+                self._rows = [r for r in csv.DictReader(file) if int(r["step"]) <= resume_step]
+        self._columns = list(dict.fromkeys(["step", *(key for row in self._rows for key in row)]))
+        self._written: list[str] | None = None
+        self._fresh = 0
+
+    @property
+    def name(self) -> str:
+        """The logger's name."""
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        """There is one version."""
+        return ""
+
+    def log_hyperparams(self, params, *args, **kwargs) -> None:
+        """The configuration has its own file, config.yaml."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Add numbers to the row of a step."""
+        metrics = {key: value for key, value in metrics.items() if key != "epoch"}
+        if not metrics:
+            return
+        if not self._rows or int(self._rows[-1]["step"]) != step:
+            self._rows.append({"step": step})
+            self._fresh += 1
+        self._rows[-1].update(metrics)
+        self._columns.extend(key for key in metrics if key not in self._columns)
+        if self._fresh > 20:
+            self.save()
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write the table whole."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(self._rows)
+        write_whole(self.path, lambda file: file.write(text.getvalue()), mode="w")
+        self._fresh = 0
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write what is left."""
+        if self._rows:
+            self.save()
+
+
+@rank_zero_only
+def log_picture(loggers: list[Logger], key: str, picture: Image.Image, step: int) -> None:
+    """Send one picture to every logger that shows pictures."""
+    import numpy as np
+
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_image(key, [picture], step=step)
+        elif isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(key, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
+
+@rank_zero_only
+def log_config(loggers: list[Logger], config: dict) -> None:
+    """Send the configuration to every logger that keeps one."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.config.update(config, allow_val_change=True)
+        elif isinstance(logger, TensorBoardLogger):
+            import yaml
+
+            logger.experiment.add_text("config", f"```\n{yaml.safe_dump(config, sort_keys=False)}\n```")

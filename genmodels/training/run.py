@@ -1,0 +1,156 @@
+"""One training run: its folder, its parts put together, its end told in a few lines."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import yaml
+
+from genmodels.errors import InputError, RunError
+from genmodels.models.base import GenerativeModel
+from genmodels.training.archive import read_header, write_whole
+
+_FOLDER = "GENMODELS_RUN_DIR"  # tells the processes of one run their common folder
+
+
+def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
+    """The folder of a new run: `run_dir`, or runs/<name>/<time> with a number appended where that exists.
+
+    Raises:
+        InputError: when `run_dir` already holds a run.
+    """
+    if os.environ.get(_FOLDER):
+        return Path(os.environ[_FOLDER])
+    if run_dir is not None:
+        folder = Path(run_dir)
+        if (folder / "last.ckpt").exists():
+            raise InputError(f"run_dir={folder} already holds a run: add resume=last to go on, or choose another folder")
+    else:
+        stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        folder, count = root / name / stamp, 1
+        while True:
+            try:
+                folder.mkdir(parents=True)
+                break
+            except FileExistsError:
+                count += 1
+                folder = root / name / f"{stamp}_{count}"
+            except OSError as error:
+                raise RunError(f"cannot make the run folder {folder}: {os.strerror(error.errno)}") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot make the run folder {folder}: {os.strerror(error.errno)}") from error
+    os.environ[_FOLDER] = str(folder)
+    return folder
+
+
+def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path:
+    """The checkpoint that `resume` means: `last` (of run_dir, or of the newest such run), a folder, or a file.
+
+    Raises:
+        InputError: when there is nothing to resume.
+    """
+    if os.environ.get(_FOLDER):
+        return Path(os.environ[_FOLDER]) / "last.ckpt"
+    if resume == "last":
+        where = [Path(run_dir)] if run_dir else (root / name).glob("*")
+        found = [folder / "last.ckpt" for folder in where if (folder / "last.ckpt").is_file()]
+        if not found:
+            raise InputError(f"resume=last: no last.ckpt in {run_dir or root / name}; leave resume out to start a run")
+        path = max(found, key=lambda p: p.stat().st_mtime)
+    else:
+        path = Path(resume)
+        path = path / "last.ckpt" if path.is_dir() else path
+        if not path.is_file():
+            raise InputError(f"resume={resume}: no such checkpoint; use resume=last, a run folder, or a .ckpt file")
+    os.environ[_FOLDER] = str(path.parent)
+    return path
+
+
+def check_same(header: dict, config: dict, path: Path) -> None:
+    """Refuse to resume under another model, other data or another seed: it would not be the same run.
+
+    Raises:
+        InputError: naming the first key that differs and both values.
+    """
+    for part in ("model", "data", "seed"):
+        then, now = _flat(header["config"].get(part), part), _flat(config.get(part), part)
+        for key in dict.fromkeys([*then, *now]):
+            if then.get(key) != now.get(key):
+                was, given = (f"is {d[key]!r}" if key in d else "is not set" for d in (then, now))
+                raise InputError(
+                    f"resume: {key} {was} in {path} but {given} here; a resumed run keeps its model, data and seed"
+                )
+
+
+def _flat(node, prefix: str) -> dict:
+    if not isinstance(node, dict):
+        return {prefix: node}
+    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}").items()}
+
+
+class Log:
+    """Messages of Python's logging and warnings go to log.txt of the run folder, not to the terminal."""
+
+    def __init__(self, path: Path):
+        logging.captureWarnings(True)
+        handler = logging.FileHandler(path)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root = logging.getLogger()
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "pytorch_lightning.utilities.rank_zero"):
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.propagate = True
+        warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")
+        warnings.filterwarnings("ignore", ".*does not have many workers.*")
+        self.handler = handler
+
+    def close(self) -> None:
+        """Detach from logging."""
+        logging.getLogger().removeHandler(self.handler)
+        logging.captureWarnings(False)
+        self.handler.close()
+
+
+def say(*lines: str) -> None:
+    """Print on the first process only."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+def write_config(folder: Path, config: dict) -> None:
+    """config.yaml of the run folder."""
+    write_whole(folder / "config.yaml", lambda f: f.write(yaml.safe_dump(config, sort_keys=False)), mode="w")
+
+
+def summary(model: GenerativeModel, folder: Path) -> list[str]:
+    """The last lines of a run: the figures reached and what to type next."""
+    command = "genmodels" if Path(sys.argv[0]).name.startswith("genmodels") else "python"
+    suffix = "" if command == "genmodels" else ".py"
+    best = folder / "best.ckpt"
+    ckpt = best if best.exists() else folder / "last.ckpt"
+    figures = ", ".join(f"{name} {value:.4f}" for name, value in model.figures.items()) or "no figures"
+    lines = [f"reached: step {model.trainer.global_step}, {figures}"]
+    if best.exists():
+        header = read_header(best, check=False)
+        lines[0] += f"; best.ckpt is step {header['step']}"
+    return [
+        *lines,
+        f"sample:   {command} sample{suffix} ckpt={ckpt} n=64",
+        f"evaluate: {command} evaluate{suffix} ckpt={ckpt}",
+    ]
+
+
+def compile_network(model: GenerativeModel) -> None:
+    """Compile the network of the core in place; names in the state dict stay as they are."""
+    torch.set_float32_matmul_precision("high")
+    getattr(model.core, "net", model.core).compile()

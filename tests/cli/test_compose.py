@@ -1,0 +1,145 @@
+"""Composition: every file composes and is valid, later choices win, every error is one line and names its place."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from genmodels.cli.compose import composer
+from genmodels.cli.places import CONFIG_DIR, groups
+from genmodels.errors import InputError
+
+GROUPS = groups()
+REQUIRED = {"image_folder": ["data.root=pictures"], "arrays": ["data.file=vectors.npy"]}
+
+
+def compose(*overrides: str, command: str = "train", config_dir: str | None = None) -> dict:
+    with composer(command, config_dir) as hydra:
+        return hydra.compose(list(overrides))
+
+
+def line(*overrides: str, **options) -> str:
+    with pytest.raises(InputError) as caught:
+        compose(*overrides, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "trainer"), itertools.product(GROUPS["model"], GROUPS["data"], GROUPS["trainer"])
+)
+def test_every_model_with_every_data_set_and_trainer(model, data, trainer):
+    config = compose(f"model={model}", f"data={data}", f"trainer={trainer}", *REQUIRED.get(data, []))
+    assert config["model"]["_target_"].startswith("genmodels.models.")
+    assert config["data"]["_target_"].startswith("genmodels.data.")
+
+
+@pytest.mark.parametrize("logger", GROUPS["logger"])
+def test_every_logger(logger):
+    assert "logger" in compose(f"logger={logger}")
+
+
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def test_every_experiment(experiment):
+    compose(f"experiment={experiment}")
+
+
+@pytest.mark.parametrize("file", sorted(CONFIG_DIR.rglob("*.yaml")), ids=lambda f: str(f.relative_to(CONFIG_DIR)))
+def test_yaml_files_are_short(file):
+    assert len(file.read_text(encoding="utf-8").splitlines()) < 40
+
+
+def test_presets_are_named_after_a_model_and_a_data_set():
+    pairs = {f"{model}_{data}" for model in GROUPS["model"] for data in GROUPS["data"]}
+    assert set(GROUPS["preset"]) <= pairs
+
+
+def test_keys_that_no_yaml_file_names_can_be_set():
+    config = compose("model.net.channels_last=true", "model.optimizer.betas=[0.8,0.9]", "checkpoint.every_n_steps=7")
+    assert config["model"]["net"]["channels_last"] is True
+    assert config["model"]["optimizer"]["betas"] == [0.8, 0.9]
+    assert config["checkpoint"] == {"every_n_steps": 7}
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_hydras_own_prefixes_mean_the_same(prefix):
+    assert compose(f"{prefix}data.batch_size=3")["data"]["batch_size"] == 3
+    assert compose(f"{prefix}seed=3")["seed"] == 3
+
+
+def test_the_preset_follows_the_choice_and_the_trainer_wins_over_it():
+    digits, toy = compose(), compose("data=toy")
+    assert "channels" in digits["model"]["net"] and "hidden" in toy["model"]["net"]
+    assert compose("trainer=smoke")["trainer"]["max_steps"] == 60 != digits["trainer"]["max_steps"]
+    assert compose("trainer=smoke", "trainer.max_steps=5")["trainer"]["max_steps"] == 5
+
+
+def test_an_experiment_replaces_choices_and_the_command_line_wins_over_it():
+    assert compose("experiment=ddpm_mnist")["data"]["_target_"].endswith("MNIST")
+    assert compose("experiment=ddpm_mnist", "data=digits")["data"]["_target_"].endswith("Digits")
+
+
+def test_a_folder_of_ones_own(tmp_path):
+    for name, text in {"data/mine": "_target_: genmodels.data.digits.Digits\nbatch_size: 9\n",
+                       "experiment/bad": "# @package _global_\nmodel: {net: {chanels: 3}}\n"}.items():
+        file = tmp_path / f"{name}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert compose("data=mine", config_dir=str(tmp_path))["data"]["batch_size"] == 9
+    assert compose("data=toy", config_dir=str(tmp_path))["data"]["_target_"].endswith("Toy")
+    assert f"(in {tmp_path}/experiment/bad.yaml)" in line("experiment=bad", config_dir=str(tmp_path))
+    assert "mine" in line("data=nine", config_dir=str(tmp_path))
+    assert "there is no such folder" in line(config_dir=str(tmp_path / "nowhere"))
+
+
+LINES = [
+    (["model=dppm"], "unknown model 'dppm': did you mean 'ddpm'? (configs/model has"),
+    (["model=3"], "unknown model '3'"),
+    (["model=null"], "unknown model"),
+    (["experiment=foo"], "unknown experiment 'foo'"),
+    (["modle=ddpm"], "unknown key 'modle' (on the command line): did you mean 'model'?"),
+    (["model.net.chanels=3"], "unknown key 'model.net.chanels' (on the command line): did you mean 'channels'?"),
+    (["model.net={chanels: 3}"], "unknown key 'model.net.chanels' (on the command line)"),
+    (["data=image_folder"], "data.root is missing"),
+    (["trainer.max_steps=abc"], "trainer.max_steps must be an integer or null, got 'abc' (on the command line)"),
+    (["trainer.max_steps.deep=3"], "trainer.max_steps must be an integer or null"),
+    (["seed"], "cannot read 'seed': write key=value"),
+    (["seed=(1"], "cannot read 'seed=(1'"),
+    (["=3"], "cannot read '=3'"),
+    (["seed=1,2"], "add -m to run one after the other"),
+    (["seed=range(3)"], "add -m to run one after the other"),
+    (["run_dir=${nothing}"], "nothing"),
+    (["~nothing"], "nothing"),
+    (["hydra.nothing=1"], "nothing"),
+    (["model@other=ddpm"], "model@other"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "part"), LINES)
+def test_one_line_for_each_mistake(overrides, part):
+    assert part in line(*overrides)
+
+
+def test_a_wrong_key_in_a_file_names_the_file(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "bad.yaml").write_text("_target_: genmodels.models.ddpm.DDPM\nschedul: linear\n")
+    found = line("model=bad", "model.num_steps=10", config_dir=str(tmp_path))
+    assert "unknown key 'model.schedul'" in found and f"(in {tmp_path}/model/bad.yaml): did you mean 'schedule'?" in found
+
+
+def test_every_point_of_a_sweep_is_checked():
+    with composer("train") as hydra:
+        points = hydra.points(["model=ddpm", "seed=0,1", "model.net.channels=8,16,32"])
+        assert len(points) == 6 and len({tuple(p) for p in points}) == 6
+        with pytest.raises(InputError, match="seed must be an integer, got 'x'"):
+            hydra.points(["seed=0,1,x"])
+        with pytest.raises(InputError, match="unknown model 'dppm'"):
+            hydra.points(["model=ddpm,dppm"])
+
+
+@pytest.mark.parametrize("command", ["sample", "evaluate"])
+def test_commands_that_start_from_a_checkpoint(command):
+    assert line(command=command).startswith("ckpt is missing")
+    assert compose("ckpt=a.ckpt", command=command) == {"ckpt": "a.ckpt"}
+    assert "did you mean 'ckpt'?" in line("cktp=a.ckpt", command=command)

@@ -1,0 +1,171 @@
+"""Signatures read from source agree with signatures that Python itself reports."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+
+import pytest
+
+from genmodels.cli import signatures
+from genmodels.cli.signatures import find, load, target
+
+REAL = [
+    "genmodels.models.ddpm.DDPM",
+    "genmodels.models.optimizer.Optimizer",
+    "genmodels.nn.UNet",
+    "genmodels.nn.MLPDenoiser",
+    "genmodels.data.digits.Digits",
+    "genmodels.data.vision.CIFAR10",
+    "genmodels.data.toy.Toy",
+    "genmodels.training.trainer.TrainerOptions",
+    "genmodels.training.loggers.LoggerOptions",
+    "genmodels.cli.train.run",
+    "genmodels.cli.info.run",
+]
+
+
+def agrees_with_python(dotted: str, keys: dict) -> None:
+    """The keys read from source are the keyword-only parameters, in order, with equal defaults."""
+    place, _, name = dotted.rpartition(".")
+    parameters = inspect.signature(getattr(importlib.import_module(place), name)).parameters.values()
+    expected = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert list(keys) == [p.name for p in expected]
+    for parameter in expected:
+        default = keys[parameter.name].default
+        assert (default is None) == (parameter.default is inspect.Parameter.empty)
+        if default is not None and parameter.default.__class__.__module__ == "builtins":
+            assert eval(default) == parameter.default  # our own source text
+
+
+@pytest.mark.parametrize("dotted", REAL)
+def test_keys_are_those_that_python_reports(dotted):
+    agrees_with_python(dotted, target(dotted).keys)
+
+
+def test_law_catches_a_forgotten_key():
+    keys = dict(target("genmodels.nn.MLPDenoiser").keys)
+    del keys["depth"]
+    with pytest.raises(AssertionError):
+        agrees_with_python("genmodels.nn.MLPDenoiser", keys)
+
+
+def test_law_catches_a_wrong_default():
+    keys = dict(target("genmodels.nn.MLPDenoiser").keys)
+    keys["depth"] = keys["hidden"]
+    with pytest.raises(AssertionError):
+        agrees_with_python("genmodels.nn.MLPDenoiser", keys)
+
+
+@pytest.mark.parametrize("dotted", REAL)
+def test_every_key_says_what_it_means_and_of_what_type_it_is(dotted):
+    silent = [key.name for key in target(dotted).keys.values() if not key.meaning or key.annotation is None]
+    assert silent == []
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    """A small package with every form of class that a user may write."""
+    package = tmp_path / "house"
+    package.mkdir()
+    sources = {
+        "__init__": "from .rooms import Kitchen",
+        "rooms": '''
+            from dataclasses import dataclass, field
+            from typing import TYPE_CHECKING
+            if TYPE_CHECKING:
+                from house.walls import Wall as Surface
+
+            class Room:
+                """A room.
+
+                Arguments:
+                    size: its area.
+                    wall: what is around it.
+                """
+                def __init__(self, spec, *, size: float = 1.0, wall: "Surface | None" = None): ...
+
+            class Bare(Room):
+                """Adds nothing."""
+
+            class Passing(Room):
+                """Passes on.
+
+                Arguments:
+                    size: see `Room`.
+                    lamp: light.
+                """
+                def __init__(self, spec, *, lamp: int, **options): ...
+
+            class Closed(Room):
+                def __init__(self, spec, *, door: bool = False): ...
+
+            @dataclass(kw_only=True)
+            class Plain:
+                a: int = 1
+                b: list[int] = field(default_factory=list)
+
+            @dataclass(frozen=True, kw_only=True)
+            class More(Plain):
+                c: str = "x"
+
+            @dataclass
+            class Positional:
+                a: int = 1
+
+            class Kitchen(Closed):
+                pass
+        ''',
+        "walls": "class Wall:\n    def __init__(self, *, colour: str = 'white'): ...",
+    }
+    for name, text in sources.items():
+        (package / f"{name}.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    for cached in (load, find, target):
+        cached.cache_clear()
+    yield
+    for cached in (load, find, target):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("house.rooms.Room", ["size", "wall"]),
+        ("house.rooms.Bare", ["size", "wall"]),
+        ("house.rooms.Passing", ["size", "wall", "lamp"]),
+        ("house.rooms.Closed", ["door"]),
+        ("house.rooms.Plain", ["a", "b"]),
+        ("house.rooms.More", ["a", "b", "c"]),
+        ("house.rooms.Positional", []),
+        ("house.Kitchen", ["door"]),
+        ("house.rooms.Surface", ["colour"]),
+    ],
+)
+def test_every_form_of_class(house, name, keys):
+    assert list(target(name).keys) == keys
+
+
+def test_defaults_required_and_meanings(house):
+    keys = target("house.rooms.Passing").keys
+    assert keys["lamp"].default is None and keys["size"].default == "1.0"
+    assert keys["size"].meaning == "its area." and keys["lamp"].meaning == "light."
+    assert target("house.rooms.Plain").keys["b"].default == "list()"
+    assert target("house.rooms.Room").file == "house/rooms.py"
+
+
+@pytest.mark.parametrize("name", ["house.rooms.Nobody", "house.nowhere.Room", "nohouse.Room", "Room", "house", ""])
+def test_what_does_not_exist_is_none(house, name):
+    assert target(name) is None
+
+
+def test_nothing_is_imported(house):
+    import sys
+
+    target("house.rooms.Room")
+    assert "house" not in sys.modules
+
+
+def test_own_package_is_found_from_its_own_folder():
+    assert signatures.load("genmodels").path.parent == signatures.ROOT

@@ -1,0 +1,29 @@
+"""What all tests share: sane threads and a way to run commands as a user does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# Before torch is imported anywhere: one thread, also in the processes that tests start; no windows.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+@pytest.fixture
+def genmodels(tmp_path):
+    """Run `genmodels <words>` in a process of its own, in an empty folder; gives subprocess' result."""
+
+    def run(*words: str, cwd: Path = tmp_path, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        env = {**os.environ, "PYTHONPATH": path, **environment}
+        return subprocess.run([sys.executable, "-m", "genmodels", *map(str, words)], cwd=cwd, env=env, timeout=timeout,
+                              capture_output=True, text=True)
+
+    return run

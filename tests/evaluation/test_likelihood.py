@@ -1,0 +1,93 @@
+"""The result type: bits/dim against numbers worked by hand, and errors that are never mixed up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.errors import RunError
+from genmodels.evaluation.likelihood import Likelihood, Profile, bits_per_dim
+
+
+def made(nats, **kwargs):
+    options = {"kind": "lower_bound", "dims": 784, "levels": 256} | kwargs
+    return Likelihood(torch.as_tensor(nats, dtype=torch.float64), **options)
+
+
+def test_bits_per_dim_by_hand():
+    assert math.isclose(float(bits_per_dim(torch.tensor(-2000.0), 784, 256)), 3.6803444921, rel_tol=1e-10)
+    result = made([-1800.0, -2000.0, -2200.0])
+    assert math.isclose(result.mean_bits_per_dim(), 3.6803444921, rel_tol=1e-10)
+    assert math.isclose(result.se_data_bits_per_dim(), 0.2124847883, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("levels", [2, 17, 256, 65536])
+def test_the_uniform_model_scores_log2_levels(levels):
+    nats = -torch.full((5,), 64 * math.log(levels), dtype=torch.float64)
+    assert math.isclose(made(nats, dims=64, levels=levels).mean_bits_per_dim(), math.log2(levels), rel_tol=1e-12)
+
+
+def test_eight_bits_are_not_hard_coded():
+    nats = -torch.full((1,), 64 * math.log(17), dtype=torch.float64)
+    planted = -float(nats) / 64 / math.log(2) + (8 - math.log2(17))
+    assert not math.isclose(planted, made(nats, dims=64, levels=17).mean_bits_per_dim(), rel_tol=1e-3)
+
+
+def test_lengths_are_weighed_by_their_dimensions():
+    result = made([-10.0, -100.0], dims=torch.tensor([5, 200]))
+    assert math.isclose(result.mean_bits_per_dim(), 110 / 205 / math.log(2))
+    mean_of_ratios = (10 / 5 + 100 / 200) / 2 / math.log(2)
+    assert abs(result.mean_bits_per_dim() - mean_of_ratios) > 0.5
+
+
+def test_batches_do_not_matter():
+    nats = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 300
+    whole = made(nats, index=torch.arange(50), stderr=torch.ones(50))
+    parts = [
+        made(nats[i : i + 7], index=torch.arange(i, min(i + 7, 50)), stderr=torch.ones(min(7, 50 - i)))
+        for i in (35, 0, 7, 42, 14, 21, 28, 49)
+    ]
+    joined = Likelihood.concatenate(parts).in_index_order()
+    assert torch.equal(joined.nats, whole.nats) and torch.equal(joined.index, whole.index)
+    assert joined.se_mc_nats() == whole.se_mc_nats() == math.sqrt(50) / 50
+
+
+@pytest.mark.parametrize("index", [[0, 1, 1], [0, 1, 3]])
+def test_a_lost_or_repeated_item_is_named(index):
+    with pytest.raises(RunError, match="missing .*repeated"):
+        made([-1.0, -2.0, -3.0], index=torch.tensor(index)).in_index_order()
+
+
+@pytest.mark.parametrize("change", [{"kind": "exact"}, {"levels": 17}, {"made": {"steps": 3}}])
+def test_unlike_results_are_not_joined(change):
+    with pytest.raises(ValueError, match="unlike"):
+        Likelihood.concatenate([made([-1.0]), made([-1.0], **change)])
+
+
+def test_a_value_that_is_not_finite_is_reported_never_dropped():
+    result = made([-1.0, math.nan, -3.0], index=torch.tensor([4, 5, 6]))
+    assert result.nonfinite.tolist() == [5]
+    assert result.mean_nats() is None and result.mean_bits_per_dim() is None and result.se_data_nats() is None
+
+
+def test_continuous_data_have_no_bits_per_dim():
+    result = made([-1.0, -2.0], levels=None, dims=2)
+    assert result.mean_nats() == -1.5 and result.se_data_bits_per_dim() is None
+    with pytest.raises(ValueError, match="integer data"):
+        result.mean_bits_per_dim()
+
+
+def test_unknown_kind():
+    with pytest.raises(ValueError, match="lower_bound"):
+        made([-1.0], kind="bound")
+
+
+def test_profiles_add_only_over_equal_bins():
+    edges = torch.tensor([5.0, 0.0, -5.0])
+    a, b = (Profile(edges, torch.tensor([1.0, 2.0]), items) for items in (3, 4))
+    both = a + b
+    assert both.items == 7 and both.nats.tolist() == [2.0, 4.0]
+    with pytest.raises(ValueError, match="different"):
+        a + Profile(edges + 1, torch.tensor([1.0, 2.0]), 1)
