@@ -2,11 +2,11 @@
 
     python benchmarks/unet_step.py [--threads 2] [--repeats 7] [--settings small mnist] [--ours-channels-last]
 
-The peer is built from `UNet2DModel` with the same channels per level, the same number of residual blocks, attention at the
-same level (its lowest: `AttnDownBlock2D`, `AttnUpBlock2D`) and in the middle, with the same number of heads, and dropout
-as ours. Everything else is its default. Parameters agree within 2 %, which is printed. Both get the same input, plain
-mean squared error, and the same `torch.optim.Adam`. The peers take turns and the ratio is formed within each round;
-a value below 1 means that ours is faster. Nothing is asserted.
+The peer is built from `UNet2DModel` with the same channels per level, the same number of residual blocks, attention
+at the same level (its lowest: `AttnDownBlock2D`, `AttnUpBlock2D`) and in the middle, as many heads, and the same
+dropout; everything else is its default. Parameters agree within 2 %, which is printed. Both get the same input, plain
+mean squared error, and the same `torch.optim.Adam`. They take turns, and the ratio is formed within each round: a
+value below 1 means that ours is faster. Nothing is asserted.
 """
 
 from __future__ import annotations

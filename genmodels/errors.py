@@ -1,4 +1,4 @@
-"""The two errors that a command turns into one line: bad input (exit 2) and a run that failed (exit 1)."""
+"""The errors that a command turns into one line: bad input (exit 2) and a run that failed or was stopped (1, 130)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ class RunError(RuntimeError):
     """A sound request that could not be carried out (broken file, full disk, non-finite loss). Exit code 1."""
 
     exit_code = 1
+
+
+class Interrupted(RunError):
+    """Stopped from outside (Ctrl-C, SIGTERM) after saving what there was. Exit code 130."""
+
+    exit_code = 130
 
 
 def nearest(name: str, names, cutoff: float = 0.5) -> str | None:

@@ -1,7 +1,7 @@
 """Hydra composes, this module only asks it: overrides in, one plain and checked dictionary out.
 
-A plain override `a.b=v` is handed to Hydra as `++a.b=v`, so that whatever a class takes can be set although YAML does not
-name it; what keeps typing errors out is the check against the signatures, which is stricter than Hydra's own.
+A plain override `a.b=v` is handed to Hydra as `++a.b=v`, so that whatever a class takes can be set although YAML does
+not name it; what keeps typing errors out is the check against the signatures, which is stricter than Hydra's own.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Composer:
 
     def _open(self, override: Override) -> str:
         word, key = override.input_line, override.key_or_group
+        if not key:
+            raise InputError(_unreadable(word))
         plain = override.type in (OverrideType.CHANGE, OverrideType.ADD) and override.package is None
         if not plain or override.is_hydra_override() or "/" in key:
             return word
@@ -191,4 +193,6 @@ def _unreadable(word: str) -> str:
     if "=" not in word.lstrip("~"):
         return f"cannot read {word!r}: write key=value, for example {word}=1"
     key, _, value = word.partition("=")
+    if not key:
+        return f"cannot read {word!r}: a key is missing before the equals sign"
     return f"cannot read {word!r}: quote the value, as in \"{key}='{value}'\", or write lists as {key}=[1,2]"

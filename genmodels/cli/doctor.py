@@ -1,4 +1,4 @@
-"""`genmodels doctor`: whether this machine, this environment and these data are fit to train, one line for each check."""
+"""`genmodels doctor`: are this machine, this environment and these data fit to train? One line for each check."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ class Failed(Exception):
 
 def main(words: list[str]) -> int:
     """`genmodels doctor [data=... data.key=...]`; 1 if a check fails."""
-    code = 0
+    failed = []
     checks = [*CHECKS.items(), *([("data", lambda: check_data(words))] if words else [])]
     for name, check in checks:
         try:
+            if name in NEED_TORCH and "torch" in failed:
+                raise Failed("not checked, it needs torch")
             print(f"OK    {name}: {check()}", flush=True)
         except Failed as error:
-            code = 1
+            failed.append(name)
             print(f"FAIL  {name}: {error}", flush=True)
-    return code
+    return 1 if failed else 0
 
 
 def run(*, data: str | None = None) -> int:
@@ -51,10 +53,8 @@ def installed(package: str) -> str | None:
 
 
 def check_python() -> str:
-    """Python 3.10 or later."""
-    if sys.version_info < (3, 10):
-        raise Failed(f"{platform.python_version()}, but genmodels needs 3.10 or later")
-    return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    """Which Python this is."""
+    return f"{platform.python_version()} on {platform.system()} {platform.machine()} ({sys.prefix})"
 
 
 def check_torch() -> str:
@@ -79,21 +79,21 @@ def check_lightning() -> str:
     if ours is None:
         raise Failed("pytorch-lightning is not installed: pip install 'pytorch-lightning>=2.6.4,<3'")
     if other is not None:
-        raise Failed(f"the package lightning {other} stands beside pytorch-lightning {ours}: pip uninstall -y lightning")
+        raise Failed(f"package lightning {other} stands beside pytorch-lightning {ours}: pip uninstall -y lightning")
     return f"pytorch-lightning {ours}"
 
 
 def check_hydra() -> str:
     """The Hydra and OmegaConf that the configuration is written for."""
-    hydra, omegaconf = installed("hydra-core"), installed("omegaconf")
     advice = "pip install 'hydra-core>=1.3.8,<1.4' 'omegaconf>=2.3.1,<2.4'"
-    for name, found, low, high in (("hydra-core", hydra, (1, 3, 8), (1, 4)), ("omegaconf", omegaconf, (2, 3, 1), (2, 4))):
+    for name, low, high in (("hydra-core", (1, 3, 8), (1, 4)), ("omegaconf", (2, 3, 1), (2, 4))):
+        found = installed(name)
         if found is None:
             raise Failed(f"{name} is not installed: {advice}")
         numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
         if not low <= numbers < high:
             raise Failed(f"{name} {found} does not suit: {advice}")
-    return f"hydra-core {hydra}, omegaconf {omegaconf}"
+    return f"hydra-core {installed('hydra-core')}, omegaconf {installed('omegaconf')}"
 
 
 def check_wandb() -> str:
@@ -113,16 +113,14 @@ def check_folder() -> str:
         raise Failed(f"{place.absolute()} cannot be written: start elsewhere or give run_dir=...")
     free = shutil.disk_usage(place).free / GIGABYTE
     if free < 1:
-        raise Failed(f"{free:.2f} GB free in {place.absolute()}: free at least 1 GB, or give run_dir=... on another disk")
+        raise Failed(f"{free:.2f} GB free in {place.absolute()}: free 1 GB at least, or give run_dir=... elsewhere")
     return f"runs go to {Path('runs').absolute()}, {free:.0f} GB free"
 
 
 def check_device() -> str:
     """What training would run on; no GPU is no failure."""
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        raise Failed("unknown, because torch cannot be imported") from error
+    import torch
+
     threads = f"{torch.get_num_threads()} threads on {os.cpu_count()} cores"
     if not torch.cuda.is_available():
         return f"no GPU that torch {torch.__version__} can use; CPU, {threads}"
@@ -165,3 +163,4 @@ CHECKS: dict[str, Callable[[], str]] = {
     "folder": check_folder,
     "device": check_device,
 }
+NEED_TORCH = ("device", "data")

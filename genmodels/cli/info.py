@@ -27,7 +27,8 @@ def main(words: list[str]) -> int:
             files += [v.strip() for v in value.strip("[]").split(",")]
         elif word.startswith("-") or (equals and not Path(word).exists()):
             near = nearest(key, ["--full", "ckpt", "full"])
-            raise InputError(f"unknown word {word!r}:{f' did you mean {near!r}?' if near else ''} give checkpoints and --full")
+            hint = f" did you mean {near!r}?" if near else ""
+            raise InputError(f"unknown word {word!r}:{hint} give checkpoints, and --full for all of their settings")
         else:
             files.append(word)
     if not files:
@@ -86,7 +87,7 @@ def _data(spec: dict) -> str:
 
 
 def _settings(config: dict, model: dict, full: bool) -> str:
-    """What differs from the defaults of the classes, as one would type it; with `full` every option of the model too."""
+    """What differs from the defaults of the classes, as one would type it; with `full` every option of the model."""
     shown = {**config, "model": {**(config.get("model") or {}), **model}} if full else config
     pairs = [f"{key}={show(value)}" for key, value in flat(shown) if full or not key.endswith("_target_")]
     return ("\n" + " " * 15).join(pairs) if full else " ".join(pairs)

@@ -6,7 +6,6 @@ import ast
 from dataclasses import dataclass
 from typing import Any
 
-from genmodels.cli import signatures
 from genmodels.cli.signatures import Module
 
 #: Names that need no lookup, whatever they were imported from.
@@ -95,7 +94,8 @@ def kinds(annotation: ast.expr | None, module: Module) -> tuple[Kind, ...]:
     """The alternatives of an annotation; an annotation that cannot be read allows anything.
 
     Example:
-        >>> module = signatures.load("genmodels.errors")
+        >>> from genmodels.cli.signatures import load
+        >>> module = load("genmodels.errors")
         >>> [str(k) for k in kinds(ast.parse("int | list[int] | None", mode="eval").body, module)]
         ['an integer', 'a list of integers', 'null']
     """
@@ -210,7 +210,8 @@ def _accept_scalar(value: Any, name: str) -> tuple[bool, Any]:
 
 def _exact_first(value: Any, alternatives: tuple) -> list[Kind]:
     """The alternatives, those of the value's own type before those that would convert it."""
-    return sorted(alternatives, key=lambda k: not (isinstance(k, Choice) or getattr(k, "name", "") == type(value).__name__))
+    own = type(value).__name__
+    return sorted(alternatives, key=lambda kind: not (isinstance(kind, Choice) or getattr(kind, "name", "") == own))
 
 
 def fit(value: Any, alternatives: tuple) -> tuple[bool, Any]:

@@ -1,7 +1,7 @@
 """`genmodels <command>`: from words on the command line to an exit code.
 
-Exit codes: 0 done; 1 a sound request that failed (also `genmodels doctor` finding something); 2 a request that cannot be
-carried out as it stands; 130 interrupted. Every foreseen failure is one line on stderr; the rest keeps its traceback.
+Exit codes: 0 done; 1 a sound request that failed (also `genmodels doctor` finding something); 2 a request that cannot
+be carried out as it stands; 130 interrupted. Every foreseen failure is one line on stderr; others keep their traceback.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk ({error.filename or 'while writing'}): free some and go on", 1
     text = str(error)
+    if "torchvision::nms" in text:
+        return "torch and torchvision are not of the same build: genmodels doctor says what to do", 1
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in text and (
         "out of memory" in text or "can't allocate memory" in text
     )):
@@ -97,7 +99,7 @@ def _dispatch(command: str, words: list[str]) -> int:
         if "cfg" in options or "keys" in options:
             from genmodels.cli import usage
 
-            print(usage.keys(hydra, overrides, config) if "keys" in options else usage.as_yaml(config), end="")
+            print(usage.all_keys(hydra, overrides, config) if "keys" in options else usage.as_yaml(config), end="")
             return 0
     import_module(f"genmodels.cli.{command}").run(**config)
     return 0

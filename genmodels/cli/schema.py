@@ -39,7 +39,7 @@ class Schema:
             InputError: one line for the first unknown key, wrong type or missing value.
 
         Example:
-            >>> Schema("genmodels.cli.info.run").check({"ckpt": "a.ckpt", "ful": True})
+            >>> Schema("genmodels.cli.info.run").check({"ckpt": ["a.ckpt"], "ful": True})
             Traceback (most recent call last):
             ...
             genmodels.errors.InputError: unknown key 'ful' (given): did you mean 'full'? this command takes ckpt, full
@@ -136,7 +136,7 @@ class Schema:
         told = [kind for kind in alternatives if not (named and isinstance(kind, Table))]
         expected = " or ".join(dict.fromkeys(str(k) for k in sorted(told, key=lambda k: str(k) == "null")))
         choices = [v for kind in alternatives if isinstance(kind, Choice) for v in kind.values]
-        near = nearest(value, choices, cutoff=0.6) if isinstance(value, str) else None
+        near = nearest(value, choices) if isinstance(value, str) else None
         hint = f": did you mean {near!r}?" if near else ""
         return f"{path} must be {expected}, got {show(value)!r} ({self.where(path)}){hint}"
 

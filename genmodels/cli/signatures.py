@@ -1,8 +1,8 @@
 """What a class or function can be configured with, read from its source text: nothing is imported.
 
-The keyword-only arguments of a class are its configuration; their defaults, annotations and the lines of the docstring's
-`Arguments:` section are all that the command line knows of them. Importing a model to learn its argument names
-would cost seconds of torch before a misspelt key could be answered.
+The keyword-only arguments of a class are its configuration; their defaults, annotations and the lines of the
+docstring's `Arguments:` section are all that the command line knows of them. Importing a model to learn its argument
+names would cost seconds of torch before a misspelt key could be answered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import importlib.util
 import textwrap
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +98,7 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
     return ".".join([*parts, node.module] if node.module else parts)
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(name: str) -> Module | None:
     """The module of that dotted name, or None where there is no such source file."""
     first, *rest = name.split(".")
@@ -119,7 +119,7 @@ def load(name: str) -> Module | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def find(dotted: str) -> tuple[Module, ast.AST] | None:
     """The definition that a dotted name leads to, or None.
 
@@ -133,7 +133,7 @@ def find(dotted: str) -> tuple[Module, ast.AST] | None:
     return module.lookup(name) if module else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def target(dotted: str) -> Target | None:
     """The settable keys of the class or function of that name, or None if there is none.
 
@@ -212,7 +212,7 @@ def argument_lines(docstring: str) -> dict[str, str]:
     """The entries of a docstring's `Arguments:` section, each joined to one line.
 
     Example:
-        >>> argument_lines("Adds.\\n\\nArguments:\\n    a: the first\\n        number.\\n    b: the second.\\n\\nReturns more.")
+        >>> argument_lines("Adds.\\n\\nArguments:\\n    a: the first\\n        number.\\n    b: the second.\\n\\nMore.")
         {'a': 'the first number.', 'b': 'the second.'}
     """
     _, _, section = docstring.partition("Arguments:\n")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import textwrap
 
-from genmodels.cli.kinds import show
+from genmodels.cli.kinds import Node, kinds, show
 from genmodels.cli.places import CONFIG_DIR, groups
-from genmodels.cli.signatures import find, target
+from genmodels.cli.signatures import Key, find, target
 
 OPTIONS = """\
   --keys             list every key this choice takes, with type, value and meaning
@@ -59,9 +59,9 @@ def command_help(command: str) -> str:
         parts.append("choose (group=option):\n" + "\n".join(
             f"  {group:<11} {_choices(available.get(group, []), default)}" for group, default in chosen.items()
         ))
-    own = [key for key in run.keys.values() if key.name not in chosen]
+    own = [entry for key in run.keys.values() if key.name not in chosen for entry in _entries(key)]
     if own:
-        parts.append("keys:\n" + "\n".join(_entry(_assigned(key.name, key.default), key.meaning) for key in own))
+        parts.append("keys:\n" + "\n".join(own))
     if script.startswith("python"):
         parts.append(f"options:\n{OPTIONS}")
     parts.append("examples:\n" + "\n".join(f"  {script} {example}".rstrip() for example in EXAMPLES[command]))
@@ -81,6 +81,13 @@ def _defaults(command: str) -> dict[str, str | None]:
 def _choices(options: list[str], default: str | None) -> str:
     names = [f"{name} (default)" if name == default else name for name in options]
     return ", ".join(names) or "none yet"
+
+
+def _entries(key: Key) -> list[str]:
+    """The lines for a key of the top level; a key that holds a class' options is told by these."""
+    nodes = [kind for kind in kinds(key.annotation, key.module) if isinstance(kind, Node)]
+    inner = {f"{key.name}.{k.name}": k for node in nodes for k in target(node.dotted).keys.values()} or {key.name: key}
+    return [_entry(_assigned(path, k.default), k.meaning) for path, k in inner.items()]
 
 
 def _assigned(name: str, default: str | None) -> str:
@@ -106,8 +113,8 @@ def as_yaml(config: dict) -> str:
     return yaml.safe_dump(config, sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 
-def keys(composer, overrides: list[str], config: dict) -> str:
-    """Every key that a choice of classes takes, grouped by class; values set by YAML or the command line are marked *."""
+def all_keys(composer, overrides: list[str], config: dict) -> str:
+    """Every key that a choice of classes takes, grouped by class; * marks those set by YAML or the command line."""
     schema = composer.schema(composer.parse(overrides), config)
     lines: list[str] = []
     heading = None

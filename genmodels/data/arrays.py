@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from genmodels.data.array_files import MappedArray, MappedData, read_arrays
-from genmodels.data.base import SPLITS, DataModule, check_fractions, data_root, split_rows
+from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, split_rows
 from genmodels.data.loading import BatchDataset, TensorData
 from genmodels.data.spec import DataSpec
 from genmodels.errors import InputError
@@ -66,6 +66,7 @@ class Arrays(DataModule):
     ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
         check_fractions(val_fraction, test_fraction)
+        check_choice("layout", layout, ("auto", "nchw", "nhwc"))
         if levels is not None and levels < 2:
             raise InputError(f"data.levels must be at least 2, got {levels}")
         self.file, self.labels = Path(data_root(file)), None if labels is None else Path(data_root(labels))

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, ordered_loader, training_loader
+from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, SequentialBatches, training_loader
 from genmodels.data.spec import DataSpec
 from genmodels.errors import InputError
 
@@ -105,14 +105,8 @@ class DataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Loader:
         """Batches of this process for training: shuffled, whole batches only, resumable."""
-        rank, world = self._processes()
-        if self.batch_size % world:
-            raise InputError(f"data.batch_size={self.batch_size} must be a multiple of the {world} processes")
         data = self.split("train")
-        try:
-            self._sampler = ResumableBatchSampler(len(data), self.batch_size // world, self.order_seed, rank, world)
-        except ValueError as error:
-            raise InputError(f"data {self.spec.name}: {error}; lower data.batch_size") from None
+        self._sampler = ResumableBatchSampler(len(data), self.batch_size, self.order_seed, self._processes)
         if self._position is not None:
             self._sampler.set_position(*self._position)
             self._position = None
@@ -134,7 +128,7 @@ class DataModule(pl.LightningDataModule):
         positions = torch.arange(len(data)) if indices is None else torch.as_tensor(indices, dtype=torch.int64)
         if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(data):
             raise InputError(f"indices must lie in 0..{len(data) - 1}, the {split} split of {self.spec.name}")
-        return ordered_loader(data, positions, batch_size, self.num_workers, self._pin())
+        return Loader(data, SequentialBatches(positions, batch_size), self.num_workers, self._pin())
 
     def problems(self) -> list[str]:
         """One line per thing that would stop or spoil a training on these data; empty when all is well."""
@@ -152,10 +146,9 @@ class DataModule(pl.LightningDataModule):
         return found
 
     def _share(self, split: str) -> Loader:
-        rank, world = self._processes()
         data = self.split(split)
-        positions = torch.arange(rank, len(data), world)
-        return ordered_loader(data, positions, max(1, self.batch_size // world), self.num_workers, self._pin())
+        batches = SequentialBatches(torch.arange(len(data)), self.batch_size, self._processes)
+        return Loader(data, batches, self.num_workers, self._pin())
 
     def _processes(self) -> tuple[int, int]:
         """This process's rank and the number of processes: from torch.distributed, else the trainer, else one."""
@@ -204,3 +197,9 @@ def check_fractions(val_fraction: float, test_fraction: float) -> None:
     if val_fraction < 0 or test_fraction < 0 or val_fraction + test_fraction >= 1:
         got = f"{val_fraction} and {test_fraction}"
         raise InputError(f"data.val_fraction and data.test_fraction must be >= 0 with a sum below 1, got {got}")
+
+
+def check_choice(key: str, value, allowed: Sequence) -> None:
+    """An InputError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise InputError(f"data.{key} must be {', '.join(map(str, allowed[:-1]))} or {allowed[-1]}, got {value!r}")

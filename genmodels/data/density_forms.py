@@ -208,7 +208,7 @@ class Checkerboard:
         half = x.to(torch.float64) / 2
         dark = torch.remainder(half.floor().sum(1), 2) == 0
         inside = ((half >= -2) & (half < 2)).all(1) & dark
-        return torch.where(inside, -math.log(32), -math.inf)
+        return torch.where(inside, half.new_tensor(-math.log(32)), -math.inf)
 
 
 @dataclass(frozen=True)

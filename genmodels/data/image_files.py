@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -136,15 +136,15 @@ def _read_index(root: Path) -> dict[str, list]:
 def _write_index(root: Path, files: dict[str, list]) -> None:
     text = json.dumps({"format": 1, "files": files})
     for place in _index_places(root):
+        beside = place.with_name(f"{place.name}.{os.getpid()}")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=place.parent, prefix=place.name)
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, place)
+            beside.write_text(text, encoding="utf-8")
+            os.replace(beside, place)
             return
         except OSError:
-            continue
+            with contextlib.suppress(OSError):
+                beside.unlink()
 
 
 class FileData(Dataset):

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genmodels.data.base import SPLITS, DataModule, check_fractions, data_root, split_rows
+from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, split_rows
 from genmodels.data.image_files import SUFFIXES, FileData, find_problems, image_files, in_threads, try_decode
 from genmodels.data.loading import BatchDataset, TensorData
 from genmodels.data.spec import DataSpec
@@ -63,8 +63,8 @@ class ImageFolder(DataModule):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
         if size < 1:
             raise InputError(f"data.size must be at least 1, got {size}")
-        if channels not in (1, 3):
-            raise InputError(f"data.channels must be 1 or 3, got {channels}")
+        check_choice("channels", channels, (1, 3))
+        check_choice("cache", cache, ("auto", "memory", "none"))
         check_fractions(val_fraction, test_fraction)
         self.root, self.size, self.channels = Path(data_root(root)), size, channels
         self.fractions = (1 - val_fraction - test_fraction, val_fraction, test_fraction)

@@ -117,7 +117,9 @@ class DataSpec:
         else:
             if x.is_floating_point():
                 raise ValueError(f"{self.name} has {self.levels} integer levels, but the batch is {x.dtype}")
-            bad = (x < 0) | (x >= self.levels)
+            # Compared as numbers: torch wraps a scalar into the tensor's own type, where 256 is 0.
+            top = min(self.levels - 1, 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+            bad = (x < 0) | (x > top)
             if bad.any():
                 value, where = int(x[bad].flatten()[0]), _first(index, bad)
                 raise ValueError(f"item {where} of {self.name}: value {value} outside 0..{self.levels - 1}")

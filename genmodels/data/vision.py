@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import socket
+import sys
 from pathlib import Path
 
 import torch
@@ -54,19 +54,18 @@ class _Vision(DataModule):
 
     def _download(self) -> None:
         root = Path(self.root)
-        before = set(root.rglob("*")) | {root} | set(root.parents) if root.exists() else set()
+        before = {root, *root.parents, *root.rglob("*")} if root.exists() else set()
         timeout = socket.getdefaulttimeout()
         socket.setdefaulttimeout(_TIMEOUT)
         try:
-            # torchvision draws its bars on stderr; they matter only to someone who watches.
-            with contextlib.redirect_stderr(io.StringIO()):
+            with _one_at_a_time(root), _quiet():
                 self._open(train=True, download=True)
         except Exception as error:
-            _remove_empty(root, before)
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise InputError(f"{self.name} could not be downloaded ({reason}): {self._advice()}") from None
         finally:
             socket.setdefaulttimeout(timeout)
+            _remove_empty(root, before)
 
     def load(self):
         """Both files in memory; validation is a stratified part of the training file."""
@@ -172,8 +171,36 @@ class CIFAR10(_Vision):
         self.flip = flip
 
 
+@contextlib.contextmanager
+def _one_at_a_time(root: Path):
+    """Processes that start together download once: the others wait and then find the files."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    lock = root / ".download-lock"
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Progress bars are for someone who watches, not for log files."""
+    if sys.stderr.isatty():
+        yield
+    else:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            yield
+
+
 def _remove_empty(root: Path, before: set[Path]) -> None:
     """Take away the empty folders that a failed download left behind."""
     for folder in sorted([root, *root.rglob("*")], reverse=True):
         if folder not in before and folder.is_dir() and not any(folder.iterdir()):
-            os.rmdir(folder)
+            folder.rmdir()

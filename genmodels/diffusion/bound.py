@@ -47,7 +47,7 @@ def check_grid(schedule: NoiseSchedule, times: Tensor) -> Tensor:
     """The log-SNRs (K+1,) of a grid; raises unless it increases within [0, 1] and has noise at t_0."""
     if times.dim() != 1 or len(times) < 2 or bool((times.diff() <= 0).any()) or times[0] < 0 or times[-1] > 1:
         raise InputError("the times of a bound must increase within [0, 1], at least two of them")
-    log_snr = schedule.log_snr(times)
+    log_snr = schedule.log_snr(times).to(times.device)
     if math.isinf(float(log_snr[0])):
         raise InputError("without noise at the first time the bound is infinite: start at 1/T (ddpm_times)")
     return log_snr

@@ -238,8 +238,8 @@ class DDPM(GenerativeModel):
             raise ValueError(f"temperature must not be negative, got {temperature}")
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
-        steps = steps if steps is not None else {"ddpm": self.num_steps, "ddim": 50}.get(sampler, 20)
-        steps = min(steps, self.num_steps) if steps is None else steps
+        if steps is None:
+            steps = min(self.num_steps, {"ddpm": self.num_steps, "ddim": 50}.get(sampler, 20))
         if not 1 <= steps <= self.num_steps:
             raise ValueError(f"steps must lie in 1..{self.num_steps} (T of this model), got {steps}")
         clip = self.spec.levels is not None if clip is None else clip

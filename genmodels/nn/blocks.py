@@ -60,10 +60,11 @@ class ResidualBlock(nn.Module):
         self.skip = nn.Identity() if channels == out_channels else convolution(channels, out_channels, 1)
 
     def forward(self, x: Tensor, modulation: Tensor, mask: Tensor | None = None) -> Tensor:
+        # A masked norm leaves zeros outside, silu and dropout keep them: both convolutions see padding there.
         scale, shift = modulation.chunk(2, dim=1)
-        h = self.conv_1(hide(silu(self.norm_1(x, mask=mask)), mask))
+        h = self.conv_1(silu(self.norm_1(x, mask=mask)))
         h = silu(self.norm_2(h, scale, shift, mask=mask))
-        return self.skip(x) + self.conv_2(hide(self.dropout(h), mask))
+        return self.skip(x) + self.conv_2(self.dropout(h))
 
 
 class Downsample(nn.Module):

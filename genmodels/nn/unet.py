@@ -166,7 +166,7 @@ class UNet(nn.Module):
                 h = self._run(block, torch.cat([h, skips.pop()], dim=1), next(modulation), masks[level])
             if level > 0:
                 h = self.up_samples[step](h, skips[-1].shape[2:], masks[level - 1])
-        h = self.head(hide(silu(self.head_norm(h, mask=masks[0])), masks[0]))
+        h = self.head(silu(self.head_norm(h, mask=masks[0])))
         return hide(h, masks[0]).to(x.dtype)
 
     def _run(self, block: nn.Module, h: Tensor, modulation: Tensor, mask: Tensor | None) -> Tensor:

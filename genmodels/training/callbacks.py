@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.trainer.states import TrainerFn
 
-from genmodels.errors import RunError
+from genmodels.errors import Interrupted, RunError
 from genmodels.evaluation.pictures import picture_of
 from genmodels.training.archive import write_whole
 from genmodels.training.loggers import log_picture
@@ -92,8 +92,8 @@ class Checkpointing(Callback):
             self.save(trainer, "last.ckpt")
 
     def _on_signal(self, number, frame) -> None:
-        if self._stop is not None:  # asked twice: at once
-            raise KeyboardInterrupt
+        if self._stop is not None:
+            raise Interrupted("interrupted at once; resume=last goes on from the last checkpoint")
         self._stop = number
 
     def _restore_signals(self) -> None:
@@ -116,8 +116,7 @@ class Checkpointing(Callback):
         validates = trainer.val_check_batch and pl_module.batches_seen % trainer.val_check_batch == 0
         if self._stop is not None:
             self.save(trainer, "last.ckpt")
-            self._restore_signals()
-            raise KeyboardInterrupt
+            raise Interrupted(f"interrupted at step {step}, saved; the same command with resume=last goes on")
         if step % self.options.every_n_steps == 0 and not validates:
             self.save(trainer, "last.ckpt")
 

@@ -51,10 +51,10 @@ class LoggerOptions:
         return loggers
 
     def _wandb(self, run_dir: Path, run_id: str) -> Logger:
+        os.environ.setdefault("WANDB_SILENT", "true")  # read when wandb is imported
         import wandb
 
         logging.getLogger("wandb").setLevel(logging.ERROR)
-        os.environ.setdefault("WANDB_SILENT", "true")
         online = self.wandb == "online"
         if online and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
             raise InputError("logger=wandb is online and needs a login: run 'wandb login', or use logger=default (offline)")

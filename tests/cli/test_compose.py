@@ -27,7 +27,7 @@ def line(*overrides: str, **options) -> str:
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "trainer"), itertools.product(GROUPS["model"], GROUPS["data"], GROUPS["trainer"])
+    ("model", "data", "trainer"), list(itertools.product(GROUPS["model"], GROUPS["data"], GROUPS["trainer"]))
 )
 def test_every_model_with_every_data_set_and_trainer(model, data, trainer):
     config = compose(f"model={model}", f"data={data}", f"trainer={trainer}", *REQUIRED.get(data, []))
@@ -125,7 +125,8 @@ def test_a_wrong_key_in_a_file_names_the_file(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "bad.yaml").write_text("_target_: genmodels.models.ddpm.DDPM\nschedul: linear\n")
     found = line("model=bad", "model.num_steps=10", config_dir=str(tmp_path))
-    assert "unknown key 'model.schedul'" in found and f"(in {tmp_path}/model/bad.yaml): did you mean 'schedule'?" in found
+    assert "unknown key 'model.schedul'" in found
+    assert f"(in {tmp_path}/model/bad.yaml): did you mean 'schedule'?" in found
 
 
 def test_every_point_of_a_sweep_is_checked():

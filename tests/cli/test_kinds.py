@@ -54,7 +54,8 @@ def test_missing_annotation_allows_anything():
 @pytest.mark.parametrize(
     ("annotation", "text"),
     [("int", "an integer"), ("list[int]", "a list of integers"), ("tuple[float, float]", "a list of 2 numbers"),
-     ("Literal['a', 'b']", "one of a, b"), ("list[int | str]", "a list of integers or texts"), ("bool", "true or false")],
+     ("Literal['a', 'b']", "one of a, b"), ("list[int | str]", "a list of integers or texts"),
+     ("bool", "true or false")],
 )  # fmt: skip
 def test_kinds_in_words(annotation, text):
     assert [str(kind) for kind in parse(annotation)] == [text]

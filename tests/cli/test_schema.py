@@ -67,7 +67,8 @@ def answers_misspellings(schema: Schema) -> None:
         if len(name) < 5 or wrong == name or wrong in names:
             continue
         full = f"{parent}.{wrong}" if parent else wrong
-        assert f"unknown key {full!r} (given): did you mean {name!r}?" in answer(schema, with_value(config(), full, value))
+        told = answer(schema, with_value(config(), full, value))
+        assert f"unknown key {full!r} (given): did you mean {name!r}?" in told
         checked += 1
     assert checked > 25
 

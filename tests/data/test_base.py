@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -139,12 +137,12 @@ def test_evaluation_never_mirrors_and_training_does_where_it_makes_sense(make):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_processes_share_the_work_without_duplicates(make, world, monkeypatch):
+def test_processes_share_the_work_without_duplicates(make, world):
     def shares(loader_name):
         parts = []
         for rank in range(world):
             module = make().prepare()
-            monkeypatch.setattr(module, "_processes", lambda rank=rank: (rank, world))
+            module._processes = lambda rank=rank: (rank, world)
             parts.append([batch.index.tolist() for batch in getattr(module, loader_name)()])
         return parts
 
@@ -158,11 +156,11 @@ def test_processes_share_the_work_without_duplicates(make, world, monkeypatch):
         assert together == list(range(len(module.split(split))))
 
 
-def test_batch_size_counts_all_processes(monkeypatch):
+def test_batch_size_counts_all_processes():
     module = Digits(batch_size=9).prepare()
-    monkeypatch.setattr(module, "_processes", lambda: (0, 2))
+    module._processes = lambda: (0, 2)
     with pytest.raises(InputError, match="data.batch_size=9 must be a multiple of the 2 processes"):
-        module.train_dataloader()
+        next(iter(module.train_dataloader()))
 
 
 def test_loader_serves_chosen_items(make):
@@ -212,7 +210,8 @@ def test_problems_name_bad_values():
         def load(self):
             x = torch.zeros(5, 2)
             x[3, 1] = torch.nan
-            return DataSpec("broken", (2,)), {"train": TensorData(x), "val": TensorData(x[:2]), "test": TensorData(x[:2])}
+            parts = {"train": x, "val": x[:2], "test": x[:2]}
+            return DataSpec("broken", (2,)), {name: TensorData(part) for name, part in parts.items()}
 
     found = Broken(batch_size=1, num_workers=0, seed=0).problems()
     assert found == ["train split: item 3 of broken holds a value that is not finite"]
@@ -249,23 +248,24 @@ def test_lightning_serves_each_epoch_in_its_own_order(workers):
     assert recorder.seen == expected
 
 
-_TWO_PROCESSES = """
-import sys, torch
-import torch.distributed as dist
-from genmodels.data.digits import Digits
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-module = Digits(batch_size=64).prepare()
-torch.save([[b.index for b in loader] for loader in (module.train_dataloader(), module.val_dataloader())], sys.argv[3])
-dist.destroy_process_group()
-"""
+def _serve(rank: int, meet: str, out: str) -> None:
+    module = Digits(batch_size=64).prepare()
+    loaders = module.train_dataloader(), module.val_dataloader()  # made before the processes join, as by train
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+    torch.save([[batch.index for batch in loader] for loader in loaders], out)
+    torch.distributed.destroy_process_group()
 
 
+@pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_methods(), reason="no fork on this system")
 def test_two_real_processes(tmp_path):
-    command = [sys.executable, "-c", _TWO_PROCESSES]
-    paths = [tmp_path / f"{rank}.pt" for rank in (0, 1)]
-    runs = [subprocess.Popen([*command, str(r), str(tmp_path / "meet"), str(paths[r])]) for r in (0, 1)]
-    assert [run.wait(timeout=120) for run in runs] == [0, 0]
+    context = torch.multiprocessing.get_context("fork")
+    paths = [str(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    runs = [context.Process(target=_serve, args=(rank, str(tmp_path / "meet"), paths[rank])) for rank in (0, 1)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join(timeout=120)
+    assert [run.exitcode for run in runs] == [0, 0]
     (train0, val0), (train1, val1) = (torch.load(path, weights_only=True) for path in paths)
     whole = [batch.index for batch in Digits(batch_size=64).prepare().train_dataloader()]
     for a, b, batch in zip(train0, train1, whole, strict=True):

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from genmodels.data.base import split_rows
-from genmodels.data.loading import Loader, ResumableBatchSampler, TensorData, ordered_loader, training_loader
+from genmodels.data.loading import Loader, ResumableBatchSampler, SequentialBatches, TensorData, training_loader
+from genmodels.errors import InputError
 
 SIZE, BATCH = 53, 8
 
@@ -34,8 +35,8 @@ def tail_law(make) -> None:
 
 
 def shard_law(make, size: int) -> None:
-    """Two processes together serve the batches of one process with twice the batch size, no item twice."""
-    single = make(size, 2 * BATCH, 0, 1)
+    """Two processes together serve the batches of one process, no item twice."""
+    single = make(size, BATCH, 0, 1)
     pair = [make(size, BATCH, rank, 2) for rank in (0, 1)]
     for epoch in (0, 1):
         for sampler in (single, *pair):
@@ -49,7 +50,7 @@ def shard_law(make, size: int) -> None:
 
 
 def _sampler(size=SIZE, batch_size=BATCH, rank=0, world=1):
-    return ResumableBatchSampler(size, batch_size, 7, rank, world)
+    return ResumableBatchSampler(size, batch_size, 7, lambda: (rank, world))
 
 
 class _ForgetsPosition(ResumableBatchSampler):
@@ -68,16 +69,16 @@ class _Pads(ResumableBatchSampler):
     """Like torch's DistributedSampler: repeats items until every process has as many."""
 
     def __len__(self):
-        return -(-self.size // (self.batch_size * self.world))
+        return -(-self.size // self.batch_size)
 
     def order(self, epoch):
         order = super().order(epoch)
-        return torch.cat([order, order])[: len(self) * self.batch_size * self.world]
+        return torch.cat([order, order])[: len(self) * self.batch_size]
 
 
 class _OwnOrder(ResumableBatchSampler):
     def order(self, epoch):
-        return super().order(epoch + 100 * self.rank)
+        return super().order(epoch + 100 * self.processes()[0])
 
 
 def test_resuming_serves_the_tail():
@@ -99,7 +100,7 @@ def test_two_processes_serve_what_one_does(size):
 @pytest.mark.parametrize("wrong", [_Pads, _OwnOrder])
 def test_the_shard_law_catches(wrong):
     with pytest.raises(AssertionError):
-        shard_law(lambda size, batch, rank, world: wrong(size, batch, 7, rank, world), 53)
+        shard_law(lambda size, batch, rank, world: wrong(size, batch, 7, lambda: (rank, world)), 53)
 
 
 def test_order_depends_on_seed_and_epoch_alone():
@@ -127,8 +128,19 @@ def test_end_of_an_epoch_is_the_start_of_the_next():
 def test_an_incomplete_batch_is_kept_only_when_it_is_the_only_one():
     assert [len(batch) for batch in served(_sampler(size=20, batch_size=8))] == [8, 8]
     assert [len(batch) for batch in served(_sampler(size=5, batch_size=8))] == [5]
-    with pytest.raises(ValueError, match="5 items are fewer than one batch of 16 over 2 processes"):
-        _sampler(size=5, batch_size=8, world=2)
+    with pytest.raises(InputError, match="data.batch_size=8 is more than the 5 training items"):
+        served(_sampler(size=5, batch_size=8, world=2))
+    with pytest.raises(InputError, match="data.batch_size=8 must be a multiple of the 3 processes"):
+        served(_sampler(world=3))
+
+
+def test_processes_may_be_joined_after_the_loader_was_made():
+    joined = [(0, 1)]
+    sampler = ResumableBatchSampler(SIZE, BATCH, 7, lambda: joined[0])
+    loader = training_loader(_data(), sampler)
+    whole = [batch.index.tolist() for batch in loader]
+    joined[0] = (1, 2)
+    assert [batch.index.tolist() for batch in loader] == [batch[1::2] for batch in whole]
 
 
 def _data(n: int = SIZE) -> TensorData:
@@ -182,14 +194,16 @@ def test_mirroring_is_a_function_of_epoch_and_item():
 
 def test_ordered_loader_serves_what_it_is_told():
     positions = torch.tensor([5, 3, 3, 50, 0])
-    batches = list(ordered_loader(_data(), positions, 2))
+    batches = list(Loader(_data(), SequentialBatches(positions, 2)))
     assert [batch.index.tolist() for batch in batches] == [[5, 3], [3, 50], [0]]
     assert all(torch.equal(b.x[:, 0, 0, 0], 4 * b.index) for b in batches)
-    assert list(ordered_loader(_data(), torch.arange(0), 2)) == []
+    assert list(Loader(_data(), SequentialBatches(torch.arange(0), 2))) == []
+    parts = [list(SequentialBatches(positions, 4, lambda rank=rank: (rank, 2))) for rank in (0, 1)]
+    assert [[part.tolist() for part in mine] for mine in parts] == [[[5, 3], [0]], [[3, 50]]]
 
 
 def test_loader_is_torchs_and_leaves_the_global_generator_alone():
-    loader = ordered_loader(_data(), torch.arange(SIZE), 8)
+    loader = Loader(_data(), SequentialBatches(torch.arange(SIZE), 8))
     assert isinstance(loader, DataLoader) and isinstance(loader, Loader) and len(loader) == 7
     state = torch.get_rng_state()
     list(loader)

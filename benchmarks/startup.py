@@ -1,0 +1,48 @@
+"""How long the first answer takes: `--help` and a misspelt key, beside Python itself and beside importing Hydra.
+
+    python benchmarks/startup.py [repetitions]
+
+Prints the median wall-clock seconds of each. The last two rows are the floor on this machine at this moment: an answer
+to a misspelt key needs Hydra, and on a loaded machine both grow together.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SCRIPT = str(Path(__file__).resolve().parents[1] / "train.py")
+ROWS = {
+    "train.py --help": [SCRIPT, "--help"],
+    "train.py model.net.chanels=64": [SCRIPT, "model.net.chanels=64"],
+    "train.py model=dppm": [SCRIPT, "model=dppm"],
+    "train.py --cfg job": [SCRIPT, "--cfg", "job"],
+    'python -c "import hydra"': ["-c", "import hydra"],
+    "python -c pass": ["-c", "pass"],
+}
+
+
+def seconds(words: list[str]) -> float:
+    """Wall-clock time of one process."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    return time.perf_counter() - start
+
+
+def main(repetitions: int = 7) -> None:
+    """Time every row once without counting (file caches), then all rows in turn."""
+    for words in ROWS.values():
+        seconds(words)
+    times = {name: [] for name in ROWS}
+    for _ in range(repetitions):
+        for name, words in ROWS.items():
+            times[name].append(seconds(words))
+    for name, values in times.items():
+        print(f"{name:<32} {statistics.median(values):.3f} s   ({min(values):.3f} .. {max(values):.3f})")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""`genmodels doctor`: each check fails for its own reason and says what to do."""
+
+from __future__ import annotations
+
+import builtins
+import shutil
+
+import pytest
+
+from genmodels.cli import doctor
+from genmodels.cli.doctor import Failed
+
+VERSIONS = {"pytorch-lightning": "2.6.6", "hydra-core": "1.3.8", "omegaconf": "2.3.1", "wandb": "0.31.0"}
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """Installed versions as the test wishes."""
+
+    def pretend(**changes):
+        found = {**VERSIONS, **{name.replace("_", "-"): value for name, value in changes.items()}}
+        monkeypatch.setattr(doctor, "installed", lambda package: found.get(package))
+
+    return pretend
+
+
+def broken_import(monkeypatch, name: str, error: Exception) -> None:
+    real = builtins.__import__
+
+    def fake(module, *args, **kwargs):
+        if module == name:
+            raise error
+        return real(module, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fake)
+
+
+def test_this_environment_passes(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert doctor.main([]) == 0
+    assert all(line.startswith("OK ") for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_torchvision_of_another_build(monkeypatch, capsys):
+    broken_import(monkeypatch, "torchvision", RuntimeError("operator torchvision::nms does not exist"))
+    with pytest.raises(Failed, match="not of the same build .*torchvision::nms.* pip uninstall -y torch torchvision"):
+        doctor.check_torch()
+
+
+def test_nothing_that_needs_torch_is_tried_without_it(monkeypatch, capsys):
+    broken_import(monkeypatch, "torch", ImportError("No module named 'torch'"))
+    assert doctor.main(["data=digits"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("FAIL")] == ["torch:", "device:", "data:"]
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "part"),
+    [
+        ("check_lightning", {"lightning": "2.6.6"}, "pip uninstall -y lightning"),
+        ("check_lightning", {"pytorch_lightning": None}, "not installed"),
+        ("check_hydra", {"hydra_core": "1.1.0"}, "hydra-core 1.1.0 does not suit"),
+        ("check_hydra", {"hydra_core": "1.4.0"}, "does not suit"),
+        ("check_hydra", {"omegaconf": "2.1.0"}, "omegaconf 2.1.0 does not suit"),
+        ("check_hydra", {"omegaconf": None}, "not installed"),
+        ("check_wandb", {"wandb": None}, "logger=csv"),
+    ],
+)
+def test_packages(versions, check, changes, part):
+    versions()
+    assert getattr(doctor, check)()
+    versions(**changes)
+    with pytest.raises(Failed, match=part):
+        getattr(doctor, check)()
+
+
+def test_no_room_on_the_disk(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 10**8))
+    with pytest.raises(Failed, match="0.10 GB free"):
+        doctor.check_folder()
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(Failed, match="cannot be written"):
+        doctor.check_folder()
+
+
+def test_data_are_read_and_checked(tmp_path):
+    assert doctor.check_data(["data=digits"]).startswith("digits, 1 x 8 x 8, ")
+    with pytest.raises(Failed, match="did you mean 'root'"):
+        doctor.check_data(["data=image_folder", "data.rot=a"])
+    with pytest.raises(Failed, match="nowhere"):
+        doctor.check_data(["data=image_folder", f"data.root={tmp_path}/nowhere"])
+
+
+def test_every_problem_of_the_data_is_listed(monkeypatch):
+    from genmodels.data.digits import Digits
+
+    monkeypatch.setattr(Digits, "problems", lambda self: ["first", "second", "third"])
+    with pytest.raises(Failed, match=r"first \(and 2 more:\n +second\n +third\)"):
+        doctor.check_data(["data=digits"])

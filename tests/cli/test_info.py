@@ -1,0 +1,81 @@
+"""`genmodels info` tells what the header holds, and one line for what is no whole checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from genmodels.cli import info
+from genmodels.cli.main import main
+from genmodels.training.archive import seal
+
+HEADER = {
+    "format": 1, "family": "ddpm", "genmodels": "0.1.0", "torch": "2.15.0", "step": 1500, "seed": 3,
+    "parameters": 702753,
+    "model": {"_target_": "genmodels.models.ddpm.DDPM", "num_steps": 1000, "net": {"channels": 32}},
+    "config": {"model": {"_target_": "genmodels.models.ddpm.DDPM", "net": {"channels": 32}}, "seed": 3, "trust": []},
+    "data": {"name": "digits", "event_shape": [1, 8, 8], "levels": 17, "num_classes": 10},
+    "figures": {"val/bits_per_dim": 2.3456789}, "finished": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def write(name="last.ckpt", **changes):
+        path = tmp_path / name
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", b"weights" * 100)
+        with open(path, "r+b") as file:
+            seal(file, {**HEADER, **changes})
+        return path
+
+    return write
+
+
+def test_what_is_told(checkpoint, capsys):
+    assert main(["info", str(checkpoint())]) == 0
+    lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    told = {name: value.strip() for name, value in lines.items()}
+    assert told["family"] == "ddpm" and told["data"] == "digits, 1 x 8 x 8, 17 levels, 10 classes"
+    assert told["parameters"] == "702,753" and told["steps"] == "1,500" and told["val/bits_per_dim"] == "2.34568"
+    assert told["settings"] == "model.net.channels=32 seed=3"
+    assert told["versions"] == "genmodels 0.1.0, torch 2.15.0"
+    assert told["verdict"] == "whole (checksums agree), training finished"
+
+
+def test_full_shows_the_defaults_too(checkpoint, capsys):
+    main(["info", str(checkpoint()), "--full"])
+    told = capsys.readouterr().out
+    assert "model.num_steps=1000" in told and "model._target_=genmodels.models.ddpm.DDPM" in told
+
+
+def test_unfinished_and_continuous(checkpoint, capsys):
+    data = {"name": "toy_moons", "event_shape": [2], "levels": None, "num_classes": None}
+    main(["info", str(checkpoint(finished=False, data=data, figures={}))])
+    told = capsys.readouterr().out
+    assert "1,500 (not finished)" in told and "toy_moons, 2, continuous" in told and "can go on with resume=" in told
+
+
+def test_a_broken_file_is_one_line_and_the_others_are_told(checkpoint, tmp_path, capsys):
+    good, cut = checkpoint(), checkpoint("cut.ckpt")
+    cut.write_bytes(cut.read_bytes()[:-100])
+    (tmp_path / "other.ckpt").write_bytes(b"something else")
+    names = [str(cut), str(tmp_path / "other.ckpt"), str(tmp_path / "missing.ckpt"), str(good)]
+    assert main(["info", *names]) == 1
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 3 and "family:" in told.out and told.out.count("verdict:") == 1
+
+
+def test_ckpt_may_be_given_as_in_the_other_commands(checkpoint, capsys):
+    a, b = checkpoint("a.ckpt"), checkpoint("b.ckpt")
+    assert info.main([f"ckpt=[{a},{b}]"]) == 0
+    assert capsys.readouterr().out.count("verdict:") == 2
+
+
+def test_without_torch(checkpoint):
+    code = "import sys; from genmodels.cli.main import main; main(sys.argv[1:]); print({'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, "info", str(checkpoint())], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "set()"

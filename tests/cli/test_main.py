@@ -1,0 +1,116 @@
+"""From words to exit codes: each foreseen failure is one line, everything else keeps its traceback."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import types
+
+import pytest
+
+from genmodels.cli import main as cli
+from genmodels.errors import InputError, RunError
+
+FAILURES = [
+    (InputError("n must be at least 1"), 2, "n must be at least 1"),
+    (RunError("loss is not finite\nat step 3"), 1, "loss is not finite at step 3"),
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (OSError(errno.ENOSPC, "No space left on device", "runs/a"), 1, "no space left on the disk (runs/a)"),
+    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee docs"), 1, "data.batch_size"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 1, "data.batch_size"),
+    (MemoryError(), 1, "data.batch_size"),
+    (RuntimeError("operator torchvision::nms does not exist"), 1, "genmodels doctor"),
+]
+
+
+def fail(error):
+    def work():
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(("error", "code", "part"), FAILURES, ids=lambda v: type(v).__name__)
+def test_a_foreseen_failure_is_one_line(capsys, error, code, part):
+    assert cli.guarded("train", fail(error)) == code
+    told = capsys.readouterr().err
+    assert told.startswith("genmodels train: ") and part in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError(), ValueError("shape"), RuntimeError("memory format"), OSError(2, "x")]
+)
+def test_a_programming_error_keeps_its_traceback(error):
+    with pytest.raises(type(error)):
+        cli.guarded("train", fail(error))
+
+
+def test_batch_size_is_named_as_the_command_has_it():
+    assert "make batch_size smaller" in cli.explain("sample", MemoryError())[0]
+
+
+@pytest.fixture
+def fake_train(monkeypatch):
+    """`genmodels train` with a run that only notes what it was given."""
+    given = []
+    module = types.ModuleType("genmodels.cli.train")
+    module.run = lambda **config: given.append(config)
+    monkeypatch.setitem(sys.modules, "genmodels.cli.train", module)
+    return given
+
+
+def test_a_run_gets_the_configuration_as_keywords(fake_train):
+    assert cli.main(["train", "seed=3", "model.net.channels=16"]) == 0
+    (config,) = fake_train
+    assert config["seed"] == 3 and config["model"]["net"]["channels"] == 16
+    assert set(config) == {"model", "data", "trainer", "logger", "seed"}
+
+
+def test_showing_the_configuration_runs_nothing(fake_train, capsys):
+    assert cli.main(["train", "--cfg", "job", "seed=3"]) == 0
+    assert "seed: 3" in capsys.readouterr().out
+    assert cli.main(["train", "--keys"]) == 0
+    keys = capsys.readouterr().out
+    assert "model.optimizer.lr=" in keys and "* data.batch_size=64" in keys and "checkpoint.every_n_steps=" in keys
+    assert fake_train == []
+
+
+def test_keys_are_those_that_can_be_set(fake_train, capsys):
+    cli.main(["train", "data=toy", "--keys"])
+    listed = capsys.readouterr().out
+    assert "data.name=" in listed or "data.kind=" in listed or "data: Toy" in listed
+    assert "trainer.max_steps" in listed
+
+
+WORDS = [
+    (["trian"], "did you mean 'train'?"),
+    (["train", "--multirn"], "did you mean '--multirun'?"),
+    (["train", "--cfg"], "--cfg needs a value"),
+    (["train", "--cfg", "hydra"], "only --cfg job"),
+    (["train", "--config-dir", "/nowhere"], "there is no such folder"),
+    (["train", "model=dppm"], "unknown model 'dppm'"),
+    (["sample"], "ckpt is missing"),
+    (["sample", "ckpt=a", "n=abc"], "n must be an integer, got 'abc'"),
+    (["evaluate", "ckpt=a", "split=tset"], "did you mean 'test'?"),
+    (["info"], "ckpt is missing"),
+    (["info", "--ful"], "did you mean '--full'?"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), WORDS, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_wrong_words_are_one_line_and_exit_code_2(capsys, words, part):
+    assert cli.main(words) == 2
+    told = capsys.readouterr().err
+    assert part in told and told.count("\n") == 1
+
+
+def test_help_of_every_command(capsys):
+    assert cli.main([]) == 0 and cli.main(["--version"]) == 0
+    for command in (*cli.CONFIGURED, *cli.PLAIN):
+        assert cli.main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert f"{command}" in text and "examples:" in text
+        assert max(map(len, text.splitlines())) <= 130
+    cli.main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert "ddpm (default)" in text and "digits (default)" in text and "checkpoint.every_n_steps=" in text

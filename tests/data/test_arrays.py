@@ -1,0 +1,233 @@
+"""Arrays of all layouts and containers, and what is said about those that cannot be understood."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from genmodels.data import arrays
+from genmodels.data.array_files import MappedArray, MappedData
+from genmodels.data.arrays import Arrays
+from genmodels.data.loading import TensorData
+from genmodels.errors import InputError
+
+RNG = np.random.default_rng(0)
+NHWC = RNG.integers(0, 256, (50, 6, 7, 3), dtype=np.uint8)
+NCHW = np.ascontiguousarray(NHWC.transpose(0, 3, 1, 2))
+SPLITS = ("train", "val", "test")
+
+
+def items(module) -> list[torch.Tensor]:
+    """Every item of every split, in the order of its bytes."""
+    rows = [x for split in SPLITS for batch in module.loader(split, 16) for x in batch.x]
+    return sorted(rows, key=lambda x: x.numpy().tobytes())
+
+
+def same_items(module, truth: np.ndarray) -> None:
+    """The splits together hold exactly these items."""
+    expected = sorted(torch.from_numpy(truth), key=lambda x: x.numpy().tobytes())
+    served = items(module)
+    assert len(served) == len(expected) and all(torch.equal(a, b) for a, b in zip(served, expected, strict=True))
+
+
+def save(path, container: str, x: np.ndarray, **more):
+    """x in a container, under the key of each."""
+    file = path / f"set{'.npy' if container == 'npy' else '.npz'}"
+    if container == "npy":
+        np.save(file, x)
+    elif container == "npz":
+        np.savez(file, x=x, **more)
+    else:
+        np.savez_compressed(file, images=x, **more)
+    return str(file)
+
+
+LAYOUTS = {
+    "nhwc": (NHWC, {}, NCHW),
+    "nchw": (NCHW, {}, NCHW),
+    "nchw_said": (NCHW, {"layout": "nchw"}, NCHW),
+    "nhwc_of_two_channels": (NHWC[..., :2], {"layout": "nhwc"}, NCHW[:, :2]),
+    "grey": (NHWC[..., 0], {}, NCHW[:, :1]),
+    "grey_last": (NHWC[..., :1], {}, NCHW[:, :1]),
+    "fortran": (np.asfortranarray(NHWC), {}, NCHW),
+    "bool": (NHWC[..., 0] > 127, {}, (NCHW[:, :1] > 127).astype(np.uint8)),
+    "few_levels": (NHWC.astype(np.int64) // 16, {"levels": 16}, NCHW // 16),
+    "many_levels": (NHWC.astype(np.uint16) * 4, {"levels": 1024}, NCHW.astype(np.int32) * 4),
+    "level_vectors": (NHWC[:, 0, :, 0], {}, NHWC[:, 0, :, 0]),
+    "vectors": (RNG.normal(size=(50, 5)), {}, None),
+    "vectors_half": (RNG.normal(size=(50, 5)).astype(np.float16), {}, None),
+    "vectors_other_byte_order": (RNG.normal(size=(50, 5)).astype(">f8"), {}, None),
+    "fields": (RNG.normal(size=(50, 2, 4, 4)), {"layout": "nchw"}, None),
+}
+
+
+@pytest.mark.parametrize("container", ["npy", "npz", "compressed"])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_layouts(name, container, mapped, tmp_path, monkeypatch):
+    x, options, truth = LAYOUTS[name]
+    truth = x.astype(np.float32) if truth is None else truth
+    if mapped:
+        monkeypatch.setattr(arrays, "_MEMORY", 0)
+    module = Arrays(file=save(tmp_path, container, x), **options).prepare()
+    assert module.spec.event_shape == truth.shape[1:] and module.spec.name == "set"
+    levels = options.get("levels", None if x.dtype.kind == "f" else 2 if x.dtype == bool else 256)
+    assert module.spec.levels == levels and module.spec.num_classes is None
+    assert isinstance(module.split("val"), MappedData if mapped and container != "compressed" else TensorData)
+    same_items(module, truth)
+    assert module.problems() == []
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_labels_stay_with_their_items(mapped, tmp_path, monkeypatch):
+    if mapped:
+        monkeypatch.setattr(arrays, "_MEMORY", 0)
+    x = np.repeat(np.arange(60, dtype=np.uint8)[:, None], 4, 1)
+    for labels, names in (
+        (np.arange(60) % 3, ()),
+        ((np.arange(60) % 3)[:, None], ()),
+        (np.arange(60) % 3 + 1, ("1", "2", "3")),
+        (np.array(["ant", "bee", "cow"])[np.arange(60) % 3], ("ant", "bee", "cow")),
+    ):
+        np.savez(tmp_path / "a.npz", x=x, y=labels)
+        module = Arrays(file=str(tmp_path / "a.npz")).prepare()
+        assert (module.spec.num_classes, module.spec.class_names) == (3, names)
+        for split in SPLITS:
+            for batch in module.loader(split, 16):
+                assert torch.equal(batch.cond, batch.x[:, 0].long() % 3)
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", np.arange(60) % 3)
+    module = Arrays(file=str(tmp_path / "x.npy"), labels=str(tmp_path / "y.npy")).prepare()
+    batch = next(iter(module.loader("train", 60)))
+    assert torch.equal(batch.cond, batch.x[:, 0].long() % 3)
+
+
+@pytest.mark.parametrize("spelling", ["x_{}", "{}_images", "{}"])
+@pytest.mark.parametrize("given", [("train", "test"), ("train", "val", "test"), ("train",)])
+def test_given_splits_are_honoured(spelling, given, tmp_path):
+    parts = {split: NHWC[k * 15 : (k + 1) * 15] for k, split in enumerate(given)}
+    np.savez(tmp_path / "a.npz", **{spelling.format(split): x for split, x in parts.items()})
+    module = Arrays(file=str(tmp_path / "a.npz")).prepare()
+    for split in ("val", "test"):
+        if split in given:
+            served = next(iter(module.loader(split, 100))).x.permute(0, 2, 3, 1).numpy()
+            assert (served == parts[split]).all()
+    same_items(module, np.concatenate(list(parts.values())).transpose(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "one,two\n1,2\n3,4.5\n-1e-3,6\n" + "7,8\n" * 17),
+        ("a.txt", "1 2\n3 4.5\n-1e-3   6\n\n" + "7 8\n" * 17),
+        ("a.tsv", "\ufeffone\ttwo\n1\t2\n3\t4.5\n-1e-3\t6\n" + "7\t8\n" * 17),
+        ("a.data", "one;two\n1;2\n3;4.5\n-1e-3;6\n" + "7;8\n" * 17),
+    ],
+)
+def test_tables(name, text, tmp_path):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    module = Arrays(file=str(tmp_path / name)).prepare()
+    assert (module.spec.event_shape, module.spec.levels) == ((2,), None)
+    same_items(module, np.array([[1, 2], [3, 4.5], [-1e-3, 6]] + [[7, 8]] * 17, dtype=np.float32))
+
+
+def test_real_tables(shared_data):
+    wine = {"winequality-red.csv": (1599, 12), "winequality-white.csv": (4898, 12)}
+    for name, (count, width) in {**wine, "parkinsons_updrs.data": (5875, 22)}.items():
+        module = Arrays(file=str(shared_data / "uci" / name)).prepare()
+        assert module.spec.event_shape == (width,)
+        assert sum(len(module.split(split)) for split in SPLITS) == count
+
+
+def test_mirroring_is_for_images_on_request(tmp_path):
+    file = save(tmp_path, "npz", NHWC)
+    assert not Arrays(file=file).flip and Arrays(file=file, flip=True).prepare().flip
+    np.save(tmp_path / "v.npy", np.zeros((20, 3)))
+    with pytest.raises(InputError, match="data.flip=true is for images"):
+        Arrays(file=str(tmp_path / "v.npy"), flip=True).prepare()
+
+
+def test_mapped_arrays_are_not_carried_along_with_the_process(tmp_path):
+    import pickle
+
+    np.save(tmp_path / "a.npy", np.zeros((1000, 1000)))
+    array = MappedArray.of_npy(tmp_path / "a.npy")
+    array.whole()
+    assert len(pickle.dumps(array)) < 1000
+
+
+BAD = {
+    "both_axes": (np.zeros((9, 3, 5, 3), np.uint8), {}, "both the second and the last axis could be"),
+    "neither_axis": (np.zeros((9, 5, 5, 5), np.uint8), {}, "neither the second nor the last axis"),
+    "float_images": (np.zeros((9, 5, 5, 3)), {}, "float64 images: save them as uint8"),
+    "int_without_levels": (np.zeros((9, 5), np.int64), {}, "the values are int64: set data.levels"),
+    "above_levels": (np.eye(9, dtype=np.uint8) * 40, {"levels": 17}, r"item 0 holds 40, which is outside 0\.\.16"),
+    "negative": (-np.eye(9, dtype=np.int16), {"levels": 17}, r"item 0 holds -1, which is outside 0\.\.16"),
+    "levels_of_floats": (np.zeros((9, 5)), {"levels": 17}, "data.levels=17 is for integers"),
+    "nan": (np.where(np.arange(45).reshape(9, 5) == 23, np.nan, 0.0), {}, "item 4 holds nan, which is not finite"),
+    "overflow": (np.where(np.arange(45).reshape(9, 5) == 23, 1e300, 0.0), {}, "item 4 holds 1e[+]300, which is not"),
+    "one_axis": (np.zeros(9), {}, r"items of shape \(9,\); expected"),
+    "five_axes": (np.zeros((9, 1, 2, 3, 4), np.uint8), {}, "more than three axes"),
+    "empty": (np.zeros((0, 4), np.uint8), {}, "holds no items"),
+    "complex": (np.zeros((9, 4), complex), {}, "complex128 cannot be modelled"),
+    "text": (np.array([["a", "b"]] * 9), {}, "cannot be modelled"),
+    "objects": (np.array([[1, "b"]] * 9, dtype=object), {}, "Python objects"),
+    "two_items": (np.zeros((2, 4), np.uint8), {}, "split is empty"),
+}
+
+
+@pytest.mark.parametrize("container", ["npy", "npz"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arrays_give_one_line(name, container, tmp_path):
+    x, options, says = BAD[name]
+    module = Arrays(file=save(tmp_path, container, x), **options)
+    with pytest.raises(InputError, match=says) as caught:
+        module.prepare()
+    assert "\n" not in str(caught.value) and "set" in str(caught.value)
+    assert module.problems() == [str(caught.value)]
+
+
+def test_bad_files_give_one_line(tmp_path):
+    def line(name, content=None, **options):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError) as caught:
+            Arrays(file=str(tmp_path / name), **options).prepare()
+        assert "\n" not in str(caught.value) and name in str(caught.value)
+        return str(caught.value)
+
+    assert "does not exist" in line("none.npz")
+    assert "must end in .npy, .npz, .csv" in line("a.h5", b"x")
+    assert "cannot be read" in line("a.npz", b"not a zip file")
+    assert "cannot be read" in line("a.npy", b"")
+    np.save(tmp_path / "cut.npy", np.zeros((100, 10)))
+    assert "cannot be read" in line("cut.npy", (tmp_path / "cut.npy").read_bytes()[:-8])
+    np.savez_compressed(tmp_path / "cut.npz", x=RNG.normal(size=(100, 10)))
+    assert "cannot be read" in line("cut.npz", (tmp_path / "cut.npz").read_bytes()[:-400])
+    content = bytearray((tmp_path / "cut.npz").read_bytes())
+    assert "is empty" in line("a.csv", b"\n")
+    assert "could not convert string" in line("b.csv", b"a,b\n1,2\n3,x\n")
+    assert "columns changed" in line("c.csv", b"a,b\n1,2\n3\n")
+    np.savez_compressed(tmp_path / "flipped.npz", x=RNG.normal(size=(100, 10)))
+    content = bytearray((tmp_path / "flipped.npz").read_bytes())
+    content[len(content) // 2] ^= 255
+    assert "cannot be read" in line("flipped.npz", bytes(content))
+    np.savez(tmp_path / "d.npz", a=NHWC, b=NHWC)
+    assert "holds a, b: name the items x" in line("d.npz")
+    np.savez(tmp_path / "e.npz", x=NHWC, x_test=NHWC)
+    assert "both undivided items and splits" in line("e.npz")
+    np.savez(tmp_path / "f.npz", x_train=NHWC, x_test=NHWC[:, :5])
+    assert "items of different shapes" in line("f.npz")
+    np.savez(tmp_path / "g.npz", x=NHWC, y=np.arange(49))
+    assert "labels of shape (49,) for 50 items" in line("g.npz")
+    np.savez(tmp_path / "h.npz", x=NHWC, y=np.linspace(0, 1, 50))
+    assert "labels of type float64" in line("h.npz")
+    np.savez(tmp_path / "i.npz", x_train=NHWC, x_test=NHWC, y_train=np.arange(50))
+    assert "only train has labels" in line("i.npz")
+
+
+@pytest.mark.parametrize("options", [{"levels": 1}, {"test_fraction": -0.1}, {"val_fraction": 1.0}, {"layout": "hwc"}])
+def test_bad_options(options):
+    with pytest.raises(InputError, match=f"data.{next(iter(options))}"):
+        Arrays(file="a.npy", **options)

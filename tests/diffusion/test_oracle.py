@@ -1,0 +1,168 @@
+"""The oracles against autograd, brute force and their own draws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.diffusion import (
+    SCHEDULES,
+    CosineSchedule,
+    GaussianDenoiser,
+    LinearSchedule,
+    MixtureDenoiser,
+    alpha_sigma,
+    posterior,
+    posterior_variance,
+    sigma2_ts,
+    step_to_time,
+)
+
+MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)
+SPREAD = torch.tensor([[0.3, 0.1, 0.0], [0.1, 0.5, -0.2], [0.0, -0.2, 0.4]], dtype=torch.float64)
+MEANS = torch.tensor([[-1.0, 0.5, 0.0], [1.0, 0.0, 0.3]], dtype=torch.float64)
+
+
+def oracles(schedule):
+    return {
+        "scalar": GaussianDenoiser(schedule, MEAN, 0.25),
+        "diagonal": GaussianDenoiser(schedule, MEAN, torch.tensor([0.25, 1.0, 0.04])),
+        "full": GaussianDenoiser.from_covariance(schedule, MEAN, SPREAD),
+        "mixture": MixtureDenoiser(schedule, torch.tensor([0.3, 0.7]), MEANS, torch.tensor([0.1, 0.3])),
+    }
+
+
+def points(n=6):
+    return torch.randn(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+# ---- D5 ----
+
+
+def score_is_gradient(oracle):
+    t = torch.tensor([0.02, 0.1, 0.3, 0.6, 0.9, 1.0], dtype=torch.float64)
+    x = points().requires_grad_()
+    (gradient,) = torch.autograd.grad(oracle.marginal_log_prob(x, t).sum(), x)
+    prediction = oracle(x.detach(), t)
+    assert (prediction.score - gradient).abs().max() < 1e-10 * max(1, float(gradient.abs().max()))
+    alpha, sigma = (value[:, None] for value in oracle.schedule.alpha_sigma(t))
+    # Tweedie: E[x_0 | x] = (x + sigma^2 score) / alpha, wherever alpha leaves digits
+    tweedie = (x.detach() + sigma**2 * gradient) / alpha
+    assert ((prediction.x0 - tweedie) * alpha).abs().max() < 1e-10
+    assert (prediction.eps + sigma * gradient).abs().max() < 1e-10
+    assert (prediction.v - (alpha * prediction.eps - sigma * prediction.x0)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "sigmoid"])
+@pytest.mark.parametrize("kind", ["scalar", "diagonal", "full", "mixture"])
+def test_score_is_gradient(schedule, kind):
+    score_is_gradient(oracles(SCHEDULES[schedule]())[kind])
+
+
+class ForgetsAlpha(GaussianDenoiser):
+    """The mean is not scaled down with the signal."""
+
+    def _moments(self, x, log_snr):
+        alpha, sigma = (value[:, None] for value in alpha_sigma(log_snr))
+        score = -(x - self.mean) / (alpha.square() * self.variance + sigma.square())
+        return self.mean - alpha * self.variance * score, score
+
+
+def test_score_catches_a_forgotten_alpha():
+    with pytest.raises(AssertionError):
+        score_is_gradient(ForgetsAlpha(CosineSchedule(), MEAN, 0.25))
+
+
+@pytest.mark.parametrize("kind", ["scalar", "diagonal", "full", "mixture"])
+@pytest.mark.parametrize("t", [0.0, 0.4])
+def test_densities_integrate_to_one(kind, t):
+    oracle = oracles(CosineSchedule())[kind]
+    axis = torch.linspace(-5, 5, 81, dtype=torch.float64)
+    x = torch.cartesian_prod(axis, axis, axis)
+    mass = oracle.marginal_log_prob(x, torch.tensor([t])).exp().sum() * float(axis[1] - axis[0]) ** 3
+    assert float(mass) == pytest.approx(1, abs=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["scalar", "diagonal", "full", "mixture"])
+def test_mean_by_brute_force(kind):
+    """E[x_0 | x] as a ratio of two sums over draws of the data, within 4.5 standard errors of the ratio."""
+    oracle, n = oracles(CosineSchedule())[kind], 400_000
+    t = torch.tensor([0.6], dtype=torch.float64)
+    alpha, sigma = oracle.schedule.alpha_sigma(t)
+    x = torch.tensor([[0.3, -0.4, 0.6]], dtype=torch.float64)
+    x0 = oracle.sample(n, torch.Generator().manual_seed(3))
+    weight = torch.exp(-0.5 * ((x - alpha * x0) / sigma).square().sum(1, keepdim=True))
+    mean = (weight * x0).sum(0) / weight.sum()
+    error = ((weight * (x0 - mean)).square().sum(0)).sqrt() / weight.sum()
+    assert ((oracle(x, t).x0[0] - mean).abs() < 4.5 * error).all()
+
+
+@pytest.mark.parametrize("kind", ["scalar", "diagonal", "full", "mixture"])
+def test_draws_have_the_density_s_moments(kind):
+    oracle, n = oracles(CosineSchedule())[kind], 100_000
+    x = oracle.sample_marginal(n, torch.tensor([0.3]), torch.Generator().manual_seed(4))
+    # The mean of the score over the true density is 0, of x score^T it is -I: five standard errors.
+    score = oracle(x, torch.tensor([0.3]).expand(n)).score
+    products = torch.einsum("bi,bj->bij", x, score)
+    for values, truth in ((score, torch.zeros(3)), (products, -torch.eye(3))):
+        assert ((values.mean(0) - truth).abs() < 5 * values.std(0) / math.sqrt(n)).all()
+
+
+def test_log_prob_is_the_marginal_without_noise():
+    for oracle in oracles(LinearSchedule()).values():
+        x = points()
+        torch.testing.assert_close(oracle.log_prob(x), oracle.marginal_log_prob(x, torch.zeros(1)), rtol=1e-12, atol=0)
+
+
+def test_float32_in_float32_out():
+    prediction = oracles(CosineSchedule())["full"](points().float(), torch.full((6,), 0.5))
+    assert prediction.x0.dtype == prediction.output.dtype == prediction.score.dtype == torch.float32
+
+
+def test_images_too():
+    oracle = MixtureDenoiser(CosineSchedule(), torch.ones(2), torch.zeros(2, 1, 4, 4), torch.tensor([0.1, 0.3]))
+    x = oracle.sample(5, torch.Generator().manual_seed(0))
+    assert x.shape == oracle(x, torch.rand(5)).x0.shape == (5, 1, 4, 4)
+
+
+# ---- D7 ----
+
+
+def optimal_variance(reverse_variance, schedule=None, c2=0.25):
+    schedule = schedule or LinearSchedule()
+    log_snr = schedule.log_snr(step_to_time(torch.arange(1, 1001), 1000))
+    s, t = log_snr[:-1], log_snr[1:]
+    marginal = torch.sigmoid(s) * c2 + torch.sigmoid(-s), torch.sigmoid(t) * c2 + torch.sigmoid(-t)
+    truth = marginal[0] * sigma2_ts(s, t) / marginal[1]
+    torch.testing.assert_close(reverse_variance(s, t), truth, rtol=1e-10, atol=0)
+
+
+def test_optimal_reverse_variance():
+    optimal_variance(oracles(LinearSchedule())["scalar"].reverse_variance)
+
+
+def test_optimal_reverse_variance_catches_clipping():
+    oracle = oracles(LinearSchedule())["scalar"]
+
+    def clipped(s, t):
+        c_0, _, _ = posterior(s, t)
+        floor = posterior_variance(s, t)[3]  # "the value at the fourth step"
+        return posterior_variance(s, t).clamp(min=float(floor)) + c_0.square() * oracle.mmse(t)[:, 0]
+
+    with pytest.raises(AssertionError):
+        optimal_variance(clipped)
+
+
+def test_mmse_is_the_error_of_the_mean():
+    oracle = oracles(CosineSchedule())["diagonal"]
+    log_snr = torch.tensor([2.0, -1.0], dtype=torch.float64)
+    expected = oracle.variance / (1 + oracle.variance * log_snr.exp()[:, None])
+    torch.testing.assert_close(oracle.mmse(log_snr), expected, rtol=1e-12, atol=0)
+    assert torch.equal(oracle.mmse(torch.tensor(-torch.inf).double()), oracle.variance)
+
+
+def test_unlike_variances_have_no_single_reverse_variance():
+    with pytest.raises(ValueError, match="unlike variances"):
+        oracles(CosineSchedule())["diagonal"].reverse_variance(torch.zeros(1), -torch.ones(1))

@@ -1,0 +1,239 @@
+"""Noise schedules: every schedule obeys the same laws, and hits the constants of the papers' tables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from genmodels.diffusion import (
+    SCHEDULES,
+    CosineDiscreteSchedule,
+    CosineSchedule,
+    DiscreteSchedule,
+    LinearContinuousSchedule,
+    LinearLogSnrSchedule,
+    LinearSchedule,
+    NoiseSchedule,
+    SigmoidSchedule,
+    rescale_zero_terminal,
+    step_to_time,
+)
+
+
+def wide(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+class Numerical(NoiseSchedule):
+    """A schedule that gives its log-SNR only: rate and inverse are those of the base class."""
+
+    def log_snr(self, t):
+        return 8 - 12 * t.double() - 4 * t.double() ** 3
+
+
+INSTANCES = {name: schedule() for name, schedule in SCHEDULES.items()}
+INSTANCES |= {f"{name}, zero terminal": rescale_zero_terminal(schedule()) for name, schedule in SCHEDULES.items()}
+INSTANCES |= {
+    "linear, T=100": LinearSchedule(num_steps=100),
+    "linear, T=4000": LinearSchedule(num_steps=4000),
+    "cosine, raw": CosineSchedule(log_snr_max=math.inf, log_snr_min=-math.inf),
+    "cosine, lopsided": CosineSchedule(log_snr_max=9.0, log_snr_min=-4.0),
+    "numerical": Numerical(),
+}
+every_schedule = pytest.mark.parametrize("schedule", INSTANCES.values(), ids=INSTANCES.keys())
+
+
+# ---- laws ----
+
+
+def variance_preserving(schedule):
+    alpha, sigma = schedule.alpha_sigma(torch.linspace(0, 1, 1001, dtype=torch.float64))
+    assert (alpha**2 + sigma**2 - 1).abs().max() < 1e-12
+
+
+def decreasing(schedule):
+    log_snr = schedule.log_snr(torch.linspace(0, 1, 2001, dtype=torch.float64))
+    assert log_snr.dtype == torch.float64 and not log_snr.isnan().any()
+    assert (log_snr.diff() < 0).all()
+
+
+def inverted(schedule):
+    t = torch.linspace(0, 1, 2001, dtype=torch.float64)
+    assert (schedule.time_of(schedule.log_snr(t)) - t).abs().max() < 1e-10
+
+
+def rate_is_derivative(schedule):
+    t = torch.linspace(0.0003, 0.9997, 997, dtype=torch.float64).requires_grad_()
+    (slope,) = torch.autograd.grad(schedule.log_snr(t).sum(), t)
+    torch.testing.assert_close(schedule.log_snr_rate(t.detach()), slope, rtol=1e-9, atol=0)
+
+
+def betas_multiply_up(schedule):
+    kept = torch.cumprod(1 - schedule.betas(50), 0)
+    torch.testing.assert_close(kept, schedule.alpha_bars(50), rtol=1e-12, atol=1e-15)
+
+
+LAWS = [variance_preserving, decreasing, inverted, rate_is_derivative, betas_multiply_up]
+
+
+@every_schedule
+@pytest.mark.parametrize("law", LAWS)
+def test_laws(law, schedule):
+    law(schedule)
+
+
+@every_schedule
+def test_end_points(schedule):
+    assert schedule.end_points == tuple(schedule.log_snr(wide(0, 1)).tolist())
+
+
+class SigmaOfWrongSign(LinearLogSnrSchedule):
+    def alpha_sigma(self, t):
+        log_snr = self.log_snr(t)
+        return torch.exp(logsigmoid(log_snr) / 2), torch.exp(logsigmoid(log_snr) / 2)
+
+
+class Rising(LinearLogSnrSchedule):
+    def log_snr(self, t):
+        return -super().log_snr(t)
+
+
+class ForgetsStart(CosineSchedule):
+    def time_of(self, log_snr):
+        return 2 / math.pi * torch.atan(torch.exp(-log_snr / 2))
+
+
+class RateWithoutSpan(CosineSchedule):
+    def log_snr_rate(self, t):
+        return super().log_snr_rate(t) / self.span
+
+
+class LooseEnds(NoiseSchedule):
+    """Betas that forget the noise already there at the first step."""
+
+    def log_snr(self, t):
+        return INSTANCES["cosine"].log_snr(t)
+
+    def betas(self, num_steps):
+        log_alpha_bar = logsigmoid(self.log_snr(step_to_time(torch.arange(num_steps + 1), num_steps)))
+        return -torch.expm1(log_alpha_bar.diff())
+
+
+@pytest.mark.parametrize(
+    "law, bug",
+    [
+        (variance_preserving, SigmaOfWrongSign()),
+        (decreasing, Rising()),
+        (inverted, ForgetsStart()),
+        (rate_is_derivative, RateWithoutSpan()),
+        (betas_multiply_up, LooseEnds()),
+    ],
+)
+def test_planted_bugs(law, bug):
+    with pytest.raises(AssertionError):
+        law(bug)
+
+
+# ---- constants ----
+
+TABLE = {  # schedule, {step of T = 1000: alpha_bar}
+    "linear": {1: 0.9999, 500: 0.0785872429, 1000: 4.03582977e-5},
+    "linear_continuous": {500: 0.0790638125, 1000: 4.31857491e-5},
+    "cosine_discrete": {1: 0.9999587158, 500: 0.4938435904, 999: 2.42876691e-6, 1000: 2.42876691e-9},
+    "sigmoid": {1: 0.9996997208, 500: 0.5, 999: 3.00279e-4, 1000: 0.0},
+    "linear, zero terminal": {1: 0.9999, 500: 0.0760287505, 999: 4.21326e-9, 1000: 0.0},
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_alpha_bar_constants(name):
+    table = INSTANCES[name].alpha_bars(1000)
+    for step, value in TABLE[name].items():
+        digits = len(f"{value:.12g}".split("e")[0].replace(".", "").strip("0"))
+        assert float(table[step - 1]) == pytest.approx(value, rel=max(10.0 ** (1 - digits), 1e-9), abs=0)
+
+
+def test_log_snr_constants():
+    at = step_to_time(torch.tensor([1, 500, 1000]), 1000)
+    assert INSTANCES["linear"].log_snr(at).tolist() == pytest.approx([9.21024, -2.46170, -10.11767], abs=5e-6)
+    assert float(INSTANCES["linear_continuous"].log_snr(wide(1))) == pytest.approx(-10.0499568, abs=5e-8)
+    assert INSTANCES["cosine, raw"].log_snr(wide(0.1, 0.5)).tolist() == pytest.approx([3.68546007, 0], abs=5e-9)
+    cosine = INSTANCES["cosine"]
+    assert (cosine.from_zero, 1 - cosine.from_one) == pytest.approx((3.52104e-4, 0.999647896), abs=5e-10)
+    assert cosine.end_points == pytest.approx((15, -15), abs=1e-12)
+    assert INSTANCES["linear_log_snr"].end_points == (10, -10)
+
+
+def test_one_beta_of_the_discrete_cosine_is_capped():
+    betas = CosineDiscreteSchedule().betas(1000)
+    assert int((betas > 0.999 - 1e-9).sum()) == 1
+
+
+def test_tables_are_ddpm_s():
+    expected = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
+    torch.testing.assert_close(LinearSchedule().betas(1000), expected, rtol=1e-11, atol=0)
+
+
+def test_interpolation_is_a_constant_rate_between_steps():
+    schedule = LinearSchedule(num_steps=50)
+    inside = -torch.log(schedule.alpha_bar(wide(0.20, 0.205, 0.21, 0.215, 0.22)))
+    torch.testing.assert_close(inside.diff(), inside.diff()[:1].expand(4), rtol=1e-9, atol=0)
+    assert schedule.end_points[0] == math.inf  # t = 0 is the data
+
+
+def test_views_agree():
+    t = torch.linspace(0.01, 0.99, 9, dtype=torch.float64)
+    schedule = CosineSchedule()
+    alpha, sigma = schedule.alpha_sigma(t)
+    torch.testing.assert_close(schedule.alpha_bar(t), alpha**2)
+    torch.testing.assert_close(schedule.sigma_bar(t), sigma / alpha)
+
+
+def test_integer_steps():
+    assert step_to_time(torch.tensor([1, 1000]), 1000).tolist() == [0.001, 1.0]
+    assert torch.equal(step_to_time(torch.arange(10), 10, zero_based=True), step_to_time(torch.arange(1, 11), 10))
+
+
+# ---- dtype, device, module ----
+
+
+def test_float64_inside_whatever_the_model_is_cast_to():
+    schedule = torch.nn.Sequential(LinearSchedule()).to(torch.bfloat16)[0]
+    assert schedule.decay.dtype == torch.float64
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = schedule.log_snr(torch.tensor([0.3, 0.5]))
+    assert torch.equal(inside, LinearSchedule().log_snr(torch.tensor([0.3, 0.5])))
+
+
+def test_state_dict_is_empty():
+    assert all(not schedule.state_dict() for schedule in INSTANCES.values())
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize("num_steps", [1, 10, 20])
+def test_linear_refuses_small_T_and_names_the_smallest(num_steps):
+    with pytest.raises(ValueError, match="num_steps >= 21"):
+        LinearSchedule(num_steps=num_steps)
+    assert float(LinearSchedule(num_steps=21).betas(21)[-1]) < 1
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: CosineDiscreteSchedule(num_steps=0),
+        lambda: DiscreteSchedule(torch.tensor([0.1, 1.0])),
+        lambda: LinearContinuousSchedule(beta_min=2.0, beta_max=1.0),
+        lambda: CosineSchedule(log_snr_max=-1.0, log_snr_min=1.0),
+        lambda: LinearLogSnrSchedule(log_snr_max=math.inf),
+        lambda: SigmoidSchedule(width=0.0),
+    ],
+)
+def test_bad_arguments_raise_one_line(build):
+    with pytest.raises(ValueError) as error:
+        build()
+    assert "\n" not in str(error.value)

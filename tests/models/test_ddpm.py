@@ -1,0 +1,247 @@
+"""The DDPM module against closed forms, and the promises of its contract."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Normal
+
+from genmodels.data.spec import Batch, DataSpec
+from genmodels.diffusion import GaussianDenoiser
+from genmodels.evaluation.likelihood import Likelihood
+from genmodels.models.ddpm import DDPM
+from genmodels.random import KeyedGenerator
+
+SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
+DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+
+
+def small(spec: DataSpec = DIGITS, **options) -> DDPM:
+    torch.manual_seed(0)
+    if len(spec.event_shape) == 3:
+        options = {"net": SMALL} | options
+    model = DDPM(spec, **({"num_steps": 12} | options)).eval()
+    with torch.no_grad():  # away from the zero start, and averages that differ from the raw weights
+        for p in model.core.parameters():
+            p.add_(0.05 * torch.randn(p.shape))
+        model.ema.update(model.core, 0)
+        for p in model.core.parameters():
+            p.add_(0.01 * torch.randn(p.shape))
+    return model
+
+
+def batch(n: int = 6, spec: DataSpec = DIGITS) -> Batch:
+    g = torch.Generator().manual_seed(1)
+    if spec.levels is None:
+        x = torch.randn(n, *spec.event_shape, generator=g)
+    else:
+        x = torch.randint(0, spec.levels, (n, *spec.event_shape), generator=g).to(torch.uint8)
+    cond = None if spec.num_classes is None else torch.arange(n) % spec.num_classes
+    return Batch(x, cond, index=torch.arange(n))
+
+
+@pytest.mark.parametrize("levels", [2, 17, 256])
+def test_levels_survive_the_way_there_and_back(levels):
+    model = small(DataSpec("x", (1, 8, 8), levels=levels))
+    x = torch.arange(levels).repeat(64)[: 64 * (levels // 64 + 1)].reshape(-1, 1, 8, 8).to(torch.uint8)
+    inside = model.encode(x)
+    assert float(inside.min()) >= -1 and float(inside.max()) <= 1
+    assert torch.equal(model.decode(inside), x)
+
+
+def gaussian_model(location: float, scale: float) -> DDPM:
+    """A DDPM whose network is the optimal one for data N(location, scale^2)."""
+    spec = DataSpec("gauss", (2,), levels=None)
+    model = DDPM(spec, num_steps=400, schedule="linear_log_snr", ema_decay=0.0).double()
+    model.core = GaussianDenoiser(model.core.schedule, torch.zeros(2, dtype=torch.float64), 1.0)
+    model.location.fill_(location)
+    model.scale.fill_(scale)
+    return model
+
+
+def gap_to_exact(model: DDPM, location: float, scale: float) -> tuple[float, float]:
+    """Mean of exact minus bound on data from the true law, and its standard error."""
+    law = Normal(torch.tensor(location, dtype=torch.float64), scale)
+    x = location + scale * KeyedGenerator(0, torch.arange(400)).normal((400, 2), dtype=torch.float64)
+    bound = model.log_likelihood(Batch(x, index=torch.arange(400)), weights="raw").nats
+    gaps = law.log_prob(x).sum(1) - bound
+    return float(gaps.mean()), float(gaps.std() / math.sqrt(len(gaps)))
+
+
+@pytest.mark.parametrize("location, scale", [(0.0, 1.0), (5.0, 0.2), (-3.0, 40.0)])
+def test_the_bound_of_the_optimal_model_meets_the_exact_density_in_the_datas_units(location, scale):
+    gap, error = gap_to_exact(gaussian_model(location, scale), location, scale)
+    assert -4 * error <= gap < 0.05 + 4 * error, (gap, error)
+
+
+def test_that_law_catches_a_forgotten_volume():
+    model = gaussian_model(5.0, 0.2)
+    encode = model.encode
+    model.encode = lambda x: encode(x) if x.dtype.is_floating_point else x
+    model.scale = torch.ones(2, dtype=torch.float64)  # the log of the scale is lost
+    model.encode = lambda x: (x - 5.0) / 0.2
+    gap, error = gap_to_exact(model, 5.0, 0.2)
+    assert not -4 * error <= gap < 0.05 + 4 * error
+
+
+def test_initialize_takes_mean_and_deviation_of_continuous_data_only():
+    model = small(DataSpec("v", (3,), levels=None))
+    data = torch.randn(5000, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0, 0.1]) + 7
+    model.initialize(Batch(data))
+    z = model.encode(data)
+    assert torch.allclose(z.mean(0), torch.zeros(3), atol=1e-3) and torch.allclose(z.std(0), torch.ones(3), atol=1e-3)
+    assert torch.allclose(model.decode(z), data, atol=1e-4)
+    digits = small()
+    digits.initialize(batch())
+    assert float(digits.location.abs().max()) == 0 and float(digits.scale.min()) == 1
+
+
+def test_the_likelihood_does_not_depend_on_the_batch():
+    model, items = small(), batch()
+    whole = model.log_likelihood(items)
+    parts = [model.log_likelihood(items.rows(slice(i, i + 1))) for i in (3, 0, 5, 1, 4, 2)]
+    joined = Likelihood.concatenate(parts).in_index_order()
+    assert torch.allclose(joined.nats, whole.nats, rtol=1e-5)
+    few_rows = model.log_likelihood(items, rows=3)
+    assert torch.allclose(few_rows.nats, whole.nats, rtol=1e-5)
+
+
+def test_its_parts_and_profile_add_up():
+    model, items = small(), batch()
+    for options in ({}, {"draws": 4, "replicates": 3}):
+        result = model.log_likelihood(items, **options)
+        assert torch.allclose(-sum(result.parts.values()), result.nats, rtol=1e-9)
+        assert math.isclose(float(result.profile.nats.sum()), float(result.parts["diffusion"].sum()), rel_tol=1e-9)
+        assert result.profile.items == len(items) and (result.profile.edges.diff() < 0).all()
+        assert len(result.profile.edges) == len(result.profile.nats) + 1
+
+
+def test_stratified_terms_agree_with_all_of_them():
+    model, items = small(num_steps=40), batch(60)
+    every = model.log_likelihood(items)
+    some = [model.log_likelihood(items, draws=6, replicates=4, seed=seed) for seed in range(4)]
+    difference = torch.stack([s.nats for s in some]).mean(0) - every.nats
+    assert abs(float(difference.mean())) < 4 * float(difference.std() / math.sqrt(len(items)))
+    returned = torch.stack([s.stderr for s in some]).square().mean().sqrt()
+    spread = torch.stack([s.nats for s in some]).std(0).square().mean().sqrt()
+    assert 0.6 < float(returned / spread) < 1.6
+
+
+def test_a_fresh_network_is_near_the_uniform_scale_and_weights_are_told_apart():
+    model, items = small(), batch()
+    ema, raw = (model.log_likelihood(items, weights=w) for w in ("ema", "raw"))
+    assert ema.made["weights"] == "ema" and not torch.allclose(ema.nats, raw.nats)
+    assert ema.kind == "lower_bound" and ema.levels == 17 and (ema.dims == 64).all()
+
+
+SAMPLERS = [("ddpm", {}), ("ddim", {"eta": 0.5}), ("ddim", {}), ("dpmpp_2m", {})]
+
+
+@pytest.mark.parametrize("sampler, options", SAMPLERS)
+def test_sample_k_is_the_same_alone_and_in_any_batch(sampler, options):
+    model = small()
+    options = {"sampler": sampler, "steps": 6, "seed": 5} | options
+    whole = model.sample(64, **options)
+    assert whole.x.dtype == torch.uint8 and whole.x.shape == (64, 1, 8, 8)
+    for k in (0, 31, 63):
+        alone = model.sample(1, start=k, **options)
+        assert int(alone.cond[0]) == int(whole.cond[k])
+        assert (alone.x[0].int() - whole.x[k].int()).abs().max() <= 1
+        assert (alone.x[0] == whole.x[k]).float().mean() > 0.98
+    other = model.sample(64, **{**options, "seed": 6})
+    assert (other.x == whole.x).float().mean() < 0.9
+
+
+def test_sampling_counts_and_keeps_the_path():
+    model = small()
+    out = model.sample(3, sampler="ddpm", path=4)
+    assert out.made["evaluations"] == out.made["steps"] == 12
+    assert out.path.shape == (4, 3, 1, 8, 8) and torch.equal(out.path[-1], out.x)
+    calls = []
+    model.sample(2, steps=5, progress=calls.append)
+    assert calls == [1, 2, 3, 4, 5]
+
+
+def test_temperature_zero_is_one_sample():
+    spec = DataSpec("v", (3,), levels=None)
+    model = small(spec)
+    x = model.sample(5, temperature=0.0, sampler="ddpm").x
+    assert torch.allclose(x, x[:1].expand_as(x), atol=1e-5)
+    assert float(model.sample(5, sampler="ddpm").x.std()) > 0.01
+
+
+def test_labels():
+    named = DataSpec("c", (1, 8, 8), levels=17, num_classes=3, class_names=("cat", "dog", "emu"))
+    model = small(named)
+    index = torch.arange(5)
+    assert model.labels(None, index).tolist() == [0, 1, 2, 0, 1]
+    assert model.labels(2, index).tolist() == [2] * 5
+    assert model.labels([0, "emu"], index).tolist() == [0, 2, 0, 2, 0]
+    unconditional = small(named, class_conditional=False)
+    assert unconditional.labels(None, index) is None and unconditional.sample(2, steps=2).cond is None
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"n": 0}, "n must be at least 1"),
+        ({"steps": 13}, r"1\.\.12"),
+        ({"steps": 0}, r"1\.\.12"),
+        ({"sampler": "euler"}, "ddpm, ddim, dpmpp_2m"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"cond": 10}, r"classes are 0\.\.9"),
+        ({"cond": "seven"}, "seven"),
+        ({"spacing": "square"}, "uniform_t"),
+        ({"sampler": "ddim", "eta": 2.0}, "eta"),
+    ],
+)
+def test_sampling_errors(options, said):
+    with pytest.raises(ValueError, match=said):
+        small().sample(**({"n": 2} | options))
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"num_steps": 1}, "num_steps"),
+        ({"net": {"chanels": 3}}, "did you mean 'channels'"),
+        ({"net": {"multipliers": [1, 2, 2, 2, 2]}}, "levels"),
+        ({"schedule": "linear", "num_steps": 10}, "linear"),
+    ],
+)
+def test_construction_errors(options, said):
+    with pytest.raises(ValueError, match=said):
+        DDPM(DIGITS, **options)
+
+
+def test_a_class_condition_changes_the_answer():
+    model, items = small(), batch()
+    other = Batch(items.x, (items.cond + 1) % 10, index=items.index)
+    assert not torch.allclose(model.log_likelihood(items).nats, model.log_likelihood(other).nats)
+
+
+@pytest.mark.parametrize("objective", ["simple", "vlb"])
+@pytest.mark.parametrize("spec", [DIGITS, DataSpec("v", (3,), levels=None)])
+def test_the_loss_reaches_every_parameter_and_names_its_parts(objective, spec):
+    model = small(spec, objective=objective)
+    loss = model.loss(batch(8, spec), KeyedGenerator(0, torch.arange(8), "train"))
+    loss.value.backward()
+    assert loss.per_example.shape == (8,) and all(v.shape == (8,) for v in loss.parts.values())
+    unused = [n for n, p in model.core.named_parameters() if p.grad is None]
+    assert not unused, unused
+
+
+def test_two_halves_of_a_batch_are_the_batch():
+    """What each of two processes computes: the noise of an example is keyed by its place in the global batch."""
+    model, items = small(), batch(8)
+    whole = model.loss(items, KeyedGenerator(0, torch.arange(8), "train", 3)).per_example
+    for rank in (0, 1):
+        mine = torch.arange(rank, 8, 2)
+        type(model)._rank_world = property(lambda self, rank=rank: (rank, 2))
+        try:
+            half = model.loss(items.rows(mine), KeyedGenerator(0, mine, "train", 3)).per_example
+        finally:
+            del type(model)._rank_world
+        assert torch.allclose(half, whole[mine], rtol=1e-5)

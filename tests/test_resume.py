@@ -1,0 +1,198 @@
+"""A run that is killed and resumed ends as one that was never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from genmodels.training.archive import read_header
+from genmodels.training.checkpoint import read_checkpoint
+
+ROOT = Path(__file__).parents[1]
+SMALL = [
+    "model=ddpm", "data=digits", "model.net.channels=8", "model.net.multipliers=[1,2]", "model.num_steps=20",
+    "model.net.dropout=0.1", "logger=csv", "trainer.progress=false", "trainer.sample_every_n_steps=0",
+    "checkpoint.every_n_steps=7", "trainer.max_steps=60", "trainer.validate_every_n_steps=23",
+]
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), *SMALL, f"run_dir={folder}", *words]
+
+
+def train(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(folder, *words), capture_output=True, text=True, cwd=folder.parent, env=one_thread())
+
+
+def one_thread() -> dict:
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def fingerprint(path: Path) -> str:
+    """Of weights, averages, optimiser and counters: all that the rest of the run depends on."""
+    state = read_checkpoint(path)
+    digest = hashlib.sha256()
+
+    def feed(value) -> None:
+        if isinstance(value, torch.Tensor):
+            digest.update(value.numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in value:
+                digest.update(str(key).encode())
+                feed(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                feed(item)
+        else:
+            digest.update(repr(value).encode())
+
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops"):
+        feed(state[part])
+    return digest.hexdigest()
+
+
+def metrics(folder: Path) -> str:
+    return (folder / "metrics.csv").read_text()
+
+
+def kill_after(folder: Path, process: subprocess.Popen, step: int, extra: float = 0.0) -> int:
+    """SIGKILL once last.ckpt has reached a step; the step it then has."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if read_header(folder / "last.ckpt", check=False)["step"] >= step:
+                break
+        except Exception:
+            pass
+        time.sleep(0.01)
+    time.sleep(extra)
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    return read_header(folder / "last.ckpt")["step"]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """One run that nobody stops, for each number of loader workers."""
+    runs = {}
+    for workers in (0, 2):
+        folder = tmp_path_factory.mktemp("straight") / f"run{workers}"
+        done = train(folder, f"data.num_workers={workers}")
+        assert done.returncode == 0, done.stderr
+        runs[workers] = folder
+    return runs
+
+
+def test_workers_change_nothing(straight):
+    assert fingerprint(straight[0] / "last.ckpt") == fingerprint(straight[2] / "last.ckpt")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_at_random_moments(straight, tmp_path, workers):
+    rng = random.Random(workers)
+    folder, option = tmp_path / "run", f"data.num_workers={workers}"
+    stops, words = [], [option]
+    for target in sorted(rng.sample(range(7, 50), 2)):
+        with subprocess.Popen(
+            command(folder, *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()
+        ) as process:
+            stops.append(kill_after(folder, process, target, extra=rng.uniform(0, 0.15)))
+        words = [option, "resume=last"]
+    last = train(folder, *words)
+    assert last.returncode == 0, last.stderr
+    assert stops[-1] < 60, stops
+    assert fingerprint(folder / "last.ckpt") == fingerprint(straight[workers] / "last.ckpt"), stops
+    assert fingerprint(folder / "best.ckpt") == fingerprint(straight[workers] / "best.ckpt"), stops
+    assert metrics(folder) == metrics(straight[workers]), stops
+
+
+def test_the_fingerprint_sees_another_order_of_the_data(straight, tmp_path):
+    """The planted bug: the same steps on other batches must not pass for the same run."""
+    done = train(tmp_path / "run", "seed=1")
+    assert done.returncode == 0
+    assert fingerprint(tmp_path / "run" / "last.ckpt") != fingerprint(straight[0] / "last.ckpt")
+
+
+def test_stopped_by_a_signal_and_at_the_end_of_an_epoch(straight, tmp_path):
+    """19 batches of 64 make an epoch of digits: stop there, by SIGTERM later, and go on."""
+    folder = tmp_path / "run"
+    first = train(folder, "trainer.max_steps=19")
+    assert first.returncode == 0, first.stderr
+    assert read_header(folder / "last.ckpt")["finished"]
+    with subprocess.Popen(command(folder, "resume=last"), stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()) as run:
+        deadline = time.monotonic() + 120
+        while read_header(folder / "last.ckpt", check=False)["step"] < 28 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        run.send_signal(signal.SIGTERM)
+        message = run.stderr.read().decode()
+    assert run.returncode == 130 and "interrupted" in message, message
+    done = train(folder, "resume=last")
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (read_checkpoint(f / "last.ckpt") for f in (folder, straight[0]))
+    for name, value in theirs["state_dict"].items():
+        assert torch.equal(ours["state_dict"][name], value), name
+
+
+def test_two_accumulated_batches_resume_too(tmp_path):
+    words = ["trainer.accumulate=2", "trainer.max_steps=20", "checkpoint.every_n_steps=3"]
+    whole = train(tmp_path / "whole", *words)
+    assert whole.returncode == 0, whole.stderr
+    folder = tmp_path / "run"
+    with subprocess.Popen(command(folder, *words), stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()) as process:
+        kill_after(folder, process, 6)
+    again = train(folder, *words, "resume=last")
+    assert again.returncode == 0, again.stderr
+    assert fingerprint(folder / "last.ckpt") == fingerprint(tmp_path / "whole" / "last.ckpt")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["resume=last", "seed=3"], "seed is 0"),
+        (["resume=last", "model.net.channels=16"], "model.net.channels is 8"),
+        (["resume=last", "data.batch_size=32"], "data.batch_size"),
+        (["resume=nowhere"], "no such checkpoint"),
+        ([], "already holds a run"),
+    ],
+)
+def test_what_cannot_be_resumed_is_one_line(straight, words, said):
+    result = train(straight[0], *words)
+    assert result.returncode == 2 and said in result.stderr, result.stderr
+    assert result.stderr.strip().count("\n") == 0
+
+
+def test_resume_without_a_run(tmp_path):
+    result = train(tmp_path / "none", "resume=last")
+    assert result.returncode == 2 and "no last.ckpt" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_cut_checkpoint_is_not_resumed(straight, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("last.ckpt", "best.ckpt"):
+        (folder / name).write_bytes((straight[0] / name).read_bytes())
+    whole = (folder / "last.ckpt").read_bytes()
+    (folder / "last.ckpt").write_bytes(whole[: len(whole) // 2])
+    result = train(folder, "resume=last")
+    assert result.returncode == 1 and "best.ckpt" in result.stderr and result.stderr.count("\n") == 1, result.stderr
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(tmp_path):
+    folder = tmp_path / "run"
+    result = train(folder, "model.optimizer.lr=1e18", "model.optimizer.clip=0", "checkpoint.every_n_steps=1")
+    assert result.returncode == 1, result.stderr
+    assert "not finite" in result.stderr and "step " in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    kept = read_checkpoint(folder / "last.ckpt")
+    assert all(torch.isfinite(v).all() for v in kept["state_dict"].values() if v.is_floating_point())
+    json.dumps(kept["genmodels"])

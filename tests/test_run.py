@@ -1,0 +1,281 @@
+"""The main job through the command line: train, sample, evaluate, and everything that is left in the run folder."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from genmodels.training.archive import checkpoint_hash, read_header
+
+ROOT = Path(__file__).parents[1]
+QUICK = ["trainer=smoke", "trainer.max_steps=12", "trainer.validate_every_n_steps=6", "trainer.sample_every_n_steps=6"]
+TINY = ["model.net.channels=8", "model.num_steps=30", *QUICK]
+
+
+def genmodels(command: str, *words: str, cwd: Path, code: int = 0) -> subprocess.CompletedProcess:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env.pop("WANDB_API_KEY", None)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / f"{command}.py"), *words], capture_output=True, text=True, cwd=cwd, env=env
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """One short run of the default model with all loggers."""
+    cwd = tmp_path_factory.mktemp("main")
+    loggers = ["logger.tensorboard=true"] if _has_tensorboard() else []
+    done = genmodels("train", "model=ddpm", *TINY, *loggers, cwd=cwd)
+    folder = next((cwd / "runs" / "ddpm-digits").iterdir())
+    return cwd, folder, done
+
+
+def _has_tensorboard() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def test_the_run_folder_is_whole(trained):
+    cwd, folder, done = trained
+    for name in ("config.yaml", "last.ckpt", "best.ckpt", "metrics.csv", "log.txt", "wandb"):
+        assert (folder / name).exists(), name
+    assert [p.name for p in sorted((folder / "samples").iterdir())] == ["step_000006.png", "step_000012.png"]
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["model"]["net"]["channels"] == 8 and config["seed"] == 0
+    header = read_header(folder / "last.ckpt")
+    assert header["step"] == 12 and header["finished"] and header["data"]["levels"] == 17
+    assert set(p.name for p in cwd.iterdir()) == {"runs"}  # nothing is written anywhere else
+
+
+def test_the_last_lines_say_what_to_type_next(trained):
+    cwd, folder, done = trained
+    lines = done.stdout.strip().splitlines()
+    assert lines[-3].startswith("reached: step 12, val/bits_per_dim ")
+    for line, script in ((lines[-2], "sample.py"), (lines[-1], "evaluate.py")):
+        words = line.split()
+        assert words[1:3] == ["python", script]
+        assert (cwd / words[3].removeprefix("ckpt=")).is_file()
+
+
+def test_metrics_are_a_table(trained):
+    rows = list(csv.DictReader(open(trained[1] / "metrics.csv")))
+    assert [int(r["step"]) for r in rows] == sorted(int(r["step"]) for r in rows)
+    assert sum(bool(r["val/bits_per_dim"]) for r in rows) == 2
+
+
+def offline_records(folder: Path) -> list:
+    """Every record of the offline W&B run file."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal import datastore
+
+    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    store = datastore.DataStore()
+    store.open_for_scan(str(path))
+    records = []
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        records.append(record)
+    return records
+
+
+def test_the_offline_wandb_run_holds_metrics_configuration_and_pictures(trained):
+    records = offline_records(trained[1])
+    history, config = {}, {}
+    for record in records:
+        for item in record.history.item:
+            history.setdefault(item.key or ".".join(item.nested_key), []).append(json.loads(item.value_json))
+        for update in (*record.run.config.update, *record.config.update):
+            config[update.key or ".".join(update.nested_key)] = json.loads(update.value_json)
+    assert len(history["val/bits_per_dim"]) == 2
+    rows = list(csv.DictReader(open(trained[1] / "metrics.csv")))
+    written = [float(r["val/bits_per_dim"]) for r in rows if r["val/bits_per_dim"]]
+    assert history["val/bits_per_dim"] == pytest.approx(written)
+    assert config["model"]["net"]["channels"] == 8 and config["data"]["_target_"].endswith("Digits")
+    pictures = [name for value in history["samples"] for name in value["filenames"]]
+    media = next((trained[1] / "wandb").glob("offline-run-*")) / "files"
+    assert len(pictures) == 2 and all((media / name).is_file() for name in pictures)
+
+
+@pytest.mark.skipif(not _has_tensorboard(), reason="the extra `tensorboard` is not installed")
+def test_tensorboard_has_them_too(trained):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(trained[1] / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    assert "val/bits_per_dim" in events.Tags()["scalars"] and len(events.Images("samples")) == 2
+
+
+def test_sample_writes_a_grid_with_its_provenance(trained):
+    cwd, folder, _ = trained
+    done = genmodels("sample", f"ckpt={folder / 'best.ckpt'}", "n=20", "steps=3", cwd=cwd)
+    path = Path(done.stdout.split(": ")[-1].strip())
+    with Image.open(path) as picture:
+        assert picture.size == (10 * 34 + 2, 2 * 34 + 2) and picture.getextrema() != (0, 0)
+        assert picture.text["genmodels.checkpoint"] == checkpoint_hash(folder / "best.ckpt")
+        found = {key: picture.text[f"genmodels.{key}"] for key in ("seed", "index", "sampler", "steps")}
+        assert found == {"seed": "0", "index": "0-19", "sampler": "dpmpp_2m", "steps": "3"}
+
+
+def test_samples_are_addressable_through_the_command(trained, tmp_path):
+    _, folder, _ = trained
+    words = [f"ckpt={folder}", "sampler=ddim", "steps=5", "seed=7"]
+    genmodels("sample", *words, "n=12", "batch_size=5", f"out={tmp_path}/a.npz", cwd=tmp_path)
+    genmodels("sample", *words, "n=1", "start=9", f"out={tmp_path}/b.npz", cwd=tmp_path)
+    whole, alone = np.load(tmp_path / "a.npz"), np.load(tmp_path / "b.npz")
+    assert whole["x"].shape == (12, 1, 8, 8) and whole["cond"].tolist() == [*range(10), 0, 1]
+    assert np.abs(whole["x"][9].astype(int) - alone["x"][0]).max() <= 1
+    assert json.loads(str(whole["made"]))["steps"] == 5
+
+
+def test_single_pictures_raw_weights_and_the_path(trained, tmp_path):
+    _, folder, _ = trained
+    words = [f"ckpt={folder / 'last.ckpt'}", "n=3", "steps=4", "cond=3", "ema=false", f"out={tmp_path}/singles"]
+    genmodels("sample", *words, f"path={tmp_path}/way.gif", "frames=4", cwd=tmp_path)
+    names = sorted(p.name for p in (tmp_path / "singles").iterdir())
+    assert names == ["000000.png", "000001.png", "000002.png"]
+    with Image.open(tmp_path / "singles" / names[0]) as one:
+        assert one.size == (8, 8) and one.text["genmodels.cond"] == "3" and one.text["genmodels.weights"] == "raw"
+    with Image.open(tmp_path / "way.gif") as film:
+        assert film.n_frames == 4
+    genmodels("sample", *words[:3], f"path={tmp_path}/way.png", f"out={tmp_path}/x.png", cwd=tmp_path)
+    with Image.open(tmp_path / "way.png") as strip:
+        assert strip.size == (4 * 34 + 2, 3 * 34 + 2)
+
+
+def test_evaluate_reports_the_likelihood_with_its_kind_and_error(trained):
+    cwd, folder, _ = trained
+    done = genmodels("evaluate", f"ckpt={folder}", cwd=cwd)
+    report = json.loads((folder / "report.json").read_text())
+    (row,) = report["likelihood"]
+    assert row["kind"] == "lower_bound" and row["mark"] == "<=" and row["n"] == report["data"]["items"] == 359
+    assert row["made"]["terms"] == 29 and row["se_data"] > 0 and row["se_mc"] is None
+    assert f"<= {row['bits_per_dim']:.4f}" in done.stdout and "lower_bound" in done.stdout
+    assert len(report["profile"]["diffusion"]["nats"]) == 29
+    assert sum(report["profile"]["diffusion"]["nats"]) == pytest.approx(row["parts_nats"]["diffusion"])
+    assert report["checkpoint"]["sha256"] == checkpoint_hash(folder / "best.ckpt")
+    uniform, histogram = report["references"]
+    assert uniform["value"] == pytest.approx(np.log2(17)) and 2.3 < histogram["value"] < 2.6
+
+
+def test_evaluate_does_not_depend_on_the_batch_size_and_gives_the_error_of_its_draws(trained, tmp_path):
+    _, folder, _ = trained
+    values = []
+    for size in (1, 64):
+        words = [f"ckpt={folder / 'best.ckpt'}", "draws=4", "limit=40", f"batch_size={size}"]
+        genmodels("evaluate", *words, f"out={tmp_path}/{size}.json", cwd=tmp_path)
+        report = json.loads((tmp_path / f"{size}.json").read_text())
+        values.append(report["likelihood"][0]["bits_per_dim"])
+        assert report["likelihood"][0]["se_mc"] > 0 and report["data"]["limited"]
+    assert values[0] == pytest.approx(values[1], abs=1e-5)
+
+
+def test_two_checkpoints_make_one_table_and_a_broken_one_is_named(trained, tmp_path):
+    cwd, folder, _ = trained
+    broken = tmp_path / "cut" / "best.ckpt"
+    broken.parent.mkdir()
+    broken.write_bytes((folder / "best.ckpt").read_bytes()[:-50])
+    both = f"ckpt=[{folder / 'best.ckpt'},{folder / 'last.ckpt'},{broken}]"
+    done = genmodels("evaluate", both, "limit=8", f"out={tmp_path}/reports", cwd=cwd, code=1)
+    assert done.stdout.count("lower_bound") == 2 and str(broken) in done.stderr
+    assert len(list((tmp_path / "reports").rglob("*.json"))) == 2
+
+
+def test_training_on_two_processes_is_training_on_one(tmp_path):
+    words = ["model=ddpm", *TINY, "logger=csv", "trainer.sample_every_n_steps=0", "trainer.accelerator=cpu"]
+    genmodels("train", *words, f"run_dir={tmp_path}/one", cwd=tmp_path)
+    genmodels("train", *words, f"run_dir={tmp_path}/two", "trainer.devices=2", "trainer.strategy=ddp", cwd=tmp_path)
+    one, two = (read_header(tmp_path / name / "last.ckpt") for name in ("one", "two"))
+    assert one["step"] == two["step"] == 12 and one["batches_seen"] == two["batches_seen"]
+    assert one["figures"]["val/bits_per_dim"] == pytest.approx(two["figures"]["val/bits_per_dim"], abs=2e-3)
+    from genmodels.training.checkpoint import read_checkpoint
+
+    a, b = (read_checkpoint(tmp_path / name / "last.ckpt")["state_dict"] for name in ("one", "two"))
+    moved = max(float((a[k] - b[k]).abs().max()) for k in a if a[k].is_floating_point())
+    assert moved < 5e-3, moved
+
+
+@pytest.mark.parametrize("words", [["data=toy"], ["data=toy", "data.set=checkerboard", "model.objective=vlb"]])
+def test_points_in_the_plane(tmp_path, words):
+    genmodels("train", "model=ddpm", *words, *QUICK, "model.num_steps=30", "run_dir=run", cwd=tmp_path)
+    assert (tmp_path / "run" / "samples" / "step_000012.png").is_file()
+    genmodels("sample", "ckpt=run", "n=100", "path=way.gif", cwd=tmp_path)
+    done = genmodels("evaluate", "ckpt=run", "limit=50", cwd=tmp_path)
+    assert "exact entropy" in done.stdout and "nats" in done.stdout
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["likelihood"][0]["kl_gap"] == pytest.approx(
+        report["likelihood"][0]["nll"] - report["likelihood"][0]["entropy"]
+    )
+
+
+def test_vectors_and_images_of_the_users_own(tmp_path):
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "vectors.npz", x=rng.normal(size=(300, 7)).astype("float32"))
+    np.savez(tmp_path / "images.npz", x=rng.integers(0, 256, (120, 9, 11, 3), dtype="uint8"), y=np.arange(120) % 4)
+    common = ["model=ddpm", "data=arrays", "model.num_steps=20", *QUICK, "data.batch_size=32"]
+    genmodels("train", *common, "data.path=vectors.npz", "run_dir=v", cwd=tmp_path)
+    done = genmodels("sample", "ckpt=v", "n=5", cwd=tmp_path)
+    assert np.load(tmp_path / done.stdout.split(": ")[-1].strip())["x"].shape == (5, 7)
+    genmodels("train", *common, "data.path=images.npz", "model.net.channels=8", "run_dir=i", cwd=tmp_path)
+    genmodels("sample", "ckpt=i", "n=5", "cond=[1,3]", "out=i.png", cwd=tmp_path)
+    with Image.open(tmp_path / "i.png") as picture:
+        assert picture.mode == "RGB"
+
+
+BAD = [
+    ("train", ["model=dppm"], 2, "did you mean 'ddpm'"),
+    ("train", ["model.net.chanels=3"], 2, "did you mean 'channels'"),
+    ("train", ["trainer.max_steps=abc"], 2, "trainer.max_steps must be an integer"),
+    ("train", ["trainer.max_steps=0"], 2, "trainer.max_steps"),
+    ("train", ["data=mnist", "data.root=nowhere", "data.download=false"], 2, "nowhere"),
+    ("train", ["data=image_folder", "data.root=empty"], 2, "no images"),
+    ("train", ["data=image_folder"], 2, "root"),
+    ("train", ["model.num_steps=10", "model.schedule=linear"], 2, "21"),
+    ("train", ["data.batch_size=0"], 2, "batch_size"),
+    ("train", ["model.net.multipliers=[1,2,4,8,8]"], 2, "levels"),
+    ("train", ["trainer.precision=16-mixed"], 2, "bf16-mixed"),
+    ("train", ["trainer.accelerator=warp"], 2, "trainer"),
+    ("train", ["model.optimizer.lr=-1"], 2, "lr"),
+    ("train", ["model._target_=os.system"], 2, "not a class of genmodels"),
+    ("sample", [], 2, "ckpt"),
+    ("sample", ["ckpt=nowhere.ckpt"], 1, "no such checkpoint"),
+    ("sample", ["ckpt=RUN", "n=0"], 2, "n must be at least 1"),
+    ("sample", ["ckpt=RUN", "n=many"], 2, "n must be an integer"),
+    ("sample", ["ckpt=RUN", "cond=10"], 2, "0..9"),
+    ("sample", ["ckpt=RUN", "steps=31"], 2, "1..30"),
+    ("sample", ["ckpt=RUN", "sampler=dpm"], 2, "ddpm"),
+    ("sample", ["ckpt=RUN", "temperature=-1"], 2, "temperature"),
+    ("sample", ["ckpt=RUN", "out=x.jpg"], 2, ".png"),
+    ("sample", ["ckpt=RUN", "device=cuda:9"], 2, "device=cuda:9"),
+    ("sample", ["ckpt=RUN", "ema=0.5"], 2, "0.999"),
+    ("sample", ["ckpt=text.ckpt"], 1, "not a genmodels checkpoint"),
+    ("evaluate", ["ckpt=RUN", "draws=0"], 2, "draws"),
+    ("evaluate", ["ckpt=RUN", "draws=1000"], 2, "29"),
+    ("evaluate", ["ckpt=RUN", "split=dev"], 2, "test"),
+    ("evaluate", ["ckpt=RUN", "data._target_=genmodels.data.toy.Toy"], 2, "do not fit"),
+    ("evaluate", ["ckpt=[]"], 2, "no checkpoint"),
+]
+
+
+@pytest.mark.parametrize("command, words, code, said", BAD, ids=[" ".join([b[0], *b[1]]) for b in BAD])
+def test_bad_input_is_one_line(trained, tmp_path, command, words, code, said):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.ckpt").write_text("not a checkpoint")
+    words = [w.replace("RUN", str(trained[1])) for w in words]
+    done = genmodels(command, *words, cwd=tmp_path, code=code)
+    message = done.stderr.strip().splitlines()
+    assert len(message) == 1 and said in message[0] and message[0].startswith(f"genmodels {command}: "), done.stderr
+    left = {p.name for p in tmp_path.iterdir()} - {"empty", "text.ckpt"}
+    assert not left, f"something was left behind: {left}"
