@@ -65,7 +65,7 @@ class KeyedGenerator:
         index: (B,) int64, which example each row is (a sample's number, an item's position in its data set,
             or the position in the global batch); indices must lie in 0 .. 2^32 - 2.
         stream: a name that keeps unrelated uses apart ("train", "sample", "evaluate", ...).
-        step: the number of the step; `at(step)` gives the generator of another one.
+        step: the number of the step, or (B,) int64 with one for each row; `at(step)` gives the generator of another one.
 
     Successive draws from one object differ; a fresh object with the same arguments repeats them.
 
@@ -76,24 +76,28 @@ class KeyedGenerator:
         True
     """
 
-    def __init__(self, seed: int, index: Tensor, stream: str = "", step: int = 0):
+    def __init__(self, seed: int, index: Tensor, stream: str = "", step: int | Tensor = 0):
         if not isinstance(index, Tensor) or index.dim() != 1 or index.is_floating_point():
             raise ValueError(f"index must be a 1-D integer tensor, got {index!r}")
-        if not 0 <= step <= _WORD:
+        if isinstance(step, Tensor):
+            if step.shape != index.shape:
+                raise ValueError(f"one step for each of {len(index)} rows is needed, got shape {tuple(step.shape)}")
+        elif not 0 <= step <= _WORD:
             raise ValueError(f"step must lie in 0 .. 2^32 - 1, got {step}")
-        self.seed, self.stream, self.step = int(seed), stream, int(step)
+        self.seed, self.stream, self.step = int(seed), stream, step
         self.index = index.to(torch.int64)
         mixed = seed_of(self.seed, stream)
         self._key = (mixed & _WORD, (mixed >> 32) & _WORD)
         self._draw = 0
 
-    def at(self, step: int) -> KeyedGenerator:
-        """The generator of another step, from its first draw."""
+    def at(self, step: int | Tensor) -> KeyedGenerator:
+        """The generator of another step (or of one step for each row), from its first draw."""
         return KeyedGenerator(self.seed, self.index, self.stream, step)
 
     def rows(self, selection) -> KeyedGenerator:
         """The generator of some rows only, from its first draw."""
-        return KeyedGenerator(self.seed, self.index[selection], self.stream, self.step)
+        step = self.step[selection] if isinstance(self.step, Tensor) else self.step
+        return KeyedGenerator(self.seed, self.index[selection], self.stream, step)
 
     def child(self, name: str) -> KeyedGenerator:
         """A generator for another purpose with the same seed, indices and step."""
@@ -103,7 +107,9 @@ class KeyedGenerator:
         """(len(index), at least count) words in 0 .. 2^32 - 1; one draw is used up."""
         blocks = torch.arange(-(-count // 4), device=device)[None, :]
         index = index.to(device)[:, None]
-        step, draw = torch.full_like(blocks, self.step), torch.full_like(blocks, self._draw)
+        own = isinstance(self.step, Tensor)
+        step = self.step.to(device)[:, None] if own else torch.full_like(blocks, self.step)
+        draw = torch.full_like(blocks, self._draw)
         self._draw += 1
         # Four quarters side by side (not interleaved): one `cat` of contiguous pieces.
         words = philox(torch.broadcast_tensors(blocks, index, step, draw), self._key)
@@ -131,6 +137,8 @@ class KeyedGenerator:
 
     def shared_uniform(self, count: int = 1, *, dtype=torch.float64, device=None) -> Tensor:
         """(count,) uniform draws that do not depend on the indices: the same for every process of a step."""
+        if isinstance(self.step, Tensor):
+            raise ValueError("a generator with one step for each row has no draws that the rows share")
         index = torch.full((1,), _SHARED, dtype=torch.int64, device=device or self.index.device)
         return _unit(self._words(index, count, index.device)[0, :count], dtype)
 
@@ -172,6 +180,6 @@ def shared_uniform(count: int, generator: Generator, *, dtype=torch.float64, dev
     return uniform((count,), generator, dtype=dtype, device=device)
 
 
-def at_step(generator: Generator, step: int) -> Generator:
+def at_step(generator: Generator, step: int | Tensor) -> Generator:
     """The generator for one step of a loop: re-keyed if it is keyed, itself if it is a torch.Generator."""
     return generator.at(step) if isinstance(generator, KeyedGenerator) else generator

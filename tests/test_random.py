@@ -71,6 +71,18 @@ def test_every_part_of_the_key_matters():
     assert torch.equal(base.at(0).rows(torch.tensor([2])).normal((1, 8)), first[2:3])
 
 
+def test_a_step_for_each_row_is_that_row_at_its_step():
+    index, steps = torch.arange(5), torch.tensor([3, 0, 3, 9, 1])
+    together = KeyedGenerator(0, index, "elbo").at(steps).normal((5, 7))
+    for k in range(5):
+        alone = KeyedGenerator(0, index[k : k + 1], "elbo", int(steps[k])).normal((1, 7))
+        assert torch.equal(together[k : k + 1], alone)
+    with pytest.raises(ValueError, match="share"):
+        KeyedGenerator(0, index, "elbo", steps).shared_uniform()
+    with pytest.raises(ValueError, match="each of 5 rows"):
+        KeyedGenerator(0, index, "elbo", steps[:2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_distributions(dtype):
     generator = KeyedGenerator(0, torch.arange(1000))

@@ -61,11 +61,13 @@ def run(
 
     verify(ckpt_path)
 
-    from genmodels.evaluation.sampling import draw, write_path, write_samples
+    from genmodels.evaluation.sampling import check_target, draw, write_path, write_samples
     from genmodels.models.load import load_model, weights_of
     from genmodels.training.archive import checkpoint_hash
 
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
+    target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec)
+    check_target(target, model.spec)
     options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip}
     options = {key: value for key, value in options.items() if value is not None}
     if path is not None:
@@ -75,7 +77,6 @@ def run(
         weights=weights_of(ema), **options,
     )
     samples.made |= {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
-    target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec)
     for line in write_samples(samples, model.spec, target):
         print(line)
     if path is not None:

@@ -45,7 +45,7 @@ def run(
     from genmodels.training import run as parts
     from genmodels.training.archive import read_header
     from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid
-    from genmodels.training.loggers import LoggerOptions, log_config
+    from genmodels.training.loggers import LoggerOptions, close, log_config
     from genmodels.training.stream import initial_batch, training_stream
     from genmodels.training.trainer import TrainerOptions
 
@@ -78,7 +78,7 @@ def run(
         folder = path.parent
     else:
         path, folder = None, parts.choose_folder(root, name, run_dir)
-    log = parts.Log(folder / "log.txt")
+    log, loggers = parts.Log(folder / "log.txt"), []
     try:
         steps = options.steps(len(datamodule.train_dataloader()))
         done = header.get("step", 0)
@@ -112,11 +112,13 @@ def run(
         validated = options.validate_every_n_steps and steps % min(options.validate_every_n_steps, steps) == 0
         if not validated or not network.figures:
             lightning.validate(network, datamodule.val_dataloader(), verbose=False)
-        for each in loggers:
-            each.save()
         parts.say(f"trained in {time.monotonic() - start:.0f} s", *parts.summary(network, folder))
     finally:
+        for each in loggers:
+            close(each)
         log.close()
+        if resume is None:
+            parts.discard_unused(folder)
 
 
 def _run_id(folder) -> str:

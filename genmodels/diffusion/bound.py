@@ -195,14 +195,11 @@ def _packed(wanted: Tensor, x0: Tensor, generator: Generator, rows: int) -> Iter
     """(items, k, noise) of at most `rows` rows each, covering every wanted (item, k), ordered by k."""
     k_of, item_of = wanted.T.nonzero(as_tuple=True)
     for ks, items in zip(k_of.split(rows), item_of.split(rows), strict=True):
-        noise, at = [], 0
-        for k, count in zip(*(v.tolist() for v in ks.unique_consecutive(return_counts=True)), strict=True):
-            source = generator
-            if isinstance(generator, KeyedGenerator):
-                source = generator.rows(items[at : at + count].to(generator.index.device))
-            noise.append(normal((count, *x0.shape[1:]), at_step(source, k), dtype=x0.dtype, device=x0.device))
-            at += count
-        yield items.to(x0.device), ks.to(x0.device), torch.cat(noise)
+        source = generator
+        if isinstance(generator, KeyedGenerator):
+            source = generator.rows(items.to(generator.index.device)).at(ks)
+        noise = normal((len(items), *x0.shape[1:]), source, dtype=x0.dtype, device=x0.device)
+        yield items.to(x0.device), ks.to(x0.device), noise
 
 
 @dataclass

@@ -91,6 +91,8 @@ def judge(
     if "draws" in inspect.signature(model.log_likelihood).parameters:
         if draws == "auto":
             draws = "all" if items * model.num_steps <= _ALL_TERMS_BUDGET else min(_AUTO_DRAWS, model.num_steps - 1)
+        if isinstance(draws, int) and draws >= model.num_steps:
+            raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of this model's bound, got {draws}")
         options |= {"draws": None if draws == "all" else draws, "replicates": replicates}
     elif draws not in ("auto", "all"):
         raise InputError(f"draws is for diffusion bounds, {path} holds a {model.family}")

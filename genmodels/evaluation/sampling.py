@@ -37,16 +37,14 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
             count = min(batch_size, start + n - first)
             done_before = bar.n if bar is not None else 0
 
-            def report(done: int, before: int = done_before) -> None:
-                if bar is not None:
-                    bar.update(before + done - bar.n)
+            def report(done: int, steps: int, before: int = done_before) -> None:
+                nonlocal bar
+                if bar is None:  # not before the first step: a refused option leaves one line, no bar
+                    bar = tqdm(desc="sampling", unit="step", total=-(-n // batch_size) * steps)
+                bar.update(before + done - bar.n)
 
-            if progress and bar is None:
-                bar = tqdm(desc="sampling", unit="step", total=None)
-            hook = {"progress": report} if "progress" in known else {}
+            hook = {"progress": report} if progress and "progress" in known else {}
             part = model.sample(count, start=first, **options, **hook)
-            if bar is not None and bar.total is None:
-                bar.total = -(-n // batch_size) * max(bar.n, 1)
             if part.x.is_floating_point() and not torch.isfinite(part.x).all():
                 bad = (~torch.isfinite(part.x)).flatten(1).any(1).nonzero()[0, 0]
                 raise RunError(f"sample {int(part.index[bad])} of this model is not finite: try more steps, or ema=true")
@@ -66,6 +64,20 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
     return Samples(made=dict(parts[0].made), path=path, **together)
 
 
+def check_target(target: Path, spec: DataSpec) -> str:
+    """The suffix of a file for samples.
+
+    Raises:
+        InputError: when samples of these data cannot be written in that form.
+    """
+    suffix = target.suffix.lower()
+    if suffix not in (".png", ".npz", ""):
+        raise InputError(f"out={target}: end it in .png (a grid), .npz (arrays), or nothing (a folder of single PNGs)")
+    if suffix != ".npz" and not spec.is_image and (suffix == "" or spec.event_shape != (2,)):
+        raise InputError(f"samples of shape {spec.event_shape} are not pictures: use out=samples.npz")
+    return suffix
+
+
 def write_samples(samples, spec: DataSpec, target: Path) -> list[str]:
     """Write samples to a .png (grid), a .npz (arrays) or a folder (single PNGs); returns what to tell the user.
 
@@ -74,7 +86,7 @@ def write_samples(samples, spec: DataSpec, target: Path) -> list[str]:
     Raises:
         InputError: when the data cannot be drawn as asked.
     """
-    suffix = target.suffix.lower()
+    suffix = check_target(target, spec)
     if suffix == ".npz":
         arrays = {"x": samples.x.numpy(), "index": samples.index.numpy(), "made": json.dumps(samples.made)}
         if samples.cond is not None:
@@ -85,14 +97,8 @@ def write_samples(samples, spec: DataSpec, target: Path) -> list[str]:
         columns = spec.num_classes if samples.cond is not None and len(samples.x) > (spec.num_classes or 0) else None
         columns = columns if columns is not None and columns <= 20 else None
         picture = picture_of(samples.x, spec, columns)
-        if picture is None:
-            raise InputError(f"samples of shape {spec.event_shape} have no picture: use out=samples.npz")
         _save_png(picture, target, samples.made | {"index": _span(samples.index)})
         return [f"{len(samples.x)} samples: {target}"]
-    if suffix:
-        raise InputError(f"out={target}: end it in .png (a grid), .npz (arrays), or nothing (a folder of single PNGs)")
-    if not spec.is_image:
-        raise InputError(f"samples of shape {spec.event_shape} are not images: use out=samples.npz")
     for k, image in enumerate(images_of(samples.x, spec)):
         label = {} if samples.cond is None else {"cond": int(samples.cond[k])}
         number = int(samples.index[k])

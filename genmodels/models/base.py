@@ -117,7 +117,7 @@ class GenerativeModel(pl.LightningModule):
             if cond is not None:
                 raise ValueError("this model is unconditional: leave cond out")
             return None
-        wanted = list(range(classes)) if cond is None else ([cond] if isinstance(cond, int) else list(cond))
+        wanted = list(range(classes)) if cond is None else ([cond] if isinstance(cond, int | str) else list(cond))
         names = [str(name) for name in self.spec.class_names]
         wanted = [names.index(c) if isinstance(c, str) and c in names else c for c in wanted]
         for c in wanted:

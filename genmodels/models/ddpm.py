@@ -84,7 +84,8 @@ class DDPM(GenerativeModel):
         tabulated = issubclass(noise, DiscreteSchedule)
         self.core = Denoiser(net, noise(num_steps=num_steps) if tabulated else noise(), PARAMETERISATIONS[parameterisation]())
         self.decoder = Gaussian() if spec.levels is None else DiscretisedGaussian(spec.levels)
-        self.objective = OBJECTIVES[objective](self.decoder, self.bound_times(), time_sampler=time_sampler)
+        parts = {"variance": variance} if objective == "vlb" else {}
+        self.objective = OBJECTIVES[objective](self.decoder, self.bound_times(), time_sampler=time_sampler, **parts)
         self.register_buffer("location", torch.zeros(spec.event_shape))
         self.register_buffer("scale", torch.ones(spec.event_shape))
         self.finish_setup(optimizer, ema_decay)
@@ -163,8 +164,8 @@ class DDPM(GenerativeModel):
             replicates: independent repetitions of the stratified estimate (>= 2), for its standard error.
             rows: most rows in one call of the network.
         """
-        if draws is not None and (draws < 1 or replicates < 2):
-            raise ValueError(f"draws must be >= 1 and replicates >= 2, got {draws} and {replicates}")
+        if draws is not None and not 1 <= draws < self.num_steps:
+            raise ValueError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the bound, got {draws}")
         x0 = self.encode(batch.x)
         index = torch.arange(len(batch), device=x0.device) if batch.index is None else batch.index
         core = self.weights(weights)
@@ -230,7 +231,7 @@ class DDPM(GenerativeModel):
             clip: clip the estimate of the data to its range at every step; default yes for integers.
             weights: `ema`, `raw`, or one of the decays kept.
             path: number of frames of the way from noise to data to keep, 0 for none.
-            progress: called after every step with the number of steps done.
+            progress: called after every step with the number of steps done and their total.
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
@@ -255,7 +256,7 @@ class DDPM(GenerativeModel):
             if done in wanted:
                 frames.append(self.decode(x))
             if progress is not None:
-                progress(done + 1)
+                progress(done + 1, steps)
 
         with torch.no_grad():
             out = run_sampler(

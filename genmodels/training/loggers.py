@@ -58,15 +58,18 @@ class LoggerOptions:
         online = self.wandb == "online"
         if online and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
             raise InputError("logger=wandb is online and needs a login: run 'wandb login', or use logger=default (offline)")
-        return WandbLogger(
-            name=self.name or run_dir.name,
-            project=self.project,
-            save_dir=str(run_dir),
-            id=run_id,
-            offline=not online,
-            resume="allow" if online else None,
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
-        )
+        run = None
+        if rank_zero_only.rank == 0:
+            run = wandb.init(
+                name=self.name or run_dir.name,
+                project=self.project,
+                dir=str(run_dir),
+                id=run_id,
+                mode="online" if online else "offline",
+                resume="allow" if online else None,
+                settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+            )
+        return WandbLogger(experiment=run, project=self.project, save_dir=str(run_dir), offline=not online)
 
 
 class CSVLogger(Logger):
@@ -117,7 +120,9 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the table whole."""
+        """Write the table whole; nothing while it is empty."""
+        if not self._rows:
+            return
         text = io.StringIO()
         writer = csv.DictWriter(text, self._columns)
         writer.writeheader()
@@ -128,8 +133,7 @@ class CSVLogger(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Write what is left."""
-        if self._rows:
-            self.save()
+        self.save()
 
 
 @rank_zero_only
@@ -154,3 +158,13 @@ def log_config(loggers: list[Logger], config: dict) -> None:
             import yaml
 
             logger.experiment.add_text("config", f"```\n{yaml.safe_dump(config, sort_keys=False)}\n```")
+
+
+def close(logger: Logger) -> None:
+    """Write what is left and end the logger's run, so that the next one in this process is its own."""
+    logger.save()
+    if isinstance(logger, WandbLogger):
+        import wandb
+
+        if wandb.run is not None:
+            wandb.finish()

@@ -51,6 +51,18 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
     return folder
 
 
+def discard_unused(folder: Path) -> None:
+    """Remove what a run that never began has left in its folder, and the folder if that empties it."""
+    if (folder / "last.ckpt").exists():
+        return
+    for name in ("log.txt", "config.yaml"):
+        (folder / name).unlink(missing_ok=True)
+    for empty in (folder, folder.parent, folder.parent.parent):
+        if empty == Path(".") or any(empty.iterdir()):
+            return
+        empty.rmdir()
+
+
 def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path:
     """The checkpoint that `resume` means: `last` (of run_dir, or of the newest such run), a folder, or a file.
 

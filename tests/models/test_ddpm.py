@@ -160,8 +160,8 @@ def test_sampling_counts_and_keeps_the_path():
     assert out.made["evaluations"] == out.made["steps"] == 12
     assert out.path.shape == (4, 3, 1, 8, 8) and torch.equal(out.path[-1], out.x)
     calls = []
-    model.sample(2, steps=5, progress=calls.append)
-    assert calls == [1, 2, 3, 4, 5]
+    model.sample(2, steps=5, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(k, 5) for k in range(1, 6)]
 
 
 def test_temperature_zero_is_one_sample():

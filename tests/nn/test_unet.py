@@ -244,9 +244,9 @@ def test_traces_without_a_graph_break(event_shape, masked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event_shape", [(1, 8, 8), (2, 13)])
-def test_compiled_equals_eager(event_shape):
-    net = build(event_shape, 3).float()
+def test_compiled_equals_eager():
+    event_shape = (1, 8, 8)
+    net = build(event_shape, 3, multipliers=(1, 2)).float()
     compiled = torch.compile(copy.deepcopy(net), fullgraph=True)
     arguments = inputs(event_shape, num_classes=3, dtype=torch.float32)
     results = []
