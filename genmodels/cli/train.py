@@ -85,10 +85,10 @@ def run(
         if resume is None:
             network.initialize(initial_batch(datamodule))
             parts.write_config(folder, config)
-        loggers = logging_options.build(folder, header.get("run_id") or _run_id(folder), done)
         checkpointing = Checkpointing(folder, checkpoints)
         grids = SampleGrid(folder, options.sample_every_n_steps)
-        lightning = options.build(steps, [FiniteMetrics(), grids, checkpointing], loggers, str(folder))
+        lightning = options.build(steps, [FiniteMetrics(), grids, checkpointing], str(folder))
+        lightning.loggers = loggers = logging_options.build(folder, _run_id(folder), done)
         if options.compile:
             parts.compile_network(network)
         log_config(loggers, config)

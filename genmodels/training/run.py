@@ -86,6 +86,10 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
     return path
 
 
+# What changes where the data lie or how fast they come, not what is learnt from them.
+_FREE = {"data.num_workers", "data.root", "data.download"}
+
+
 def check_same(header: dict, config: dict, path: Path) -> None:
     """Refuse to resume under another model, other data or another seed: it would not be the same run.
 
@@ -95,7 +99,7 @@ def check_same(header: dict, config: dict, path: Path) -> None:
     for part in ("model", "data", "seed"):
         then, now = _flat(header["config"].get(part), part), _flat(config.get(part), part)
         for key in dict.fromkeys([*then, *now]):
-            if then.get(key) != now.get(key):
+            if key not in _FREE and then.get(key) != now.get(key):
                 was, given = (f"is {d[key]!r}" if key in d else "is not set" for d in (then, now))
                 raise InputError(
                     f"resume: {key} {was} in {path} but {given} here; a resumed run keeps its model, data and seed"

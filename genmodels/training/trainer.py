@@ -76,8 +76,8 @@ class TrainerOptions:
             limits.append(math.ceil(self.max_epochs * batches_per_epoch / self.accumulate))
         return min(limits, default=10_000)
 
-    def build(self, steps: int, callbacks: list, loggers: list, root_dir: str) -> pl.Trainer:
-        """The Lightning Trainer of a run of `steps` steps over an endless stream of batches."""
+    def build(self, steps: int, callbacks: list, root_dir: str) -> pl.Trainer:
+        """The Lightning Trainer of a run of `steps` steps over an endless stream of batches; loggers are set afterwards."""
         every = min(self.validate_every_n_steps or steps, steps)
         try:
             return pl.Trainer(
@@ -101,7 +101,7 @@ class TrainerOptions:
                 default_root_dir=root_dir,
                 callbacks=callbacks + ([StepBar()] if self.progress else []),
                 enable_progress_bar=self.progress,
-                logger=loggers or False,
+                logger=False,
                 plugins=[WholeFiles()],
             )
         except (ValueError, RuntimeError, ImportError) as error:
