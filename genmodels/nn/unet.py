@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from genmodels.nn.blocks import CONVOLUTION, Downsample, ResidualBlock, Upsample, hide, zeroed
+from genmodels.nn.blocks import CONVOLUTION, Downsample, NarrowConv2d, ResidualBlock, Upsample, hide, zeroed
 from genmodels.nn.embedding import ConditionEmbedding
 from genmodels.nn.norm import GroupNorm
 from genmodels.nn.spatial_attention import ATTENTION
@@ -127,8 +127,10 @@ class UNet(nn.Module):
                 self.up_samples.append(Upsample(dims, current, widths[level - 1]))
                 current = widths[level - 1]
 
+        out_channels = in_channels * (2 if double_output else 1)
+        last = NarrowConv2d if dims == 2 and out_channels <= 6 else convolution
         self.head_norm = GroupNorm(current)
-        self.head = zeroed(convolution(current, in_channels * (2 if double_output else 1), 3, padding=1))
+        self.head = zeroed(last(current, out_channels, 3, padding=1))
 
         stages = [s for stage in (*self.down, self.middle, *self.up) for s in stage]
         self._modulation_widths = [2 * s.block.conv_1.out_channels for s in stages]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genmodels.nn import ResidualBlock, Upsample
-from genmodels.nn.blocks import resized_twice_convolution
+from genmodels.nn.blocks import narrow_convolution, resized_twice_convolution
 
 
 def upsampled_by_loop(x, size, weight, bias):
@@ -47,6 +47,27 @@ def test_law_catches_swapped_parities():
     assert torch.allclose(resized_twice_convolution(x, weight, bias), expected, atol=1e-12)
     for wrong in (weight.transpose(2, 3), weight.flip(2)):
         assert not torch.allclose(resized_twice_convolution(x, wrong, bias), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("space", [(1, 1), (2, 3), (7, 4)])
+@pytest.mark.parametrize("out_channels", [1, 3])
+def test_narrow_convolution_is_a_convolution(space, out_channels):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 5, *space).double(), torch.randn(out_channels, 5, 3, 3).double()
+    bias = torch.randn(out_channels).double()
+    expected = torch.nn.functional.conv2d(x, weight, bias, padding=1)
+    assert torch.allclose(narrow_convolution(x, weight, bias), expected, atol=1e-12)
+    if min(space) > 1:
+        # Planted bug: the taps not turned round.
+        assert not torch.allclose(narrow_convolution(x, weight.flip(2, 3), bias), expected, atol=1e-2)
+
+
+def test_gradients_of_the_narrow_convolution():
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 2, 2, 3).double(), torch.randn(1, 2, 3, 3).double()
+    inputs = (x.requires_grad_(), weight.requires_grad_(), torch.zeros(1).double().requires_grad_())
+    assert torch.autograd.gradcheck(narrow_convolution, inputs)
+    assert torch.autograd.gradgradcheck(narrow_convolution, inputs)
 
 
 def test_gradients_of_the_short_form():
