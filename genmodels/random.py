@@ -65,7 +65,7 @@ class KeyedGenerator:
         index: (B,) int64, which example each row is (a sample's number, an item's position in its data set,
             or the position in the global batch); indices must lie in 0 .. 2^32 - 2.
         stream: a name that keeps unrelated uses apart ("train", "sample", "evaluate", ...).
-        step: the number of the step, or (B,) int64 with one for each row; `at(step)` gives the generator of another one.
+        step: the number of the step, or (B,) int64 with one for each row; `at(step)` gives another one's generator.
 
     Successive draws from one object differ; a fresh object with the same arguments repeats them.
 

@@ -131,7 +131,8 @@ def test_killed_at_the_end_of_an_epoch_then_stopped_by_a_signal(straight, tmp_pa
     folder, rare = tmp_path / "run", "checkpoint.every_n_steps=19"
     with subprocess.Popen(command(folder, rare), stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()) as run:
         assert kill_after(folder, run, 19) in (19, 38)
-    with subprocess.Popen(command(folder, "resume=last"), stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()) as run:
+    again = command(folder, "resume=last")
+    with subprocess.Popen(again, stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()) as run:
         deadline = time.monotonic() + 120
         while read_header(folder / "last.ckpt", check=False)["step"] < 28 and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -30,7 +30,7 @@ def run(
         ckpt: the checkpoint (or a run folder: its best.ckpt).
         n: number of samples.
         seed: sample k of a seed is the same alone, in any batch, on any number of processes.
-        out: a .png (one grid), a .npz (arrays), or a folder (one PNG for each sample); default a grid in the run folder.
+        out: a .png (one grid), a .npz (arrays), or a folder (one PNG each); default a grid in the run folder.
         cond: class, or classes that are cycled; default every class in turn.
         temperature: scale of the noise, 1 for the model's own distribution.
         sampler: ddpm, ddim or dpmpp_2m for diffusion.

@@ -20,7 +20,7 @@ from genmodels.diffusion.process import Variance, alpha_ts, expand, posterior, q
 from genmodels.diffusion.schedule import NoiseSchedule, step_to_time
 from genmodels.diffusion.terms import clean_scale, diffusion_term, prior_term, reconstruction_term
 from genmodels.errors import InputError
-from genmodels.random import Generator, KeyedGenerator, at_step, normal, uniform
+from genmodels.random import Generator, KeyedGenerator, normal, uniform
 
 
 def ddpm_times(num_steps: int) -> Tensor:

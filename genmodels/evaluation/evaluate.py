@@ -92,7 +92,7 @@ def judge(
         if draws == "auto":
             draws = "all" if items * model.num_steps <= _ALL_TERMS_BUDGET else min(_AUTO_DRAWS, model.num_steps - 1)
         if isinstance(draws, int) and draws >= model.num_steps:
-            raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of this model's bound, got {draws}")
+            raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the bound, got {draws}")
         options |= {"draws": None if draws == "all" else draws, "replicates": replicates}
     elif draws not in ("auto", "all"):
         raise InputError(f"draws is for diffusion bounds, {path} holds a {model.family}")
@@ -106,7 +106,8 @@ def judge(
     failed = []
     if len(likelihood.nonfinite):
         listed = ", ".join(str(int(i)) for i in likelihood.nonfinite[:3])
-        failed.append(f"{len(likelihood.nonfinite)} of {len(likelihood)} likelihoods are not finite (first items: {listed})")
+        count = f"{len(likelihood.nonfinite)} of {len(likelihood)}"
+        failed.append(f"{count} likelihoods are not finite (first items: {listed})")
     return {
         "format": 1,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -176,7 +176,7 @@ class Likelihood:
         )
 
     def in_index_order(self) -> Likelihood:
-        """The same values sorted by index; raises when an index is missing or repeated (0 .. N-1 expected once each)."""
+        """The same values sorted by index; raises when one of 0 .. N-1 is missing or repeated."""
         order = self.index.argsort()
         expected = torch.arange(len(self), device=self.index.device)
         if not torch.equal(self.index[order], expected):
@@ -185,6 +185,5 @@ class Likelihood:
             raise RunError(f"evaluation lost items: missing {missing[:3]}, repeated {repeated[:3]}")
         sort = {name: None if (v := getattr(self, name)) is None else v[order] for name in ("nats", "dims", "stderr")}
         parts = {name: value[order] for name, value in self.parts.items()}
-        return Likelihood(
-            kind=self.kind, levels=self.levels, made=self.made, index=expected, parts=parts, profile=self.profile, **sort
-        )
+        same = {name: getattr(self, name) for name in ("kind", "levels", "made", "profile")}
+        return Likelihood(index=expected, parts=parts, **same, **sort)

@@ -56,6 +56,12 @@ def scatter(x: Tensor, title: str = "") -> Image.Image:
     return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
 
 
+def columns_for(spec: DataSpec, n: int, labelled: bool) -> int | None:
+    """Columns of a grid of n samples: a column for each class when classes come in turn, else None (a square)."""
+    classes = spec.num_classes if labelled else None
+    return classes if classes is not None and 2 <= classes <= 20 and n > classes else None
+
+
 def picture_of(x: Tensor, spec: DataSpec, columns: int | None = None) -> Image.Image | None:
     """The picture that suits the data: a grid of images, a scatter plot of 2-D points; None for other vectors."""
     if spec.is_image:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from genmodels.data.spec import DataSpec
 from genmodels.errors import InputError, RunError
-from genmodels.evaluation.pictures import grid, images_of, picture_of
+from genmodels.evaluation.pictures import columns_for, grid, images_of, picture_of
 from genmodels.training.archive import write_whole
 
 
@@ -47,7 +47,7 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
             part = model.sample(count, start=first, **options, **hook)
             if part.x.is_floating_point() and not torch.isfinite(part.x).all():
                 bad = (~torch.isfinite(part.x)).flatten(1).any(1).nonzero()[0, 0]
-                raise RunError(f"sample {int(part.index[bad])} of this model is not finite: try more steps, or ema=true")
+                raise RunError(f"sample {int(part.index[bad])} is not finite: try more steps, or ema=true")
             parts.append(part)
     except InputError:
         raise
@@ -94,9 +94,7 @@ def write_samples(samples, spec: DataSpec, target: Path) -> list[str]:
         write_whole(target, lambda file: np.savez_compressed(file, **arrays))
         return [f"{len(samples.x)} samples {tuple(samples.x.shape[1:])} {samples.x.dtype}: {target}"]
     if suffix == ".png":
-        columns = spec.num_classes if samples.cond is not None and len(samples.x) > (spec.num_classes or 0) else None
-        columns = columns if columns is not None and columns <= 20 else None
-        picture = picture_of(samples.x, spec, columns)
+        picture = picture_of(samples.x, spec, columns_for(spec, len(samples.x), samples.cond is not None))
         _save_png(picture, target, samples.made | {"index": _span(samples.index)})
         return [f"{len(samples.x)} samples: {target}"]
     for k, image in enumerate(images_of(samples.x, spec)):

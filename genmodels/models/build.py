@@ -15,8 +15,8 @@ TARGET = "_target_"
 def locate(name: str, trust: Iterable[str] = ()) -> type:
     """The class `package.module.Class`, which must be defined in that module of a trusted package.
 
-    A checkpoint names the class of its model; without this rule a name such as `genmodels.cli.os.system` would reach any
-    function of the interpreter.
+    A checkpoint names the class of its model; without this rule a name such as `genmodels.cli.os.system` would reach
+    any function of the interpreter.
 
     Raises:
         InputError: for a package that is not trusted, or a name that is not a class defined where it is said to be.

@@ -47,7 +47,8 @@ class DDPM(GenerativeModel):
         ValueError: for options that do not fit together or do not fit the data.
 
     Example:
-        >>> model = DDPM(DataSpec("digits", (1, 8, 8), levels=17), net={"channels": 8, "multipliers": [1, 2]}, num_steps=10)
+        >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
+        >>> model = DDPM(spec, net={"channels": 8, "multipliers": [1, 2]}, num_steps=10)
         >>> model.sample(2, steps=3).x.shape
         torch.Size([2, 1, 8, 8])
     """
@@ -81,8 +82,8 @@ class DDPM(GenerativeModel):
             network = MLPDenoiser if len(spec.event_shape) == 1 else UNet
             net = construct(network, spec.event_shape, self.num_classes, **(net or {}))
         noise = SCHEDULES[schedule]
-        tabulated = issubclass(noise, DiscreteSchedule)
-        self.core = Denoiser(net, noise(num_steps=num_steps) if tabulated else noise(), PARAMETERISATIONS[parameterisation]())
+        noise = noise(num_steps=num_steps) if issubclass(noise, DiscreteSchedule) else noise()
+        self.core = Denoiser(net, noise, PARAMETERISATIONS[parameterisation]())
         self.decoder = Gaussian() if spec.levels is None else DiscretisedGaussian(spec.levels)
         parts = {"variance": variance} if objective == "vlb" else {}
         self.objective = OBJECTIVES[objective](self.decoder, self.bound_times(), time_sampler=time_sampler, **parts)
@@ -263,8 +264,9 @@ class DDPM(GenerativeModel):
                 core, (n, *self.spec.event_shape), times, stepper, KeyedGenerator(seed, index, "sample"),
                 cond=labels, temperature=temperature, dtype=self.location.dtype, device=self.device, callback=after,
             )
-        made = {"sampler": sampler, "steps": steps, "evaluations": out.evaluations, "seed": seed, "weights": str(weights)}
-        made |= {"temperature": temperature, "clip": clip} | ({"eta": eta} if sampler == "ddim" else {})
+        made = {"sampler": sampler, "steps": steps, "evaluations": out.evaluations, "seed": seed}
+        made |= {"weights": str(weights), "temperature": temperature, "clip": clip}
+        made |= {"eta": eta} if sampler == "ddim" else {}
         frames = torch.stack(frames) if frames else None
         return Samples(self.decode(out.x), labels, index, made, frames)
 

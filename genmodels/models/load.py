@@ -30,10 +30,11 @@ def load_model(
     try:
         model.load_state_dict(state["state_dict"])
     except RuntimeError as error:
-        first = " ".join(str(error).split())[:200]
-        raise RunError(f"{path}: its weights do not fit {header['model']['_target_']} of this version: {first}") from error
+        name, first = header["model"]["_target_"], " ".join(str(error).split())[:200]
+        raise RunError(f"{path}: its weights do not fit {name} of this version: {first}") from error
     model.seed, model.run_config = header["seed"], header["config"]
-    model.figures, model.batches_seen, model.finished = dict(header["figures"]), header["batches_seen"], header["finished"]
+    model.batches_seen, model.finished = header["batches_seen"], header["finished"]
+    model.figures = dict(header["figures"])
     return model.to(choose_device(device)).eval(), header
 
 

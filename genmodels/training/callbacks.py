@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.trainer.states import TrainerFn
 
 from genmodels.errors import Interrupted, RunError
-from genmodels.evaluation.pictures import picture_of
+from genmodels.evaluation.pictures import columns_for, picture_of
 from genmodels.training.archive import write_whole
 from genmodels.training.loggers import log_picture
 
@@ -37,8 +37,8 @@ class CheckpointOptions:
 def between_batches(loops: dict, step: int, batches: int) -> dict:
     """Lightning's loop state, rewritten to say one thing: `batches` are done, with all that was due after them.
 
-    Lightning's own record depends on the hook in which the file was written, and decides from it whether to repeat or to
-    skip the validation of that step; a single meaning makes a resumed run the same run.
+    Lightning's own record depends on the hook in which the file was written, and decides from it whether to repeat or
+    to skip the validation of that step; a single meaning makes a resumed run the same run.
     """
     fit = loops["fit_loop"]
     done = {"ready": batches, "started": batches, "processed": batches, "completed": batches}
@@ -55,8 +55,8 @@ def between_batches(loops: dict, step: int, batches: int) -> dict:
 class Checkpointing(Callback):
     """Writes `last.ckpt` every n steps, at the start and at the end, and `best.ckpt` after the best validation.
 
-    A step that is followed by a validation is saved after it, so that no resumed run validates twice or never. Signals to
-    stop (Ctrl-C, SIGTERM) are obeyed between two steps, after saving.
+    A step that is followed by a validation is saved after it, so that no resumed run validates twice or never. Signals
+    to stop (Ctrl-C, SIGTERM) are obeyed between two steps, after saving.
 
     Arguments:
         run_dir: the run folder.
@@ -148,10 +148,10 @@ class SampleGrid(Callback):
     Arguments:
         run_dir: the run folder; pictures go to its `samples`.
         every_n_steps: interval, 0 for never.
-        n: number of samples.
+        n: number of pictures; points in the plane are always 2,000.
     """
 
-    def __init__(self, run_dir: Path, every_n_steps: int, n: int = 64):
+    def __init__(self, run_dir: Path, every_n_steps: int, n: int = 60):
         self.folder, self.every, self.n = Path(run_dir) / "samples", every_n_steps, n
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
@@ -161,16 +161,20 @@ class SampleGrid(Callback):
         if self.every and stepped and (step % self.every == 0 or step == trainer.max_steps):
             self.draw(trainer, pl_module, step)
 
+    def _count(self, spec) -> int:
+        return self.n if spec.is_image else 2000
+
     def draw(self, trainer, pl_module, step: int) -> None:
         """Sample, save, log."""
         if not trainer.is_global_zero:
             return
         mode = pl_module.training
         try:
-            samples = pl_module.sample(self.n if pl_module.spec.is_image else 2000, seed=0)
+            samples = pl_module.sample(self._count(pl_module.spec), seed=0)
         finally:
             pl_module.train(mode)
-        picture = picture_of(samples.x.cpu(), pl_module.spec)
+        columns = columns_for(pl_module.spec, len(samples.x), samples.cond is not None)
+        picture = picture_of(samples.x.cpu(), pl_module.spec, columns)
         if picture is None:
             return
         path = self.folder / f"step_{step:06d}.png"

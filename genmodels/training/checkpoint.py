@@ -23,7 +23,8 @@ def write_checkpoint(path: str | Path, state: dict) -> None:
     header = state["genmodels"]
     for name, value in state["state_dict"].items():
         if value.is_floating_point() and not torch.isfinite(value).all():
-            raise RunError(f"weight {name} is not finite at step {header.get('step')}: {Path(path).name} is not overwritten")
+            step, file_name = header.get("step"), Path(path).name
+            raise RunError(f"weight {name} is not finite at step {step}: {file_name} is not overwritten")
 
     def write(file) -> None:
         torch.save(state, file)
@@ -36,7 +37,7 @@ def read_checkpoint(path: str | Path, *, map_location="cpu", mmap: bool = False)
     """Read a checkpoint after its checksum has been tested; nothing in it is ever executed.
 
     Raises:
-        RunError: one line for a missing, cut, altered or foreign file, or one that holds more than tensors and plain types.
+        RunError: for a missing, cut, altered or foreign file, or one that holds more than tensors and plain types.
     """
     archive.verify(path)
     try:

@@ -47,7 +47,7 @@ class LoggerOptions:
             try:
                 loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
             except ModuleNotFoundError as error:
-                raise InputError("logger.tensorboard needs TensorBoard: pip install 'genmodels[tensorboard]'") from error
+                raise InputError("logger.tensorboard needs the extra: pip install 'genmodels[tensorboard]'") from error
         return loggers
 
     def _wandb(self, run_dir: Path, run_id: str) -> Logger:
@@ -57,7 +57,7 @@ class LoggerOptions:
         logging.getLogger("wandb").setLevel(logging.ERROR)
         online = self.wandb == "online"
         if online and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
-            raise InputError("logger=wandb is online and needs a login: run 'wandb login', or use logger=default (offline)")
+            raise InputError("logger=wandb is online and needs 'wandb login' first; logger=default stays offline")
         run = None
         if rank_zero_only.rank == 0:
             run = wandb.init(

@@ -30,7 +30,7 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
     if run_dir is not None:
         folder = Path(run_dir)
         if (folder / "last.ckpt").exists():
-            raise InputError(f"run_dir={folder} already holds a run: add resume=last to go on, or choose another folder")
+            raise InputError(f"run_dir={folder} already holds a run: add resume=last, or choose another folder")
     else:
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         folder, count = root / name / stamp, 1
@@ -122,7 +122,7 @@ class Log:
         root = logging.getLogger()
         root.addHandler(handler)
         root.setLevel(logging.INFO)
-        for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "pytorch_lightning.utilities.rank_zero"):
+        for name in ("pytorch_lightning", "lightning_fabric", "pytorch_lightning.utilities.rank_zero"):
             logger = logging.getLogger(name)
             logger.handlers.clear()
             logger.propagate = True
@@ -161,7 +161,7 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
         lines[0] += f"; best.ckpt is step {header['step']}"
     return [
         *lines,
-        f"sample:   {command} sample{suffix} ckpt={ckpt} n=64",
+        f"sample:   {command} sample{suffix} ckpt={ckpt} n=60",
         f"evaluate: {command} evaluate{suffix} ckpt={ckpt}",
     ]
 

@@ -77,7 +77,7 @@ class TrainerOptions:
         return min(limits, default=10_000)
 
     def build(self, steps: int, callbacks: list, root_dir: str) -> pl.Trainer:
-        """The Lightning Trainer of a run of `steps` steps over an endless stream of batches; loggers are set afterwards."""
+        """The Lightning Trainer of a run of `steps` steps over an endless stream; loggers are set afterwards."""
         every = min(self.validate_every_n_steps or steps, steps)
         try:
             return pl.Trainer(
