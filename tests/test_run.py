@@ -102,11 +102,18 @@ def test_metrics_are_a_table(trained):
 
 
 def offline_records(folder: Path) -> list:
-    """Every record of the offline W&B run file: protobuf messages in LevelDB's log format after a header of 7 bytes."""
+    """Every record of the offline W&B files of a run: protobuf messages in LevelDB's log format, after 7 bytes."""
+    records = []
+    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        records += records_of(path.read_bytes())
+    return records
+
+
+def records_of(data: bytes) -> list:
+    """The records of one file."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
-    data, position, pieces, records = path.read_bytes(), 7, [], []
+    position, pieces, records = 7, [], []
     assert data[:4] == b":W&B"
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:  # no record header fits in what is left of a block
@@ -139,6 +146,18 @@ def test_the_offline_wandb_run_holds_metrics_configuration_and_pictures(trained)
     pictures = [name for value in history["samples.filenames"] for name in value]
     media = next((trained[1] / "wandb").glob("offline-run-*")) / "files"
     assert len(pictures) == 2 and all((media / name).is_file() for name in pictures)
+
+
+def test_the_final_evaluation_reaches_the_same_offline_run(trained):
+    cwd, folder, _ = trained
+    genmodels("evaluate", f"ckpt={folder}", "draws=3", f"out={folder}/other.json", cwd=cwd)
+    value = json.loads((folder / "other.json").read_text())["likelihood"][0]["bits_per_dim"]
+    records = offline_records(folder)
+    assert len({r.run.run_id for r in records if r.run.run_id}) == 1
+    summary = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for r in records for i in r.summary.update}
+    assert summary["evaluation/test/bits_per_dim/lower_bound"] == pytest.approx(value)
+    tables = [i for r in records for i in r.history.item if "evaluation/test" in (i.key, *i.nested_key)]
+    assert tables, "the table of the evaluation is missing"
 
 
 @pytest.mark.skipif(not _has_tensorboard(), reason="the extra `tensorboard` is not installed")

@@ -65,6 +65,7 @@ def run(
 
     from genmodels.evaluation.evaluate import judge
     from genmodels.evaluation.report import report_target, table, write_report
+    from genmodels.training.loggers import LoggerOptions, log_evaluation
 
     reports = []
     for path in paths:
@@ -80,6 +81,7 @@ def run(
         target = report_target(path, out, several=len(paths) > 1)
         write_report(report, target)
         report["written"] = str(target)
+        log_evaluation(path.parent, LoggerOptions(**report["config"].get("logger", {})), report)
     print(table(reports))
     for report in reports:
         print(f"report: {report['written']}")

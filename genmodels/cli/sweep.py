@@ -61,7 +61,8 @@ def _alone(command: str, words: list[str]) -> Iterator[None]:
 
     Lightning starts further processes by repeating this one's command line; in a sweep it must repeat the point, not
     the sweep, and must not take Hydra's record of the sweep for that of a single job. What it leaves in the environment
-    (LOCAL_RANK, MASTER_PORT, ...) would make the next point believe that it is one of those processes.
+    (LOCAL_RANK, MASTER_PORT, ...) would make the next point believe that it is one of those processes, and the process
+    group that it leaves open would have the next point talk to processes that are gone.
     """
     argv, record, environment = sys.argv, HydraConfig.instance().cfg, dict(os.environ)
     sys.argv = [argv[0], *([command] if argv[1:2] == [command] else []), *words]
@@ -72,6 +73,9 @@ def _alone(command: str, words: list[str]) -> Iterator[None]:
         sys.argv, HydraConfig.instance().cfg = argv, record
         os.environ.clear()
         os.environ.update(environment)
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def sweep(composer: Composer, overrides: list[str]) -> int:

@@ -45,7 +45,7 @@ def run(
     from genmodels.training import run as parts
     from genmodels.training.archive import read_header
     from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid
-    from genmodels.training.loggers import LoggerOptions, close, log_config
+    from genmodels.training.loggers import LoggerOptions, close, log_config, run_id_of
     from genmodels.training.stream import initial_batch, training_stream
     from genmodels.training.trainer import TrainerOptions
 
@@ -88,7 +88,9 @@ def run(
         checkpointing = Checkpointing(folder, checkpoints)
         grids = SampleGrid(folder, options.sample_every_n_steps)
         lightning = options.build(steps, [FiniteMetrics(), grids, checkpointing], str(folder))
-        lightning.loggers = loggers = logging_options.build(folder, _run_id(folder), done)
+        lightning.loggers = loggers = logging_options.build(folder, run_id_of(folder), done)
+        if lightning.strategy.root_device.type == "cpu":
+            parts.keep_freed_memory()
         if options.compile:
             parts.compile_network(network)
         log_config(loggers, config)
@@ -120,9 +122,3 @@ def run(
         if resume is None:
             parts.discard_unused(folder)
 
-
-def _run_id(folder) -> str:
-    """An identifier of the run for loggers that continue a run by id: of the folder, so that a resume finds it."""
-    import hashlib
-
-    return hashlib.blake2b(str(folder.resolve()).encode(), digest_size=4).hexdigest()

@@ -27,6 +27,7 @@ class UNet(nn.Module):
     Arguments:
         event_shape: (C, H, W) or (C, T); other sizes may be given to `forward`, the channels are fixed.
         num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
+        double_output: twice the channels in the output, as learned variances need.
         channels: channels of the first level.
         multipliers: one per level.
         blocks: residual blocks per level.
@@ -35,7 +36,6 @@ class UNet(nn.Module):
         attention: kind of attention; plain is content only, without positions.
         heads: heads of each attention; divides the channels wherever there is attention.
         dropout: probability of dropping a value inside the residual blocks.
-        double_output: twice the channels in the output, as learned variances need.
         channels_last: keep images in channels-last memory format.
         checkpointing: recompute the blocks in the backward pass instead of storing their activations.
 
@@ -54,6 +54,7 @@ class UNet(nn.Module):
         self,
         event_shape: tuple[int, ...],
         num_classes: int | None = None,
+        double_output: bool = False,
         *,
         channels: int = 64,
         multipliers: list[int] | tuple[int, ...] = (1, 2, 2),
@@ -62,7 +63,6 @@ class UNet(nn.Module):
         attention: Literal["none", "plain"] = "plain",
         heads: int = 4,
         dropout: float = 0.0,
-        double_output: bool = False,
         channels_last: bool = False,
         checkpointing: bool = False,
     ):

@@ -1,7 +1,7 @@
 """The checkpoint file as a file: written whole or not at all, and tested before a byte of it is believed.
 
 A checkpoint is torch's zip archive with two additions: the record `archive/genmodels.json` (the header, readable
-without torch) and the SHA-256 of everything before it as the zip's comment, so that any flipped byte and any cut is found.
+without torch) and the SHA-256 of everything before it as the comment, so that any flipped byte and any cut is found.
 This module needs the standard library alone.
 """
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
+import json
 import logging
 import os
 from dataclasses import dataclass
@@ -51,25 +53,33 @@ class LoggerOptions:
         return loggers
 
     def _wandb(self, run_dir: Path, run_id: str) -> Logger:
-        os.environ.setdefault("WANDB_SILENT", "true")  # read when wandb is imported
-        import wandb
-
-        logging.getLogger("wandb").setLevel(logging.ERROR)
         online = self.wandb == "online"
-        if online and not (os.environ.get("WANDB_API_KEY") or wandb.api.api_key):
+        if online and not (os.environ.get("WANDB_API_KEY") or quiet_wandb().api.api_key):
             raise InputError("logger=wandb is online and needs 'wandb login' first; logger=default stays offline")
-        run = None
-        if rank_zero_only.rank == 0:
-            run = wandb.init(
-                name=self.name or run_dir.name,
-                project=self.project,
-                dir=str(run_dir),
-                id=run_id,
-                mode="online" if online else "offline",
-                resume="allow" if online else None,
-                settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
-            )
+        run = self.wandb_run(run_dir, run_id) if rank_zero_only.rank == 0 else None
         return WandbLogger(experiment=run, project=self.project, save_dir=str(run_dir), offline=not online)
+
+    def wandb_run(self, run_dir: Path, run_id: str):
+        """The W&B run of a run folder, open for writing; training and evaluation write to one run by its id."""
+        wandb = quiet_wandb()
+        return wandb.init(
+            name=self.name or run_dir.name,
+            project=self.project,
+            dir=str(run_dir),
+            id=run_id,
+            mode=self.wandb,
+            resume="allow" if self.wandb == "online" else None,
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )
+
+
+def quiet_wandb():
+    """The module wandb, imported so that it prints nothing of its own."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    logging.getLogger("wandb").setLevel(logging.ERROR)
+    return wandb
 
 
 class CSVLogger(Logger):
@@ -160,11 +170,34 @@ def log_config(loggers: list[Logger], config: dict) -> None:
             logger.experiment.add_text("config", f"```\n{yaml.safe_dump(config, sort_keys=False)}\n```")
 
 
+def run_id_of(run_dir: Path) -> str:
+    """An identifier of the run for loggers that continue a run by id: of its folder, so that it is found again."""
+    return hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=4).hexdigest()
+
+
+def log_evaluation(run_dir: Path, options: LoggerOptions, report: dict) -> bool:
+    """Send an evaluation to the W&B run of the folder: a table of likelihoods, and their values in the summary.
+
+    Returns whether there was such a run; without W&B in the run's configuration, nothing is sent.
+    """
+    if options.wandb == "off" or not (run_dir / "wandb").is_dir():
+        return False
+    run, wandb = options.wandb_run(run_dir, run_id_of(run_dir)), quiet_wandb()
+    split, columns = report["data"]["split"], ["kind", "value", "unit", "se_data", "se_mc", "items", "weights", "made"]
+    unit = "nll" if report["data"]["levels"] is None else "bits_per_dim"
+    table = wandb.Table(columns=columns)
+    for row in report["likelihood"]:
+        value, errors, weights = row.get(unit), (row.get("se_data"), row.get("se_mc")), report["checkpoint"]["weights"]
+        table.add_data(row["kind"], value, unit, *errors, row["n"], weights, json.dumps(row["made"]))
+        run.summary[f"evaluation/{split}/{unit}/{row['kind']}"] = value
+    run.log({f"evaluation/{split}": table})
+    run.finish()
+    return True
+
+
 def close(logger: Logger) -> None:
     """Write what is left and end the logger's run, so that the next one in this process is its own."""
     logger.save()
     if isinstance(logger, WandbLogger):
-        import wandb
-
-        if wandb.run is not None:
-            wandb.finish()
+        if quiet_wandb().run is not None:
+            quiet_wandb().finish()

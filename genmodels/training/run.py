@@ -166,6 +166,23 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
     ]
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next step instead of returning it to the system; elsewhere do nothing.
+
+    A step on the CPU frees and takes again hundreds of megabytes of activations; handing them back costs a page fault
+    for each 4 kB, measured at 7 to 17 % of a U-Net's step.
+    """
+    import ctypes
+
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # names of malloc.h
+    for key, value in ((mmap_threshold, 1 << 25), (trim_threshold, (1 << 31) - 1), (top_pad, 1 << 26)):
+        mallopt(key, value)
+
+
 def compile_network(model: GenerativeModel) -> None:
     """Compile the network of the core in place; names in the state dict stay as they are."""
     torch.set_float32_matmul_precision("high")

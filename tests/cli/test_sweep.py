@@ -60,6 +60,17 @@ def test_a_point_is_as_if_it_were_started_by_itself(points, tmp_path):
     assert sys.argv == ["train.py", "-m", "seed=0,1"] and "LOCAL_RANK" not in os.environ
 
 
+def test_a_point_leaves_no_process_group_behind(points, monkeypatch, tmp_path):
+    from torch import distributed
+
+    def joins(*, seed, **_):
+        distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/{seed}", rank=0, world_size=1)
+
+    monkeypatch.setattr(sys.modules["genmodels.cli.train"], "run", joins)
+    assert cli.main(["train", "-m", "seed=0,3"]) == 0
+    assert not distributed.is_initialized()
+
+
 @pytest.mark.parametrize(
     "wrong", ["seed=0,1,x", "model=ddpm,dppm", "model.net.chanels=8,16", "seed=0 trainer.max_steps=abc"]
 )

@@ -1,0 +1,90 @@
+"""Run folders: never two runs in one, nothing left behind by a run that never began, only the same run resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from genmodels.errors import InputError
+from genmodels.training import run
+from genmodels.training.checkpoint import write_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch, tmp_path):
+    monkeypatch.delenv("GENMODELS_RUN_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def forget(monkeypatch):
+    monkeypatch.delenv("GENMODELS_RUN_DIR", raising=False)
+
+
+def checkpoint(path: Path, **header) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_checkpoint(path, {"genmodels": {"format": 1, **header}, "state_dict": {}})
+    return path
+
+
+def test_two_runs_of_one_second_have_two_folders(monkeypatch):
+    first = run.choose_folder(Path("runs"), "ddpm-digits", None)
+    forget(monkeypatch)
+    second = run.choose_folder(Path("runs"), "ddpm-digits", None)
+    assert first != second and first.is_dir() and second.is_dir() and first.parent == Path("runs/ddpm-digits")
+
+
+def test_the_processes_of_one_run_share_its_folder():
+    assert run.choose_folder(Path("runs"), "a", None) == run.choose_folder(Path("runs"), "a", None)
+
+
+def test_a_folder_with_a_run_is_not_taken(monkeypatch):
+    checkpoint(Path("mine/last.ckpt"))
+    with pytest.raises(InputError, match="resume=last"):
+        run.choose_folder(Path("runs"), "a", "mine")
+
+
+def test_what_never_began_leaves_nothing_but_what_was_there():
+    folder = run.choose_folder(Path("runs"), "a", None)
+    (folder / "log.txt").write_text("x")
+    run.discard_unused(folder)
+    assert not Path("runs").exists()
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("keep")
+    Path("mine/log.txt").write_text("x")
+    run.discard_unused(Path("mine"))
+    assert [p.name for p in Path("mine").iterdir()] == ["notes.txt"]
+    kept = checkpoint(Path("begun/last.ckpt"))
+    run.discard_unused(kept.parent)
+    assert kept.exists()
+
+
+def test_resume_finds_the_newest_run_a_folder_or_a_file(monkeypatch):
+    import os
+
+    old, new = (checkpoint(Path(f"runs/a/{name}/last.ckpt")) for name in ("1", "2"))
+    os.utime(old, (1, 1))
+    assert run.find_resume(Path("runs"), "a", None, "last") == new
+    for where in ("runs/a/1", "runs/a/1/last.ckpt"):
+        forget(monkeypatch)
+        assert run.find_resume(Path("runs"), "a", None, where) == old
+    forget(monkeypatch)
+    with pytest.raises(InputError, match="no last.ckpt in runs/b"):
+        run.find_resume(Path("runs"), "b", None, "last")
+
+
+SAME = {"model": {"_target_": "x", "net": {"channels": 8}}, "data": {"root": "/a", "num_workers": 0}, "seed": 0}
+
+
+def test_only_the_same_run_is_resumed():
+    header = {"config": SAME}
+    run.check_same(header, {**SAME, "trainer": {"max_steps": 9}}, Path("c"))
+    run.check_same(header, {**SAME, "data": {"root": "/elsewhere", "num_workers": 4}}, Path("c"))
+    for change, said in (
+        ({"seed": 1}, "seed is 0 in c but is 1 here"),
+        ({"model": {"_target_": "x", "net": {"channels": 9}}}, "model.net.channels is 8"),
+        ({"model": {"_target_": "x"}}, "model.net.channels is 8 in c but is not set here"),
+        ({"data": {**SAME["data"], "batch_size": 3}}, "data.batch_size is not set in c but is 3"),
+    ):
+        with pytest.raises(InputError, match=said):
+            run.check_same(header, {**SAME, **change}, Path("c"))
