@@ -27,7 +27,7 @@ def run(
         split: train, val or test.
         out: the report's file (one checkpoint) or folder (several); default report.json beside each checkpoint.
         draws: terms of a diffusion bound: all of them, or a number of strata with one term each; auto is all where that
-            takes at most 400,000 network evaluations, else 20.
+            takes at most 100,000 network evaluations, else 5 to 100 strata.
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
         batch_size: items judged at once.
         limit: judge the first items of the split only (the report says so).

@@ -18,8 +18,7 @@ from genmodels.errors import InputError, RunError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.evaluation.references import best_histogram, uniform_bits_per_dim
 
-_ALL_TERMS_BUDGET = 400_000  # network evaluations up to which `draws=auto` sums every term of a bound
-_AUTO_DRAWS = 20
+_AUTO_BUDGET = 100_000  # network evaluations that `draws=auto` spends on a bound, as far as 5 to 100 strata allow
 
 
 def likelihood_of(model, datamodule, split: str, *, batch_size: int, limit: int | None = None, **options) -> Likelihood:
@@ -90,7 +89,7 @@ def judge(
     options: dict = {"weights": weights_of(ema), "seed": seed}
     if "draws" in inspect.signature(model.log_likelihood).parameters:
         if draws == "auto":
-            draws = "all" if items * model.num_steps <= _ALL_TERMS_BUDGET else min(_AUTO_DRAWS, model.num_steps - 1)
+            draws = automatic_draws(items, model.num_steps - 1, replicates)
         if isinstance(draws, int) and draws >= model.num_steps:
             raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the bound, got {draws}")
         options |= {"draws": None if draws == "all" else draws, "replicates": replicates}
@@ -131,6 +130,18 @@ def judge(
         "failed": failed,
         "seconds": {"likelihood": seconds},
     }
+
+
+def automatic_draws(items: int, terms: int, replicates: int) -> int | str:
+    """`all` terms of a bound where that is cheap, else the number of strata that fits the budget, from 5 to 100.
+
+    Example:
+        >>> automatic_draws(50, 999, 2), automatic_draws(360, 999, 2), automatic_draws(10_000, 999, 2)
+        ('all', 100, 5)
+    """
+    if items * terms <= _AUTO_BUDGET:
+        return "all"
+    return min(terms, max(5, min(100, _AUTO_BUDGET // (items * replicates))))
 
 
 def fits(wanted: DataSpec, found: DataSpec) -> None:

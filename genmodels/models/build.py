@@ -37,7 +37,7 @@ def locate(name: str, trust: Iterable[str] = ()) -> type:
         module = importlib.import_module(module_name)
         found = vars(module)[attribute]
     except (ImportError, KeyError, ValueError) as error:
-        raise InputError(f"{name!r} does not exist ({type(error).__name__})") from error
+        raise InputError(f"{name!r} cannot be found ({type(error).__name__}: {error})") from error
     if not inspect.isclass(found) or found.__module__.split(".")[0] != package:
         raise InputError(f"{name!r} is not a class defined in {package}")
     return found
