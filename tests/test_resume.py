@@ -143,6 +143,7 @@ def test_killed_at_the_end_of_an_epoch_then_stopped_by_a_signal(straight, tmp_pa
     done = train(folder, "resume=last")
     assert done.returncode == 0, done.stderr
     assert fingerprint(folder / "last.ckpt") == fingerprint(straight[0] / "last.ckpt")
+    assert metrics(folder) == metrics(straight[0])
 
 
 def test_two_accumulated_batches_resume_too(tmp_path):

@@ -78,7 +78,7 @@ def run(
             failures = [*failures, str(error)] if str(error) not in failures else failures
             continue
         reports.append(report)
-        target = report_target(path, out, several=len(paths) > 1)
+        target = report_target(path, out, len(paths) > 1, split, limit)
         write_report(report, target)
         report["written"] = str(target)
         log_evaluation(path.parent, LoggerOptions(**report["config"].get("logger", {})), report)

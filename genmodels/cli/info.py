@@ -61,6 +61,8 @@ def describe(path: Path, full: bool = False) -> str:
     Raises:
         RunError: for a file that is missing, cut, altered or foreign.
     """
+    if path.is_dir():
+        path = next((path / name for name in ("best.ckpt", "last.ckpt") if (path / name).is_file()), path)
     header = read_header(path)
     stat = path.stat()
     written = datetime.datetime.fromtimestamp(stat.st_mtime).strftime("%Y-%m-%d %H:%M:%S")

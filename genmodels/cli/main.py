@@ -69,8 +69,8 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in text and (
         "out of memory" in text or "can't allocate memory" in text
     )):
-        key = "data.batch_size" if command == "train" else "batch_size"
-        return f"out of memory: make {key} smaller ({text.splitlines()[0] if text else 'MemoryError'})", 1
+        key = "data.batch_size or the model" if command == "train" else "batch_size"
+        return f"out of memory: make {key} smaller", 1
     return None
 
 
@@ -95,6 +95,8 @@ def _dispatch(command: str, words: list[str]) -> int:
             from genmodels.cli.sweep import sweep
 
             return sweep(hydra, overrides)
+        if "keys" in options and command != "train" and not any(word.startswith("ckpt=") for word in overrides):
+            overrides = [*overrides, "ckpt=..."]  # the keys can be listed before there is a checkpoint
         config = hydra.compose(overrides)
         if "cfg" in options or "keys" in options:
             from genmodels.cli import usage

@@ -66,8 +66,15 @@ def run(
     from genmodels.training.archive import checkpoint_hash
 
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
-    target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec)
+    given = {"cond": cond, "sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip}
+    given |= {"temperature": None if temperature == 1 else temperature, "ema": None if ema is True else ema}
+    target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec, given)
     check_target(target, model.spec)
+    if path is not None and Path(path).suffix.lower() == ".png" and not model.spec.is_image:
+        raise InputError("path: a strip shows images; for points use path=path.gif")
+    gigabytes = n * model.spec.dims * (1 if model.spec.levels else 4) / 1e9
+    if gigabytes > 8:
+        raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=")
     options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip}
     options = {key: value for key, value in options.items() if value is not None}
     if path is not None:
@@ -83,7 +90,12 @@ def run(
         print(write_path(samples, model.spec, Path(path)))
 
 
-def default_target(ckpt, seed: int, start: int, n: int, spec):
-    """Where samples go when nobody says: the `samples` folder of the run, a picture where there is one to draw."""
+def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):
+    """Where samples go when nobody says: the `samples` folder of the run, a picture where there is one to draw.
+
+    The name holds all that was asked for, so that no other samples are overwritten.
+    """
     suffix = ".png" if spec.is_image or spec.event_shape == (2,) else ".npz"
-    return ckpt.parent / "samples" / f"{ckpt.stem}_seed{seed}_{start}-{start + n - 1}{suffix}"
+    words = [f"{key}-{value}" for key, value in given.items() if value is not None]
+    words = ["".join(c if c.isalnum() or c in "-." else "-" for c in word) for word in words]
+    return ckpt.parent / "samples" / ("_".join([ckpt.stem, f"seed{seed}", f"{start}-{start + n - 1}", *words]) + suffix)

@@ -40,7 +40,7 @@ def run(
     import time
     from pathlib import Path
 
-    from genmodels.errors import RunError
+    from genmodels.errors import InputError, RunError
     from genmodels.models.build import build, construct
     from genmodels.training import run as parts
     from genmodels.training.archive import read_header
@@ -61,6 +61,10 @@ def run(
     from genmodels.random import seed_of
 
     datamodule = build(data, trust=trust or [])
+    if isinstance(options.devices, int) and options.devices > 0:
+        processes = options.devices * options.num_nodes
+        if datamodule.batch_size % processes:
+            raise InputError(f"data.batch_size={datamodule.batch_size} must be a multiple of the {processes} processes")
     datamodule.order_seed = seed
     datamodule.prepare_data()
     datamodule.setup("fit")
@@ -78,6 +82,7 @@ def run(
         folder = path.parent
     else:
         path, folder = None, parts.choose_folder(root, name, run_dir)
+    held = parts.claim(folder) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
     log, loggers = parts.Log(folder / "log.txt"), []
     try:
         steps = options.steps(len(datamodule.train_dataloader()))
@@ -119,6 +124,8 @@ def run(
         for each in loggers:
             close(each)
         log.close()
+        if held is not None:
+            held.close()
         if resume is None:
             parts.discard_unused(folder)
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from genmodels.training.archive import write_whole
 
 
-def report_target(checkpoint: Path, out: str | None, several: bool) -> Path:
-    """Where a report goes: `out`, or report.json beside the checkpoint (named after it unless it is the best one)."""
+def report_target(checkpoint: Path, out: str | None, several: bool, split: str = "test", limit: int | None = None):
+    """Where a report goes: `out`, or report.json beside the checkpoint, its name telling what is not the default."""
     if out is not None and not several:
         return Path(out)
-    name = "report.json" if checkpoint.stem == "best" else f"report_{checkpoint.stem}.json"
+    words = [w for w, usual in ((checkpoint.stem, "best"), (split, "test")) if w != usual]
+    name = "_".join(["report", *words, *([] if limit is None else [f"first{limit}"])]) + ".json"
     folder = checkpoint.parent if out is None else Path(out) / checkpoint.parent.name
     return folder / name
 

@@ -123,8 +123,6 @@ def write_path(samples, spec: DataSpec, target: Path) -> str:
             target, lambda f: first.save(f, format="GIF", save_all=True, append_images=rest, duration=waits, loop=0)
         )
         return f"path of {frames.shape[1]} samples in {len(frames)} frames: {target}"
-    if not spec.is_image:
-        raise InputError("a strip shows images; for points use path=path.gif")
     rows = min(8, frames.shape[1])
     tiles = [image for k in range(rows) for image in images_of(frames[:, k], spec, smallest=32)]
     _save_png(grid(tiles, columns=len(frames)), target, samples.made | {"index": _span(samples.index[:rows])})

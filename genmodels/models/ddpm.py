@@ -13,6 +13,7 @@ from genmodels.diffusion import OBJECTIVES, PARAMETERISATIONS, SAMPLERS, SCHEDUL
 from genmodels.diffusion import sample as run_sampler
 from genmodels.diffusion.bound import elbo
 from genmodels.diffusion.decoder import DiscretisedGaussian, Gaussian, to_levels, to_unit
+from genmodels.errors import InputError
 from genmodels.evaluation.likelihood import Likelihood, Profile
 from genmodels.models.base import GenerativeModel, Loss, Samples
 from genmodels.models.build import construct
@@ -102,8 +103,12 @@ class DDPM(GenerativeModel):
         """Take mean and deviation of continuous training data, per scalar; integers have a fixed map."""
         if self.spec.levels is None:
             x = batch.x.double()
+            deviation = x.std(0)
+            if not bool((deviation > 0).all()):
+                column = int((deviation <= 0).flatten().nonzero()[0, 0])
+                raise InputError(f"column {column} of {self.spec.name} is constant and has no density: leave it out")
             self.location.copy_(x.mean(0))
-            self.scale.copy_(x.std(0).clamp(min=1e-6))
+            self.scale.copy_(deviation)
 
     def encode(self, x: Tensor) -> Tensor:
         """Data in their own units to the network's: [-1, 1] for integers, standardised otherwise."""

@@ -146,16 +146,16 @@ def _altered_record(file) -> str:
 def _last_good(path: Path) -> str:
     """A hint naming the newest whole checkpoint of the same folder."""
     if not path.parent.is_dir():
-        return ""
+        return "; its folder does not exist"
     others = [p for p in path.parent.glob("*.ckpt") if p.name != path.name and not p.name.startswith(".")]
     for other in sorted(others, key=lambda p: p.stat().st_mtime, reverse=True):
         try:
             with open(other, "rb") as file:
                 if _damage(file) is None:
-                    return f"; the last good one beside it is {other}"
+                    return f"; the last good one beside it is {other}: use that"
         except OSError:
             continue
-    return ""
+    return "; there is no whole checkpoint beside it"
 
 
 def read_header(path: str | Path, *, check: bool = True) -> dict:

@@ -67,6 +67,7 @@ class Checkpointing(Callback):
         self.run_dir, self.options = Path(run_dir), options
         self.best: float | None = None
         self.saved_step: int | None = None
+        self._due = False
         self._stop: int | None = None
         self._handlers: dict = {}
 
@@ -90,6 +91,7 @@ class Checkpointing(Callback):
         self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         if trainer.global_step == 0:
             self.save(trainer, "last.ckpt")
+        self.saved_step = trainer.global_step
 
     def _on_signal(self, number, frame) -> None:
         if self._stop is not None:
@@ -102,23 +104,35 @@ class Checkpointing(Callback):
         self._handlers = {}
 
     def save(self, trainer, name: str) -> None:
-        """Write one checkpoint."""
-        trainer.save_checkpoint(self.run_dir / name)
+        """Write the metrics so far, then one checkpoint.
+
+        Raises:
+            RunError: when it cannot be written, naming the step that is safe.
+        """
+        trainer.lightning_module.finished = trainer.global_step >= trainer.max_steps
+        for logger in trainer.loggers:
+            logger.save()
+        try:
+            trainer.save_checkpoint(self.run_dir / name)
+        except RunError as error:
+            safe = "no step was saved before" if self.saved_step is None else f"step {self.saved_step} is safe"
+            raise RunError(f"{error} ({safe})") from error
         if name == "last.ckpt":
-            self.saved_step = trainer.global_step
+            self.saved_step, self._due = trainer.global_step, False
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        """Save if it is time and no validation follows; stop if asked to."""
-        stepped = pl_module.batches_seen % trainer.accumulate_grad_batches == 0
-        if not stepped:
+        """Note that it is time to save."""
+        self._due = self._due or trainer.global_step % self.options.every_n_steps == 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        """Between two steps, when the metrics of the last one are logged: save if it is time, stop if asked to."""
+        if trainer.global_step == self.saved_step or pl_module.batches_seen % trainer.accumulate_grad_batches:
             return
-        step = trainer.global_step
-        validates = trainer.val_check_batch and pl_module.batches_seen % trainer.val_check_batch == 0
+        if self._due or self._stop is not None:
+            self.save(trainer, "last.ckpt")
         if self._stop is not None:
-            self.save(trainer, "last.ckpt")
+            step = trainer.global_step
             raise Interrupted(f"interrupted at step {step}, saved; the same command with resume=last goes on")
-        if step % self.options.every_n_steps == 0 and not validates:
-            self.save(trainer, "last.ckpt")
 
     def on_validation_end(self, trainer, pl_module) -> None:
         """After a validation: best.ckpt if it is one, last.ckpt if it is time."""
@@ -134,7 +148,6 @@ class Checkpointing(Callback):
     def on_train_end(self, trainer, pl_module) -> None:
         """Save the end."""
         self._restore_signals()
-        pl_module.finished = trainer.global_step >= trainer.max_steps
         self.save(trainer, "last.ckpt")
 
     def on_exception(self, trainer, pl_module, exception) -> None:

@@ -7,16 +7,18 @@ import hashlib
 import io
 import json
 import logging
+import netrc
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlparse
 
 from PIL import Image
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from genmodels.errors import InputError
+from genmodels.errors import InputError, RunError
 from genmodels.training.archive import write_whole
 
 
@@ -49,12 +51,12 @@ class LoggerOptions:
             try:
                 loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
             except ModuleNotFoundError as error:
-                raise InputError("logger.tensorboard needs the extra: pip install 'genmodels[tensorboard]'") from error
+                raise InputError("logger.tensorboard needs TensorBoard: pip install tensorboard") from error
         return loggers
 
     def _wandb(self, run_dir: Path, run_id: str) -> Logger:
         online = self.wandb == "online"
-        if online and not (os.environ.get("WANDB_API_KEY") or quiet_wandb().api.api_key):
+        if online and not _logged_in():
             raise InputError("logger=wandb is online and needs 'wandb login' first; logger=default stays offline")
         run = self.wandb_run(run_dir, run_id) if rank_zero_only.rank == 0 else None
         return WandbLogger(experiment=run, project=self.project, save_dir=str(run_dir), offline=not online)
@@ -71,6 +73,17 @@ class LoggerOptions:
             resume="allow" if self.wandb == "online" else None,
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )
+
+
+def _logged_in() -> bool:
+    """Whether `wandb login` has left a key: in the environment or in the netrc file."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def quiet_wandb():
@@ -137,8 +150,11 @@ class CSVLogger(Logger):
         writer = csv.DictWriter(text, self._columns)
         writer.writeheader()
         writer.writerows(self._rows)
-        write_whole(self.path, lambda file: file.write(text.getvalue()), mode="w")
         self._fresh = 0
+        try:
+            write_whole(self.path, lambda file: file.write(text.getvalue()), mode="w")
+        except RunError as error:  # the rows are kept in memory; only a checkpoint is worth stopping for
+            logging.getLogger("genmodels").warning("%s", error)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import logging
 import os
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -17,6 +19,7 @@ from genmodels.models.base import GenerativeModel
 from genmodels.training.archive import read_header, write_whole
 
 _FOLDER = "GENMODELS_RUN_DIR"  # tells the processes of one run their common folder
+_LOCK = ".lock"
 
 
 def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
@@ -51,11 +54,33 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
     return folder
 
 
+def claim(folder: Path):
+    """Hold a run folder for this run until the process ends; the open file that holds it, or None without locks.
+
+    Raises:
+        InputError: when another run holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    lock = open(folder / _LOCK, "w")
+    try:
+        # A POSIX lock belongs to this process alone: loader workers that outlive a killed run do not hold it.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system without locks
+            return None
+        raise InputError(f"another run is training in {folder}: choose another run_dir, or wait for its end") from None
+    return lock
+
+
 def discard_unused(folder: Path) -> None:
     """Remove what a run that never began has left in its folder, and the folder if that empties it."""
     if (folder / "last.ckpt").exists():
         return
-    for name in ("log.txt", "config.yaml"):
+    for name in ("log.txt", "config.yaml", _LOCK):
         (folder / name).unlink(missing_ok=True)
     for empty in (folder, folder.parent, folder.parent.parent):
         if empty == Path(".") or any(empty.iterdir()):
@@ -118,6 +143,7 @@ class Log:
     def __init__(self, path: Path):
         logging.captureWarnings(True)
         handler = logging.FileHandler(path)
+        handler.handleError = lambda record: None  # a full disk is told once, by whoever needs the space
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
         root.addHandler(handler)
@@ -150,8 +176,10 @@ def write_config(folder: Path, config: dict) -> None:
 
 def summary(model: GenerativeModel, folder: Path) -> list[str]:
     """The last lines of a run: the figures reached and what to type next."""
-    command = "genmodels" if Path(sys.argv[0]).name.startswith("genmodels") else "python"
-    suffix = "" if command == "genmodels" else ".py"
+    script = Path(sys.argv[0])
+    sample, evaluate = "genmodels sample", "genmodels evaluate"
+    if script.name == "train.py":
+        sample, evaluate = (f"python {shlex.quote(str(script.with_name(s)))}" for s in ("sample.py", "evaluate.py"))
     best = folder / "best.ckpt"
     ckpt = best if best.exists() else folder / "last.ckpt"
     figures = ", ".join(f"{name} {value:.4f}" for name, value in model.figures.items()) or "no figures"
@@ -161,8 +189,8 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
         lines[0] += f"; best.ckpt is step {header['step']}"
     return [
         *lines,
-        f"sample:   {command} sample{suffix} ckpt={ckpt} n=60",
-        f"evaluate: {command} evaluate{suffix} ckpt={ckpt}",
+        f"sample:   {sample} {shlex.quote(f'ckpt={ckpt}')} n=60",
+        f"evaluate: {evaluate} {shlex.quote(f'ckpt={ckpt}')}",
     ]
 
 

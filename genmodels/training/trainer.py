@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from genmodels.errors import InputError
 from genmodels.training.checkpoint import WholeFiles
@@ -104,6 +105,6 @@ class TrainerOptions:
                 logger=False,
                 plugins=[WholeFiles()],
             )
-        except (ValueError, RuntimeError, ImportError) as error:
+        except (ValueError, RuntimeError, ImportError, MisconfigurationException) as error:
             first = str(error).strip().splitlines()[0]
             raise InputError(f"trainer: {first}") from error

@@ -16,9 +16,9 @@ FAILURES = [
     (RunError("loss is not finite\nat step 3"), 1, "loss is not finite at step 3"),
     (KeyboardInterrupt(), 130, "interrupted"),
     (OSError(errno.ENOSPC, "No space left on device", "runs/a"), 1, "no space left on the disk (runs/a)"),
-    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee docs"), 1, "data.batch_size"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 1, "data.batch_size"),
-    (MemoryError(), 1, "data.batch_size"),
+    (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee docs"), 1, "data.batch_size or the model"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 1, "or the model"),
+    (MemoryError(), 1, "data.batch_size or the model"),
     (RuntimeError("operator torchvision::nms does not exist"), 1, "genmodels doctor"),
 ]
 

@@ -43,4 +43,5 @@ def test_where_reports_go():
     assert report_target(best, None, False) == Path("runs/a/report.json")
     assert report_target(other, None, False) == Path("runs/a/report_last.json")
     assert report_target(best, "x.json", False) == Path("x.json")
+    assert report_target(best, None, False, "val", 5) == Path("runs/a/report_val_first5.json")
     assert report_target(best, "out", True) == Path("out/a/report.json")

@@ -98,6 +98,12 @@ def test_initialize_takes_mean_and_deviation_of_continuous_data_only():
     assert float(digits.location.abs().max()) == 0 and float(digits.scale.min()) == 1
 
 
+def test_a_constant_column_is_refused():
+    model = small(DataSpec("v", (3,), levels=None))
+    with pytest.raises(ValueError, match="column 1 of v is constant"):
+        model.initialize(Batch(torch.tensor([[1.0, 2.0, 3.0], [2.0, 2.0, 4.0]])))
+
+
 def test_the_likelihood_does_not_depend_on_the_batch():
     model, items = small(), batch()
     whole = model.log_likelihood(items)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,9 +62,19 @@ def test_what_never_began_leaves_nothing_but_what_was_there():
     assert kept.exists()
 
 
-def test_resume_finds_the_newest_run_a_folder_or_a_file(monkeypatch):
-    import os
+def test_a_folder_is_held_by_one_run():
+    Path("mine").mkdir()
+    held = run.claim(Path("mine"))
+    attempt = "from genmodels.training.run import claim; from pathlib import Path; claim(Path('mine'))"
+    words = [sys.executable, "-c", attempt]
+    environment = os.environ | {"PYTHONPATH": str(Path(run.__file__).parents[2])}
+    refused = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert "another run is training in mine" in refused.stderr
+    held.close()
+    assert subprocess.run(words, env=environment).returncode == 0
 
+
+def test_resume_finds_the_newest_run_a_folder_or_a_file(monkeypatch):
     old, new = (checkpoint(Path(f"runs/a/{name}/last.ckpt")) for name in ("1", "2"))
     os.utime(old, (1, 1))
     assert run.find_resume(Path("runs"), "a", None, "last") == new

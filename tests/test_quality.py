@@ -1,0 +1,29 @@
+"""What the README promises of its first command. Several minutes: run with `pytest -m slow tests/test_quality.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from genmodels.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_default_model_draws_digits_and_beats_the_pixel_histogram(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "model=ddpm", "run_dir=run", "logger=csv", "trainer.progress=false"]) == 0
+    judge = [sys.executable, str(ROOT / "benchmarks" / "digits_quality.py"), "run/best.ckpt", "500"]
+    read = json.loads(subprocess.run(judge, capture_output=True, text=True, check=True).stdout)
+    assert read["svm_on_real_test"] >= 0.98
+    assert read["dpmpp_2m_20"] >= 0.9 and read["ddpm_all"] >= 0.9
+    assert main(["evaluate", "ckpt=run"]) == 0
+    report = json.loads(Path("run/report.json").read_text())
+    histogram = next(r["value"] for r in report["references"] if "histogram" in r["name"])
+    row = report["likelihood"][0]
+    assert row["bits_per_dim"] + 4 * row["se_data"] < histogram
