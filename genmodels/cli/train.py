@@ -35,6 +35,7 @@ def run(
         run_dir: the run folder; default runs/<model>-<data>/<time>.
         trust: further packages whose classes may be named in the configuration.
     """
+    import errno
     import logging
     import os
     import time
@@ -84,13 +85,13 @@ def run(
         path, folder = None, parts.choose_folder(root, name, run_dir)
     held = parts.claim(folder) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
     log, loggers = parts.Log(folder / "log.txt"), []
+    checkpointing = Checkpointing(folder, checkpoints)
     try:
         steps = options.steps(len(datamodule.train_dataloader()))
         done = header.get("step", 0)
         if resume is None:
             network.initialize(initial_batch(datamodule))
             parts.write_config(folder, config)
-        checkpointing = Checkpointing(folder, checkpoints)
         grids = SampleGrid(folder, options.sample_every_n_steps)
         lightning = options.build(steps, [FiniteMetrics(), grids, checkpointing], str(folder))
         lightning.loggers = loggers = logging_options.build(folder, run_id_of(folder), done)
@@ -120,6 +121,11 @@ def run(
         if not validated or not network.figures:
             lightning.validate(network, datamodule.val_dataloader(), verbose=False)
         parts.say(f"trained in {time.monotonic() - start:.0f} s", *parts.summary(network, folder))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        safe = "nothing was saved" if checkpointing.saved_step is None else f"step {checkpointing.saved_step} is safe"
+        raise RunError(f"no space left in {folder} ({safe}): free some, then resume with resume=last") from error
     finally:
         for each in loggers:
             close(each)
