@@ -277,7 +277,7 @@ def test_points_in_the_plane(tmp_path, words):
     genmodels("sample", "ckpt=run", "n=100", "path=way.gif", cwd=tmp_path)
     done = genmodels("evaluate", "ckpt=run", "limit=50", cwd=tmp_path)
     assert "exact entropy" in done.stdout and "nats" in done.stdout
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    report = json.loads((tmp_path / "run" / "report_first50.json").read_text())
     assert report["likelihood"][0]["kl_gap"] == pytest.approx(
         report["likelihood"][0]["nll"] - report["likelihood"][0]["entropy"]
     )
