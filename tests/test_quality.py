@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,10 @@ def test_the_default_model_draws_digits_and_beats_the_pixel_histogram(tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert main(["train", "model=ddpm", "run_dir=run", "logger=csv", "trainer.progress=false"]) == 0
     judge = [sys.executable, str(ROOT / "benchmarks" / "digits_quality.py"), "run/best.ckpt", "500"]
-    read = json.loads(subprocess.run(judge, capture_output=True, text=True, check=True).stdout)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(judge, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    read = json.loads(done.stdout)
     assert read["svm_on_real_test"] >= 0.98
     assert read["dpmpp_2m_20"] >= 0.9 and read["ddpm_all"] >= 0.9
     assert main(["evaluate", "ckpt=run"]) == 0
