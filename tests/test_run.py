@@ -23,7 +23,7 @@ from genmodels.training.archive import checkpoint_hash, read_header
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["trainer=smoke", "trainer.max_steps=12", "trainer.validate_every_n_steps=6", "trainer.sample_every_n_steps=6"]
-TINY = ["model.net.channels=8", "model.num_steps=30", *QUICK]
+TINY = ["model.net.channels=8", "model.num_steps=30", "trainer.limit_evaluation=null", *QUICK]
 
 
 @dataclass
@@ -242,6 +242,15 @@ def test_evaluate_does_not_depend_on_the_batch_size_and_gives_the_error_of_its_d
         values.append(report["likelihood"][0]["bits_per_dim"])
         assert report["likelihood"][0]["se_mc"] > 0 and report["data"]["limited"]
     assert values[0] == pytest.approx(values[1], abs=1e-5)
+
+
+def test_a_smoke_run_is_judged_on_a_few_items_and_says_so(tmp_path):
+    words = ["model=ddpm", "model.net.channels=8", "model.num_steps=30", *QUICK, "trainer.limit_evaluation=7"]
+    genmodels("train", *words, "logger=csv", "run_dir=run", cwd=tmp_path)
+    for limit, name, items in (([], "report_first7.json", 7), (["limit=all"], "report.json", 359)):
+        genmodels("evaluate", "ckpt=run", "draws=2", *limit, cwd=tmp_path)
+        data = json.loads((tmp_path / "run" / name).read_text())["data"]
+        assert data["items"] == items and data["limited"] == (items == 7)
 
 
 def test_two_checkpoints_make_one_table_and_a_broken_one_is_named(trained, tmp_path):

@@ -13,7 +13,7 @@ def run(
     draws: int | Literal["auto", "all"] = "auto",
     replicates: int = 2,
     batch_size: int = 256,
-    limit: int | None = None,
+    limit: int | Literal["all"] | None = None,
     seed: int = 0,
     ema: bool | float = True,
     data: dict | None = None,
@@ -30,7 +30,8 @@ def run(
             takes at most 100,000 network evaluations, else 5 to 100 strata.
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
         batch_size: items judged at once.
-        limit: judge the first items of the split only (the report says so).
+        limit: judge the first items of the split only (the report says so), or all; default as the run was configured,
+            all unless trainer.limit_evaluation says otherwise.
         seed: seed of the noise.
         ema: averaged weights (true), raw ones (false), or the average of one decay.
         data: options of the data set that differ from training, such as data.root.
@@ -47,8 +48,8 @@ def run(
     for key, value, least in (("batch_size", batch_size, 1), ("replicates", replicates, 2)):
         if value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
-    for key, value in (("limit", limit), ("draws", draws if isinstance(draws, int) else None)):
-        if value is not None and value < 1:
+    for key, value in (("limit", limit), ("draws", draws)):
+        if isinstance(value, int) and value < 1:
             raise InputError(f"{key} must be at least 1, got {value}")
 
     from genmodels.training.archive import verify
@@ -78,7 +79,8 @@ def run(
             failures = [*failures, str(error)] if str(error) not in failures else failures
             continue
         reports.append(report)
-        target = report_target(path, out, len(paths) > 1, split, limit)
+        judged = report["data"]["items"] if report["data"]["limited"] else None
+        target = report_target(path, out, len(paths) > 1, split, judged)
         write_report(report, target)
         report["written"] = str(target)
         log_evaluation(path.parent, LoggerOptions(**report["config"].get("logger", {})), report)

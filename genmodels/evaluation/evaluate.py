@@ -67,8 +67,8 @@ def references(datamodule, split: str, spec: DataSpec, limit: int | None = None)
 
 
 def judge(
-    path: Path, *, split: str, draws: int | str, replicates: int, batch_size: int, limit: int | None, seed: int,
-    ema: bool | float, data: dict, device: str, trust: list[str],
+    path: Path, *, split: str, draws: int | str, replicates: int, batch_size: int, limit: int | str | None,
+    seed: int, ema: bool | float, data: dict, device: str, trust: list[str],
 ) -> dict:
     """The report of one checkpoint: plain types only.
 
@@ -85,6 +85,9 @@ def judge(
         raise RunError(f"{path}: it does not say which data it was trained on; give data._target_ and its options")
     datamodule = build({**header["config"]["data"], **data}, trust=trust).prepare()
     fits(model.spec, datamodule.spec)
+    if limit is None:
+        limit = header["config"].get("trainer", {}).get("limit_evaluation")
+    limit = None if limit == "all" else limit
     items = len(datamodule.split(split)) if limit is None else min(limit, len(datamodule.split(split)))
     options: dict = {"weights": weights_of(ema), "seed": seed}
     if "draws" in inspect.signature(model.log_likelihood).parameters:

@@ -202,11 +202,12 @@ def log_evaluation(run_dir: Path, options: LoggerOptions, report: dict) -> bool:
     split, columns = report["data"]["split"], ["kind", "value", "unit", "se_data", "se_mc", "items", "weights", "made"]
     unit = "nll" if report["data"]["levels"] is None else "bits_per_dim"
     table = wandb.Table(columns=columns)
+    values = {f"evaluation/{split}": table}
     for row in report["likelihood"]:
         value, errors, weights = row.get(unit), (row.get("se_data"), row.get("se_mc")), report["checkpoint"]["weights"]
         table.add_data(row["kind"], value, unit, *errors, row["n"], weights, json.dumps(row["made"]))
-        run.summary[f"evaluation/{split}/{unit}/{row['kind']}"] = value
-    run.log({f"evaluation/{split}": table})
+        values[f"evaluation/{split}/{unit}/{row['kind']}"] = value
+    run.log(values)  # one record: what is logged last is the summary too
     run.finish()
     return True
 

@@ -30,6 +30,7 @@ class TrainerOptions:
         accumulate: batches for each optimiser step.
         validate_every_n_steps: interval of validations, 0 for one at the end.
         limit_validation: most batches of a validation, None for all.
+        limit_evaluation: items that evaluate.py judges of this run's models unless it is told otherwise, None for all.
         sample_every_n_steps: interval of sample grids, 0 for none.
         log_every_n_steps: interval of logged training figures.
         progress: show a progress bar.
@@ -47,6 +48,7 @@ class TrainerOptions:
     accumulate: int = 1
     validate_every_n_steps: int = 500
     limit_validation: int | None = None
+    limit_evaluation: int | None = None
     sample_every_n_steps: int = 500
     log_every_n_steps: int = 20
     progress: bool = True
@@ -55,7 +57,7 @@ class TrainerOptions:
     def __post_init__(self):
         if self.precision not in ("32-true", "64-true", "bf16-mixed"):
             raise ValueError(f"trainer.precision must be 32-true, 64-true or bf16-mixed, got {self.precision!r}")
-        for key in ("max_steps", "max_epochs", "limit_validation"):
+        for key in ("max_steps", "max_epochs", "limit_validation", "limit_evaluation"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"trainer.{key} must be at least 1, got {getattr(self, key)}")
         for key in ("accumulate", "num_nodes", "log_every_n_steps"):
