@@ -1,0 +1,349 @@
+"""What a bijection is: a map with an exact inverse and the log-determinant of the map just evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.nn.blocks import hide
+
+Shape = tuple[int | None, ...]
+
+
+class NotInitialized(RuntimeError):
+    """A flow was used before its data-dependent layers had seen data."""
+
+
+class Step(NamedTuple):
+    """One layer at work inside a flow: its dotted name, itself, what went in and what came out."""
+
+    name: str
+    layer: Bijection
+    x: Tensor
+    z: Tensor
+    logdet: Tensor
+    cond: Tensor | None
+    mask: Tensor | None
+
+
+class Bijection(nn.Module):
+    """An invertible map of one event shape to another, with exact log-determinants in both directions.
+
+        forward(x) = (z, log |det dz/dx|),    inverse(z) = (x, log |det dx/dz|)
+
+    A subclass defines `_forward` and `_inverse` and, where the shape changes, `out_shape`, `in_shape`, `out_mask` and
+    `in_mask`. This class checks shapes, condition and mask, keeps the state in float32 or wider, and sets what lies
+    outside the mask to zero before and after, so that its content can influence nothing.
+
+    Attributes:
+        constant_logdet: whether the log-determinant does not depend on the data.
+        inverse_cost: `same`, `D passes` or `iterative`.
+        exact_inverse: whether the inverse is a formula (and not an iteration).
+        uses_cond: whether a condition is needed; layers without networks ignore one.
+        strict_cond: whether a condition that is not used is an error.
+
+    Shapes: `x (B, *event)`, `cond (B,)` labels, `(B, K)` vectors or maps, `mask (B, 1, T)` bool for events `(C, T)`,
+    True = valid; the mask describes the tensor that is passed in. `logdet (B,)` natural log, summed over valid positions.
+    Errors: ValueError for an event of the wrong shape, a missing or unexpected condition, a mask that is not boolean.
+    """
+
+    constant_logdet: bool = False
+    inverse_cost: str = "same"
+    exact_inverse: bool = True
+    uses_cond: bool = False
+    strict_cond: bool = False
+
+    def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Data to latent: `(z, logdet)`."""
+        self.out_shape(tuple(x.shape[1:]))
+        x = self._enter(x, cond, mask)
+        z, logdet = self._forward(x, cond, mask)
+        return (z, logdet) if mask is None else (hide(z, self.out_mask(mask)), logdet)
+
+    def inverse(self, z: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Latent to data: `(x, logdet)`, the log-determinant of this direction."""
+        self.in_shape(tuple(z.shape[1:]))
+        z = self._enter(z, cond, mask)
+        x, logdet = self._inverse(z, cond, mask)
+        return (x, logdet) if mask is None else (hide(x, self.in_mask(mask)), logdet)
+
+    def _forward(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _inverse(self, z: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def out_shape(self, shape: Shape) -> Shape:
+        """Event shape after `forward`; None stands for a length left open. Raises ValueError for one it cannot take."""
+        return shape
+
+    def in_shape(self, shape: Shape) -> Shape:
+        """Event shape after `inverse`; the inverse of `out_shape`."""
+        return shape
+
+    def out_mask(self, mask: Tensor) -> Tensor:
+        """The mask of `z`, from that of `x`."""
+        return mask
+
+    def in_mask(self, mask: Tensor) -> Tensor:
+        """The mask of `x`, from that of `z`."""
+        return mask
+
+    def initialize(
+        self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, force: bool = False
+    ) -> None:
+        """Data-dependent initialisation from a batch, called once, by training; most layers have none.
+
+        Raises:
+            RuntimeError: for a layer that is initialised already, unless `force`.
+        """
+
+    def uninitialized(self, name: str = "") -> Iterator[str]:
+        """Names of the layers that still wait for `initialize`."""
+        for child_name, child in self.named_children():
+            if isinstance(child, Bijection | nn.ModuleList):
+                inside = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
+                for inner_name, inner in inside:
+                    if isinstance(inner, Bijection):
+                        yield from inner.uninitialized(_join(_join(name, child_name), inner_name))
+
+    def walk(
+        self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, name: str = ""
+    ) -> Iterator[Step]:
+        """The layers in the order they act, each with what went in and came out; the last step holds the result."""
+        z, logdet = self(x, cond, mask)
+        yield Step(name, self, x, z, logdet, cond, mask)
+
+    def _enter(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
+        if cond is None and self.uses_cond:
+            raise ValueError(f"{type(self).__name__} needs cond, the condition it was built for")
+        if cond is not None and self.strict_cond and not self.uses_cond:
+            raise ValueError(f"{type(self).__name__} was built without a condition: leave cond out")
+        if x.dtype not in (torch.float32, torch.float64):
+            x = x.float()
+        if mask is None:
+            return x
+        if mask.dtype != torch.bool:
+            raise ValueError(f"{type(self).__name__}: mask must be boolean (True = valid), got {mask.dtype}")
+        if not _broadcasts(mask, x):
+            raise ValueError(
+                f"{type(self).__name__}: mask {tuple(mask.shape)} does not fit x {tuple(x.shape)}: "
+                "masks are for sequences (B, C, T) and have shape (B, 1, T)"
+            )
+        return hide(x, mask)
+
+    def _misfit(self, expected: str, shape: Shape) -> ValueError:
+        shown = f"({', '.join('T' if n is None else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
+        return ValueError(f"{type(self).__name__} takes events of shape {expected}, got {shown}")
+
+
+def _broadcasts(mask: Tensor, x: Tensor) -> bool:
+    """A mask (B, 1, T) of a sequence, or one with an entry for every value."""
+    sequence = x.dim() == 3 and tuple(mask.shape) == (x.shape[0], 1, x.shape[2])
+    return sequence or mask.shape == x.shape
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def full_precision(x: Tensor) -> torch.autocast:
+    """Autocast switched off: products of the state are not left to half precision, only coupling networks are."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def positions(x: Tensor, mask: Tensor | None) -> Tensor | int:
+    """Number of (valid) positions of each example: 1 for vectors, H W for images, valid frames `(B,)` under a mask."""
+    return x[0, 0].numel() if mask is None else mask.flatten(1).sum(1).to(x.dtype)
+
+
+def per_example(values: Tensor) -> Tensor:
+    """The sum over all but the batch dimension, (B, ...) to (B,)."""
+    return values.flatten(1).sum(1)
+
+
+class Compose(Bijection):
+    """Bijections one after another; an empty list is the identity.
+
+        z = f_n(... f_1(x)),    log |det| = sum_i log |det f_i|
+
+    Arguments:
+        layers: the bijections, in the order of `forward`.
+        event_shape: shape of x, None for a length left open; the layers are checked against it.
+        memory: `store` keeps activations for the backward pass; `inverse` recomputes them from the outputs (see
+            `genmodels.flows.memory`).
+
+    Errors: ValueError naming both layers and the shape between them when they do not fit.
+
+    Example:
+        >>> from genmodels.flows import Flip, Compose
+        >>> Compose([Flip(3), Flip(3)], (3,))(torch.tensor([[1.0, 2.0, 3.0]]))
+        (tensor([[1., 2., 3.]]), tensor([0.]))
+    """
+
+    strict_cond = True
+
+    def __init__(self, layers: Sequence[Bijection], event_shape: Shape, *, memory: str = "store"):
+        super().__init__()
+        if memory not in ("store", "inverse"):
+            raise ValueError(f"memory must be store or inverse, got {memory!r}")
+        self.layers = nn.ModuleList(layers)
+        self.event_shape, self.memory = tuple(event_shape), memory
+        shape, before = self.event_shape, "the input"
+        for number, layer in enumerate(layers):
+            here = f"layer {number} ({type(layer).__name__})"
+            try:
+                shape = layer.out_shape(shape)
+            except ValueError as error:
+                raise ValueError(f"{here} does not take what {before} leaves: {error}") from error
+            before = here
+        self.shape_after = shape
+        self.constant_logdet = all(layer.constant_logdet for layer in layers)
+        self.exact_inverse = all(layer.exact_inverse for layer in layers)
+        costs = {layer.inverse_cost for layer in layers}
+        self.inverse_cost = next((cost for cost in ("iterative", "D passes") if cost in costs), "same")
+        self.uses_cond = any(layer.uses_cond for layer in layers)
+
+    def out_shape(self, shape: Shape) -> Shape:
+        for layer in self.layers:
+            shape = layer.out_shape(shape)
+        return shape
+
+    def in_shape(self, shape: Shape) -> Shape:
+        for layer in reversed(self.layers):
+            shape = layer.in_shape(shape)
+        return shape
+
+    def out_mask(self, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            mask = layer.out_mask(mask)
+        return mask
+
+    def in_mask(self, mask: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            mask = layer.in_mask(mask)
+        return mask
+
+    def _forward(self, x, cond, mask):
+        if self.memory == "inverse" and torch.is_grad_enabled():
+            from genmodels.flows.memory import run_inverting
+
+            return run_inverting(self, x, cond, mask)
+        logdet = x.new_zeros(len(x))
+        for layer in self.layers:
+            x, change = layer(x, cond if layer.uses_cond else None, mask)
+            logdet = logdet + change
+            mask = None if mask is None else layer.out_mask(mask)
+        return x, logdet
+
+    def _inverse(self, z, cond, mask):
+        logdet = z.new_zeros(len(z))
+        for layer in reversed(self.layers):
+            z, change = layer.inverse(z, cond if layer.uses_cond else None, mask)
+            logdet = logdet + change
+            mask = None if mask is None else layer.in_mask(mask)
+        return z, logdet
+
+    @torch.no_grad()
+    def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
+        """Initialise the layers in order, each on the output of those before it."""
+        for layer in self.layers:
+            own = cond if layer.uses_cond else None
+            layer.initialize(x, own, mask, force=force)
+            x, _ = layer(x, own, mask)
+            mask = None if mask is None else layer.out_mask(mask)
+
+    def walk(self, x, cond=None, mask=None, name="") -> Iterator[Step]:
+        for number, layer in enumerate(self.layers):
+            for step in layer.walk(x, cond if layer.uses_cond else None, mask, _join(name, "layers", str(number))):
+                yield step
+                x = step.z
+            mask = None if mask is None else layer.out_mask(mask)
+
+
+class Inverse(Bijection):
+    """A bijection run backwards: `forward` and `inverse` swapped.
+
+    Arguments:
+        bijection: the map to invert.
+
+    Example:
+        >>> from genmodels.flows import Shift
+        >>> Inverse(Shift(torch.tensor([2.0])))(torch.tensor([[5.0]]))[0]
+        tensor([[3.]])
+    """
+
+    strict_cond = True
+
+    def __init__(self, bijection: Bijection):
+        super().__init__()
+        self.bijection = bijection
+        self.constant_logdet, self.uses_cond = bijection.constant_logdet, bijection.uses_cond
+        self.exact_inverse, self.inverse_cost = bijection.exact_inverse, bijection.inverse_cost
+        self.strict_cond = bijection.strict_cond
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return self.bijection.in_shape(shape)
+
+    def in_shape(self, shape: Shape) -> Shape:
+        return self.bijection.out_shape(shape)
+
+    def out_mask(self, mask: Tensor) -> Tensor:
+        return self.bijection.in_mask(mask)
+
+    def in_mask(self, mask: Tensor) -> Tensor:
+        return self.bijection.out_mask(mask)
+
+    def _forward(self, x, cond, mask):
+        return self.bijection.inverse(x, cond, mask)
+
+    def _inverse(self, z, cond, mask):
+        return self.bijection(z, cond, mask)
+
+
+class Freeze(Bijection):
+    """A bijection whose parameters do not train; gradients still pass through it.
+
+    Arguments:
+        bijection: the map to freeze.
+
+    Example:
+        >>> from genmodels.flows import ActNorm
+        >>> any(p.requires_grad for p in Freeze(ActNorm(2)).parameters())
+        False
+    """
+
+    def __init__(self, bijection: Bijection):
+        super().__init__()
+        self.bijection = bijection.requires_grad_(False)
+        self.constant_logdet, self.uses_cond = bijection.constant_logdet, bijection.uses_cond
+        self.exact_inverse, self.inverse_cost = bijection.exact_inverse, bijection.inverse_cost
+        self.strict_cond = bijection.strict_cond
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return self.bijection.out_shape(shape)
+
+    def in_shape(self, shape: Shape) -> Shape:
+        return self.bijection.in_shape(shape)
+
+    def out_mask(self, mask: Tensor) -> Tensor:
+        return self.bijection.out_mask(mask)
+
+    def in_mask(self, mask: Tensor) -> Tensor:
+        return self.bijection.in_mask(mask)
+
+    def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
+        self.bijection.initialize(x, cond, mask, force=force)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Freeze:
+        """Stay frozen, whatever is asked."""
+        return self
+
+    def _forward(self, x, cond, mask):
+        return self.bijection(x, cond, mask)
+
+    def _inverse(self, z, cond, mask):
+        return self.bijection.inverse(z, cond, mask)
