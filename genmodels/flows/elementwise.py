@@ -1,4 +1,4 @@
-"""Maps of one number to one number, with parameters from a network: shift, shift and scale. And the bounds of scales."""
+"""Maps of one number to one number, their parameters from a network: shift, scale and shift; and how scales are bound."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class ElementTransform(nn.Module):
         exact_inverse: whether the inverse is a formula (and not an iteration).
         inverse_cost: `same` or `iterative`.
 
-    Shapes: `x (B, C, *space)`, `params (B, P, C, *space)` of the dtype of x (float32 or wider); both results are like x,
-    the log-derivative is that of the direction just evaluated and is not summed.
+    Shapes: `x (B, C, *space)`, `params (B, P, C, *space)` of the dtype of x (float32 or wider); both results are like
+    x, the log-derivative is that of the direction just evaluated and is not summed.
     """
 
     params_per_dim: int
@@ -119,9 +119,9 @@ class TiedScale(nn.Module):
         channels: number of channels C; f is one number for each.
 
     Example:
-        >>> TiedScale(1)(torch.tensor([[0.0], [9.0]])).detach()
-        tensor([[0.],
-                [1.]])
+        >>> TiedScale(1)(torch.tensor([[0.0], [1.0]])).detach()
+        tensor([[0.0000],
+                [0.7616]])
     """
 
     def __init__(self, channels: int):
