@@ -1,8 +1,9 @@
-"""Maps of one number to one number, their parameters from a network: shift, scale and shift; and how scales are bound."""
+"""Maps of one number to one number, with parameters from a network: shift, scale and shift; and bounds of scales."""
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ class ElementTransform(nn.Module):
         channels: how many channels the transform is built for; None when it has nothing of its own to learn.
         exact_inverse: whether the inverse is a formula (and not an iteration).
         inverse_cost: `same` or `iterative`.
+        constant_logdet: whether the log-derivative does not depend on x and params.
 
     Shapes: `x (B, C, *space)`, `params (B, P, C, *space)` of the dtype of x (float32 or wider); both results are like
     x, the log-derivative is that of the direction just evaluated and is not summed.
@@ -52,6 +54,7 @@ class ElementTransform(nn.Module):
     channels: int | None = None
     exact_inverse: bool = True
     inverse_cost: str = "same"
+    constant_logdet: bool = False
 
     def forward(self, x: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -77,6 +80,7 @@ class Additive(ElementTransform):
     """
 
     params_per_dim = 1
+    constant_logdet = True
 
     def forward(self, x: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
         return x + params.squeeze(1), torch.zeros_like(x)
@@ -178,7 +182,7 @@ class Affine(ElementTransform):
 
     params_per_dim = 2
 
-    def __init__(self, channels: int, *, scale: str = "tanh"):
+    def __init__(self, channels: int, *, scale: Literal["tanh", "sigmoid", "tied"] = "tanh"):
         super().__init__()
         if scale not in SCALES:
             raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")

@@ -1,0 +1,182 @@
+"""Coupling layers: one part of an event changes the other, which makes any network invertible."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.flows.bijection import Bijection, Shape, per_example
+from genmodels.flows.elementwise import ElementTransform
+from genmodels.nn.blocks import hide
+
+
+class ChannelSplit:
+    """The channels of an image or a sequence, or the dimensions of a vector, in two parts.
+
+    Arguments:
+        channels: number of channels C, at least 2.
+        swap: keep the last floor(C/2) channels instead of the first ceil(C/2).
+
+    Attributes:
+        kept, changed: numbers of channels that are kept and changed.
+
+    Errors: ValueError for fewer than two channels.
+
+    Example:
+        >>> split = ChannelSplit(5, swap=True)
+        >>> split.kept, split.changed, split.take(torch.arange(5)[None])
+        (2, 3, (tensor([[3, 4]]), tensor([[0, 1, 2]]), None))
+    """
+
+    def __init__(self, channels: int, *, swap: bool = False):
+        if channels < 2:
+            raise ValueError(f"ChannelSplit: a coupling needs at least 2 channels or dimensions, got {channels}")
+        self.channels, self.swap = channels, swap
+        self.first = (channels + 1) // 2
+        self.kept = channels - self.first if swap else self.first
+        self.changed = channels - self.kept
+
+    def expected(self, shape: Shape) -> str | None:
+        """What an event must look like, or None if `shape` does."""
+        return None if 1 <= len(shape) <= 3 and shape[0] == self.channels else f"({self.channels}, ...)"
+
+    def take(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        """What the network sees and what is changed, both without a copy."""
+        first, second = x.split((self.first, self.channels - self.first), dim=1)
+        return (second, first, None) if self.swap else (first, second, None)
+
+    def put(self, seen: Tensor, changed: Tensor, log_derivative: Tensor, squares: None) -> tuple[Tensor, Tensor]:
+        """Both parts together, and the log-derivative where it counts."""
+        return torch.cat((changed, seen) if self.swap else (seen, changed), dim=1), log_derivative
+
+
+class Checkerboard:
+    """The pixels of an image in two parts, like the squares of a chessboard, all channels alike.
+
+        m[i, j] = (i + j + parity) mod 2;    m = 1 is kept
+
+    The network sees m x, and so has something around every pixel that it changes.
+
+    Arguments:
+        channels: number of channels C.
+        parity: 1 keeps the upper left pixel, 0 changes it.
+
+    Attributes:
+        kept, changed: all the channels, both.
+
+    Errors: ValueError for no channels, or a parity other than 0 and 1.
+    Source: Dinh et al. 2017 (RealNVP), section 3.4.
+
+    Example:
+        >>> Checkerboard(1, parity=1).squares(torch.zeros(1, 1, 2, 3)).long()
+        tensor([[1, 0, 1],
+                [0, 1, 0]])
+    """
+
+    def __init__(self, channels: int, *, parity: int = 0):
+        if channels < 1 or parity not in (0, 1):
+            raise ValueError(f"Checkerboard needs channels >= 1 and parity 0 or 1, got {channels} and {parity}")
+        self.channels, self.parity = channels, parity
+        self.kept = self.changed = channels
+
+    def expected(self, shape: Shape) -> str | None:
+        """What an event must look like, or None if `shape` does."""
+        fits = len(shape) == 3 and shape[0] == self.channels and shape[1:] != (1, 1)
+        return None if fits else f"({self.channels}, H, W) with two pixels or more"
+
+    def squares(self, x: Tensor) -> Tensor:
+        """m, (H, W) bool: where a pixel of x is kept."""
+        rows = torch.arange(self.parity, x.shape[-2] + self.parity, device=x.device)
+        return ((rows[:, None] + torch.arange(x.shape[-1], device=x.device)) % 2).bool()
+
+    def take(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the network sees, what is changed (a map of all the pixels: `put` chooses), and m."""
+        squares = self.squares(x)
+        return hide(x, squares), x, squares
+
+    def put(self, seen: Tensor, changed: Tensor, log_derivative: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+        """Both parts together, and the log-derivative where it counts."""
+        # A choice leaves what is kept as it is, bit for bit; with products -0 would become 0.
+        return torch.where(squares, seen, changed), log_derivative.masked_fill(squares, 0)
+
+
+class Coupling(Bijection):
+    """One part of the event is kept; each number of the other goes through a map whose parameters depend on the first.
+
+        z1 = x1,    z2 = f(x2; net(x1, cond)),    log |det| = sum_changed log df/dx2
+
+    The Jacobian is triangular whatever the network does, and x2 follows from z1 = x1 by the inverse of f.
+
+    Arguments:
+        split: which part is kept, a `ChannelSplit` or a `Checkerboard`.
+        transform: the elementwise map f.
+        net: network from `split.kept` to `transform.params_per_dim * split.changed` channels, all first parameters
+            first. Its output bias is set so that training starts at `transform.start`; the identity with most f.
+
+    Shapes: events `(C, ...)` for channels, `(C, H, W)` for a checkerboard; `mask (B, 1, T)`; `cond` as the network's.
+    Errors: ValueError when network, transform and split do not fit one another, or an event does not fit the split.
+    Source: Dinh et al. 2017 (RealNVP), section 3.2.
+
+    Example:
+        >>> from genmodels.flows.elementwise import Affine
+        >>> from genmodels.nn.perceptron import MLP
+        >>> split = ChannelSplit(3)
+        >>> layer = Coupling(split, Affine(split.changed), MLP(split.kept, 2 * split.changed, hidden=8, depth=1))
+        >>> z, logdet = layer(torch.tensor([[1.0, 2.0, 3.0]]))
+        >>> z.detach(), logdet.detach()
+        (tensor([[1., 2., 3.]]), tensor([0.]))
+    """
+
+    strict_cond = True
+
+    def __init__(self, split: ChannelSplit | Checkerboard, transform: ElementTransform, net: nn.Module):
+        super().__init__()
+        check_network(self, net, split.kept, transform.params_per_dim, split.changed, transform.channels)
+        self.split, self.transform, self.net = split, transform, net
+        self.uses_cond = net.uses_cond
+        self.exact_inverse, self.inverse_cost = transform.exact_inverse, transform.inverse_cost
+        self.constant_logdet = transform.constant_logdet
+        net.set_output_bias(transform.start(split.changed).flatten())
+
+    def out_shape(self, shape: Shape) -> Shape:
+        expected = self.split.expected(shape)
+        if expected is not None:
+            raise self._misfit(expected, shape)
+        return shape
+
+    def in_shape(self, shape: Shape) -> Shape:
+        return self.out_shape(shape)
+
+    def _forward(self, x, cond, mask):
+        return self._couple(self.transform, x, cond, mask)
+
+    def _inverse(self, z, cond, mask):
+        return self._couple(self.transform.inverse, z, cond, mask)
+
+    def _couple(self, change, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if mask is not None and mask.shape[1] != 1:
+            raise ValueError(f"Coupling takes masks of shape (B, 1, T), got {tuple(mask.shape)}")
+        seen, x2, squares = self.split.take(x)
+        params = self.net(seen, cond, mask)
+        # The network may run in half precision; the state, and everything computed for it, does not.
+        params = params.to(x.dtype).view(len(x), self.transform.params_per_dim, self.split.changed, *x.shape[2:])
+        z2, log_derivative = change(x2, params)
+        z, log_derivative = self.split.put(seen, z2, log_derivative, squares)
+        return z, per_example(hide(log_derivative, mask))
+
+
+def check_network(
+    layer: Bijection, net: nn.Module, in_channels: int, params_per_dim: int, changed: int, channels: int | None
+) -> None:
+    """Raise ValueError unless a network (and a transform built for `channels`) fit what a layer changes."""
+    name = type(layer).__name__
+    if channels not in (None, changed):
+        raise ValueError(f"{name} changes {changed} channels, but its transform was built for {channels}")
+    if net.in_channels != in_channels:
+        raise ValueError(f"{name} needs a network with {in_channels} channels in, got {net.in_channels}")
+    expected = params_per_dim * changed
+    if net.out_channels != expected:
+        raise ValueError(
+            f"{name} needs a network with {expected} channels out ({params_per_dim} parameters for each of {changed}), "
+            f"got {net.out_channels}"
+        )
