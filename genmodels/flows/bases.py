@@ -1,0 +1,307 @@
+"""Base distributions: what a flow maps the data to."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from genmodels.flows.bijection import Shape, per_example
+from genmodels.flows.elementwise import bounded
+from genmodels.nn.blocks import hide
+from genmodels.random import Generator, normal, uniform
+
+_LIMIT = 10.0  # of a log-scale that is learned directly
+
+
+class Distribution(nn.Module):
+    """A distribution over events with exact log-densities and samples at a temperature.
+
+    A subclass defines `_sample`, and `_entries` or, where entries depend on one another, `_log_prob`. This class checks
+    shapes, condition, mask and temperature.
+
+    Arguments:
+        event_shape: shape of one event; None stands for a length left open.
+
+    Attributes:
+        uses_cond: whether a condition is needed; distributions without one ignore it.
+
+    Shapes: `z (B, *event)`, `mask` bool and broadcastable to z, `log_prob (B,)` float32 or wider, over valid entries.
+    Errors: ValueError for events of another shape, a missing condition, a mask that is not boolean, a negative
+    temperature, or a length that is still open when samples are asked for.
+    """
+
+    uses_cond: bool = False
+
+    def __init__(self, event_shape: Shape):
+        super().__init__()
+        self.event_shape = tuple(event_shape)
+
+    def log_prob(self, z: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Log-density of each event, (B,)."""
+        self._fit(tuple(z.shape[1:]))
+        self._check_cond(cond)
+        if z.dtype not in (torch.float32, torch.float64):
+            z = z.float()
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(f"{type(self).__name__}: mask must be boolean (True = valid), got {mask.dtype}")
+        return self._log_prob(hide(z, mask), cond, mask)
+
+    def sample(
+        self, n: int, cond: Tensor | None = None, *, temperature: float = 1.0, generator: Generator,
+        event_shape: Shape | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Events (n, *event); `temperature` multiplies the scale of the noise, 0 gives the mode.
+
+        `event_shape` closes a length left open. With a keyed generator, event k depends on its index alone.
+        """
+        if not temperature >= 0:
+            raise ValueError(f"temperature must not be negative, got {temperature}")
+        shape = self.event_shape if event_shape is None else self._fit(tuple(event_shape))
+        if None in shape:
+            raise ValueError(f"{type(self).__name__} has events of shape {shape}: say which length to sample")
+        self._check_cond(cond)
+        return self._sample((n, *shape), cond, temperature, generator, dtype, device)
+
+    def _log_prob(self, z: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
+        return per_example(hide(self._entries(z, cond), mask))
+
+    def _entries(self, z: Tensor, cond: Tensor | None) -> Tensor:
+        """Log-density of every entry, like z."""
+        raise NotImplementedError
+
+    def _sample(self, shape, cond, temperature, generator, dtype, device) -> Tensor:
+        raise NotImplementedError
+
+    def _fit(self, shape: Shape) -> Shape:
+        same = len(shape) == len(self.event_shape)
+        if not same or any(own not in (None, given) for own, given in zip(self.event_shape, shape, strict=True)):
+            raise ValueError(f"{type(self).__name__} has events of shape {self.event_shape}, got {shape}")
+        return shape
+
+    def _check_cond(self, cond: Tensor | None) -> None:
+        if self.uses_cond and cond is None:
+            raise ValueError(f"{type(self).__name__} needs cond, the condition it was built for")
+
+
+class StandardNormal(Distribution):
+    """Independent standard normal entries.
+
+        log p(z) = -|z|^2 / 2 - D/2 log(2 pi),    z = T eps
+
+    Example:
+        >>> StandardNormal((2,)).log_prob(torch.zeros(1, 2))
+        tensor([-1.8379])
+    """
+
+    def _entries(self, z, cond):
+        return -0.5 * z.square() - 0.5 * math.log(2 * math.pi)
+
+    def _sample(self, shape, cond, temperature, generator, dtype, device):
+        return temperature * normal(shape, generator, dtype=dtype, device=device)
+
+
+class _Normals(Distribution):
+    """Means and log-scales of one or several normal distributions; positions along an open length share theirs."""
+
+    def _learn(self, *leading: int) -> None:
+        shape = (*leading, *(1 if n is None else n for n in self.event_shape))
+        self.mean, self.raw_log_scale = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
+
+    @property
+    def log_scale(self) -> Tensor:
+        """The log-scales, bounded: 10 tanh(raw / 10)."""
+        return bounded(self.raw_log_scale, _LIMIT)
+
+
+class DiagonalNormal(_Normals):
+    """Independent normal entries with learned mean and scale.
+
+        log p(z) = sum_i log N(z_i; mu_i, sigma_i^2),    log sigma = 10 tanh(raw / 10),    z = mu + T sigma eps
+
+    Starts as the standard normal.
+
+    Example:
+        >>> DiagonalNormal((2,)).log_prob(torch.zeros(1, 2)).detach()
+        tensor([-1.8379])
+    """
+
+    def __init__(self, event_shape: Shape):
+        super().__init__(event_shape)
+        self._learn()
+
+    def _entries(self, z, cond):
+        return _log_normal(z, self.mean, self.log_scale)
+
+    def _sample(self, shape, cond, temperature, generator, dtype, device):
+        noise = temperature * normal(shape, generator, dtype=dtype, device=device)
+        return (self.mean + self.log_scale.exp() * noise).to(dtype)
+
+
+class ClassNormal(_Normals):
+    """A normal distribution for every class, so that a flow without conditional networks can tell them apart.
+
+        log p(z | y) = sum_i log N(z_i; mu_{y,i}, sigma_{y,i}^2),    log sigma = 10 tanh(raw / 10)
+
+    Arguments:
+        event_shape: shape of one event.
+        num_classes: number of classes; `cond (B,)` holds labels.
+
+    Errors: ValueError for a condition that is not a vector of integer labels.
+
+    Example:
+        >>> ClassNormal((2,), num_classes=3).log_prob(torch.zeros(1, 2), torch.tensor([2])).detach()
+        tensor([-1.8379])
+    """
+
+    uses_cond = True
+
+    def __init__(self, event_shape: Shape, *, num_classes: int):
+        super().__init__(event_shape)
+        if num_classes < 1:
+            raise ValueError(f"ClassNormal: num_classes must be at least 1, got {num_classes}")
+        self.num_classes = num_classes
+        self._learn(num_classes)
+
+    def _check_cond(self, cond):
+        super()._check_cond(cond)
+        if cond.dim() != 1 or cond.is_floating_point():
+            raise ValueError(f"ClassNormal takes integer labels (B,), got {cond.dtype} of shape {tuple(cond.shape)}")
+
+    def _entries(self, z, cond):
+        # index_select, unlike indexing, refuses a negative label.
+        return _log_normal(z, self.mean.index_select(0, cond), self.log_scale.index_select(0, cond))
+
+    def _sample(self, shape, cond, temperature, generator, dtype, device):
+        noise = temperature * normal(shape, generator, dtype=dtype, device=device)
+        mean, log_scale = self.mean.index_select(0, cond), self.log_scale.index_select(0, cond)
+        return (mean + log_scale.exp() * noise).to(dtype)
+
+
+class Logistic(Distribution):
+    """Independent standard logistic entries.
+
+        log p(z) = sum_i log sigmoid(z_i) + log sigmoid(-z_i),    z = T log(u / (1 - u))
+
+    Example:
+        >>> Logistic((2,)).log_prob(torch.zeros(1, 2))
+        tensor([-2.7726])
+    """
+
+    def _entries(self, z, cond):
+        return logsigmoid(z) + logsigmoid(-z)
+
+    def _sample(self, shape, cond, temperature, generator, dtype, device):
+        u = uniform(shape, generator, dtype=dtype, device=device)
+        # A torch.Generator may draw 0 exactly, whose logit is infinite.
+        return temperature * torch.logit(u, eps=torch.finfo(dtype).eps / 2)
+
+
+class Uniform(Distribution):
+    """Independent uniform entries; for tests, since it has no gradient and no temperature.
+
+        log p(z) = -D log(high - low) inside, -inf outside
+
+    Arguments:
+        event_shape: shape of one event.
+        low, high: ends of the interval.
+
+    Errors: ValueError for a temperature other than 1, or an empty interval.
+
+    Example:
+        >>> Uniform((2,), low=-1.0).log_prob(torch.tensor([[0.0, 0.5], [0.0, 1.5]]))
+        tensor([-1.3863,    -inf])
+    """
+
+    def __init__(self, event_shape: Shape, *, low: float = 0.0, high: float = 1.0):
+        super().__init__(event_shape)
+        if not low < high:
+            raise ValueError(f"Uniform: low = {low} must be below high = {high}")
+        self.low, self.high = low, high
+
+    def _entries(self, z, cond):
+        inside = (z >= self.low) & (z <= self.high)
+        return torch.full_like(z, -math.log(self.high - self.low)).masked_fill(~inside, -math.inf)
+
+    def _sample(self, shape, cond, temperature, generator, dtype, device):
+        if temperature != 1:
+            raise ValueError(f"Uniform has no temperature: it must be 1, got {temperature}")
+        return self.low + (self.high - self.low) * uniform(shape, generator, dtype=dtype, device=device)
+
+
+class Mixture(_Normals):
+    """A mixture of normal distributions with learned weights, means and diagonal scales.
+
+        log p(z) = log sum_k pi_k N(z; mu_k, sigma_k^2),    z = mu_k + T sigma_k eps with probability pi_k
+
+    At temperature 0 the sample is the mode, found by ascent from the mean of every component.
+
+    Arguments:
+        event_shape: shape of one event.
+        components: number K of components.
+        generator: source of the means at the start (equal ones would never part); a fixed seed without one.
+
+    Source: the ascent is the fixed-point iteration of Carreira-Perpinan 2000, "Mode-finding for mixtures of Gaussian
+    distributions".
+
+    Example:
+        >>> Mixture((2,), components=3).sample(4, generator=torch.Generator().manual_seed(0)).shape
+        torch.Size([4, 2])
+    """
+
+    def __init__(self, event_shape: Shape, *, components: int = 8, generator: torch.Generator | None = None):
+        super().__init__(event_shape)
+        if components < 1:
+            raise ValueError(f"Mixture: components must be at least 1, got {components}")
+        self._learn(components)
+        self.logits = nn.Parameter(torch.zeros(components))
+        nn.init.normal_(self.mean, generator=torch.Generator().manual_seed(0) if generator is None else generator)
+
+    def _log_joint(self, z: Tensor, mask: Tensor | None) -> Tensor:
+        """log pi_k + log N(z; mu_k, sigma_k^2), (B, K)."""
+        each = _log_normal(z[:, None], self.mean, self.log_scale)  # (B, K, *event)
+        return self.logits.log_softmax(0) + hide(each, None if mask is None else mask[:, None]).flatten(2).sum(2)
+
+    def _log_prob(self, z, cond, mask):
+        return self._log_joint(z, mask).logsumexp(1)
+
+    def _sample(self, shape, cond, temperature, generator, dtype, device):
+        if temperature == 0:
+            return self.mode(shape[1:]).to(dtype).to(device).expand(shape).clone()
+        u = uniform((shape[0], 1), generator, dtype=torch.float64, device=device)
+        # The last sum is left out: rounding may keep it below u.
+        chosen = (u > self.logits.double().softmax(0).cumsum(0)[:-1]).sum(1)
+        noise = temperature * normal(shape, generator, dtype=dtype, device=device)
+        mean, log_scale = self.mean.index_select(0, chosen), self.log_scale.index_select(0, chosen)
+        return (mean + log_scale.exp() * noise).to(dtype)
+
+    @torch.no_grad()
+    def mode(self, event_shape: tuple[int, ...], *, steps: int = 1000) -> Tensor:
+        """The highest point that the ascent reaches, (*event).
+
+            z <- sum_k r_k(z) mu_k / sigma_k^2 / sum_k r_k(z) / sigma_k^2,    r_k the posterior of component k
+        """
+        z = self.mean.expand(-1, *event_shape).contiguous()
+        precision = (-2 * self.log_scale).exp()
+        for _ in range(steps):
+            share = self._log_joint(z, None).softmax(1).reshape(*z.shape[:1], -1, *[1] * len(event_shape))  # (B, K, ..)
+            z = (share * precision * self.mean).sum(1) / (share * precision).sum(1)
+        return z[self._log_joint(z, None).logsumexp(1).argmax()]
+
+
+def _log_normal(z: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
+    """log N(z; mean, exp(log_scale)^2), entry by entry."""
+    return -0.5 * ((z - mean) * torch.exp(-log_scale)).square() - log_scale - 0.5 * math.log(2 * math.pi)
+
+
+#: Bases by the names that configurations use.
+BASES = {
+    "normal": StandardNormal,
+    "diagonal": DiagonalNormal,
+    "class": ClassNormal,
+    "logistic": Logistic,
+    "uniform": Uniform,
+    "mixture": Mixture,
+}

@@ -1,0 +1,215 @@
+"""From integers to the unit cube: noise that turns a density into a bound on the probability of the integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from genmodels.flows.bijection import Bijection, Shape, per_example
+from genmodels.nn.blocks import hide
+from genmodels.nn.condition import Condition
+from genmodels.random import Generator, normal, uniform
+
+
+class Dequantize(nn.Module):
+    """Integers spread over cells of the unit cube; not a bijection, hence a bound.
+
+        v = (x + u) / L,    log P(x) >= E_u [log p(v) - D log L - log q(u | x)]
+
+    A subclass defines `noise`, and `_spread`, which makes u and -log q(u | x) of it. In float32 x + u may round up to
+    x + 1 (one draw in 131,072 at x >= 128), so v is held inside its cell: v < 1, and `to_levels` always finds x again.
+
+    Arguments:
+        levels: number of integer levels L.
+
+    Attributes:
+        kind: what it leaves of a likelihood, `lower_bound`.
+        uses_cond: whether the noise depends on a condition.
+
+    Shapes: `x (B, *event)` integers 0..L-1; `v` like x, in the precision of the module; contribution `(B,)`, over valid
+    entries; masked entries of v are zero.
+    Errors: ValueError for fewer than two levels, or data that are not integers; an IndexError for values out of range,
+    which are the business of whoever checks the data.
+    Source: Theis, van den Oord, Bethge 2016, section 3.1.
+    """
+
+    kind = "lower_bound"
+    uses_cond: bool = False
+
+    def __init__(self, levels: int):
+        super().__init__()
+        if levels < 2:
+            raise ValueError(f"{type(self).__name__}: levels must be at least 2, got {levels}")
+        self.levels = int(levels)
+        low, high = _cells(self.levels)
+        self.register_buffer("low", low, persistent=False)
+        self.register_buffer("high", high, persistent=False)
+
+    def forward(
+        self, x: Tensor, generator: Generator, cond: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`(v, contribution)` with fresh noise: points in [0, 1), and what to add to their log-density."""
+        return self.with_noise(x, self.noise(tuple(x.shape), generator), cond, mask)
+
+    def with_noise(
+        self, x: Tensor, noise: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same with given noise, as `noise` draws it."""
+        x = hide(self._integers(x), mask)
+        u, log_q = self._spread(x, noise, cond, mask)
+        entries = x[0].numel() if mask is None else mask.expand_as(x).flatten(1).sum(1)
+        v = torch.clamp((x + u) / self.levels, self._of_cell(self.low, x), self._of_cell(self.high, x))
+        return hide(v, mask), -entries * math.log(self.levels) - log_q
+
+    def noise(self, shape: tuple[int, ...], generator: Generator) -> Tensor:
+        """Fresh noise for a batch of this shape."""
+        raise NotImplementedError
+
+    def _spread(self, x: Tensor, noise: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """u in [0, 1] like x, and log q(u | x) `(B,)`."""
+        raise NotImplementedError
+
+    def middle(self, x: Tensor) -> Tensor:
+        """The middle of each cell, (x + 1/2) / L."""
+        return ((self._integers(x).double() + 0.5) / self.levels).to(self.low.dtype)
+
+    def to_levels(self, v: Tensor) -> Tensor:
+        """The integers whose cells hold `v`, uint8 where they fit and int64 else; clamp(floor(L v), 0, L - 1)."""
+        kind = torch.uint8 if self.levels <= 256 else torch.int64
+        # In float64 the product with a float32 number is exact, so that cells end where the clamp of v ends them.
+        return (v.double() * self.levels).floor().clamp(0, self.levels - 1).to(kind)
+
+    def initialize(
+        self,
+        x: Tensor,
+        generator: Generator,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        force: bool = False,
+    ) -> None:
+        """Data-dependent initialisation from a batch; uniform noise has none."""
+
+    def uninitialized(self) -> Iterator[str]:
+        """Names of the layers that still wait for `initialize`."""
+        yield from ()
+
+    def _integers(self, x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            raise ValueError(f"{type(self).__name__} takes integers 0..{self.levels - 1}, got {x.dtype}")
+        return x.long()
+
+    def _of_cell(self, ends: Tensor, x: Tensor) -> Tensor:
+        # index_select, unlike indexing, refuses a negative level.
+        return ends.index_select(0, x.flatten()).view(x.shape)
+
+
+class UniformDequantize(Dequantize):
+    """Uniform noise.
+
+        u ~ U[0, 1)^D,    contribution = -D log L
+
+    Example:
+        >>> v, contribution = UniformDequantize(256)(torch.tensor([[0, 255]]), torch.Generator().manual_seed(0))
+        >>> bool((v < 1).all()), contribution
+        (True, tensor([-11.0904]))
+    """
+
+    def noise(self, shape, generator):
+        return uniform(shape, generator, dtype=self.low.dtype, device=self.low.device)
+
+    def _spread(self, x, noise, cond, mask):
+        return noise, noise.new_zeros(len(x))
+
+
+class VariationalDequantize(Dequantize):
+    """Noise shaped by a conditional flow, which is trained to make the bound tight.
+
+        u = sigmoid(a), a = g(eps; x), eps ~ N(0, I),    contribution = -D log L - log q(u | x)
+        log q(u | x) = log N(eps) - log |det dg/deps| - sum [log sigmoid(a) + log sigmoid(-a)]
+
+    Arguments:
+        levels: number of integer levels L.
+        bijection: g, from the event's shape to itself, with the condition that `noise_condition` describes: x scaled
+            to [-1, 1] and, behind its channels, those of `cond`.
+        cond: what is known besides x: labels add `class_features` channels, vectors and maps as many as they have.
+        class_features: width of the embedding of labels.
+
+    Errors: ValueError for a bijection without a condition (its noise would not depend on x).
+    Source: Ho et al. 2019 (Flow++), section 3.1.
+
+    Example:
+        >>> from genmodels.flows.bijection import Bijection
+        >>> class Towards(Bijection):
+        ...     uses_cond = True
+        ...     def _forward(self, x, cond, mask):
+        ...         return x + cond, x.new_zeros(len(x))
+        >>> v, contribution = VariationalDequantize(4, Towards())(torch.tensor([[3]]), torch.Generator().manual_seed(0))
+        >>> v.shape, contribution.shape
+        (torch.Size([1, 1]), torch.Size([1]))
+    """
+
+    def __init__(
+        self, levels: int, bijection: Bijection, *, cond: Condition | None = None, class_features: int = 8
+    ):
+        super().__init__(levels)
+        if not bijection.uses_cond:
+            raise ValueError("VariationalDequantize: the bijection needs a condition, which is made from the integers")
+        self.bijection, self.uses_cond = bijection, cond is not None
+        labels = cond is not None and cond.kind == "labels"
+        self.classes = nn.Embedding(cond.size, class_features) if labels else None
+
+    def noise(self, shape, generator):
+        return normal(shape, generator, dtype=self.low.dtype, device=self.low.device)
+
+    def _spread(self, x, noise, cond, mask):
+        noise = hide(noise, mask)
+        a, logdet = self.bijection(noise, self._condition(x, cond, mask), mask)
+        log_normal = -0.5 * noise.square() - 0.5 * math.log(2 * math.pi)
+        terms = hide(log_normal - logsigmoid(a) - logsigmoid(-a), mask)
+        return torch.sigmoid(a), per_example(terms) - logdet
+
+    def _condition(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
+        if (cond is not None) != self.uses_cond:
+            told = "needs cond" if self.uses_cond else "was built without a condition: leave cond out"
+            raise ValueError(f"VariationalDequantize {told}")
+        scaled = (2 * x.to(self.low.dtype) / (self.levels - 1)) - 1
+        if cond is None:
+            return hide(scaled, mask)
+        features = cond if self.classes is None else self.classes(cond)
+        features = features.reshape(*features.shape, *[1] * (x.dim() - features.dim())).to(scaled.dtype)
+        return hide(torch.cat([scaled, features.expand(-1, -1, *x.shape[2:])], dim=1), mask)
+
+    @torch.no_grad()
+    def initialize(self, x, generator, cond=None, mask=None, *, force=False) -> None:
+        """Data-dependent initialisation of g on fresh noise."""
+        x = hide(self._integers(x), mask)
+        noise = hide(self.noise(tuple(x.shape), generator), mask)
+        self.bijection.initialize(noise, self._condition(x, cond, mask), mask, force=force)
+
+    def uninitialized(self):
+        yield from self.bijection.uninitialized("bijection")
+
+
+def noise_condition(event_shape: Shape, cond: Condition | None = None, *, class_features: int = 8) -> Condition:
+    """What the bijection of a `VariationalDequantize` is conditioned on; its couplings are built for this.
+
+    Example:
+        >>> noise_condition((3, 32, 32), Condition("labels", 10))
+        Condition(kind='map', size=11, stride=1)
+    """
+    more = 0 if cond is None else class_features if cond.kind == "labels" else cond.size
+    return Condition("vector" if len(event_shape) == 1 else "map", event_shape[0] + more)
+
+
+def _cells(levels: int) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest float32 number v of each cell, floor(L v) = x."""
+    x = torch.arange(levels, dtype=torch.float64)
+    low, high = (x / levels).float(), ((x + 1) / levels).float()
+    low = torch.where(low.double() * levels < x, torch.nextafter(low, torch.tensor(2.0)), low)
+    high = torch.where(high.double() * levels >= x + 1, torch.nextafter(high, torch.tensor(-1.0)), high)
+    return low, high

@@ -1,0 +1,200 @@
+"""A flow: a bijection to a base distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.flows.bases import Distribution
+from genmodels.flows.bijection import Bijection, Compose, Freeze, NotInitialized, Shape
+from genmodels.flows.multiscale import Latents, MultiScale, fits
+from genmodels.random import Generator
+
+
+class Flow(nn.Module):
+    """A density that is exact: the base's at the latent, times the volume change on the way there.
+
+        log p(x) = log base(f(x)) + log |det df/dx|,    x = f^-1(z), z ~ base
+
+    Arguments:
+        bijection: the map f from data to latent.
+        base: distribution of the latent.
+
+    Attributes:
+        event_shape: shape of x, None for a length left open.
+        uses_cond: whether the bijection or the base needs a condition.
+
+    Shapes: `x (B, *event)`, `cond` as the bijection and the base take it, `mask (B, 1, T)` bool of x; log-densities
+    `(B,)` in nats.
+    Errors: ValueError when the base does not fit the bijection, or for a condition nobody uses; NotInitialized from
+    every use while a layer waits for data.
+    Source: Rezende and Mohamed 2015; Dinh et al. 2017.
+
+    Example:
+        >>> from genmodels.flows.bases import StandardNormal
+        >>> flow = Flow(Compose([], (2,)), StandardNormal((2,)))
+        >>> flow.log_prob(torch.zeros(1, 2))
+        tensor([-1.8379])
+        >>> flow.sample(3, generator=torch.Generator().manual_seed(0)).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(self, bijection: Bijection, base: Distribution):
+        super().__init__()
+        self.bijection, self.base = bijection, base
+        try:
+            self.event_shape = tuple(bijection.in_shape(base.event_shape))
+        except ValueError as error:
+            here = f"a {type(base).__name__} over events of shape {base.event_shape}"
+            raise ValueError(f"{here} is no base for this bijection: {error}") from error
+        own = getattr(bijection, "event_shape", self.event_shape)
+        if not fits(own, self.event_shape):
+            raise ValueError(f"{type(bijection).__name__} over events of shape {own}, its base over {self.event_shape}")
+        self.uses_cond = bijection.uses_cond or base.uses_cond
+
+    def initialize(
+        self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, force: bool = False
+    ) -> None:
+        """Data-dependent initialisation of all layers from a batch, called once, by training."""
+        self.bijection.initialize(x, self._cond(cond, self.bijection), mask, force=force)
+
+    def log_prob(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Log-density of each event in nats, (B,)."""
+        require_initialized(self.bijection, "Flow.log_prob")
+        z, logdet = self.bijection(x, self._cond(cond, self.bijection), mask)
+        latent_mask = None if mask is None else self.bijection.out_mask(mask)
+        return self.base.log_prob(z, self._cond(cond, self.base), latent_mask) + logdet
+
+    def sample(
+        self,
+        n: int,
+        cond: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        generator: Generator,
+        mask: Tensor | None = None,
+        length: int | None = None,
+    ) -> Tensor:
+        """Events (n, *event); with a keyed generator, event k depends on its index alone.
+
+        Arguments:
+            n: how many.
+            cond: condition of each.
+            temperature: factor of the base's noise at every scale; 0 maps the base's mode.
+            generator: source of the noise, with n rows if it is keyed.
+            mask: which frames of sequences are valid; the others are zero.
+            length: closes a length left open; without it that of the mask.
+        """
+        require_initialized(self.bijection, "Flow.sample")
+        z = self._noise(n, cond, temperature, generator, self._latent_shape(mask, length))
+        latent_mask = None if mask is None else self.bijection.out_mask(mask)
+        return self.bijection.inverse(z, self._cond(cond, self.bijection), latent_mask)[0]
+
+    def latents(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Latents:
+        """Every scale of the latent, fine to coarse; a single one unless the flow is multi-scale."""
+        require_initialized(self.bijection, "Flow.latents")
+        z, _ = self.bijection(x, self._cond(cond, self.bijection), mask)
+        return self._split(z)
+
+    def from_latents(self, latents: Latents, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """The inverse of `latents`; `mask` is that of x."""
+        require_initialized(self.bijection, "Flow.from_latents")
+        latent_mask = None if mask is None else self.bijection.out_mask(mask)
+        return self.bijection.inverse(self._join(latents), self._cond(cond, self.bijection), latent_mask)[0]
+
+    def resample(
+        self,
+        latents: Latents,
+        scales: Sequence[int],
+        generator: Generator,
+        temperature: float = 1.0,
+        *,
+        cond: Tensor | None = None,
+    ) -> Latents:
+        """Some scales (0 is the finest) replaced by fresh noise, the others as they were.
+
+        With a keyed generator the noise of a scale does not depend on which other scales are replaced.
+        """
+        count = len(latents)
+        if any(not -count <= number < count for number in scales):
+            raise ValueError(f"scales must lie in 0..{count - 1}, the scales of these latents, got {list(scales)}")
+        chosen = {number % count for number in scales}
+        z = self._join(latents)
+        fresh = self._split(self._noise(len(z), cond, temperature, generator, tuple(z.shape[1:]), like=z))
+        return Latents(tuple(fresh[i] if i in chosen else latents[i] for i in range(count)))
+
+    def class_posterior(
+        self, x: Tensor, num_classes: int, mask: Tensor | None = None, *, log_prior: Tensor | None = None
+    ) -> Tensor:
+        """p(y | x) of every class, (B, num_classes) float64, from a flow whose condition is the label.
+
+            p(y | x) = softmax_y [log p(x | y) + log p(y)]
+        """
+        return class_posterior(lambda labels: self.log_prob(x, labels, mask), len(x), num_classes, log_prior, x.device)
+
+    def _noise(self, n, cond, temperature, generator, shape, like: Tensor | None = None) -> Tensor:
+        anchor = like if like is not None else reference(self)
+        return self.base.sample(
+            n, self._cond(cond, self.base), temperature=temperature, generator=generator, event_shape=shape,
+            dtype=anchor.dtype, device=anchor.device,
+        )  # fmt: skip
+
+    def _latent_shape(self, mask: Tensor | None, length: int | None) -> Shape:
+        length = mask.shape[-1] if length is None and mask is not None else length
+        shape = tuple(length if n is None else n for n in self.event_shape)
+        if None in shape:
+            raise ValueError(f"this flow takes events of shape {self.event_shape}: give mask or length to sample")
+        return self.bijection.out_shape(shape)
+
+    def _cond(self, cond: Tensor | None, part: Bijection | Distribution) -> Tensor | None:
+        if cond is not None and not self.uses_cond:
+            raise ValueError("this flow was built without a condition: leave cond out")
+        return cond if part.uses_cond else None
+
+    def _split(self, z: Tensor) -> Latents:
+        multiscale = _multiscale(self.bijection)
+        if multiscale is None:
+            return Latents((z,))
+        return Latents.unflatten(z, multiscale.scale_shapes(multiscale.in_shape(tuple(z.shape[1:]))))
+
+    def _join(self, latents: Latents) -> Tensor:
+        return latents[0] if _multiscale(self.bijection) is None else latents.flatten()
+
+
+def class_posterior(
+    log_prob: Callable[[Tensor], Tensor], n: int, num_classes: int, log_prior: Tensor | None, device
+) -> Tensor:
+    """softmax_y [log p(x | y) + log p(y)] in float64, (n, num_classes); a uniform prior unless one is given."""
+    classes = range(num_classes)
+    scores = torch.stack([log_prob(torch.full((n,), y, device=device)).double() for y in classes], dim=1)
+    return torch.softmax(scores if log_prior is None else scores + log_prior.to(scores), dim=1)
+
+
+def require_initialized(part, call: str) -> None:
+    """Raise NotInitialized, naming the call and the first layer of `part` that still waits for data."""
+    waiting = next(part.uninitialized(), None)
+    if waiting is not None:
+        raise NotInitialized(
+            f"{call}: the layer {waiting} has not seen data: call initialize(x) once, on a batch of training data, "
+            "or load trained weights"
+        )
+
+
+def reference(module: nn.Module) -> Tensor:
+    """A tensor of the module's precision and device: its first floating parameter or buffer, else a new one."""
+    tensors = (t for found in (module.parameters(), module.buffers()) for t in found if t.is_floating_point())
+    return next(tensors, torch.empty(0))
+
+
+def _multiscale(bijection: Bijection) -> MultiScale | None:
+    """The multi-scale part that a bijection ends with, if it does."""
+    while not isinstance(bijection, MultiScale):
+        if isinstance(bijection, Compose) and len(bijection.layers):
+            bijection = bijection.layers[-1]
+        elif isinstance(bijection, Freeze):
+            bijection = bijection.bijection
+        else:
+            return None
+    return bijection
