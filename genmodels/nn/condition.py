@@ -1,0 +1,181 @@
+"""What a network may be conditioned on, and how the condition reaches its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pixel_unshuffle
+
+from genmodels.nn.blocks import CONVOLUTION, hide
+
+#: Scale and shift of one layer, broadcastable to it; None for what is left alone.
+Modulation = tuple[Tensor | None, Tensor] | None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What `cond` is: a label, a vector or a map for every example.
+
+    Arguments:
+        kind: `labels` (B,) int64, `vector` (B, size), or `map` (B, size, *space) with a value for every position.
+        size: number of classes, length of the vectors, or channels of the maps.
+        stride: a map's positions for each position of the network, along every side: what the squeezes before the
+            network have come to.
+
+    Errors: ValueError for another kind, or numbers below 1.
+
+    Example:
+        >>> Condition("map", 3).squeezed(2)
+        Condition(kind='map', size=3, stride=2)
+    """
+
+    kind: str
+    size: int
+    stride: int = 1
+
+    def __post_init__(self):
+        if self.kind not in _SHAPES:
+            raise ValueError(f"a condition is one of {', '.join(_SHAPES)}, got {self.kind!r}")
+        if self.size < 1 or self.stride < 1:
+            raise ValueError(f"a condition needs size and stride of at least 1, got {self.size} and {self.stride}")
+
+    def __str__(self) -> str:
+        return _SHAPES[self.kind].format(size=self.size)
+
+    def squeezed(self, factor: int = 2) -> Condition:
+        """The same condition for networks behind a squeeze: only maps have positions to lose.
+
+        Example:
+            >>> Condition("labels", 10).squeezed(2)
+            Condition(kind='labels', size=10, stride=1)
+        """
+        return replace(self, stride=self.stride * factor) if self.kind == "map" else self
+
+    def fits(self, cond: Tensor, x: Tensor) -> bool:
+        """Whether `cond` is of this kind, with the examples and the positions of `x`."""
+        if self.kind == "labels":
+            return cond.dtype in (torch.int64, torch.int32) and cond.shape == x.shape[:1]
+        space = tuple(self.stride * n for n in x.shape[2:]) if self.kind == "map" else ()
+        return cond.is_floating_point() and tuple(cond.shape) == (len(x), self.size, *space)
+
+
+_SHAPES = {
+    "labels": "labels (B,) int64 of {size} classes",
+    "vector": "vectors (B, {size})",
+    "map": "maps (B, {size}, *space)",
+}
+
+
+class Conditioning(nn.Module):
+    """Scales and shifts for the layers of a network, all linear in its condition.
+
+        concat:  h = W x + [b + V c]             the product of [x, c] with [W, V], at the first layer (or at all)
+        film:    h = (1 + scale(c)) (W x + b) + shift(c)                                  at every layer
+
+    Labels have a row of V each, vectors a product, maps a convolution. What is the same at all positions is computed
+    once for each example and added, not spread over a map first.
+
+    Arguments:
+        condition: what the condition is; None for a network without one.
+        widths: channels of the layers.
+        conditioning: `concat` or `film`.
+        dims: spatial dimensions of the network, 0 for vectors.
+        kernel_size: kernel of the convolution of a map under `concat` (that of the layer it is added to).
+        everywhere: whether `concat` reaches all layers and not only the first.
+
+    Shapes: `cond` as the condition says, `x (B, C, *space)`, `mask` bool, broadcastable to `(B, 1, *space)`; the result
+    has one pair `(scale, shift)` for each layer, of shape (B, width, *space or *1), or None for a layer left alone.
+    Errors: ValueError when `cond` is missing, not expected, or of another kind or shape.
+    Source: FiLM: Perez et al. 2018, equation 2.
+
+    Example:
+        >>> conditioning = Conditioning(Condition("labels", 10), [4, 4], conditioning="film", dims=2)
+        >>> pairs = conditioning(torch.tensor([3, 7]), torch.zeros(2, 1, 8, 8))
+        >>> len(pairs), pairs[0][0].shape
+        (2, torch.Size([2, 4, 1, 1]))
+    """
+
+    def __init__(
+        self,
+        condition: Condition | None,
+        widths: Sequence[int],
+        *,
+        conditioning: str = "concat",
+        dims: int = 2,
+        kernel_size: int = 1,
+        everywhere: bool = False,
+    ):
+        super().__init__()
+        if conditioning not in ("concat", "film"):
+            raise ValueError(f"conditioning is concat or film, got {conditioning!r}")
+        self.condition, self.dims, self.film, self.layers = condition, dims, conditioning == "film", len(widths)
+        reached = list(widths) if everywhere or self.film else list(widths[:1])
+        self.sizes = [size for width in reached for size in ([width, width] if self.film else [width])]
+        if condition is not None:
+            kernel_size = 1 if self.film else kernel_size
+            self.project = _projection(condition, sum(self.sizes), dims, kernel_size, bias=self.film)
+
+    def forward(self, cond: Tensor | None, x: Tensor, mask: Tensor | None = None) -> list[Modulation]:
+        condition = self.condition
+        if condition is None:
+            if cond is not None:
+                raise ValueError("this network was built without a condition: leave cond out")
+            return [None] * self.layers
+        if cond is None:
+            raise ValueError(f"this network needs cond: {condition}")
+        if not condition.fits(cond, x):
+            raise ValueError(
+                f"cond must be {condition}, with the examples and positions of x {tuple(x.shape)}"
+                f"{f' times {condition.stride}' if condition.stride > 1 else ''}; got {cond.dtype} {tuple(cond.shape)}"
+            )
+        if condition.kind != "labels":
+            cond = cond.to(x.dtype)
+        if condition.kind == "map":
+            cond = hide(_folded(cond, condition.stride), mask)
+        features = self.project(cond)
+        if condition.kind != "map":
+            features = features.reshape(*features.shape, *(1,) * self.dims)
+        parts = features.split(self.sizes, dim=1)
+        pairs = list(zip(parts[::2], parts[1::2], strict=True)) if self.film else [(None, shift) for shift in parts]
+        return pairs + [None] * (self.layers - len(pairs))
+
+
+def modulate(h: Tensor, modulation: Modulation) -> Tensor:
+    """h (1 + scale) + shift, or what there is of it.
+
+    Example:
+        >>> modulate(torch.tensor([3.0]), (torch.tensor([1.0]), torch.tensor([0.5])))
+        tensor([6.5000])
+    """
+    if modulation is None:
+        return h
+    scale, shift = modulation
+    return h + shift if scale is None else torch.addcmul(h + shift, h, scale)
+
+
+def _projection(condition: Condition, width: int, dims: int, kernel_size: int, *, bias: bool) -> nn.Module:
+    """The linear map of a condition to `width` features."""
+    if condition.kind == "map" and dims == 0:
+        raise ValueError("a network of vectors takes labels or a vector as its condition: vectors have no positions")
+    size = condition.size * condition.stride**dims
+    made = {
+        "labels": lambda: nn.Embedding(size, width),
+        "vector": lambda: nn.Linear(size, width, bias=bias),
+        "map": lambda: CONVOLUTION[dims](size, width, kernel_size, padding=kernel_size // 2, bias=bias),
+    }
+    project = made[condition.kind]()
+    if condition.kind == "labels":
+        nn.init.normal_(project.weight, std=0.3)  # about what other inputs contribute to a layer at its start
+    return project
+
+
+def _folded(cond: Tensor, stride: int) -> Tensor:
+    """A map with its blocks of `stride` positions along every side as channels."""
+    if stride == 1:
+        return cond
+    if cond.dim() == 4:
+        return pixel_unshuffle(cond, stride)
+    return cond.unflatten(2, (-1, stride)).transpose(2, 3).flatten(1, 2)  # (B, S, T f) to (B, S f, T)
