@@ -12,6 +12,7 @@ def run(
     out: str | None = None,
     draws: int | Literal["auto", "all"] = "auto",
     replicates: int = 2,
+    importance_samples: int | list[int] = 1,
     batch_size: int = 256,
     limit: int | Literal["all"] | None = None,
     seed: int = 0,
@@ -29,6 +30,7 @@ def run(
         draws: terms of a diffusion bound: all of them, or a number of strata with one term each; auto is all where that
             takes at most 100,000 network evaluations, else 5 to 100 strata.
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
+        importance_samples: dequantisations of each item by a flow, K; a list gives one line for each K.
         batch_size: items judged at once.
         limit: judge the first items of the split only (the report says so), or all; default as the run was configured,
             all unless trainer.limit_evaluation says otherwise.
@@ -48,9 +50,11 @@ def run(
     for key, value, least in (("batch_size", batch_size, 1), ("replicates", replicates, 2)):
         if value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
-    for key, value in (("limit", limit), ("draws", draws)):
-        if isinstance(value, int) and value < 1:
-            raise InputError(f"{key} must be at least 1, got {value}")
+    counts = [importance_samples] if isinstance(importance_samples, int) else importance_samples
+    for key, values in (("limit", [limit]), ("draws", [draws]), ("importance_samples", counts or [0])):
+        for value in values:
+            if isinstance(value, int) and value < 1:
+                raise InputError(f"{key} must be at least 1, got {value}")
 
     from genmodels.training.archive import verify
 
@@ -72,8 +76,9 @@ def run(
     for path in paths:
         try:
             report = judge(
-                path, split=split, draws=draws, replicates=replicates, batch_size=batch_size, limit=limit, seed=seed,
-                ema=ema, data=data or {}, device=device, trust=trust or [],
+                path, split=split, draws=draws, replicates=replicates, importance_samples=counts,
+                batch_size=batch_size, limit=limit, seed=seed, ema=ema, data=data or {}, device=device,
+                trust=trust or [],
             )
         except RunError as error:
             failures = [*failures, str(error)] if str(error) not in failures else failures

@@ -21,6 +21,7 @@ def run(
     ema: bool | float = True,
     path: str | None = None,
     frames: int = 10,
+    interpolate: list[int | str] | None = None,
     device: str = "auto",
     trust: list[str] | None = None,
 ) -> None:
@@ -42,7 +43,8 @@ def run(
         start: number of the first sample; n=32 start=32 are samples 32 to 63.
         ema: averaged weights (true), raw ones (false), or the average of one decay.
         path: also write the way from noise to data, to a .png (a strip) or a .gif.
-        frames: number of pictures on that way.
+        frames: number of pictures on that way, or between two items.
+        interpolate: two items (numbers of the test split, or picture files): the way between their latents, as a strip.
         device: auto, cpu, cuda, ...
         trust: further packages whose classes the checkpoint may name.
     """
@@ -72,6 +74,10 @@ def run(
     check_target(target, model.spec)
     if path is not None and Path(path).suffix.lower() == ".png" and not model.spec.is_image:
         raise InputError("path: a strip shows images; for points use path=path.gif")
+    if interpolate is not None:
+        for line in strip(model, header, interpolate, frames, ema, Path(out) if out else None, ckpt_path, trust or []):
+            print(line)
+        return
     gigabytes = n * model.spec.dims * (1 if model.spec.levels else 4) / 1e9
     if gigabytes > 8:
         raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=")
@@ -88,6 +94,33 @@ def run(
         print(line)
     if path is not None:
         print(write_path(samples, model.spec, Path(path)))
+
+
+def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, trust: list[str]) -> list[str]:
+    """Write the way between two items through the latents as one row of pictures; what to tell the user.
+
+    Raises:
+        InputError: for a model without latents, data that are not images, or items that do not exist.
+    """
+    from genmodels.errors import InputError
+    from genmodels.evaluation.interpolation import interpolate, read_ends
+    from genmodels.evaluation.pictures import grid, images_of
+    from genmodels.models.build import build
+    from genmodels.models.load import weights_of
+    from genmodels.training.archive import write_whole
+
+    if not hasattr(model, "latents"):
+        raise InputError(f"interpolate: a {header['family']} has no latents to go through; it is for flows")
+    if not (model.spec.is_image and model.spec.levels):
+        raise InputError(f"interpolate shows images; these data have events of shape {model.spec.event_shape}")
+    batch = read_ends(ends, lambda: build(header["config"]["data"], trust=trust).prepare(), model.spec)
+    pictures = interpolate(model, batch.to(model.device), frames, weights_of(ema))
+    if target is None:
+        words = "-".join("".join(c if c.isalnum() else "-" for c in str(end)) for end in ends)
+        target = ckpt_path.parent / "samples" / f"{ckpt_path.stem}_between-{words}.png"
+    sheet = grid(images_of(pictures.cpu(), model.spec, smallest=32), columns=frames)
+    write_whole(target, lambda file: sheet.save(file, format="PNG"))
+    return [f"{frames} pictures from item {ends[0]} to item {ends[1]}: {target}"]
 
 
 def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):

@@ -67,8 +67,8 @@ def references(datamodule, split: str, spec: DataSpec, limit: int | None = None)
 
 
 def judge(
-    path: Path, *, split: str, draws: int | str, replicates: int, batch_size: int, limit: int | str | None,
-    seed: int, ema: bool | float, data: dict, device: str, trust: list[str],
+    path: Path, *, split: str, draws: int | str, replicates: int, importance_samples: list[int], batch_size: int,
+    limit: int | str | None, seed: int, ema: bool | float, data: dict, device: str, trust: list[str],
 ) -> dict:
     """The report of one checkpoint: plain types only.
 
@@ -90,7 +90,14 @@ def judge(
     limit = None if limit == "all" else limit
     items = len(datamodule.split(split)) if limit is None else min(limit, len(datamodule.split(split)))
     options: dict = {"weights": weights_of(ema), "seed": seed}
-    if "draws" in inspect.signature(model.log_likelihood).parameters:
+    variants: list[dict] = [{}]
+    known = inspect.signature(model.log_likelihood).parameters
+    if "importance_samples" in known:
+        # An exact density needs no importance samples: one line says it all.
+        variants = [{"importance_samples": k} for k in (importance_samples if model.spec.levels else [1])]
+    elif importance_samples != [1]:
+        raise InputError(f"importance_samples is for flows, {path} holds a {model.family}")
+    if "draws" in known:
         if draws == "auto":
             draws = automatic_draws(items, model.num_steps - 1, replicates)
         if isinstance(draws, int) and draws >= model.num_steps:
@@ -98,18 +105,23 @@ def judge(
         options |= {"draws": None if draws == "all" else draws, "replicates": replicates}
     elif draws not in ("auto", "all"):
         raise InputError(f"draws is for diffusion bounds, {path} holds a {model.family}")
-    try:
-        likelihood = likelihood_of(model, datamodule, split, batch_size=batch_size, limit=limit, **options)
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    seconds = time.monotonic() - start
-    failed = []
-    if len(likelihood.nonfinite):
-        listed = ", ".join(str(int(i)) for i in likelihood.nonfinite[:3])
-        count = f"{len(likelihood.nonfinite)} of {len(likelihood)}"
-        failed.append(f"{count} likelihoods are not finite (first items: {listed})")
+    rows, failed = [], []
+    for variant in variants:
+        try:
+            likelihood = likelihood_of(
+                model, datamodule, split, batch_size=batch_size, limit=limit, **options, **variant
+            )
+        except InputError:
+            raise
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        now = time.monotonic()
+        rows.append({**row(likelihood, model.spec), "seconds": now - start})
+        start = now
+        if len(likelihood.nonfinite):
+            listed = ", ".join(str(int(i)) for i in likelihood.nonfinite[:3])
+            count = f"{len(likelihood.nonfinite)} of {len(likelihood)}"
+            failed.append(f"{count} likelihoods are not finite (first items: {listed})")
     return {
         "format": 1,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -127,11 +139,11 @@ def judge(
             "item_hash": item_hash(datamodule, split, limit), "event_shape": list(model.spec.event_shape),
             "levels": model.spec.levels, "units": "levels" if model.spec.levels else "the data's own",
         },
-        "likelihood": [row(likelihood, model.spec)],
+        "likelihood": rows,
         "references": references(datamodule, split, model.spec, limit),
         "profile": profile_of(likelihood),
         "failed": failed,
-        "seconds": {"likelihood": seconds},
+        "seconds": {"likelihood": sum(entry["seconds"] for entry in rows)},
     }
 
 

@@ -61,6 +61,8 @@ def table(reports: list[dict]) -> str:
             value = entry.get("bits_per_dim") if bits else entry.get("nll")
             made = entry["made"]
             how = f"{made.get('draws', 'all')} of {made['terms']} terms" if "terms" in made else ""
+            how = f"K = {made['importance_samples']}, {made['dequantisation']}" if "importance_samples" in made else how
+            how += f" given the {made['given']}" if "given" in made else ""
             lines.append([
                 f"{checkpoint['family']} ({checkpoint['weights']})",
                 f"{data['name']}/{data['split']} ({data['items']})",
@@ -70,12 +72,13 @@ def table(reports: list[dict]) -> str:
                 "bits/dim" if bits else "nats",
                 entry["kind"],
                 how,
-                f"{report['seconds']['likelihood']:.0f}",
+                f"{entry.get('seconds', report['seconds']['likelihood']):.0f}",
             ])
             if entry.get("se_mc") is not None:
                 notes[f"of that error, {entry['se_mc']:.4f} comes from the draws alone"] = None
             if "kl_gap" in entry:
-                notes[f"exact entropy {entry['entropy']:.4f} nats: KL gap at most {entry['kl_gap']:.4f} nats"] = None
+                bound = "" if entry["kind"] == "exact" else " at most"
+                notes[f"exact entropy {entry['entropy']:.4f} nats: KL gap{bound} {entry['kl_gap']:.4f} nats"] = None
         for reference in report["references"]:
             if reference["unit"] == "bits_per_dim" and reference["value"] is not None:
                 notes[f"reference: {reference['name']} {reference['value']:.4f} bits/dim"] = None

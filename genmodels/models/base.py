@@ -94,6 +94,10 @@ class GenerativeModel(pl.LightningModule):
     def initialize(self, batch: Batch) -> None:
         """Data-dependent initialisation on a large batch of training data, once, before the first step."""
 
+    def compiled_parts(self) -> list[nn.Module]:
+        """The modules that `trainer.compile=true` compiles: the network, or the whole core."""
+        return [getattr(self.core, "net", self.core)]
+
     def validation_options(self) -> dict:
         """Options of `log_likelihood` that make it cheap enough to run during training."""
         return {}

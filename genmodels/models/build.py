@@ -55,9 +55,26 @@ def build(node: dict, *args: Any, trust: Iterable[str] = ()) -> Any:
     return construct(locate(node[TARGET], trust), *args, **options)
 
 
+def keywords(cls: type) -> list[str]:
+    """The keyword-only arguments of a class; those of its bases too where it hands further ones on to them.
+
+    Example:
+        >>> from genmodels.models.glow import Glow
+        >>> [name in keywords(Glow) for name in ("steps", "ema_decay", "shared")]
+        [True, True, False]
+    """
+    names: list[str] = []
+    for one in cls.__mro__:
+        parameters = inspect.signature(one.__init__).parameters.values()
+        names += [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in names]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return names
+
+
 def construct(cls: type, *args: Any, **options: Any) -> Any:
     """`cls(*args, **options)`, with an unknown option answered by the nearest known one."""
-    known = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known = keywords(cls)
     for key in options:
         if key not in known:
             near = nearest(key, known)

@@ -15,8 +15,9 @@ def _first_nonfinite(module: nn.Module):
 
     def watch(name):
         def hook(_module, _inputs, output):
-            values = output if isinstance(output, Tensor) else None
-            if values is not None and values.is_floating_point() and not torch.isfinite(values).all():
+            parts = output if isinstance(output, tuple) else (output,)  # a bijection gives (z, logdet)
+            values = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+            if not all(bool(torch.isfinite(value).all()) for value in values):
                 found.append(name)
 
         return hook

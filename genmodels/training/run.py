@@ -212,6 +212,7 @@ def keep_freed_memory() -> None:
 
 
 def compile_network(model: GenerativeModel) -> None:
-    """Compile the network of the core in place; names in the state dict stay as they are."""
+    """Compile what the model says is worth it, in place; names in the state dict stay as they are."""
     torch.set_float32_matmul_precision("high")
-    getattr(model.core, "net", model.core).compile()
+    for part in model.compiled_parts():
+        part.compile()

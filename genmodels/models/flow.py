@@ -1,0 +1,243 @@
+"""What all normalizing flows share: exact likelihoods, dequantised integers, sampling by the inverse."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from genmodels.data.spec import Batch, DataSpec
+from genmodels.evaluation.likelihood import Likelihood
+from genmodels.flows.bases import BASES
+from genmodels.flows.bijection import Bijection, Compose
+from genmodels.flows.continuous import ContinuousFlow
+from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize
+from genmodels.flows.discrete import DiscreteFlow
+from genmodels.flows.flow import Flow
+from genmodels.flows.monitor import Health, examine
+from genmodels.flows.multiscale import Latents
+from genmodels.flows.realnvp import dequantisation_flow
+from genmodels.flows.scaling import Logit, Shift, Standardise
+from genmodels.models.base import GenerativeModel, Loss, Samples
+from genmodels.models.optimizer import Optimizer
+from genmodels.nn.condition import Condition
+from genmodels.random import KeyedGenerator
+
+#: Scalars that the first forward pass of an initialisation may hold; more would only fill the memory.
+_INITIAL_SCALARS = 2_000_000
+_DRIFT = 1e-3  # round-trip error of a layer that is worth a warning
+
+
+class FlowModel(GenerativeModel):
+    """A normalizing flow: an invertible map to a simple distribution, trained by its exact likelihood.
+
+        log p(x) = log N(f(x)) + log |det df/dx|                                  continuous data, exact
+        log p(x) >= E_q(u|x) [log p((x + u) / L) - D log L - log q(u|x)]          integers 0..L-1, a lower bound
+
+    Integers are dequantised, then mapped by a logit or only centred; continuous data are standardised. All of that is
+    part of the model, and its volume part of the likelihood. A subclass builds its bijection and calls `assemble`.
+
+    Arguments:
+        spec: the data set this model is built for.
+        class_conditional: condition on the class where the data have classes.
+        dequantisation: noise that fills the gaps between integers: `uniform`, or learned (`variational`).
+        preprocess: map of dequantised integers: `logit`, or `centre`, which subtracts 1/2.
+        alpha: the logit's margin: y = alpha + (1 - 2 alpha) v.
+        base: distribution of the latents: `normal`, `diagonal` (learned scales), or `class` (one Gaussian a class).
+        memory: `store` activations for the backward pass, or recompute them through the `inverse`.
+        optimizer: options of the optimiser.
+        ema_decay: decay of the averaged weights, or several, 0 for none.
+    """
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        class_conditional: bool = False,
+        dequantisation: Literal["uniform", "variational"] = "uniform",
+        preprocess: Literal["logit", "centre"] = "logit",
+        alpha: float = 0.05,
+        base: Literal["normal", "diagonal", "class"] = "normal",
+        memory: Literal["store", "inverse"] = "store",
+        optimizer: Optimizer | dict | None = None,
+        ema_decay: float | list[float] = 0.999,
+    ):
+        super().__init__(spec)
+        self.save_hyperparameters(ignore=["spec"], logger=False)
+        if base == "class" and not (class_conditional and spec.num_classes):
+            raise ValueError("base=class needs data with classes and class_conditional=true")
+        self.conditional = class_conditional and spec.num_classes is not None
+        self.dequantisation, self.preprocess, self.alpha, self.base, self.memory = (
+            dequantisation, preprocess, alpha, base, memory)
+        self._finish = (optimizer, ema_decay)
+        self._probe: Batch | None = None
+
+    @property
+    def condition(self) -> Condition | None:
+        """What the networks of the flow are told."""
+        return Condition("labels", self.spec.num_classes) if self.conditional else None
+
+    def assemble(self, bijection: Bijection) -> None:
+        """Put preprocessing, bijection and base together; called last in a subclass' constructor."""
+        shape, levels = self.spec.event_shape, self.spec.levels
+        if levels is None:
+            first: Bijection = Standardise(shape)
+        else:
+            first = Logit(self.alpha) if self.preprocess == "logit" else Shift(-0.5)
+        whole = Compose([first, bijection], shape)
+        classes = {"num_classes": self.spec.num_classes} if self.base == "class" else {}
+        flow = Flow(whole, BASES[self.base](whole.shape_after, **classes))
+        if levels is None:
+            self.core = ContinuousFlow(flow)
+        elif self.dequantisation == "uniform":
+            self.core = DiscreteFlow(UniformDequantize(levels), flow)
+        else:
+            self.core = DiscreteFlow(VariationalDequantize(levels, dequantisation_flow(shape)), flow)
+        self.finish_setup(*self._finish)
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes the flow is told, None for an unconditional one."""
+        return self.spec.num_classes if self.conditional else None
+
+    def _cond(self, batch: Batch) -> Tensor | None:
+        return batch.cond if self.conditional else None
+
+    @torch.no_grad()
+    def initialize(self, batch: Batch) -> None:
+        """Data-dependent initialisation of every layer that has one, in order; averages start from the same weights."""
+        rows = max(2, min(len(batch), _INITIAL_SCALARS // self.spec.dims))
+        chosen = torch.linspace(0, len(batch) - 1, rows, dtype=torch.float64).round().long()
+        part = batch.rows(chosen)
+        noise = KeyedGenerator(self.seed, chosen, "initialize")
+        self.core.initialize(part.x, self._cond(part), part.mask, generator=noise)
+        for average in self.ema.averages if self.ema is not None else ():
+            average.load_state_dict(self.core.state_dict())
+
+    def compiled_parts(self) -> list[torch.nn.Module]:
+        """What torch.compile is applied to: the map itself, not the noise around it."""
+        return [self.core.flow.bijection]
+
+    # ---- the contract -------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
+        """Bits/dim of one dequantisation for integers, nats for continuous data."""
+        nats, _ = self.core.log_prob(batch.x, self._cond(batch), batch.mask, generator=generator)
+        unit = 1.0 if self.spec.levels is None else self.spec.dims * math.log(2)
+        per_example = -nats / unit
+        return Loss(per_example.mean(), per_example)
+
+    def log_likelihood(
+        self,
+        batch: Batch,
+        *,
+        weights: str | float = "ema",
+        seed: int = 0,
+        importance_samples: int = 1,
+        rows: int = 1024,
+    ) -> Likelihood:
+        """The exact log-likelihood of continuous data, or the lower bound on the log-mass of integers.
+
+        Arguments:
+            batch: items in the data's own units.
+            weights: `ema`, `raw`, or one of the decays kept.
+            seed: seed of the dequantisation noise, which is keyed by (seed, item, sample).
+            importance_samples: K dequantisations of each item; the bound log mean_k w_k rises with K to the exact value.
+            rows: most rows in one pass through the flow.
+        """
+        if importance_samples < 1:
+            raise ValueError(f"importance_samples must be at least 1, got {importance_samples}")
+        core = self.weights(weights)
+        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
+        noise = KeyedGenerator(seed, index, "dequantise")
+        with torch.no_grad():
+            nats, stderr = core.log_prob(
+                batch.x, self._cond(batch), batch.mask, generator=noise, samples=importance_samples, rows=rows
+            )
+        made: dict = {"estimate": "density"} if self.spec.levels is None else {
+            "estimate": "importance-weighted bound", "importance_samples": importance_samples,
+            "dequantisation": self.dequantisation, "seed": seed,
+        }
+        made |= {"weights": str(weights), **({"given": "class"} if self.conditional else {})}
+        dims = self.spec.dims
+        if batch.mask is not None:
+            dims = batch.mask.flatten(1).sum(1) * self.spec.event_shape[0]
+        return Likelihood(nats, core.kind, dims, self.spec.levels, stderr, made, index)
+
+    def sample(
+        self,
+        n: int,
+        cond: int | str | list | None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
+        *,
+        start: int = 0,
+        weights: str | float = "ema",
+    ) -> Samples:
+        """Samples `start` .. `start + n - 1` of a seed.
+
+        Arguments:
+            n: how many.
+            cond: class, classes (cycled), or None for every class in turn.
+            temperature: scale of the latents, at every level; 1 for the model's own distribution, 0 for its mode.
+            seed: sample k of a seed depends on (seed, k) alone.
+            start: number of the first sample.
+            weights: `ema`, `raw`, or one of the decays kept.
+        """
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        if temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {temperature}")
+        index = torch.arange(start, start + n, device=self.device)
+        labels = self.labels(cond, index)
+        noise = KeyedGenerator(seed, index, "sample")
+        with torch.no_grad():
+            x = self.weights(weights).sample(n, labels, temperature=temperature, generator=noise)
+        made = {"sampler": "inverse", "seed": seed, "weights": str(weights), "temperature": temperature}
+        return Samples(self._units(x), labels, index, made)
+
+    def _units(self, x: Tensor) -> Tensor:
+        return x.to(torch.uint8) if self.spec.levels is not None and self.spec.levels <= 256 else x
+
+    @torch.no_grad()
+    def latents(self, batch: Batch, weights: str | float = "ema") -> Latents:
+        """The latents of data at every scale, fine to coarse; integers are taken at the middle of their bins."""
+        core = self.weights(weights)
+        return core.flow.latents(core.middle(batch.x), self._cond(batch), batch.mask)
+
+    @torch.no_grad()
+    def decode(self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema") -> Tensor:
+        """The data that latents stand for, in the data's own units; the inverse of `latents`."""
+        core = self.weights(weights)
+        return self._units(core.quantise(core.flow.from_latents(latents, cond)))
+
+    # ---- the invertibility monitor ------------------------------------------------------------------------------
+
+    def examine(self, batch: Batch, weights: str | float = "raw") -> Health:
+        """The health of every layer on a batch: round-trip errors, scales, condition numbers."""
+        core = self.weights(weights)
+        return examine(core.flow.bijection, core.middle(batch.x), self._cond(batch), batch.mask)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """The likelihood of the batch; a few of its items are kept for the monitor."""
+        super().validation_step(batch, batch_idx)
+        if batch_idx == 0:
+            self._probe = batch.rows(slice(0, 16))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the likelihood and the monitor's figures; name the first layer that loses what went through it."""
+        super().on_validation_epoch_end()
+        health = self.examine(self._probe)
+        self._probe = None
+        for name, value in health.figures().items():
+            extreme = "min" if name == "smallest_singular_value" else "max"
+            self.log(f"monitor/{name}", value, sync_dist=self._rank_world[1] > 1, reduce_fx=extreme)
+        drifting = health.first_drifting(_DRIFT)
+        if drifting is not None:
+            scale = "" if drifting.log_scale is None else f", largest log-scale {drifting.log_scale:.1f}"
+            self.print(
+                f"step {self.trainer.global_step}: layer {drifting.name} ({drifting.kind}) is the first that does not "
+                f"invert: round-trip error {drifting.drift:.1e}{scale}. Try a lower model.optimizer.lr"
+            )

@@ -1,0 +1,71 @@
+"""RealNVP (Dinh, Sohl-Dickstein, Bengio 2017) as a model: trained, judged and sampled like every other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from genmodels.data.spec import DataSpec
+from genmodels.flows.realnvp import LAYOUT, realnvp_image, realnvp_vector
+from genmodels.models.flow import FlowModel
+
+
+class RealNVP(FlowModel):
+    """RealNVP: affine couplings of alternating parts, for vectors and images.
+
+        z_1 = x_1,   z_2 = exp(h) x_2 + t,   h = a tanh(s) + b,   (s, t) = net(x_1)
+
+    Arguments:
+        spec: the data set this model is built for.
+        couplings: number of couplings, for vectors.
+        layout: parts for images, in order: `checkerboard*n` and `channel*n` couplings, `squeeze` and `split`.
+        hidden: width of the coupling networks, one for all or (images) one for each group of couplings; null for 256
+            (vectors) or 64 (images).
+        depth: hidden layers (vectors) or residual blocks (images) of the networks; null for 2 or 8.
+        net: kind of coupling network, for images.
+        scale: form of the couplings' scale, for images; `tied` is e^f tanh(s e^-f).
+        actnorm: whether activation normalisation follows every coupling, for images.
+        attention: attention block in the coupling networks for images, `none` for none.
+        heads: heads of that block.
+        **shared: what all flows take, see `FlowModel`.
+
+    Raises:
+        ValueError: for options that do not fit together or do not fit the data.
+
+    Example:
+        >>> model = RealNVP(DataSpec("points", (2,)), hidden=16, ema_decay=0)
+        >>> model.family
+        'realnvp'
+    """
+
+    family = "realnvp"
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        couplings: int = 8,
+        layout: list[str] | tuple[str, ...] = LAYOUT,
+        hidden: int | list[int] | None = None,
+        depth: int | None = None,
+        net: Literal["residual", "gated"] = "residual",
+        scale: Literal["tanh", "sigmoid", "tied"] = "tanh",
+        actnorm: bool = True,
+        attention: str = "none",
+        heads: int = 4,
+        **shared,
+    ):
+        super().__init__(spec, **shared)
+        shape = spec.event_shape
+        common = {"cond": self.condition, "memory": self.memory}
+        if len(shape) == 1:
+            if isinstance(hidden, list):
+                raise ValueError("hidden: vectors have one width for all networks, lists are for images")
+            flow = realnvp_vector(shape[0], couplings=couplings, hidden=hidden or 256, depth=depth or 2, **common)
+        elif len(shape) == 3:
+            flow = realnvp_image(
+                shape, layout=layout, hidden=hidden or 64, depth=depth or 8, net=net, scale=scale, actnorm=actnorm,
+                attention=attention, heads=heads, **common,
+            )
+        else:
+            raise ValueError(f"realnvp takes vectors and images, not events of shape {shape}: use model=glow")
+        self.assemble(flow)

@@ -1,0 +1,200 @@
+"""The flow models under the contract of every model: likelihood, sampling, latents, initialisation, monitor."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.data.spec import Batch, DataSpec
+from genmodels.evaluation.interpolation import interpolate
+from genmodels.flows.bijection import NotInitialized
+from genmodels.flows.elementwise import Affine
+from genmodels.models.glow import Glow
+from genmodels.models.nsf import NSF
+from genmodels.models.realnvp import RealNVP
+from genmodels.random import KeyedGenerator
+
+DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+COLOURS = DataSpec("colours", (3, 8, 8), levels=256)
+PLANE = DataSpec("plane", (2,))
+TABLE = DataSpec("table", (5,))
+COUNTS = DataSpec("counts", (4,), levels=8)
+TRACKS = DataSpec("tracks", (4, 16), levels=16)
+
+MODELS = {
+    "glow": lambda: Glow(DIGITS, steps=2, hidden=8),
+    "glow centred, sigmoid, diagonal": lambda: Glow(COLOURS, steps=1, hidden=8, preprocess="centre", scale="sigmoid",
+                                                    base="diagonal"),
+    "glow of classes": lambda: Glow(DIGITS, steps=1, hidden=8, class_conditional=True, base="class"),
+    "glow of sequences": lambda: Glow(TRACKS, steps=1, hidden=8, levels=2),
+    "glow, mixtures": lambda: Glow(DIGITS, steps=1, hidden=8, coupling="mixture"),
+    "glow, splines": lambda: Glow(DIGITS, steps=1, hidden=8, coupling="spline"),
+    "glow, variational": lambda: Glow(DIGITS, steps=1, hidden=8, dequantisation="variational"),
+    "realnvp": lambda: RealNVP(DIGITS, layout=["checkerboard*2", "squeeze", "channel*2"], hidden=8, depth=1),
+    "realnvp, gated, two scales": lambda: RealNVP(
+        DIGITS, layout=["checkerboard*2", "squeeze", "channel*2", "split", "squeeze", "channel*2"], hidden=[4, 6, 8],
+        depth=1, net="gated", scale="tied", actnorm=False, dequantisation="variational", alpha=1e-5),
+    "realnvp of vectors": lambda: RealNVP(TABLE, hidden=16),
+    "realnvp of counts": lambda: RealNVP(COUNTS, hidden=16, dequantisation="variational"),
+    "nsf": lambda: NSF(PLANE, layers=3, bins=4),
+    "nsf, autoregressive": lambda: NSF(TABLE, layers=2, bins=4, kind="autoregressive"),
+    "nsf, linear maps": lambda: NSF(TABLE, layers=2, bins=4, mix="lu", residual=True),
+    "maf": lambda: NSF(TABLE, layers=2, kind="autoregressive", transform="affine", mix="actnorm"),
+}
+
+
+def batch_of(spec: DataSpec, n: int = 24) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    if spec.levels is None:
+        x = torch.randn(n, *spec.event_shape, generator=generator) * 3 + 1
+    else:
+        x = torch.randint(0, spec.levels, (n, *spec.event_shape), generator=generator).to(torch.uint8)
+    labels = torch.arange(n) % spec.num_classes if spec.num_classes else None
+    return Batch(x, labels, index=torch.arange(n))
+
+
+def made(name: str, initialised: bool = True):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if initialised:
+        model.initialize(batch_of(model.spec))
+        with torch.no_grad():  # away from the identity that couplings start as
+            for parameter in model.core.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        for average in model.ema.averages:
+            average.load_state_dict(model.core.state_dict())
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_judges_and_samples(name):
+    model = made(name)
+    batch = batch_of(model.spec)
+    loss = model.loss(batch, KeyedGenerator(0, batch.index, "train"))
+    loss.value.backward()
+    assert loss.per_example.shape == (24,) and torch.isfinite(loss.value)
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.core.parameters())
+    likelihood = model.log_likelihood(batch)
+    assert likelihood.kind == ("exact" if model.spec.levels is None else "lower_bound")
+    assert len(likelihood) == 24 and not len(likelihood.nonfinite)
+    samples = model.sample(3, temperature=0.5)
+    assert samples.x.shape == (3, *model.spec.event_shape)
+    if model.spec.levels is not None:
+        assert samples.x.dtype == torch.uint8 and int(samples.x.max()) < model.spec.levels
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_samples_have_addresses(name):
+    model = made(name).double()
+    whole = model.sample(5, seed=3).x.double()
+    alone = model.sample(1, seed=3, start=3, **({"cond": 3} if model.num_classes else {})).x.double()
+    torch.testing.assert_close(alone[0], whole[3], rtol=1e-6, atol=1e-6)
+    assert not torch.equal(model.sample(5, seed=4).x, whole)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_latents_hold_everything(name):
+    model = made(name).double()
+    batch = batch_of(model.spec, 4)
+    latents = model.latents(batch)
+    assert sum(scale[0].numel() for scale in latents.scales) == model.spec.dims
+    back = model.decode(latents, batch.cond if model.num_classes else None)
+    torch.testing.assert_close(back.double(), batch.x.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["nsf", "maf", "realnvp of vectors"])
+def test_the_density_is_that_of_the_data(name):
+    """log p(x) = log N(z) + log |det dz/dx| in the data's own units, by autograd through everything."""
+    model = made(name).double()
+    x = batch_of(model.spec, 3).x.double()
+    claimed = model.log_likelihood(Batch(x)).nats
+    flow = model.weights().flow
+    for k in range(3):
+        jacobian = torch.autograd.functional.jacobian(lambda row: flow.bijection(row[None])[0][0], x[k])
+        z = flow.bijection(x[k : k + 1])[0][0]
+        truth = -0.5 * (z.square().sum() + len(z) * math.log(2 * math.pi)) + torch.linalg.slogdet(jacobian)[1]
+        assert abs(float(claimed[k] - truth)) < 1e-9
+
+
+def test_more_importance_samples_raise_the_bound():
+    model = made("glow")
+    batch = batch_of(DIGITS)
+    one, many = (model.log_likelihood(batch, importance_samples=k) for k in (1, 16))
+    assert one.stderr is None and many.stderr.shape == (24,)
+    assert float((many.nats - one.nats).mean()) > 0
+    assert many.made["importance_samples"] == 16
+
+
+def test_the_class_counts_where_it_is_a_condition():
+    model = made("glow of classes")
+    batch = batch_of(DIGITS)
+    other = Batch(batch.x, (batch.cond + 1) % 10, index=batch.index)
+    assert not torch.equal(model.log_likelihood(batch).nats, model.log_likelihood(other).nats)
+    assert model.log_likelihood(batch).made["given"] == "class"
+    assert model.sample(4, cond=[3, 5]).cond.tolist() == [3, 5, 3, 5]
+
+
+@pytest.mark.parametrize("call", ["log_likelihood", "sample"])
+def test_before_initialisation_is_an_error_that_says_what_to_do(call):
+    model = made("glow", initialised=False)
+    with pytest.raises(NotInitialized, match="ActNorm.*initialize"):
+        model.sample(1) if call == "sample" else model.log_likelihood(batch_of(DIGITS))
+
+
+def test_loading_never_initialises_again():
+    model = made("glow")
+    twin = made("glow", initialised=False)
+    twin.load_state_dict(model.state_dict())
+    batch = batch_of(DIGITS)
+    assert torch.equal(twin.log_likelihood(batch).nats, model.log_likelihood(batch).nats)
+    twin.train()
+    twin.loss(batch, KeyedGenerator(0, batch.index))
+    assert all(torch.equal(a, b) for a, b in zip(twin.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_interpolation_begins_and_ends_at_the_items():
+    model = made("glow").double()
+    ends = batch_of(DIGITS, 2)
+    between = interpolate(model, Batch(ends.x), 5)
+    assert torch.equal(between[0], ends.x[0]) and torch.equal(between[-1], ends.x[1])
+    assert not torch.equal(between[2], ends.x[0])
+
+
+def test_the_monitor_names_the_layer_that_loses():
+    """Planted: one coupling whose scale leaves no room for what it multiplies in float32."""
+    model = made("realnvp of vectors")
+    batch = batch_of(TABLE)
+    assert model.examine(batch).first_drifting() is None
+    coupling = model.core.flow.bijection.layers[1].layers[3]
+    assert isinstance(coupling.transform, Affine)
+
+    class Crushing(torch.nn.Module):
+        params_per_dim = 2
+
+        def forward(self, x, params):
+            return x * 1e-30 + params[:, 1], torch.full_like(x, math.log(1e-30))
+
+        def inverse(self, z, params):
+            return (z - params[:, 1]) * 1e30, torch.full_like(z, -math.log(1e-30))
+
+    coupling.transform = Crushing()
+    health = model.examine(batch)
+    assert health.first_drifting().name == "layers.1.layers.3"
+    assert health.figures()["log_scale"] > 60
+
+
+def test_options_that_do_not_fit_are_refused():
+    for build, told in (
+        (lambda: Glow(PLANE), "images"),
+        (lambda: Glow(DataSpec("odd", (1, 7, 7), levels=2)), "even"),
+        (lambda: NSF(DIGITS), "vectors"),
+        (lambda: RealNVP(TRACKS), "glow"),
+        (lambda: RealNVP(DIGITS, layout=["chequered*2"]), "chequered"),
+        (lambda: RealNVP(DIGITS, hidden=[8]), "groups"),
+        (lambda: Glow(DIGITS, base="class"), "class_conditional"),
+        (lambda: NSF(DataSpec("line", (1,))), "2 dimensions"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            build()
