@@ -1,0 +1,49 @@
+"""Attention with relative positions: one core; position, mask and backend are plugged in.
+
+    Attention(dim, heads, position)      the core, with `weights`, `explain` and a `Cache`
+    build_mask                           causal, window, chunk, trigger, padding
+    TransformerXL, Shaw, MusicTransformer, T5Bias, ALiBi, Rotary      along a sequence
+    Swin2d, Rotary2d, MelPosition                                     on maps
+"""
+
+from genmodels.nn.attention.alibi import ALiBi
+from genmodels.nn.attention.backend import Path, masked_softmax
+from genmodels.nn.attention.call import Cache
+from genmodels.nn.attention.core import Attention
+from genmodels.nn.attention.distance import rel_shift, relative_positions, sinusoids, skew
+from genmodels.nn.attention.mask import Reach, build_mask, check_full, check_padding, hide_rows
+from genmodels.nn.attention.mel import MelPosition
+from genmodels.nn.attention.music_transformer import MusicTransformer
+from genmodels.nn.attention.position import DistanceBias, Position
+from genmodels.nn.attention.rotary import Rotary, Rotary2d
+from genmodels.nn.attention.shaw import Shaw
+from genmodels.nn.attention.swin import Swin2d
+from genmodels.nn.attention.t5 import T5Bias
+from genmodels.nn.attention.transformer_xl import TransformerXL
+
+__all__ = [
+    "ALiBi",
+    "Attention",
+    "Cache",
+    "DistanceBias",
+    "MelPosition",
+    "MusicTransformer",
+    "Path",
+    "Position",
+    "Reach",
+    "Rotary",
+    "Rotary2d",
+    "Shaw",
+    "Swin2d",
+    "T5Bias",
+    "TransformerXL",
+    "build_mask",
+    "check_full",
+    "check_padding",
+    "hide_rows",
+    "masked_softmax",
+    "rel_shift",
+    "relative_positions",
+    "sinusoids",
+    "skew",
+]

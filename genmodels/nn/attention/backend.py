@@ -1,0 +1,199 @@
+"""The ways to the same numbers: torch's fused attention, the explicit softmax, FlexAttention; and the choice."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from genmodels.nn.attention.distance import distances
+from genmodels.nn.attention.mask import Reach
+from genmodels.nn.attention.position import DistanceBias, Position
+
+BACKENDS = ("auto", "sdpa", "explicit", "flex")
+
+
+class Path(NamedTuple):
+    """What a call will run: `sdpa`, `explicit` or `flex`, why, and the bytes it needs beside q, k, v and the result."""
+
+    kind: str
+    reason: str
+    extra_bytes: int
+
+
+def check_backend(backend: str, derivatives: int, dropout: float, position: Position) -> None:
+    """Raise ValueError for a backend that can never serve this attention."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if derivatives not in (1, 2):
+        raise ValueError(f"derivatives must be 1 or 2, got {derivatives}")
+    if backend in ("sdpa", "flex") and derivatives == 2:
+        raise ValueError(f"backend = {backend!r} has no second derivatives: use auto or explicit, or derivatives = 1")
+    if backend in ("sdpa", "flex") and position.adds_values:
+        raise ValueError(f"backend = {backend!r} never forms the weights that relative values need: use auto")
+    if backend == "flex" and dropout:
+        raise ValueError("FlexAttention has no dropout on weights: use backend = 'auto' or dropout = 0")
+    if backend == "flex" and position.score != "none" and not isinstance(position, DistanceBias):
+        raise ValueError(f"backend = 'flex' takes a bias by distance alone, that of {type(position).__name__} is not")
+
+
+def choose(backend: str, derivatives: int, position: Position, device_type: str) -> tuple[str, str]:
+    """The kind of path and the reason; decided from what was configured alone, never from values."""
+    if backend == "flex":
+        if device_type != "cuda":
+            raise ValueError(f"FlexAttention has no backward on {device_type}: backend = 'flex' needs CUDA, use 'auto'")
+        return "flex", "asked for"
+    if backend != "auto":
+        return backend, "asked for"
+    if derivatives == 2:
+        return "explicit", "fused kernels have no second derivatives and no forward mode"
+    if position.adds_values:
+        return "explicit", "relative values need the weights themselves"
+    if position.score == "content":
+        return "sdpa", "fused; the bias of content and distance goes in as a mask of floats"
+    if position.score == "shared":
+        return "sdpa", "fused; the bias goes in as a mask of floats that the batch shares"
+    return "sdpa", "fused; positions turn q and k beforehand" if position.rotates else "fused; nothing is added to q.k"
+
+
+def count(
+    kind: str, reason: str, position: Position, reach: Reach, batch: int, Lq: int, Lk: int, size: int, masked: bool
+) -> Path:
+    """The path with its bytes beside q, k, v and the result; `size` is that of one number in bytes."""
+    turned = batch * position.dim * (Lq + Lk) * size if position.rotates else 0
+    if kind == "flex":
+        return Path(kind, reason, turned + position.heads * (Lq + Lk) * 4)
+    bias = position.score_elements(batch, Lq, Lk)
+    if kind == "explicit":
+        # The scores and the weights, in float32 at least.
+        return Path(kind, reason, turned + bias * size + 2 * max(size, 4) * batch * position.heads * Lq * Lk)
+    restricted = masked or not reach.everywhere
+    if restricted and bias:
+        rows = (batch if masked or position.score == "content" else 1) * position.heads
+        return Path(kind, f"{reason}, joined with the mask", turned + (bias + rows * Lq * Lk) * size)
+    if reach.causal_alone and not masked and Lq == Lk:
+        return Path(kind, f"{reason}; causal within the kernel", turned)
+    if restricted:
+        return Path(kind, f"{reason}; with a boolean mask", turned + batch * Lq * Lk)
+    return Path(kind, reason, turned + bias * size)
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def masked_softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    """Weights over the keys that a query may attend to; a query that may attend to nothing has weights exactly 0.
+
+    The softmax is taken in float32 or wider. An empty row keeps a finite softmax that is then dropped, so that its
+    gradient is zero and not the NaN of 0/0; filling with a huge negative number instead would give it the mean of all.
+
+    Shapes: `scores (.., Lq, Lk)` finite, `allowed` bool of a shape that broadcasts, None = all.
+
+    Example:
+        >>> masked_softmax(torch.zeros(2, 2), torch.tensor([[True, False], [False, False]]))
+        tensor([[1., 0.],
+                [0., 0.]])
+    """
+    scores = wide(scores)
+    if allowed is None:
+        return scores.softmax(-1)
+    some = allowed.any(-1, keepdim=True)
+    weights = torch.where(allowed | ~some, scores, -math.inf).softmax(-1)
+    return torch.where(some, weights, 0.0)
+
+
+def explicit_weights(q: Tensor, k: Tensor, bias: Tensor | None, allowed: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(d) + bias) over allowed keys, `(B, H, Lq, Lk)`, float32 or wider, also under autocast."""
+    with torch.autocast(q.device.type, enabled=False):
+        scores = wide(q) @ wide(k).mT / math.sqrt(q.shape[-1])
+        if bias is not None:
+            scores = scores + wide(bias)
+        return masked_softmax(scores, allowed)
+
+
+def attend_explicitly(weights: Tensor, v: Tensor, drop: float) -> tuple[Tensor, Tensor]:
+    """The mean of v under the weights, and the weights after dropout."""
+    weights = dropout(weights, drop) if drop else weights
+    with torch.autocast(v.device.type, enabled=False):
+        return weights @ wide(v), weights
+
+
+def attend_fused(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor | None, drop: float, causal: bool = False
+) -> Tensor:
+    """Torch's scaled dot-product attention, with bias and mask as one mask; empty rows are exactly 0.
+
+    Empty rows are opened to all keys and zeroed afterwards: what kernels make of them differs with version and device.
+
+    Arguments:
+        causal: whether the future is hidden, and nothing else; kernels then need no mask.
+    """
+    if allowed is None:
+        mask = None if bias is None else bias.to(q.dtype)
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal)
+    some = allowed.any(-1, keepdim=True)
+    opened = allowed | ~some
+    mask = opened if bias is None else torch.where(opened, bias.to(q.dtype), -math.inf)
+    y = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)
+    return torch.where(some, y, 0.0)
+
+
+def attend_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Position,
+    reach: Reach,
+    allowed: Tensor | None,
+    q0: int,
+    k0: int,
+    kernel=None,
+) -> Tensor:
+    """FlexAttention: the bias is looked up by distance and the reach is computed in the kernel, in O(L) memory.
+
+    Arguments:
+        allowed: what only a tensor can say, `(B or 1, H or 1, Lq or 1, Lk)`; the reach is not in it.
+        kernel: stands for the compiled `flex_attention`.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    batch, heads, Lq, _ = q.shape
+    Lk = k.shape[-2]
+    table = None
+    if isinstance(position, DistanceBias):
+        r = distances(Lq, Lk, q0, k0, device=q.device)
+        table = position.table(r).to(torch.promote_types(q.dtype, torch.float32))
+    full = None if allowed is None else allowed.expand(batch, -1, -1, -1)
+
+    def bias(score, b, h, i, j):
+        return score + table[h, j - i + Lq - 1]
+
+    def may_attend(b, h, i, j):
+        within = reach.allowed(i + q0, j + k0)
+        if full is None:
+            return within
+        own_head, own_row = (h if full.shape[1] > 1 else 0), (i if full.shape[2] > 1 else 0)
+        return within & full[b, own_head, own_row, j]
+
+    block_mask = None
+    if full is not None or not reach.everywhere:
+        many_heads = full is not None and full.shape[1] > 1
+        block_mask = create_block_mask(
+            may_attend, None if full is None else batch, heads if many_heads else None, Lq, Lk, device=q.device
+        )
+    kernel = compiled_flex() if kernel is None else kernel
+    return kernel(q, k, v, score_mod=None if table is None else bias, block_mask=block_mask)
+
+
+@cache
+def compiled_flex():
+    """FlexAttention fuses only what is compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)

@@ -1,0 +1,266 @@
+"""The attention core: one softmax, with position, mask and backend plugged in."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.nn.attention import backend as paths
+from genmodels.nn.attention.call import Cache, Call, check_call, joined
+from genmodels.nn.attention.mask import Reach, check_full, check_padding, hide_rows
+from genmodels.nn.attention.position import Position, Space, head_width
+
+SMALLEST_BLOCK = 128
+
+
+class Attention(nn.Module):
+    """Multi-head attention with relative positions, masks, a cache, and the fastest path that gives the same numbers.
+
+        a = softmax_j(s(i, j) + M(i, j)),    y_i = W_O [sum_j a_ij v_j + value_bias_i]
+        s(i, j) = ((q_i + u) . k_j) / sqrt(d) + b(i, j)
+
+    q comes from x; k and v from `memory`, else from x. `position` answers u, b, the value bias, or turns q and k; M is
+    the intersection of reach and masks. A query that may attend to nothing gives exactly 0 before W_O. A reach that is
+    bounded on both sides is evaluated in blocks of queries, so that time and memory are linear in the length.
+
+    Arguments:
+        dim: width D of x and y.
+        heads: number of heads; divides D.
+        position: position scheme, built for the same dim and heads; None attends to content alone.
+        window: how many keys before and after itself a query sees, None = unbounded.
+        chunk: size of a chunk and the number of chunks before its own that a query sees, None = all.
+        causal: whether the future is hidden.
+        dropout: probability of dropping a weight, in training.
+        backend: `auto` takes the fused path where there is one; `flex` is for CUDA.
+        derivatives: 2 where the output is differentiated twice, or in forward mode; takes the explicit path.
+        bias: whether the four projections have biases.
+
+    Shapes: `x (B, Lq, D)`, `memory (B, Lk, D)`, `mask (B, 1, Lq)` bool, True = valid, or for self-attention a full one
+    that broadcasts to `(B, H, Lq, Lk)` (2 or 4 dimensions); `memory_mask` likewise for memory. y is `(B, Lq, D)` in the
+    dtype of x, and zero at positions that padding declares invalid.
+    Errors: ValueError for sizes that do not divide, masks that are not boolean or do not broadcast, a position in
+    cross-attention that has not declared `cross`, a cache with memory, with a map, or with a future.
+
+    Example:
+        >>> from genmodels.nn.attention.rotary import Rotary
+        >>> attention = Attention(8, 2, Rotary(8, 2), causal=True)
+        >>> y, _ = attention(torch.randn(3, 5, 8))
+        >>> y.shape, attention.explain(5, 5).kind
+        (torch.Size([3, 5, 8]), 'sdpa')
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        position: Position | None = None,
+        *,
+        window: tuple[int | None, int | None] | None = None,
+        chunk: tuple[int, int | None] | None = None,
+        causal: bool = False,
+        dropout: float = 0.0,
+        backend: Literal["auto", "sdpa", "explicit", "flex"] = "auto",
+        derivatives: Literal[1, 2] = 1,
+        bias: bool = True,
+    ):
+        super().__init__()
+        self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
+        self.position = Position(dim, heads) if position is None else position
+        if (self.position.dim, self.position.heads) != (dim, heads):
+            sizes = (self.position.dim, self.position.heads)
+            raise ValueError(f"{type(position).__name__} has (dim, heads) = {sizes}, the attention {(dim, heads)}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        self.reach = Reach(causal or self.position.past_only, window, chunk)
+        if self.position.dims == 2 and not self.reach.everywhere:
+            raise ValueError(f"{type(position).__name__} is for maps: window, chunk and causal are for sequences")
+        paths.check_backend(backend, derivatives, dropout, self.position)
+        self.dropout, self.backend, self.derivatives = dropout, backend, derivatives
+        self.project_q = nn.Linear(dim, dim, bias=bias)
+        self.project_k = nn.Linear(dim, dim, bias=bias)
+        self.project_v = nn.Linear(dim, dim, bias=bias)
+        self.project_out = nn.Linear(dim, dim, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        offset: int = 0,
+        space: Space | None = None,
+    ) -> tuple[Tensor, Cache | None]:
+        """The output, and what the next call needs to go on where this one ended (None unless a cache came in).
+
+        Arguments:
+            cache: the past; `empty_cache` begins one.
+            offset: absolute index of the first query (and of the first key, without memory) when there is no cache.
+            space: height and width of the map that the rows of x are, for positions of maps.
+        """
+        call = self._prepare(x, memory, mask, memory_mask, cache, offset, space)
+        kind, _ = paths.choose(self.backend, self.derivatives, self.position, x.device.type)
+        Lq, Lk = call.q.shape[2], call.k.shape[2]
+        blocks = None if kind == "flex" else self._blocks(Lq, Lk, call.q0, call.k0)
+        if blocks is None:
+            y = self._attend(call, kind)
+        else:
+            y = torch.cat([self._attend(call.part(*block), kind) for block in blocks], dim=2)
+        # (B, H, Lq, d) to (B, Lq, D)
+        y = self.project_out(y.to(call.q.dtype).transpose(1, 2).flatten(2)).to(x.dtype)
+        if mask is not None and mask.dim() == 3:
+            y = hide_rows(y, mask)
+        return y, None if cache is None else self._remember(call)
+
+    def weights(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        offset: int = 0,
+        space: Space | None = None,
+    ) -> Tensor:
+        """The weights `(B, H, Lq, Lk)` of the same call, by the explicit path and without dropout."""
+        call = self._prepare(x, memory, mask, memory_mask, cache, offset, space)
+        return self._weights(call)
+
+    def empty_cache(self, x: Tensor) -> Cache:
+        """No past yet, for a batch like x."""
+        nothing = x.new_empty(len(x), self.heads, 0, self.head_dim)
+        return Cache(nothing, nothing, None, 0)
+
+    def explain(
+        self,
+        Lq: int,
+        Lk: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        batch: int = 1,
+        masked: bool = False,
+    ) -> paths.Path:
+        """The path that such a call takes, why, and the bytes it needs beside q, k, v and the result.
+
+        Arguments:
+            Lq, Lk: numbers of queries and keys.
+            device, dtype: where and in what precision it would run.
+            batch: number of examples.
+            masked: whether a mask comes with the call.
+        """
+        kind, reason = paths.choose(self.backend, self.derivatives, self.position, torch.device(device).type)
+        blocks = None if kind == "flex" else self._blocks(Lq, Lk, 0, 0)
+        if blocks is not None:
+            reason = f"{reason}; in {len(blocks)} blocks of queries, since the reach is bounded"
+            Lq = max(queries.stop - queries.start for queries, _ in blocks)
+            Lk = max(keys.stop - keys.start for _, keys in blocks)
+        return paths.count(kind, reason, self.position, self.reach, batch, Lq, Lk, dtype.itemsize, masked)
+
+    def _prepare(self, x, memory, mask, memory_mask, cache, offset, space) -> Call:
+        """Check a call, project it, give it positions and its past."""
+        check_call(self.dim, self.position, self.reach, x, memory, mask, memory_mask, cache, offset)
+        batch, Lq, _ = x.shape
+        source, key_mask, name = (x, mask, "mask") if memory is None else (memory, memory_mask, "memory_mask")
+        if memory is not None and mask is not None:
+            check_padding(mask, batch, Lq, "mask")
+            x = hide_rows(x, mask)
+        padding = full = None
+        if key_mask is not None and key_mask.dim() == 3:
+            check_padding(key_mask, batch, source.shape[1], name)
+            padding = key_mask.expand(batch, -1, -1)
+            source = hide_rows(source, padding)
+        elif key_mask is not None:
+            check_full(key_mask, (batch, self.heads, Lq, source.shape[1]), name)
+            full = key_mask if key_mask.dim() == 4 else key_mask[None, None]
+            # Keys that nobody may attend to can hold anything.
+            nobody = ~full.any((1, 2)).expand(-1, source.shape[1])
+            source = source if memory is None else source.masked_fill(nobody[..., None], 0)
+        x = source if memory is None else x
+        q = self._heads(self.project_q(x))
+        k, v = self._heads(self.project_k(source)), self._heads(self.project_v(source))
+        if full is not None:
+            k, v = k.masked_fill(nobody[:, None, :, None], 0), v.masked_fill(nobody[:, None, :, None], 0)
+        q0 = offset if cache is None else cache.end
+        k0 = q0 if memory is None else 0
+        if self.position.dims == 2 and space is None:
+            space = self.position.space_of(Lq)
+        if space is not None and space[0] * space[1] != Lq:
+            raise ValueError(f"space = {tuple(space)} does not hold the {Lq} positions of x")
+        q, k = self.position.rotate(q, k, q0, k0, space)
+        if cache is not None:
+            k0 = cache.start
+            padding = joined(cache, padding, Lq)
+            if cache.k.shape[2]:
+                k, v = torch.cat([cache.k, k], dim=2), torch.cat([cache.v, v], dim=2)
+        return Call(q, k, v, padding, full, q0, k0, space)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, H, L, d)
+
+    def _attend(self, call: Call, kind: str) -> Tensor:
+        """The heads' outputs `(B, H, Lq, d)` of (a part of) a call, with nothing of it out of view."""
+        drop = self.dropout if self.training else 0.0
+        if kind == "explicit":
+            y, a = paths.attend_explicitly(self._weights(call), call.v, drop)
+            added = self.position.value_bias(a, call.q0, call.k0, call.space)
+            return y if added is None else y + added
+        q, bias = self._biased(call) if kind == "sdpa" else (call.q, None)
+        if kind == "flex":
+            allowed = self._masks(call)
+            return paths.attend_flex(q, call.k, call.v, self.position, self.reach, allowed, call.q0, call.k0)
+        square = call.q0 == call.k0 and call.q.shape[2] == call.k.shape[2]
+        causal = square and bias is None and self.reach.causal_alone and call.padding is None and call.full is None
+        allowed = None if causal else self._allowed(call)
+        return paths.attend_fused(q, call.k, call.v, bias, allowed, drop, causal)
+
+    def _weights(self, call: Call) -> Tensor:
+        q, bias = self._biased(call)
+        return paths.explicit_weights(q, call.k, bias, self._allowed(call))
+
+    def _biased(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        """q + u, and b."""
+        Lq, Lk = call.q.shape[2], call.k.shape[2]
+        bias = self.position.score_bias(call.q, call.q0, call.k0, Lq, Lk, call.space)
+        u = self.position.query_bias()
+        return (call.q if u is None else call.q + u[:, None].to(call.q.dtype)), bias
+
+    def _masks(self, call: Call) -> Tensor | None:
+        """Padding or full mask of a call, as `(B or 1, H or 1, Lq or 1, Lk)`."""
+        return call.full if call.padding is None else call.padding[:, :, None, :]
+
+    def _allowed(self, call: Call) -> Tensor | None:
+        """Who may attend to whom, `(B or 1, H or 1, Lq or 1, Lk)`, or None when all may."""
+        masks = self._masks(call)
+        if self.reach.everywhere:
+            return masks
+        i = torch.arange(call.q.shape[2], device=call.q.device)[:, None] + call.q0
+        j = torch.arange(call.k.shape[2], device=call.q.device) + call.k0
+        within = self.reach.allowed(i, j)[None, None]
+        return within if masks is None else within & masks
+
+    def _blocks(self, Lq: int, Lk: int, q0: int, k0: int) -> list[tuple[slice, slice]] | None:
+        """Blocks of queries with the keys they can reach, where that is less work than all at once."""
+        first, last = self.reach.first(q0), self.reach.last(q0)
+        if first is None or last is None:
+            return None
+        size = max(SMALLEST_BLOCK, last - first + 1)
+        if Lq <= 2 * size:
+            return None
+        blocks = []
+        for start in range(0, Lq, size):
+            stop = min(start + size, Lq)
+            low = min(max(self.reach.first(q0 + start) - k0, 0), Lk - 1)
+            high = min(max(self.reach.last(q0 + stop - 1) - k0 + 1, low + 1), Lk)
+            blocks.append((slice(start, stop), slice(low, high)))
+        return blocks
+
+    def _remember(self, call: Call) -> Cache:
+        """The cache after a call, without what no later query can reach."""
+        end = call.k0 + call.k.shape[2]
+        first = self.reach.first(end)
+        cut = 0 if first is None else min(max(first - call.k0, 0), call.k.shape[2])
+        padding = None if call.padding is None else call.padding[..., cut:]
+        return Cache(call.k[:, :, cut:], call.v[:, :, cut:], padding, call.k0 + cut)
