@@ -1,0 +1,154 @@
+"""Channels mixed by a learned invertible matrix at every position: the 1x1 convolution of Glow."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from genmodels.flows.bijection import Bijection, Shape, at_each_position, full_precision
+from genmodels.flows.matrix import MATRICES
+
+
+class _Mixing(Bijection):
+    """What both mixings share: a matrix W, its use at every position, and its figures for a monitor."""
+
+    constant_logdet = True
+    copies = 1  # how often W acts at one position
+
+    def __init__(self, channels: int, size: int, kind: str, generator: torch.Generator | None):
+        super().__init__()
+        if kind not in MATRICES:
+            raise ValueError(f"{type(self).__name__}: kind must be one of {', '.join(MATRICES)}, got {kind!r}")
+        if channels < 1:
+            raise ValueError(f"{type(self).__name__} needs at least one channel, got {channels}")
+        self.channels, self.kind = channels, kind
+        self.matrix = MATRICES[kind](size, generator)
+
+    def weight(self) -> Tensor:
+        """W as it is now, float32 or wider."""
+        wide = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        return self.matrix.weight(wide)
+
+    @torch.no_grad()
+    def singular_values(self) -> Tensor:
+        """Singular values of W in float64, the largest first."""
+        return torch.linalg.svdvals(self.weight().to(torch.float64))
+
+    def smallest_singular_value(self) -> float:
+        """How much W shrinks what it shrinks most; the inverse stretches by one over this."""
+        return float(self.singular_values()[-1])
+
+    def condition_number(self) -> float:
+        """Largest over smallest singular value: how much a relative error can grow on the way back."""
+        values = self.singular_values()
+        return float(values[0] / values[-1])
+
+    def out_shape(self, shape: Shape) -> Shape:
+        if len(shape) == 0 or shape[0] != self.channels:
+            raise self._misfit(f"({self.channels}, ...)", shape)
+        return shape
+
+    def in_shape(self, shape: Shape) -> Shape:
+        return self.out_shape(shape)
+
+    def _forward(self, x, cond, mask):
+        with full_precision(x):
+            z = self._mix(x, self.matrix.weight(x.dtype))
+            return z, at_each_position(self.copies * self.matrix.log_abs_det(x.dtype), x, mask)
+
+    def _inverse(self, z, cond, mask):
+        with full_precision(z):
+            x = self._mix(z, self.matrix.inverse(z.dtype))
+            return x, at_each_position(-self.copies * self.matrix.log_abs_det(z.dtype), z, mask)
+
+    def _mix(self, x: Tensor, weight: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class InvertibleLinear(_Mixing):
+    """An invertible 1x1 convolution: one matrix for the channels of every position.
+
+        z_pos = W x_pos,    log |det| = n_pos log|det W|
+
+    It is a matrix product, never a convolution, because convolutions on CUDA round to TF32 by default, and never in
+    half precision under autocast. W, its inverse and its determinant are made from the parameters at every call.
+
+    Arguments:
+        channels: number of channels C; of dimensions for vectors.
+        kind: how W is kept invertible. `lu`: triangular factors, log|det W| for free; `full`: plain, by slogdet in
+            float64; `householder`: orthogonal, log|det W| = 0.
+        generator: source of the random rotation that W starts as; torch's own when None.
+
+    Shapes: `x (B, C, *space)`, `mask (B, 1, T)`.
+    Errors: ValueError for an unknown kind, and for another number of channels.
+    Source: Kingma and Dhariwal 2018 (Glow), section 3.2.
+
+    Example:
+        >>> layer = InvertibleLinear(2)
+        >>> layer.matrix.set_weight(torch.tensor([[2.0, 1.0], [1.0, -3.0]]))
+        >>> z, logdet = layer(torch.tensor([[1.0, 2.0]]))
+        >>> z.detach().round(decimals=4), logdet.detach()
+        (tensor([[ 4., -5.]]), tensor([1.9459]))
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        kind: Literal["lu", "full", "householder"] = "lu",
+        generator: torch.Generator | None = None,
+    ):
+        super().__init__(channels, channels, kind, generator)
+
+    def _mix(self, x, weight):
+        if x.dim() == 2:
+            return linear(x, weight)
+        return torch.bmm(weight.expand(len(x), -1, -1), x.flatten(2)).view(x.shape)
+
+
+class GroupedLinear(_Mixing):
+    """One small matrix for every group of channels: the 1x1 convolution of Glow-TTS.
+
+        z_group = W x_group at every position,    log |det| = n_pos (C / g) log|det W|
+
+    A group holds g/2 neighbouring channels of the first half of the channels and the same of the second half, so that
+    both parts of the coupling after it are mixed.
+
+    Arguments:
+        channels: number of channels C.
+        groups: size g of the matrix and of each group; C / g groups share it.
+        kind, generator: as for `InvertibleLinear`.
+
+    Shapes: `x (B, C, *space)`, `mask (B, 1, T)`.
+    Errors: ValueError for g odd or not dividing C, an unknown kind, and another number of channels.
+    Source: Kim et al. 2020 (Glow-TTS), on the architecture of the decoder.
+
+    Example:
+        >>> layer = GroupedLinear(8, groups=4)
+        >>> layer.matrix.set_weight(torch.eye(4).flip(0))
+        >>> layer(torch.arange(8.0)[None])[0].detach()
+        tensor([[5., 4., 7., 6., 1., 0., 3., 2.]])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        groups: int = 4,
+        kind: Literal["lu", "full", "householder"] = "lu",
+        generator: torch.Generator | None = None,
+    ):
+        if groups < 2 or groups % 2 or channels % groups:
+            raise ValueError(f"GroupedLinear: groups must be even and divide the channels, got {groups} of {channels}")
+        super().__init__(channels, groups, kind, generator)
+        self.groups, self.copies = groups, channels // groups
+
+    def _mix(self, x, weight):
+        batch, half = len(x), self.groups // 2
+        grouped = x.reshape(batch, 2, self.copies, half, -1).transpose(1, 2)  # (B, C/g, 2, g/2, N)
+        count = batch * self.copies
+        mixed = torch.bmm(weight.expand(count, -1, -1), grouped.reshape(count, self.groups, -1))
+        return mixed.view(batch, self.copies, 2, half, -1).transpose(1, 2).reshape(x.shape)

@@ -1,0 +1,209 @@
+"""Positions traded for channels, in images and sequences, and the padding that sequences need for it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle
+
+from genmodels.flows.bijection import Bijection, Shape
+
+
+def _divided(count: int | None, factor: int) -> int | None:
+    return None if count is None else count // factor
+
+
+def _multiplied(count: int | None, factor: int) -> int | None:
+    return None if count is None else count * factor
+
+
+class Squeeze2d(Bijection):
+    """Each square of an image becomes one position with more channels.
+
+        (C, H, W) -> (f^2 C, H/f, W/f),    log |det| = 0
+
+    Order `channel`: out channel = f^2 c + f i + j for the offset (i, j) in the square. Order `alternative` (f = 2
+    only): out channel = p C + c for the offsets p = (0, 0), (1, 1), (0, 1), (1, 0), so that each half of the channels
+    is a checkerboard of all colours.
+
+    Arguments:
+        factor: side f of the square.
+        order: which channel each value goes to.
+
+    Shapes: `x (B, C, H, W)`, `z (B, f^2 C, H/f, W/f)`.
+    Errors: ValueError for sides that f does not divide, an unknown order, and `alternative` with f other than 2.
+    Source: Dinh et al. 2017 (RealNVP), section 3.6.
+
+    Example:
+        >>> Squeeze2d(order="alternative")(torch.arange(16.0).reshape(1, 1, 4, 4))[0].flatten(2)
+        tensor([[[ 0.,  2.,  8., 10.],
+                 [ 5.,  7., 13., 15.],
+                 [ 1.,  3.,  9., 11.],
+                 [ 4.,  6., 12., 14.]]])
+    """
+
+    constant_logdet = True
+
+    def __init__(self, factor: int = 2, *, order: Literal["channel", "alternative"] = "channel"):
+        super().__init__()
+        if factor < 1:
+            raise ValueError(f"Squeeze2d: factor must be 1 or more, got {factor}")
+        if order not in ("channel", "alternative"):
+            raise ValueError(f"Squeeze2d: order must be channel or alternative, got {order!r}")
+        if order == "alternative" and factor != 2:
+            raise ValueError(f"Squeeze2d: the alternative order is one of squares of side 2, got factor={factor}")
+        self.factor, self.order = factor, order
+
+    def out_shape(self, shape: Shape) -> Shape:
+        f = self.factor
+        if len(shape) != 3 or shape[0] is None or any(side is not None and side % f for side in shape[1:]):
+            raise self._misfit(f"(C, H, W) with H and W divisible by {f}", shape)
+        return (f * f * shape[0], _divided(shape[1], f), _divided(shape[2], f))
+
+    def in_shape(self, shape: Shape) -> Shape:
+        f = self.factor
+        if len(shape) != 3 or shape[0] is None or shape[0] % (f * f):
+            raise self._misfit(f"(C, H, W) with C divisible by {f * f}", shape)
+        return (shape[0] // (f * f), _multiplied(shape[1], f), _multiplied(shape[2], f))
+
+    def out_mask(self, mask: Tensor) -> Tensor:
+        return self._squeeze(mask)
+
+    def in_mask(self, mask: Tensor) -> Tensor:
+        return self._spread(mask)
+
+    def _forward(self, x, cond, mask):
+        return self._squeeze(x), x.new_zeros(len(x))
+
+    def _inverse(self, z, cond, mask):
+        return self._spread(z), z.new_zeros(len(z))
+
+    def _squeeze(self, x: Tensor) -> Tensor:
+        if self.order == "channel":
+            return pixel_unshuffle(x, self.factor)
+        even, odd = x[:, :, ::2], x[:, :, 1::2]
+        return torch.cat([even[..., ::2], odd[..., 1::2], even[..., 1::2], odd[..., ::2]], dim=1)
+
+    def _spread(self, z: Tensor) -> Tensor:
+        if self.order == "channel":
+            return pixel_shuffle(z, self.factor)
+        upper_left, lower_right, upper_right, lower_left = z.chunk(4, dim=1)
+        rows = [torch.stack(pair, dim=-1) for pair in ((upper_left, upper_right), (lower_left, lower_right))]
+        batch, channels, height, width = upper_left.shape
+        return torch.stack(rows, dim=3).reshape(batch, channels, 2 * height, 2 * width)  # from (B, C, H/2, 2, W/2, 2)
+
+
+class Squeeze1d(Bijection):
+    """Neighbouring frames of a sequence become one frame with more channels.
+
+        (C, T) -> (f C, T/f),   out channel = j C + c for frame j of the f,    log |det| = 0
+
+    Every f-th entry of the mask is kept, so the valid lengths must be multiples of f: see `PadToMultiple`.
+
+    Arguments:
+        factor: how many frames f become one.
+
+    Shapes: `x (B, C, T)`, `z (B, f C, T/f)`, `mask (B, 1, T)` to `(B, 1, T/f)`.
+    Errors: ValueError for T that f does not divide.
+    Source: Kim et al. 2020 (Glow-TTS), on the architecture of the decoder.
+
+    Example:
+        >>> Squeeze1d()(torch.arange(6.0).reshape(1, 1, 6))[0]
+        tensor([[[0., 2., 4.],
+                 [1., 3., 5.]]])
+    """
+
+    constant_logdet = True
+
+    def __init__(self, factor: int = 2):
+        super().__init__()
+        if factor < 1:
+            raise ValueError(f"Squeeze1d: factor must be 1 or more, got {factor}")
+        self.factor = factor
+
+    def out_shape(self, shape: Shape) -> Shape:
+        f = self.factor
+        if len(shape) != 2 or shape[0] is None or (shape[1] is not None and shape[1] % f):
+            raise self._misfit(f"(C, T) with T divisible by {f} (PadToMultiple makes it so)", shape)
+        return (f * shape[0], _divided(shape[1], f))
+
+    def in_shape(self, shape: Shape) -> Shape:
+        f = self.factor
+        if len(shape) != 2 or shape[0] is None or shape[0] % f:
+            raise self._misfit(f"(C, T) with C divisible by {f}", shape)
+        return (shape[0] // f, _multiplied(shape[1], f))
+
+    def out_mask(self, mask: Tensor) -> Tensor:
+        return mask[..., :: self.factor] if mask.shape[1] == 1 else self._squeeze(mask)
+
+    def in_mask(self, mask: Tensor) -> Tensor:
+        return mask.repeat_interleave(self.factor, dim=-1) if mask.shape[1] == 1 else self._spread(mask)
+
+    def _forward(self, x, cond, mask):
+        return self._squeeze(x), x.new_zeros(len(x))
+
+    def _inverse(self, z, cond, mask):
+        return self._spread(z), z.new_zeros(len(z))
+
+    def _squeeze(self, x: Tensor) -> Tensor:
+        batch, channels, length = x.shape
+        frames = x.reshape(batch, channels, length // self.factor, self.factor)
+        return frames.permute(0, 3, 1, 2).reshape(batch, self.factor * channels, length // self.factor)
+
+    def _spread(self, z: Tensor) -> Tensor:
+        batch, channels, length = z.shape
+        frames = z.reshape(batch, self.factor, channels // self.factor, length)
+        return frames.permute(0, 2, 3, 1).reshape(batch, channels // self.factor, self.factor * length)
+
+
+class PadToMultiple:
+    """Sequences made longer, to a multiple of a number of frames, before a flow that squeezes them sees them.
+
+    No bijection: it belongs to the data. The frames that are appended hold the floor of the log-mel, and count as valid
+    data, so a density answers for them too, whichever family it comes from.
+
+    Arguments:
+        factor: every length becomes a multiple of this.
+        floor: value of the frames that are appended; by default log(1e-5), silence in log-mels clamped there.
+
+    Shapes: `x (B, C, T)`, `mask (B, 1, T)` bool, valid frames first, or None; T becomes a multiple of `factor`.
+    Errors: ValueError for anything but sequences, and for a mask that is not boolean `(B, 1, T)`.
+
+    Example:
+        >>> padding = PadToMultiple(2, floor=-9.0)
+        >>> x, mask = padding(torch.ones(2, 1, 3), torch.tensor([[[True, True, True]], [[True, False, False]]]))
+        >>> x[:, 0], mask[:, 0]
+        (tensor([[ 1.,  1.,  1., -9.],
+                 [ 1., -9.,  0.,  0.]]), tensor([[ True,  True,  True,  True],
+                 [ True,  True, False, False]]))
+        >>> padding.inverse(x, 3).shape
+        torch.Size([2, 1, 3])
+    """
+
+    def __init__(self, factor: int, *, floor: float = math.log(1e-5)):
+        if factor < 1:
+            raise ValueError(f"PadToMultiple: factor must be 1 or more, got {factor}")
+        self.factor, self.floor = factor, floor
+
+    def __call__(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The longer sequences and their mask; frames that are not valid come out as zeros."""
+        if x.dim() != 3:
+            raise ValueError(f"PadToMultiple takes sequences (B, C, T), got {tuple(x.shape)}")
+        missing = -x.shape[-1] % self.factor
+        if mask is None:
+            return pad(x, (0, missing), value=self.floor), None
+        if mask.dtype != torch.bool or tuple(mask.shape) != (len(x), 1, x.shape[-1]):
+            expected = f"boolean of shape {(len(x), 1, x.shape[-1])}"
+            raise ValueError(f"PadToMultiple: mask must be {expected}, got {mask.dtype} {tuple(mask.shape)}")
+        length = mask.sum(-1, keepdim=True)
+        frame = torch.arange(x.shape[-1] + missing, device=x.device)
+        longer = frame < (length + self.factor - 1) // self.factor * self.factor  # (B, 1, T')
+        x = pad(x, (0, missing)).masked_fill(frame >= length, self.floor)
+        return x.masked_fill(~longer, 0), longer
+
+    def inverse(self, x: Tensor, length: int) -> Tensor:
+        """The first `length` frames."""
+        return x[..., :length]
