@@ -61,7 +61,8 @@ class LogisticMixture(ElementTransform):
     def start(self, channels: int) -> Tensor:
         """Means spread over [-0.1, 0.1], the rest zero: close to the identity, yet no two components are the same."""
         params = torch.zeros(self.params_per_dim, channels)
-        params[self.components : 2 * self.components] = torch.linspace(-0.1, 0.1, self.components)[:, None]
+        means = torch.linspace(-0.1, 0.1, self.components)[:, None]
+        params[self.components : 2 * self.components] = means - means.mean()  # a single one lies at zero
         return params
 
     def forward(self, x: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,17 +87,22 @@ class LogisticMixture(ElementTransform):
 
 def logit(x: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
     """log F - log(1 - F) of the mixture's distribution function, and the logarithm of its slope."""
-    below, above, density = _log_terms(x, mixture)
+    below, above = _shares(x, mixture)
     log_below, log_above = below.logsumexp(1), above.logsumexp(1)
-    return log_below - log_above, density.logsumexp(1) - log_below - log_above
+    log_density = _density(below, above, mixture).logsumexp(1)
+    return log_below - log_above, log_density - log_below - log_above
 
 
-def _log_terms(x: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
-    """The logarithms of every component's share of F, of 1 - F and of f."""
+def _shares(x: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
+    """The logarithms of every component's share of F and of 1 - F."""
     u = (x.unsqueeze(1) - mixture.mean) * torch.exp(-mixture.log_scale)
-    below, above = logsigmoid(u), logsigmoid(-u)
-    weight = mixture.log_weight
-    return weight + below, weight + above, weight + below + above - mixture.log_scale
+    below = mixture.log_weight + logsigmoid(u)
+    return below, below - u
+
+
+def _density(below: Tensor, above: Tensor, mixture: Mixture) -> Tensor:
+    """The logarithm of every component's share of f."""
+    return below + above - mixture.log_weight - mixture.log_scale
 
 
 def _solve(v: Tensor, mixture: Mixture) -> Tensor:
@@ -106,7 +112,8 @@ def _solve(v: Tensor, mixture: Mixture) -> Tensor:
     low, high = roots.amin(1), roots.amax(1)
     for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
-        beyond = logit(middle, mixture)[0] >= v
+        below, above = _shares(middle, mixture)
+        beyond = below.logsumexp(1) - above.logsumexp(1) >= v
         low, high = torch.where(beyond, low, middle), torch.where(beyond, middle, high)
     x = 0.5 * (low + high)
     for _ in range(NEWTON_STEPS):
@@ -136,7 +143,8 @@ class _Root(torch.autograd.Function):
         # Made of differentiable steps from what was saved, inputs and the output: so it can be differentiated again.
         x, *parameters = ctx.saved_tensors
         mixture = Mixture(*parameters)
-        below, above, density = _log_terms(x, mixture)
+        below, above = _shares(x, mixture)
+        density = _density(below, above, mixture)
         log_slope = density.logsumexp(1) - below.logsumexp(1) - above.logsumexp(1)
         for_v = gradient * torch.exp(-log_slope)
         for_mean = gradient.unsqueeze(1) * softmax(density, dim=1)
