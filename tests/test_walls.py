@@ -15,6 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ALLOWED = {
     "nn": {"torch", "genmodels.random", "genmodels.errors"},
     "diffusion": {"torch", "scipy", "numpy", "genmodels.random", "genmodels.errors", "genmodels.nn"},
+    "energy": {"torch", "scipy", "numpy", "genmodels.random", "genmodels.errors", "genmodels.nn"},
 }
 BLOCKED = ("pytorch_lightning", "lightning", "lightning_fabric", "hydra", "omegaconf", "wandb")
 

@@ -1,0 +1,242 @@
+"""Energy, log-density and score: three faces of one density, and the only place with the minus sign between them.
+
+    p(x) = exp(-E(x)) / Z,    score(x) = grad log p(x) = -grad E(x)
+
+Z does not depend on x, so it is nowhere here; `genmodels.energy.quadrature` and `annealed_importance` estimate it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.errors import InputError
+from genmodels.nn.smooth import require_independent, require_smooth
+
+
+def log_density_of(energy: Tensor) -> Tensor:
+    """The logarithm of exp(-energy), and of what is linear in it; the one minus sign of this package.
+
+    Example:
+        >>> log_density_of(torch.tensor(2.0))
+        tensor(-2.)
+    """
+    return -energy
+
+
+class ScoreFunction(nn.Module):
+    """What a loss or a sampler asks of a model: its score.
+
+    Subclasses define `score(x, cond=None)`, `(B, *event)` to the same. Where gradients are enabled the result is
+    differentiable with respect to the parameters, and to x if x asks for it.
+
+    Attributes:
+        smooth: whether the score may be differentiated with respect to x.
+    """
+
+    smooth: bool = True
+
+    def score(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+
+class ScoreNetwork(ScoreFunction):
+    """A network that is the score itself: any field, not always the gradient of something.
+
+    It has no energy, hence no likelihood, no acceptance step and no annealed importance sampling.
+
+    Arguments:
+        network: `(x)` or `(x, cond)` to a tensor like x.
+
+    Errors: InputError for batch normalisation or dropout, or a result of another shape.
+
+    Example:
+        >>> normal = ScoreNetwork(nn.Linear(2, 2, bias=False))
+        >>> _ = normal.network.weight.data.copy_(-torch.eye(2))
+        >>> normal.score(torch.tensor([[1.0, 2.0]])).tolist()
+        [[-1.0, -2.0]]
+    """
+
+    def __init__(self, network: Callable[..., Tensor]):
+        super().__init__()
+        if isinstance(network, nn.Module):
+            require_independent(network)
+        self.network = network
+
+    def score(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        score = self.network(x) if cond is None else self.network(x, cond)
+        if score.shape != x.shape:
+            raise InputError(f"a score has the shape of x, {tuple(x.shape)}, got {tuple(score.shape)}")
+        return score
+
+
+class EnergyFunction(ScoreFunction):
+    """An energy with the score that belongs to it.
+
+    Subclasses define `energy(x, cond=None)`, `(B, *event)` to `(B,)`. Energy and score are float32 or wider whatever
+    the autocast. The graph for the score is made also where the caller has gradients off (`no_grad`, inference mode),
+    and x is left as it was.
+
+    Example:
+        >>> class Normal(EnergyFunction):
+        ...     def energy(self, x, cond=None):
+        ...         return 0.5 * x.square().flatten(1).sum(1)
+        >>> Normal().score(torch.tensor([[1.0, -2.0]])).tolist()
+        [[-1.0, 2.0]]
+    """
+
+    has_jet: bool = False
+
+    def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def log_density(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        """(B,) log p(x) + log Z."""
+        return log_density_of(self.energy(x, cond))
+
+    def energy_and_score(self, x: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(E (B,), score (B, *event)), differentiable where gradients are enabled."""
+        training = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+            x, cond = usable(x), usable(cond)
+            leaf = x if training and x.requires_grad else x.detach().requires_grad_()
+            energy = self.energy(leaf, cond)
+            (score,) = torch.autograd.grad(log_density_of(energy).sum(), leaf, create_graph=training)
+        return (energy if training else energy.detach()), score
+
+    def score(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        return self.energy_and_score(x, cond)[1]
+
+    def jet(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(log p + log Z, v . score, v^T (d score/dx) v), each (B,), where `has_jet`."""
+        raise NotImplementedError
+
+
+class Energy(EnergyFunction):
+    """A network as an energy, checked.
+
+    Arguments:
+        network: `(x)` or `(x, cond)` to `(B,)`; with a method `jet(x, v)` (and no attribute `has_jet` that is False)
+            the sliced loss takes the fast way.
+        second_derivatives: whether the Hessian will be used; False lets networks with kinks pass, for the denoising
+            and finite-difference losses and for sampling alone.
+
+    Errors: InputError for batch normalisation, dropout, activations without second derivative, or a result that is not
+    (B,).
+
+    Example:
+        >>> from genmodels.nn.energy_nets import EnergyMLP
+        >>> energy = Energy(EnergyMLP((2,), hidden=(8,)))
+        >>> energy.energy(torch.zeros(3, 2)).shape, energy.score(torch.zeros(3, 2)).shape
+        (torch.Size([3]), torch.Size([3, 2]))
+    """
+
+    def __init__(self, network: Callable[..., Tensor], *, second_derivatives: bool = True):
+        super().__init__()
+        if isinstance(network, nn.Module):
+            require_independent(network)
+            if second_derivatives:
+                require_smooth(network)
+        self.network, self.smooth = network, second_derivatives
+
+    @property
+    def has_jet(self) -> bool:
+        """Whether the network carries second-order directional derivatives along."""
+        return hasattr(self.network, "jet") and getattr(self.network, "has_jet", True)
+
+    def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x = wide(x)
+            energy = self.network(x) if cond is None else self.network(x, cond)
+        if energy.shape != x.shape[:1]:
+            raise InputError(f"an energy is one number per example, ({len(x)},), got shape {tuple(energy.shape)}")
+        return energy
+
+    def jet(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(x.device.type, enabled=False):
+            return tuple(log_density_of(part) for part in self.network.jet(wide(x), wide(v)))
+
+
+class LogDensity(EnergyFunction):
+    """A known log-density, of a flow for instance, as an energy: then its score is that of every energy.
+
+    Arguments:
+        model: something with `log_prob(x)` or `log_prob(x, cond)` to `(B,)`, or such a function itself.
+
+    Errors: InputError for a model with batch normalisation or dropout.
+
+    Example:
+        >>> normal = torch.distributions.Normal(torch.zeros(2), 1.0)
+        >>> LogDensity(lambda x: normal.log_prob(x).sum(1)).score(torch.tensor([[1.0, -2.0]])).tolist()
+        [[-1.0, 2.0]]
+    """
+
+    def __init__(self, model: nn.Module | Callable[..., Tensor]):
+        super().__init__()
+        if isinstance(model, nn.Module):
+            require_independent(model)
+        self.model = model
+
+    def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        log_prob = getattr(self.model, "log_prob", self.model)
+        # The same sign leads back: the energy of a log-density is what that energy's log-density would be.
+        return log_density_of(log_prob(x) if cond is None else log_prob(x, cond))
+
+
+class NoiseConditionalScore(nn.Module):
+    """The scores of the data with noise N(0, sigma^2), for every sigma, by one network.
+
+    Arguments:
+        network: `(x, sigma (B,), cond)` to a tensor like x, as `genmodels.nn.noise_conditional.NoiseConditionalNet`.
+
+    Example:
+        >>> def network(x, sigma, cond=None):  # the exact one of a point mass at zero
+        ...     return -x / sigma[:, None] ** 2
+        >>> NoiseConditionalScore(network).at(2.0).score(torch.tensor([[4.0]]))
+        tensor([[-1.]])
+    """
+
+    def __init__(self, network: Callable[..., Tensor]):
+        super().__init__()
+        if isinstance(network, nn.Module):
+            require_independent(network)
+        self.network = network
+
+    def score_at(self, x: Tensor, sigma: Tensor, cond: Tensor | None = None) -> Tensor:
+        """The score at noise `sigma (B,)`."""
+        score = self.network(x, sigma, cond)
+        if score.shape != x.shape:
+            raise InputError(f"a score has the shape of x, {tuple(x.shape)}, got {tuple(score.shape)}")
+        return score
+
+    def at(self, sigma: float) -> ScoreFunction:
+        """The score function of one noise level."""
+        return _AtOneLevel(self, float(sigma))
+
+
+class _AtOneLevel(ScoreFunction):
+    def __init__(self, model: NoiseConditionalScore, sigma: float):
+        super().__init__()
+        self.model, self.sigma = model, sigma
+
+    def score(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        return self.model.score_at(x, torch.full_like(x.flatten(1)[:, 0], self.sigma), cond)
+
+
+def require_energy(model: ScoreFunction, what: str) -> EnergyFunction:
+    """The model itself; raises InputError for one that has a score alone."""
+    if not isinstance(model, EnergyFunction):
+        raise InputError(f"{what} needs an energy, and {type(model).__name__} is a score alone: use an energy, or ULA")
+    return model
+
+
+def usable(x: Tensor | None) -> Tensor | None:
+    """The same values as a tensor that autograd may keep: tensors made in inference mode may not be."""
+    return x.clone() if x is not None and x.is_inference() else x
+
+
+def wide(x: Tensor) -> Tensor:
+    """float32 or wider."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -1,0 +1,98 @@
+"""What stops a training that can only go wrong: data without density, values that are no numbers, runaway energies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from genmodels.errors import InputError, RunError
+
+
+def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_repeated: float = 0.01) -> None:
+    """Refuses data on which score matching diverges to minus infinity: constant, repeated or dependent columns.
+
+    A density of continuous data is needed; with points or lower-dimensional sets the loss falls without bound.
+
+    Arguments:
+        x: (N, D) training rows, N > 1; only vectors are judged column by column.
+        names: of the columns.
+        most_repeated: share of rows that may be copies of others.
+
+    Errors: InputError naming the columns.
+
+    Example:
+        >>> require_continuous(torch.tensor([[1.0, 2.0], [1.0, 3.0]]), ["age", "height"])
+        Traceback (most recent call last):
+        ...
+        genmodels.errors.InputError: column age is constant: leave it out, or add noise
+    """
+    rows = x.flatten(1)
+    names = [str(i) for i in range(rows.shape[1])] if names is None else list(names)
+    for name, column in zip(names, rows.T, strict=True):
+        if bool((column == column[0]).all()):
+            raise InputError(f"column {name} is constant: leave it out, or add noise")
+        if len(column) > 100 and len(column.unique()) <= 20:
+            raise InputError(f"column {name} has only {len(column.unique())} values: dequantise it, or add noise")
+    copies = len(rows) - len(rows.unique(dim=0))
+    if copies > most_repeated * len(rows):
+        raise InputError(f"{copies} of {len(rows)} rows are copies of others: drop them, or add noise")
+    centred = (rows - rows.mean(0)).to(torch.float64)
+    scaled = centred / centred.norm(dim=0)
+    if len(rows) > rows.shape[1]:
+        values, vectors = torch.linalg.eigh(scaled.T @ scaled)
+        if float(values[0]) < 1e-10 * float(values[-1]):
+            involved = [name for name, weight in zip(names, vectors[:, 0].abs(), strict=True) if float(weight) > 1e-3]
+            raise InputError(
+                f"columns {', '.join(involved)} depend on each other linearly: leave one out, or add noise"
+            )
+
+
+def require_finite(what: str, values: Tensor, step: int, index: Tensor | None = None) -> None:
+    """Stops where a value per example is no number, naming step and item; nothing is ever put in its place.
+
+    Example:
+        >>> require_finite("energy", torch.tensor([0.0, float("nan")]), 7, torch.tensor([40, 41]))
+        Traceback (most recent call last):
+        ...
+        genmodels.errors.RunError: the energy of item 41 is nan at step 7: lower the learning rate, or look at the item
+    """
+    bad = (~values.detach().flatten(1).isfinite().all(1) if values.dim() > 1 else ~values.detach().isfinite()).nonzero()
+    if len(bad):
+        row = int(bad[0])
+        item = row if index is None else int(index[row])
+        value = values[row].flatten()
+        value = float(value[~value.isfinite()][0])
+        raise RunError(
+            f"the {what} of item {item} is {value} at step {step}: lower the learning rate, or look at the item"
+        )
+
+
+class DivergenceGuard:
+    """Stops a training whose energy runs away: loss below -1000 D, or mean |E| above a million for 100 steps.
+
+    Arguments:
+        dims: D.
+        patience: steps that large energies are borne.
+
+    Errors: RunError, from `check`.
+
+    Example:
+        >>> guard = DivergenceGuard(2)
+        >>> guard.check(0, torch.tensor([-1.0]), torch.tensor([3.0]))
+        >>> guard.check(1, torch.tensor([-1e9]), torch.tensor([3.0]))
+        Traceback (most recent call last):
+        ...
+        genmodels.errors.RunError: energy diverges at step 1: add noise, confinement or a lower learning rate
+    """
+
+    def __init__(self, dims: int, *, patience: int = 100):
+        self.dims, self.patience, self.large = dims, patience, 0
+
+    def check(self, step: int, loss: Tensor, energy: Tensor | None = None) -> None:
+        """Looks at a step's losses (B,) and energies (B,)."""
+        large = energy is not None and float(energy.detach().abs().mean()) > 1e6
+        self.large = self.large + 1 if large else 0
+        if float(loss.detach().mean()) < -1e3 * self.dims or self.large >= self.patience:
+            raise RunError(f"energy diverges at step {step}: add noise, confinement or a lower learning rate")

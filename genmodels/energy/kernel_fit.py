@@ -1,0 +1,213 @@
+"""The last weights of a deep kernel energy in closed form, and the loss that trains the rest.
+
+log p = alpha . k(x) - E_0(x) is linear in alpha, so every score-matching loss is quadratic in it:
+
+    J(alpha) = linear . alpha + 1/2 alpha^T gram alpha - alpha . pull + constant
+    alpha = (gram + ridge)^-1 (pull - linear)
+
+Half of each batch gives alpha, the other half judges the score that follows: gradients go through the solution.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from genmodels.energy.denoising import DenoisingScoreMatching
+from genmodels.energy.function import EnergyFunction, log_density_of
+from genmodels.energy.losses import (
+    ExactScoreMatching,
+    FiniteDifferenceScoreMatching,
+    Loss,
+    SlicedScoreMatching,
+    SlicedScoreMatchingVR,
+)
+from genmodels.errors import InputError
+from genmodels.nn.deep_kernel import DeepKernelEnergy
+from genmodels.random import Generator, normal
+
+#: (linear (L,), gram (L, L), pull (L,)), means over a batch.
+Design = tuple[Tensor, Tensor, Tensor]
+
+
+class DeepKernel(EnergyFunction):
+    """A deep kernel network as an energy, with its own weights or with given ones.
+
+    Arguments:
+        network: the network.
+        alpha: (L,) weights in place of the network's.
+
+    Example:
+        >>> from genmodels.energy.losses import SlicedScoreMatching
+        >>> model = DeepKernel(DeepKernelEnergy((2,), inducing=5))
+        >>> x, generator = torch.randn(64, 2), torch.Generator().manual_seed(0)
+        >>> before = float(SlicedScoreMatching()(model, x, generator).mean().detach())
+        >>> model.fit(x, ExactScoreMatching(), generator)
+        >>> bool(model.network.alpha.abs().sum() > 0)
+        True
+    """
+
+    has_jet = True
+
+    def __init__(self, network: DeepKernelEnergy, alpha: Tensor | None = None):
+        super().__init__()
+        self.network, self.alpha = network, alpha
+
+    def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        return self.network(x, cond, alpha=self.alpha)
+
+    def jet(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(log_density_of(part) for part in self.network.jet(x, v, alpha=self.alpha))
+
+    def fit(self, x: Tensor, loss: Loss, generator: Generator, *, chunk: int = 4096) -> None:
+        """Sets the network's weights to the best for that loss on all of x (N, D), at the end of training."""
+        with torch.no_grad():
+            total: Design | None = None
+            for some in x.split(chunk):
+                one = tuple(len(some) / len(x) * part for part in design(self.network, some, loss, generator))
+                total = one if total is None else tuple(a + b for a, b in zip(total, one, strict=True))
+            self.network.alpha.copy_(_solve(total, self.network))
+
+
+class DeepKernelLoss:
+    """A score-matching loss for the deep kernel: weights from one half of the batch, loss on the other.
+
+    Arguments:
+        loss: exact, sliced, sliced with reduced variance, finite differences or denoising.
+
+    Shapes: `(model, x (B, D), generator)` to `(B - B // 2,)`.
+    Errors: InputError for another loss or model, or fewer than 2 rows.
+    Source: Wenliang et al. 2019, section 3.1.
+
+    Example:
+        >>> model = DeepKernel(DeepKernelEnergy((2,), inducing=5))
+        >>> loss = DeepKernelLoss(loss=SlicedScoreMatchingVR())
+        >>> loss(model, torch.randn(9, 2), torch.Generator().manual_seed(0)).shape
+        torch.Size([5])
+    """
+
+    def __init__(self, *, loss: Loss):
+        _design_of(loss)
+        self.loss = loss
+
+    def __call__(self, model: DeepKernel, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
+        if not isinstance(model, DeepKernel):
+            raise InputError(f"the closed form is for deep kernel energies, not {type(model).__name__}")
+        if len(x) < 2:
+            raise InputError("half of a batch fits and half judges: at least 2 rows are needed")
+        half = len(x) // 2
+        first, second = _halves(generator, half)
+        alpha = _solve(design(model.network, x[:half], self.loss, first), model.network)
+        return self.loss(DeepKernel(model.network, alpha), x[half:], second, cond)
+
+
+def design(network: DeepKernelEnergy, x: Tensor, loss: Loss, generator: Generator) -> Design:
+    """The quadratic form of a loss in alpha, mean over x (B, D); see the head of this module."""
+    return _design_of(loss)(network, x, loss, generator)
+
+
+def _exact(network: DeepKernelEnergy, x: Tensor, loss: ExactScoreMatching, generator: Generator) -> Design:
+    gram, pull, bend = _all_coordinates(network, x)
+    return bend, gram, pull
+
+
+def _sliced(network: DeepKernelEnergy, x: Tensor, loss: SlicedScoreMatching, generator: Generator) -> Design:
+    parts = []
+    for _ in range(loss.projections):
+        v = loss.projection.draw(x.shape, generator, dtype=x.dtype, device=x.device)
+        _, slope, bend = network.kernel_jet(x, v)
+        parts.append((bend.mean(0), _outer(slope), _pull(slope, network.confinement.jet(x, v)[1])))
+    return _mean(parts)
+
+
+def _sliced_vr(network: DeepKernelEnergy, x: Tensor, loss: SlicedScoreMatchingVR, generator: Generator) -> Design:
+    gram, pull, _ = _all_coordinates(network, x)
+    bends = []
+    for _ in range(loss.projections):
+        v = loss.projection.draw(x.shape, generator, dtype=x.dtype, device=x.device)
+        bends.append(network.kernel_jet(x, v)[2].mean(0))
+    return torch.stack(bends).mean(0), gram, pull
+
+
+def _finite_difference(
+    network: DeepKernelEnergy, x: Tensor, loss: FiniteDifferenceScoreMatching, generator: Generator
+) -> Design:
+    e, parts = loss.step * loss.scale, []
+    zero = torch.zeros_like(x)
+    for _ in range(loss.projections):
+        v = loss.projection.draw(x.shape, generator, dtype=x.dtype, device=x.device)
+        here, ahead, behind = (network.kernel_jet(point, zero)[0] for point in (x, x + e * v, x - e * v))
+        slope = (ahead - behind) / (2 * e)
+        base = (network.confinement(x + e * v) - network.confinement(x - e * v)) / (2 * e)
+        parts.append((((ahead + behind - 2 * here) / e**2).mean(0), _outer(slope), _pull(slope, base)))
+    return _mean(parts)
+
+
+def _denoising(network: DeepKernelEnergy, x: Tensor, loss: DenoisingScoreMatching, generator: Generator) -> Design:
+    noise = normal(x.shape, generator, dtype=x.dtype, device=x.device)
+    moved, sigma = x + loss.sigma * noise, loss.sigma
+    gram = pull = 0.0
+    for i, v in enumerate(_basis(moved)):
+        slope = network.kernel_jet(moved, v)[1]
+        gram = gram + _outer(slope)
+        pull = pull + _pull(slope, network.confinement.jet(moved, v)[1] - noise[:, i] / sigma)
+    return torch.zeros_like(pull), sigma**2 * gram, sigma**2 * pull
+
+
+_DESIGNS = {
+    ExactScoreMatching: _exact,
+    SlicedScoreMatching: _sliced,
+    SlicedScoreMatchingVR: _sliced_vr,
+    FiniteDifferenceScoreMatching: _finite_difference,
+    DenoisingScoreMatching: _denoising,
+}
+
+
+def _design_of(loss: Loss):
+    if type(loss) not in _DESIGNS:
+        raise InputError(
+            f"no closed form is known for {type(loss).__name__}: use one of the five score-matching losses"
+        )
+    return _DESIGNS[type(loss)]
+
+
+def _all_coordinates(network: DeepKernelEnergy, x: Tensor) -> Design:
+    """(gram, pull, trace) with whole gradients: one jet for each coordinate."""
+    gram = pull = bend = 0.0
+    for v in _basis(x):
+        _, slope, curvature = network.kernel_jet(x, v)
+        gram, bend = gram + _outer(slope), bend + curvature.mean(0)
+        pull = pull + _pull(slope, network.confinement.jet(x, v)[1])
+    return gram, pull, bend
+
+
+def _basis(x: Tensor):
+    """The coordinate directions, each like x."""
+    for row in torch.eye(x.shape[1], dtype=x.dtype, device=x.device):
+        yield row.expand_as(x)
+
+
+def _outer(slope: Tensor) -> Tensor:
+    return slope.T @ slope / len(slope)
+
+
+def _pull(slope: Tensor, base: Tensor) -> Tensor:
+    return (slope * base[:, None]).mean(0)
+
+
+def _mean(parts: list[Design]) -> Design:
+    return tuple(torch.stack(kind).mean(0) for kind in zip(*parts, strict=True))
+
+
+def _solve(found: Design, network: DeepKernelEnergy) -> Tensor:
+    """alpha (L,), solved in float64: the kernels of neighbouring points are nearly alike."""
+    linear, gram, pull = (part.to(torch.float64) for part in found)
+    ridge = network.log_ridge.exp().to(torch.float64) * torch.eye(len(linear), dtype=torch.float64, device=gram.device)
+    return torch.linalg.solve(gram + ridge, pull - linear).to(network.alpha.dtype)
+
+
+def _halves(generator: Generator, half: int) -> tuple[Generator, Generator]:
+    """Generators of the two halves of a batch."""
+    if isinstance(generator, torch.Generator):
+        return generator, generator
+    return generator.rows(slice(None, half)).child("fit"), generator.rows(slice(half, None))

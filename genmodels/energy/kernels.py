@@ -1,0 +1,185 @@
+"""Langevin steps: one pure step on a point of every chain, with or without the Metropolis correction.
+
+    kernel(target, point, generator, step_size (B,)) -> (point, Move)
+
+h is the step size of x' = x + h s(x) + sqrt(2h) xi everywhere in this package: the alpha of Song and Ermon 2019 is 2h,
+the epsilon of Song et al. 2021 is h. Every chain has its own step size and its own noise, so no chain knows the others.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from genmodels.energy.function import EnergyFunction, ScoreFunction
+from genmodels.errors import InputError
+from genmodels.random import Generator, normal, uniform
+
+#: A rise of the energy by more than this within one proposal is a divergence of the integrator, not bad luck.
+DIVERGENCE = 1000.0
+
+
+class Point(NamedTuple):
+    """Where the chains are, with what was computed there.
+
+    Shapes: `x`, `score` `(B, *event)`, `energy (B,)` or None for a score without energy; `parts` are further tensors
+    with B rows that a target wants back (see `annealed_importance`).
+    """
+
+    x: Tensor
+    energy: Tensor | None
+    score: Tensor
+    parts: tuple[Tensor, ...] = ()
+
+
+class Move(NamedTuple):
+    """What a step did, each (B,): the probability of acceptance (None without correction) and whether it diverged."""
+
+    acceptance: Tensor | None
+    divergent: Tensor
+
+
+class Target:
+    """The density that chains sample, at work: counts evaluations (of all chains together).
+
+    Arguments:
+        model: an energy, or a score alone for kernels without correction.
+        cond: condition of every chain.
+    """
+
+    def __init__(self, model: ScoreFunction, cond: Tensor | None = None):
+        self.model, self.cond, self.evaluations = model, cond, 0
+
+    def evaluate(self, x: Tensor) -> Point:
+        """Energy and score at x, without a graph."""
+        self.evaluations += len(x)
+        with torch.no_grad():
+            if isinstance(self.model, EnergyFunction):
+                energy, score = self.model.energy_and_score(x, self.cond)
+                return Point(x, energy, score)
+            return Point(x, None, self.model.score(x, self.cond))
+
+
+class Kernel(Protocol):
+    """One step of a chain; see the head of this module.
+
+    Attributes:
+        exact: whether it leaves the target invariant; the others have a bias of order of their step size.
+        step_size: the step size at the start.
+        wanted_acceptance: what the adaptation of the step size aims at, None without acceptance.
+    """
+
+    exact: bool
+    step_size: float
+    wanted_acceptance: float | None
+
+    def __call__(self, target: Target, point: Point, generator: Generator, step_size: Tensor) -> tuple[Point, Move]: ...
+
+
+class ULA:
+    """The unadjusted Langevin step: x' = x + h s(x) + sqrt(2h) xi.
+
+    On N(0, 1) its stationary variance is 1/(1 - h/2), not 1: the bias is of order h, and from h = 2 on it explodes.
+
+    Arguments:
+        step_size: h.
+
+    Source: Roberts and Tweedie 1996, section 1.4.1.
+
+    Example:
+        >>> from genmodels.energy import LogDensity
+        >>> normal = Target(LogDensity(lambda x: -0.5 * x.square().sum(1)))
+        >>> point = normal.evaluate(torch.zeros(4, 2))
+        >>> point, move = ULA()(normal, point, torch.Generator().manual_seed(0), torch.full((4,), 0.1))
+        >>> point.x.shape
+        torch.Size([4, 2])
+    """
+
+    exact = False
+    wanted_acceptance = None
+
+    def __init__(self, *, step_size: float = 0.1):
+        self.step_size = positive("step_size", step_size)
+
+    def __call__(self, target: Target, point: Point, generator: Generator, step_size: Tensor) -> tuple[Point, Move]:
+        h = rows(step_size, point.x)
+        x = point.x + h * point.score + (2 * h).sqrt() * noise_like(point.x, generator)
+        new = target.evaluate(x)
+        return new, Move(None, _diverged(point, new))
+
+
+class MALA:
+    """The Metropolis-adjusted Langevin step: the unadjusted one as a proposal, accepted with probability
+
+        min(1, exp(E(x) - E(x') + log q(x | x') - log q(x' | x))),   log q(y | x) = -|y - x - h s(x)|^2 / (4h)
+
+    Arguments:
+        step_size: h.
+
+    Source: Roberts and Tweedie 1996, section 1.4.2; the acceptance of .574 is from Roberts and Rosenthal 1998.
+
+    Example:
+        >>> from genmodels.energy import LogDensity
+        >>> normal = Target(LogDensity(lambda x: -0.5 * x.square().sum(1)))
+        >>> point = normal.evaluate(torch.zeros(4, 2))
+        >>> point, move = MALA()(normal, point, torch.Generator().manual_seed(0), torch.full((4,), 1e-6))
+        >>> bool((move.acceptance > 0.999).all())
+        True
+    """
+
+    exact = True
+    wanted_acceptance = 0.574
+
+    def __init__(self, *, step_size: float = 0.1):
+        self.step_size = positive("step_size", step_size)
+
+    def __call__(self, target: Target, point: Point, generator: Generator, step_size: Tensor) -> tuple[Point, Move]:
+        h = rows(step_size, point.x)
+        forward = (2 * h).sqrt() * noise_like(point.x, generator)  # x' - x - h s(x)
+        proposal = target.evaluate(point.x + h * point.score + forward)
+        backward = point.x - proposal.x - h * proposal.score
+        excess = ((forward.square() - backward.square()) / (4 * h)).flatten(1).sum(1)
+        return metropolis(point, proposal, point.energy - proposal.energy + excess, generator)
+
+
+def metropolis(point: Point, proposal: Point, log_ratio: Tensor, generator: Generator) -> tuple[Point, Move]:
+    """Accepts each chain's proposal with probability min(1, exp(log_ratio)); a value that is no number is refused."""
+    acceptance = torch.where(log_ratio.isnan(), -torch.inf, log_ratio).clamp(max=0).exp()
+    u = uniform(log_ratio.shape, generator, dtype=torch.float64, device=log_ratio.device)
+    return choose(u < acceptance, proposal, point), Move(acceptance, _diverged(point, proposal))
+
+
+def choose(accept: Tensor, new: Point, old: Point) -> Point:
+    """The new point for the chains that accept, the old one for the others."""
+
+    def pick(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(accept.reshape(-1, *(1,) * (a.dim() - 1)), a, b)
+
+    parts = tuple(pick(a, b) for a, b in zip(new.parts, old.parts, strict=True))
+    return Point(pick(new.x, old.x), pick(new.energy, old.energy), pick(new.score, old.score), parts)
+
+
+def rows(value: Tensor, x: Tensor) -> Tensor:
+    """(B,) as (B, 1, ..., 1) of the type of x."""
+    return value.to(x.dtype).reshape(-1, *(1,) * (x.dim() - 1))
+
+
+def noise_like(x: Tensor, generator: Generator) -> Tensor:
+    """Standard normal noise of the shape, type and place of x."""
+    return normal(x.shape, generator, dtype=x.dtype, device=x.device)
+
+
+def positive(name: str, value: float) -> float:
+    """The value; raises InputError unless it is a positive number."""
+    if not (0 < value < math.inf):
+        raise InputError(f"{name} = {value} must be a positive number")
+    return float(value)
+
+
+def _diverged(point: Point, new: Point) -> Tensor:
+    if new.energy is None:
+        return ~new.x.flatten(1).isfinite().all(1)
+    return ~(new.energy - point.energy <= DIVERGENCE)

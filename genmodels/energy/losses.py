@@ -1,0 +1,254 @@
+"""Score matching: losses whose minimiser is the score of the data, without the normalising constant.
+
+With s the score of the model, J its Jacobian, and v a direction with E[v v^T] = I, per example,
+
+    exact               tr J + 1/2 |s|^2
+    sliced              v^T J v + 1/2 (v . s)^2
+    sliced_vr           v^T J v + 1/2 |s|^2
+    finite_difference   (l(x + e v) + l(x - e v) - 2 l(x)) / e^2 + 1/8 (l(x + e v) - l(x - e v))^2 / e^2,  l = log p
+
+All equal 1/2 E|s_data - s|^2 up to a constant of the data, finite_difference up to order e^2. In terms of the energy
+J = -Hess E, so the first is E[-tr Hess E + 1/2 |grad E|^2]: with + tr Hess E it would fit the inverted energy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from genmodels.energy.function import EnergyFunction, ScoreFunction, require_energy, wide
+from genmodels.energy.products import Directional, Route, directional, trace
+from genmodels.energy.projections import projection_law
+from genmodels.errors import InputError
+from genmodels.random import Generator
+
+
+class Loss(Protocol):
+    """A loss of a score: `(model, x (B, *event), generator, cond)` to `(B,)`; the caller takes the mean."""
+
+    def __call__(self, model: ScoreFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor: ...
+
+
+def half_square(score: Tensor) -> Tensor:
+    """1/2 |s|^2 over the whole event, (B,)."""
+    return 0.5 * score.square().flatten(1).sum(1)
+
+
+def exact(model: ScoreFunction, x: Tensor, cond: Tensor | None = None, *, chunk: int = 16) -> Tensor:
+    """tr J + 1/2 |s|^2, (B,).
+
+    Source: Hyvarinen 2005, theorem 1.
+    """
+    total, score = trace(model, x, cond, chunk=chunk)
+    return total + half_square(score)
+
+
+def sliced(found: Directional) -> Tensor:
+    """v^T J v + 1/2 (v . s)^2, mean over directions, (B,).
+
+    Source: Song et al. 2019, "Sliced score matching", equation 7.
+    """
+    return (found.curvature + 0.5 * found.slope.square()).mean(0)
+
+
+def sliced_vr(found: Directional) -> Tensor:
+    """v^T J v + 1/2 |s|^2, mean over directions, (B,): the second half is known without a direction.
+
+    Source: Song et al. 2019, equation 8.
+    """
+    return found.curvature.mean(0) + half_square(found.score)
+
+
+def finite_difference(
+    log_density: Callable[[Tensor], Tensor], x: Tensor, directions: Tensor, step: float, *, chunk: int = 1
+) -> Tensor:
+    """Two differences of the log-density along each direction, mean over directions, (B,).
+
+    The values at x are shared by the `chunk` directions that are evaluated in one batch.
+
+    Source: Pang et al. 2020, "Efficient learning of generative models via finite-difference score matching",
+        equation 9.
+    """
+    total = 0.0
+    for some in directions.split(chunk):
+        moved = step * some
+        points = torch.cat([x[None], x + moved, x - moved])  # (1 + 2 chunk, B, *event)
+        values = log_density(points.flatten(0, 1)).view(len(points), -1)
+        ahead, behind = values[1:].chunk(2)
+        bend = (ahead + behind - 2 * values[:1]) / step**2
+        total = total + (bend + (ahead - behind).square() / (8 * step**2)).sum(0)
+    return total / len(directions)
+
+
+class ExactScoreMatching:
+    """tr J + 1/2 |s|^2, with D backward passes.
+
+    Arguments:
+        chunk: coordinates whose backward passes run at once; fewer need less memory.
+        confirm: whether more than 1024 dimensions are meant.
+
+    Errors: InputError for events of more than 1024 dimensions, unless confirmed.
+
+    Example:
+        >>> from genmodels.energy import LogDensity
+        >>> normal = LogDensity(lambda x: -0.5 * x.square().sum(1))
+        >>> ExactScoreMatching()(normal, torch.tensor([[1.0, 2.0]])).tolist()
+        [0.5]
+    """
+
+    def __init__(self, *, chunk: int = 16, confirm: bool = False):
+        self.chunk, self.confirm = chunk, confirm
+
+    def __call__(
+        self, model: ScoreFunction, x: Tensor, generator: Generator | None = None, cond: Tensor | None = None
+    ) -> Tensor:
+        dims = x[0].numel()
+        if dims > _MOST_EXACT and not self.confirm:
+            raise InputError(
+                f"exact score matching in {dims} dimensions costs about {(4 + 8 * dims) // 3} plain steps: use "
+                "sliced_vr, or set confirm=true"
+            )
+        return exact(model, x, cond, chunk=self.chunk)
+
+
+class SlicedScoreMatching:
+    """v^T J v + 1/2 (v . s)^2, by directions drawn anew in every step.
+
+    Arguments:
+        projection: law of the directions.
+        projections: number of directions, whose mean is taken.
+        route: how the products are computed.
+        projection_chunk: directions taken at once where the route can; fewer need less memory.
+
+    Errors: InputError for fewer than one direction.
+
+    Example:
+        >>> from genmodels.energy import LogDensity
+        >>> normal = LogDensity(lambda x: -0.5 * x.square().sum(1))
+        >>> SlicedScoreMatching()(normal, torch.tensor([[2.0, 0.0]]), torch.Generator().manual_seed(0)).tolist()
+        [0.0]
+    """
+
+    _value = staticmethod(sliced)
+    _with_score = False
+
+    def __init__(
+        self,
+        *,
+        projection: Literal["rademacher", "gaussian", "sphere"] = "rademacher",
+        projections: int = 1,
+        route: Route = "auto",
+        projection_chunk: int = 1,
+    ):
+        self.projection, self.projections = projection_law(projection), _at_least_one(projections)
+        self.route, self.projection_chunk = route, projection_chunk
+
+    def __call__(self, model: ScoreFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
+        x = wide(x)
+        directions = _directions(self.projection, self.projections, x, generator)
+        found = directional(
+            model, x, directions, cond,
+            route=self.route, with_score=self._with_score, chunk=self.projection_chunk,
+        )  # fmt: skip
+        return self._value(found)
+
+
+class SlicedScoreMatchingVR(SlicedScoreMatching):
+    """v^T J v + 1/2 |s|^2: the variance of the second half of the sliced loss is gone.
+
+    With Rademacher directions it is exact where J is diagonal.
+
+    Arguments:
+        projection: law of the directions.
+        projections: number of directions, whose mean is taken.
+        route: how the products are computed; the jet has no score.
+        projection_chunk: directions taken at once where the route can.
+
+    Example:
+        >>> from genmodels.energy import LogDensity
+        >>> normal = LogDensity(lambda x: -0.5 * x.square().sum(1))
+        >>> SlicedScoreMatchingVR()(normal, torch.tensor([[1.0, 2.0]]), torch.Generator().manual_seed(0)).tolist()
+        [0.5]
+    """
+
+    _value = staticmethod(sliced_vr)
+    _with_score = True
+
+    def __init__(
+        self,
+        *,
+        projection: Literal["rademacher", "gaussian", "sphere"] = "rademacher",
+        projections: int = 1,
+        route: Literal["auto", "double_backward", "forward_over_reverse"] = "auto",
+        projection_chunk: int = 1,
+    ):
+        super().__init__(projection=projection, projections=projections, route=route, projection_chunk=projection_chunk)
+
+
+class FiniteDifferenceScoreMatching:
+    """The sliced loss by differences of the energy along a direction, to second order: no second derivatives.
+
+    Arguments:
+        projection: law of the directions.
+        projections: number of directions, whose mean is taken.
+        step: e, in units of `scale`.
+        scale: standard deviation of the data.
+        projection_chunk: directions evaluated in one batch.
+
+    Errors: InputError for a score without energy, or a step below 0.01 in float32, where rounding, which grows as
+    1/e^2, drowns the differences.
+
+    Example:
+        >>> from genmodels.energy import LogDensity
+        >>> normal = LogDensity(lambda x: -0.5 * x.square().sum(1))
+        >>> x, generator = torch.tensor([[2.0, 0.0]], dtype=torch.float64), torch.Generator().manual_seed(0)
+        >>> round(FiniteDifferenceScoreMatching()(normal, x, generator).item(), 9)
+        0.0
+    """
+
+    def __init__(
+        self,
+        *,
+        projection: Literal["rademacher", "gaussian", "sphere"] = "rademacher",
+        projections: int = 1,
+        step: float = 0.1,
+        scale: float = 1.0,
+        projection_chunk: int = 1,
+    ):
+        if step <= 0 or scale <= 0:
+            raise InputError(f"step = {step} and scale = {scale} must be positive")
+        self.projection, self.projections = projection_law(projection), _at_least_one(projections)
+        self.step, self.scale, self.projection_chunk = step, scale, projection_chunk
+
+    def __call__(self, model: EnergyFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
+        model, x = require_energy(model, "finite-difference score matching"), wide(x)
+        if x.dtype == torch.float32 and self.step < _SMALLEST_STEP:
+            raise InputError(
+                f"step = {self.step} is too small for float32, where rounding grows as 1/step^2: use at least "
+                f"{_SMALLEST_STEP}, or float64"
+            )
+
+        def log_density(points: Tensor) -> Tensor:
+            repeated = None if cond is None else cond.repeat(len(points) // len(x), *(1,) * (cond.dim() - 1))
+            with torch.autocast(points.device.type, enabled=False):
+                return model.log_density(points, repeated)
+
+        directions = _directions(self.projection, self.projections, x, generator)
+        return finite_difference(log_density, x, directions, self.step * self.scale, chunk=self.projection_chunk)
+
+
+_MOST_EXACT = 1024
+_SMALLEST_STEP = 0.01
+
+
+def _directions(law, count: int, x: Tensor, generator: Generator) -> Tensor:
+    return torch.stack([law.draw(x.shape, generator, dtype=x.dtype, device=x.device) for _ in range(count)])
+
+
+def _at_least_one(projections: int) -> int:
+    if projections < 1:
+        raise InputError(f"projections = {projections} must be at least 1")
+    return projections
