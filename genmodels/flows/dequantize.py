@@ -61,7 +61,7 @@ class Dequantize(nn.Module):
         """The same with given noise, as `noise` draws it."""
         x = hide(self._integers(x), mask)
         u, log_q = self._spread(x, noise, cond, mask)
-        entries = x[0].numel() if mask is None else mask.expand_as(x).flatten(1).sum(1)
+        entries = x[0].numel() if mask is None else mask.expand_as(x).flatten(1).sum(1).to(log_q.dtype)
         v = torch.clamp((x + u) / self.levels, self._of_cell(self.low, x), self._of_cell(self.high, x))
         return hide(v, mask), -entries * math.log(self.levels) - log_q
 
