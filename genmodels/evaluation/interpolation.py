@@ -44,7 +44,9 @@ def read_ends(names: list[int | str], datamodule, spec: DataSpec) -> Batch:
         InputError: when there are not two, one does not exist, or is not a picture.
     """
     if len(names) != 2:
-        raise InputError(f"interpolate takes two items, got {len(names)}: interpolate=[3,17] or interpolate=[a.png,b.png]")
+        raise InputError(
+            f"interpolate takes two items, got {len(names)}: interpolate=[3,17] or interpolate=[a.png,b.png]"
+        )
     items, labels = [], []
     for name in names:
         if isinstance(name, int) or str(name).isdigit():

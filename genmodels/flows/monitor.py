@@ -16,8 +16,8 @@ from genmodels.flows.linear import GroupedLinear, InvertibleLinear
 class LayerHealth:
     """One layer: its round-trip error, the largest |log-scale| it applied, and the singular values of its matrix.
 
-    `drift` is max |x' - x| / (1 + max |x|) with x' = inverse(forward(x)) of this layer alone. What a layer does not have
-    is None.
+    `drift` is max |x' - x| / (1 + max |x|) with x' = inverse(forward(x)) of this layer alone. What a layer does not
+    have is None.
     """
 
     name: str

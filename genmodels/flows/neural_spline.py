@@ -47,7 +47,7 @@ def neural_spline(
         hidden: width of the networks.
         depth: hidden layers, or residual blocks of two layers each with `residual`.
         residual: residual networks.
-        mix: what stands before every layer: `none`, a learned linear map (`lu`), or activation normalisation (`actnorm`).
+        mix: what stands before every layer: `none`, a learned linear map (`lu`), or `actnorm`.
         cond: what the networks are conditioned on.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
         generator: source of the random rotations that `lu` starts from.

@@ -144,7 +144,7 @@ class FlowModel(GenerativeModel):
             batch: items in the data's own units.
             weights: `ema`, `raw`, or one of the decays kept.
             seed: seed of the dequantisation noise, which is keyed by (seed, item, sample).
-            importance_samples: K dequantisations of each item; the bound log mean_k w_k rises with K to the exact value.
+            importance_samples: K dequantisations of each item; the bound rises with K to the exact value.
             rows: most rows in one pass through the flow.
         """
         if importance_samples < 1:

@@ -24,7 +24,7 @@ class NSF(FlowModel):
         hidden: width of the networks.
         depth: hidden layers, or residual blocks of two layers each with `residual`.
         residual: residual networks.
-        mix: what stands before every layer: `none`, a learned linear map (`lu`), or activation normalisation (`actnorm`).
+        mix: what stands before every layer: `none`, a learned linear map (`lu`), or `actnorm`.
         **shared: what all flows take, see `FlowModel`.
 
     Raises:
