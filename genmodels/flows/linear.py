@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -147,8 +148,8 @@ class GroupedLinear(_Mixing):
         self.groups, self.copies = groups, channels // groups
 
     def _mix(self, x, weight):
-        batch, half = len(x), self.groups // 2
-        grouped = x.reshape(batch, 2, self.copies, half, -1).transpose(1, 2)  # (B, C/g, 2, g/2, N)
+        batch, half, length = len(x), self.groups // 2, math.prod(x.shape[2:])
+        grouped = x.reshape(batch, 2, self.copies, half, length).transpose(1, 2)  # (B, C/g, 2, g/2, N)
         count = batch * self.copies
-        mixed = torch.bmm(weight.expand(count, -1, -1), grouped.reshape(count, self.groups, -1))
-        return mixed.view(batch, self.copies, 2, half, -1).transpose(1, 2).reshape(x.shape)
+        mixed = torch.bmm(weight.expand(count, -1, -1), grouped.reshape(count, self.groups, length))
+        return mixed.view(batch, self.copies, 2, half, length).transpose(1, 2).reshape(x.shape)

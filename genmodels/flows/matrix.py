@@ -120,7 +120,8 @@ class FullMatrix(nn.Module):
 
     def __init__(self, size: int, generator: torch.Generator | None = None):
         super().__init__()
-        self.entries = nn.Parameter(random_rotation(size, generator).to("cpu", torch.get_default_dtype()))
+        self.entries = nn.Parameter(torch.empty(size, size))
+        self.set_weight(random_rotation(size, generator))
 
     @torch.no_grad()
     def set_weight(self, weight: Tensor) -> None:
@@ -151,7 +152,7 @@ class HouseholderMatrix(nn.Module):
         size: rows and columns.
         generator: source of the vectors.
 
-    Source: Tomczak and Welling 2016, section 3; the closed form: Joffrain et al. 2006 (accumulated reflections).
+    Source: Tomczak and Welling 2016 (Householder flow); the closed form: Joffrain et al. 2006 (accumulated reflections).
 
     Example:
         >>> matrix = HouseholderMatrix(3)
@@ -162,8 +163,10 @@ class HouseholderMatrix(nn.Module):
 
     def __init__(self, size: int, generator: torch.Generator | None = None):
         super().__init__()
+        self.vectors = nn.Parameter(torch.empty(size, size))  # rows v_i
         device = generator.device if generator is not None else None
-        self.vectors = nn.Parameter(torch.randn(size, size, generator=generator, device=device).to("cpu"))  # rows v_i
+        with torch.no_grad():
+            self.vectors.copy_(torch.randn(size, size, generator=generator, device=device))
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         vectors = self.vectors.to(dtype)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle
+from torch.nn.functional import pad
 
 from genmodels.flows.bijection import Bijection, Shape
 
@@ -82,18 +82,24 @@ class Squeeze2d(Bijection):
         return self._spread(z), z.new_zeros(len(z))
 
     def _squeeze(self, x: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
         if self.order == "channel":
-            return pixel_unshuffle(x, self.factor)
+            f, rows, columns = self.factor, height // self.factor, width // self.factor
+            squares = x.reshape(batch, channels, rows, f, columns, f).permute(0, 1, 3, 5, 2, 4)
+            return squares.reshape(batch, f * f * channels, rows, columns)
         even, odd = x[:, :, ::2], x[:, :, 1::2]
         return torch.cat([even[..., ::2], odd[..., 1::2], even[..., 1::2], odd[..., ::2]], dim=1)
 
     def _spread(self, z: Tensor) -> Tensor:
+        f, (batch, channels, rows, columns) = self.factor, z.shape
+        channels //= f * f
         if self.order == "channel":
-            return pixel_shuffle(z, self.factor)
-        upper_left, lower_right, upper_right, lower_left = z.chunk(4, dim=1)
-        rows = [torch.stack(pair, dim=-1) for pair in ((upper_left, upper_right), (lower_left, lower_right))]
-        batch, channels, height, width = upper_left.shape
-        return torch.stack(rows, dim=3).reshape(batch, channels, 2 * height, 2 * width)  # from (B, C, H/2, 2, W/2, 2)
+            pixels = z.reshape(batch, channels, f, f, rows, columns).permute(0, 1, 4, 2, 5, 3)
+        else:
+            upper_left, lower_right, upper_right, lower_left = z.chunk(4, dim=1)
+            pairs = (upper_left, upper_right), (lower_left, lower_right)
+            pixels = torch.stack([torch.stack(pair, dim=-1) for pair in pairs], dim=3)
+        return pixels.reshape(batch, channels, f * rows, f * columns)  # from (B, C, H/f, f, W/f, f)
 
 
 class Squeeze1d(Bijection):

@@ -37,7 +37,8 @@ def initialized(x, mask=None, layer=None):
 
 @pytest.mark.parametrize("shape", [(3, 2, 4), (3, 6), (5,), (1,)])
 def test_laws(shape):
-    check_bijection(ActNorm(shape[0]), shape, starts_as_identity=True).raise_if_failed()
+    compiler = "aot_eager" if len(shape) == 3 else None
+    check_bijection(ActNorm(shape[0]), shape, starts_as_identity=True, compiler=compiler).raise_if_failed()
 
 
 class OnePosition(ActNorm):
@@ -81,7 +82,7 @@ def test_vector():
     assert layer.bias.tolist() == pytest.approx([-4], abs=1e-8)
     assert layer.log_scale().tolist() == pytest.approx([-0.8047189562], abs=1e-8)
     assert logdet.tolist() == pytest.approx([-1.6094379124] * 2, abs=1e-8)
-    assert float(z.mean()) == pytest.approx(0, abs=1e-12) and float(z.square().mean()) == pytest.approx(1, abs=1e-12)
+    assert [z.mean().item(), z.square().mean().item()] == pytest.approx([0, 1], abs=1e-12)
     mask = lengths(2, 2, 1)
     layer = initialized(x, mask)
     assert layer.bias.tolist() == pytest.approx([-3], abs=1e-8)
@@ -160,7 +161,7 @@ def test_constant_channels_are_centred_and_named_once():
     assert message.startswith("layers.1 (ActNorm): channels 0, 2 are constant")
     log_scale = flow.layers[1].log_scale()
     assert log_scale[0] == 0 == log_scale[2] and log_scale[1] != 0 != log_scale[3]
-    assert float(flow.layers[1].bias[2]) == pytest.approx(-5)
+    assert flow.layers[1].bias[2].item() == pytest.approx(-5)
 
 
 def test_deviations_beyond_the_bound_stay_finite():

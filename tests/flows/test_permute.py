@@ -16,7 +16,8 @@ def generator(seed=0):
 @pytest.mark.parametrize("shape", [(5, 2, 3), (5, 4), (5,), (1,)])
 @pytest.mark.parametrize("make", [Flip, lambda channels: Permute.random(channels, generator(1))])
 def test_laws(make, shape):
-    check_bijection(make(shape[0]), shape).raise_if_failed()
+    compiler = "aot_eager" if len(shape) == 3 else None
+    check_bijection(make(shape[0]), shape, compiler=compiler).raise_if_failed()
 
 
 class SameIndexBack(Permute):

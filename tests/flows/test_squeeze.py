@@ -97,6 +97,13 @@ def test_masks():
     assert torch.equal(layer.in_mask(layer.out_mask(everywhere)), everywhere)
 
 
+@pytest.mark.parametrize("order", ["channel", "alternative"])
+def test_masks_of_images_go_with_the_pixels(order):
+    layer, mask = Squeeze2d(order=order), torch.rand(2, 3, 4, 6, generator=torch.Generator().manual_seed(0)) < 0.5
+    assert torch.equal(layer.out_mask(mask), layer(mask.float())[0].bool())
+    assert torch.equal(layer.in_mask(layer.out_mask(mask)), mask)
+
+
 @pytest.mark.parametrize("layer, shape, message", [
     (Squeeze2d(), (3, 4, 5), r"Squeeze2d takes events of shape \(C, H, W\) with H and W divisible by 2, got"),
     (Squeeze2d(), (3, 4), "Squeeze2d"),
@@ -114,6 +121,14 @@ def test_events_that_do_not_fit(layer, shape, message):
 def test_latents_that_do_not_fit(layer, shape):
     with pytest.raises(ValueError, match="with C divisible by"):
         layer.inverse(torch.zeros(2, *shape))
+
+
+@pytest.mark.parametrize("layer, shape", [(Squeeze2d(), (3, 4, 4)), (Squeeze2d(order="alternative"), (3, 4, 4)),
+                                          (Squeeze1d(), (3, 4))])  # fmt: skip
+def test_empty_batches(layer, shape):
+    z, logdet = layer(torch.zeros(0, *shape))
+    assert z.shape == (0, *layer.out_shape(shape)) and logdet.shape == (0,)
+    assert layer.inverse(z)[0].shape == (0, *shape)
 
 
 def test_open_lengths():

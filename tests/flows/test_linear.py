@@ -1,0 +1,369 @@
+"""Invertible matrices at every position: truth by dense matrices, precision, and nothing remembered."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.evaluation.bijections import check_bijection
+from genmodels.flows.bijection import Compose
+from genmodels.flows.linear import GroupedLinear, InvertibleLinear
+from genmodels.flows.matrix import MATRICES, FullMatrix, HouseholderMatrix, LUMatrix, random_rotation
+
+KINDS = list(MATRICES)
+W = torch.tensor([[2.0, 1.0], [1.0, -3.0]], dtype=torch.float64)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+def made(kind, weight):
+    layer = InvertibleLinear(len(weight), kind=kind).double()
+    layer.matrix.set_weight(weight)
+    return layer
+
+
+@torch.no_grad()
+def moved(layer, amount=0.2, seed=3):
+    """The layer in float64, away from its start."""
+    layer = layer.double()
+    for parameter in layer.parameters():
+        parameter.add_(amount * gaussian(*parameter.shape, seed=seed))
+    return layer
+
+
+# ---- the maps ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(4, 2, 3), (4, 5), (4,)])
+def test_laws(kind, shape):
+    compiler = "aot_eager" if len(shape) == 3 and kind == "lu" else None
+    check_bijection(InvertibleLinear(4, kind=kind, generator=generator()), shape, compiler=compiler).raise_if_failed()
+
+
+@pytest.mark.parametrize("make, shape", [
+    (lambda: GroupedLinear(8, generator=generator()), (8, 4)),
+    (lambda: GroupedLinear(6, groups=2, kind="full", generator=generator()), (6, 2, 2)),
+    (lambda: GroupedLinear(4, kind="householder", generator=generator()), (4,)),
+    (lambda: InvertibleLinear(1), (1,)),
+])  # fmt: skip
+def test_laws_of_groups(make, shape):
+    compiler = "aot_eager" if shape == (8, 4) else None
+    check_bijection(make(), shape, compiler=compiler).raise_if_failed()
+
+
+class OnePosition(InvertibleLinear):
+    """A log-determinant without H W."""
+
+    def _forward(self, x, cond, mask):
+        z, logdet = super()._forward(x, cond, mask)
+        return z, logdet / x[0, 0].numel()
+
+
+class OneGroup(GroupedLinear):
+    """Counts the determinant once, for however many groups."""
+
+    def _forward(self, x, cond, mask):
+        z, logdet = super()._forward(x, cond, mask)
+        return z, logdet / self.copies
+
+
+class CachedInverse(InvertibleLinear):
+    """Makes its inverse once."""
+
+    def _inverse(self, z, cond, mask):
+        if not hasattr(self, "cache"):
+            self.cache = self.matrix.inverse(torch.float64).detach()
+        return self._mix(z, self.cache.to(z.dtype)), super()._inverse(z, cond, mask)[1]
+
+
+@pytest.mark.parametrize("planted, shape, law", [
+    (lambda: OnePosition(4), (4, 2, 3), "log-det forward"),
+    (lambda: OneGroup(8), (8, 3), "log-det forward"),
+    (lambda: CachedInverse(4), (4, 3), "save and load"),
+])  # fmt: skip
+def test_laws_catch_planted_bugs(planted, shape, law):
+    assert law in check_bijection(planted(), shape, compiler=None).broken
+
+
+@pytest.mark.parametrize("kind", ["lu", "full"])
+def test_vector(kind):
+    """W = [[2, 1], [1, -3]] on 2x3 positions: the determinant is negative, where a plain logdet gives NaN."""
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)[None, :, None, None].expand(1, 2, 2, 3)
+    z, logdet = made(kind, W)(x)
+    torch.testing.assert_close(z[0, :, 1, 2], torch.tensor([4.0, -5.0]).double(), rtol=0, atol=1e-8)
+    assert logdet.tolist() == pytest.approx([11.6754608944], abs=1e-8)
+    assert math.isnan(6 * float(torch.logdet(W)))
+
+
+def test_vector_of_factors():
+    """P = I, L21 = 0.5, diag (2, -3.5)."""
+    matrix = made("lu", W).matrix
+    below, upper = matrix._triangles(torch.float64)
+    assert matrix.order.tolist() == [0, 1] and matrix.sign.tolist() == [1, -1]
+    torch.testing.assert_close(below, torch.tensor([[0.0, 0.0], [0.5, 0.0]]).double(), rtol=0, atol=1e-8)
+    torch.testing.assert_close(upper, torch.tensor([[2.0, 1.0], [0.0, -3.5]]).double(), rtol=0, atol=1e-8)
+
+
+def test_vector_of_reflections():
+    """v = (1, 2, 2) alone; the other vectors are zero, and reflect nothing."""
+    matrix = HouseholderMatrix(3).double()
+    with torch.no_grad():
+        matrix.vectors.zero_()
+        matrix.vectors[0] = torch.tensor([1.0, 2.0, 2.0])
+    expected = torch.tensor([[7.0, -4, -4], [-4, 1, -8], [-4, -8, 1]]).double()
+    weight = matrix.weight(torch.float64)
+    torch.testing.assert_close(9 * weight, expected, rtol=0, atol=1e-8)
+    assert torch.isfinite(torch.autograd.grad(weight.square().sum() + weight[0, 1], matrix.vectors)[0]).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_reflections_are_multiplied_in_order(size):
+    matrix = HouseholderMatrix(size, generator()).double()
+    expected = torch.eye(size).double()
+    for v in matrix.vectors.detach():
+        expected = expected @ (torch.eye(size) - 2 * torch.outer(v, v) / v.square().sum())
+    torch.testing.assert_close(matrix.weight(torch.float64), expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(matrix.inverse(torch.float64), expected.mT, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+def test_matrices(kind, size):
+    """Inverse and log|det| against numpy's ways, away from the start."""
+    matrix = moved(MATRICES[kind](size, generator(size)))
+    weight = matrix.weight(torch.float64)
+    eye = torch.eye(size).double()
+    torch.testing.assert_close(matrix.inverse(torch.float64) @ weight, eye, rtol=0, atol=1e-11)
+    expected = torch.linalg.slogdet(weight).logabsdet
+    torch.testing.assert_close(matrix.log_abs_det(torch.float64), expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["lu", "full"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_matrix_can_be_set(kind, seed):
+    weight = gaussian(5, 5, seed=seed)
+    layer = made(kind, weight)
+    torch.testing.assert_close(layer.weight(), weight, rtol=0, atol=1e-12)
+    x = gaussian(3, 5, 2)
+    torch.testing.assert_close(layer(x)[0], torch.einsum("ij,bjt->bit", weight, x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(layer.inverse(x)[0], torch.linalg.solve(weight, x), rtol=1e-9, atol=1e-9)
+
+
+def test_lu_is_bounded():
+    """However far a diagonal entry goes, W stays invertible and its log-determinant finite."""
+    matrix = LUMatrix(2).double()
+    with torch.no_grad():
+        matrix.factors.copy_(torch.tensor([[1e9, 0.0], [0.0, -1e9]]))
+    assert matrix.log_diagonal(torch.float64).tolist() == [10.0, -10.0]
+    assert float(matrix.log_abs_det(torch.float64).detach()) == 0
+    assert torch.isfinite(matrix.inverse(torch.float64)).all()
+
+
+class WeightAndVolume(torch.nn.Module):
+    """Both results that are learned through."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self):
+        matrix, wide = self.matrix, torch.float64
+        return matrix.weight(wide), matrix.inverse(wide), matrix.log_abs_det(wide)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives(kind):
+    both = WeightAndVolume(moved(MATRICES[kind](3, generator(1))))
+    ((name, parameter),) = both.named_parameters()
+
+    def run(value):
+        return torch.func.functional_call(both, {name: value}, ())[: 2 if kind == "householder" else 3]
+
+    value = parameter.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(run, (value,)) and torch.autograd.gradgradcheck(run, (value,))
+
+
+# ---- groups ----
+
+
+def dense(layer):
+    """The whole matrix of a grouped layer, entry by entry: channel = half C/2 + group g/2 + k."""
+    channels, size, small = layer.channels, layer.groups, layer.weight().detach()
+    whole = torch.zeros(channels, channels).double()
+    for group in range(channels // size):
+        members = [half * channels // 2 + group * size // 2 + k for half in (0, 1) for k in range(size // 2)]
+        for i, row in enumerate(members):
+            for j, column in enumerate(members):
+                whole[row, column] = small[i, j]
+    return whole
+
+
+@pytest.mark.parametrize("channels, groups", [(4, 4), (8, 4), (12, 2), (12, 6)])
+def test_groups_are_blocks_of_one_matrix(channels, groups):
+    layer = moved(GroupedLinear(channels, groups=groups, generator=generator()))
+    whole, x = dense(layer), gaussian(2, channels, 3)
+    z, logdet = layer(x)
+    torch.testing.assert_close(z, whole @ x, rtol=0, atol=1e-12)
+    expected = 3 * torch.linalg.slogdet(whole).logabsdet
+    torch.testing.assert_close(logdet, expected.expand(2), rtol=0, atol=1e-11)
+    mask = (torch.arange(3) < torch.tensor([[3], [1]]))[:, None]
+    volume = layer(x, mask=mask)[1]
+    torch.testing.assert_close(volume, torch.stack([expected, expected / 3]), rtol=0, atol=1e-11)
+    # Every channel of one half of a coupling is mixed with channels of the other.
+    half = channels // 2
+    assert (whole[:half, half:] != 0).any(1).all() and (whole[half:, :half] != 0).any(1).all()
+
+
+# ---- start ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_starts_as_a_rotation_from_the_generator(kind):
+    before = torch.get_rng_state()
+    first, second, third = (InvertibleLinear(6, kind=kind, generator=generator(seed)).weight() for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first, second) and not torch.equal(first, third)
+    torch.testing.assert_close(first @ first.mT, torch.eye(6), rtol=0, atol=1e-5)
+    assert (first.detach() - torch.eye(6)).abs().max() > 0.1
+
+
+def test_rotations_are_uniform():
+    """Haar measure: entries have mean 0 and variance 1/n, determinants are +1; a bare QR has signs of its own."""
+    def measure(draw):
+        weights = torch.stack([draw(generator(seed)) for seed in range(2000)])
+        standard_error = math.sqrt(1 / 3 / len(weights))
+        assert (weights.mean(0).abs() < 5 * standard_error).all()
+        assert (weights.square().mean(0) - 1 / 3).abs().max() < 0.05
+        torch.testing.assert_close(torch.linalg.det(weights), torch.ones(len(weights)).double())
+
+    measure(lambda source: random_rotation(3, source))
+    with pytest.raises(AssertionError):
+        measure(lambda source: torch.linalg.qr(torch.randn(3, 3, generator=source, dtype=torch.float64)).Q)
+
+
+# ---- precision, and nothing remembered ----
+
+
+@pytest.mark.parametrize("make", [lambda: InvertibleLinear(4), lambda: GroupedLinear(4)])
+def test_autocast_does_not_touch_the_state(make):
+    layer, x = make(), gaussian(3, 4, 5).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = [layer(x), layer.inverse(x)]
+    for (value, logdet), (expected, expected_logdet) in zip(inside, [layer(x), layer.inverse(x)], strict=True):
+        assert torch.equal(value, expected) and torch.equal(logdet, expected_logdet)
+        assert value.dtype == logdet.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_another_precision(kind):
+    layer = InvertibleLinear(4, kind=kind)
+    z, logdet = layer(gaussian(3, 4, 5))
+    assert z.dtype == logdet.dtype == torch.float64
+    half = InvertibleLinear(4, kind=kind).bfloat16()
+    z, logdet = half(gaussian(3, 4, 5).float())
+    assert z.dtype == logdet.dtype == half.weight().dtype == torch.float32
+    assert (half.inverse(z)[0] - gaussian(3, 4, 5)).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def round_trip(make):
+    """32 steps in float64, each away from its start and of its own."""
+    flow = Compose([moved(make(), 0.05, seed) for seed in range(32)], (6, None))
+    x = gaussian(2, 6, 4)
+    back, _ = flow.inverse(flow(x)[0])
+    assert float((back - x).abs().max() / (1 + x.abs().max())) < 1e-9
+
+
+class SinglePrecisionInverse(InvertibleLinear):
+    """Keeps its inverse in float32."""
+
+    def _inverse(self, z, cond, mask):
+        return self._mix(z, self.matrix.inverse(torch.float32).to(z.dtype)), z.new_zeros(len(z))
+
+
+def test_long_round_trips():
+    for kind in KINDS:
+        round_trip(lambda kind=kind: InvertibleLinear(6, kind=kind))
+    with pytest.raises(AssertionError):
+        round_trip(lambda: SinglePrecisionInverse(6))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_inverse_follows_the_parameters(kind):
+    layer, x = moved(InvertibleLinear(3, kind=kind)), gaussian(2, 3)
+    for seed in range(3):
+        z, _ = layer(x)
+        torch.testing.assert_close(layer.inverse(z)[0], x, rtol=0, atol=1e-11)
+        moved(layer, seed=seed)
+
+
+def test_a_singular_full_matrix_is_noticed():
+    layer = made("full", torch.ones(2, 2).double())
+    assert layer(torch.ones(1, 2).double())[1].tolist() == [-math.inf]
+    assert not torch.isfinite(layer.inverse(torch.ones(1, 2).double())[0]).any()
+    assert layer.smallest_singular_value() < 1e-12
+
+
+# ---- for the monitor, and errors ----
+
+
+@pytest.mark.parametrize("kind", ["lu", "full"])
+def test_singular_values(kind):
+    rotation = random_rotation(3, generator())
+    layer = made(kind, rotation @ torch.diag(torch.tensor([4.0, 1.0, 0.5]).double()) @ rotation.mT)
+    assert layer.smallest_singular_value() == pytest.approx(0.5, abs=1e-12)
+    assert layer.condition_number() == pytest.approx(8, abs=1e-10)
+    assert InvertibleLinear(3, kind="householder").condition_number() == pytest.approx(1, abs=1e-5)
+
+
+def test_the_condition_of_groups_is_that_of_the_whole():
+    layer = moved(GroupedLinear(8))
+    values = torch.linalg.svdvals(dense(layer))
+    assert layer.smallest_singular_value() == pytest.approx(float(values[-1]), abs=1e-12)
+    assert layer.condition_number() == pytest.approx(float(values[0] / values[-1]), abs=1e-10)
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: InvertibleLinear(3, kind="cholesky"), "kind must be one of lu, full, householder, got 'cholesky'"),
+    (lambda: InvertibleLinear(0), "at least one channel, got 0"),
+    (lambda: GroupedLinear(10), "groups must be even and divide the channels, got 4 of 10"),
+    (lambda: GroupedLinear(9, groups=3), "got 3 of 9"),
+])  # fmt: skip
+def test_options_that_do_not_fit(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("layer", [InvertibleLinear(4), GroupedLinear(4)])
+def test_another_number_of_channels(layer):
+    for call in (layer, layer.inverse):
+        with pytest.raises(ValueError, match=rf"{type(layer).__name__} takes events of shape \(4, ...\), got \(3, 5\)"):
+            call(torch.zeros(2, 3, 5))
+
+
+@pytest.mark.parametrize("layer", [InvertibleLinear(4), GroupedLinear(4, groups=2)])
+@pytest.mark.parametrize("shape", [(0, 4), (0, 4, 3), (2, 4, 0)])
+def test_empty_batches_and_events(layer, shape):
+    for call in (layer, layer.inverse):
+        z, logdet = call(torch.zeros(shape))
+        assert z.shape == shape and logdet.tolist() == [0.0] * shape[0]
+
+
+def test_masks_with_an_entry_for_every_value_are_refused():
+    with pytest.raises(ValueError, match="share one mask"):
+        InvertibleLinear(3)(torch.zeros(2, 3, 4), mask=torch.ones(2, 3, 4, dtype=torch.bool))
+
+
+def test_set_weight_keeps_full_matrices_whole():
+    matrix = FullMatrix(2).double()
+    matrix.set_weight(W)
+    assert torch.equal(matrix.weight(torch.float64), W) and matrix.entries.requires_grad
