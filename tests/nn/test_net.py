@@ -99,6 +99,18 @@ def test_the_input_is_left_alone_and_the_result_is_contiguous(name, cond, condit
     assert torch.equal(x, before) and (c is None or torch.equal(c, c_before))
 
 
+@pytest.mark.parametrize("in_channels", [1, 2])
+@pytest.mark.parametrize("make", [ConvNet, ResidualConvNet, GatedConvNet])
+def test_images_are_worked_on_with_channels_last(make, in_channels):
+    """A map of one channel fits both memory formats: it must not turn the whole network to the slower one."""
+    net, outputs = make(in_channels, 2, hidden=8, depth=2), []
+    for layer in net.modules():
+        if isinstance(layer, nn.Conv2d):
+            layer.register_forward_hook(lambda layer, inputs, output: outputs.append(output))
+    net(torch.randn(2, in_channels, 4, 4))
+    assert outputs and all(y.is_contiguous(memory_format=torch.channels_last) for y in outputs)
+
+
 # ---- gradients ----
 
 
