@@ -152,7 +152,7 @@ class HouseholderMatrix(nn.Module):
         size: rows and columns.
         generator: source of the vectors.
 
-    Source: Tomczak and Welling 2016 (Householder flow); the closed form: Joffrain et al. 2006 (accumulated reflections).
+    Source: Tomczak and Welling 2016 (Householder flow); closed form: Joffrain et al. 2006.
 
     Example:
         >>> matrix = HouseholderMatrix(3)
