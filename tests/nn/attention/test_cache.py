@@ -29,12 +29,12 @@ CACHED = [{"causal": True}, {"window": (2, 0)}, {"window": (None, 0)}, {"causal"
 
 
 def test_step_by_step_is_the_whole(sequence_case):
-    x = draw(2, 7, 8)
-    mask = lengths([[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0]])
+    x = draw(2, 5, 8)
+    mask = lengths([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0]])
     for kind in kinds(sequence_case):
         for reach in CACHED:
             attention = sequence_case.build(backend=kind, **reach)
-            for step in range(1, 8):
+            for step in range(1, 6):
                 assert cache_error(attention, x, step)[0] < 1e-10
             assert cache_error(attention, x, 2, mask)[0] < 1e-10
 
