@@ -8,7 +8,6 @@ from genmodels.energy.chains import ChainResult, ChainState, Start, run_chains
 from genmodels.energy.denoising import (
     DenoisingScoreMatching,
     MultiScaleDenoising,
-    denoising,
     largest_distance,
     noise_levels,
 )
@@ -25,8 +24,10 @@ from genmodels.energy.function import (
 )
 from genmodels.energy.guards import DivergenceGuard, require_continuous, require_finite
 from genmodels.energy.hamiltonian import HMC, leapfrog
+from genmodels.energy.integrals import Quadrature, expectation, quadrature
 from genmodels.energy.kernel_fit import DeepKernel, DeepKernelLoss
 from genmodels.energy.kernels import MALA, ULA, Kernel, Move, Point, Target
+from genmodels.energy.known import DoubleWell, NormalMixture, Quadratic
 from genmodels.energy.log_partition import LogPartition
 from genmodels.energy.losses import (
     ExactScoreMatching,
@@ -37,7 +38,6 @@ from genmodels.energy.losses import (
 )
 from genmodels.energy.products import cheapest_route, curl, directional, measure_routes, trace
 from genmodels.energy.projections import PROJECTIONS, Gaussian, Projection, Rademacher, Sphere
-from genmodels.energy.quadrature import Quadrature, expectation, quadrature
 
 LOSSES: dict[str, type[Loss]] = {
     "exact": ExactScoreMatching,
@@ -65,6 +65,7 @@ __all__ = [
     "DeepKernelLoss",
     "DenoisingScoreMatching",
     "DivergenceGuard",
+    "DoubleWell",
     "DualAveraging",
     "Energy",
     "EnergyFunction",
@@ -79,8 +80,10 @@ __all__ = [
     "Move",
     "MultiScaleDenoising",
     "NoiseConditionalScore",
+    "NormalMixture",
     "Point",
     "Projection",
+    "Quadratic",
     "Quadrature",
     "Rademacher",
     "ScoreFunction",
@@ -93,7 +96,6 @@ __all__ = [
     "annealed_langevin",
     "cheapest_route",
     "curl",
-    "denoising",
     "directional",
     "effective_sample_size",
     "expectation",

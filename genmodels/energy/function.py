@@ -2,7 +2,7 @@
 
     p(x) = exp(-E(x)) / Z,    score(x) = grad log p(x) = -grad E(x)
 
-Z does not depend on x, so it is nowhere here; `genmodels.energy.quadrature` and `annealed_importance` estimate it.
+Z does not depend on x, so it is nowhere here; `genmodels.energy.integrals` and `annealed_importance` estimate it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ class ScoreNetwork(ScoreFunction):
 
     def __init__(self, network: Callable[..., Tensor]):
         super().__init__()
-        if isinstance(network, nn.Module):
-            require_independent(network)
+        _check(network, False)
         self.network = network
 
     def score(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
@@ -135,10 +134,7 @@ class Energy(EnergyFunction):
 
     def __init__(self, network: Callable[..., Tensor], *, second_derivatives: bool = True):
         super().__init__()
-        if isinstance(network, nn.Module):
-            require_independent(network)
-            if second_derivatives:
-                require_smooth(network)
+        _check(network, second_derivatives)
         self.network, self.smooth = network, second_derivatives
 
     @property
@@ -164,8 +160,9 @@ class LogDensity(EnergyFunction):
 
     Arguments:
         model: something with `log_prob(x)` or `log_prob(x, cond)` to `(B,)`, or such a function itself.
+        second_derivatives: as for `Energy`.
 
-    Errors: InputError for a model with batch normalisation or dropout.
+    Errors: InputError for a model with batch normalisation or dropout, or activations without second derivative.
 
     Example:
         >>> normal = torch.distributions.Normal(torch.zeros(2), 1.0)
@@ -173,11 +170,10 @@ class LogDensity(EnergyFunction):
         [[-1.0, 2.0]]
     """
 
-    def __init__(self, model: nn.Module | Callable[..., Tensor]):
+    def __init__(self, model: nn.Module | Callable[..., Tensor], *, second_derivatives: bool = True):
         super().__init__()
-        if isinstance(model, nn.Module):
-            require_independent(model)
-        self.model = model
+        _check(model, second_derivatives)
+        self.model, self.smooth = model, second_derivatives
 
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         log_prob = getattr(self.model, "log_prob", self.model)
@@ -200,8 +196,7 @@ class NoiseConditionalScore(nn.Module):
 
     def __init__(self, network: Callable[..., Tensor]):
         super().__init__()
-        if isinstance(network, nn.Module):
-            require_independent(network)
+        _check(network, False)
         self.network = network
 
     def score_at(self, x: Tensor, sigma: Tensor, cond: Tensor | None = None) -> Tensor:
@@ -240,3 +235,10 @@ def usable(x: Tensor | None) -> Tensor | None:
 def wide(x: Tensor) -> Tensor:
     """float32 or wider."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _check(network: nn.Module | Callable[..., Tensor], second_derivatives: bool) -> None:
+    if isinstance(network, nn.Module):
+        require_independent(network)
+        if second_derivatives:
+            require_smooth(network)

@@ -2,6 +2,7 @@
 
     double_backward       grad of v . s(x): any model; the score costs once for all directions
     forward_over_reverse  the derivative of s(x + t v) in t, by forward-mode differentiation
+                          (not for training networks with attention: torch changes its softmax in place there)
     jet                   (v . s, v^T J v) carried through the layers of an energy, without s itself
 
 Only v^T J v is taken, so a J that is not symmetric (a free score network) is legal.
