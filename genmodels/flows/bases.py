@@ -19,8 +19,7 @@ _LIMIT = 10.0  # of a log-scale that is learned directly
 class Distribution(nn.Module):
     """A distribution over events with exact log-densities and samples at a temperature.
 
-    A subclass defines `_sample`, and `_entries` or, where entries depend on one another, `_log_prob`. This class checks
-    shapes, condition, mask and temperature.
+    A subclass defines `_sample`, and `_entries` or, where entries depend on one another, `_log_prob`.
 
     Arguments:
         event_shape: shape of one event; None stands for a length left open.
@@ -29,8 +28,8 @@ class Distribution(nn.Module):
         uses_cond: whether a condition is needed; distributions without one ignore it.
 
     Shapes: `z (B, *event)`, `mask` bool and broadcastable to z, `log_prob (B,)` float32 or wider, over valid entries.
-    Errors: ValueError for events of another shape, a missing condition, a mask that is not boolean, a negative
-    temperature, or a length that is still open when samples are asked for.
+    Errors: ValueError for events of another shape, a missing condition, a mask that is not boolean, labels that are not
+    integers, a negative temperature (for `Uniform`: any but 1), or a length that is still open when samples are drawn.
     """
 
     uses_cond: bool = False
@@ -149,8 +148,6 @@ class ClassNormal(_Normals):
         event_shape: shape of one event.
         num_classes: number of classes; `cond (B,)` holds labels.
 
-    Errors: ValueError for a condition that is not a vector of integer labels.
-
     Example:
         >>> ClassNormal((2,), num_classes=3).log_prob(torch.zeros(1, 2), torch.tensor([2])).detach()
         tensor([-1.8379])
@@ -208,8 +205,6 @@ class Uniform(Distribution):
         event_shape: shape of one event.
         low, high: ends of the interval.
 
-    Errors: ValueError for a temperature other than 1, or an empty interval.
-
     Example:
         >>> Uniform((2,), low=-1.0).log_prob(torch.tensor([[0.0, 0.5], [0.0, 1.5]]))
         tensor([-1.3863,    -inf])
@@ -243,8 +238,7 @@ class Mixture(_Normals):
         components: number K of components.
         generator: source of the means at the start (equal ones would never part); a fixed seed without one.
 
-    Source: the ascent is the fixed-point iteration of Carreira-Perpinan 2000, "Mode-finding for mixtures of Gaussian
-    distributions".
+    Source: the ascent is that of Carreira-Perpinan 2000, "Mode-finding for mixtures of Gaussian distributions".
 
     Example:
         >>> Mixture((2,), components=3).sample(4, generator=torch.Generator().manual_seed(0)).shape

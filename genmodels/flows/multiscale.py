@@ -104,8 +104,7 @@ class MultiScale(Bijection):
         super().__init__()
         self.event_shape = tuple(event_shape)
         if len(stages) != len(factors) + 1:
-            raise ValueError(f"MultiScale: {len(stages)} stages have {len(stages) - 1} factor-outs between them, "
-                             f"got {len(factors)}")  # fmt: skip
+            raise ValueError(f"MultiScale: {len(stages)} stages need one factor-out fewer, got {len(factors)}")
         if not self.event_shape or self.event_shape[0] is None or self.event_shape.count(None) > 1:
             raise ValueError(f"MultiScale: one length may be open, but not the channels, got {self.event_shape}")
         self.stages, self.factors = nn.ModuleList(stages), nn.ModuleList(factors)

@@ -369,7 +369,7 @@ def test_conditions_are_checked():
     [
         (lambda: FactorOut(3), "must be even, got 3"),
         (lambda: FactorOut(0), "must be even, got 0"),
-        (lambda: MultiScale([Flip(4)], [FactorOut(4)], (4,)), "1 stages have 0 factor-outs between them, got 1"),
+        (lambda: MultiScale([Flip(4)], [FactorOut(4)], (4,)), "1 stages need one factor-out fewer, got 1"),
         (lambda: MultiScale([Flip(4), Flip(4)], [FactorOut(4)], (4,)), r"stage 1 does not take \(2,\)"),
         (lambda: MultiScale([Flip(4), Flip(2)], [FactorOut(6)], (4,)), r"factor 0 does not take \(4,\)"),
         (lambda: MultiScale([Flip(4)], [], (4, None, None)), "one length may be open"),
