@@ -166,7 +166,7 @@ def test_constant_channels_are_centred_and_named_once():
 
 def test_deviations_beyond_the_bound_stay_finite():
     layer = initialized(torch.tensor([[1e9], [-1e9]], dtype=torch.float64))
-    assert torch.isfinite(layer.raw_log_scale).all() and -10 < float(layer.log_scale()) < -9.9
+    assert torch.isfinite(layer.raw_log_scale).all() and -10 < layer.log_scale().item() < -9.9
 
 
 # ---- once, and by training alone ----
