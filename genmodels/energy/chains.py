@@ -54,7 +54,7 @@ class ChainResult:
         draws: (N, B, *event), the kept ones after the warm-up; the last of them are the samples.
         state: to go on from.
         acceptance: (B,) mean probability of acceptance after the warm-up, None without correction.
-        divergences: (B,) proposals, warm-up included, whose energy rose by more than 1000 or was no number.
+        divergences: (B,) proposals after the warm-up whose energy rose by more than 1000 or was no number.
         step_size: (B,) in use after the warm-up.
         ess, r_hat: of each coordinate, or of the energy for more than 64 of them; None for fewer than 4 draws.
         evaluations: of the score, over all chains.
@@ -151,7 +151,7 @@ def run_chains(
         warming = i < warm_up
         size = adaptation.step_size if warming else adaptation.averaged
         point, move = kernel(target, point, at_step(generator, first.step + i + 1), size)
-        divergences += move.divergent
+        divergences += move.divergent & (not warming)
         if move.acceptance is None:
             _require_finite(point.x, first.step + i)
         elif warming:

@@ -1,0 +1,296 @@
+"""Langevin and Hamiltonian steps: stationary laws, exactness, reversibility, order."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import genmodels.energy.kernels as kernels_module
+from genmodels.energy import (
+    HMC,
+    MALA,
+    ULA,
+    DoubleWell,
+    NormalMixture,
+    Point,
+    Quadratic,
+    ScoreNetwork,
+    Target,
+    leapfrog,
+    run_chains,
+)
+from genmodels.energy.integrals import expectation
+from genmodels.energy.kernels import choose, noise_like, rows
+
+ONE = torch.ones(1, 1, dtype=torch.float64)
+NORMAL = Quadratic(ONE)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def run(model, kernel, chains, steps, start=None, dims=1, h=None):
+    target = Target(model)
+    x = torch.zeros(chains, dims, dtype=torch.float64) if start is None else start
+    point, generator = target.evaluate(x), seeded(1)
+    size = torch.full((chains,), h or kernel.step_size, dtype=torch.float64)
+    acceptance = 0.0
+    for _ in range(steps):
+        point, move = kernel(target, point, generator, size)
+        if move.acceptance is not None:
+            acceptance += float(move.acceptance.mean()) / steps
+    return point.x, acceptance
+
+
+def z_of_mean(values, expected):
+    return float((values.mean() - expected) / (values.std() / math.sqrt(len(values))))
+
+
+# ---- the unadjusted step ----
+
+
+def stationary(kernel, chains, steps):
+    x, _ = run(NORMAL, kernel, chains, steps, start=torch.randn(chains, 1, generator=seeded(5), dtype=torch.float64))
+    assert abs(z_of_mean(x[:, 0].square(), 1 / (1 - kernel.step_size / 2))) < 4
+
+
+@pytest.mark.parametrize("h, steps", [(0.1, 60), (0.5, 20)])
+def test_stationary_variance_of_ula(h, steps):
+    stationary(ULA(step_size=h), 200_000, steps)
+
+
+class RootH(ULA):
+    """Noise of sqrt(h) for sqrt(2h)."""
+
+    def __call__(self, target, point, generator, step_size):
+        h = rows(step_size, point.x)
+        new = target.evaluate(point.x + h * point.score + h.sqrt() * noise_like(point.x, generator))
+        return new, kernels_module.Move(None, torch.zeros(len(point.x), dtype=torch.bool))
+
+
+def test_variance_catches_half_the_noise():
+    with pytest.raises(AssertionError):
+        stationary(RootH(step_size=0.5), 20_000, 20)
+
+
+def test_unstable_steps_are_refused():
+    x = torch.zeros(4, 2, dtype=torch.float64)
+    stiff = Quadratic(torch.diag(torch.tensor([1.0, 10.0], dtype=torch.float64)))
+    with pytest.raises(ValueError, match="outside the stability of this energy: use less than 0.2"):
+        run_chains(stiff, ULA(step_size=0.21), x, seeded(), steps=1)
+    run_chains(stiff, ULA(step_size=0.19), x, seeded(), steps=1)
+    with pytest.raises(ValueError, match="use less than 2"):
+        run_chains(ScoreNetwork(lambda y: -y), ULA(step_size=2.1), x, seeded(), steps=1)
+    # No quadratic: no rule, but what leaves all bounds is told.
+    with pytest.raises(RuntimeError, match="left all bounds"):
+        run_chains(DoubleWell(), ULA(step_size=1.0), x + 2, seeded(), steps=50)
+
+
+# ---- exactness of the corrected ones ----
+
+WELL = DoubleWell()
+WEIGHTS = NormalMixture(torch.tensor([0.3, 0.7]).double(), torch.tensor([[-1.2], [1.2]]).double(), 0.7)
+EXACT = {"mala": MALA(step_size=0.8), "hmc": HMC(step_size=0.5, leapfrog_steps=4)}
+
+
+def leaves_normal_invariant(kernel, chains=40_000, steps=8):
+    start = torch.randn(chains, 1, generator=seeded(3), dtype=torch.float64)
+    x, acceptance = run(NORMAL, kernel, chains, steps, start)
+    assert abs(z_of_mean(x[:, 0].square(), 1.0)) < 4 and abs(z_of_mean(x[:, 0], 0.0)) < 4
+    assert abs(z_of_mean(x[:, 0] ** 4, 3.0)) < 4
+    return acceptance
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_on_a_normal_density(name):
+    acceptance = leaves_normal_invariant(EXACT[name])
+    if name == "mala":
+        assert acceptance == pytest.approx(0.84, abs=0.01)
+
+
+class NoProposalRatio(MALA):
+    def __call__(self, target, point, generator, step_size):
+        h = rows(step_size, point.x)
+        proposal = target.evaluate(point.x + h * point.score + (2 * h).sqrt() * noise_like(point.x, generator))
+        return kernels_module.metropolis(point, proposal, point.energy - proposal.energy, generator)
+
+
+class FullLastStep(HMC):
+    """The last momentum step is a whole one."""
+
+    def __call__(self, target, point, generator, step_size):
+        e = rows(step_size, point.x)
+        p = noise_like(point.x, generator)
+        proposal, p_new = leapfrog(target, point, p, step_size, self.leapfrog_steps)
+        p_new = p_new + 0.5 * e * proposal.score
+        kinetic = 0.5 * (p.square() - p_new.square()).flatten(1).sum(1)
+        return kernels_module.metropolis(point, proposal, point.energy - proposal.energy + kinetic, generator)
+
+
+class KeptMomentum(HMC):
+    """One momentum for ever, kept on rejection and not turned round."""
+
+    def __call__(self, target, point, generator, step_size):
+        if not hasattr(self, "p"):
+            self.p = noise_like(point.x, generator)
+        proposal, p_new = leapfrog(target, point, self.p, step_size, self.leapfrog_steps)
+        kinetic = 0.5 * (self.p.square() - p_new.square()).flatten(1).sum(1)
+        new, move = kernels_module.metropolis(point, proposal, point.energy - proposal.energy + kinetic, generator)
+        moved = (new.x == proposal.x).all(1, keepdim=True)
+        self.p = torch.where(moved, p_new, self.p)
+        return new, move
+
+
+BUGS = [NoProposalRatio(step_size=0.8), FullLastStep(step_size=0.8, leapfrog_steps=3)]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: type(bug).__name__)
+def test_exactness_catches(bug):
+    with pytest.raises(AssertionError):
+        leaves_normal_invariant(bug)
+
+
+def test_exactness_catches_momentum_that_is_never_drawn():
+    def mixes(kernel):
+        """From one point, draws must come to fill both wells evenly."""
+        start = torch.full((4000, 1), 0.9, dtype=torch.float64)
+        x, _ = run(WELL, kernel, 4000, 60, start)
+        assert abs(z_of_mean(x[:, 0].square(), 0.832745487)) < 4
+        assert abs(z_of_mean(x[:, 0], 0.0)) < 4
+
+    mixes(HMC(step_size=0.4, leapfrog_steps=4))
+    with pytest.raises(AssertionError):
+        mixes(KeptMomentum(step_size=0.9, leapfrog_steps=2))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_on_a_double_well(name):
+    kernel = {"mala": MALA(step_size=0.15), "hmc": HMC(step_size=0.3, leapfrog_steps=4)}[name]
+    # Not from the tails: there the score of a quartic overshoots at any fixed step, and MALA stays where it is.
+    start = 2.6 * torch.rand(20_000, 1, generator=seeded(2), dtype=torch.float64) - 1.3
+    x, _ = run(WELL, kernel, 20_000, 60, start)
+    assert abs(z_of_mean(x[:, 0].square(), 0.832745487)) < 4
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_on_the_weights_of_a_mixture(name):
+    kernel = {"mala": MALA(step_size=0.4), "hmc": HMC(step_size=0.5, leapfrog_steps=4)}[name]
+    # From evenly filled modes, which is wrong: the kernel has to move weight.
+    start = torch.where(torch.arange(20_000)[:, None] % 2 == 0, -1.2, 1.2).double()
+    x, _ = run(WEIGHTS, kernel, 20_000, 120, start)
+    right = expectation(WEIGHTS, lambda y: (y[:, 0] > 0).double(), [(-8, 8)], tolerance=1e-6)
+    assert abs(z_of_mean((x[:, 0] > 0).double(), right)) < 4
+
+
+def test_mass():
+    variance = torch.tensor([0.01, 4.0], dtype=torch.float64)
+    model = Quadratic(torch.diag(1 / variance))
+    start = variance.sqrt() * torch.randn(20_000, 2, generator=seeded(2), dtype=torch.float64)
+    x, acceptance = run(model, HMC(step_size=0.5, inverse_mass=variance), 20_000, 10, start, dims=2)
+    assert acceptance > 0.9
+    for i in range(2):
+        assert abs(z_of_mean(x[:, i].square(), float(variance[i]))) < 4
+    # Planted bug: the wrong way round, and nothing is accepted.
+    _, refused = run(model, HMC(step_size=0.5, inverse_mass=1 / variance), 1000, 2, start[:1000], dims=2)
+    assert refused < 0.1
+
+
+# ---- the integrator ----
+
+
+def there_and_back(integrate):
+    x, p = torch.tensor([[0.3, -0.4]]).double(), torch.tensor([[0.7, 0.2]]).double()
+    target = Target(WELL)
+    e = torch.tensor([0.1], dtype=torch.float64)
+    point, q = integrate(target, target.evaluate(x), p, e, 25)
+    assert (point.x - x).abs().max() > 0.1
+    back, r = integrate(target, point, -q, e, 25)
+    assert (back.x - x).abs().max() < 1e-10 and (r + p).abs().max() < 1e-10
+
+
+def preserves_volume(integrate):
+    def flow(z):
+        target = Target(Quadratic(torch.diag(torch.tensor([1.0, 3.0]).double())))
+        target.evaluate = lambda x: Point(x, None, -x * torch.tensor([1.0, 3.0]).double() - x**3)
+        point, p = integrate(target, target.evaluate(z[None, :2]), z[None, 2:], torch.tensor([0.2]).double(), 7)
+        return torch.cat([point.x[0], p[0]])
+
+    z = torch.tensor([0.3, -0.5, 0.7, 0.1], dtype=torch.float64)
+    assert abs(float(torch.autograd.functional.jacobian(flow, z).det()) - 1) < 1e-10
+
+
+def energy_orders(integrate):
+    target, found = Target(WELL), []
+    x, p = torch.tensor([[0.3]]).double(), torch.tensor([[0.7]]).double()
+    start = target.evaluate(x)
+    for steps in (10, 20, 40, 80):
+        point, q = integrate(target, start, p, torch.tensor([1 / steps]).double(), steps)
+        found.append(abs(float(point.energy - start.energy + 0.5 * (q.square() - p.square()).sum())))
+    return [math.log2(a / b) for a, b in zip(found[:-1], found[1:], strict=True)]
+
+
+def euler(target, point, p, step_size, steps):
+    e = rows(step_size, point.x)
+    for _ in range(steps):
+        p, point = p + e * point.score, target.evaluate(point.x + e * p)
+    return point, p
+
+
+def explicit(target, point, p, step_size, steps):
+    e = rows(step_size, point.x)
+    for _ in range(steps):
+        p, point = p + e * point.score, target.evaluate(point.x + e * p + 0 * p)
+        p = p + 0.1 * e * p
+    return point, p
+
+
+def test_leapfrog():
+    there_and_back(leapfrog)
+    preserves_volume(leapfrog)
+    assert energy_orders(leapfrog) == pytest.approx([2.08, 2.02, 2.00], abs=0.1)
+
+
+def test_leapfrog_laws_catch():
+    with pytest.raises(AssertionError):
+        there_and_back(euler)
+    with pytest.raises(AssertionError):
+        preserves_volume(explicit)
+    assert energy_orders(euler)[-1] < 1.5
+
+
+# ---- details ----
+
+
+def test_a_rejected_chain_stays_with_all_it_knew():
+    old, new = (
+        Point(torch.full((2, 3), v), torch.full((2,), v), torch.full((2, 3), v), (torch.full((2,), v),))
+        for v in (0.0, 1.0)
+    )
+    mixed = choose(torch.tensor([True, False]), new, old)
+    for part in (mixed.x, mixed.energy, mixed.score, mixed.parts[0]):
+        assert (part[0] == 1).all() and (part[1] == 0).all()
+
+
+def test_values_that_are_no_numbers_are_refused_and_counted():
+    class Hole(DoubleWell):
+        def energy(self, x, cond=None):
+            return torch.where(x[:, 0] > 0.5, torch.nan, super().energy(x))
+
+    x = torch.zeros(200, 1, dtype=torch.float64)
+    for kernel in (MALA(step_size=0.5), HMC(step_size=0.5)):
+        result = run_chains(Hole(), kernel, x, seeded(), steps=20)
+        assert (result.samples <= 0.5).all() and result.divergences.sum() > 0
+    cliff = Quadratic(1e5 * ONE)
+    result = run_chains(cliff, HMC(step_size=1.0), x + 1, seeded(), steps=3)
+    assert (result.divergences == 3).all() and (result.samples == 1).all()
+
+
+def test_options():
+    assert (HMC(step_size=0.1).wanted_acceptance, HMC(step_size=0.5).wanted_acceptance) == (0.65, 0.8)
+    for make in (lambda: ULA(step_size=0), lambda: MALA(step_size=-1), lambda: HMC(leapfrog_steps=0),
+                 lambda: HMC(jitter=1.0), lambda: HMC(inverse_mass=torch.zeros(2))):  # fmt: skip
+        with pytest.raises(ValueError, match="must"):
+            make()
