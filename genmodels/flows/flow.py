@@ -176,8 +176,10 @@ def require_initialized(part, call: str) -> None:
     """Raise NotInitialized, naming the call and the first layer of `part` that still waits for data."""
     waiting = next(part.uninitialized(), None)
     if waiting is not None:
+        kinds = {name: type(module).__name__ for name, module in part.named_modules() if name}
+        layer = f"{waiting} ({kinds[waiting]})" if waiting in kinds else waiting
         raise NotInitialized(
-            f"{call}: the layer {waiting} has not seen data: call initialize(x) once, on a batch of training data, "
+            f"{call}: the layer {layer} has not seen data: call initialize(x) once, on a batch of training data, "
             "or load trained weights"
         )
 

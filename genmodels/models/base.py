@@ -58,6 +58,8 @@ class GenerativeModel(pl.LightningModule):
     """
 
     family = "model"
+    #: Whether `trainer.compile=true` may let float32 products run in TF32; not where an inverse has to undo them.
+    tolerates_tf32 = True
     core: nn.Module
 
     def __init__(self, spec: DataSpec):

@@ -51,6 +51,8 @@ class FlowModel(GenerativeModel):
         ema_decay: decay of the averaged weights, or several, 0 for none.
     """
 
+    tolerates_tf32 = False
+
     def __init__(
         self,
         spec: DataSpec,

@@ -213,6 +213,7 @@ def keep_freed_memory() -> None:
 
 def compile_network(model: GenerativeModel) -> None:
     """Compile what the model says is worth it, in place; names in the state dict stay as they are."""
-    torch.set_float32_matmul_precision("high")
+    if model.tolerates_tf32:
+        torch.set_float32_matmul_precision("high")
     for part in model.compiled_parts():
         part.compile()
