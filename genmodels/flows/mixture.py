@@ -74,9 +74,7 @@ class LogisticMixture(ElementTransform):
     def inverse(self, z: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
         mixture, affine = self._unpack(params)
         v, h = self.affine.inverse(z, affine)
-        with torch.no_grad():
-            root = _solve(v, mixture)
-        x = _Root.apply(root, v, *mixture)
+        x = _Root.apply(v, *mixture)
         return x, h - logit(x, mixture)[1]
 
     def _unpack(self, params: Tensor) -> tuple[Mixture, Tensor]:
@@ -105,8 +103,15 @@ def _density(below: Tensor, above: Tensor, mixture: Mixture) -> Tensor:
     return below + above - mixture.log_weight - mixture.log_scale
 
 
-def _solve(v: Tensor, mixture: Mixture) -> Tensor:
+# One operation to a compiler, which would take minutes to write out sixty steps as one kernel.
+@torch.library.custom_op(
+    "genmodels::logistic_mixture_root",
+    mutates_args=(),
+    schema="(Tensor v, Tensor log_weight, Tensor mean, Tensor log_scale) -> Tensor",
+)
+def solve(v: Tensor, log_weight: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
     """The x at which the logit of F is v, by a number of steps that does not depend on the data."""
+    mixture = Mixture(log_weight, mean, log_scale)
     # Where x is below every mu_k + e^s_k v, each component is below sigmoid(v), and so is F; likewise above.
     roots = mixture.mean + mixture.log_scale.exp() * v.unsqueeze(1)
     low, high = roots.amin(1), roots.amax(1)
@@ -120,11 +125,16 @@ def _solve(v: Tensor, mixture: Mixture) -> Tensor:
         value, log_slope = logit(x, mixture)
         step = x - (value - v) * torch.exp(-log_slope)
         x = torch.where((step >= low) & (step <= high), step, x)
-    return x
+    return x.contiguous()
+
+
+@solve.register_fake
+def _like(v: Tensor, log_weight: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
 class _Root(torch.autograd.Function):
-    """x(v, pi, mu, s) with logit F(x) = v: the solution is given, its gradient follows from the equation.
+    """x(v, pi, mu, s) with logit F(x) = v; the gradient follows from the equation, not from the steps to its solution.
 
         dx/dv = 1/G,    dx/dmu_k = r_k,    dx/ds_k = r_k (x - mu_k),    dx/dlog pi_k = -(b_k - a_k) / G
 
@@ -133,8 +143,8 @@ class _Root(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, root: Tensor, v: Tensor, log_weight: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-        x = root.clone()
+    def forward(ctx, v: Tensor, log_weight: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
+        x = solve(v, log_weight, mean, log_scale)
         ctx.save_for_backward(x, log_weight, mean, log_scale)
         return x
 
@@ -149,4 +159,4 @@ class _Root(torch.autograd.Function):
         for_v = gradient * torch.exp(-log_slope)
         for_mean = gradient.unsqueeze(1) * softmax(density, dim=1)
         for_weight = -for_v.unsqueeze(1) * (softmax(below, dim=1) - softmax(above, dim=1))
-        return None, for_v, for_weight, for_mean, for_mean * (x.unsqueeze(1) - mixture.mean)
+        return for_v, for_weight, for_mean, for_mean * (x.unsqueeze(1) - mixture.mean)

@@ -70,7 +70,7 @@ def test_scipy():
     transform, x, params = random_case(count=20)
     mixture, _ = transform._unpack(params)
     value, _ = module.logit(x, mixture)
-    root = module._solve(x, mixture)  # x taken as target values
+    root = module.solve(x, *mixture)  # x taken as target values
     for i in range(len(x)):
         log_weight, mean, log_scale = (part[i, :, 0].numpy() for part in mixture)
 
@@ -94,7 +94,7 @@ def solves_everywhere(dtype=torch.float64, tolerance=1e-10):
     weights = torch.log_softmax(torch.tensor([-5.0, 0.0, 3.0, -20.0]), 0)
     targets = torch.tensor([-50.0, -9.0, -1.0, -1e-30, 0.0, 1e-30, 1.0, 9.0, 50.0])[:, None].to(dtype)
     mixture = module.Mixture(*(part[None, :, None].to(dtype) for part in (weights, means, scales)))
-    x = module._solve(targets, mixture)
+    x = module.solve(targets, *mixture)
     value, log_slope = module.logit(x, mixture)
     # What a rounding of x, or of v, is worth at the slope in that place.
     floor = torch.finfo(dtype).eps * (x.abs() * log_slope.exp() + targets.abs() + 1)
