@@ -153,13 +153,31 @@ class Coupling(Bijection):
     def _inverse(self, z, cond, mask):
         return self._couple(self.transform.inverse, z, cond, mask)
 
+    def recompute(self, z, cond, mask):
+        """The input of an output z, then that output with its graph; one run of the network serves both ways.
+
+        See `genmodels.flows.memory.Recomputes`: what the network sees is in z as it was in x.
+        """
+        seen, z2, squares = self.split.take(z)
+        params = self._params(seen, z, cond, mask)
+        with torch.no_grad():
+            x, _ = self.split.put(seen, self.transform.inverse(z2, params)[0], torch.zeros_like(z2), squares)
+        x = hide(x, mask).requires_grad_()
+        return x, *self._change(self.transform, self.split.take(x), params, mask)
+
     def _couple(self, change, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         if mask is not None and mask.shape[1] != 1:
             raise ValueError(f"Coupling takes masks of shape (B, 1, T), got {tuple(mask.shape)}")
-        seen, x2, squares = self.split.take(x)
-        params = self.net(seen, cond, mask)
+        parts = self.split.take(x)
+        return self._change(change, parts, self._params(parts[0], x, cond, mask), mask)
+
+    def _params(self, seen: Tensor, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
         # The network may run in half precision; the state, and everything computed for it, does not.
-        params = params.to(x.dtype).view(len(x), self.transform.params_per_dim, self.split.changed, *x.shape[2:])
+        params = self.net(seen, cond, mask).to(x.dtype)
+        return params.view(len(x), self.transform.params_per_dim, self.split.changed, *x.shape[2:])
+
+    def _change(self, change, parts: tuple, params: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        seen, x2, squares = parts
         z2, log_derivative = change(x2, params)
         z, log_derivative = self.split.put(seen, z2, log_derivative, squares)
         return z, per_example(hide(log_derivative, mask))

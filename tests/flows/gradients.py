@@ -1,0 +1,58 @@
+"""Gradients of a flow with recomputed and with stored activations, and how far two sets of them are apart."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+
+from genmodels.flows.bijection import Compose
+
+
+def scattered(module: nn.Module, spread: float = 0.2, seed: int = 0) -> nn.Module:
+    """The same module with every parameter moved, so that nothing is the identity."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(spread * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return module
+
+
+def set_memory(module: nn.Module, mode: str) -> nn.Module:
+    for inner in module.modules():
+        if isinstance(inner, Compose):
+            inner.memory = mode
+    return module
+
+
+def gradients(flow, x, cond=None, mask=None, context=contextlib.nullcontext):
+    """Of x, of cond if it has any, and of every parameter, for a loss in which every number of z counts differently."""
+    torch.manual_seed(5)  # dropout
+    flow.zero_grad()
+    x = x.detach().requires_grad_()
+    cond = cond.detach().requires_grad_() if cond is not None and cond.is_floating_point() else cond
+    with context():
+        z, logdet = flow(x, cond, mask)
+    weights = torch.linspace(0.5, 1.5, z.shape[1:].numel(), dtype=z.dtype).view(z.shape[1:])
+    loss = ((z.square() / 2 + z.sin()) * weights).flatten(1).sum(1) + logdet * torch.linspace(-2, -1, len(x))
+    loss.sum().backward()
+    found = {"x": x.grad} | {name: p.grad for name, p in flow.named_parameters()}
+    return found | ({"cond": cond.grad} if cond is not None and cond.is_floating_point() else {})
+
+
+def worst(found, expected) -> float:
+    """The largest relative difference of two sets of gradients; a missing gradient is a zero."""
+    assert found.keys() == expected.keys()
+    errors = [0.0]
+    for name, true in expected.items():
+        mine = found[name] if found[name] is not None else torch.zeros(())
+        true = true if true is not None else torch.zeros(())
+        errors.append(float((mine - true).abs().max() / true.abs().max().clamp(min=1e-12)))
+    return max(errors)
+
+
+def both_modes(flow, *inputs, **options):
+    """Gradients with recomputed and with stored activations, of one flow."""
+    found = gradients(set_memory(flow, "inverse"), *inputs, **options)
+    return found, gradients(set_memory(flow, "store"), *inputs, **options)
