@@ -176,7 +176,7 @@ class AnnealedImportanceSampling:
             bridge.beta = float(self.betas[k])
             point = bridge.recombined(point)
             # Long at the start, where nothing is known, then a little at each density: neighbours are alike.
-            for _ in range(60 if k == 0 else max(1, 200 // count)):
+            for _ in range(50 if k == 0 else max(1, 100 // count)):
                 done += 1
                 size = torch.full((self.tune,), math.exp(log_size), dtype=torch.float64, device=point.x.device)
                 point, move = self.kernel(bridge, point, at_step(generator, done), size)

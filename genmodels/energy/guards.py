@@ -62,7 +62,7 @@ def require_finite(what: str, values: Tensor, step: int, index: Tensor | None = 
     if len(bad):
         row = int(bad[0])
         item = row if index is None else int(index[row])
-        value = values[row].flatten()
+        value = values[row].detach().flatten()
         value = float(value[~value.isfinite()][0])
         raise RunError(
             f"the {what} of item {item} is {value} at step {step}: lower the learning rate, or look at the item"

@@ -39,7 +39,7 @@ class Quadratic(EnergyFunction):
     @property
     def log_normaliser(self) -> float:
         """log Z."""
-        return 0.5 * len(self.matrix) * math.log(2 * math.pi) - 0.5 * float(self.matrix.logdet()) - self.offset
+        return 0.5 * len(self.matrix) * math.log(2 * math.pi) - 0.5 * float(self.matrix.detach().logdet()) - self.offset
 
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         centred = x.flatten(1) - self.mean

@@ -1,0 +1,94 @@
+"""The closed form of the last weights is the minimiser of each loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from genmodels.energy import (
+    DeepKernel,
+    DeepKernelLoss,
+    DenoisingScoreMatching,
+    Energy,
+    ExactScoreMatching,
+    FiniteDifferenceScoreMatching,
+    MultiScaleDenoising,
+    NormalMixture,
+    SlicedScoreMatching,
+    SlicedScoreMatchingVR,
+)
+from genmodels.energy.kernel_fit import _solve, design
+from genmodels.nn.deep_kernel import DeepKernelEnergy
+from genmodels.nn.energy_nets import EnergyMLP
+from genmodels.random import KeyedGenerator
+
+LOSSES = {
+    "exact": ExactScoreMatching(),
+    "sliced": SlicedScoreMatching(projections=2, projection="gaussian"),
+    "sliced_vr": SlicedScoreMatchingVR(projections=2, projection="gaussian"),
+    "finite_difference": FiniteDifferenceScoreMatching(projection="gaussian"),
+    "denoising": DenoisingScoreMatching(sigma=0.3),
+}
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def network(inducing=6):
+    torch.manual_seed(0)
+    return DeepKernelEnergy((3,), inducing=inducing, hidden=5).double()
+
+
+X = torch.randn(40, 3, generator=seeded(1), dtype=torch.float64)
+
+
+def is_the_minimiser(name, change=lambda alpha: alpha):
+    """The gradient of loss + ridge/2 |alpha|^2 vanishes there."""
+    net, loss = network(), LOSSES[name]
+    alpha = change(_solve(design(net, X, loss, seeded(3)), net)).detach().requires_grad_()
+    value = loss(DeepKernel(net, alpha), X, seeded(3)).mean() + 0.5 * net.log_ridge.exp() * alpha.square().sum()
+    (gradient,) = torch.autograd.grad(value, alpha)
+    assert gradient.abs().max() < 1e-8 and alpha.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_minimiser(name):
+    is_the_minimiser(name)
+
+
+def test_minimiser_catches_a_flipped_sign():
+    for name in LOSSES:
+        with pytest.raises(AssertionError):
+            is_the_minimiser(name, lambda alpha: -alpha)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_training_reaches_every_parameter_and_improves(name):
+    truth = NormalMixture(torch.tensor([0.5, 0.5]).double(), torch.tensor([[-1.0, 0, 0], [1.0, 0, 0]]).double(), 0.5)
+    x, net = truth.sample(400, seeded(1)), network(20)
+    net.set_points(x[:20])
+    model, loss = DeepKernel(net), DeepKernelLoss(loss=LOSSES[name])
+    value = loss(model, x, seeded(2))
+    assert value.shape == (200,)
+    found = torch.autograd.grad(value.mean(), list(net.parameters()))
+    assert all(g.abs().max() > 0 for g in found)
+    before = float(LOSSES[name](model, x, seeded(4)).mean().detach())
+    model.fit(x, LOSSES[name], seeded(3), chunk=150)
+    assert float(LOSSES[name](model, x, seeded(4)).mean().detach()) < before
+
+
+def test_an_example_of_the_batch_has_its_own_noise():
+    net = network()
+    generator = KeyedGenerator(0, torch.arange(40), "loss", 3)
+    loss = DeepKernelLoss(loss=SlicedScoreMatching())
+    torch.testing.assert_close(loss(DeepKernel(net), X, generator), loss(DeepKernel(net), X, generator.at(3)))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="no closed form is known for MultiScaleDenoising"):
+        DeepKernelLoss(loss=MultiScaleDenoising(sigmas=(1.0,)))
+    with pytest.raises(ValueError, match="is for deep kernel energies, not Energy"):
+        DeepKernelLoss(loss=ExactScoreMatching())(Energy(EnergyMLP((3,))), X, seeded())
+    with pytest.raises(ValueError, match="at least 2 rows"):
+        DeepKernelLoss(loss=ExactScoreMatching())(DeepKernel(network()), X[:1], seeded())
