@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -44,9 +45,11 @@ class Bijection(nn.Module):
         exact_inverse: whether the inverse is a formula (and not an iteration).
         uses_cond: whether a condition is needed; layers without networks ignore one.
         strict_cond: whether a condition that is not used is an error.
+        place: dotted name inside the outermost composition, for messages.
 
     Shapes: `x (B, *event)`, `cond (B,)` labels, `(B, K)` vectors or maps, `mask (B, 1, T)` bool for events `(C, T)`,
-    True = valid; the mask describes the tensor that is passed in. `logdet (B,)` natural log, summed over valid positions.
+    True = valid; the mask describes the tensor that is passed in. `logdet (B,)` natural log, summed over valid
+    positions.
     Errors: ValueError for an event of the wrong shape, a missing or unexpected condition, a mask that is not boolean.
     """
 
@@ -55,6 +58,7 @@ class Bijection(nn.Module):
     exact_inverse: bool = True
     uses_cond: bool = False
     strict_cond: bool = False
+    place: str = ""
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Data to latent: `(z, logdet)`."""
@@ -135,6 +139,12 @@ class Bijection(nn.Module):
             )
         return hide(x, mask)
 
+    def _name_parts(self) -> None:
+        """Tell every layer inside its place; the outermost composition is made last, so its names stay."""
+        for name, module in self.named_modules():
+            if isinstance(module, Bijection):
+                module.place = name
+
     def _misfit(self, expected: str, shape: Shape) -> ValueError:
         shown = f"({', '.join('T' if n is None else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
         return ValueError(f"{type(self).__name__} takes events of shape {expected}, got {shown}")
@@ -156,8 +166,21 @@ def full_precision(x: Tensor) -> torch.autocast:
 
 
 def positions(x: Tensor, mask: Tensor | None) -> Tensor | int:
-    """Number of (valid) positions of each example: 1 for vectors, H W for images, valid frames `(B,)` under a mask."""
-    return x[0, 0].numel() if mask is None else mask.flatten(1).sum(1).to(x.dtype)
+    """Number of (valid) positions of each example: 1 for vectors, H W for images, valid frames `(B,)` under a mask.
+
+    A mask with an entry for every value has no such number, and is refused.
+    """
+    if mask is None:
+        return math.prod(x.shape[2:])
+    if mask.dim() != 3 or mask.shape[1] != 1:
+        raise ValueError(f"channels mixed or scaled together share one mask (B, 1, T), got {tuple(mask.shape)}")
+    return mask.flatten(1).sum(1).to(x.dtype)
+
+
+def at_each_position(logdet: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+    """The log-determinant (B,) of a map that has `logdet` (a scalar) at every (valid) position of x."""
+    count = positions(x, mask)
+    return logdet * (count if isinstance(count, Tensor) else x.new_full((len(x),), count))
 
 
 def per_example(values: Tensor) -> Tensor:
@@ -188,10 +211,8 @@ class Compose(Bijection):
 
     def __init__(self, layers: Sequence[Bijection], event_shape: Shape, *, memory: str = "store"):
         super().__init__()
-        if memory not in ("store", "inverse"):
-            raise ValueError(f"memory must be store or inverse, got {memory!r}")
         self.layers = nn.ModuleList(layers)
-        self.event_shape, self.memory = tuple(event_shape), memory
+        self.event_shape = tuple(event_shape)
         shape, before = self.event_shape, "the input"
         for number, layer in enumerate(layers):
             here = f"layer {number} ({type(layer).__name__})"
@@ -206,6 +227,23 @@ class Compose(Bijection):
         costs = {layer.inverse_cost for layer in layers}
         self.inverse_cost = next((cost for cost in ("iterative", "D passes") if cost in costs), "same")
         self.uses_cond = any(layer.uses_cond for layer in layers)
+        self._name_parts()
+        self.register_module("gauge", None)
+        self.memory = memory
+
+    @property
+    def memory(self) -> str:
+        """How the backward pass gets at activations; may be set at any time."""
+        return "store" if self.gauge is None else "inverse"
+
+    @memory.setter
+    def memory(self, memory: str) -> None:
+        from genmodels.flows.memory import gauge_for
+
+        if memory not in ("store", "inverse"):
+            raise ValueError(f"memory must be store or inverse, got {memory!r}")
+        if memory != self.memory:
+            self.gauge = gauge_for(self) if memory == "inverse" else None
 
     def out_shape(self, shape: Shape) -> Shape:
         for layer in self.layers:
@@ -297,6 +335,10 @@ class Inverse(Bijection):
     def in_mask(self, mask: Tensor) -> Tensor:
         return self.bijection.out_mask(mask)
 
+    def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
+        for name in self.uninitialized(self.place):
+            raise RuntimeError(f"Inverse: {name} takes its start from data going forward; initialise it before that")
+
     def _forward(self, x, cond, mask):
         return self.bijection.inverse(x, cond, mask)
 
@@ -339,7 +381,7 @@ class Freeze(Bijection):
         self.bijection.initialize(x, cond, mask, force=force)
 
     def requires_grad_(self, requires_grad: bool = True) -> Freeze:
-        """Stay frozen, whatever is asked."""
+        """Stay frozen when asked to train; only a direct change of the parameters thaws them."""
         return self
 
     def _forward(self, x, cond, mask):

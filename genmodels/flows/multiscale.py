@@ -116,6 +116,7 @@ class MultiScale(Bijection):
         self.inverse_cost = next((cost for cost in ("iterative", "D passes") if cost in costs), "same")
         self.uses_cond = any(part.uses_cond for part in parts)
         self.scale_shapes(self.event_shape)
+        self._name_parts()
 
     def scale_shapes(self, shape: Shape) -> list[Shape]:
         """Shapes of the scales of an event, fine to coarse."""

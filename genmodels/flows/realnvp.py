@@ -16,6 +16,7 @@ from genmodels.nn.condition import Condition
 from genmodels.nn.gated import GatedConvNet
 from genmodels.nn.perceptron import MLP
 from genmodels.nn.residual import ResidualConvNet
+from genmodels.nn.spatial_attention import AttentionKind
 
 NETS = {"residual": ResidualConvNet, "gated": GatedConvNet}
 #: The paper's two scales; `split` sends half of the channels to the latents.
@@ -28,6 +29,7 @@ def realnvp_vector(
     couplings: int = 8,
     hidden: int = 256,
     depth: int = 2,
+    dropout: float = 0.0,
     cond: Condition | None = None,
     memory: Literal["store", "inverse"] = "store",
 ) -> Compose:
@@ -38,6 +40,7 @@ def realnvp_vector(
         couplings: number of couplings.
         hidden: width of the networks.
         depth: hidden layers of the networks.
+        dropout: probability of dropping a hidden value.
         cond: what the networks are conditioned on.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
 
@@ -51,7 +54,8 @@ def realnvp_vector(
     for number in range(couplings):
         split = ChannelSplit(features, swap=number % 2 == 1)
         element = Affine(split.changed)
-        net = MLP(split.kept, element.params_per_dim * split.changed, hidden=hidden, depth=depth, cond=cond)
+        out = element.params_per_dim * split.changed
+        net = MLP(split.kept, out, hidden=hidden, depth=depth, dropout=dropout, cond=cond)
         layers.append(Coupling(split, element, net))
     return Compose(layers, (features,), memory=memory)
 
@@ -104,8 +108,9 @@ def realnvp_image(
     net: Literal["residual", "gated"] = "residual",
     scale: Literal["tanh", "sigmoid", "tied"] = "tanh",
     actnorm: bool = True,
+    dropout: float = 0.0,
     cond: Condition | None = None,
-    attention: str = "none",
+    attention: AttentionKind = "none",
     heads: int = 4,
     memory: Literal["store", "inverse"] = "store",
 ) -> MultiScale:
@@ -119,12 +124,14 @@ def realnvp_image(
         net: kind of coupling network.
         scale: form of the couplings' scale (see `Affine`).
         actnorm: whether activation normalisation follows every coupling, in place of the paper's batch normalisation.
+        dropout: probability of dropping a hidden value, for residual networks.
         cond: what the networks are conditioned on.
         attention: attention block in the coupling networks, `none` for none.
         heads: heads of that block.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
 
-    Errors: ValueError for a part that does not exist, or for widths that do not match the groups.
+    Errors: ValueError for a part that does not exist, widths that do not match the groups, or dropout in gated
+    networks, which have none.
     Source: Dinh, Sohl-Dickstein, Bengio 2017, section 3.6.
 
     Example:
@@ -133,6 +140,8 @@ def realnvp_image(
         >>> flow(torch.randn(2, 3, 8, 8))[0].shape
         torch.Size([2, 192])
     """
+    if dropout and net != "residual":
+        raise ValueError(f"dropout is for residual networks, net is {net}")
     groups = sum("*" in part for part in layout)
     widths = [hidden] * groups if isinstance(hidden, int) else list(hidden)
     if len(widths) != groups:
@@ -147,7 +156,7 @@ def realnvp_image(
             seen = channels if kind == "checkerboard" else split.kept
             element = Affine(split.changed, scale=scale)
             network = NETS[net](seen, element.params_per_dim * split.changed, hidden=width, depth=depth, cond=cond,
-                                attention=attention, heads=heads)
+                                attention=attention, heads=heads, **({"dropout": dropout} if dropout else {}))
             layers += [Coupling(split, element, network), *([ActNorm(channels)] if actnorm else [])]
         return layers
 

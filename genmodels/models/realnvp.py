@@ -7,6 +7,7 @@ from typing import Literal
 from genmodels.data.spec import DataSpec
 from genmodels.flows.realnvp import LAYOUT, realnvp_image, realnvp_vector
 from genmodels.models.flow import FlowModel
+from genmodels.nn.spatial_attention import AttentionKind
 
 
 class RealNVP(FlowModel):
@@ -24,6 +25,7 @@ class RealNVP(FlowModel):
         net: kind of coupling network, for images.
         scale: form of the couplings' scale, for images; `tied` is e^f tanh(s e^-f).
         actnorm: whether activation normalisation follows every coupling, for images.
+        dropout: probability of dropping a hidden value; not for gated networks.
         attention: attention block in the coupling networks for images, `none` for none.
         heads: heads of that block.
         **shared: what all flows take, see `FlowModel`.
@@ -50,13 +52,14 @@ class RealNVP(FlowModel):
         net: Literal["residual", "gated"] = "residual",
         scale: Literal["tanh", "sigmoid", "tied"] = "tanh",
         actnorm: bool = True,
-        attention: str = "none",
+        dropout: float = 0.0,
+        attention: AttentionKind = "none",
         heads: int = 4,
         **shared,
     ):
         super().__init__(spec, **shared)
         shape = spec.event_shape
-        common = {"cond": self.condition, "memory": self.memory}
+        common = {"dropout": dropout, "cond": self.condition, "memory": self.memory}
         if len(shape) == 1:
             if isinstance(hidden, list):
                 raise ValueError("hidden: vectors have one width for all networks, lists are for images")
