@@ -17,6 +17,7 @@ from genmodels.flows.spline import RationalQuadraticSpline
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.condition import Condition
 from genmodels.nn.convolutional import ConvNet
+from genmodels.nn.spatial_attention import AttentionKind
 
 _SQUEEZE = {1: Squeeze1d, 2: Squeeze2d}
 _MOST_LEVELS = 3
@@ -47,7 +48,7 @@ def glow(
     linear: Literal["lu", "full", "householder"] = "lu",
     learned_prior: bool = True,
     cond: Condition | None = None,
-    attention: str = "none",
+    attention: AttentionKind = "none",
     heads: int = 4,
     memory: Literal["store", "inverse"] = "store",
     generator: torch.Generator | None = None,

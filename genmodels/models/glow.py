@@ -7,6 +7,7 @@ from typing import Literal
 from genmodels.data.spec import DataSpec
 from genmodels.flows.glow import glow
 from genmodels.models.flow import FlowModel
+from genmodels.nn.spatial_attention import AttentionKind
 
 
 class Glow(FlowModel):
@@ -52,7 +53,7 @@ class Glow(FlowModel):
         scale: Literal["tanh", "sigmoid"] = "tanh",
         linear: Literal["lu", "full", "householder"] = "lu",
         learned_prior: bool = True,
-        attention: str = "none",
+        attention: AttentionKind = "none",
         heads: int = 4,
         **shared,
     ):

@@ -1,5 +1,6 @@
 """Networks: they know shapes, and nothing of probability."""
 
+from genmodels.nn.attention_block import AbsoluteAttention, AttentionBlock
 from genmodels.nn.blocks import Downsample, ResidualBlock, Upsample
 from genmodels.nn.channel_norm import ChannelNorm
 from genmodels.nn.condition import Condition, Conditioning, modulate
@@ -11,13 +12,17 @@ from genmodels.nn.net import Net
 from genmodels.nn.norm import GroupNorm, group_count
 from genmodels.nn.perceptron import MLP, ResidualMLP
 from genmodels.nn.residual import ResidualConvNet
-from genmodels.nn.spatial_attention import ATTENTION, SpatialAttention
+from genmodels.nn.spatial_attention import ATTENTION, AttentionKind, SpatialAttention
+from genmodels.nn.transformer import Transformer, TransformerLayer
 from genmodels.nn.unet import UNet
 from genmodels.nn.wavenet import WaveNet
 
 __all__ = [
     "ATTENTION",
     "MLP",
+    "AbsoluteAttention",
+    "AttentionBlock",
+    "AttentionKind",
     "ChannelNorm",
     "Condition",
     "ConditionEmbedding",
@@ -33,6 +38,8 @@ __all__ = [
     "ResidualMLP",
     "ScaledHead",
     "SpatialAttention",
+    "Transformer",
+    "TransformerLayer",
     "UNet",
     "Upsample",
     "WaveNet",

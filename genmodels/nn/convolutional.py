@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from genmodels.nn.blocks import CONVOLUTION, hide, zeroed
 from genmodels.nn.condition import Condition, modulate
 from genmodels.nn.net import Net
+from genmodels.nn.spatial_attention import AttentionKind
 
 
 class ScaledHead(nn.Module):
@@ -79,7 +80,7 @@ class ConvNet(Net):
         dims: int = 2,
         cond: Condition | None = None,
         conditioning: Literal["concat", "film"] = "concat",
-        attention: str = "none",
+        attention: AttentionKind = "none",
         heads: int = 4,
     ):
         if depth == 0 and attention != "none":

@@ -12,6 +12,7 @@ from genmodels.nn.blocks import CONVOLUTION, hide, zeroed
 from genmodels.nn.channel_norm import ChannelNorm
 from genmodels.nn.condition import Condition, Modulation, modulate
 from genmodels.nn.net import Net
+from genmodels.nn.spatial_attention import AttentionKind
 
 
 def concat_elu(x: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class GatedConvNet(Net):
         dims: int = 2,
         cond: Condition | None = None,
         conditioning: Literal["concat", "film"] = "concat",
-        attention: str = "none",
+        attention: AttentionKind = "none",
         heads: int = 4,
     ):
         super().__init__(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from genmodels.nn.blocks import hide
 from genmodels.nn.condition import Condition, Conditioning, Modulation
-from genmodels.nn.spatial_attention import ATTENTION
+from genmodels.nn.spatial_attention import AttentionKind, make_attention
 
 
 class Net(nn.Module):
@@ -48,7 +48,7 @@ class Net(nn.Module):
         cond: Condition | None,
         conditioning: str,
         dims: int,
-        attention: str = "none",
+        attention: AttentionKind = "none",
         heads: int = 4,
         kernel_size: int = 1,
         everywhere: bool = False,
@@ -61,14 +61,12 @@ class Net(nn.Module):
                 f"{type(self).__name__} needs one channel and one layer at least, got in_channels = {in_channels}, "
                 f"out_channels = {out_channels}, hidden = {hidden} and {len(widths)} layers"
             )
-        if attention not in ATTENTION:
-            raise ValueError(f"attention is one of {', '.join(ATTENTION)}, got {attention!r}")
         self.in_channels, self.out_channels, self.dims = in_channels, out_channels, dims
         self.uses_cond = cond is not None
         self.conditioning = Conditioning(
             cond, widths, conditioning=conditioning, dims=dims, kernel_size=kernel_size, everywhere=everywhere
         )
-        self.attention = None if ATTENTION[attention] is None else ATTENTION[attention](hidden, heads)
+        self.attention = make_attention(attention, hidden, heads, dims=dims)
 
     def set_output_bias(self, bias: Tensor) -> None:
         """Let the network start at this value `(out_channels,)`, the same for every example and position."""

@@ -11,6 +11,7 @@ from genmodels.nn.blocks import CONVOLUTION, hide, zeroed
 from genmodels.nn.channel_norm import ChannelNorm
 from genmodels.nn.condition import Condition, Modulation, modulate
 from genmodels.nn.net import Net
+from genmodels.nn.spatial_attention import AttentionKind
 
 
 class NormedResidual(nn.Module):
@@ -85,7 +86,7 @@ class ResidualConvNet(Net):
         dropout: float = 0.0,
         cond: Condition | None = None,
         conditioning: Literal["concat", "film"] = "concat",
-        attention: str = "none",
+        attention: AttentionKind = "none",
         heads: int = 4,
     ):
         super().__init__(

@@ -1,10 +1,19 @@
-"""Self-attention over the positions of a feature map."""
+"""Self-attention over the positions of a feature map: the plain block, and all kinds of block by name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
 from torch import Tensor, nn
 
+from genmodels.nn.attention import Attention, MelPosition, Rotary, Rotary2d, Swin2d, TransformerXL
+from genmodels.nn.attention.position import Position, Space
+from genmodels.nn.attention_block import AbsoluteAttention, AttentionBlock
 from genmodels.nn.norm import GroupNorm
+
+#: What `attention=` may be, see `ATTENTION`.
+AttentionKind = Literal["none", "plain", "absolute", "swin2d", "rope2d", "mel", "rope", "xl"]
 
 
 class SpatialAttention(nn.Module):
@@ -55,5 +64,94 @@ class SpatialAttention(nn.Module):
         return x + y.transpose(1, 2).reshape(x.shape)
 
 
-#: What `attention=` may be; each entry makes a module `(x, mask) -> like x` for (channels, heads).
-ATTENTION = {"none": None, "plain": SpatialAttention}
+class Kind(NamedTuple):
+    """A kind of attention block: what makes it, and the numbers of spatial dimensions it is for.
+
+    make: `make(channels, heads, dims, space) -> module (x, mask) -> like x`, None for no block; space is the size of
+    the maps as far as it is known beforehand, else None.
+    """
+
+    make: Callable[[int, int, int, Space | None], nn.Module] | None
+    dims: tuple[int, ...] = (1, 2)
+
+
+def _plain(channels: int, heads: int, dims: int, space: Space | None) -> nn.Module:
+    return SpatialAttention(channels, heads)
+
+
+def _absolute(channels: int, heads: int, dims: int, space: Space | None) -> nn.Module:
+    return AttentionBlock(channels, AbsoluteAttention(channels, heads, dims=dims), dims=dims)
+
+
+def _with(position: Callable[[int, int, Space | None], Position]) -> Callable:
+    """The maker of a block around the core with such a position."""
+
+    def make(channels: int, heads: int, dims: int, space: Space | None) -> nn.Module:
+        return AttentionBlock(channels, Attention(channels, heads, position(channels, heads, space)), dims=dims)
+
+    return make
+
+
+def _swin(channels: int, heads: int, space: Space | None) -> Position:
+    # Where the size is not known beforehand, a table for small maps: others get it resampled.
+    return Swin2d(channels, heads, size=space or (8, 8))
+
+
+def _mel(channels: int, heads: int, space: Space | None) -> Position:
+    if space is None:
+        raise ValueError("attention = 'mel' has one bias for each pair of frequency bands, and a network for maps of "
+                         "any height does not know how many: use rope2d")  # fmt: skip
+    return MelPosition(channels, heads, n_freq=space[0], time=Rotary(channels, heads))
+
+
+#: Every kind of attention block. Along maps, `rope` and `xl` take positions column by column.
+#:   none       no block
+#:   plain      content alone; on sequences and maps of any size, equivariant to permutations
+#:   absolute   sinusoids of the place added to the content
+#:   swin2d     learned bias by offset on the map, resampled for other sizes than the first
+#:   rope2d     queries and keys turned by row and column
+#:   mel        rows are frequency bands, absolute; columns are time, turned
+#:   rope       queries and keys turned by place
+#:   xl         sinusoids of the distance
+ATTENTION: dict[str, Kind] = {
+    "none": Kind(None),
+    "plain": Kind(_plain),
+    "absolute": Kind(_absolute),
+    "swin2d": Kind(_with(_swin), (2,)),
+    "rope2d": Kind(_with(lambda channels, heads, space: Rotary2d(channels, heads)), (2,)),
+    "mel": Kind(_with(_mel), (2,)),
+    "rope": Kind(_with(lambda channels, heads, space: Rotary(channels, heads))),
+    "xl": Kind(_with(lambda channels, heads, space: TransformerXL(channels, heads))),
+}
+
+
+def check_kind(attention: str, dims: int) -> None:
+    """Raise ValueError for a kind of attention that does not exist, or is not for that many dimensions."""
+    legal = [name for name, kind in ATTENTION.items() if kind.make is None or dims in kind.dims]
+    if attention not in legal:
+        where = " for sequences" if dims == 1 and attention in ATTENTION else ""
+        raise ValueError(f"attention = {attention!r} is not one of {', '.join(legal)}{where}")
+
+
+def make_attention(
+    attention: str, channels: int, heads: int, *, dims: int, space: tuple[int, ...] | None = None
+) -> nn.Module | None:
+    """A block of a kind of `ATTENTION`, `(x, mask) -> like x`; None for none.
+
+    Arguments:
+        attention: name of the kind.
+        channels: channels of the map.
+        heads: heads of the attention.
+        dims: 1 or 2 spatial dimensions.
+        space: size of the maps as far as it is known; every block but `mel` takes other sizes too.
+
+    Errors: ValueError for a kind that does not exist or is not for that many dimensions, heads that do not divide.
+
+    Example:
+        >>> import torch
+        >>> make_attention("swin2d", 8, 2, dims=2, space=(4, 4))(torch.randn(1, 8, 5, 3)).shape
+        torch.Size([1, 8, 5, 3])
+    """
+    check_kind(attention, dims)
+    make = ATTENTION[attention].make
+    return None if make is None else make(channels, heads, dims, space if dims == 2 else None)

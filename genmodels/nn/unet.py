@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from genmodels.nn.blocks import CONVOLUTION, Downsample, NarrowConv2d, ResidualBlock, Upsample, hide, zeroed
 from genmodels.nn.embedding import ConditionEmbedding
 from genmodels.nn.norm import GroupNorm
-from genmodels.nn.spatial_attention import ATTENTION
+from genmodels.nn.spatial_attention import AttentionKind, check_kind, make_attention
 
 
 class UNet(nn.Module):
@@ -33,7 +32,7 @@ class UNet(nn.Module):
         blocks: residual blocks per level.
         attention_at: sizes (of the first spatial side) of the levels that attend; None is the lowest level alone.
             The middle always attends, unless `attention` is none.
-        attention: kind of attention; plain is content only, without positions.
+        attention: kind of attention, an entry of `ATTENTION`; plain is content only, without positions.
         heads: heads of each attention; divides the channels wherever there is attention.
         dropout: probability of dropping a value inside the residual blocks.
         channels_last: keep images in channels-last memory format.
@@ -60,7 +59,7 @@ class UNet(nn.Module):
         multipliers: list[int] | tuple[int, ...] = (1, 2, 2),
         blocks: int = 2,
         attention_at: list[int] | tuple[int, ...] | None = None,
-        attention: Literal["none", "plain"] = "plain",
+        attention: AttentionKind = "plain",
         heads: int = 4,
         dropout: float = 0.0,
         channels_last: bool = False,
@@ -77,16 +76,15 @@ class UNet(nn.Module):
             )
         if channels % 2:
             raise ValueError(f"channels = {channels} must be even: the noise-level features come in pairs")
-        if attention not in ATTENTION:
-            raise ValueError(f"attention = {attention!r} is not one of {', '.join(ATTENTION)}")
+        check_kind(attention, dims)
         self.dims, self.in_channels, self.levels = dims, in_channels, len(multipliers)
         self.channels_last, self.checkpointing = channels_last and dims == 2, checkpointing
         self._check_size(space)
         attends = _attending_levels(space[0], len(multipliers), attention_at)
-        make_attention = ATTENTION[attention]
 
-        def attend(width: int, wanted: bool = True) -> nn.Module | None:
-            return make_attention(width, heads) if wanted and make_attention is not None else None
+        def attend(width: int, level: int, wanted: bool = True) -> nn.Module | None:
+            size = tuple(-(-n // 2**level) for n in space)
+            return make_attention(attention, width, heads, dims=dims, space=size) if wanted else None
 
         convolution = CONVOLUTION[dims]
         widths = [channels * m for m in multipliers]
@@ -100,7 +98,8 @@ class UNet(nn.Module):
         for level, width in enumerate(widths):
             stage = nn.ModuleList()
             for _ in range(blocks):
-                stage.append(_Stage(ResidualBlock(dims, current, width, dropout), attend(width, level in attends)))
+                block = ResidualBlock(dims, current, width, dropout)
+                stage.append(_Stage(block, attend(width, level, level in attends)))
                 current = width
                 skips.append(current)
             self.down.append(stage)
@@ -110,7 +109,7 @@ class UNet(nn.Module):
 
         self.middle = nn.ModuleList(
             [
-                _Stage(ResidualBlock(dims, current, current, dropout), attend(current)),
+                _Stage(ResidualBlock(dims, current, current, dropout), attend(current, level)),
                 _Stage(ResidualBlock(dims, current, current, dropout), None),
             ]
         )
@@ -120,7 +119,7 @@ class UNet(nn.Module):
             stage = nn.ModuleList()
             for _ in range(blocks + 1):
                 joined = ResidualBlock(dims, current + skips.pop(), width, dropout)
-                stage.append(_Stage(joined, attend(width, level in attends)))
+                stage.append(_Stage(joined, attend(width, level, level in attends)))
                 current = width
             self.up.append(stage)
             if level > 0:

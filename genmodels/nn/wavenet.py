@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from genmodels.nn.blocks import hide, zeroed
 from genmodels.nn.condition import Condition, modulate
 from genmodels.nn.net import Net
+from genmodels.nn.spatial_attention import AttentionKind
 
 
 class WaveNet(Net):
@@ -55,7 +56,7 @@ class WaveNet(Net):
         dropout: float = 0.05,
         cond: Condition | None = None,
         conditioning: Literal["concat", "film"] = "concat",
-        attention: str = "none",
+        attention: AttentionKind = "none",
         heads: int = 4,
     ):
         if kernel_size % 2 == 0 or dilation_rate < 1:

@@ -327,7 +327,7 @@ ERRORS = [
     (lambda: ConvNet(0, 4), "in_channels = 0"),
     (lambda: ConvNet(3, 4, dims=3), "1 or 2 spatial dimensions, got dims = 3"),
     (lambda: ConvNet(3, 4, depth=0, attention="plain"), "depth = 0 has none"),
-    (lambda: ConvNet(3, 4, attention="plane"), "attention is one of none, plain.*'plane'"),
+    (lambda: ConvNet(3, 4, attention="plane"), "attention = 'plane' is not one of none, plain"),
     (lambda: ConvNet(3, 4, hidden=8, attention="plain", heads=3), "heads = 3 does not divide 8"),
     (lambda: MLP(3, 4, activation="gelu"), "activation is one of silu, relu, got 'gelu'"),
     (lambda: MLP(3, 4, conditioning="add"), "conditioning is concat or film, got 'add'"),
