@@ -5,6 +5,7 @@ from genmodels.energy.annealed import annealed_langevin, predictor_corrector
 from genmodels.energy.annealed_importance import GRIDS, AnnealedImportanceSampling
 from genmodels.energy.base import GaussianBase
 from genmodels.energy.chains import ChainResult, ChainState, Start, run_chains
+from genmodels.energy.contrastive import ContrastiveDivergence
 from genmodels.energy.denoising import (
     DenoisingScoreMatching,
     MultiScaleDenoising,
@@ -61,6 +62,7 @@ __all__ = [
     "AnnealedImportanceSampling",
     "ChainResult",
     "ChainState",
+    "ContrastiveDivergence",
     "DeepKernel",
     "DeepKernelLoss",
     "DenoisingScoreMatching",
