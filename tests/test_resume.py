@@ -28,12 +28,22 @@ SMALL = [
 ]
 
 
-def command(folder: Path, *words: str) -> list[str]:
-    return [sys.executable, str(ROOT / "train.py"), *SMALL, f"run_dir={folder}", *words]
+FLOW = [
+    "model=realnvp", "data=digits", 'model.layout=["checkerboard*2",squeeze,"channel*2"]', "model.hidden=8",
+    "model.depth=1", "model.dropout=0.1", "model.memory=inverse", "model.dequantisation=variational", "logger=csv",
+    "trainer.progress=false", "trainer.sample_every_n_steps=0", "checkpoint.every_n_steps=5", "trainer.max_steps=24",
+    "trainer.validate_every_n_steps=9",
+]
 
 
-def train(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(folder, *words), capture_output=True, text=True, cwd=folder.parent, env=one_thread())
+def command(folder: Path, *words: str, base: list[str] = SMALL) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), *base, f"run_dir={folder}", *words]
+
+
+def train(folder: Path, *words: str, base: list[str] = SMALL) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(folder, *words, base=base), capture_output=True, text=True, cwd=folder.parent, env=one_thread()
+    )
 
 
 def one_thread() -> dict:
@@ -172,6 +182,19 @@ def test_what_cannot_be_resumed_is_one_line(straight, capsys, words, said):
     assert main(["train", *SMALL, f"run_dir={straight[0]}", *words]) == 2
     message = capsys.readouterr().err
     assert said in message and message.count("\n") == 1, message
+
+
+def test_a_flow_in_constant_memory_with_dropout_resumes_too(tmp_path):
+    whole = train(tmp_path / "whole", base=FLOW)
+    assert whole.returncode == 0, whole.stderr
+    folder = tmp_path / "run"
+    begun = command(folder, base=FLOW)
+    with subprocess.Popen(begun, stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()) as process:
+        assert kill_after(folder, process, 5) < 24
+    again = train(folder, "resume=last", base=FLOW)
+    assert again.returncode == 0, again.stderr
+    assert fingerprint(folder / "last.ckpt") == fingerprint(tmp_path / "whole" / "last.ckpt")
+    assert metrics(folder) == metrics(tmp_path / "whole")
 
 
 def test_resume_without_a_run(tmp_path, capsys):

@@ -263,8 +263,12 @@ def test_two_checkpoints_make_one_table_and_a_broken_one_is_named(trained, tmp_p
     assert len(list((tmp_path / "reports").rglob("*.json"))) == 2
 
 
-def test_training_on_two_processes_is_training_on_one(tmp_path):
-    words = ["model=ddpm", *TINY, "logger=csv", "trainer.sample_every_n_steps=0", "trainer.accelerator=cpu"]
+GLOW = ["model=glow", "model.steps=2", "model.hidden=8", *QUICK]
+
+
+@pytest.mark.parametrize("model", [["model=ddpm", *TINY], GLOW, [*GLOW, "model.memory=inverse"]])
+def test_training_on_two_processes_is_training_on_one(tmp_path, model):
+    words = [*model, "logger=csv", "trainer.sample_every_n_steps=0", "trainer.accelerator=cpu"]
     genmodels("train", *words, f"run_dir={tmp_path}/one", cwd=tmp_path)
     done = script("train", *words, f"run_dir={tmp_path}/two", "trainer.devices=2", "trainer.strategy=ddp", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -276,6 +280,57 @@ def test_training_on_two_processes_is_training_on_one(tmp_path):
     a, b = (read_checkpoint(tmp_path / name / "last.ckpt")["state_dict"] for name in ("one", "two"))
     moved = max(float((a[k] - b[k]).abs().max()) for k in a if a[k].is_floating_point())
     assert moved < 5e-3, moved
+
+
+FLOWS = {
+    "glow": ["model=glow", "model.steps=2", "model.hidden=8"],
+    "realnvp": ["model=realnvp", "model.hidden=8", "model.depth=1", "model.dequantisation=variational"],
+    "glow of classes": [
+        "model=glow", "model.steps=1", "model.hidden=8", "model.class_conditional=true", "model.base=class",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_flows_of_images(tmp_path, name):
+    genmodels("train", *FLOWS[name], *QUICK, "run_dir=run", cwd=tmp_path)
+    table = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0]
+    assert all(f"monitor/{figure}" in table for figure in ("round_trip", "layer_drift", "log_scale"))
+    genmodels("sample", "ckpt=run", "n=6", "temperature=0.7", "out=six.npz", cwd=tmp_path)
+    one = ["n=1", "start=4", "temperature=0.7", "out=one.npz", *(["cond=4"] if "classes" in name else [])]
+    genmodels("sample", "ckpt=run", *one, cwd=tmp_path)
+    six, alone = (np.load(tmp_path / f"{word}.npz")["x"] for word in ("six", "one"))
+    assert np.abs(six[4].astype(int) - alone[0]).max() <= 1  # a level at most, where float32 rounds across a border
+    genmodels("evaluate", "ckpt=run", "importance_samples=[1,4]", "limit=40", cwd=tmp_path)
+    report = json.loads((tmp_path / "run" / "report_first40.json").read_text())
+    first, second = report["likelihood"]
+    assert first["kind"] == "lower_bound" and [r["made"]["importance_samples"] for r in (first, second)] == [1, 4]
+    assert second["bits_per_dim"] < first["bits_per_dim"] and second["se_mc"] > 0 and first["se_mc"] is None
+
+
+def test_the_way_between_two_items(tmp_path):
+    genmodels("train", *FLOWS["glow"], *QUICK, "run_dir=run", cwd=tmp_path)
+    done = genmodels("sample", "ckpt=run", "interpolate=[3,17]", "frames=5", "out=strip.png", cwd=tmp_path)
+    assert "from item 3 to item 17" in done.stdout
+    with Image.open(tmp_path / "strip.png") as strip:
+        assert strip.size == (5 * 34 + 2, 36)
+        strip.crop((2, 2, 34, 34)).save(tmp_path / "first.png")
+    genmodels("sample", "ckpt=run", "interpolate=[first.png,17]", "frames=3", "out=again.png", cwd=tmp_path)
+    with Image.open(tmp_path / "strip.png") as strip, Image.open(tmp_path / "again.png") as again:
+        assert strip.crop((2, 2, 34, 34)).tobytes() == again.crop((2, 2, 34, 34)).tobytes()
+    for words, told in ((["interpolate=[3]"], "two items"), (["interpolate=[3,9999]"], "indices must lie"),
+                        (["interpolate=[3,no.png]"], "no file no.png"), (["steps=5"], "no sampling option 'steps'")):
+        assert told in genmodels("sample", "ckpt=run", *words, cwd=tmp_path, code=2).stderr
+
+
+@pytest.mark.parametrize("words", [["model=nsf"], ["model=realnvp", "data.set=8gaussians", "model.hidden=16"],
+                                   ["model=nsf", "model.kind=autoregressive", "model.transform=affine"]])
+def test_flows_of_points_have_an_exact_density(tmp_path, words):
+    genmodels("train", *words, "data=toy", *QUICK, "run_dir=run", cwd=tmp_path)
+    assert (tmp_path / "run" / "samples" / "step_000012.png").is_file()
+    assert "KL gap" in genmodels("evaluate", "ckpt=run", "limit=50", cwd=tmp_path).stdout
+    report = json.loads((tmp_path / "run" / "report_first50.json").read_text())
+    assert report["likelihood"][0]["kind"] == "exact" and report["likelihood"][0]["se_mc"] is None
 
 
 @pytest.mark.parametrize("words", [["data=toy"], ["data=toy", "data.set=checkerboard", "model.objective=vlb"]])
