@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from genmodels.energy.function import EnergyFunction, ScoreFunction, require_energy, wide
-from genmodels.energy.products import Directional, Route, directional, trace
+from genmodels.energy.products import Directional, directional, trace
 from genmodels.energy.projections import projection_law
 from genmodels.errors import InputError
 from genmodels.random import Generator
@@ -140,7 +140,7 @@ class SlicedScoreMatching:
         *,
         projection: Literal["rademacher", "gaussian", "sphere"] = "rademacher",
         projections: int = 1,
-        route: Route = "auto",
+        route: Literal["auto", "double_backward", "forward_over_reverse", "jet"] = "auto",
         projection_chunk: int = 1,
     ):
         self.projection, self.projections = projection_law(projection), _at_least_one(projections)

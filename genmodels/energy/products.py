@@ -10,15 +10,17 @@ Only v^T J v is taken, so a J that is not symmetric (a free score network) is le
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from genmodels.energy.function import ScoreFunction, usable, wide
+from genmodels.energy.function import EnergyFunction, ScoreFunction, usable, wide
 from genmodels.errors import InputError
 
 Route = Literal["auto", "double_backward", "forward_over_reverse", "jet"]
@@ -68,6 +70,8 @@ def directional(
         raise InputError("this energy was built with second_derivatives=False: exact and sliced losses need them")
     if route == "auto":
         route = cheapest_route(model, with_score=with_score, cond=cond)
+        if route != "jet" and not with_score and isinstance(model, EnergyFunction):
+            _say_fallback(type(getattr(model, "network", model)).__name__)
     if route not in _ROUTES:
         raise InputError(f"route = {route!r} is not one of auto, {', '.join(_ROUTES)}")
     if route == "jet" and (with_score or cond is not None or not getattr(model, "has_jet", False)):
@@ -165,6 +169,14 @@ def curl(model: ScoreFunction, x: Tensor, directions: Tensor, cond: Tensor | Non
             difference = difference + (forward - backward).square().sum()
             size = size + forward.square().sum()
     return (difference / size).sqrt().detach()
+
+
+@cache
+def _say_fallback(network: str) -> None:
+    """Once for each kind of network: the sliced loss could be cheaper."""
+    logging.getLogger(__name__).info(
+        "%s has layers without a second-order jet, or a condition: the sliced loss goes by double backward", network
+    )
 
 
 def _double_backward(model, leaf, directions, cond, training, chunk) -> Directional:

@@ -262,7 +262,7 @@ def newton(value, dims=2):
     gradient = torch.autograd.functional.jacobian(of, start)
     hessian = torch.autograd.functional.hessian(of, start)
     best = -torch.linalg.solve(hessian, gradient)
-    return (best[:, None, None] * basis).sum(0), float(of(best))
+    return (best[:, None, None] * basis).sum(0), float(of(best).detach())
 
 
 def linear_score(matrix):

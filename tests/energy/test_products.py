@@ -227,12 +227,19 @@ def test_curl():
         assert float(curl(rotation, x, v)) == pytest.approx(2)
 
 
-def test_measurement_runs_every_route_and_auto_takes_the_jet():
+def test_measurement_runs_every_route_and_auto_takes_the_jet(caplog):
     energy, x, v = made("mlp softplus")
     assert set(measure_routes(energy, x, v, repeats=1)) == set(ROUTES)
     with torch.no_grad():
         assert set(measure_routes(energy, x, v, with_score=True, repeats=1)) == set(ROUTES[:2])
     assert products.cheapest_route(energy, with_score=False) == "jet"
     assert products.cheapest_route(energy, with_score=True) == "double_backward"
+    other, x_other, v_other = made("unet")
+    products._say_fallback.cache_clear()
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            directional(other, x_other, v_other)
+            directional(energy, x, v)
+    assert [r.message.split()[0] for r in caplog.records] == ["UNetEnergy"]  # once, and not where the jet is taken
     with pytest.raises(ValueError, match="is not one of auto"):
         directional(energy, x, v, route="triple")
