@@ -34,7 +34,8 @@ class Composer:
 
     Arguments:
         hydra: Hydra's own object, which also launches sweeps.
-        command: train, sample or evaluate: the name of the primary YAML file and of the module in `genmodels.cli`.
+        command: train, sample, evaluate or verify: the name of the primary YAML file and of the module in
+            `genmodels.cli`.
     """
 
     def __init__(self, hydra: Hydra, command: str):

@@ -14,7 +14,7 @@ from importlib import import_module
 from genmodels.errors import InputError, RunError, nearest
 
 #: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
-CONFIGURED = ("train", "sample", "evaluate")
+CONFIGURED = ("train", "sample", "evaluate", "verify")
 #: Commands that take a few words; each has a module here with `main(words) -> exit code`.
 PLAIN = ("info", "doctor")
 FLAGS = {"-m": "multirun", "--multirun": "multirun", "--keys": "keys", "--resolve": "resolve"}
@@ -95,7 +95,8 @@ def _dispatch(command: str, words: list[str]) -> int:
             from genmodels.cli.sweep import sweep
 
             return sweep(hydra, overrides)
-        if "keys" in options and command != "train" and not any(word.startswith("ckpt=") for word in overrides):
+        needs_checkpoint = command in ("sample", "evaluate") and not any(word.startswith("ckpt=") for word in overrides)
+        if "keys" in options and needs_checkpoint:
             overrides = [*overrides, "ckpt=..."]  # the keys can be listed before there is a checkpoint
         config = hydra.compose(overrides)
         if "cfg" in options or "keys" in options:

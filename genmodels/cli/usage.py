@@ -15,11 +15,14 @@ OPTIONS = """\
   -m, --multirun     a sweep: every combination of values given as a,b,c
   -cd, --config-dir  a folder of your own with more model/, data/, experiment/, ... files
   -h, --help         this text"""
+SCRIPTS = ("train", "sample", "evaluate")  # those with a file of that name at the top of the repository
 EXAMPLES = {
     "train": ["model=ddpm", "model=ddpm data=mnist trainer.max_epochs=50 seed=1", "-m model=ddpm seed=0,1",
               "model=ddpm trainer=smoke", "model=ddpm resume=last"],
     "sample": ["ckpt=runs/ddpm-digits/<time>/best.ckpt n=64 sampler=ddim steps=50 seed=0"],
     "evaluate": ["ckpt=runs/ddpm-digits/<time>/best.ckpt", "'ckpt=[runs/a/best.ckpt,runs/b/best.ckpt]'"],
+    "verify": ["model=glow data=digits", "ckpt=runs/glow-digits/<time>/best.ckpt", "self_test=true",
+               "what=mypackage.layers:MyLayer shape=[3,8,8] options.channels=3 trust=[mypackage]"],
     "info": ["runs/ddpm-digits/<time>/last.ckpt", "runs/*/*/best.ckpt --full"],
     "doctor": ["", "data=image_folder data.root=photos"],
 }
@@ -50,8 +53,8 @@ def _summary(command: str) -> str:
 def command_help(command: str) -> str:
     """What a command does, what can be chosen, its keys, its options, examples."""
     run = _run(command)
-    script = f"python {command}.py" if find(f"genmodels.cli.{command}.main") is None else f"genmodels {command}"
-    also = f"  (installed: genmodels {command})" if script.startswith("python") else ""
+    script = f"python {command}.py" if command in SCRIPTS else f"genmodels {command}"
+    also = f"  (installed: genmodels {command})" if command in SCRIPTS else ""
     parts = [_summary(command) + ".", f"usage: {script} [key=value ...]{also}"]
     chosen = _defaults(command)
     if chosen:
@@ -62,7 +65,7 @@ def command_help(command: str) -> str:
     own = [entry for key in run.keys.values() if key.name not in chosen for entry in _entries(key)]
     if own:
         parts.append("keys:\n" + "\n".join(own))
-    if script.startswith("python"):
+    if find(f"genmodels.cli.{command}.main") is None:
         parts.append(f"options:\n{OPTIONS}")
     parts.append("examples:\n" + "\n".join(f"  {script} {example}".rstrip() for example in EXAMPLES[command]))
     return "\n\n".join(parts)

@@ -1,0 +1,248 @@
+"""`genmodels verify`: is a flow, or a bijection of your own, what it says it is? A verdict for every law."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_ROWS = 3
+_INITIAL = 1024
+
+
+def run(
+    *,
+    model: dict | None = None,
+    data: dict | None = None,
+    ckpt: str | None = None,
+    what: str | None = None,
+    shape: list[int] | None = None,
+    options: dict | None = None,
+    cond: str | None = None,
+    out: str | None = None,
+    self_test: bool = False,
+    verbose: bool = False,
+    seed: int = 0,
+    compiler: Literal["aot_eager", "eager", "inductor", "none"] = "aot_eager",
+    max_dims: int = 256,
+    ema: bool | float = True,
+    device: str = "cpu",
+    progress: bool = True,
+    trust: list[str] | None = None,
+    trainer: dict | None = None,
+    logger: dict | None = None,
+    checkpoint: dict | None = None,
+) -> None:
+    """Prove a flow against its laws: inverses, log-determinants, masks, storage, compilation.
+
+    Arguments:
+        model: a model as in training; its parameters are drawn at random, then it is initialised on the data.
+        data: the data set it is built for.
+        ckpt: a checkpoint or run folder instead: its trained weights as they are.
+        what: a bijection of your own instead, package.module:Class or a function that returns one; needs shape, trust.
+        shape: event shape for what, as in shape=[3,8,8].
+        options: arguments of the class that what names.
+        cond: condition of what, labels:10, vector:4 or map:2 for classes, length or channels.
+        out: file for the verdicts; default verify.json beside a checkpoint, none otherwise.
+        self_test: show that every law notices the errors planted for it.
+        verbose: every law of every layer, also those that do not apply.
+        seed: seed of parameters and inputs.
+        compiler: backend for the law on torch.compile, none to leave it out.
+        max_dims: largest event of which a whole Jacobian is made.
+        ema: averaged weights (true), raw ones (false), or the average of one decay.
+        device: auto, cpu, cuda, ...
+        progress: whether a bar is shown.
+        trust: further packages whose classes may be named.
+        trainer: not used here; presets and experiments may bring it.
+        logger: not used here.
+        checkpoint: not used here.
+    """
+    from genmodels.errors import InputError, RunError
+
+    chosen = {"model": model, "ckpt": ckpt, "what": what, "self_test": self_test or None}
+    given = [key for key, value in chosen.items() if value is not None]
+    if len(given) != 1:
+        said = f"got {' and '.join(given)}" if given else "nothing was named"
+        raise InputError(f"{said}: give one of model=glow, ckpt=<file>, what=package.module:Class or self_test=true")
+    for key, value in (("shape", shape), ("options", options), ("cond", cond)):
+        if value is not None and what is None:
+            raise InputError(f"{key} goes with what=package.module:Class")
+    if max_dims < 1:
+        raise InputError(f"max_dims must be at least 1, got {max_dims}")
+
+    import time
+
+    start = time.monotonic()
+    backend = None if compiler == "none" else compiler
+    if self_test:
+        findings = _planted(backend, verbose)
+    elif what is not None:
+        findings = _own(what, shape, options or {}, cond, trust or [], seed, backend, max_dims, progress)
+    else:
+        findings = _model(model, data, ckpt, ema, device, trust or [], seed, backend, max_dims, progress)
+    if findings is not None:
+        print(findings.text(verbose))
+        _write(findings, out, ckpt)
+        if findings.failures:
+            more = f" and {len(findings.failures) - 6} more" if len(findings.failures) > 6 else ""
+            count = f"{len(findings.failures)} law{'' if len(findings.failures) == 1 else 's'} broken"
+            raise RunError(f"{count}: {', '.join(findings.failures[:6])}{more}")
+        checks = sum(v.error is not None for report in findings.reports for v in report.verdicts)
+        print(f"\nevery law holds: {checks} checks in {time.monotonic() - start:.0f} s")
+
+
+def _write(findings, out: str | None, ckpt: str | None) -> None:
+    import json
+    from pathlib import Path
+
+    from genmodels.training.archive import write_whole
+
+    if out is None and ckpt is None:
+        return
+    place = Path(ckpt or ".")
+    target = Path(out) if out is not None else (place if place.is_dir() else place.parent) / "verify.json"
+    text = json.dumps({"format": 1, **findings.to_dict()}, indent=1, allow_nan=False)
+    write_whole(target, lambda file: file.write(text + "\n"), mode="w")
+    print(f"verdicts: {target}")
+
+
+def _planted(compiler: str | None, verbose: bool) -> None:
+    """The planted errors, one line for each; a RunError if one goes unnoticed."""
+    from genmodels.errors import RunError
+    from genmodels.evaluation.planted import self_test
+
+    missed = []
+    for name, planted, report, right in self_test(compiler):
+        told = ", ".join(report.broken) or "every law holds"
+        print(f"{'as it must' if right else 'WRONG':<11} {name:<40} {told}", flush=True)
+        if verbose:
+            print(f"{report}\n")
+        if not right:
+            missed.append(f"{name} (expected {', '.join(sorted(planted.broken)) or 'no law broken'})")
+    if missed:
+        raise RunError(f"the laws are wrong about {'; '.join(missed)}")
+
+
+def _model(
+    model: dict | None, data: dict | None, ckpt: str | None, ema: bool | float, device: str, trust: list[str],
+    seed: int, compiler: str | None, max_dims: int, progress: bool,
+):  # fmt: skip
+    """The proof of a model from configuration, or of a trained one."""
+    from pathlib import Path
+
+    import torch
+
+    from genmodels.data.spec import DataSpec
+    from genmodels.evaluation.findings import Options
+    from genmodels.evaluation.proofs import prove
+    from genmodels.models.build import build
+    from genmodels.models.load import choose_device, load_model, weights_of
+    from genmodels.random import seed_of
+    from genmodels.training.stream import initial_batch
+
+    if ckpt is None:
+        datamodule = build(data, trust=trust).prepare()
+        node, spec = model, datamodule.spec
+    else:
+        path = Path(ckpt).expanduser()
+        path = path / "best.ckpt" if path.is_dir() else path
+        network, header = load_model(path, device=device, trust=trust)
+        datamodule = build(header["config"]["data"], trust=trust).prepare()
+        node, spec = header["model"], DataSpec.from_dict(header["data"])
+        try:
+            network.core.load_state_dict(network.weights(weights_of(ema)).state_dict())
+        except ValueError as error:
+            from genmodels.errors import InputError
+
+            raise InputError(str(error)) from error
+
+    def fresh(name: str = "fresh"):
+        torch.manual_seed(seed_of(seed, name))
+        return build(node, spec, trust=trust)
+
+    if ckpt is None:
+        network = fresh("weights").to(choose_device(device))
+    rows = torch.linspace(0, len(datamodule.split("val")) - 1, _ROWS).round().long()
+    batch = next(iter(datamodule.loader("val", _ROWS, rows))).to(network.device)
+    initial = initial_batch(datamodule, _INITIAL).to(network.device) if ckpt is None else None
+    options = Options(ckpt is None, max_dims, compiler, seed, progress)
+    return prove(network, fresh, batch, initial, options)
+
+
+def _own(
+    what: str, shape: list[int] | None, options: dict, cond: str | None, trust: list[str], seed: int,
+    compiler: str | None, max_dims: int, progress: bool,
+):  # fmt: skip
+    """The proof of a user's bijection."""
+    from genmodels.errors import InputError
+
+    if not shape:
+        raise InputError("shape is missing, the event shape of x: add for example shape=[3,8,8]")
+    if min(shape) < 1:
+        raise InputError(f"shape must hold positive sizes, got {shape}")
+    maker = _located(what, trust)
+
+    import torch
+
+    from genmodels.evaluation.bijections import LAWS, check_bijection
+    from genmodels.evaluation.findings import Findings, counting
+
+    def make() -> nn.Module:
+        try:
+            made = maker(**options)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{what}: {error}") from error
+        if not isinstance(made, torch.nn.Module) or not callable(getattr(made, "inverse", None)):
+            raise InputError(f"{what} makes a {type(made).__name__}, not a module with forward and inverse")
+        return made
+
+    torch.manual_seed(seed)
+    layer, conditions = make(), _condition(cond, shape, seed)
+    try:
+        with counting(len(LAWS.laws), progress) as watch:
+            report = check_bijection(layer, shape, cond=conditions, fresh=make, seed=seed, compiler=compiler,
+                                     max_dims=max_dims, watch=watch)
+    except ValueError as error:
+        raise InputError(f"{what}: {error}") from error
+    return Findings([report])
+
+
+def _located(what: str, trust: list[str]):
+    """The class or function of a trusted package that `package.module:name` names."""
+    import importlib
+    import os
+    import sys
+
+    from genmodels.errors import InputError
+
+    module_name, _, name = what.replace(":", ".").rpartition(".")
+    package = module_name.split(".")[0]
+    if package not in {"genmodels", *trust}:
+        raise InputError(f"what={what} is not of genmodels; to allow it add its package: trust=[{package or what}]")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m genmodels` has it
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"what={what} cannot be found ({type(error).__name__}: {error})") from error
+    if not callable(found) or getattr(found, "__module__", "").split(".")[0] != package:
+        raise InputError(f"what={what} is no class or function defined in {package}")
+    return found
+
+
+def _condition(cond: str | None, shape: list[int], seed: int) -> Tensor | None:
+    """Unlike conditions for a few rows, of a kind and size given as `labels:10`."""
+    import torch
+
+    from genmodels.errors import InputError
+
+    if cond is None:
+        return None
+    kind, _, size = cond.partition(":")
+    if kind not in ("labels", "vector", "map") or not size.isdigit() or int(size) < 1:
+        raise InputError(f"cond must be labels:<classes>, vector:<length> or map:<channels>, got {cond}")
+    if kind == "labels":
+        return torch.arange(_ROWS) % int(size)
+    space = shape[1:] if kind == "map" else []
+    return torch.randn(_ROWS, int(size), *space, generator=torch.Generator().manual_seed(seed))

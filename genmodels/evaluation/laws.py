@@ -1,0 +1,238 @@
+"""Laws and verdicts, whatever is judged: a law measures an error, the verdict says whether it is small enough."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from genmodels.errors import RunError, nearest
+
+PASSED, FAILED, NOT_APPLICABLE = "passed", "FAILED", "not applicable"
+
+
+class NotApplicable(Exception):
+    """Raised by a law that has nothing to say of a subject; the message is the reason."""
+
+
+class LawBroken(AssertionError):
+    """Raised by `Report.raise_if_failed`; the message is the table of failures."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a law found: its error, and where or how."""
+
+    error: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Law:
+    """A statement that can be measured.
+
+    Arguments:
+        name: what it is called in tables.
+        tolerance: the largest error that passes; 0 for laws that hold exactly.
+        statement: the law in a line.
+        measure: `measure(subject) -> Measured`; raises `NotApplicable` with a reason.
+    """
+
+    name: str
+    tolerance: float
+    statement: str
+    measure: Callable[[Any], Measured]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One law on one subject.
+
+    Arguments:
+        law: its name.
+        status: `passed`, `FAILED` or `not applicable`.
+        error: what was measured; None where nothing was, inf where the subject raised an error.
+        tolerance: what would have passed.
+        note: where the error was found, or why the law does not apply.
+        seconds: how long it took.
+    """
+
+    law: str
+    status: str
+    error: float | None
+    tolerance: float
+    note: str = ""
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the law is broken."""
+        return self.status == FAILED
+
+    def row(self) -> list[str]:
+        """The cells of a table."""
+        known = self.error is not None
+        return [self.law, self.status, f"{self.error:.1e}" if known else "", f"{self.tolerance:g}" if known else "",
+                self.note]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdicts on one subject.
+
+    Arguments:
+        subject: what was judged, in words.
+        verdicts: one for each law.
+
+    Example:
+        >>> report = Report("Flip (3,)", (Verdict("round trip", PASSED, 0.0, 1e-10), ))
+        >>> report.passed, report.broken
+        (True, [])
+        >>> print(report)
+        Flip (3,): 1 law holds
+        law         verdict  error    tolerance
+        round trip  passed   0.0e+00  1e-10
+    """
+
+    subject: str
+    verdicts: tuple[Verdict, ...] = field(default=())
+
+    @property
+    def failures(self) -> list[Verdict]:
+        """The verdicts on laws that are broken."""
+        return [verdict for verdict in self.verdicts if verdict.failed]
+
+    @property
+    def broken(self) -> list[str]:
+        """The names of the laws that are broken."""
+        return [verdict.law for verdict in self.failures]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no law is broken."""
+        return not self.failures
+
+    @property
+    def seconds(self) -> float:
+        """How long all the laws took."""
+        return sum(verdict.seconds for verdict in self.verdicts)
+
+    def __getitem__(self, law: str) -> Verdict:
+        return next(verdict for verdict in self.verdicts if verdict.law == law)
+
+    def raise_if_failed(self) -> Report:
+        """Return self, or raise `LawBroken` with the table of the laws that are broken."""
+        if self.passed:
+            return self
+        raise LawBroken(f"{self.headline()}\n{table([verdict.row() for verdict in self.failures])}")
+
+    def headline(self) -> str:
+        """The subject and how many laws hold."""
+        held = sum(verdict.status == PASSED for verdict in self.verdicts)
+        silent = sum(verdict.status == NOT_APPLICABLE for verdict in self.verdicts)
+        parts = [f"{_laws(len(self.failures))} broken"] if self.failures else []
+        parts += [f"{_laws(held)} {'holds' if held == 1 else 'hold'}"]
+        parts += [f"{silent} not applicable"] if silent else []
+        return f"{self.subject}: {', '.join(parts)}"
+
+    def __str__(self) -> str:
+        return f"{self.headline()}\n{table([verdict.row() for verdict in self.verdicts])}"
+
+    def to_dict(self) -> dict:
+        """Plain types only; an error that is no finite number becomes None."""
+        return {"subject": self.subject, "passed": self.passed, "laws": [
+            {"law": v.law, "status": v.status.lower(), "tolerance": v.tolerance, "note": v.note,
+             "error": v.error if v.error is not None and math.isfinite(v.error) else None,
+             "seconds": round(v.seconds, 4)}
+            for v in self.verdicts
+        ]}
+
+
+def _laws(number: int) -> str:
+    return f"{number} law{'' if number == 1 else 's'}"
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ("law", "verdict", "error", "tolerance", "")) -> str:
+    """Rows as aligned text; columns that hold nothing are left out.
+
+    Example:
+        >>> print(table([["a", "", "1"], ["bb", "", "2"]], ["x", "y", "z"]))
+        x   z
+        a   1
+        bb  2
+    """
+    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    lines = [[line[i] for i in used] for line in (header, *rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(used))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+class Laws:
+    """A set of laws in the order in which they are told; functions join it as decorated.
+
+    Example:
+        >>> laws = Laws()
+        >>> @laws.add("positive", 0.0, "the number is not negative")
+        ... def positive(number):
+        ...     return Measured(max(0.0, -number))
+        >>> [verdict.status for verdict in laws.judge(-3.0)]
+        ['FAILED']
+    """
+
+    def __init__(self):
+        self.laws: dict[str, Law] = {}
+
+    def add(self, name: str, tolerance: float, statement: str) -> Callable:
+        """Decorator: the function measures the law of that name."""
+
+        def join(measure: Callable[[Any], Measured]) -> Callable[[Any], Measured]:
+            self.laws[name] = Law(name, tolerance, statement, measure)
+            return measure
+
+        return join
+
+    def choose(self, only: Iterable[str] | None = None, without: Iterable[str] = ()) -> list[Law]:
+        """The laws of these names, all of them by default, in the set's order.
+
+        Raises:
+            ValueError: for a law that does not exist.
+        """
+        for name in (*(only or ()), *without):
+            if name not in self.laws:
+                near = nearest(name, self.laws)
+                raise ValueError(f"there is no law {name!r}:{f' did you mean {near!r}?' if near else ''} "
+                                 f"the laws are {', '.join(self.laws)}")
+        chosen = set(self.laws if only is None else only) - set(without)
+        return [law for law in self.laws.values() if law.name in chosen]
+
+    def judge(
+        self, subject: Any, laws: Iterable[Law] | None = None, tolerances: Mapping[str, float] | None = None
+    ) -> Iterator[Verdict]:
+        """The verdict of each law, one after the other."""
+        given = dict(tolerances or {})
+        self.choose(given)
+        for law in self.laws.values() if laws is None else laws:
+            yield judge(law, subject, given.get(law.name, law.tolerance))
+
+
+def judge(law: Law, subject: Any, tolerance: float) -> Verdict:
+    """One law on one subject; a subject that raises an error breaks the law."""
+    start = time.perf_counter()
+    try:
+        found = law.measure(subject)
+        # Not `error > tolerance`: NaN must fail.
+        status = PASSED if found.error <= tolerance else FAILED
+        error, note = found.error, found.note
+    except NotApplicable as reason:
+        status, error, note = NOT_APPLICABLE, None, str(reason)
+    except (MemoryError, RunError):
+        raise
+    except Exception as raised:
+        if "out of memory" in str(raised):
+            raise  # says something of the machine, nothing of the subject
+        status, error = FAILED, math.inf
+        lines = [line.strip() for line in str(raised).splitlines() if line.strip()] or [""]
+        note = f"raised {type(raised).__name__}: {lines[0][:160]}"
+    return Verdict(law.name, status, error, tolerance, note, time.perf_counter() - start)

@@ -1,0 +1,265 @@
+"""`genmodels verify`: verdict tables, exit codes, and what it says when there is nothing to judge."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from genmodels.cli.main import main
+from genmodels.data.spec import Batch, DataSpec
+from genmodels.evaluation import planted
+from genmodels.evaluation.broken_layers import Stretch
+from genmodels.evaluation.findings import Findings, Options
+from genmodels.evaluation.laws import PASSED, Report, Verdict
+from genmodels.evaluation.planted import Planted
+from genmodels.evaluation.proofs import prove
+from genmodels.evaluation.proofs_of_flows import NUMERIC, fingerprint
+from genmodels.flows.actnorm import ActNorm
+from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
+from genmodels.flows.elementwise import Affine
+from genmodels.models.ddpm import DDPM
+from genmodels.models.nsf import NSF
+from genmodels.models.realnvp import RealNVP
+from genmodels.nn.convolutional import ConvNet
+
+MINE = '''
+import torch
+from torch import nn
+
+
+class Doubling(nn.Module):
+    """z = 2^w x."""
+
+    def __init__(self, channels: int, wrong: float = 1.0):
+        super().__init__()
+        self.weight, self.wrong = nn.Parameter(torch.zeros(channels)), wrong
+
+    def forward(self, x):
+        x = x.float() if x.dtype == torch.bfloat16 else x
+        return x * 2**self.weight, self.wrong * self.weight.sum().expand(len(x)) * 0.6931471805599453
+
+    def inverse(self, z):
+        z = z.float() if z.dtype == torch.bfloat16 else z
+        return z / 2**self.weight, -self.wrong * self.weight.sum().expand(len(z)) * 0.6931471805599453
+
+
+def doubling_of_three():
+    return Doubling(3)
+
+
+def number():
+    return 3
+'''
+QUICK = ["compiler=none", "progress=false"]
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A package of the user's in the working directory."""
+    (tmp_path / "mylayers.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "mylayers", raising=False)
+
+
+# ---- a bijection of one's own ----
+
+
+def test_a_sound_layer(mine, capsys):
+    words = ["what=mylayers:Doubling", "shape=[4]", "options.channels=4", "trust=[mylayers]", "out=verdicts.json"]
+    assert main(["verify", *words, *QUICK]) == 0
+    told = capsys.readouterr().out
+    assert "Doubling (4,): " in told and "every law holds" in told and "log-det inverse" in told
+    with open("verdicts.json") as file:
+        written = json.load(file)
+    assert written["format"] == 1 and written["passed"] is True
+    assert {law["status"] for law in written["wholes"][0]["laws"]} == {"passed", "not applicable"}
+
+
+def test_a_wrong_layer_is_exit_code_1_and_one_line(mine, capsys):
+    words = ["what=mylayers.Doubling", "shape=[4]", "options.channels=4", "options.wrong=1.001", "trust=[mylayers]"]
+    assert main(["verify", *words, *QUICK]) == 1
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1
+    assert "2 laws broken: log-det forward (Doubling (4,)), log-det inverse (Doubling (4,))" in told.err
+    assert "FAILED" in told.out and "every law holds" not in told.out
+
+
+def test_a_function_may_make_it(mine, capsys):
+    assert main(["verify", "what=mylayers:doubling_of_three", "shape=[3]", "trust=[mylayers]", *QUICK]) == 0
+
+
+def test_layers_of_genmodels_need_no_trust(capsys):
+    assert main(["verify", "what=genmodels.flows.squeeze:Squeeze2d", "shape=[2,4,4]", *QUICK]) == 0
+    assert "Squeeze2d (2, 4, 4)" in capsys.readouterr().out
+
+
+def test_verbose_tells_of_laws_that_do_not_apply(capsys):
+    assert main(["verify", "what=genmodels.flows.permute:Flip", "options.channels=3", "shape=[3]", "verbose=true",
+                 *QUICK]) == 0  # fmt: skip
+    assert "masks are for sequences" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("cond", "shape"), [("labels:4", [3]), ("vector:2", [3]), ("map:2", [3, 4, 4])])
+def test_conditions(cond, shape):
+    from genmodels.cli.verify import _condition
+
+    made = _condition(cond, shape, 0)
+    assert len(made) == 3 and (made[0] != made[1]).any() and made.is_floating_point() == (cond != "labels:4")
+
+
+WRONG = [
+    ([], "nothing was named: give one of model=glow"),
+    (["model=glow", "ckpt=a.ckpt"], "got model and ckpt"),
+    (["model=glow", "shape=[3]"], "shape goes with what="),
+    (["what=os:system", "shape=[3]"], "to allow it add its package: trust=[os]"),
+    (["what=genmodels.flows.permute:Flip"], "shape is missing"),
+    (["what=genmodels.flows.permute:Flip", "shape=[0]", "options.channels=3"], "positive sizes"),
+    (["what=genmodels.flows.permute:Flop", "shape=[3]"], "cannot be found"),
+    (["what=genmodels.flows.permute:torch", "shape=[3]"], "no class or function defined in genmodels"),
+    (["what=genmodels.flows.permute:Flip", "shape=[3]"], "missing 1 required positional argument: 'channels'"),
+    (["what=genmodels.flows.permute:Flip", "shape=[4]", "options.channels=3"], "takes events of shape"),
+    (["what=genmodels.flows.permute:Flip", "shape=[3]", "options.channels=3", "cond=labels"], "cond must be labels:"),
+    (["what=mylayers:number", "shape=[3]", "trust=[mylayers]"], "not a module with forward and inverse"),
+    (["model=glow", "max_dims=0"], "max_dims must be at least 1"),
+    (["model=glow", "compilr=none"], "did you mean 'compiler'"),
+    (["model=ddpm"], "nothing to verify yet for the family ddpm"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), WRONG, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_wrong_words_are_one_line_and_exit_code_2(mine, capsys, words, part):
+    assert main(["verify", *words]) == 2
+    told = capsys.readouterr().err
+    assert part in told and told.count("\n") == 1
+
+
+def test_a_missing_checkpoint_is_exit_code_1(capsys):
+    assert main(["verify", "ckpt=nowhere.ckpt"]) == 1
+    assert "nowhere.ckpt" in capsys.readouterr().err
+
+
+# ---- models ----
+
+
+SMALL = ["model.hidden=8", "model.steps=1", "data.batch_size=32"]
+
+
+def test_a_model_from_configuration(capsys):
+    assert main(["verify", "model=glow", "data=digits", *SMALL, *QUICK]) == 0
+    told = capsys.readouterr().out
+    assert "log-density" in told and "flow.bijection Compose (1, 8, 8)" in told and "InvertibleLinear" in told
+    assert "every law holds" in told and "FAILED" not in told
+
+
+def test_a_broken_layer_deep_in_a_model_is_named(capsys, monkeypatch):
+    right = ActNorm._inverse
+    monkeypatch.setattr(ActNorm, "_inverse", lambda self, z, cond, mask: (
+        right(self, z, cond, mask)[0], -right(self, z, cond, mask)[1]
+    ))
+    assert main(["verify", "model=glow", "data=digits", *SMALL, *QUICK]) == 1
+    told = capsys.readouterr()
+    assert "log-det inverse (flow.bijection.layers.1.stages.0.layers.1 ActNorm (4, 4, 4))" in told.err
+    assert "log-dets cancel" in told.err and "InvertibleLinear" not in told.err and told.err.count("\n") == 1
+    assert "14 laws hold" not in told.out.split("ActNorm")[0].splitlines()[-1]
+
+
+def test_a_trained_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train = ["model=realnvp", "data=toy", "data.n_train=256", "data.n_val=32", "data.n_test=32", "data.batch_size=32",
+             "trainer.max_steps=3", "trainer.max_epochs=null", "trainer.progress=false", "logger=csv", "run_dir=run",
+             "trainer.sample_every_n_steps=0"]  # fmt: skip
+    assert main(["train", *train]) == 0
+    capsys.readouterr()
+    assert main(["verify", "ckpt=run", *QUICK]) == 0
+    told = capsys.readouterr().out
+    assert "integrates to one" in told and "verdicts: run/verify.json" in told
+    with open("run/verify.json") as file:
+        written = json.load(file)
+    groups = written["layers"]
+    judged = [report for group in groups for report in group["reports"]]
+    assert len(judged) == sum(len(group["alike"]) for group in groups)  # trained layers are all looked at
+    assert {law["law"] for law in groups[1]["reports"][-1]["laws"]} == set(NUMERIC)
+    assert main(["verify", "ckpt=run/last.ckpt", "ema=false", *QUICK]) == 0
+
+
+def of(model_class, spec: DataSpec, batch: Batch, **options) -> Findings:
+    def make():
+        torch.manual_seed(0)
+        return model_class(spec, **options)
+
+    return prove(make(), make, batch.rows(slice(0, 3)), batch, Options(True, compiler=None, progress=False))
+
+
+def test_conditional_with_learned_dequantisation():
+    """Every bijection of a model is found, with the inputs that the model itself gives it."""
+    generator = torch.Generator().manual_seed(0)
+    batch = Batch(torch.randint(0, 17, (64, 1, 4, 4), generator=generator), torch.arange(64) % 10)
+    spec = DataSpec("pixels", (1, 4, 4), levels=17, num_classes=10)
+    layout = ["checkerboard*2", "squeeze", "channel*2"]
+    found = of(RealNVP, spec, batch, class_conditional=True, dequantisation="variational", hidden=8, depth=1,
+               layout=layout)
+    assert not found.failures, found.text()
+    wholes = [report.subject.split()[0] for report in found.wholes]
+    assert wholes[0] == "realnvp" and sorted(wholes[1:]) == ["dequantize.bijection", "flow.bijection"]
+    assert all(report["condition"].status == PASSED for report in found.wholes[1:])
+
+
+def test_continuous_vectors():
+    batch = Batch(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)))
+    found = of(NSF, DataSpec("table", (3,)), batch, layers=2, hidden=8)
+    assert not found.failures, found.text()
+
+
+def test_events_too_large_for_a_jacobian_are_cropped_and_the_table_says_so():
+    batch = Batch(torch.randint(0, 17, (16, 1, 24, 24), generator=torch.Generator().manual_seed(0)))
+    found = of(RealNVP, DataSpec("pixels", (1, 24, 24), levels=17), batch, hidden=4, depth=1, layout=["checkerboard*2"])
+    assert not found.failures, found.text()
+    assert "an event of 576 values is too large for one Jacobian" in found.text()
+    name = "flow.bijection.layers.1.stages.0.layers.0 Coupling"
+    row = next(line for line in found.text().splitlines() if line.startswith(name))
+    assert "(1, 24, 24)" in row and "(1, 16, 16)" in row
+
+
+def test_a_family_without_laws():
+    spec = DataSpec("pixels", (1, 8, 8), levels=17)
+    with pytest.raises(ValueError, match="nothing to verify yet for the family ddpm"):
+        prove(DDPM(spec), lambda: DDPM(spec), None, None, Options(True))
+
+
+def test_layers_are_alike_only_if_their_settings_are():
+    def coupling(split):
+        return Coupling(split, Affine(split.changed), ConvNet(split.kept, 2 * split.changed, hidden=4))
+
+    swapped = fingerprint(coupling(ChannelSplit(4, swap=True)))
+    assert fingerprint(coupling(ChannelSplit(4))) == fingerprint(coupling(ChannelSplit(4))) != swapped
+    boards = [fingerprint(coupling(Checkerboard(2, parity=parity))) for parity in (0, 1)]
+    assert boards[0] != boards[1]
+    assert fingerprint(Stretch(3)) != fingerprint(ActNorm(3))
+
+
+# ---- self test ----
+
+
+def test_self_test(capsys, monkeypatch):
+    names = ["nothing (images)", "scalar log-det", "batch statistics"]
+    monkeypatch.setattr(planted, "PLANTED", {name: planted.PLANTED[name] for name in names})
+    assert main(["verify", "self_test=true", "compiler=none"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 3 and all(line.startswith("as it must") for line in told)
+    assert told[0].endswith("every law holds") and told[1].endswith("shapes and dtypes")
+
+
+def test_self_test_fails_where_an_error_goes_unnoticed(capsys, monkeypatch):
+    unnoticed = Planted(lambda: Stretch(3), (3, 2, 2), frozenset({"round trip"}))
+    monkeypatch.setattr(planted, "PLANTED", {"no error at all": unnoticed})
+    assert main(["verify", "self_test=true", "compiler=none"]) == 1
+    assert "no error at all (expected round trip)" in capsys.readouterr().err
+
+
+def test_findings_name_the_law_closest_to_its_tolerance():
+    verdicts = (Verdict("a", PASSED, 1e-12, 1e-10), Verdict("b", PASSED, 1e-5, 1e-4))
+    found = Findings([], [(["x", "y"], [Report("x Flip (3,)", verdicts)])])
+    assert "x Flip  (3,)" in found.text() and "b 1e-05 of 0.0001" in found.text()
