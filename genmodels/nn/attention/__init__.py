@@ -4,6 +4,12 @@
     build_mask                           causal, window, chunk, trigger, padding
     TransformerXL, Shaw, MusicTransformer, T5Bias, ALiBi, Rotary      along a sequence
     Swin2d, Rotary2d, MelPosition                                     on maps
+
+Mechanisms beside the core, with the same signature and the same masks:
+
+    ScoredAttention(dim, heads, score)   of a decoder to a memory; Additive, Location, ScaledDot
+    HardAttention(dim, heads, score)     to one key, straight through
+    LocalDenseSynthesizer, LocalMonotonic, Nystrom, LSH
 """
 
 from genmodels.nn.attention.alibi import ALiBi
@@ -11,11 +17,19 @@ from genmodels.nn.attention.backend import Path, masked_softmax
 from genmodels.nn.attention.call import Cache
 from genmodels.nn.attention.core import Attention
 from genmodels.nn.attention.distance import rel_shift, relative_positions, sinusoids, skew
+from genmodels.nn.attention.hard import HardAttention, straight_through
+from genmodels.nn.attention.hashing import rotation_hash, sign_bits, sign_hash
+from genmodels.nn.attention.local_dense import LocalDenseSynthesizer
+from genmodels.nn.attention.local_monotonic import LocalMonotonic, Place
+from genmodels.nn.attention.lsh import LSH
 from genmodels.nn.attention.mask import Reach, build_mask, check_full, check_padding, hide_rows
 from genmodels.nn.attention.mel import MelPosition
 from genmodels.nn.attention.music_transformer import MusicTransformer
+from genmodels.nn.attention.nystrom import Nystrom
 from genmodels.nn.attention.position import DistanceBias, Position
 from genmodels.nn.attention.rotary import Rotary, Rotary2d
+from genmodels.nn.attention.scores import Additive, Location, Past, ScaledDot, Score
+from genmodels.nn.attention.seq2seq import Keys, ScoredAttention
 from genmodels.nn.attention.shaw import Shaw
 from genmodels.nn.attention.swin import Swin2d
 from genmodels.nn.attention.t5 import T5Bias
@@ -23,16 +37,29 @@ from genmodels.nn.attention.transformer_xl import TransformerXL
 
 __all__ = [
     "ALiBi",
+    "Additive",
     "Attention",
     "Cache",
     "DistanceBias",
+    "HardAttention",
+    "Keys",
+    "LSH",
+    "LocalDenseSynthesizer",
+    "LocalMonotonic",
+    "Location",
     "MelPosition",
     "MusicTransformer",
+    "Nystrom",
+    "Past",
     "Path",
+    "Place",
     "Position",
     "Reach",
     "Rotary",
     "Rotary2d",
+    "ScaledDot",
+    "Score",
+    "ScoredAttention",
     "Shaw",
     "Swin2d",
     "T5Bias",
@@ -44,6 +71,10 @@ __all__ = [
     "masked_softmax",
     "rel_shift",
     "relative_positions",
+    "rotation_hash",
+    "sign_bits",
+    "sign_hash",
     "sinusoids",
     "skew",
+    "straight_through",
 ]

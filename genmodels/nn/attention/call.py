@@ -41,6 +41,11 @@ class Call(NamedTuple):
     k0: int
     space: Space | None
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is no pair of positions at all, which distances have no answer for."""
+        return not (self.q.shape[2] and self.k.shape[2])
+
     def part(self, queries: slice, keys: slice) -> Call:
         """Some queries and some keys of this call."""
         padding = None if self.padding is None else self.padding[..., keys]
@@ -50,6 +55,17 @@ class Call(NamedTuple):
             full = full[..., rows, keys if full.shape[-1] > 1 else slice(None)]
         q, k, v = self.q[:, :, queries], self.k[:, :, keys], self.v[:, :, keys]
         return Call(q, k, v, padding, full, self.q0 + queries.start, self.k0 + keys.start, self.space)
+
+
+def check_tensors(dim: int, x: Tensor, memory: Tensor | None, memory_mask: Tensor | None) -> None:
+    """Raise ValueError unless x and memory are `(B, L, dim)` of one batch, and the mask of a memory has one."""
+    for tensor, what in ((x, "x"), (memory, "memory")):
+        if tensor is not None and (tensor.dim() != 3 or tensor.shape[-1] != dim):
+            raise ValueError(f"{what} must be (B, L, {dim}), got {tuple(tensor.shape)}")
+    if memory is not None and len(memory) != len(x):
+        raise ValueError(f"memory {tuple(memory.shape)} and x {tuple(x.shape)} are of different batches")
+    if memory is None and memory_mask is not None:
+        raise ValueError("memory_mask without memory: the mask of x is mask")
 
 
 def check_call(
@@ -65,13 +81,7 @@ def check_call(
 ) -> None:
     """Raise ValueError for a call that has no meaning, or whose result a cache could not make equal to the whole."""
     name = type(position).__name__
-    for tensor, what in ((x, "x"), (memory, "memory")):
-        if tensor is not None and (tensor.dim() != 3 or tensor.shape[-1] != dim):
-            raise ValueError(f"{what} must be (B, L, {dim}), got {tuple(tensor.shape)}")
-    if memory is not None and len(memory) != len(x):
-        raise ValueError(f"memory {tuple(memory.shape)} and x {tuple(x.shape)} are of different batches")
-    if memory is None and memory_mask is not None:
-        raise ValueError("memory_mask without memory: the mask of x is mask")
+    check_tensors(dim, x, memory, memory_mask)
     if memory is not None and type(position) is not Position and not position.cross:
         raise ValueError(f"{name} has not declared cross: distances to a memory need a clock that both share")
     if position.dims == 2 and offset:

@@ -202,6 +202,8 @@ class Attention(nn.Module):
 
     def _attend(self, call: Call, kind: str) -> Tensor:
         """The heads' outputs `(B, H, Lq, d)` of (a part of) a call, with nothing of it out of view."""
+        if call.empty:
+            return torch.zeros_like(call.q)
         drop = self.dropout if self.training else 0.0
         if kind == "explicit":
             y, a = paths.attend_explicitly(self._weights(call), call.v, drop)
@@ -217,6 +219,8 @@ class Attention(nn.Module):
         return paths.attend_fused(q, call.k, call.v, bias, allowed, drop, causal)
 
     def _weights(self, call: Call) -> Tensor:
+        if call.empty:
+            return paths.wide(call.q @ call.k.mT)
         q, bias = self._biased(call)
         return paths.explicit_weights(q, call.k, bias, self._allowed(call))
 

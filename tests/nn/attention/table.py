@@ -9,12 +9,21 @@ import torch
 from torch import nn
 
 from genmodels.nn.attention import (
+    LSH,
+    Additive,
     ALiBi,
     Attention,
+    HardAttention,
+    LocalDenseSynthesizer,
+    LocalMonotonic,
+    Location,
     MelPosition,
     MusicTransformer,
+    Nystrom,
     Rotary,
     Rotary2d,
+    ScaledDot,
+    ScoredAttention,
     Shaw,
     Swin2d,
     T5Bias,
@@ -82,6 +91,64 @@ CASES = [
 ]
 BY_NAME = {case.name: case for case in CASES}
 
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """A mechanism beside the core.
+
+    cross: takes a memory; pairs: takes full masks; carries: can go on step by step along a memory; sums: the weights of
+    a query sum to 1; equivariant: to permutations; differentiable: its derivatives are those of its values.
+    """
+
+    name: str
+    make: Callable
+    cross: bool = True
+    pairs: bool = False
+    carries: bool = False
+    sums: bool = True
+    equivariant: bool = False
+    differentiable: bool = True
+
+    def build(self, *, seed: int = 0, dtype=torch.float64, replaced: Callable | None = None, **options):
+        """A module with every parameter random; `replaced` stands in for its class."""
+        torch.manual_seed(seed)
+        return randomised(self.make(replaced, **options), seed).to(dtype)
+
+
+def scored(score, default=ScoredAttention):
+    return lambda kind, **options: (kind or default)(DIM, HEADS, score(), **options)
+
+
+def module(default, **fixed):
+    return lambda kind, **options: (kind or default)(DIM, HEADS, **fixed | options)
+
+
+STEPS = {"pairs": True, "carries": True}
+LONE = {"cross": False}
+ROUGH = {"sums": False}  # weights that only approach those of a mean
+MECHANISMS = [
+    Mechanism("additive", scored(lambda: Additive(DIM, HEADS, hidden=3)), equivariant=True, **STEPS),
+    Mechanism("location", scored(lambda: Location(DIM, HEADS, channels=2, kernel=3)), **STEPS),
+    Mechanism("scaled dot", scored(lambda: ScaledDot(DIM, HEADS)), equivariant=True, **STEPS),
+    Mechanism("hard", scored(lambda: Additive(DIM, HEADS), HardAttention), equivariant=True, differentiable=False,
+              **STEPS),
+    Mechanism("local dense", module(LocalDenseSynthesizer, c=3), **LONE),
+    Mechanism("local dense even", module(LocalDenseSynthesizer, c=4), **LONE),
+    Mechanism("local dense zero", module(LocalDenseSynthesizer, c=4, boundary="zero"), sums=False, **LONE),
+    Mechanism("local dense wide", module(LocalDenseSynthesizer, c=9), **LONE),
+    Mechanism("monotonic", module(LocalMonotonic, sigma=1.0), carries=True, **ROUGH),
+    Mechanism("monotonic bounded", module(LocalMonotonic, sigma=0.7, max_step=1.5, score="softmax"), carries=True,
+              **ROUGH),
+    Mechanism("nystrom", module(Nystrom, landmarks=3), **ROUGH),
+    Mechanism("nystrom exact", module(Nystrom, landmarks=3, iterations=None), **ROUGH),
+    Mechanism("nystrom full", module(Nystrom, landmarks=16, iterations=None), equivariant=True),
+    Mechanism("lsh rotation", module(LSH, buckets=4, chunk=2, rounds=2), **LONE),
+    Mechanism("lsh sign", module(LSH, buckets=4, chunk=3, rounds=3, hash="sign"), **LONE),
+    Mechanism("lsh one bucket", module(LSH, buckets=1, chunk=16, rounds=2), equivariant=True, **LONE),
+]  # fmt: skip
+MECHANISM = {mechanism.name: mechanism for mechanism in MECHANISMS}
+
 REACHES = [{}, {"causal": True}, {"window": (2, 1)}, {"window": (1, None)}, {"chunk": (2, 1)},
            {"chunk": (3, None), "causal": True}]  # fmt: skip
 DOUBLE = torch.float64
@@ -104,3 +171,7 @@ def kinds(case):
 def lengths(mask):
     """Padding (B, 1, L) from a list of lists of 0 and 1."""
     return torch.tensor(mask, dtype=torch.bool)[:, None]
+
+
+#: Of six positions: all, the first three, and some here and there.
+PADDING = lengths([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 0, 1]])

@@ -62,3 +62,15 @@ def test_a_cache_of_another_batch():
     attention = Attention(8, 2, causal=True)
     with pytest.raises(ValueError, match="batch of 3, x of 2"):
         attention(X, cache=attention.empty_cache(torch.zeros(3, 1, 8)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "explicit"])
+def test_no_positions_at_all(sequence_case, backend):
+    """Sequences of length 0 among queries or keys; a query without any key gets W_O 0."""
+    attention = sequence_case.build(cross=True, backend=backend)
+    none, some = torch.zeros(2, 0, 8, dtype=torch.float64), torch.ones(2, 3, 8, dtype=torch.float64)
+    for memory in (None, none, some):
+        assert attention(none, memory)[0].shape == (2, 0, 8)
+        assert attention.weights(none, memory).shape == (2, 2, 0, 3 if memory is some else 0)
+    y = attention(some, none)[0]
+    assert torch.equal(y, attention.project_out.bias.expand_as(y))

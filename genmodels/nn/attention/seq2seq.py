@@ -1,0 +1,181 @@
+"""Attention of a decoder to a memory through a score function, whole or step by step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from genmodels.nn.attention.backend import Path, masked_softmax, wide
+from genmodels.nn.attention.inputs import Inputs, admit, merge_heads, split_heads
+from genmodels.nn.attention.position import head_width
+from genmodels.nn.attention.scores import Additive, Past, Score
+
+
+class Keys(NamedTuple):
+    """A memory made ready: what it shows, `(B, H, Lk, n)`, and what it gives, `(B, H, Lk, d)`."""
+
+    shown: Tensor
+    values: Tensor
+
+
+class ScoredAttention(nn.Module):
+    """Attention with any score function, for all queries at once or for one after the other.
+
+        a_i = softmax_j(e_ij) over the keys that may be attended to,    y_i = W_O [sum_j a_ij v_j]
+
+    A query that may attend to nothing gives exactly 0 before W_O. What one step hands to the next, a `Past`, is
+    explicit: `step` takes and returns it, and so does `forward` as its cache.
+
+    Arguments:
+        dim: width D of x, memory and y.
+        heads: number of heads; divides D.
+        score: score function, built for the same dim and heads; `Additive` by default.
+        dropout: probability of dropping a weight, in training.
+        bias: whether the projections of values and output have biases.
+
+    Shapes: `x (B, Lq, D)`, `memory (B, Lk, D)`, x itself by default; `mask (B, 1, Lq)` bool, True = valid;
+    `memory_mask (B, 1, Lk)`, or a full one that broadcasts to `(B, H, Lq, Lk)`. y is `(B, Lq, D)`.
+    Errors: ValueError for sizes that do not fit, for masks that are not boolean or do not broadcast.
+    Source: Bahdanau et al. 2015, section 3.1.
+
+    Example:
+        >>> from genmodels.nn.attention.scores import Location
+        >>> attention, memory = ScoredAttention(8, 2, Location(8, 2, kernel=3)), torch.randn(3, 6, 8)
+        >>> keys, state = attention.keys(memory), attention.start(memory)
+        >>> context, weights, state = attention.step(torch.randn(3, 8), memory, keys, state)
+        >>> context.shape, weights.shape
+        (torch.Size([3, 8]), torch.Size([3, 2, 6]))
+    """
+
+    def __init__(
+        self, dim: int, heads: int, score: Score | None = None, *, dropout: float = 0.0, bias: bool = True
+    ):
+        super().__init__()
+        self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
+        self.score = Additive(dim, heads) if score is None else score
+        if (self.score.dim, self.score.heads) != (dim, heads):
+            sizes = (self.score.dim, self.score.heads)
+            raise ValueError(f"{type(score).__name__} has (dim, heads) = {sizes}, the attention {(dim, heads)}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        self.dropout = dropout
+        self.project_v = nn.Linear(dim, dim, bias=bias)
+        self.project_out = nn.Linear(dim, dim, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: Past | None = None,
+        offset: int = 0,
+    ) -> tuple[Tensor, Past | None]:
+        """The output, and what the next call needs to go on where this one ended (None unless a cache came in).
+
+        Arguments:
+            cache: where earlier queries of the same memory looked; `start` begins one.
+            offset: absolute index of the first query, which no score function here asks for.
+        """
+        given = admit(self, x, memory, mask, memory_mask, cache, full=True, carries=Past)
+        y, _, past = self._attend(given, self._keys(given), cache)
+        return given.finish(self.project_out(y)), None if cache is None else past
+
+    def weights(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: Past | None = None,
+        offset: int = 0,
+    ) -> Tensor:
+        """The weights `(B, H, Lq, Lk)` of the same call, without dropout."""
+        given = admit(self, x, memory, mask, memory_mask, cache, full=True, carries=Past)
+        return self._attend(given, self._keys(given), cache)[1]
+
+    def start(self, memory: Tensor) -> Past:
+        """The state before the first query: nobody has looked anywhere."""
+        nowhere = wide(memory).new_zeros(len(memory), self.heads, memory.shape[1])
+        return Past(nowhere, nowhere)
+
+    def keys(self, memory: Tensor, memory_mask: Tensor | None = None) -> Keys:
+        """The memory `(B, Lk, D)` projected, once for all the steps."""
+        return self._keys(admit(self, memory[:, :0], memory, None, memory_mask))
+
+    def step(
+        self,
+        query: Tensor,
+        memory: Tensor,
+        keys: Keys | None,
+        state: Past,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Past]:
+        """One query: its context `(B, D)`, its weights `(B, H, Lk)` and the state of the next.
+
+        Arguments:
+            query: `(B, D)`.
+            memory: `(B, Lk, D)`.
+            keys: what `keys` made of memory; None makes it anew.
+            state: from `start` or from the step before.
+            mask: `(B, 1, Lk)`, which positions of memory are valid.
+        """
+        given = admit(self, query[:, None], memory, None, mask, state, carries=Past)
+        y, a, past = self._attend(given, self._keys(given) if keys is None else keys, state)
+        return self.project_out(y)[:, 0].to(query.dtype), a[:, :, 0], past
+
+    def explain(
+        self,
+        Lq: int,
+        Lk: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        batch: int = 1,
+        masked: bool = False,
+    ) -> Path:
+        """The path that such a call takes, why, and the bytes it needs beside keys, values and the result."""
+        size = max(dtype.itemsize, 4)
+        pairs = batch * self.heads * Lq * Lk
+        layers = 2 + getattr(self.score, "hidden", 0)
+        reason = f"{type(self.score).__name__} scores every pair"
+        if self.score.uses_past:
+            reason = f"{reason}, {Lq} queries one after the other: each sees where the last one looked"
+        return Path("explicit", reason, layers * pairs * size)
+
+    def choose(self, logits: Tensor, allowed: Tensor | None) -> Tensor:
+        """Weights from logits; a subclass may choose otherwise."""
+        return masked_softmax(logits, allowed)
+
+    def _keys(self, given: Inputs) -> Keys:
+        values = split_heads(self.project_v(given.source), self.heads)
+        return Keys(given.unseen(self.score.keys(given.source)), given.unseen(values))
+
+    def _attend(self, given: Inputs, keys: Keys, past: Past | None) -> tuple[Tensor, Tensor, Past]:
+        """The heads' outputs `(B, Lq, D)` in the dtype of the values, the weights, and the past of the next query."""
+        past = self.start(given.source) if past is None else past
+        if given.empty:
+            a = wide(given.x).new_zeros(len(given.x), self.heads, given.x.shape[1], given.source.shape[1])
+            return merge_heads(a.to(keys.values.dtype) @ keys.values), a, past
+        if self.score.uses_past:
+            a, past = self._one_by_one(given, keys, past)
+        else:
+            a = self.choose(self.score.logits(given.x, keys.shown), given.allowed)
+            past = past.after(a, given.queries)
+        kept = dropout(a, self.dropout) if self.dropout and self.training else a
+        with torch.autocast(a.device.type, enabled=False):
+            y = kept @ wide(keys.values)
+        return merge_heads(y.to(keys.values.dtype)), a, past
+
+    def _one_by_one(self, given: Inputs, keys: Keys, past: Past) -> tuple[Tensor, Past]:
+        rows, allowed = [], given.allowed
+        for i in range(given.x.shape[1]):
+            row = slice(i, i + 1)
+            may = allowed if allowed is None or allowed.shape[2] == 1 else allowed[:, :, row]
+            a = self.choose(self.score.logits(given.x[:, row], keys.shown, past), may)
+            past = past.after(a, None if given.queries is None else given.queries[..., row])
+            rows.append(a)
+        return torch.cat(rows, dim=2), past

@@ -1,0 +1,54 @@
+"""What is linear in the length, counted and not timed: products, and the largest tensor that a call makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from genmodels.nn.attention import LSH, Attention, LocalDenseSynthesizer, Nystrom
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the storage of the largest tensor that anything returns, in bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.size = max([self.size, *sizes])
+        return out
+
+
+def growth(module, L):
+    """How many times the products and the largest tensor of a call grow, backward included, when the length doubles."""
+    counted = []
+    for length in (L, 2 * L):
+        torch.manual_seed(0)
+        x = torch.randn(1, length, 32, requires_grad=True)
+        with FlopCounterMode(display=False) as flops, Largest() as largest:
+            module(x)[0].sum().backward()
+        counted.append((flops.get_total_flops(), largest.size))
+    return max(b / a for a, b in zip(*counted, strict=True))
+
+
+LINEAR = [
+    LocalDenseSynthesizer(32, 2, c=5),
+    Nystrom(32, 2, landmarks=8),
+    LSH(32, 2, buckets=8, chunk=16),
+    LSH(32, 2, buckets=8, chunk=16, hash="sign"),
+]
+
+
+@pytest.mark.parametrize("module", LINEAR, ids=lambda module: type(module).__name__)
+def test_cost_is_linear_in_the_length(module):
+    assert growth(module, 512) <= 2.1
+
+
+def test_the_cost_law_catches_a_square():
+    assert growth(Attention(32, 2, backend="explicit"), 512) > 2.6
