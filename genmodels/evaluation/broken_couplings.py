@@ -36,6 +36,22 @@ class Couple(Bijection):
         return torch.cat([kept, (changed - t) * (-h).exp()], dim=1), -per_example(h)
 
 
+class ForgottenGradient(Couple):
+    """The log-scale is right, but cut off from what it was made of."""
+
+    def parameters_of(self, kept, cond):
+        h, t = super().parameters_of(kept, cond)
+        return h.detach(), t
+
+
+class RoundedScale(Couple):
+    """The log-scale goes through bfloat16 and moves in steps."""
+
+    def parameters_of(self, kept, cond):
+        h, t = super().parameters_of(kept, cond)
+        return h.bfloat16().to(h.dtype), t
+
+
 class BatchStatistics(Couple):
     """The shift is centred over the batch: a row depends on its neighbours."""
 

@@ -117,7 +117,7 @@ class InPlace(Stretch):
     """The input is scaled in place."""
 
     def _forward(self, x, cond, mask):
-        x *= self.beside(self.log_scale.detach().exp(), x)
+        x *= self.beside(self.log_scale.exp(), x)
         return x + self.beside(self.shift, x), self.volume(x, mask)
 
 

@@ -83,6 +83,8 @@ PLANTED: dict[str, Planted] = {
         couplings.WrongMask, _VECTOR, "round trip", "log-dets cancel", "log-det forward"
     ),
     "spline evaluated before the clamp": _planted(couplings.Unclamped, _VECTOR, "extreme inputs"),
+    "gradient cut off": _planted(couplings.ForgottenGradient, _VECTOR, "gradients"),
+    "scale rounded to bfloat16": _planted(couplings.RoundedScale, _VECTOR, "gradients"),
     "kept part rounded": _planted(couplings.PerhapsChanged, _VECTOR, "kept part"),
     "log-det said to be constant": _planted(couplings.FalseConstant, _VECTOR, "constant log-det"),
     "padding seen": _planted(couplings.PaddingSeen, _SEQUENCE, "masked content", "padding"),
