@@ -22,7 +22,9 @@ EXAMPLES = {
     "sample": ["ckpt=runs/ddpm-digits/<time>/best.ckpt n=64 sampler=ddim steps=50 seed=0"],
     "evaluate": ["ckpt=runs/ddpm-digits/<time>/best.ckpt", "'ckpt=[runs/a/best.ckpt,runs/b/best.ckpt]'"],
     "verify": ["model=glow data=digits", "ckpt=runs/glow-digits/<time>/best.ckpt", "self_test=true",
-               "what=mypackage.layers:MyLayer shape=[3,8,8] options.channels=3 trust=[mypackage]"],
+               "what=mypackage.layers:MyLayer shape=[3,8,8] options.channels=3 trust=[mypackage]",
+               "what=attention", "what=attention object=mypackage.layers:factory capabilities=[relative,cache,causal] "
+               "trust=[mypackage]"],
     "info": ["runs/ddpm-digits/<time>/last.ckpt", "runs/*/*/best.ckpt --full"],
     "doctor": ["", "data=image_folder data.root=photos"],
 }

@@ -1,4 +1,4 @@
-"""`genmodels verify`: is a flow, or a bijection of your own, what it says it is? A verdict for every law."""
+"""`genmodels verify`: is a flow, a bijection, an attention what it says it is? A verdict for every law."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ def run(
     data: dict | None = None,
     ckpt: str | None = None,
     what: str | None = None,
+    object: str | None = None,
+    capabilities: list[str] | None = None,
     shape: list[int] | None = None,
     options: dict | None = None,
     cond: str | None = None,
@@ -41,11 +43,14 @@ def run(
         data: the data set it is built for.
         ckpt: a checkpoint or run folder instead: its trained weights as they are.
         what: a bijection of your own instead, package.module:Class or a function that returns one; needs shape, trust.
-        shape: event shape for what, as in shape=[3,8,8].
-        options: arguments of the class that what names.
+            Or attention: every mechanism of this package, or the one that object names.
+        object: with what=attention, package.module:factory of your own; factory(dim, heads) makes a module (x, mask).
+        capabilities: what that module says of itself, as in [relative,cache,causal]; each names further laws.
+        shape: event shape for what, as in shape=[3,8,8]; of attention on maps height and width.
+        options: arguments of the class that what or object names.
         cond: condition of what, labels:10, vector:4 or map:2 for classes, length or channels.
         out: file for the verdicts; default verify.json beside a checkpoint, none otherwise.
-        self_test: show that every law notices the errors planted for it.
+        self_test: show that every law notices the errors planted for it; with what=attention those of attention.
         verbose: every law of every layer, also those that do not apply.
         seed: seed of parameters and inputs.
         compiler: backend for the law on torch.compile, none to leave it out.
@@ -60,7 +65,8 @@ def run(
     """
     from genmodels.errors import InputError, RunError
 
-    chosen = {"model": model, "ckpt": ckpt, "what": what, "self_test": self_test or None}
+    attention = what == "attention"
+    chosen = {"model": model, "ckpt": ckpt, "what": what, "self_test": (self_test and not attention) or None}
     given = [key for key, value in chosen.items() if value is not None]
     if len(given) != 1:
         said = f"got {' and '.join(given)}" if given else "nothing was named"
@@ -68,6 +74,12 @@ def run(
     for key, value in (("shape", shape), ("options", options), ("cond", cond)):
         if value is not None and what is None:
             raise InputError(f"{key} goes with what=package.module:Class")
+    for key, value in (("object", object), ("capabilities", capabilities)):
+        if value is not None and not attention:
+            raise InputError(f"{key} goes with what=attention")
+    for key, value in (("shape", shape), ("options", options), ("capabilities", capabilities)):
+        if value is not None and attention and object is None:
+            raise InputError(f"{key} goes with object=package.module:factory")
     if max_dims < 1:
         raise InputError(f"max_dims must be at least 1, got {max_dims}")
 
@@ -76,7 +88,16 @@ def run(
     start = time.monotonic()
     backend = None if compiler == "none" else compiler
     if self_test:
-        findings = _planted(backend, verbose)
+        findings = _planted(backend, verbose, attention)
+    elif attention:
+        from genmodels.cli import verify_attention
+
+        chosen_how = {"compiler": backend, "seed": seed, "progress": progress}
+        if object is None:
+            findings = verify_attention.every_mechanism(**chosen_how)
+        else:
+            maker = _located(object, trust or [], "object")
+            findings = verify_attention.own(maker, object, capabilities or [], shape, options or {}, **chosen_how)
     elif what is not None:
         findings = _own(what, shape, options or {}, cond, trust or [], seed, backend, max_dims, progress)
     else:
@@ -107,10 +128,14 @@ def _write(findings, out: str | None, ckpt: str | None) -> None:
     print(f"verdicts: {target}")
 
 
-def _planted(compiler: str | None, verbose: bool) -> None:
+def _planted(compiler: str | None, verbose: bool, attention: bool) -> None:
     """The planted errors, one line for each; a RunError if one goes unnoticed."""
     from genmodels.errors import RunError
-    from genmodels.evaluation.planted import self_test
+
+    if attention:
+        from genmodels.evaluation.planted_attention import self_test
+    else:
+        from genmodels.evaluation.planted import self_test
 
     missed = []
     for name, planted, report, right in self_test(compiler):
@@ -208,7 +233,7 @@ def _own(
     return Findings([report])
 
 
-def _located(what: str, trust: list[str]):
+def _located(what: str, trust: list[str], key: str = "what"):
     """The class or function of a trusted package that `package.module:name` names."""
     import importlib
     import os
@@ -219,15 +244,15 @@ def _located(what: str, trust: list[str]):
     module_name, _, name = what.replace(":", ".").rpartition(".")
     package = module_name.split(".")[0]
     if package not in {"genmodels", *trust}:
-        raise InputError(f"what={what} is not of genmodels; to allow it add its package: trust=[{package or what}]")
+        raise InputError(f"{key}={what} is not of genmodels; to allow it add its package: trust=[{package or what}]")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m genmodels` has it
     try:
         found = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"what={what} cannot be found ({type(error).__name__}: {error})") from error
+        raise InputError(f"{key}={what} cannot be found ({type(error).__name__}: {error})") from error
     if not callable(found) or getattr(found, "__module__", "").split(".")[0] != package:
-        raise InputError(f"what={what} is no class or function defined in {package}")
+        raise InputError(f"{key}={what} is no class or function defined in {package}")
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from genmodels.nn.attention import Attention, Swin2d, sinusoids
+from genmodels.nn.attention import LSH, Attention, Swin2d, sinusoids
 from genmodels.nn.attention.position import Space
 from genmodels.nn.blocks import zeroed
 from genmodels.nn.channel_norm import ChannelNorm
@@ -19,7 +19,8 @@ class AttentionBlock(nn.Module):
 
     A mechanism for maps gets them row by row, with their height and width. One for sequences reads a map column by
     column, place = column H + row: the last axis is time where there is time, so a frame stays in one piece, and what
-    is padded at the end of that axis stands at the end of the sequence and moves nothing.
+    is padded at the end of that axis stands at the end of the sequence and moves nothing. What a mechanism draws is
+    drawn when it is built: coupling networks must be the same function in both directions, and so in training too.
 
     Arguments:
         channels: channels of the map.
@@ -50,6 +51,13 @@ class AttentionBlock(nn.Module):
         position = getattr(mechanism, "position", None)
         self.for_maps = getattr(position, "dims", 1) == 2
         self.resampled = isinstance(position, Swin2d)
+
+    def train(self, mode: bool = True) -> AttentionBlock:
+        """The mode of training; a mechanism that draws hashes in it stays in that of evaluation."""
+        super().train(mode)
+        if isinstance(self.mechanism, LSH):
+            self.mechanism.eval()
+        return self
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None and self.resampled:

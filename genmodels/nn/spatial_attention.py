@@ -7,13 +7,25 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from genmodels.nn.attention import Attention, MelPosition, Rotary, Rotary2d, Swin2d, TransformerXL
+from genmodels.nn.attention import (
+    LSH,
+    Attention,
+    LocalDenseSynthesizer,
+    MelPosition,
+    Nystrom,
+    Rotary,
+    Rotary2d,
+    Swin2d,
+    TransformerXL,
+)
 from genmodels.nn.attention.position import Position, Space
 from genmodels.nn.attention_block import AbsoluteAttention, AttentionBlock
 from genmodels.nn.norm import GroupNorm
 
 #: What `attention=` may be, see `ATTENTION`.
-AttentionKind = Literal["none", "plain", "absolute", "swin2d", "rope2d", "mel", "rope", "xl"]
+AttentionKind = Literal[
+    "none", "plain", "absolute", "swin2d", "rope2d", "mel", "rope", "xl", "nystrom", "lsh", "local_dense"
+]
 
 
 class SpatialAttention(nn.Module):
@@ -92,6 +104,15 @@ def _with(position: Callable[[int, int, Space | None], Position]) -> Callable:
     return make
 
 
+def _beside(mechanism: Callable[[int, int], nn.Module]) -> Callable:
+    """The maker of a block around a mechanism that stands beside the core."""
+
+    def make(channels: int, heads: int, dims: int, space: Space | None) -> nn.Module:
+        return AttentionBlock(channels, mechanism(channels, heads), dims=dims)
+
+    return make
+
+
 def _swin(channels: int, heads: int, space: Space | None) -> Position:
     # Where the size is not known beforehand, a table for small maps: others get it resampled.
     return Swin2d(channels, heads, size=space or (8, 8))
@@ -104,7 +125,7 @@ def _mel(channels: int, heads: int, space: Space | None) -> Position:
     return MelPosition(channels, heads, n_freq=space[0], time=Rotary(channels, heads))
 
 
-#: Every kind of attention block. Along maps, `rope` and `xl` take positions column by column.
+#: Every kind of attention block. Of a map, all from `rope` on read the positions column by column.
 #:   none       no block
 #:   plain      content alone; on sequences and maps of any size, equivariant to permutations
 #:   absolute   sinusoids of the place added to the content
@@ -113,6 +134,9 @@ def _mel(channels: int, heads: int, space: Space | None) -> Position:
 #:   mel        rows are frequency bands, absolute; columns are time, turned
 #:   rope       queries and keys turned by place
 #:   xl         sinusoids of the distance
+#:   nystrom    content through 32 landmarks, means of stretches; linear in the number of positions
+#:   lsh        content within buckets of similar vectors; hashes are drawn once, when the network is built
+#:   local_dense    weights over 15 neighbours that each position makes up by itself; linear
 ATTENTION: dict[str, Kind] = {
     "none": Kind(None),
     "plain": Kind(_plain),
@@ -122,6 +146,9 @@ ATTENTION: dict[str, Kind] = {
     "mel": Kind(_with(_mel), (2,)),
     "rope": Kind(_with(lambda channels, heads, space: Rotary(channels, heads))),
     "xl": Kind(_with(lambda channels, heads, space: TransformerXL(channels, heads))),
+    "nystrom": Kind(_beside(lambda channels, heads: Nystrom(channels, heads, landmarks=32))),
+    "lsh": Kind(_beside(lambda channels, heads: LSH(channels, heads, buckets=8, chunk=32))),
+    "local_dense": Kind(_beside(lambda channels, heads: LocalDenseSynthesizer(channels, heads, c=15))),
 }
 
 

@@ -1,0 +1,184 @@
+"""What the positions of an attention must mean: distances, order, reach, a past that is kept, maps of any size."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+
+import torch
+from torch import Tensor
+
+from genmodels.evaluation.attention_subject import DOUBLE, AttentionSubject, gap
+from genmodels.evaluation.laws import Laws, Measured, NotApplicable
+from genmodels.evaluation.laws_of_maps import worst
+from genmodels.nn.attention import Position, TransformerXL
+
+LAWS = Laws()
+#: What makes a difference at all.
+VISIBLE = 1e-3
+
+
+@LAWS.add("sign", 0.0, "past and future differ: the output of the reversed input is not the reversed output")
+@torch.no_grad()
+def sign(s: AttentionSubject) -> Measured:
+    _needs(s, "relative")
+    if s.says("symmetric"):
+        raise NotApplicable("says that past and future are alike")
+    x = s.draw(2)
+    flips = {"": lambda t: t.flip(1)} if s.space is None else {
+        "rows": lambda t: t.unflatten(1, s.space).flip(1).flatten(1, 2),
+        "columns": lambda t: t.unflatten(1, s.space).flip(2).flatten(1, 2),
+    }  # fmt: skip
+    errors = {}
+    for name, flip in flips.items():
+        difference = gap(s.run(flip(x)), flip(s.run(x)))
+        errors[f"{name or 'reversed'}: differs by {difference:.0e}"] = 0.0 if difference > VISIBLE else 1.0
+    return worst(errors)
+
+
+@LAWS.add("distance zero", 1e-9, "a position's bias to itself is the same everywhere; its sinusoids are 0 1 0 1")
+@torch.no_grad()
+def distance_zero(s: AttentionSubject) -> Measured:
+    position = getattr(s.module, "position", None)
+    if not isinstance(position, Position) or s.says("rows") or not s.says("relative"):
+        raise NotApplicable("no scheme of distances to ask: the double loop says it where there is a reference")
+    errors, first = {}, None
+    q = s.draw(1, 1)[0, 0].view(1, position.heads, 1, position.head_dim)
+    for length in (1, 4, 7) if s.space is None else (s.length,):
+        for start in (0, 1000) if s.space is None else (0,):
+            rows = q.expand(-1, -1, length, -1)
+            turned, keys = position.rotate(rows, rows, start, start, s.space)
+            scores = turned @ keys.mT
+            bias = position.score_bias(rows, start, start, length, length, s.space)
+            own = (scores if bias is None else scores + bias).diagonal(dim1=-2, dim2=-1)
+            first = own[..., :1] if first is None else first
+            errors[f"{length} positions from {start}"] = gap(own, first.expand_as(own))
+    if isinstance(position, TransformerXL):
+        errors["sinusoids"] = _sinusoids_of_zero(position)
+    return worst(errors)
+
+
+def _sinusoids_of_zero(position: TransformerXL) -> float:
+    """The encoding of distance 0, read through a projection that leaves it alone."""
+    position = copy.deepcopy(position)
+    position.project.weight.copy_(torch.eye(position.dim))
+    position.v.zero_()
+    found = []
+    for c in range(position.head_dim):
+        q = torch.zeros(1, position.heads, 3, position.head_dim, dtype=DOUBLE)
+        q[..., c] = math.sqrt(position.head_dim)
+        found.append(position.score_bias(q, 0, 0, 3, 3)[0, :, 1, 1])
+    encoded = torch.stack(found, -1).flatten()
+    return gap(encoded, (torch.arange(position.dim) % 2).to(DOUBLE))
+
+
+@LAWS.add("shift", 1e-5, "moving everything by the same amount changes nothing")
+@torch.no_grad()
+def shift(s: AttentionSubject) -> Measured:
+    _needs(s, "relative")
+    errors = {}
+    if s.space is None:
+        n, x = s.length, s.draw(2)
+        alone = s.run(x)
+        for moved in (m for m in (1, 3, n) if s.takes(n + m)):
+            padded, mask = x.new_zeros(2, n + moved, s.dim), torch.zeros(2, 1, n + moved, dtype=torch.bool)
+            padded[:, moved:], mask[..., moved:] = x, True
+            errors[f"{moved} invalid positions before"] = gap(s.run(padded, mask)[:, moved:], alone)
+        if "offset" in inspect.signature(s.module.forward).parameters:
+            errors["offset = 1000"] = gap(s.run(x, offset=1000), alone)
+        return worst(errors)
+    (height, width), x = s.space, s.draw(2)
+    size = (height, width + 2) if s.says("rows") else (height + 1, width + 2)
+    outputs = []
+    for down, right in ((0, 0), (0, 2), (size[0] - height, 1)):
+        padded, mask = x.new_zeros(2, *size, s.dim), torch.zeros(2, 1, *size, dtype=torch.bool)
+        there = slice(down, down + height), slice(right, right + width)
+        padded[:, there[0], there[1]], mask[:, :, there[0], there[1]] = x.unflatten(1, s.space), True
+        y = s.run(padded.flatten(1, 2), mask.flatten(2), space=size)
+        outputs.append(y.unflatten(1, size)[:, there[0], there[1]])
+        errors[f"moved by {down, right}"] = gap(outputs[-1], outputs[0])
+    return worst(errors)
+
+
+@LAWS.add("permutation", 1e-6, "without positions, a permutation of the input permutes the output")
+@torch.no_grad()
+def permutation(s: AttentionSubject) -> Measured:
+    _needs(s, "unordered")
+    order = torch.randperm(s.length, generator=torch.Generator().manual_seed(s.seed))
+    x = s.draw(2)
+    return Measured(gap(s.run(x[:, order]), s.run(x)[:, order]))
+
+
+@LAWS.add("cache", 1e-5, "piece by piece with a cache is the whole at once, for pieces of every size")
+@torch.no_grad()
+def cache(s: AttentionSubject) -> Measured:
+    _needs(s, "cache")
+    x, errors = s.draw(2), {}
+    padded = torch.ones(2, 1, s.length, dtype=torch.bool)
+    padded[1, :, :2] = False
+    for name, mask in (("", None), (", masked", padded)):
+        whole = s.run(x, mask)
+        for size in range(1, s.length + 1):
+            past, pieces = s.module.empty_cache(x), []
+            for start in range(0, s.length, size):
+                piece = slice(start, start + size)
+                own = None if mask is None else mask[..., piece]
+                y, past = s.full_result(x[:, piece], own, cache=past)
+                pieces.append(y)
+            errors[f"pieces of {size}{name}"] = gap(torch.cat(pieces, dim=1), whole)
+    return worst(errors)
+
+
+@LAWS.add("causality", 0.0, "no output depends on a later input")
+def causality(s: AttentionSubject) -> Measured:
+    _needs(s, "causal")
+    errors = {}
+    for i, gradient in enumerate(_gradients(s)[:-1]):
+        errors[f"position {i} sees later ones"] = float(gradient[:, i + 1 :].abs().max())
+    return worst(errors)
+
+
+@LAWS.add("locality", 0.0, "an output depends on the inputs in its reach, up to the last of them, and on no other")
+def locality(s: AttentionSubject) -> Measured:
+    left, right = s.reach
+    if left is None and right is None:
+        raise NotApplicable("its reach is unbounded")
+    errors, last = {}, s.length - 1
+    for i, gradient in enumerate(_gradients(s)):
+        seen = gradient.abs().amax((0, 2))
+        first, end = (0 if left is None else max(i - left, 0)), (last if right is None else min(i + right, last))
+        outside = torch.cat([seen[:first], seen[end + 1 :]])
+        errors[f"position {i} sees beyond its reach"] = float(outside.max()) if len(outside) else 0.0
+        errors[f"position {i} does not see the ends of its reach"] = 0.0 if seen[first] > 0 and seen[end] > 0 else 1.0
+    return worst(errors)
+
+
+def _gradients(s: AttentionSubject) -> list[Tensor]:
+    """The gradient of each output position with respect to the whole input."""
+    x = s.draw(2).requires_grad_()
+    y, weights = s.run(x), s.draw(2, name=4)
+    rows = (y * weights).sum((0, 2))
+    return [torch.autograd.grad(row, x, retain_graph=True)[0] for row in rows]
+
+
+@LAWS.add("resolution", 1e-6, "maps of other sizes, square or not, are taken; the first one gives what it gave")
+@torch.no_grad()
+def resolution(s: AttentionSubject) -> Measured:
+    if s.space is None:
+        raise NotApplicable("is for sequences")
+    x = s.draw(2)
+    before, errors = s.run(x), {}
+    for size in [(s.space[0], n) for n in (1, 4, 9)] if s.says("rows") else [(4, 4), (2, 5), (5, 2), (1, 6), (7, 3)]:
+        given = s.draw(1, size[0] * size[1])
+        y = s.run(given, space=size)
+        errors[f"{size}: finite"] = 0.0 if y.shape == given.shape and y.isfinite().all() else math.inf
+        if s.reference is not None:
+            errors[f"{size}: double loop"] = gap(y, s.reference(s.module, given, None, size))
+    errors["the first size again"] = gap(s.run(x), before)
+    return worst(errors)
+
+
+def _needs(s: AttentionSubject, capability: str) -> None:
+    if not s.says(capability):
+        raise NotApplicable(f"{capability} is not among its capabilities")

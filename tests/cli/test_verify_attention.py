@@ -1,0 +1,128 @@
+"""`genmodels verify what=attention`: one's own module, every mechanism, the planted errors, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from genmodels.cli.main import main
+from genmodels.evaluation import mechanisms, planted_attention
+from genmodels.evaluation.mechanisms import MECHANISMS
+from genmodels.evaluation.planted_attention import PLANTED
+
+MINE = '''
+import torch
+from torch import nn
+
+
+class Mine(nn.Module):
+    """Attention by distance through a table that may be cut from the middle."""
+
+    def __init__(self, dim, heads, cut, max_len):
+        super().__init__()
+        self.project, self.slope = nn.Linear(dim, dim), nn.Parameter(torch.ones(()))
+        self.start = max_len // 2 if cut else 0
+
+    def forward(self, x, mask=None):
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError("mask must be boolean")
+        x = x if mask is None else x.masked_fill(~mask.mT, 0)
+        place = torch.arange(x.shape[1], dtype=x.dtype)
+        r = place - place[:, None] + self.start
+        s = torch.sin(self.slope * r).expand(len(x), -1, -1)
+        if mask is not None:
+            s = torch.where(mask | ~mask.any(-1, keepdim=True), s, -torch.inf)
+        y = s.softmax(-1).to(x.dtype) @ x
+        return self.project(y).to(x.dtype)
+
+
+def table(dim, heads, cut=False, max_len=100):
+    return Mine(dim, heads, cut, max_len)
+
+
+def number(dim, heads):
+    return 3
+'''
+QUICK = ["compiler=none", "progress=false"]
+RELATIVE = "capabilities=[relative]"
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A package of the user's in the working directory."""
+    (tmp_path / "myattention.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "myattention", raising=False)
+
+
+def verify(*words):
+    return main(["verify", "what=attention", *words, *QUICK])
+
+
+def own(*words):
+    return verify("object=myattention.table", "trust=[myattention]", *words)
+
+
+def test_a_sound_module(mine, capsys):
+    assert own(RELATIVE, "out=verdicts.json") == 0
+    told = capsys.readouterr().out
+    assert "Mine: " in told and "every law holds" in told
+    with open("verdicts.json") as file:
+        laws = {law["law"]: law for law in json.load(file)["wholes"][0]["laws"]}
+    assert laws["shift"]["status"] == laws["longest length"]["status"] == "passed"
+    assert laws["cache"]["status"] == laws["double loop"]["status"] == "not applicable"
+    assert laws["longest length"]["error"] == 0
+
+
+def test_a_broken_module(mine, capsys):
+    assert own(RELATIVE, "options.cut=true") == 1
+    told, error = capsys.readouterr()
+    assert "longest length" in error and "shift" not in error
+    assert "longest length  FAILED" in told
+
+
+def test_laws_that_were_not_asked_for_are_not_judged(mine, capsys):
+    assert own("verbose=true") == 0
+    assert "relative is not among its capabilities" in capsys.readouterr().out
+
+
+def test_every_mechanism(capsys, monkeypatch):
+    few = {name: MECHANISMS[name] for name in ("Transformer-XL", "Swin", "local dense")}
+    monkeypatch.setattr(mechanisms, "MECHANISMS", few)
+    assert verify() == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in few) and "every law holds" in told
+
+
+def test_the_planted_errors(capsys, monkeypatch):
+    few = {name: PLANTED[name] for name in ("nothing (explicit)", "mask ignored")}
+    monkeypatch.setattr(planted_attention, "PLANTED", few)
+    assert verify("self_test=true") == 0
+    assert "as it must" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words, said", [
+    (["object=myattention.number", "trust=[myattention]"], "makes a int, not a module"),
+    (["object=myattention.absent", "trust=[myattention]"], "object=myattention.absent cannot be found"),
+    (["object=myattention.table"], r"object=myattention.table is not of genmodels; .* trust=\[myattention\]"),
+    (["object=myattention.table", "trust=[myattention]", "capabilities=[relatve]"], "did you mean 'relative'"),
+    (["object=myattention.table", "trust=[myattention]", "capabilities=[2d]"], "says 2d and is tried on a space"),
+    (["object=myattention.table", "trust=[myattention]", "shape=[2]"], "shape is that of a map here"),
+    (["object=myattention.table", "trust=[myattention]", "options.wide=3"], "unexpected keyword argument 'wide'"),
+    (["capabilities=[relative]"], "capabilities goes with object="),
+    (["options.dim=16"], "options goes with object="),
+])  # fmt: skip
+def test_what_is_refused(mine, capsys, words, said):
+    assert verify(*words) == 2
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1
+    assert re.search(said, error), error
+
+
+def test_object_goes_with_attention(mine, capsys):
+    assert main(["verify", "self_test=true", "object=myattention.table", *QUICK]) == 2
+    assert "object goes with what=attention" in capsys.readouterr().err
