@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import textwrap
 
-from genmodels.cli.kinds import Node, kinds, show
+from genmodels.cli.kinds import Choice, Node, kinds, show
 from genmodels.cli.places import CONFIG_DIR, groups
 from genmodels.cli.signatures import Key, find, target
 
@@ -131,8 +131,15 @@ def all_keys(composer, overrides: list[str], config: dict) -> str:
         found = _dig(config, path)
         text = _assigned(path, key.default) if found is None else f"* {path}={show(found[0])}"
         if found is None or not isinstance(found[0], dict):
-            lines.append(_entry(text, f"{key.type_text}  {key.meaning}".strip(), 42))
+            lines.append(_entry(text, f"{_type_text(key)}  {key.meaning}".strip(), 42))
     return "\n".join(lines[1:]) + "\n"
+
+
+def _type_text(key: Key) -> str:
+    """The annotation as it is written; the values themselves where it is another name for a list of them."""
+    found = kinds(key.annotation, key.module)
+    named = key.type_text.isidentifier() and len(found) == 1 and isinstance(found[0], Choice)
+    return str(found[0]) if named else key.type_text
 
 
 def _dig(config: dict, path: str) -> tuple | None:

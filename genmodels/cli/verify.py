@@ -36,7 +36,7 @@ def run(
     logger: dict | None = None,
     checkpoint: dict | None = None,
 ) -> None:
-    """Prove a flow against its laws: inverses, log-determinants, masks, storage, compilation.
+    """Prove a flow or an attention against its laws: inverses, log-determinants, distances, masks, storage.
 
     Arguments:
         model: a model as in training; its parameters are drawn at random, then it is initialised on the data.

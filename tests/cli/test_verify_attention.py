@@ -126,3 +126,11 @@ def test_what_is_refused(mine, capsys, words, said):
 def test_object_goes_with_attention(mine, capsys):
     assert main(["verify", "self_test=true", "object=myattention.table", *QUICK]) == 2
     assert "object goes with what=attention" in capsys.readouterr().err
+
+
+def test_the_kinds_of_attention_are_spelled_out_and_checked(capsys):
+    assert main(["train", "model=ddpm", "--keys"]) == 0
+    assert "one of none, plain, absolute, swin2d" in " ".join(capsys.readouterr().out.split())
+    for key in ("model=ddpm", "model.net.attention=swin"), ("model=glow", "model.attention=swin"):
+        assert main(["train", *key]) == 2
+        assert "must be one of none, plain, absolute, swin2d" in capsys.readouterr().err
