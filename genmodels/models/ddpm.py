@@ -220,6 +220,7 @@ class DDPM(GenerativeModel):
         clip: bool | None = None,
         weights: str | float = "ema",
         path: int = 0,
+        size: list[int] | tuple[int, ...] | None = None,
         progress=None,
     ) -> Samples:
         """Samples `start` .. `start + n - 1` of a seed.
@@ -237,6 +238,7 @@ class DDPM(GenerativeModel):
             clip: clip the estimate of the data to its range at every step; default yes for integers.
             weights: `ema`, `raw`, or one of the decays kept.
             path: number of frames of the way from noise to data to keep, 0 for none.
+            size: height and width, or length, where it is not that of the data; the channels stay.
             progress: called after every step with the number of steps done and their total.
         """
         if n < 1:
@@ -266,7 +268,7 @@ class DDPM(GenerativeModel):
 
         with torch.no_grad():
             out = run_sampler(
-                core, (n, *self.spec.event_shape), times, stepper, KeyedGenerator(seed, index, "sample"),
+                core, (n, *self._shape_of(size)), times, stepper, KeyedGenerator(seed, index, "sample"),
                 cond=labels, temperature=temperature, dtype=self.location.dtype, device=self.device, callback=after,
             )
         made = {"sampler": sampler, "steps": steps, "evaluations": out.evaluations, "seed": seed}
@@ -274,6 +276,20 @@ class DDPM(GenerativeModel):
         made |= {"eta": eta} if sampler == "ddim" else {}
         frames = torch.stack(frames) if frames else None
         return Samples(self.decode(out.x), labels, index, made, frames)
+
+    def _shape_of(self, size: list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
+        """The shape of events of such a size."""
+        channels, *space = self.spec.event_shape
+        if size is None or list(size) == space:
+            return self.spec.event_shape
+        if not space or len(size) != len(space) or min(size) < 1:
+            like = "samples of vectors have no size" if not space else f"size has {len(space)} numbers of at least 1"
+            raise ValueError(f"{like}, got {list(size)}")
+        if self.spec.levels is None:
+            raise ValueError(
+                f"continuous data are standardised place by place: their size is {space}, not {list(size)}"
+            )
+        return channels, *size
 
     def _sampler_options(self, sampler: str, eta: float) -> dict:
         return {"ddpm": {"variance": self.variance}, "ddim": {"eta": eta}}.get(sampler, {})

@@ -1,0 +1,33 @@
+"""Every kind of attention trains through the command line, and is refused there where it does not exist."""
+
+from __future__ import annotations
+
+import pytest
+
+from genmodels.cli.main import main
+from genmodels.nn import ATTENTION
+
+
+def train(tmp_path, *words):
+    return main(["train", "trainer=smoke", "logger=csv", f"run_dir={tmp_path / 'run'}", *words])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_ddpm_on_digits(attention, tmp_path, capsys):
+    assert train(tmp_path, "model=ddpm", f"model.net.attention={attention}") == 0
+    assert "val/bits_per_dim" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["glow", "realnvp"])
+@pytest.mark.parametrize("attention", ["swin2d", "local_dense"])
+def test_a_flow_on_digits(model, attention, tmp_path, capsys):
+    assert train(tmp_path, f"model={model}", f"model.attention={attention}") == 0
+    assert "val/bits_per_dim" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_one_line(tmp_path, capsys):
+    assert train(tmp_path, "model=ddpm", "model.net.attention=rope2d", "model.net.heads=32") == 2
+    error = capsys.readouterr().err.strip()
+    assert "not a multiple of 4" in error and len(error.splitlines()) == 1
