@@ -144,10 +144,10 @@ def test_the_survey_names_what_is_broken():
 
 
 def test_self_test_says_what_is_wrong(monkeypatch):
-    chosen = {"nothing": PLANTED["nothing (explicit)"], "blind": PLANTED["detached positions"]}
+    chosen = {"nothing": PLANTED["nothing (explicit)"], "blind": PLANTED["mask ignored"]}
     monkeypatch.setattr(planted_attention, "PLANTED", chosen)
     assert [right for *_, right in planted_attention.self_test(None)] == [True, True]
-    blind = planted_attention.PlantedAttention(chosen["blind"].make, frozenset(), ("relative",))
+    blind = planted_attention.PlantedAttention(chosen["blind"].make, frozenset())
     monkeypatch.setitem(chosen, "blind", blind)
     assert [right for *_, right in planted_attention.self_test(None)] == [True, False]
 
