@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from genmodels.errors import InputError
 from genmodels.nn.energy_nets import Confinement
+from genmodels.nn.spatial_attention import AttentionKind
 from genmodels.nn.unet import UNet
 
 
@@ -52,7 +53,7 @@ class UNetEnergy(nn.Module):
         channels: int = 32,
         multipliers: list[int] | tuple[int, ...] = (1, 2),
         blocks: int = 1,
-        attention: Literal["none", "plain"] = "none",
+        attention: AttentionKind = "none",
         heads: int = 4,
         confinement: bool = True,
         spread: float = 1.0,
