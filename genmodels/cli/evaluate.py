@@ -13,6 +13,9 @@ def run(
     draws: int | Literal["auto", "all"] = "auto",
     replicates: int = 2,
     importance_samples: int | list[int] = 1,
+    normaliser: Literal["auto", "quadrature", "ais", "none"] | None = None,
+    chains: int | None = None,
+    densities: int | None = None,
     batch_size: int = 256,
     limit: int | Literal["all"] | None = None,
     seed: int = 0,
@@ -30,7 +33,11 @@ def run(
         draws: terms of a diffusion bound: all of them, or a number of strata with one term each; auto is all where that
             takes at most 100,000 network evaluations, else 5 to 100 strata.
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
-        importance_samples: dequantisations of each item by a flow, K; a list gives one line for each K.
+        importance_samples: dequantisations of each item by a flow or an energy, K; a list gives one line for each K.
+        normaliser: how log Z of an energy is found; default quadrature in one and two dimensions, else annealed
+            importance sampling (ais); none leaves the energy alone.
+        chains: chains of annealed importance sampling; default 256, 64 where limit is set.
+        densities: densities between its base and the model; default 1,000, 50 where limit is set.
         batch_size: items judged at once.
         limit: judge the first items of the split only (the report says so), or all; default as the run was configured,
             all unless trainer.limit_evaluation says otherwise.
@@ -51,7 +58,10 @@ def run(
         if value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
     counts = [importance_samples] if isinstance(importance_samples, int) else importance_samples
-    for key, values in (("limit", [limit]), ("draws", [draws]), ("importance_samples", counts or [0])):
+    partition = {"normaliser": normaliser, "chains": chains, "densities": densities}
+    partition = {key: value for key, value in partition.items() if value is not None}
+    numbers = [("limit", [limit]), ("draws", [draws]), ("importance_samples", counts or [0])]
+    for key, values in (*numbers, ("chains", [chains]), ("densities", [densities])):
         for value in values:
             if isinstance(value, int) and value < 1:
                 raise InputError(f"{key} must be at least 1, got {value}")
@@ -78,7 +88,7 @@ def run(
             report = judge(
                 path, split=split, draws=draws, replicates=replicates, importance_samples=counts,
                 batch_size=batch_size, limit=limit, seed=seed, ema=ema, data=data or {}, device=device,
-                trust=trust or [],
+                trust=trust or [], partition=partition,
             )
         except RunError as error:
             failures = [*failures, str(error)] if str(error) not in failures else failures

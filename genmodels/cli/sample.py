@@ -16,6 +16,7 @@ def run(
     spacing: str | None = None,
     eta: float | None = None,
     clip: bool | None = None,
+    step_size: float | None = None,
     batch_size: int = 64,
     start: int = 0,
     ema: bool | float = True,
@@ -34,11 +35,13 @@ def run(
         out: a .png (one grid), a .npz (arrays), or a folder (one PNG each); default a grid in the run folder.
         cond: class, or classes that are cycled; default every class in turn.
         temperature: scale of the noise, 1 for the model's own distribution.
-        sampler: ddpm, ddim or dpmpp_2m for diffusion.
-        steps: number of sampling steps.
+        sampler: ddpm, ddim or dpmpp_2m for diffusion; annealed, hmc, mala or ula for energies; predictor_corrector or
+            annealed_langevin for scores.
+        steps: number of sampling steps: of a diffusion or a chain, densities of `annealed`, noise levels of scores.
         spacing: spacing of the times of those steps.
         eta: share of ancestral noise in ddim.
         clip: clip the estimate of the data at every step.
+        step_size: first step size of an energy's chains, in standard deviations of the data.
         batch_size: samples drawn at once.
         start: number of the first sample; n=32 start=32 are samples 32 to 63.
         ema: averaged weights (true), raw ones (false), or the average of one decay.
@@ -69,19 +72,24 @@ def run(
 
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
     given = {"cond": cond, "sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip}
+    given |= {"step_size": step_size}
     given |= {"temperature": None if temperature == 1 else temperature, "ema": None if ema is True else ema}
     target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec, given)
     check_target(target, model.spec)
     if path is not None and Path(path).suffix.lower() == ".png" and not model.spec.is_image:
         raise InputError("path: a strip shows images; for points use path=path.gif")
     if interpolate is not None:
+        unused = [key for key, value in given.items() if value is not None and key != "ema"]
+        unused += [key for key, value, usual in (("n", n, 64), ("seed", seed, 0), ("start", start, 0)) if value != usual]
+        if unused:
+            raise InputError(f"interpolate goes from item to item and takes no {', '.join(unused)}; frames= is how many")
         for line in strip(model, header, interpolate, frames, ema, Path(out) if out else None, ckpt_path, trust or []):
             print(line)
         return
     gigabytes = n * model.spec.dims * (1 if model.spec.levels else 4) / 1e9
     if gigabytes > 8:
         raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=")
-    options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip}
+    options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip, "step_size": step_size}
     options = {key: value for key, value in options.items() if value is not None}
     if path is not None:
         options["path"] = frames
@@ -105,10 +113,13 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
     from genmodels.errors import InputError
     from genmodels.evaluation.interpolation import interpolate, read_ends
     from genmodels.evaluation.pictures import grid, images_of
+    from genmodels.evaluation.sampling import save_png
     from genmodels.models.build import build
     from genmodels.models.load import weights_of
-    from genmodels.training.archive import write_whole
+    from genmodels.training.archive import checkpoint_hash
 
+    if target is not None and target.suffix.lower() != ".png":
+        raise InputError(f"out={target}: the way between two items is one strip, end it in .png")
     if not hasattr(model, "latents"):
         raise InputError(f"interpolate: a {header['family']} has no latents to go through; it is for flows")
     if not (model.spec.is_image and model.spec.levels):
@@ -119,7 +130,9 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
         words = "-".join("".join(c if c.isalnum() else "-" for c in str(end)) for end in ends)
         target = ckpt_path.parent / "samples" / f"{ckpt_path.stem}_between-{words}.png"
     sheet = grid(images_of(pictures.cpu(), model.spec, smallest=32), columns=frames)
-    write_whole(target, lambda file: sheet.save(file, format="PNG"))
+    made = {"between": f"{ends[0]} and {ends[1]}", "frames": frames, "weights": weights_of(ema)}
+    made |= {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
+    save_png(sheet, target, made)
     return [f"{frames} pictures from item {ends[0]} to item {ends[1]}: {target}"]
 
 

@@ -11,6 +11,7 @@ samples of the model has E[1/w] = Z_q / Z, hence log Z <= E_reverse[log w] + log
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -125,11 +126,13 @@ class AnnealedImportanceSampling:
 
     def forward(
         self, model: EnergyFunction, base: GaussianBase, generator: Generator, chains: int, sizes: Tensor, *,
-        cond: Tensor | None = None, dtype=torch.float32,
+        cond: Tensor | None = None, dtype=torch.float32, callback: Callable[[int, Tensor], None] | None = None,
     ) -> Run:  # fmt: skip
         """From draws of the base to the model: E[exp(log_w)] = Z / Z_q.
 
-        Shapes: `sizes (K + 1,)` step sizes at each density, from `step_sizes`.
+        Arguments:
+            sizes: (K + 1,) step sizes at each density, from `step_sizes`.
+            callback: called after each density as callback(its number from 1, x).
         """
         bridge = Bridge(model, base, cond)
         point = bridge.evaluate(base.sample(chains, at_step(generator, 0), dtype=dtype))
@@ -139,6 +142,8 @@ class AnnealedImportanceSampling:
             log_w += bridge.energy(point, k - 1, self.betas) - bridge.energy(point, k, self.betas)
             point, acceptance = self._move(bridge, point, k, generator, sizes)
             accepted.append(acceptance)
+            if callback is not None:
+                callback(k, point.x)
         return Run(_finite(log_w), sum(accepted) / len(accepted), point.x)
 
     def reverse(

@@ -69,6 +69,7 @@ def references(datamodule, split: str, spec: DataSpec, limit: int | None = None)
 def judge(
     path: Path, *, split: str, draws: int | str, replicates: int, importance_samples: list[int], batch_size: int,
     limit: int | str | None, seed: int, ema: bool | float, data: dict, device: str, trust: list[str],
+    partition: dict | None = None,
 ) -> dict:
     """The report of one checkpoint: plain types only.
 
@@ -96,7 +97,7 @@ def judge(
         # An exact density needs no importance samples: one line says it all.
         variants = [{"importance_samples": k} for k in (importance_samples if model.spec.levels else [1])]
     elif importance_samples != [1]:
-        raise InputError(f"importance_samples is for flows, {path} holds a {model.family}")
+        raise InputError(f"importance_samples is for flows and energies, {path} holds a {model.family}")
     if "draws" in known:
         if draws == "auto":
             draws = automatic_draws(items, model.num_steps - 1, replicates)
@@ -105,6 +106,10 @@ def judge(
         options |= {"draws": None if draws == "all" else draws, "replicates": replicates}
     elif draws not in ("auto", "all"):
         raise InputError(f"draws is for diffusion bounds, {path} holds a {model.family}")
+    if "normaliser" in known:
+        options |= chosen_partition(partition or {}, limit is not None)
+    elif partition:
+        raise InputError(f"{', '.join(partition)} is for energies, {path} holds a {model.family}")
     rows, failed = [], []
     for variant in variants:
         try:
@@ -118,7 +123,7 @@ def judge(
         now = time.monotonic()
         rows.append({**row(likelihood, model.spec), "seconds": now - start})
         start = now
-        if len(likelihood.nonfinite):
+        if len(likelihood.nonfinite) and likelihood.kind != "unnormalised":
             listed = ", ".join(str(int(i)) for i in likelihood.nonfinite[:3])
             count = f"{len(likelihood.nonfinite)} of {len(likelihood)}"
             failed.append(f"{count} likelihoods are not finite (first items: {listed})")
@@ -159,6 +164,17 @@ def automatic_draws(items: int, terms: int, replicates: int) -> int | str:
     return min(terms, max(5, min(100, _AUTO_BUDGET // (items * replicates))))
 
 
+def chosen_partition(given: dict, limited: bool) -> dict:
+    """How log Z is found, where it needs annealed importance sampling: with less effort where few items are judged.
+
+    Example:
+        >>> chosen_partition({"chains": 32}, True)
+        {'normaliser': 'auto', 'chains': 32, 'densities': 50}
+    """
+    usual = {"chains": 64, "densities": 50} if limited else {"chains": 256, "densities": 1000}
+    return {"normaliser": "auto", **usual, **given}
+
+
 def fits(wanted: DataSpec, found: DataSpec) -> None:
     """Raise an InputError with both values when data do not fit the checkpoint's DataSpec."""
     for key in ("event_shape", "levels", "num_classes"):
@@ -186,6 +202,8 @@ def row(likelihood: Likelihood, spec: DataSpec) -> dict:
         if spec.entropy is not None and mean is not None:
             unit |= {"entropy": spec.entropy, "kl_gap": -mean - spec.entropy}
     reason = {} if mean is not None else {"reason": "not finite"}
+    if likelihood.kind == "unnormalised":  # of no use beside others, so no figure that could stand beside theirs
+        unit, reason = {name: None for name in unit}, {"reason": likelihood.made["reason"]}
     return {
         "kind": likelihood.kind, "mark": likelihood.mark, "mean_nats": mean, **unit, **reason,
         "n": len(likelihood), "nonfinite": len(likelihood.nonfinite),

@@ -50,40 +50,70 @@ def with_error(value: float | None, error: float | None, digits: int = 4) -> str
     return shown if error is None else f"{shown}({round(error * 10**digits)})"
 
 
+def about_log_z(made: dict) -> str:
+    """What is known of the constant of an energy, in words.
+
+    Example:
+        >>> about_log_z({"estimate": "quadrature", "log_z": 1.25, "log_z_error": 1e-9})
+        'log Z 1.2500 by quadrature'
+        >>> about_log_z({"estimate": "annealing", "log_z": 1.25, "log_z_stderr": 0.02, "ess": 40.2, "chains": 64,
+        ...              "log_z_lower": 1.1, "log_z_upper": 1.5, "note": "unreliable"})
+        'log Z 1.25 +- 0.02 between 1.10 and 1.50 nats by annealing, 40 of 64 chains count (unreliable)'
+    """
+    if "log_z_stderr" not in made:
+        return f"log Z {made['log_z']:.4f} by {made['estimate']}"
+    upper = "?" if made["log_z_upper"] is None else f"{made['log_z_upper']:.2f}"
+    note = f" ({made['note']})" if made["note"] else ""
+    bracket = f"between {made['log_z_lower']:.2f} and {upper} nats by {made['estimate']}"
+    count = f"{made['ess']:.0f} of {made['chains']} chains count"
+    return f"log Z {made['log_z']:.2f} +- {made['log_z_stderr']:.2f} {bracket}, {count}{note}"
+
+
 def table(reports: list[dict]) -> str:
     """The likelihoods as a table for the terminal, with the references below."""
-    lines = [["model", "data", "parameters", "step", "value", "unit", "kind", "how", "seconds"]]
+    lines = [["", "model", "data", "parameters", "step", "value", "unit", "kind", "how", "seconds"]]
     notes: dict[str, None] = {}
     for report in reports:
         checkpoint, data = report["checkpoint"], report["data"]
         for entry in report["likelihood"]:
             bits = data["levels"] is not None
+            none = entry["kind"] == "unnormalised"
             value = entry.get("bits_per_dim") if bits else entry.get("nll")
             made = entry["made"]
             how = f"{made.get('draws', 'all')} of {made['terms']} terms" if "terms" in made else ""
             how = f"K = {made['importance_samples']}, {made['dequantisation']}" if "importance_samples" in made else how
             how += f" given the {made['given']}" if "given" in made else ""
+            number = f"{len(lines)}"
             lines.append([
+                number,
                 f"{checkpoint['family']} ({checkpoint['weights']})",
                 f"{data['name']}/{data['split']} ({data['items']})",
                 f"{checkpoint['parameters']:,}",
                 str(checkpoint["step"]),
-                f"{entry['mark']} {with_error(value, entry.get('se_data'))}",
+                "none" if none else f"{entry['mark']} {with_error(value, entry.get('se_data'))}",
                 "bits/dim" if bits else "nats",
                 entry["kind"],
                 how,
                 f"{entry.get('seconds', report['seconds']['likelihood']):.0f}",
             ])
+            if len(reports) > 1:
+                notes[f"{number}: {checkpoint['path']}"] = None
+            if none:
+                notes[f"{number}: no likelihood: {entry['reason']}"] = None
+            elif "log_z" in made:
+                notes[f"{number}: {about_log_z(made)}"] = None
             if entry.get("se_mc") is not None:
-                notes[f"of that error, {entry['se_mc']:.4f} comes from the draws alone"] = None
-            if "kl_gap" in entry:
-                bound = "" if entry["kind"] == "exact" else " at most"
-                notes[f"exact entropy {entry['entropy']:.4f} nats: KL gap{bound} {entry['kl_gap']:.4f} nats"] = None
+                notes[f"{number}: of the error, {entry['se_mc']:.4f} comes from the draws alone"] = None
+            if entry.get("kl_gap") is not None:
+                bound = {"exact": "", "lower_bound": " at most"}.get(entry["kind"], " about")
+                notes[f"{number}: exact entropy {entry['entropy']:.4f} nats: KL gap{bound} {entry['kl_gap']:.4f} nats"] = None
         for reference in report["references"]:
             if reference["unit"] == "bits_per_dim" and reference["value"] is not None:
-                notes[f"reference: {reference['name']} {reference['value']:.4f} bits/dim"] = None
+                notes[f"reference on {data['name']}: {reference['name']} {reference['value']:.4f} bits/dim"] = None
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     rows = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     rule = "  ".join("-" * w for w in widths)
-    legend = "<= means: the true bits/dim is at most this; the digits in brackets are one standard error over the items"
-    return "\n".join([rows[0], rule, *rows[1:], *notes, legend])
+    bounds = any(" <= " in row for row in rows)
+    legend = ["<= means: the true value is at most this"] if bounds else []
+    legend.append("in brackets: one standard error over the items, in the last digits shown")
+    return "\n".join([rows[0], rule, *rows[1:], *notes, *legend])

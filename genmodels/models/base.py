@@ -8,6 +8,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from genmodels.data.spec import Batch, DataSpec
@@ -104,6 +105,10 @@ class GenerativeModel(pl.LightningModule):
         """Options of `log_likelihood` that make it cheap enough to run during training."""
         return {}
 
+    def pictures(self) -> dict[str, Image.Image]:
+        """Further pictures by name, drawn whenever samples are: what else there is to see of this model."""
+        return {}
+
     def weights(self, which: str | float = "ema") -> nn.Module:
         """The core with averaged (`ema`, or one decay) or `raw` weights."""
         if which == "raw" or (which == "ema" and self.ema is None):
@@ -124,6 +129,8 @@ class GenerativeModel(pl.LightningModule):
                 raise ValueError("this model is unconditional: leave cond out")
             return None
         wanted = list(range(classes)) if cond is None else ([cond] if isinstance(cond, int | str) else list(cond))
+        if not wanted:
+            raise ValueError("cond=[] names no class: leave cond out for every class in turn")
         names = [str(name) for name in self.spec.class_names]
         wanted = [names.index(c) if isinstance(c, str) and c in names else c for c in wanted]
         for c in wanted:

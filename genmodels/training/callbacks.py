@@ -159,13 +159,13 @@ class SampleGrid(Callback):
     """A picture of samples from the same fixed latents at intervals, in the run folder and on every logger.
 
     Arguments:
-        run_dir: the run folder; pictures go to its `samples`.
+        run_dir: the run folder; samples go to its `samples`, what else a model has to show to folders of their names.
         every_n_steps: interval, 0 for never.
         n: number of pictures; points in the plane are always 2,000.
     """
 
     def __init__(self, run_dir: Path, every_n_steps: int, n: int = 60):
-        self.folder, self.every, self.n = Path(run_dir) / "samples", every_n_steps, n
+        self.run_dir, self.every, self.n = Path(run_dir), every_n_steps, n
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         """Draw when it is time."""
@@ -178,21 +178,23 @@ class SampleGrid(Callback):
         return self.n if spec.is_image else 2000
 
     def draw(self, trainer, pl_module, step: int) -> None:
-        """Sample, save, log."""
-        if not trainer.is_global_zero:
+        """Sample, save, log; nothing where there would be nothing to see."""
+        spec = pl_module.spec
+        if not trainer.is_global_zero or not (spec.is_image or spec.event_shape == (2,)):
             return
         mode = pl_module.training
         try:
             samples = pl_module.sample(self._count(pl_module.spec), seed=0)
+            further = pl_module.pictures()
         finally:
             pl_module.train(mode)
         columns = columns_for(pl_module.spec, len(samples.x), samples.cond is not None)
         picture = picture_of(samples.x.cpu(), pl_module.spec, columns)
-        if picture is None:
-            return
-        path = self.folder / f"step_{step:06d}.png"
-        write_whole(path, lambda file: picture.save(file, format="PNG"))
-        log_picture(trainer.loggers, "samples", picture, step)
+        pictures = {} if picture is None else {"samples": picture}
+        for name, drawn in (pictures | further).items():
+            path = self.run_dir / name / f"step_{step:06d}.png"
+            write_whole(path, lambda file, drawn=drawn: drawn.save(file, format="PNG"))
+            log_picture(trainer.loggers, name, drawn, step)
 
 
 class FiniteMetrics(Callback):

@@ -1,0 +1,349 @@
+"""Energy models trained by score matching: a density without its constant, whose score is that of the data."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from genmodels.data.spec import Batch, DataSpec
+from genmodels.energy import (
+    LOSSES,
+    ContrastiveDivergence,
+    DeepKernel,
+    DeepKernelLoss,
+    DenoisingScoreMatching,
+    Energy,
+    ExactScoreMatching,
+    FiniteDifferenceScoreMatching,
+    LogDensity,
+    SlicedScoreMatching,
+    SlicedScoreMatchingVR,
+    require_continuous,
+)
+from genmodels.errors import InputError
+from genmodels.evaluation.fields import picture_of_fields
+from genmodels.evaluation.likelihood import Likelihood
+from genmodels.models.base import Loss, Samples
+from genmodels.models.build import construct
+from genmodels.models.chains import Sampler
+from genmodels.models.encoding import MOST_PAIRS, Encoding, covariance_of
+from genmodels.models.matching import ScoreMatched
+from genmodels.models.normaliser import Normaliser, base_of, by_annealing, by_quadrature, unit_covariance
+from genmodels.models.optimizer import Optimizer
+from genmodels.nn.deep_kernel import DeepKernelEnergy
+from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
+from genmodels.nn.unet_energy import UNetEnergy
+from genmodels.random import KeyedGenerator
+
+NETWORKS = {"mlp": EnergyMLP, "conv": EnergyConv, "unet": UNetEnergy, "deep_kernel": DeepKernelEnergy}
+_FIT_ROWS = 8192  # training items that the last weights of a deep kernel are solved on
+
+
+class EnergyModel(ScoreMatched):
+    """An energy model: a network gives -log p up to a constant, and score matching trains it without that constant.
+
+        p(x) = exp(-E(z)) / Z |det dz/dx|,   s = -grad E,   loss = E[v^T (grad s) v + 1/2 |s|^2]   (`sliced_vr`)
+
+    z is what `Encoding` makes of the data; losses are in units of z. Z is found afterwards: by quadrature in one and
+    two dimensions, else by annealed importance sampling, with a bracket.
+
+    Arguments:
+        spec: the data set this model is built for.
+        network: kind of the network; `auto` is `mlp` for vectors, `conv` for images and sequences.
+        net: options of the network.
+        loss: what is minimised; `contrastive` is a baseline, and no score loss.
+        objective: options of the loss.
+        noise: deviation of normal noise that training adds to z: what is fitted is the density of the data with it.
+        alpha: margin of the logit of dequantised integers.
+        whitening: continuous data are standardised (`scale`), or made white (`pca`).
+        gaps: fill the gaps of columns that take few values with uniform noise.
+        optimizer: options of the optimiser.
+        ema_decay: decay of the averaged weights, or several, 0 for none.
+
+    Raises:
+        ValueError: for options that do not fit together or do not fit the data.
+
+    Example:
+        >>> model = EnergyModel(DataSpec("plane", (2,)), net={"hidden": [16, 16]})
+        >>> model.initialize(Batch(torch.randn(100, 2, generator=torch.Generator().manual_seed(0))))
+        >>> model.sample(3, steps=4).x.shape
+        torch.Size([3, 2])
+    """
+
+    family = "energy"
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        network: Literal["auto", "mlp", "conv", "unet", "deep_kernel"] = "auto",
+        net: EnergyMLP | EnergyConv | UNetEnergy | DeepKernelEnergy | dict | None = None,
+        loss: Literal[
+            "sliced_vr", "sliced", "exact", "finite_difference", "denoising", "contrastive"
+        ] = "sliced_vr",
+        objective: SlicedScoreMatchingVR | SlicedScoreMatching | ExactScoreMatching | FiniteDifferenceScoreMatching
+        | DenoisingScoreMatching | ContrastiveDivergence | dict | None = None,
+        noise: float = 0.0,
+        alpha: float = 1e-6,
+        whitening: Literal["scale", "pca"] = "scale",
+        gaps: bool = False,
+        optimizer: Optimizer | dict | None = None,
+        ema_decay: float | list[float] = 0.999,
+    ):
+        super().__init__(spec, Encoding(spec, alpha=alpha, whitening=whitening, gaps=gaps), noise)
+        self.save_hyperparameters(ignore=["spec"], logger=False)
+        if network == "auto":
+            network = "mlp" if len(spec.event_shape) == 1 else "conv"
+        self.kind = network
+        built = construct(NETWORKS[network], spec.event_shape, **(net or {}))
+        self.core = DeepKernel(built) if network == "deep_kernel" else Energy(built)
+        self.objective = self._objective(loss, objective or {})
+        self.register_buffer("mean", torch.zeros(spec.event_shape, dtype=torch.float64))
+        self.register_buffer("covariance", unit_covariance(spec.dims))
+        rows = (_FIT_ROWS, spec.dims) if network == "deep_kernel" else (0, spec.dims)
+        self.register_buffer("fit_rows", torch.zeros(rows))
+        self.register_buffer("fit_count", torch.zeros((), dtype=torch.int64))
+        self._forget()
+        self.register_load_state_dict_post_hook(lambda model, _: model._forget())
+        self.finish_setup(optimizer, ema_decay)
+
+    def _objective(self, name: str, options: dict):
+        if name == "contrastive":
+            if self.kind == "deep_kernel":
+                raise ValueError("loss=contrastive is not for deep_kernel, whose last weights a score loss gives")
+            return construct(ContrastiveDivergence, self.spec.event_shape, **options)
+        found = construct(LOSSES[name], **options)
+        return DeepKernelLoss(loss=found) if self.kind == "deep_kernel" else found
+
+    def _forget(self) -> None:
+        """What was computed from other weights."""
+        self._settled: dict = {}
+        self._normalisers: dict = {}
+        self._samplers: dict = {}
+
+    # ---- data ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def initialize(self, batch: Batch) -> None:
+        """Scale, mean and covariance of training data; refuses data on which score matching diverges."""
+        noise = KeyedGenerator(self.seed, torch.arange(len(batch)), "initialize")
+        self.encoding.fit(batch.x, noise)
+        z = self.points(batch.x, noise)
+        if self.spec.levels is None and self.spec.dims <= MOST_PAIRS:
+            try:
+                require_continuous(z)
+            except InputError as error:
+                raise InputError(f"{self.spec.name}: {error} (model.gaps=true, or model.noise=0.05)") from error
+        self.mean.copy_(z.double().mean(0))
+        self.covariance.copy_(covariance_of(z))
+        if self.kind == "deep_kernel":
+            self._take_points(z)
+
+    def _take_points(self, z: Tensor) -> None:
+        """Inducing points and the rows that the last weights are fitted on, spread evenly over the data."""
+        chosen = _spread(len(z), min(len(z), _FIT_ROWS))
+        self.fit_rows[: len(chosen)] = z[chosen]
+        self.fit_count.fill_(len(chosen))
+        inducing = len(self.core.network.points)
+        if len(z) < inducing:
+            raise InputError(f"net.inducing={inducing} is more than the {len(z)} training items")
+        for core in (self.core, *(self.ema.averages if self.ema is not None else ())):
+            core.network.set_points(z[_spread(len(z), inducing)])
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    def weights(self, which: str | float = "ema") -> nn.Module:
+        """The core with averaged or raw weights; the last weights of a deep kernel are solved for when first needed."""
+        core = super().weights(which)
+        if self.kind == "deep_kernel" and self._settled.get(which) != self.batches_seen:
+            rows = self.fit_rows[: int(self.fit_count)]
+            noise = KeyedGenerator(self.seed, torch.arange(len(rows), device=rows.device), "fit")
+            core.fit(rows, self.objective.loss, noise)
+            self._settled[which] = self.batches_seen
+        return core
+
+    def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
+        """The loss in units of z; a deep kernel judges the second half of the batch."""
+        z = self.points(batch.x, generator)
+        per_example = self.objective(self.core, z, generator.child("loss"))
+        return Loss(per_example.mean(), per_example)
+
+    def on_fit_start(self) -> None:
+        """Chains of one process only."""
+        if isinstance(self.objective, ContrastiveDivergence) and self.trainer.world_size > 1:
+            raise InputError("loss=contrastive keeps one buffer of chains: train it on one process, trainer.devices=1")
+
+    def energies(self, z: Tensor) -> Tensor | None:
+        """(B,) energies that the guard watches; a deep kernel's last weights are not known during training."""
+        return None if self.kind == "deep_kernel" else self.core.energy(z)
+
+    # ---- likelihood ---------------------------------------------------------------------------------------------
+
+    def normaliser(
+        self, weights: str | float = "ema", seed: int = 0, method: str = "auto", chains: int = 256, steps: int = 1000
+    ) -> Normaliser:
+        """log Z in units of z, computed once for the same weights and options."""
+        core = self.weights(weights)
+        if method == "auto":
+            method = "quadrature" if self.spec.dims <= 2 else "ais"
+        if method == "none":
+            return Normaliser.missing("a normaliser was not asked for")
+        if core.network.confinement is None:
+            return Normaliser.missing("without confinement exp(-E) may have no finite integral")
+        if method == "quadrature" and self.spec.dims > 2:
+            raise InputError(f"normaliser=quadrature is for one or two dimensions, not {self.spec.dims}: use ais")
+        key = (weights, method, self.batches_seen, *((seed, chains, steps) if method == "ais" else ()))
+        if key not in self._normalisers:
+            if method == "quadrature":
+                found = by_quadrature(core, self.spec.dims)
+            else:
+                noise = KeyedGenerator(seed, torch.arange(chains, device=self.device), "ais")
+                base = base_of(self.mean, self.covariance)
+                found = by_annealing(core, base, noise, chains=chains, steps=steps)
+            self._normalisers = {key: found}
+        return self._normalisers[key]
+
+    def log_likelihood(
+        self,
+        batch: Batch,
+        *,
+        weights: str | float = "ema",
+        seed: int = 0,
+        importance_samples: int = 1,
+        normaliser: Literal["auto", "quadrature", "ais", "none"] = "auto",
+        chains: int = 256,
+        densities: int = 1000,
+        rows: int = 1024,
+    ) -> Likelihood:
+        """The log-density of continuous data, or a lower bound on the log-mass of integers, as far as log Z is known.
+
+        Arguments:
+            batch: items in the data's own units.
+            weights: `ema`, `raw`, or one of the decays kept.
+            seed: seed of all noise.
+            importance_samples: K dequantisations of each item; the bound rises with K.
+            normaliser: how log Z is found; `auto` is quadrature in one and two dimensions, else annealed importance
+                sampling; `none` leaves the energy alone, which cannot be compared.
+            chains: number of chains of annealed importance sampling.
+            densities: number of densities between its base and the model.
+            rows: most rows in one pass through the network.
+        """
+        for name, value in (("importance_samples", importance_samples), ("chains", chains), ("densities", densities)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        core, found = self.weights(weights), self.normaliser(weights, seed, normaliser, chains, densities)
+        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
+        noise = KeyedGenerator(seed, index, "dequantise")
+        draws = []
+        with torch.no_grad():
+            for k in range(importance_samples):
+                z, volume = self.encoding(batch.x, noise.at(k))
+                values = torch.cat([core.log_density(some).double() for some in z.split(rows)])
+                draws.append(values + volume.double() - found.log_z)
+        nats, stderr = _log_mean(torch.stack(draws))
+        made = dict(found.made)
+        if self.spec.levels is not None:
+            made |= {"importance_samples": importance_samples, "dequantisation": "uniform"}
+        made |= {"gaps": "filled"} if self.encoding.gap is not None else {}
+        made |= {"weights": str(weights), "seed": seed}
+        # The error of log Z is common to all items: it stands in `made`, where no mean over items makes it small.
+        return Likelihood(nats, found.kind, self.spec.dims, self.spec.levels, stderr, made, index)
+
+    # ---- samples ------------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        n: int,
+        cond: None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
+        *,
+        start: int = 0,
+        sampler: Literal["annealed", "hmc", "mala", "ula"] = "annealed",
+        steps: int | None = None,
+        step_size: float | None = None,
+        weights: str | float = "ema",
+        path: int = 0,
+        progress=None,
+    ) -> Samples:
+        """Samples `start` .. `start + n - 1` of a seed, each the end of a chain of its own.
+
+        Arguments:
+            n: how many.
+            cond: nothing, energies are unconditional.
+            temperature: T of the density p^(1/T), positive; 1 for the model's own.
+            seed: sample k of a seed depends on (seed, k) alone.
+            start: number of the first sample.
+            sampler: `annealed` from a broad normal density to the model by HMC moves, or `hmc`, `mala`, `ula` at the
+                model itself, half of their steps a warm-up.
+            steps: densities in between, or moves; default 100 (annealed), 200 (hmc), 1000 (mala, ula).
+            step_size: first step size, in standard deviations of the data; it adapts, except for `ula`.
+            weights: `ema`, `raw`, or one of the decays kept.
+            path: number of frames of the way from noise to data to keep, 0 for none.
+            progress: called after every step with the number of steps done and their total.
+        """
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        self.labels(cond, torch.zeros(1, dtype=torch.int64))
+        core = self.weights(weights)
+        key = (weights, self.batches_seen, temperature, seed, sampler, steps, step_size)
+        if key not in self._samplers:
+            base = base_of(self.mean, self.covariance)
+            chosen = Sampler(core, base, name=sampler, steps=steps, step_size=step_size, temperature=temperature)
+            self._samplers = {key: chosen}
+        chosen = self._samplers[key]
+        index = torch.arange(start, start + n, device=self.device)
+        wanted = set(torch.linspace(0, chosen.steps - 1, min(path, chosen.steps)).round().int().tolist()[:path])
+        frames: list[Tensor] = []
+
+        def after(done: int, z: Tensor) -> None:
+            if done in wanted:
+                frames.append(self._decode(z))
+            if progress is not None:
+                progress(done + 1, chosen.steps)
+
+        z, found = chosen(n, KeyedGenerator(seed, index, "sample"), after)
+        made = {"sampler": sampler, "steps": chosen.steps, "seed": seed, "weights": str(weights)}
+        made |= {"temperature": temperature, **found}
+        return Samples(self._decode(z), None, index, made, torch.stack(frames) if frames else None)
+
+    def _decode(self, z: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.encoding.decode(z.to(self.encoding.scale.dtype))
+
+    def pictures(self) -> dict[str, Image.Image]:
+        """In the plane: the learned density and score, beside the truth where it is known."""
+        if self.spec.event_shape != (2,) or self.spec.levels is not None or self.core.network.confinement is None:
+            return {}
+        core, log_z = self.weights(), self.normaliser().log_z
+
+        def log_density(x: Tensor) -> Tensor:
+            nothing = KeyedGenerator(0, torch.zeros(len(x), dtype=torch.int64, device=x.device), "no noise")
+            z, volume = self.encoding(x, nothing)
+            return core.log_density(z) - log_z + volume
+
+        def shown(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return log_density(x.to(self.device)).cpu()
+
+        def score(x: Tensor) -> Tensor:
+            return LogDensity(log_density, second_derivatives=False).score(x.to(self.device)).cpu()
+
+        where = self.encoding.location.cpu(), self.encoding.scale.cpu()
+        return {"fields": picture_of_fields(self.spec, score, shown, *where)}
+
+
+def _spread(count: int, wanted: int) -> Tensor:
+    """`wanted` positions of 0 .. count - 1, evenly spread."""
+    return torch.linspace(0, count - 1, wanted, dtype=torch.float64).round().long()
+
+
+def _log_mean(log_w: Tensor) -> tuple[Tensor, Tensor | None]:
+    """log mean w over draws (K, B), and its standard error for K > 1."""
+    count = len(log_w)
+    nats = torch.logsumexp(log_w, 0) - math.log(count)
+    return nats, None if count == 1 else (log_w - nats).exp().std(0) / math.sqrt(count)

@@ -1,0 +1,265 @@
+"""The energy model under the contract of every model: encoding, loss, log Z, likelihood, samples, guards."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.data.densities import density
+from genmodels.data.spec import Batch, DataSpec
+from genmodels.energy import LOSSES, Energy, Quadratic
+from genmodels.errors import InputError
+from genmodels.models.chains import Sampler
+from genmodels.models.encoding import Encoding
+from genmodels.models.energy import EnergyModel
+from genmodels.models.normaliser import base_of, by_annealing, by_quadrature
+from genmodels.random import KeyedGenerator
+
+DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+PLANE = DataSpec("plane", (2,))
+TABLE = DataSpec("table", (4,))
+COUNTS = DataSpec("counts", (3,), levels=8)
+
+SMALL = {"hidden": [16, 16]}
+KERNEL = {"inducing": 20, "hidden": 8, "depth": 2}
+MODELS = {
+    "plane": lambda **given: EnergyModel(PLANE, net=SMALL, **given),
+    "table, white": lambda **given: EnergyModel(TABLE, net=SMALL, whitening="pca", noise=0.05, **given),
+    "deep kernel": lambda **given: EnergyModel(TABLE, network="deep_kernel", net=KERNEL, ema_decay=0.9, **given),
+    "counts": lambda **given: EnergyModel(COUNTS, net=SMALL, **given),
+    "digits": lambda **given: EnergyModel(DIGITS, net={"channels": [4, 8]}, **given),
+    "digits, U-Net": lambda **given: EnergyModel(
+        DIGITS, network="unet", net={"channels": 8, "multipliers": [1], "blocks": 1}, **given),
+}
+
+
+def batch_of(spec: DataSpec, n: int = 64) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    if spec.levels is None:
+        mixing = torch.eye(spec.dims) + 0.4
+        x = torch.randn(n, *spec.event_shape, generator=generator) @ mixing * 3 + 1
+    else:
+        x = torch.randint(0, spec.levels, (n, *spec.event_shape), generator=generator).to(torch.uint8)
+    return Batch(x, index=torch.arange(n))
+
+
+def made(name: str, **given) -> tuple[EnergyModel, Batch]:
+    torch.manual_seed(0)
+    model = MODELS[name](**given)
+    batch = batch_of(model.spec)
+    model.initialize(batch)
+    return model, batch
+
+
+def keyed(n: int, stream: str = "test") -> KeyedGenerator:
+    return KeyedGenerator(0, torch.arange(n), stream)
+
+
+# ---- encoding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"whitening": "pca"}, {"gaps": True}], ids=str)
+def test_the_volume_of_an_encoding_is_that_of_its_jacobian(options):
+    encoding = Encoding(TABLE, **options).double()
+    batch = batch_of(TABLE)
+    encoding.fit(batch.x, keyed(64))
+    x = batch.x[:3].double()
+    z, volume = encoding(x, keyed(3))
+    for k in range(3):
+        def one(row, k=k):
+            return encoding(row[None], KeyedGenerator(0, torch.tensor([k]), "test"))[0][0]
+
+        jacobian = torch.autograd.functional.jacobian(one, x[k])
+        assert float(jacobian.slogdet().logabsdet) == pytest.approx(float(volume[k]), abs=1e-6)
+    torch.testing.assert_close(encoding.decode(z), x, rtol=0, atol=0.5 if options.get("gaps") else 1e-9)
+    whole = encoding(batch.x.double(), keyed(64))[0]
+    torch.testing.assert_close(whole.mean(0), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-5)
+    if options.get("whitening"):
+        torch.testing.assert_close(torch.cov(whole.T), torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-5)
+
+
+def test_integers_come_back_from_their_cells():
+    encoding = Encoding(DIGITS)
+    batch = batch_of(DIGITS)
+    encoding.fit(batch.x, keyed(64))
+    z, volume = encoding(batch.x, keyed(64))
+    assert torch.equal(encoding.decode(z), batch.x) and volume.shape == (64,)
+
+
+def test_gaps_are_as_wide_as_the_median_distance_of_values():
+    encoding = Encoding(DataSpec("wine", (2,)), gaps=True)
+    x = torch.stack([0.5 * torch.arange(40).remainder(7), torch.randn(40)], dim=1)
+    encoding.fit(x, keyed(40))
+    assert encoding.gap.tolist() == [0.5, 0.0]
+
+
+# ---- log Z -----------------------------------------------------------------------------------------------------------
+
+
+def test_both_ways_to_log_z_on_a_known_density():
+    energy = Quadratic(torch.tensor([[1.2, 0.3], [0.3, 0.8]]), offset=0.7)
+    exact = by_quadrature(energy, 2)
+    assert exact.kind == "exact" and exact.log_z == pytest.approx(energy.log_normaliser, abs=1e-6)
+    base = base_of(torch.zeros(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
+    estimate = by_annealing(energy, base, keyed(128), chains=128, steps=20)
+    found = estimate.made
+    assert estimate.kind == "ais" and abs(estimate.log_z - energy.log_normaliser) < 4 * found["log_z_stderr"]
+    assert found["log_z_lower"] - 4 * found["lower_stderr"] < energy.log_normaliser
+    assert energy.log_normaliser < found["log_z_upper"] + 4 * found["upper_stderr"]
+
+
+def test_the_density_of_data_integrates_to_one():
+    model, batch = made("plane")
+    side = torch.linspace(-40, 40, 401)
+    grid = torch.stack(torch.meshgrid(side, side, indexing="ij"), -1).reshape(-1, 2)
+    found = model.log_likelihood(Batch(grid, index=torch.arange(len(grid))), rows=50_000)
+    assert found.kind == "exact" and float(found.nats.exp().sum() * 0.2**2) == pytest.approx(1, abs=1e-3)
+
+
+def test_the_masses_of_integers_sum_to_at_most_one_and_the_bound_rises():
+    model, _ = made("counts")
+    every = torch.cartesian_prod(*[torch.arange(8)] * 3).to(torch.uint8)
+    batch = Batch(every, index=torch.arange(512))
+    one, many = (model.log_likelihood(batch, importance_samples=k, chains=64, densities=30) for k in (1, 16))
+    assert one.kind == "ais" and one.stderr is None and bool((many.stderr >= 0).all())
+    assert float(one.nats.mean()) < float(many.nats.mean())
+    assert float(many.nats.exp().sum()) == pytest.approx(1, abs=0.15)
+    assert {"log_z_lower", "log_z_upper", "log_z_stderr", "ess", "reliable"} <= set(one.made)
+
+
+def test_what_has_no_log_z_is_unnormalised_and_says_why():
+    model, batch = made("plane")
+    assert "not asked for" in model.log_likelihood(batch, normaliser="none").made["reason"]
+    free = EnergyModel(PLANE, net={**SMALL, "confinement": False})
+    free.initialize(batch)
+    found = free.log_likelihood(batch)
+    assert found.kind == "unnormalised" and "confinement" in found.made["reason"] and free.pictures() == {}
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_learns_and_a_checkpoint_is_plain(name):
+    model, batch = made(name)
+    loss = model.loss(batch, keyed(64))
+    loss.value.backward()
+    gradients = [p.grad for p in model.core.parameters() if p.grad is not None]
+    assert gradients and all(bool(g.isfinite().all()) for g in gradients) and loss.value.isfinite()
+    assert model.header()["model"]["_target_"] == "genmodels.models.energy.EnergyModel"
+    copy = MODELS[name]()
+    copy.load_state_dict(model.state_dict())
+    z = model.points(batch.x[:8], keyed(8))
+    torch.testing.assert_close(copy.weights("raw").energy(z), model.weights("raw").energy(z))
+
+
+@pytest.mark.parametrize("loss", [*(name for name in LOSSES if name != "multi_scale"), "contrastive"])
+def test_every_loss_learns_the_width_of_a_normal_density(loss):
+    """The one learned number of E = k |z|^2/2 moves from 1/4 towards 1: an inverted sign would move it down."""
+    objective = {"size": 512, "steps": 20, "step_size": 0.05} if loss == "contrastive" else {}
+    model = EnergyModel(PLANE, net={"hidden": [1], "spread": 2.0}, loss=loss, objective=objective)
+    batch = Batch(torch.randn(512, 2, generator=torch.Generator().manual_seed(0)), index=torch.arange(512))
+    model.initialize(batch)
+    with torch.no_grad():
+        for parameter in model.core.network.body.parameters():
+            parameter.zero_()
+    spread = model.core.network.confinement.log_spread
+    model.loss(batch, keyed(512)).value.backward()
+    assert float(spread.grad) > 0  # descent makes tau smaller, k larger
+
+
+def test_a_deep_kernel_solves_for_its_last_weights_when_first_needed():
+    model, batch = made("deep kernel")
+    assert float(model.core.network.alpha.abs().sum()) == 0
+    assert float(model.weights("raw").network.alpha.abs().sum()) > 0
+    z = model.points(batch.x, keyed(64))
+    before = float(model.score_matching(model.weights("ema"), z, keyed(64)).mean())
+    model.weights("ema").network.alpha.zero_()
+    assert before < float(model.score_matching(model.weights("ema"), z, keyed(64)).mean())
+    assert len(model.loss(batch, keyed(64)).per_example) == 32
+
+
+def test_an_energy_learns_a_mixture():
+    """Two blobs in 250 steps: much nearer to the truth than the normal density of their mean and covariance."""
+    torch.manual_seed(0)
+    model = EnergyModel(PLANE, net={"hidden": [32, 32]}, ema_decay=0.9)
+    generator = torch.Generator().manual_seed(0)
+    side = torch.randint(0, 2, (2000, 1), generator=generator) * 2.0 - 1
+    x = 0.5 * torch.randn(2000, 2, generator=generator) + side * torch.tensor([1.5, 0.0])
+    x, held = x[:1500], x[1500:]
+    model.initialize(Batch(x))
+    optimizer = torch.optim.Adam(model.core.parameters(), lr=1e-2)
+    for step in range(250):
+        rows = torch.randint(0, 1500, (128,), generator=generator)
+        optimizer.zero_grad()
+        model.loss(Batch(x[rows]), KeyedGenerator(0, torch.arange(128), "train", step)).value.backward()
+        optimizer.step()
+    truth = math.log(2 * math.pi * math.e * 0.25) + math.log(2)
+    normal = math.log(2 * math.pi * math.e) + 0.5 * math.log(0.25 * 2.5)
+    reached = -model.log_likelihood(Batch(held, index=torch.arange(500)), weights="raw").mean_nats()
+    assert abs(reached - truth) < 0.4 * (normal - truth)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampler", ["annealed", "hmc", "mala", "ula"])
+def test_chains_draw_from_the_density(sampler):
+    energy = Quadratic(torch.tensor([[2.0, 0.5], [0.5, 1.0]]), torch.tensor([0.5, -0.5]))
+    base = base_of(torch.zeros(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
+    steps, size = {"annealed": (20, None), "hmc": (40, None), "mala": (60, None), "ula": (150, 0.03)}[sampler]
+    chains = Sampler(energy, base, name=sampler, steps=steps, step_size=size)
+    z, found = chains(1500, keyed(1500, "sample"), lambda done, z: None)
+    covariance = torch.linalg.inv(energy.matrix.detach()).double()
+    torch.testing.assert_close(z.mean(0), torch.tensor([0.5, -0.5], dtype=torch.float64), rtol=0, atol=0.12)
+    torch.testing.assert_close(torch.cov(z.T), covariance, rtol=0, atol=0.15)
+    assert found["evaluations"] > 0 and (sampler == "ula") == (found["acceptance"] is None)
+
+
+@pytest.mark.parametrize("name", ["plane", "counts"])
+@pytest.mark.parametrize("sampler", ["annealed", "mala"])
+def test_a_sample_is_the_same_alone_and_the_temperature_narrows(name, sampler):
+    model, _ = made(name)
+    options = {"sampler": sampler, "steps": 12, "seed": 3}
+    many = model.sample(6, **options, path=3)
+    alone = model.sample(1, start=4, **options)
+    torch.testing.assert_close(many.x[4].double(), alone.x[0].double(), rtol=1e-5, atol=1e-5)
+    assert many.path.shape == (3, *many.x.shape) and many.made["sampler"] == sampler
+    cold = model.sample(64, temperature=0.1, **options).x.double()
+    assert float(cold.std()) < float(model.sample(64, **options).x.double().std())
+
+
+BAD = [
+    (lambda: EnergyModel(PLANE, noise=-1), "noise"),
+    (lambda: EnergyModel(DIGITS, gaps=True), "continuous"),
+    (lambda: EnergyModel(DIGITS, whitening="pca"), "vectors"),
+    (lambda: EnergyModel(PLANE, objective={"projektions": 2}), "projections"),
+    (lambda: EnergyModel(PLANE, net={"activation": "relu"}), "relu"),
+    (lambda: EnergyModel(TABLE, network="deep_kernel", loss="contrastive"), "deep_kernel"),
+    (lambda: made("plane")[0].sample(2, temperature=0), "positive"),
+    (lambda: made("plane")[0].sample(2, sampler="ddpm"), "annealed"),
+    (lambda: made("plane")[0].sample(2, cond=1), "unconditional"),
+    (lambda: made("table, white")[0].log_likelihood(batch_of(TABLE), normaliser="quadrature"), "two dimensions"),
+    (lambda: EnergyModel(TABLE).initialize(Batch(torch.randn(50, 4) * torch.tensor([1.0, 1, 0, 1]))), "constant"),
+    (lambda: EnergyModel(TABLE).initialize(Batch(torch.randn(300, 4).round())), "gaps=true"),
+]
+
+
+@pytest.mark.parametrize("call, said", BAD, ids=[said for _, said in BAD])
+def test_what_cannot_be_is_said(call, said):
+    with pytest.raises(ValueError, match=said) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+def test_pictures_stand_beside_the_truth():
+    torch.manual_seed(0)
+    model = EnergyModel(DataSpec("toy_banana", (2,)), net=SMALL)
+    model.initialize(Batch(density("banana").sample(200, torch.Generator().manual_seed(0)).float()))
+    picture = model.pictures()["fields"]
+    assert picture.width >= 600 and len(picture.getcolors(100_000)) > 50
+    assert isinstance(model.core, Energy) and isinstance(model.core.network(torch.zeros(1, 2)), torch.Tensor)
+    with pytest.raises(InputError):
+        model.sample(1, step_size=-1.0)

@@ -1,0 +1,119 @@
+"""The noise-conditional score model under the contract of every model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from genmodels.data.densities import density
+from genmodels.data.spec import Batch, DataSpec
+from genmodels.energy import NormalMixture
+from genmodels.models.levels import SAMPLERS, walk_levels
+from genmodels.models.score import ScoreModel
+from genmodels.random import KeyedGenerator
+
+DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+PLANE = DataSpec("plane", (2,))
+MODELS = {
+    "plane": lambda: ScoreModel(PLANE, net={"hidden": 16, "depth": 1}),
+    "all levels": lambda: ScoreModel(PLANE, net={"hidden": 16, "depth": 1}, levels="all", ratio=1.5, smallest=0.1),
+    "digits": lambda: ScoreModel(DIGITS, net={"channels": 8, "multipliers": [1, 2], "blocks": 1}),
+}
+
+
+def made(name: str) -> tuple[ScoreModel, Batch]:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    generator = torch.Generator().manual_seed(0)
+    if model.spec.levels is None:
+        batch = Batch(torch.randn(64, 2, generator=generator) * 3 + 1, index=torch.arange(64))
+    else:
+        x = torch.randint(0, 17, (64, 1, 8, 8), generator=generator).to(torch.uint8)
+        batch = Batch(x, torch.arange(64) % 10, index=torch.arange(64))
+    model.initialize(batch)
+    return model, batch
+
+
+def keyed(n: int, stream: str = "test") -> KeyedGenerator:
+    return KeyedGenerator(0, torch.arange(n), stream)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_levels_cover_the_data_and_the_loss_starts_at_one_half(name):
+    model, batch = made(name)
+    sigmas = model.sigmas
+    z, _ = model.encoding(batch.x, keyed(64))
+    assert sigmas[0] == pytest.approx(float(torch.cdist(z.flatten(1), z.flatten(1)).max()), rel=0.1)
+    assert sigmas[-1] == pytest.approx(model.smallest) and all(a / b <= model.ratio + 1e-6 for a, b in
+                                                              zip(sigmas[:-1], sigmas[1:], strict=True))
+    loss = model.loss(batch, keyed(64))
+    # The network starts at zero, so the loss is half the mean square of the noise.
+    assert float(loss.value.detach()) == pytest.approx(0.5, abs=0.15)
+    loss.value.backward()
+    assert any(float(p.grad.abs().sum()) > 0 for p in model.core.parameters() if p.grad is not None)
+    copy = MODELS[name]()
+    copy.load_state_dict(model.state_dict())
+    assert copy.sigmas == sigmas
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_exact_scores_of_a_mixture_give_its_samples(sampler):
+    weights = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    means = torch.tensor([[-1.5, 0.0], [1.5, 0.5]], dtype=torch.float64)
+    mixture = NormalMixture(weights, means, 0.3)
+    z, evaluations = walk_levels(
+        mixture.with_noise(), (1000, 2), 8.0, 0.01, keyed(1000, "sample"), sampler=sampler, steps=60,
+        dtype=torch.float64, callback=lambda done, z: None,
+    )  # fmt: skip
+    right = z[:, 0] > 0
+    assert float(right.double().mean()) == pytest.approx(0.7, abs=0.06)
+    assert z[right].mean(0).tolist() == pytest.approx([1.5, 0.5], abs=0.06)
+    assert float(z[right].std()) == pytest.approx(float((0.09 + z[right].mean(0).var(unbiased=False)) ** 0.5), abs=0.06)
+    assert evaluations % 1000 == 0
+
+
+@pytest.mark.parametrize("name", ["plane", "digits"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_sample_is_the_same_alone(name, sampler):
+    model, _ = made(name)
+    with torch.no_grad():
+        for parameter in model.core.parameters():
+            parameter.add_(0.05)
+    options = {"sampler": sampler, "steps": 4, "seed": 3, "weights": "raw"}
+    many, alone = model.sample(6, path=2, **options), model.sample(1, start=4, **options)
+    tolerance = 1 if name == "digits" else 1e-4
+    assert float((many.x[4].double() - alone.x[0].double()).abs().max()) <= tolerance
+    assert many.path.shape == (2, *many.x.shape) and many.made["steps"] == 4
+    assert (many.cond is None) == (name == "plane")
+
+
+def test_there_is_no_likelihood_and_it_says_why():
+    model, batch = made("plane")
+    found = model.log_likelihood(batch)
+    assert found.kind == "unnormalised" and "no energy" in found.made["reason"] and bool(found.nats.isnan().all())
+
+
+def test_the_field_stands_beside_the_truth():
+    torch.manual_seed(0)
+    model = ScoreModel(DataSpec("toy_banana", (2,)), net={"hidden": 16, "depth": 1})
+    model.initialize(Batch(density("banana").sample(200, torch.Generator().manual_seed(0)).float()))
+    assert model.pictures()["fields"].width >= 300
+    assert made("digits")[0].pictures() == {}
+
+
+BAD = [
+    (lambda: ScoreModel(PLANE, ratio=1.0), "ratio"),
+    (lambda: ScoreModel(PLANE, smallest=-1.0), "smallest"),
+    (lambda: ScoreModel(PLANE).initialize(Batch(torch.ones(9, 2))), "constant"),
+    (lambda: made("plane")[0].sample(2, temperature=-1), "positive"),
+    (lambda: made("plane")[0].sample(2, sampler="hmc"), "predictor_corrector"),
+    (lambda: made("plane")[0].sample(2, steps=1), "at least 2"),
+    (lambda: made("digits")[0].sample(2, cond=11), "0..9"),
+]
+
+
+@pytest.mark.parametrize("call, said", BAD, ids=[said for _, said in BAD])
+def test_what_cannot_be_is_said(call, said):
+    with pytest.raises(ValueError, match=said) as raised:
+        call()
+    assert "\n" not in str(raised.value)
