@@ -313,17 +313,21 @@ def test_the_way_between_two_items(tmp_path):
     done = genmodels("sample", "ckpt=run", "interpolate=[3,17]", "frames=5", "out=strip.png", cwd=tmp_path)
     assert "from item 3 to item 17" in done.stdout
     with Image.open(tmp_path / "strip.png") as strip:
+        assert strip.info["genmodels.between"] == "3 and 17" and strip.info["genmodels.family"] == "glow"
         assert strip.size == (5 * 34 + 2, 36)
         strip.crop((2, 2, 34, 34)).save(tmp_path / "first.png")
     genmodels("sample", "ckpt=run", "interpolate=[first.png,17]", "frames=3", "out=again.png", cwd=tmp_path)
     with Image.open(tmp_path / "strip.png") as strip, Image.open(tmp_path / "again.png") as again:
         assert strip.crop((2, 2, 34, 34)).tobytes() == again.crop((2, 2, 34, 34)).tobytes()
     for words, told in ((["interpolate=[3]"], "two items"), (["interpolate=[3,9999]"], "indices must lie"),
-                        (["interpolate=[3,no.png]"], "no file no.png"), (["steps=5"], "no sampling option 'steps'")):
+                        (["interpolate=[3,no.png]"], "no file no.png"),
+                        (["interpolate=[3,4]", "out=strip.npz"], "end it in .png"), (["cond=[]"], "unconditional"),
+                        (["interpolate=[3,4]", "temperature=0.5", "n=5"], "takes no temperature, n"), (["steps=5"], "no sampling option 'steps'")):
         assert told in genmodels("sample", "ckpt=run", *words, cwd=tmp_path, code=2).stderr
 
 
-@pytest.mark.parametrize("words", [["model=nsf"], ["model=realnvp", "data.set=8gaussians", "model.hidden=16"],
+@pytest.mark.parametrize("words", [["model=nsf", "trainer.precision=64-true"],
+                                   ["model=realnvp", "data.set=8gaussians", "model.hidden=16"],
                                    ["model=nsf", "model.kind=autoregressive", "model.transform=affine"]])
 def test_flows_of_points_have_an_exact_density(tmp_path, words):
     genmodels("train", *words, "data=toy", *QUICK, "run_dir=run", cwd=tmp_path)

@@ -95,12 +95,12 @@ def write_samples(samples, spec: DataSpec, target: Path) -> list[str]:
         return [f"{len(samples.x)} samples {tuple(samples.x.shape[1:])} {samples.x.dtype}: {target}"]
     if suffix == ".png":
         picture = picture_of(samples.x, spec, columns_for(spec, len(samples.x), samples.cond is not None))
-        _save_png(picture, target, samples.made | {"index": _span(samples.index)})
+        save_png(picture, target, samples.made | {"index": _span(samples.index)})
         return [f"{len(samples.x)} samples: {target}"]
     for k, image in enumerate(images_of(samples.x, spec)):
         label = {} if samples.cond is None else {"cond": int(samples.cond[k])}
         number = int(samples.index[k])
-        _save_png(image, target / f"{number:06d}.png", samples.made | {"index": number} | label)
+        save_png(image, target / f"{number:06d}.png", samples.made | {"index": number} | label)
     return [f"{len(samples.x)} samples as single images: {target}"]
 
 
@@ -125,7 +125,7 @@ def write_path(samples, spec: DataSpec, target: Path) -> str:
         return f"path of {frames.shape[1]} samples in {len(frames)} frames: {target}"
     rows = min(8, frames.shape[1])
     tiles = [image for k in range(rows) for image in images_of(frames[:, k], spec, smallest=32)]
-    _save_png(grid(tiles, columns=len(frames)), target, samples.made | {"index": _span(samples.index[:rows])})
+    save_png(grid(tiles, columns=len(frames)), target, samples.made | {"index": _span(samples.index[:rows])})
     return f"path of {rows} samples in {len(frames)} steps: {target}"
 
 
@@ -133,7 +133,8 @@ def _span(index: torch.Tensor) -> str:
     return f"{int(index[0])}-{int(index[-1])}"
 
 
-def _save_png(picture: Image.Image, path: Path, made: dict) -> None:
+def save_png(picture: Image.Image, path: Path, made: dict) -> None:
+    """A picture as a PNG that carries how it was made."""
     text = PngInfo()
     for key, value in made.items():
         text.add_text(f"genmodels.{key}", str(value))

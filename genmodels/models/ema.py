@@ -9,7 +9,7 @@ from torch import nn
 
 
 class EMA(nn.Module):
-    """Averages of a module's weights, one for each decay, in float32, updated after each optimiser step.
+    """Averages of a module's weights, one for each decay, in float32 or wider, updated after each optimiser step.
 
         w_ema <- r w_ema + (1 - r) w,   r = min(decay, (1 + n) / (10 + n)),   n = number of steps taken
 
@@ -46,9 +46,10 @@ class EMA(nn.Module):
     def update(self, source: nn.Module, step: int) -> None:
         """Move every average towards `source` after optimiser step number `step` (counted from 0)."""
         warm = (1 + step) / (10 + step)
-        parameters = [p.detach().float() for p in source.parameters()]
         for decay, average in zip(self.decays, self.averages, strict=True):
-            torch._foreach_lerp_(list(average.parameters()), parameters, 1 - min(decay, warm))
+            means = list(average.parameters())
+            current = [p.detach().to(mean.dtype) for p, mean in zip(source.parameters(), means, strict=True)]
+            torch._foreach_lerp_(means, current, 1 - min(decay, warm))
             for mine, theirs in zip(average.buffers(), source.buffers(), strict=True):
                 mine.copy_(theirs)
 

@@ -17,6 +17,17 @@ def by_hand(values: list[float], decay: float) -> float:
     return average
 
 
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_averages_follow_the_precision_of_training(precision):
+    source = nn.Linear(2, 2)
+    both = nn.ModuleList([source, EMA(source, [0.9])]).to(precision)
+    with torch.no_grad():
+        source.weight.add_(1.0)
+    both[1].update(source, step=0)
+    assert both[1].average().weight.dtype == precision
+    torch.testing.assert_close(source.weight - both[1].average().weight, torch.full((2, 2), 0.1, dtype=precision))
+
+
 @pytest.mark.parametrize("decay", [0.5, 0.9, 0.999])
 def test_recursion(decay):
     source = nn.Linear(1, 1, bias=False).double()
