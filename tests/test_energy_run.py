@@ -1,0 +1,137 @@
+"""Energy and score models through the command line: trained, sampled, judged, resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from genmodels.cli.main import main
+from genmodels.errors import RunError
+from genmodels.training.archive import read_header
+from genmodels.training.callbacks import Checkpointing
+from genmodels.training.checkpoint import read_checkpoint
+
+QUICK = ["trainer.max_steps=8", "trainer.validate_every_n_steps=4", "trainer.sample_every_n_steps=0", "logger=csv",
+         "trainer.progress=false", "data.batch_size=32"]
+SMALL = ["data=toy", "data.n_val=100", "data.n_test=200", "data.n_train=2000"]
+PLANE = ["model=energy", *SMALL, "model.net.hidden=[16,16]"]
+
+
+def genmodels(*words: str) -> None:
+    assert main(list(words)) == 0
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def report(name: str = "report.json") -> dict:
+    return json.loads(Path("run", name).read_text())
+
+
+def test_an_energy_of_points_has_an_exact_density_and_pictures(here, capsys):
+    genmodels("train", *PLANE, *QUICK, "logger=default", "trainer.sample_every_n_steps=8", "run_dir=run")
+    for name in ("samples", "fields"):
+        assert Path("run", name, "step_000008.png").is_file()
+        assert list(Path("run/wandb").glob(f"offline-run-*/files/media/images/{name}_*.png"))
+    table = Path("run/metrics.csv").read_text().splitlines()[0]
+    monitored = ("energy_spread", "score_norm", "trace", "held_out_over_training")
+    assert all(f"monitor/{name}" in table for name in monitored)
+    genmodels("sample", "ckpt=run", "n=6", "steps=5", "out=six.npz")
+    genmodels("sample", "ckpt=run", "n=1", "start=4", "steps=5", "out=one.npz")
+    six, one = (np.load(f"{name}.npz") for name in ("six", "one"))
+    assert np.abs(six["x"][4] - one["x"][0]).max() < 1e-5
+    assert json.loads(str(six["made"]))["sampler"] == "annealed"
+    chain = ["sampler=mala", "steps=6", "step_size=0.05"]
+    genmodels("sample", "ckpt=run", "n=4", *chain, "temperature=0.5", "path=way.gif")
+    capsys.readouterr()
+    genmodels("evaluate", "ckpt=run")
+    assert "by quadrature" in capsys.readouterr().out
+    row = report()["likelihood"][0]
+    assert row["kind"] == "exact" and row["kl_gap"] == pytest.approx(row["nll"] - row["entropy"]) and row["kl_gap"] > 0
+
+
+def test_a_table_is_judged_by_annealed_importance_sampling(here, capsys):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(400, 3)) @ np.array([[1, 0.5, 0], [0, 1, 0.3], [0, 0, 1]])
+    np.savez("table.npz", x=np.concatenate([x, x[:, :1].round() + 0.1 * generator.normal(size=(400, 1))], 1))
+    words = ["model.net.inducing=20", "model.net.hidden=8", "data=arrays", "data.file=table.npz"]
+    genmodels("train", "model=energy", *words, *QUICK, "run_dir=run")
+    capsys.readouterr()
+    genmodels("evaluate", "ckpt=run", "chains=48", "densities=20")
+    out = capsys.readouterr().out
+    made = report()["likelihood"][0]["made"]
+    assert report()["likelihood"][0]["kind"] == "ais" and made["chains"] == 48 and made["steps"] == 20
+    assert "of 48 chains count" in out and "reverse, approximate" in out
+    assert report()["likelihood"][0]["se_mc"] is None and made["log_z_stderr"] > 0
+    genmodels("evaluate", "ckpt=run", "normaliser=none", "out=run/none.json")
+    row = report("none.json")["likelihood"][0]
+    assert row["kind"] == "unnormalised" and row["nll"] is None and "not asked for" in row["reason"]
+    assert "no likelihood" in capsys.readouterr().out
+
+
+def test_an_energy_of_digits_answers_for_the_integers(here):
+    genmodels("train", "model=energy", "model.net.channels=[4,8]", *QUICK, "run_dir=run")
+    genmodels("sample", "ckpt=run", "n=3", "steps=3", "out=three.npz")
+    x = np.load("three.npz")["x"]
+    assert x.dtype == np.uint8 and x.max() <= 16
+    genmodels("evaluate", "ckpt=run", "limit=20", "chains=16", "densities=5", "importance_samples=[1,2]")
+    rows = report("report_first20.json")["likelihood"]
+    assert [r["made"]["importance_samples"] for r in rows] == [1, 2] and rows[0]["kind"] == "ais"
+    assert rows[1]["bits_per_dim"] < rows[0]["bits_per_dim"]
+
+
+def test_a_score_model_draws_and_says_why_it_has_no_likelihood(here, capsys):
+    genmodels("train", "model=score", "model.net.channels=8", "model.net.attention_at=[]", *QUICK, "run_dir=run")
+    for sampler in ("predictor_corrector", "annealed_langevin"):
+        words = ["ckpt=run", f"sampler={sampler}", "steps=3", "cond=3"]
+        genmodels("sample", *words, "n=3", f"out={sampler}.npz")
+        genmodels("sample", *words, "n=1", "start=2", "out=one.npz")
+        many, one = np.load(f"{sampler}.npz")["x"].astype(int), np.load("one.npz")["x"].astype(int)
+        assert np.abs(many[2] - one[0]).max() <= 1
+    genmodels("evaluate", "ckpt=run", "limit=20")
+    assert "a field of scores has no energy" in capsys.readouterr().out
+    row = report("report_first20.json")["likelihood"][0]
+    assert row["kind"] == "unnormalised" and row["bits_per_dim"] is None
+
+
+@pytest.mark.parametrize("words", [
+    PLANE, [*PLANE, "model.loss=contrastive", "model.objective.steps=2", "model.objective.size=100"],
+    ["model=energy", *SMALL, "model.network=deep_kernel", "~model.net.hidden", "model.net.inducing=10"],
+    ["model=score", *SMALL, "model.net.hidden=16"],
+], ids=["energy", "contrastive", "deep kernel", "score"])
+def test_resumed_is_as_never_stopped(here, words):
+    words = [*words, *QUICK, "checkpoint.every_n_steps=3"]
+    genmodels("train", *words, "run_dir=whole")
+    # The same run, cut after its third step: what is left is its checkpoint of that moment.
+    def cut(self, trainer, name, *, before=Checkpointing.save):
+        before(self, trainer, name)
+        if trainer.global_step == 3:
+            raise RunError("cut")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointing, "save", cut)
+        assert main(["train", *words, "run_dir=cut"]) == 1
+    assert read_header(Path("cut/last.ckpt"))["step"] == 3
+    genmodels("train", *words, "run_dir=cut", "resume=last")
+    one, two = (read_checkpoint(Path(name, "last.ckpt"))["state_dict"] for name in ("whole", "cut"))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize("command, words, said", [
+    ("train", [*PLANE, "model.loss=slised"], "sliced"),
+    ("train", [*PLANE, "model.net.activation=relu"], "softplus"),
+    ("train", [*PLANE, "model.objective.projektions=2"], "projections"),
+    ("train", [*PLANE, *QUICK, "model.optimizer.lr=1e6", "model.optimizer.clip=0", "run_dir=run",
+               "trainer.max_steps=400"], "step"),
+])
+def test_what_goes_wrong_is_one_line(here, capsys, command, words, said):
+    assert main([command, *words]) in (1, 2)
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith(f"genmodels {command}: ") and said in message
