@@ -201,6 +201,14 @@ def test_samples_are_addressable_through_the_command(trained, tmp_path):
     assert json.loads(str(whole["made"]))["steps"] == 5
 
 
+def test_diffusion_samples_of_another_size(trained, tmp_path):
+    folder = trained[1]
+    genmodels("sample", f"ckpt={folder}", "n=2", "steps=2", "size=[10,13]", "out=wide.npz", cwd=tmp_path)
+    assert np.load(tmp_path / "wide.npz")["x"].shape == (2, 1, 10, 13)
+    done = genmodels("sample", f"ckpt={folder}", "size=[10]", cwd=tmp_path, code=2)
+    assert "size has 2 numbers" in done.stderr
+
+
 def test_single_pictures_raw_weights_and_the_path(trained, tmp_path):
     _, folder, _ = trained
     words = [f"ckpt={folder / 'last.ckpt'}", "n=3", "steps=4", "cond=3", "ema=false", f"out={tmp_path}/singles"]

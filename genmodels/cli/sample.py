@@ -17,6 +17,7 @@ def run(
     eta: float | None = None,
     clip: bool | None = None,
     step_size: float | None = None,
+    size: list[int] | None = None,
     batch_size: int = 64,
     start: int = 0,
     ema: bool | float = True,
@@ -42,6 +43,7 @@ def run(
         eta: share of ancestral noise in ddim.
         clip: clip the estimate of the data at every step.
         step_size: first step size of an energy's chains, in standard deviations of the data.
+        size: height and width (or length) of the samples, where a diffusion model is to draw another than it learnt.
         batch_size: samples drawn at once.
         start: number of the first sample; n=32 start=32 are samples 32 to 63.
         ema: averaged weights (true), raw ones (false), or the average of one decay.
@@ -72,7 +74,7 @@ def run(
 
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
     given = {"cond": cond, "sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip}
-    given |= {"step_size": step_size}
+    given |= {"step_size": step_size, "size": size}
     given |= {"temperature": None if temperature == 1 else temperature, "ema": None if ema is True else ema}
     target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec, given)
     check_target(target, model.spec)
@@ -89,7 +91,8 @@ def run(
     gigabytes = n * model.spec.dims * (1 if model.spec.levels else 4) / 1e9
     if gigabytes > 8:
         raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=")
-    options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip, "step_size": step_size}
+    options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip}
+    options |= {"step_size": step_size, "size": size}
     options = {key: value for key, value in options.items() if value is not None}
     if path is not None:
         options["path"] = frames
