@@ -8,12 +8,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from genmodels.flows.bijection import Shape, per_example
+from genmodels.flows.bijection import Shape, as_shape, per_example
 from genmodels.flows.elementwise import bounded
 from genmodels.nn.blocks import hide
 from genmodels.random import Generator, normal, uniform
 
 _LIMIT = 10.0  # of a log-scale that is learned directly
+_HOTTEST = 1e6
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError for a temperature that is no number from 0 to a million, beyond which samples overflow.
+
+    Example:
+        >>> check_temperature(math.inf)
+        Traceback (most recent call last):
+        ...
+        ValueError: temperature must be a finite number from 0 to 1e+06, got inf
+    """
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not (number and 0 <= temperature <= _HOTTEST):
+        raise ValueError(f"temperature must be a finite number from 0 to {_HOTTEST:g}, got {temperature!r}")
 
 
 class Distribution(nn.Module):
@@ -29,19 +44,20 @@ class Distribution(nn.Module):
 
     Shapes: `z (B, *event)`, `mask` bool and broadcastable to z, `log_prob (B,)` float32 or wider, over valid entries.
     Errors: ValueError for events of another shape, a missing condition, a mask that is not boolean, labels that are not
-    integers, a negative temperature (for `Uniform`: any but 1), or a length that is still open when samples are drawn.
+    integers or of another number, a temperature below 0 or not finite (for `Uniform`: any but 1), or a length that is
+    still open when samples are drawn.
     """
 
     uses_cond: bool = False
 
     def __init__(self, event_shape: Shape):
         super().__init__()
-        self.event_shape = tuple(event_shape)
+        self.event_shape = as_shape(event_shape)
 
     def log_prob(self, z: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Log-density of each event, (B,)."""
         self._fit(tuple(z.shape[1:]))
-        self._check_cond(cond)
+        self._check_cond(cond, len(z))
         if z.dtype not in (torch.float32, torch.float64):
             z = z.float()
         if mask is not None and mask.dtype != torch.bool:
@@ -56,12 +72,11 @@ class Distribution(nn.Module):
 
         `event_shape` closes a length left open. With a keyed generator, event k depends on its index alone.
         """
-        if not temperature >= 0:
-            raise ValueError(f"temperature must not be negative, got {temperature}")
+        check_temperature(temperature)
         shape = self.event_shape if event_shape is None else self._fit(tuple(event_shape))
         if None in shape:
             raise ValueError(f"{type(self).__name__} has events of shape {shape}: say which length to sample")
-        self._check_cond(cond)
+        self._check_cond(cond, n)
         return self._sample((n, *shape), cond, temperature, generator, dtype, device)
 
     def _log_prob(self, z: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -80,7 +95,7 @@ class Distribution(nn.Module):
             raise ValueError(f"{type(self).__name__} has events of shape {self.event_shape}, got {shape}")
         return shape
 
-    def _check_cond(self, cond: Tensor | None) -> None:
+    def _check_cond(self, cond: Tensor | None, n: int) -> None:
         if self.uses_cond and cond is None:
             raise ValueError(f"{type(self).__name__} needs cond, the condition it was built for")
 
@@ -162,10 +177,19 @@ class ClassNormal(_Normals):
         self.num_classes = num_classes
         self._learn(num_classes)
 
-    def _check_cond(self, cond):
-        super()._check_cond(cond)
+    def _check_cond(self, cond, n):
+        super()._check_cond(cond, n)
         if cond.dim() != 1 or cond.is_floating_point():
             raise ValueError(f"ClassNormal takes integer labels (B,), got {cond.dtype} of shape {tuple(cond.shape)}")
+        if len(cond) != n:
+            raise ValueError(f"ClassNormal needs a label for each of {n} events, got {len(cond)}")
+        # On an accelerator this would wait for the device; there it is the flow that asks, once for everything.
+        if cond.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = (cond < 0) | (cond >= self.num_classes)
+            if wrong.any():
+                row = int(wrong.nonzero()[0, 0])
+                last = self.num_classes - 1
+                raise ValueError(f"cond: label {int(cond[row])} in row {row}, the classes are 0..{last}")
 
     def _entries(self, z, cond):
         # index_select, unlike indexing, refuses a negative label.

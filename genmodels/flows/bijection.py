@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from genmodels.flows.undo import undone_on_failure
 from genmodels.nn.blocks import hide
 
 Shape = tuple[int | None, ...]
@@ -122,10 +124,9 @@ class Bijection(nn.Module):
         yield Step(name, self, x, z, logdet, cond, mask)
 
     def _enter(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
-        if cond is None and self.uses_cond:
-            raise ValueError(f"{type(self).__name__} needs cond, the condition it was built for")
-        if cond is not None and self.strict_cond and not self.uses_cond:
-            raise ValueError(f"{type(self).__name__} was built without a condition: leave cond out")
+        self._check_cond(cond)
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{type(self).__name__} takes a torch.Tensor, got {type(x).__name__}")
         if x.dtype not in (torch.float32, torch.float64):
             x = x.float()
         if mask is None:
@@ -138,6 +139,20 @@ class Bijection(nn.Module):
                 "masks are for sequences (B, C, T) and have shape (B, 1, T)"
             )
         return hide(x, mask)
+
+    def _check_cond(self, cond: Tensor | None) -> None:
+        if cond is None and self.uses_cond:
+            raise ValueError(f"{type(self).__name__} needs cond, the condition it was built for")
+        if cond is not None and self.strict_cond and not self.uses_cond:
+            raise ValueError(f"{type(self).__name__} was built without a condition: leave cond out")
+
+    @contextlib.contextmanager
+    def _initializing(self, cond: Tensor | None) -> Iterator[None]:
+        """A block that initialises the parts: all of them or, when it raises, none."""
+        self._check_cond(cond)
+        # The outermost composition, which has no place, undoes for all.
+        with contextlib.nullcontext() if self.place else undone_on_failure(self):
+            yield
 
     def _name_parts(self) -> None:
         """Tell every layer inside its place; the outermost composition is made last, so its names stay."""
@@ -188,6 +203,18 @@ def per_example(values: Tensor) -> Tensor:
     return values.flatten(1).sum(1)
 
 
+def as_shape(event_shape: Shape) -> Shape:
+    """An event shape as a tuple; TypeError for anything but a sequence of lengths and None.
+
+    Example:
+        >>> as_shape([1, 8, 8]), as_shape((2, None))
+        ((1, 8, 8), (2, None))
+    """
+    if not isinstance(event_shape, Sequence) or any(n is not None and not isinstance(n, int) for n in event_shape):
+        raise TypeError(f"an event shape is a tuple such as (3,) or (1, 28, 28), got {event_shape!r}")
+    return tuple(event_shape)
+
+
 class Compose(Bijection):
     """Bijections one after another; an empty list is the identity.
 
@@ -211,8 +238,15 @@ class Compose(Bijection):
 
     def __init__(self, layers: Sequence[Bijection], event_shape: Shape, *, memory: str = "store"):
         super().__init__()
+        if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList):
+            raise TypeError(f"Compose takes a list of bijections, got one {type(layers).__name__}: put it in [...]")
+        for number, layer in enumerate(layers):
+            # Not by class: a compiled bijection is none, but acts like one.
+            if isinstance(layer, type) or not hasattr(layer, "out_shape"):
+                kind = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
+                raise TypeError(f"Compose takes bijections (see Bijection), but layer {number} is {kind}")
         self.layers = nn.ModuleList(layers)
-        self.event_shape = tuple(event_shape)
+        self.event_shape = as_shape(event_shape)
         shape, before = self.event_shape, "the input"
         for number, layer in enumerate(layers):
             here = f"layer {number} ({type(layer).__name__})"
@@ -287,12 +321,13 @@ class Compose(Bijection):
 
     @torch.no_grad()
     def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
-        """Initialise the layers in order, each on the output of those before it."""
-        for layer in self.layers:
-            own = cond if layer.uses_cond else None
-            layer.initialize(x, own, mask, force=force)
-            x, _ = layer(x, own, mask)
-            mask = None if mask is None else layer.out_mask(mask)
+        """Initialise the layers in order, each on the output of those before it; all of them or, on an error, none."""
+        with self._initializing(cond):
+            for layer in self.layers:
+                own = cond if layer.uses_cond else None
+                layer.initialize(x, own, mask, force=force)
+                x, _ = layer(x, own, mask)
+                mask = None if mask is None else layer.out_mask(mask)
 
     def walk(self, x, cond=None, mask=None, name="") -> Iterator[Step]:
         for number, layer in enumerate(self.layers):

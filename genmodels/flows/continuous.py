@@ -33,7 +33,7 @@ class ContinuousFlow(nn.Module):
     def initialize(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
                    *, generator: Generator | None = None) -> None:
         """Data-dependent initialisation of the bijection; no noise is needed."""
-        self.flow.bijection.initialize(x, cond, mask)
+        self.flow.initialize(x, cond, mask)
 
     def log_prob(
         self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,

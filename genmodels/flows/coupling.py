@@ -131,6 +131,8 @@ class Coupling(Bijection):
 
     def __init__(self, split: ChannelSplit | Checkerboard, transform: ElementTransform, net: nn.Module):
         super().__init__()
+        if isinstance(transform, type):
+            raise TypeError(f"Coupling takes a transform, got the class {transform.__name__}: call it")
         check_network(self, net, split.kept, transform.params_per_dim, split.changed, transform.channels)
         self.split, self.transform, self.net = split, transform, net
         self.uses_cond = net.uses_cond
@@ -183,11 +185,24 @@ class Coupling(Bijection):
         return z, per_example(hide(log_derivative, mask))
 
 
+#: What a network has to offer besides `net(x, cond, mask)`.
+_OFFERS = ("in_channels", "out_channels", "uses_cond", "set_output_bias")
+
+
 def check_network(
     layer: Bijection, net: nn.Module, in_channels: int, params_per_dim: int, changed: int, channels: int | None
 ) -> None:
-    """Raise ValueError unless a network (and a transform built for `channels`) fit what a layer changes."""
+    """Raise ValueError unless a network (and a transform built for `channels`) fit what a layer changes.
+
+    Raises:
+        TypeError: for a network that does not offer what `genmodels.nn.net.Net` does.
+    """
     name = type(layer).__name__
+    missing = [offer for offer in _OFFERS if not hasattr(net, offer)]
+    if missing:
+        kind = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
+        raise TypeError(f"{name} needs a network that offers {', '.join(_OFFERS)} (see genmodels.nn.net.Net); {kind} "
+                        f"has no {', '.join(missing)}")
     if channels not in (None, changed):
         raise ValueError(f"{name} changes {changed} channels, but its transform was built for {channels}")
     if net.in_channels != in_channels:

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from genmodels.flows.bijection import Bijection, Shape, per_example
 from genmodels.nn.blocks import hide
-from genmodels.nn.condition import Condition
+from genmodels.nn.condition import Condition, require_condition
 from genmodels.random import Generator, normal, uniform
 
 
@@ -33,7 +33,7 @@ class Dequantize(nn.Module):
     Shapes: `x (B, *event)` integers 0..L-1; `v` like x, in the precision of the module; contribution `(B,)`, over valid
     entries; masked entries of v are zero.
     Errors: ValueError for fewer than two levels, or data that are not integers; an IndexError for values out of range,
-    which are the business of whoever checks the data.
+    unless a `DiscreteFlow` has refused them before.
     Source: Theis, van den Oord, Bethge 2016, section 3.1.
     """
 
@@ -42,9 +42,11 @@ class Dequantize(nn.Module):
 
     def __init__(self, levels: int):
         super().__init__()
+        if isinstance(levels, bool) or not isinstance(levels, int):
+            raise ValueError(f"{type(self).__name__}: levels must be a whole number, got {levels!r}")
         if levels < 2:
             raise ValueError(f"{type(self).__name__}: levels must be at least 2, got {levels}")
-        self.levels = int(levels)
+        self.levels = levels
         low, high = _cells(self.levels)
         self.register_buffer("low", low, persistent=False)
         self.register_buffer("high", high, persistent=False)
@@ -157,6 +159,7 @@ class VariationalDequantize(Dequantize):
         self, levels: int, bijection: Bijection, *, cond: Condition | None = None, class_features: int = 8
     ):
         super().__init__(levels)
+        require_condition(cond)
         if not bijection.uses_cond:
             raise ValueError("VariationalDequantize: the bijection needs a condition, which is made from the integers")
         self.bijection, self.uses_cond = bijection, cond is not None

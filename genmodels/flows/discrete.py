@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from genmodels.flows.boundary import label_count, labels_fault, levels_fault, mask_fault, refuse, require_tensor
 from genmodels.flows.dequantize import Dequantize
-from genmodels.flows.flow import Flow, class_posterior, require_initialized
+from genmodels.flows.flow import Flow, class_posterior, require_classes, require_initialized
+from genmodels.flows.undo import undone_on_failure
 from genmodels.random import Generator, KeyedGenerator
 
 
@@ -25,7 +27,8 @@ class DiscreteFlow(nn.Module):
         flow: the flow over these points; it brings its own logit.
 
     Shapes: `x (B, *event)` integers, `cond` as the parts take it, `mask (B, 1, T)` bool; log-masses `(B,)` float64.
-    Errors: ValueError for K < 1 or a condition nobody uses; NotInitialized while a layer waits for data.
+    Errors: ValueError for K < 1, integers or labels out of range, a condition nobody uses, or a mask that `Flow`
+    refuses; NotInitialized while a layer waits for data.
     Source: Burda, Grosse, Salakhutdinov 2016 for the K-sample bound; Ho et al. 2019 (Flow++) for the bound itself.
 
     Example:
@@ -43,6 +46,7 @@ class DiscreteFlow(nn.Module):
         self.dequantize, self.flow = dequantize, flow
         self.kind = dequantize.kind
         self.uses_cond = dequantize.uses_cond or flow.uses_cond
+        self.num_classes = label_count(self)
 
     def initialize(
         self,
@@ -55,10 +59,12 @@ class DiscreteFlow(nn.Module):
     ) -> None:
         """Data-dependent initialisation of the dequantisation, then of the flow, from a batch of integers."""
         noise_cond, flow_cond = self._conds(cond)
-        self.dequantize.initialize(x, generator, noise_cond, mask, force=force)
-        with torch.no_grad():
-            v, _ = self.dequantize(x, generator, noise_cond, mask)
-        self.flow.initialize(v, flow_cond, mask, force=force)
+        self._check(x, cond, mask)
+        with undone_on_failure(self):
+            self.dequantize.initialize(x, generator, noise_cond, mask, force=force)
+            with torch.no_grad():
+                v, _ = self.dequantize(x, generator, noise_cond, mask)
+            self.flow.initialize(v, flow_cond, mask, force=force)
 
     def log_prob(
         self,
@@ -95,6 +101,7 @@ class DiscreteFlow(nn.Module):
             raise ValueError(f"samples and rows must be at least 1, got samples = {samples}, rows = {rows}")
         require_initialized(self.dequantize, "DiscreteFlow.log_prob: dequantisation")
         conds = self._conds(cond)
+        self._check(x, cond, mask)
         weights = []
         for pieces in _passes(len(x), samples, len(x) if rows is None else rows):
             noise = _joined([self._noise(x[part], part, draw, generator) for draw, part in pieces])
@@ -102,7 +109,7 @@ class DiscreteFlow(nn.Module):
                 None if value is None else _joined([value[part] for _, part in pieces]) for value in (x, mask, *conds)
             )
             v, contribution = self.dequantize.with_noise(x_here, noise, noise_cond, mask_here)
-            weights.append((self.flow.log_prob(v, flow_cond, mask_here) + contribution).double())
+            weights.append((self.flow.density(v, flow_cond, mask_here) + contribution).double())
         return _joined(weights).view(samples, len(x)).T
 
     def sample(
@@ -133,6 +140,8 @@ class DiscreteFlow(nn.Module):
     ) -> Tensor:
         """p(y | x) of every class, (B, num_classes) float64, from the K-sample bounds; keyed noise is common to all."""
 
+        require_classes(self, num_classes)
+
         def bound(labels: Tensor) -> Tensor:
             return self.log_prob(x, labels, mask, generator=generator, samples=samples, rows=rows)[0]
 
@@ -145,6 +154,15 @@ class DiscreteFlow(nn.Module):
     def quantise(self, v: Tensor) -> Tensor:
         """The item that a point stands for: the integers of its cell, points outside [0, 1) going to the end levels."""
         return self.dequantize.to_levels(v)
+
+    def _check(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> None:
+        """Refuse what layers cannot, since they do not look at values; waits for the device once, not at every draw."""
+        require_tensor("x", x)
+        if cond is not None:
+            require_tensor("cond", cond)
+        if not torch.compiler.is_compiling():
+            of_mask = mask_fault(self.flow.bijection, self.flow.event_shape, mask)
+            refuse([levels_fault(x, self.dequantize.levels, mask), labels_fault(cond, self.num_classes), of_mask])
 
     def _conds(self, cond: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The condition as the dequantisation and as the flow take it."""

@@ -9,6 +9,15 @@ from torch import Tensor, nn
 
 from genmodels.flows.bases import Distribution
 from genmodels.flows.bijection import Bijection, Compose, Freeze, NotInitialized, Shape
+from genmodels.flows.boundary import (
+    label_count,
+    labels_fault,
+    mask_fault,
+    refuse,
+    require_count,
+    require_dtype,
+    require_tensor,
+)
 from genmodels.flows.multiscale import Latents, MultiScale, fits
 from genmodels.random import Generator
 
@@ -25,11 +34,13 @@ class Flow(nn.Module):
     Attributes:
         event_shape: shape of x, None for a length left open.
         uses_cond: whether the bijection or the base needs a condition.
+        num_classes: how many classes the flow knows, None where the condition is no label.
 
     Shapes: `x (B, *event)`, `cond` as the bijection and the base take it, `mask (B, 1, T)` bool of x; log-densities
     `(B,)` in nats.
-    Errors: ValueError when the base does not fit the bijection, or for a condition nobody uses; NotInitialized from
-    every use while a layer waits for data.
+    Errors: ValueError when the base does not fit the bijection, for a condition nobody uses, labels out of range, x of
+    another precision than the flow, or a mask whose valid frames are no whole groups of those a squeeze makes one;
+    NotInitialized from every use while a layer waits for data.
     Source: Rezende and Mohamed 2015; Dinh et al. 2017.
 
     Example:
@@ -53,15 +64,22 @@ class Flow(nn.Module):
         if not fits(own, self.event_shape):
             raise ValueError(f"{type(bijection).__name__} over events of shape {own}, its base over {self.event_shape}")
         self.uses_cond = bijection.uses_cond or base.uses_cond
+        self.num_classes = label_count(self)
 
     def initialize(
         self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, force: bool = False
     ) -> None:
-        """Data-dependent initialisation of all layers from a batch, called once, by training."""
+        """Data-dependent initialisation of all layers from a batch, called once, by training; on an error of none."""
+        self._check(x, cond, mask)
         self.bijection.initialize(x, self._cond(cond, self.bijection), mask, force=force)
 
     def log_prob(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Log-density of each event in nats, (B,)."""
+        self._check(x, cond, mask)
+        return self.density(x, cond, mask)
+
+    def density(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """`log_prob` of what has been checked before: nothing here looks at values or waits for the device."""
         require_initialized(self.bijection, "Flow.log_prob")
         z, logdet = self.bijection(x, self._cond(cond, self.bijection), mask)
         latent_mask = None if mask is None else self.bijection.out_mask(mask)
@@ -88,12 +106,15 @@ class Flow(nn.Module):
             length: closes a length left open; without it that of the mask.
         """
         require_initialized(self.bijection, "Flow.sample")
+        require_count(n)
+        self._check_values(cond, mask)
         z = self._noise(n, cond, temperature, generator, self._latent_shape(mask, length))
         latent_mask = None if mask is None else self.bijection.out_mask(mask)
         return self.bijection.inverse(z, self._cond(cond, self.bijection), latent_mask)[0]
 
     def latents(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Latents:
         """Every scale of the latent, fine to coarse; a single one unless the flow is multi-scale."""
+        self._check(x, cond, mask)
         require_initialized(self.bijection, "Flow.latents")
         z, _ = self.bijection(x, self._cond(cond, self.bijection), mask)
         return self._split(z)
@@ -101,6 +122,7 @@ class Flow(nn.Module):
     def from_latents(self, latents: Latents, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """The inverse of `latents`; `mask` is that of x."""
         require_initialized(self.bijection, "Flow.from_latents")
+        self._check_values(cond, mask)
         latent_mask = None if mask is None else self.bijection.out_mask(mask)
         return self.bijection.inverse(self._join(latents), self._cond(cond, self.bijection), latent_mask)[0]
 
@@ -132,7 +154,20 @@ class Flow(nn.Module):
 
             p(y | x) = softmax_y [log p(x | y) + log p(y)]
         """
+        require_classes(self, num_classes)
         return class_posterior(lambda labels: self.log_prob(x, labels, mask), len(x), num_classes, log_prior, x.device)
+
+    def _check(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> None:
+        require_tensor("x", x)
+        require_dtype(self, x)
+        self._check_values(cond, mask)
+
+    def _check_values(self, cond: Tensor | None, mask: Tensor | None) -> None:
+        """Refuse what layers cannot, since they do not look at values."""
+        if cond is not None:
+            require_tensor("cond", cond)
+        if not torch.compiler.is_compiling():
+            refuse([labels_fault(cond, self.num_classes), mask_fault(self.bijection, self.event_shape, mask)])
 
     def _noise(self, n, cond, temperature, generator, shape, like: Tensor | None = None) -> Tensor:
         anchor = like if like is not None else reference(self)
@@ -170,6 +205,14 @@ def class_posterior(
     classes = range(num_classes)
     scores = torch.stack([log_prob(torch.full((n,), y, device=device)).double() for y in classes], dim=1)
     return torch.softmax(scores if log_prior is None else scores + log_prior.to(scores), dim=1)
+
+
+def require_classes(flow, num_classes: int) -> None:
+    """Raise ValueError for fewer classes than one, or more than a flow with `num_classes` knows."""
+    most = flow.num_classes
+    if num_classes < 1 or (most is not None and num_classes > most):
+        known = "at least 1" if most is None else f"from 1 to {most}, the classes this flow knows"
+        raise ValueError(f"num_classes must be {known}, got {num_classes}")
 
 
 def require_initialized(part, call: str) -> None:

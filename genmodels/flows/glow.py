@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection, Compose, Shape
+from genmodels.flows.bijection import Bijection, Compose, Shape, as_shape
+from genmodels.flows.boundary import one_of
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Additive, Affine
 from genmodels.flows.linear import InvertibleLinear
@@ -15,7 +16,7 @@ from genmodels.flows.mixture import LogisticMixture
 from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.spline import RationalQuadraticSpline
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
-from genmodels.nn.condition import Condition
+from genmodels.nn.condition import Condition, require_condition
 from genmodels.nn.convolutional import ConvNet
 from genmodels.nn.spatial_attention import AttentionKind
 
@@ -35,6 +36,25 @@ def default_levels(event_shape: Shape) -> int:
     while levels < _MOST_LEVELS and all(n % 2 == 0 and n >= 4 for n in sides):
         levels, sides = levels + 1, [n // 2 for n in sides]
     return levels
+
+
+def _check_sides(event_shape: Shape, levels: int) -> None:
+    """Raise ValueError, saying what works instead, for sides that `levels` halvings do not divide."""
+    sides = [n for n in event_shape[1:] if n is not None]
+    if not sides or not any(n % 2**levels for n in sides):
+        return
+    most = default_levels(event_shape) or int(not any(n % 2 for n in sides))
+    if most:
+        raise ValueError(f"levels = {levels} needs sides that {2**levels} divides, got {event_shape}: "
+                         f"levels = {most} fits")
+    if len(sides) == 1:
+        instead = "lengthen the sequences by PadToMultiple(2)"
+    elif max(sides) == 1:
+        instead = "an image of one pixel is a vector: store it as one, for model=nsf"
+    else:
+        instead = "use model=realnvp model.layout=[checkerboard*4], or pad the images to even sides"
+    raise ValueError(f"glow needs even sides, since every level halves them, got events of shape {event_shape}: "
+                     f"{instead}")
 
 
 def glow(
@@ -82,13 +102,17 @@ def glow(
         >>> z.shape, logdet.shape
         (torch.Size([3, 64]), torch.Size([3]))
     """
+    event_shape = as_shape(event_shape)
+    require_condition(cond)
+    one_of("coupling", coupling, ("affine", "additive", "mixture", "spline"))
+    one_of("scale", scale, ("tanh", "sigmoid"))
     dims = len(event_shape) - 1
     if dims not in _SQUEEZE:
         raise ValueError(f"glow takes images (C, H, W) or sequences (C, T), not events of shape {tuple(event_shape)}")
-    levels = default_levels(event_shape) if levels is None else levels
-    if levels < 1 or steps < 1:
-        raise ValueError(f"glow needs at least one level and one step, got levels = {levels}, steps = {steps} "
-                         f"for events of shape {tuple(event_shape)}: both sides must be even")
+    if steps < 1 or (levels is not None and levels < 1):
+        raise ValueError(f"glow needs at least one step and one level, got steps = {steps}, levels = {levels}")
+    _check_sides(event_shape, 1 if levels is None else levels)
+    levels = max(1, default_levels(event_shape)) if levels is None else levels
 
     def transform(changed: int) -> Additive | Affine | LogisticMixture | RationalQuadraticSpline:
         made = {

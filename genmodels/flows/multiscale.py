@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from genmodels.flows.bijection import Bijection, Compose, Shape, Step, per_example
+from genmodels.flows.bijection import Bijection, Compose, Shape, Step, as_shape, per_example
 from genmodels.flows.elementwise import bounded
 
 
@@ -102,7 +102,7 @@ class MultiScale(Bijection):
 
     def __init__(self, stages: Sequence[Bijection], factors: Sequence[FactorOut], event_shape: Shape):
         super().__init__()
-        self.event_shape = tuple(event_shape)
+        self.event_shape = as_shape(event_shape)
         if len(stages) != len(factors) + 1:
             raise ValueError(f"MultiScale: {len(stages)} stages need one factor-out fewer, got {len(factors)}")
         if not self.event_shape or self.event_shape[0] is None or self.event_shape.count(None) > 1:
@@ -204,15 +204,15 @@ class MultiScale(Bijection):
 
     @torch.no_grad()
     def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
-        """Initialise stages and factor-outs in order, each on the output of those before it."""
-        for number, stage in enumerate(self.stages):
-            layers = [stage, *self.factors[number : number + 1]]
-            for layer in layers:
-                own = cond if layer.uses_cond else None
-                layer.initialize(x, own, mask, force=force)
-                x, _ = layer(x, own, mask)
-                mask = None if mask is None else layer.out_mask(mask)
-            x = x[:, : self.factors[number].kept] if number < len(self.factors) else x
+        """Initialise stages and factor-outs, each on the output of those before it; all or, on an error, none."""
+        with self._initializing(cond):
+            for number, stage in enumerate(self.stages):
+                for layer in [stage, *self.factors[number : number + 1]]:
+                    own = cond if layer.uses_cond else None
+                    layer.initialize(x, own, mask, force=force)
+                    x, _ = layer(x, own, mask)
+                    mask = None if mask is None else layer.out_mask(mask)
+                x = x[:, : self.factors[number].kept] if number < len(self.factors) else x
 
     def walk(self, x, cond=None, mask=None, name="") -> Iterator[Step]:
         scales, flat = [], None if mask is None else self.out_mask(mask)

@@ -9,6 +9,7 @@ import torch
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.autoregressive import MaskedAutoregressive
 from genmodels.flows.bijection import Bijection, Compose
+from genmodels.flows.boundary import one_of
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import InvertibleLinear
@@ -38,7 +39,7 @@ def neural_spline(
     """A flow of rational-quadratic splines (RQ-NSF), with couplings or autoregressive; affine and autoregressive: MAF.
 
     Arguments:
-        features: dimension D of the vectors, at least 2.
+        features: dimension D of the vectors, for couplings at least 2.
         layers: number of couplings or autoregressive layers; halves, or the order, alternate between them.
         kind: `coupling` (one pass in both directions) or `autoregressive` (D passes to invert).
         transform: `spline`, or `affine`.
@@ -52,6 +53,7 @@ def neural_spline(
         memory: `store`, or `inverse` to recompute activations in the backward pass.
         generator: source of the random rotations that `lu` starts from.
 
+    Errors: ValueError for an option that is none of its choices, no layers, or couplings of one dimension.
     Source: Durkan, Bekasov, Murray, Papamakarios 2019, "Neural spline flows"; Papamakarios, Pavlakou, Murray 2017,
     "Masked autoregressive flow for density estimation".
 
@@ -61,8 +63,14 @@ def neural_spline(
         >>> bool((flow(x)[0] - x).abs().max() < 1e-5)
         True
     """
-    if features < 2:
-        raise ValueError(f"a flow of couplings needs at least 2 dimensions, got {features}")
+    one_of("kind", kind, ("coupling", "autoregressive"))
+    one_of("transform", transform, ("spline", "affine"))
+    one_of("mix", mix, ("none", "lu", "actnorm"))
+    if layers < 1:
+        raise ValueError(f"layers must be at least 1, got {layers}")
+    if features < 2 and kind == "coupling":
+        raise ValueError(f"a flow of couplings needs at least 2 dimensions, got {features}: kind=autoregressive takes "
+                         "a single one")
 
     def element(changed: int) -> Affine | RationalQuadraticSpline:
         return RationalQuadraticSpline(bins=bins, bound=bound) if transform == "spline" else Affine(changed)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection, Compose, Shape
+from genmodels.flows.bijection import Bijection, Compose, Shape, as_shape
+from genmodels.flows.boundary import one_of
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.multiscale import FactorOut, MultiScale
@@ -50,6 +51,11 @@ def realnvp_vector(
         >>> sum(p.numel() for p in realnvp_vector(64).parameters())
         726016
     """
+    if features < 2:
+        raise ValueError(f"couplings need at least 2 dimensions, got {features}: model=nsf model.kind=autoregressive "
+                         "takes a single one")
+    if couplings < 1:
+        raise ValueError(f"couplings must be at least 1, got {couplings}")
     layers = []
     for number in range(couplings):
         split = ChannelSplit(features, swap=number % 2 == 1)
@@ -80,6 +86,8 @@ def dequantisation_flow(
         >>> g(torch.randn(2, 1, 4, 4), torch.rand(2, 1, 4, 4))[0].shape
         torch.Size([2, 1, 4, 4])
     """
+    if couplings < 1:
+        raise ValueError(f"couplings must be at least 1, got {couplings}")
     channels, dims = event_shape[0], len(event_shape) - 1
     condition = Condition("map" if dims else "vector", channels + classes)
     layers = []
@@ -140,9 +148,15 @@ def realnvp_image(
         >>> flow(torch.randn(2, 3, 8, 8))[0].shape
         torch.Size([2, 192])
     """
+    event_shape = as_shape(event_shape)
+    one_of("net", net, NETS)
+    if isinstance(layout, str):
+        raise ValueError(f"layout is a list of parts such as [checkerboard*4], got {layout!r}")
     if dropout and net != "residual":
         raise ValueError(f"dropout is for residual networks, net is {net}")
     groups = sum("*" in part for part in layout)
+    if groups == 0:
+        raise ValueError(f"layout holds no couplings: {list(layout)}; add checkerboard*n or channel*n")
     widths = [hidden] * groups if isinstance(hidden, int) else list(hidden)
     if len(widths) != groups:
         raise ValueError(f"hidden has {len(widths)} widths, but the layout {groups} groups of couplings")
@@ -167,6 +181,9 @@ def realnvp_image(
         if found:
             layers += couplings(found[1], int(found[2]), shape[0], widths.pop(0))
         elif part == "squeeze":
+            if any(n is not None and n % 2 for n in shape[1:]):
+                raise ValueError(f"layout: squeeze halves the sides, but the image is {shape} there: leave it out, for "
+                                 "example model.layout=[checkerboard*4], or pad the images to even sides")
             layers.append(Squeeze2d(order="alternative"))
             shape = layers[-1].out_shape(shape)
         elif part == "split":

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from genmodels.data.spec import Batch, DataSpec
+from genmodels.errors import InputError
 from genmodels.evaluation.likelihood import Likelihood
-from genmodels.flows.bases import BASES
+from genmodels.flows.bases import BASES, check_temperature
 from genmodels.flows.bijection import Bijection, Compose
+from genmodels.flows.boundary import one_of
 from genmodels.flows.continuous import ContinuousFlow
 from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize
 from genmodels.flows.discrete import DiscreteFlow
 from genmodels.flows.flow import Flow
+from genmodels.flows.initialization import channel_moments
 from genmodels.flows.monitor import Health, examine
 from genmodels.flows.multiscale import Latents
 from genmodels.flows.realnvp import dequantisation_flow
@@ -41,11 +44,12 @@ class FlowModel(GenerativeModel):
 
     Arguments:
         spec: the data set this model is built for.
-        class_conditional: condition on the class where the data have classes.
+        class_conditional: condition on the class; only for data with labels.
         dequantisation: noise that fills the gaps between integers: `uniform`, or learned (`variational`).
         preprocess: map of dequantised integers: `logit`, or `centre`, which subtracts 1/2.
         alpha: the logit's margin: y = alpha + (1 - 2 alpha) v.
-        base: distribution of the latents: `normal`, `diagonal` (learned scales), or `class` (one Gaussian a class).
+        base: distribution of the latents: `normal`, `diagonal` (learned scales), or `class` (one Gaussian a class; it
+            needs class_conditional=true).
         memory: `store` activations for the backward pass, or recompute them through the `inverse`.
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
@@ -68,6 +72,11 @@ class FlowModel(GenerativeModel):
     ):
         super().__init__(spec)
         self.save_hyperparameters(ignore=["spec"], logger=False)
+        one_of("dequantisation", dequantisation, ("uniform", "variational"))
+        one_of("preprocess", preprocess, ("logit", "centre"))
+        one_of("base", base, ("normal", "diagonal", "class"))
+        if class_conditional and spec.num_classes is None:
+            raise ValueError(f"class_conditional=true needs labels, and {spec.name} has none: leave it out")
         if base == "class" and not (class_conditional and spec.num_classes):
             raise ValueError("base=class needs data with classes and class_conditional=true")
         self.conditional = class_conditional and spec.num_classes is not None
@@ -113,10 +122,22 @@ class FlowModel(GenerativeModel):
         rows = max(2, min(len(batch), _INITIAL_SCALARS // self.spec.dims))
         chosen = torch.linspace(0, len(batch) - 1, rows, dtype=torch.float64).round().long()
         part = batch.rows(chosen)
+        if self.spec.levels is None:
+            self._refuse_constants(batch)
         noise = KeyedGenerator(self.seed, chosen, "initialize")
         self.core.initialize(part.x, self._cond(part), part.mask, generator=noise)
         for average in self.ema.averages if self.ema is not None else ():
             average.load_state_dict(self.core.state_dict())
+
+    def _refuse_constants(self, batch: Batch) -> None:
+        """Raise InputError for a column whose density would grow without bound."""
+        _, mean, std = channel_moments(batch.x, batch.mask)
+        constant = std <= 1e-6 * mean.abs()
+        if bool(constant.any()):
+            kind = "column" if len(self.spec.event_shape) == 1 else "channel"
+            number = int(constant.nonzero()[0, 0])
+            raise InputError(f"{kind} {number} of {self.spec.name} is constant (its deviation is below a millionth of "
+                             "its mean) and has no density: leave it out")
 
     def compiled_parts(self) -> list[torch.nn.Module]:
         """What torch.compile is applied to: the map itself, not the noise around it."""
@@ -190,8 +211,7 @@ class FlowModel(GenerativeModel):
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
-        if temperature < 0:
-            raise ValueError(f"temperature must not be negative, got {temperature}")
+        check_temperature(temperature)
         index = torch.arange(start, start + n, device=self.device)
         labels = self.labels(cond, index)
         noise = KeyedGenerator(seed, index, "sample")

@@ -63,11 +63,12 @@ class RealNVP(FlowModel):
         if len(shape) == 1:
             if isinstance(hidden, list):
                 raise ValueError("hidden: vectors have one width for all networks, lists are for images")
-            flow = realnvp_vector(shape[0], couplings=couplings, hidden=hidden or 256, depth=depth or 2, **common)
+            flow = realnvp_vector(shape[0], couplings=couplings, hidden=256 if hidden is None else hidden,
+                                  depth=2 if depth is None else depth, **common)
         elif len(shape) == 3:
             flow = realnvp_image(
-                shape, layout=layout, hidden=hidden or 64, depth=depth or 8, net=net, scale=scale, actnorm=actnorm,
-                attention=attention, heads=heads, **common,
+                shape, layout=layout, hidden=64 if hidden is None else hidden, depth=8 if depth is None else depth,
+                net=net, scale=scale, actnorm=actnorm, attention=attention, heads=heads, **common,
             )
         else:
             raise ValueError(f"realnvp takes vectors and images, not events of shape {shape}: use model=glow")

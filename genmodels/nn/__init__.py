@@ -7,6 +7,7 @@ from genmodels.nn.condition import Condition, Conditioning, modulate
 from genmodels.nn.convolutional import ConvNet, ScaledHead
 from genmodels.nn.embedding import ConditionEmbedding, log_snr_features
 from genmodels.nn.gated import GatedConvNet, concat_elu
+from genmodels.nn.made import MADE
 from genmodels.nn.mlp import MLPDenoiser
 from genmodels.nn.net import Net
 from genmodels.nn.norm import GroupNorm, group_count
@@ -19,6 +20,7 @@ from genmodels.nn.wavenet import WaveNet
 
 __all__ = [
     "ATTENTION",
+    "MADE",
     "MLP",
     "AbsoluteAttention",
     "AttentionBlock",

@@ -62,6 +62,19 @@ class Condition:
         return cond.is_floating_point() and tuple(cond.shape) == (len(x), self.size, *space)
 
 
+def require_condition(cond: Condition | None) -> None:
+    """Raise TypeError for anything but a `Condition`, or None for nothing to be conditioned on.
+
+    Example:
+        >>> require_condition(10)
+        Traceback (most recent call last):
+        ...
+        TypeError: cond says what the condition is: Condition("labels", 10) or None, not 10
+    """
+    if cond is not None and not isinstance(cond, Condition):
+        raise TypeError(f'cond says what the condition is: Condition("labels", 10) or None, not {cond!r}')
+
+
 _SHAPES = {
     "labels": "labels (B,) int64 of {size} classes",
     "vector": "vectors (B, {size})",
@@ -109,6 +122,7 @@ class Conditioning(nn.Module):
         everywhere: bool = False,
     ):
         super().__init__()
+        require_condition(condition)
         if conditioning not in ("concat", "film"):
             raise ValueError(f"conditioning is concat or film, got {conditioning!r}")
         self.condition, self.dims, self.film, self.layers = condition, dims, conditioning == "film", len(widths)

@@ -160,7 +160,7 @@ def test_temperature_zero_maps_the_mode():
 
 
 def test_wrong_temperatures():
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="must be a finite number"):
         plane().sample(1, temperature=-1.0, generator=source())
     with pytest.raises(ValueError, match="Uniform has no temperature"):
         plane(base=Uniform((2,))).sample(1, temperature=0.5, generator=source())

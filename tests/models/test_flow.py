@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from genmodels.data.spec import Batch, DataSpec
+from genmodels.errors import InputError
 from genmodels.evaluation.interpolation import interpolate
 from genmodels.flows.bijection import NotInitialized
 from genmodels.flows.elementwise import Affine
@@ -41,6 +42,7 @@ MODELS = {
     "nsf": lambda: NSF(PLANE, layers=3, bins=4),
     "nsf, autoregressive": lambda: NSF(TABLE, layers=2, bins=4, kind="autoregressive"),
     "nsf, linear maps": lambda: NSF(TABLE, layers=2, bins=4, mix="lu", residual=True),
+    "nsf of one column": lambda: NSF(DataSpec("line", (1,)), layers=2, bins=4, kind="autoregressive"),
     "maf": lambda: NSF(TABLE, layers=2, kind="autoregressive", transform="affine", mix="actnorm"),
 }
 
@@ -194,7 +196,31 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: RealNVP(DIGITS, layout=["chequered*2"]), "chequered"),
         (lambda: RealNVP(DIGITS, hidden=[8]), "groups"),
         (lambda: Glow(DIGITS, base="class"), "class_conditional"),
-        (lambda: NSF(DataSpec("line", (1,))), "2 dimensions"),
+        (lambda: NSF(DataSpec("line", (1,))), "2 dimensions.*kind=autoregressive"),
+        (lambda: RealNVP(DataSpec("line", (1,))), "model.kind=autoregressive"),
+        (lambda: Glow(DataSpec("odd", (1, 7, 5), levels=2)), r"model=realnvp model.layout=\[checkerboard\*4\]"),
+        (lambda: RealNVP(DataSpec("odd", (1, 7, 5), levels=2)), "model.layout"),
+        (lambda: NSF(PLANE, class_conditional=True), "needs labels, and plane has none"),
+        (lambda: NSF(COUNTS, dequantisation="none"), "dequantisation is one of uniform, variational"),
+        (lambda: NSF(COUNTS, preprocess="none"), "preprocess is one of logit, centre"),
+        (lambda: NSF(COUNTS, base="uniform"), "base is one of normal, diagonal, class"),
+        (lambda: RealNVP(TABLE, hidden=0), "hidden = 0"),
     ):
         with pytest.raises(ValueError, match=told):
             build()
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-5])
+def test_a_column_without_a_density_is_refused(spread):
+    batch = batch_of(TABLE, 64)
+    batch.x[:, 3] = 100 + spread * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    for model in (NSF(TABLE, layers=2), RealNVP(TABLE, hidden=8)):
+        with pytest.raises(InputError, match="column 3 of table is constant"):
+            model.initialize(batch)
+        model.initialize(batch_of(TABLE))
+
+
+@pytest.mark.parametrize("temperature", [-1.0, math.inf, math.nan, 1e30])
+def test_temperatures_are_checked(temperature):
+    with pytest.raises(ValueError, match="temperature must be a finite number"):
+        made("nsf").sample(2, temperature=temperature)
