@@ -38,6 +38,7 @@ def check_bijection(
     starts_as_identity: bool = False,
     fresh: Callable[[], nn.Module] | None = None,
     max_dims: int = 256,
+    patience: float = 60.0,
     compiler: Literal["aot_eager", "eager", "inductor"] | None = "aot_eager",
     only: Iterable[str] | None = None,
     without: Iterable[str] = (),
@@ -66,7 +67,9 @@ def check_bijection(
         knots: inputs at which it might stumble; ends and knots of its splines by default.
         starts_as_identity: whether it must be the identity as given.
         fresh: makes another instance with the same options, into which the layer's state is loaded.
-        max_dims: largest event of which a Jacobian is made; larger ones are cropped where the layer allows it.
+        max_dims: largest event of which a Jacobian is made of every row; of a larger one (at most 4096 values) it is
+            made of one row, or of a part of the event where the layer takes it and the whole takes long.
+        patience: seconds that one Jacobian of a larger event may take. What is too large for any is `NOT PROVEN`.
         compiler: backend of torch.compile; None leaves compilation out.
         only, without: names of laws to judge, or to leave out.
         tolerances: tolerances by name of law, in place of the usual ones.
@@ -91,7 +94,7 @@ def check_bijection(
     subject = prepare(
         layer, shape, x=x, z=z, cond=cond, batch=batch, randomise=randomise, initial=initial, x_range=x_range,
         z_range=z_range, seed=seed, masks=masks, knots=knots_of(layer) if knots is None else knots, max_dims=max_dims,
-        starts_as_identity=starts_as_identity, compiler=compiler, fresh=fresh,
+        patience=patience, starts_as_identity=starts_as_identity, compiler=compiler, fresh=fresh,
     )
     verdicts: list[Verdict] = []
     for law in laws:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
-from genmodels.evaluation.laws import FAILED, Law, Report, table
+from genmodels.evaluation.laws import FAILED, NOT_PROVEN, Law, Report, table
 
 
 @dataclass
@@ -36,6 +36,16 @@ class Findings:
         """`law (subject)` for every law that is broken."""
         return [f"{law} ({report.subject})" for report in self.reports for law in report.broken]
 
+    @property
+    def unproven(self) -> list[str]:
+        """`law (subject)` for every law that could not be judged, though it applies."""
+        return [f"{law} ({report.subject})" for report in self.reports for law in report.unproven]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every law that applies was judged, and holds."""
+        return not self.failures and not self.unproven
+
     def text(self, verbose: bool = False) -> str:
         """The verdict tables: wholes law by law, layers group by group, what failed in full."""
         parts = [str(report) if verbose else applied(report) for report in self.wholes]
@@ -51,13 +61,14 @@ class Findings:
     def to_dict(self) -> dict:
         """Plain types only."""
         layers = [{"alike": names, "reports": [r.to_dict() for r in reports]} for names, reports in self.layers]
-        return {"passed": not self.failures, "wholes": [r.to_dict() for r in self.wholes], "layers": layers}
+        return {"passed": self.passed, "wholes": [r.to_dict() for r in self.wholes], "layers": layers}
 
 
 def applied(report: Report, only_failures: bool = False) -> str:
     """The table of a report without the laws that do not apply (but with Jacobians that were left out)."""
     shown = [v.row() for v in report.verdicts
-             if v.failed or (not only_failures and (v.error is not None or v.law == "log-det forward"))]
+             if v.failed or v.status == NOT_PROVEN
+             or (not only_failures and (v.error is not None or v.law == "log-det forward"))]
     return f"{report.headline()}\n{table(shown)}"
 
 
@@ -66,7 +77,9 @@ def _group_row(names: list[str], reports: list[Report]) -> list[str]:
     broken = sorted({law for report in reports for law in report.broken})
     near = max((v for v in verdicts if v.tolerance > 0), key=lambda v: v.error / v.tolerance, default=None)
     kind, _, event = reports[0].subject.partition(" ")[2].partition(" ")
-    verdict = f"{FAILED}: {', '.join(broken)}" if broken else f"{len({v.law for v in verdicts})} laws hold"
+    unproven = sorted({law for report in reports for law in report.unproven})
+    told = [f"{status}: {', '.join(laws)}" for status, laws in ((FAILED, broken), (NOT_PROVEN, unproven)) if laws]
+    verdict = ", ".join(told) or f"{len({v.law for v in verdicts})} laws hold"
     truth = next((v for v in reports[0].verdicts if v.law == "log-det forward"), None)
     cropped = re.match(r"at (\(.*?\))", truth.note) if truth else None
     jacobian = "none" if truth is None or truth.error is None else cropped[1] if cropped else "whole"
@@ -93,7 +106,8 @@ class Options:
 
     Arguments:
         randomise: whether the parameters are moved at random (then the model is initialised on `initial`).
-        max_dims: largest event of which a Jacobian is made.
+        max_dims: largest event of which a Jacobian is made of every row, whatever it costs.
+        patience: seconds that one Jacobian of a larger event may take.
         compiler: backend of torch.compile, None for none.
         seed: seed of everything drawn.
         progress: whether a bar is shown.
@@ -101,6 +115,7 @@ class Options:
 
     randomise: bool
     max_dims: int = 256
+    patience: float = 60.0
     compiler: str | None = "aot_eager"
     seed: int = 0
     progress: bool = True

@@ -10,11 +10,15 @@ from typing import Any
 
 from genmodels.errors import RunError, nearest
 
-PASSED, FAILED, NOT_APPLICABLE = "passed", "FAILED", "not applicable"
+PASSED, FAILED, NOT_APPLICABLE, NOT_PROVEN = "passed", "FAILED", "not applicable", "NOT PROVEN"
 
 
 class NotApplicable(Exception):
     """Raised by a law that has nothing to say of a subject; the message is the reason."""
+
+
+class NotProven(Exception):
+    """Raised by a law that ought to speak of a subject and cannot; the message is the reason."""
 
 
 class LawBroken(AssertionError):
@@ -37,7 +41,7 @@ class Law:
         name: what it is called in tables.
         tolerance: the largest error that passes; 0 for laws that hold exactly.
         statement: the law in a line.
-        measure: `measure(subject) -> Measured`; raises `NotApplicable` with a reason.
+        measure: `measure(subject) -> Measured`; raises `NotApplicable` or `NotProven` with a reason.
     """
 
     name: str
@@ -52,7 +56,7 @@ class Verdict:
 
     Arguments:
         law: its name.
-        status: `passed`, `FAILED` or `not applicable`.
+        status: `passed`, `FAILED`, `not applicable` or `NOT PROVEN`.
         error: what was measured; None where nothing was, inf where the subject raised an error.
         tolerance: what would have passed.
         note: where the error was found, or why the law does not apply.
@@ -110,9 +114,14 @@ class Report:
         return [verdict.law for verdict in self.failures]
 
     @property
+    def unproven(self) -> list[str]:
+        """The names of the laws that could not be judged, though they apply."""
+        return [verdict.law for verdict in self.verdicts if verdict.status == NOT_PROVEN]
+
+    @property
     def passed(self) -> bool:
-        """Whether no law is broken."""
-        return not self.failures
+        """Whether every law that applies was judged, and holds."""
+        return not self.failures and not self.unproven
 
     @property
     def seconds(self) -> float:
@@ -123,16 +132,18 @@ class Report:
         return next(verdict for verdict in self.verdicts if verdict.law == law)
 
     def raise_if_failed(self) -> Report:
-        """Return self, or raise `LawBroken` with the table of the laws that are broken."""
+        """Return self, or raise `LawBroken` with the table of the laws that are broken or could not be judged."""
         if self.passed:
             return self
-        raise LawBroken(f"{self.headline()}\n{table([verdict.row() for verdict in self.failures])}")
+        rows = [verdict.row() for verdict in self.verdicts if verdict.status in (FAILED, NOT_PROVEN)]
+        raise LawBroken(f"{self.headline()}\n{table(rows)}")
 
     def headline(self) -> str:
         """The subject and how many laws hold."""
         held = sum(verdict.status == PASSED for verdict in self.verdicts)
         silent = sum(verdict.status == NOT_APPLICABLE for verdict in self.verdicts)
         parts = [f"{_laws(len(self.failures))} broken"] if self.failures else []
+        parts += [f"{len(self.unproven)} NOT PROVEN"] if self.unproven else []
         parts += [f"{_laws(held)} {'holds' if held == 1 else 'hold'}"]
         parts += [f"{silent} not applicable"] if silent else []
         return f"{self.subject}: {', '.join(parts)}"
@@ -227,6 +238,8 @@ def judge(law: Law, subject: Any, tolerance: float) -> Verdict:
         error, note = found.error, found.note
     except NotApplicable as reason:
         status, error, note = NOT_APPLICABLE, None, str(reason)
+    except NotProven as reason:
+        status, error, note = NOT_PROVEN, None, str(reason)
     except (MemoryError, RunError):
         raise
     except Exception as raised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ class Subject:
         x_range, z_range: where the two directions are defined.
         masks: whether laws of masks are asked for.
         knots: values at which the layer might stumble.
-        max_dims: largest event of which a Jacobian is made.
+        max_dims: largest event of which a Jacobian is made of every row, whatever it costs.
+        patience: seconds that one Jacobian of a larger event may take.
         starts_as_identity: whether the layer is the identity as it was given.
         compiler: backend of torch.compile, None to leave compilation out.
         fresh: makes another instance with the same options.
@@ -51,11 +53,12 @@ class Subject:
     masks: bool = True
     knots: Sequence[float] = ()
     max_dims: int = 256
+    patience: float = 60.0
     starts_as_identity: bool = False
     compiler: str | None = "aot_eager"
     fresh: Callable[[], nn.Module] | None = None
     seed: int = 0
-    _small: tuple[Tensor, Tensor, Tensor | None, str] | None = field(default=None, init=False)
+    _small: tuple[Tensor, Tensor, Tensor | None] | None = field(default=None, init=False)
 
     # ---- running the layer --------------------------------------------------------------------------------------
 
@@ -118,33 +121,30 @@ class Subject:
             return False
         return True
 
-    def small(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
-        """x, z and cond of an event that is small enough for a Jacobian, and a note if it had to be cropped.
-
-        Raises:
-            NotApplicable: when no such event exists.
-        """
+    def cropped(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """x, z and cond of a part of the event with at most max_dims values; None where the layer takes none."""
         if self._small is None:
-            self._small = self._cropped()
+            self._small = self._crop()
         return self._small
 
-    def _cropped(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
-        if self.dims <= self.max_dims:
-            return self.x, self.z, self.cond, ""
+    def _crop(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
         channels, *space = self.shape
-        too_large = f"an event of {self.dims} values is too large for one Jacobian (max_dims = {self.max_dims})"
-        for side in range(max(space, default=0), 0, -1):
-            smaller = [min(side, n) for n in space]
-            if channels * math.prod(smaller) > self.max_dims or not self.fits((channels, *smaller)):
+        for smaller in sides(space, self.max_dims // channels):
+            if not self.fits((channels, *smaller)):
                 continue
             x, cond = (crop(value, space, smaller) for value in (self.x, self.cond))
             try:
                 with torch.no_grad():
                     z = self.run(x.flip(0), cond=None if cond is None else cond.flip(0))[0]
             except (ValueError, RuntimeError):
-                break  # what it has learnt is tied to the size of the event
-            return x, z, cond, f"at {tuple(x.shape[1:])}"
-        raise NotApplicable(too_large)
+                return None  # what it has learnt is tied to the size of the event
+            return x, z, cond
+        return None
+
+    @property
+    def takes_other_sizes(self) -> bool:
+        """Whether the layer says which events it takes; of any other module, a part of the event may be too little."""
+        return callable(getattr(self.layer, "out_shape", None))
 
     def lengths(self) -> list[int]:
         """For sequences: a valid length for every row, the first one full, the others shorter.
@@ -174,6 +174,22 @@ class Subject:
 def rows_of(cond: Tensor | None, count: int) -> Tensor | None:
     """The conditions of `count` rows, those of the batch in turn."""
     return None if cond is None else cond[torch.arange(count, device=cond.device) % len(cond)]
+
+
+def sides(space: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+    """Smaller sizes of a sequence or map with at most so many positions, the largest first.
+
+    Squares come last: on them height and width cannot be mistaken for one another.
+
+    Example:
+        >>> next(sides((64, 64), 85)), next(sides((1000,), 85)), next(sides((), 85), None)
+        ((10, 8), (85,), None)
+    """
+    if not space:
+        return
+    fitting = [s for s in itertools.product(*(range(1, min(n, most) + 1) for n in space)) if math.prod(s) <= most]
+    square = len(space) > 1
+    yield from sorted(fitting, key=lambda s: (square and len(set(s)) == 1, -min(s), -math.prod(s), s[::-1]))
 
 
 def crop(value: Tensor | None, space: list[int], smaller: list[int]) -> Tensor | None:
