@@ -82,10 +82,12 @@ def run(
         raise InputError("path: a strip shows images; for points use path=path.gif")
     if interpolate is not None:
         unused = [key for key, value in given.items() if value is not None and key != "ema"]
-        unused += [key for key, value, usual in (("n", n, 64), ("seed", seed, 0), ("start", start, 0)) if value != usual]
+        plain = (("n", n, 64), ("seed", seed, 0), ("start", start, 0))
+        unused += [key for key, value, usual in plain if value != usual]
         if unused:
             raise InputError(f"interpolate goes from item to item and takes no {', '.join(unused)}; frames= is how many")
-        for line in strip(model, header, interpolate, frames, ema, Path(out) if out else None, ckpt_path, trust or []):
+        place = Path(out) if out else None
+        for line in strip(model, header, interpolate, frames, ema, place, ckpt_path, trust or []):
             print(line)
         return
     gigabytes = n * model.spec.dims * (1 if model.spec.levels else 4) / 1e9

@@ -106,7 +106,8 @@ def table(reports: list[dict]) -> str:
                 notes[f"{number}: of the error, {entry['se_mc']:.4f} comes from the draws alone"] = None
             if entry.get("kl_gap") is not None:
                 bound = {"exact": "", "lower_bound": " at most"}.get(entry["kind"], " about")
-                notes[f"{number}: exact entropy {entry['entropy']:.4f} nats: KL gap{bound} {entry['kl_gap']:.4f} nats"] = None
+                exact, gap = f"exact entropy {entry['entropy']:.4f} nats", f"KL gap{bound} {entry['kl_gap']:.4f} nats"
+                notes[f"{number}: {exact}: {gap}"] = None
         for reference in report["references"]:
             if reference["unit"] == "bits_per_dim" and reference["value"] is not None:
                 notes[f"reference on {data['name']}: {reference['name']} {reference['value']:.4f} bits/dim"] = None
