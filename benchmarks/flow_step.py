@@ -3,8 +3,8 @@
     python benchmarks/flow_step.py [--threads 2] [--repeats 9] [--cases vector glow] [--compile]
 
 The unit is the cost of the coupling networks alone, on inputs of the same shapes: forward, backward, Adam's step.
-Every library gets the same couplings, widths and batch; with `--compile` a further contestant is our flow compiled, with
-fused Adam. The contestants take turns and ratios are formed within each round. Nothing is asserted. Peers:
+Every library gets the same couplings, widths and batch; with `--compile` a further contestant is our flow, compiled,
+with fused Adam. The contestants take turns and ratios are formed within each round. Nothing is asserted. Peers:
 `pip install nflows normflows zuko`; one that is absent is left out.
 """
 

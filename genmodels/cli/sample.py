@@ -85,7 +85,7 @@ def run(
         plain = (("n", n, 64), ("seed", seed, 0), ("start", start, 0))
         unused += [key for key, value, usual in plain if value != usual]
         if unused:
-            raise InputError(f"interpolate goes from item to item and takes no {', '.join(unused)}; frames= is how many")
+            raise InputError(f"interpolate goes from item to item, without {', '.join(unused)}; frames= is how many")
         place = Path(out) if out else None
         for line in strip(model, header, interpolate, frames, ema, place, ckpt_path, trust or []):
             print(line)
