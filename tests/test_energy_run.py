@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from genmodels.training.archive import read_header
 from genmodels.training.callbacks import Checkpointing
 from genmodels.training.checkpoint import read_checkpoint
 
+ROOT = Path(__file__).parents[1]
 QUICK = ["trainer.max_steps=8", "trainer.validate_every_n_steps=4", "trainer.sample_every_n_steps=0", "logger=csv",
          "trainer.progress=false", "data.batch_size=32"]
 SMALL = ["data=toy", "data.n_val=100", "data.n_test=200", "data.n_train=2000"]
@@ -122,6 +126,18 @@ def test_resumed_is_as_never_stopped(here, words):
     genmodels("train", *words, "run_dir=cut", "resume=last")
     one, two = (read_checkpoint(Path(name, "last.ckpt"))["state_dict"] for name in ("whole", "cut"))
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_training_on_two_processes_is_training_on_one(here):
+    words = [*PLANE, *QUICK, "trainer.accelerator=cpu"]
+    genmodels("train", *words, "run_dir=one")
+    two = [sys.executable, str(ROOT / "train.py"), *words, "run_dir=two", "trainer.devices=2", "trainer.strategy=ddp"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(two, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    one, two = (read_checkpoint(Path(name, "last.ckpt"))["state_dict"] for name in ("one", "two"))
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("command, words, said", [
