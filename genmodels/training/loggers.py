@@ -89,6 +89,8 @@ def _logged_in() -> bool:
 def quiet_wandb():
     """The module wandb, imported so that it prints nothing of its own."""
     os.environ.setdefault("WANDB_SILENT", "true")
+    # A service inherited from the process that started this one may not have written the run when this one ends.
+    os.environ.pop("WANDB_SERVICE", None)
     import wandb
 
     logging.getLogger("wandb").setLevel(logging.ERROR)
