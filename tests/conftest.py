@@ -16,6 +16,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 
+@pytest.fixture(autouse=True)
+def the_same_numbers_every_time():
+    """Networks that a test builds start from the same weights in every run, whatever ran before."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture
 def genmodels(tmp_path):
     """Run `genmodels <words>` in a process of its own, in an empty folder; gives subprocess' result."""
