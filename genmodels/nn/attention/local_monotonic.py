@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.nn.attention.backend import Path, masked_softmax, wide
-from genmodels.nn.attention.inputs import Inputs, admit, merge_heads, split_heads
+from genmodels.nn.attention.inputs import Inputs, merge_heads, split_heads
 from genmodels.nn.attention.position import head_width
 from genmodels.nn.attention.scores import Additive
-from genmodels.nn.attention.seq2seq import Keys
+from genmodels.nn.attention.seq2seq import Keys, Stepwise
 
 
 class Place(NamedTuple):
@@ -20,7 +20,7 @@ class Place(NamedTuple):
     position: Tensor
 
 
-class LocalMonotonic(nn.Module):
+class LocalMonotonic(Stepwise):
     """Attention around a position that every query moves forward, by as much as the query says.
 
         p_t = min(p_{t-1} + dp_t, T - 1),    dp_t = exp(z_t) or max_step sigmoid(z_t),    z_t = V_p^T tanh(W_p h_t)
@@ -51,6 +51,8 @@ class LocalMonotonic(nn.Module):
         True
     """
 
+    state = Place
+
     def __init__(
         self,
         dim: int,
@@ -80,66 +82,9 @@ class LocalMonotonic(nn.Module):
         self.project_v = nn.Linear(dim, dim, bias=bias)
         self.project_out = nn.Linear(dim, dim, bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: Place | None = None,
-        offset: int = 0,
-    ) -> tuple[Tensor, Place | None]:
-        """The output, and the place where the next call goes on (None unless a cache came in).
-
-        Arguments:
-            cache: where earlier queries of the same memory came to; `start` begins one.
-            offset: absolute index of the first query, which nothing here asks for: the place is in the cache.
-        """
-        given = admit(self, x, memory, mask, memory_mask, cache, carries=Place)
-        y, _, place = self._attend(given, self._keys(given), cache)
-        return given.finish(self.project_out(y)), None if cache is None else place
-
-    def weights(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: Place | None = None,
-        offset: int = 0,
-    ) -> Tensor:
-        """a_N a_S `(B, H, Lq, Lk)` of the same call."""
-        given = admit(self, x, memory, mask, memory_mask, cache, carries=Place)
-        return self._attend(given, self._keys(given), cache)[1]
-
     def start(self, memory: Tensor) -> Place:
         """The place before the first query: 0."""
         return Place(wide(memory).new_zeros(len(memory), self.heads))
-
-    def keys(self, memory: Tensor, memory_mask: Tensor | None = None) -> Keys:
-        """The memory `(B, Lk, D)` projected, once for all the steps."""
-        return self._keys(admit(self, memory[:, :0], memory, None, memory_mask))
-
-    def step(
-        self,
-        query: Tensor,
-        memory: Tensor,
-        keys: Keys | None,
-        state: Place,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Place]:
-        """One query `(B, D)`: its context `(B, D)`, its weights `(B, H, Lk)` and the place of the next.
-
-        Arguments:
-            query: `(B, D)`.
-            memory: `(B, Lk, D)`.
-            keys: what `keys` made of memory; None makes it anew.
-            state: from `start` or from the step before.
-            mask: `(B, 1, Lk)`, which positions of memory are valid.
-        """
-        given = admit(self, query[:, None], memory, None, mask, state, carries=Place)
-        y, a, place = self._attend(given, self._keys(given) if keys is None else keys, state)
-        return self.project_out(y)[:, 0].to(query.dtype), a[:, :, 0], place
 
     def explain(
         self,

@@ -21,7 +21,71 @@ class Keys(NamedTuple):
     values: Tensor
 
 
-class ScoredAttention(nn.Module):
+class Stepwise(nn.Module):
+    """Attention along a memory that goes on where it ended: whole, or one query after the other.
+
+    A subclass sets `dim`, `heads`, `project_out`, the type of its `state` and whether it takes masks of pairs (`full`),
+    and defines `start(memory) -> state`, `_keys(inputs) -> Keys` and `_attend(inputs, keys, state) -> (y, weights,
+    state)` with y `(B, Lq, D)` before the output projection.
+    """
+
+    state: type
+    full: bool = False
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: tuple | None = None,
+        offset: int = 0,
+    ) -> tuple[Tensor, tuple | None]:
+        """The output, and what the next call needs to go on where this one ended (None unless a cache came in).
+
+        Arguments:
+            cache: where earlier queries of the same memory came to; `start` begins one.
+            offset: absolute index of the first query, which nothing here asks for: the state knows.
+        """
+        given = admit(self, x, memory, mask, memory_mask, cache, full=self.full, carries=self.state)
+        y, _, state = self._attend(given, self._keys(given), cache)
+        return given.finish(self.project_out(y)), None if cache is None else state
+
+    def weights(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: tuple | None = None,
+        offset: int = 0,
+    ) -> Tensor:
+        """The weights `(B, H, Lq, Lk)` of the same call, without dropout."""
+        given = admit(self, x, memory, mask, memory_mask, cache, full=self.full, carries=self.state)
+        return self._attend(given, self._keys(given), cache)[1]
+
+    def keys(self, memory: Tensor, memory_mask: Tensor | None = None) -> Keys:
+        """The memory `(B, Lk, D)` projected, once for all the steps."""
+        return self._keys(admit(self, memory[:, :0], memory, None, memory_mask))
+
+    def step(
+        self, query: Tensor, memory: Tensor, keys: Keys | None, state: tuple, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, tuple]:
+        """One query: its context `(B, D)`, its weights `(B, H, Lk)` and the state of the next.
+
+        Arguments:
+            query: `(B, D)`.
+            memory: `(B, Lk, D)`.
+            keys: what `keys` made of memory; None makes it anew.
+            state: from `start` or from the step before.
+            mask: `(B, 1, Lk)`, which positions of memory are valid.
+        """
+        given = admit(self, query[:, None], memory, None, mask, state, carries=self.state)
+        y, a, state = self._attend(given, self._keys(given) if keys is None else keys, state)
+        return self.project_out(y)[:, 0].to(query.dtype), a[:, :, 0], state
+
+
+class ScoredAttention(Stepwise):
     """Attention with any score function, for all queries at once or for one after the other.
 
         a_i = softmax_j(e_ij) over the keys that may be attended to,    y_i = W_O [sum_j a_ij v_j]
@@ -50,6 +114,9 @@ class ScoredAttention(nn.Module):
         (torch.Size([3, 8]), torch.Size([3, 2, 6]))
     """
 
+    state = Past
+    full = True
+
     def __init__(
         self, dim: int, heads: int, score: Score | None = None, *, dropout: float = 0.0, bias: bool = True
     ):
@@ -65,67 +132,10 @@ class ScoredAttention(nn.Module):
         self.project_v = nn.Linear(dim, dim, bias=bias)
         self.project_out = nn.Linear(dim, dim, bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: Past | None = None,
-        offset: int = 0,
-    ) -> tuple[Tensor, Past | None]:
-        """The output, and what the next call needs to go on where this one ended (None unless a cache came in).
-
-        Arguments:
-            cache: where earlier queries of the same memory looked; `start` begins one.
-            offset: absolute index of the first query, which no score function here asks for.
-        """
-        given = admit(self, x, memory, mask, memory_mask, cache, full=True, carries=Past)
-        y, _, past = self._attend(given, self._keys(given), cache)
-        return given.finish(self.project_out(y)), None if cache is None else past
-
-    def weights(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: Past | None = None,
-        offset: int = 0,
-    ) -> Tensor:
-        """The weights `(B, H, Lq, Lk)` of the same call, without dropout."""
-        given = admit(self, x, memory, mask, memory_mask, cache, full=True, carries=Past)
-        return self._attend(given, self._keys(given), cache)[1]
-
     def start(self, memory: Tensor) -> Past:
         """The state before the first query: nobody has looked anywhere."""
         nowhere = wide(memory).new_zeros(len(memory), self.heads, memory.shape[1])
         return Past(nowhere, nowhere)
-
-    def keys(self, memory: Tensor, memory_mask: Tensor | None = None) -> Keys:
-        """The memory `(B, Lk, D)` projected, once for all the steps."""
-        return self._keys(admit(self, memory[:, :0], memory, None, memory_mask))
-
-    def step(
-        self,
-        query: Tensor,
-        memory: Tensor,
-        keys: Keys | None,
-        state: Past,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Past]:
-        """One query: its context `(B, D)`, its weights `(B, H, Lk)` and the state of the next.
-
-        Arguments:
-            query: `(B, D)`.
-            memory: `(B, Lk, D)`.
-            keys: what `keys` made of memory; None makes it anew.
-            state: from `start` or from the step before.
-            mask: `(B, 1, Lk)`, which positions of memory are valid.
-        """
-        given = admit(self, query[:, None], memory, None, mask, state, carries=Past)
-        y, a, past = self._attend(given, self._keys(given) if keys is None else keys, state)
-        return self.project_out(y)[:, 0].to(query.dtype), a[:, :, 0], past
 
     def explain(
         self,
