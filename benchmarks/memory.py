@@ -25,7 +25,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection, Compose
+from genmodels.flows.bijection import Bijection
+from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import InvertibleLinear

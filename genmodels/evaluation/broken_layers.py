@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from genmodels.flows.bijection import Bijection, Compose, positions
+from genmodels.flows.bijection import Bijection, positions
+from genmodels.flows.composition import Compose
 from genmodels.nn.blocks import hide
 
 

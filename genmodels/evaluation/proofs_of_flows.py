@@ -16,7 +16,8 @@ from genmodels.evaluation.bijections import LAWS, check_bijection, show_shape
 from genmodels.evaluation.findings import Findings, Options, counting
 from genmodels.evaluation.laws import NOT_APPLICABLE, NOT_PROVEN, PASSED, Law, Report
 from genmodels.evaluation.subject import EVERYWHERE, perturb, prepare, ranges
-from genmodels.flows.bijection import Bijection, Compose, Step
+from genmodels.flows.bijection import Bijection, Step
+from genmodels.flows.composition import Compose
 from genmodels.flows.flow import Flow
 from genmodels.flows.multiscale import MultiScale
 from genmodels.models.base import GenerativeModel

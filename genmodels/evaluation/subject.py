@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.evaluation.laws import NotApplicable
-from genmodels.flows.bijection import Compose, Freeze, Inverse
+from genmodels.flows.composition import Compose, Freeze, Inverse
 from genmodels.flows.multiscale import MultiScale
 from genmodels.flows.scaling import Logit
 

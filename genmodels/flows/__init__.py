@@ -16,7 +16,8 @@ from genmodels.flows.bases import (
     StandardNormal,
     Uniform,
 )
-from genmodels.flows.bijection import Bijection, Compose, Freeze, Inverse, NotInitialized, Step
+from genmodels.flows.bijection import Bijection, NotInitialized, Step
+from genmodels.flows.composition import Compose, Freeze, Inverse
 from genmodels.flows.continuous import ContinuousFlow
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize, noise_condition

@@ -33,7 +33,7 @@ class DiscreteFlow(nn.Module):
 
     Example:
         >>> from genmodels.flows.bases import Uniform
-        >>> from genmodels.flows.bijection import Compose
+        >>> from genmodels.flows.composition import Compose
         >>> from genmodels.flows.dequantize import UniformDequantize
         >>> model = DiscreteFlow(UniformDequantize(4), Flow(Compose([], (2,)), Uniform((2,))))
         >>> nats, _ = model.log_prob(torch.tensor([[0, 3]]), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.flows.bases import Distribution
-from genmodels.flows.bijection import Bijection, Compose, Freeze, NotInitialized, Shape
+from genmodels.flows.bijection import Bijection, NotInitialized, Shape
 from genmodels.flows.boundary import (
     label_count,
     labels_fault,
@@ -18,6 +18,7 @@ from genmodels.flows.boundary import (
     require_dtype,
     require_tensor,
 )
+from genmodels.flows.composition import Compose, Freeze
 from genmodels.flows.multiscale import Latents, MultiScale, fits
 from genmodels.random import Generator
 

@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection, Compose, Shape, as_shape
+from genmodels.flows.bijection import Bijection, Shape, as_shape
 from genmodels.flows.boundary import one_of
+from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Additive, Affine
 from genmodels.flows.linear import InvertibleLinear

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, distributed
 
-from genmodels.flows.bijection import Bijection, Shape, positions
+from genmodels.flows.bijection import Channelwise, positions
 from genmodels.nn.blocks import hide
 
 
@@ -39,7 +39,7 @@ def _over_processes(values: Tensor) -> Tensor:
     return values
 
 
-class DataInitialized(Bijection):
+class DataInitialized(Channelwise):
     """A bijection, channel by channel, whose start is the mean and deviation of the first batch.
 
     A subclass defines `_take(mean, std)` and says by `_is_constant(mean, std)` which channels are not to be scaled.
@@ -56,20 +56,9 @@ class DataInitialized(Bijection):
     constant_logdet = True
 
     def __init__(self, channels: int):
-        super().__init__()
-        if channels < 1:
-            raise ValueError(f"{type(self).__name__} needs at least one channel, got {channels}")
-        self.channels = channels
+        super().__init__(channels)
         self.register_buffer("initialized", torch.tensor(False))
         self.ready = False
-
-    def out_shape(self, shape: Shape) -> Shape:
-        if len(shape) == 0 or shape[0] != self.channels:
-            raise self._misfit(f"({self.channels}, ...)", shape)
-        return shape
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.out_shape(shape)
 
     def uninitialized(self, name: str = "") -> Iterator[str]:
         if not self.ready:

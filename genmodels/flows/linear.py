@@ -9,23 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from genmodels.flows.bijection import Bijection, Shape, at_each_position, full_precision
+from genmodels.flows.bijection import Channelwise, at_each_position, full_precision
 from genmodels.flows.matrix import MATRICES
 
 
-class _Mixing(Bijection):
+class _Mixing(Channelwise):
     """What both mixings share: a matrix W, its use at every position, and its figures for a monitor."""
 
     constant_logdet = True
     copies = 1  # how often W acts at one position
 
     def __init__(self, channels: int, size: int, kind: str, generator: torch.Generator | None):
-        super().__init__()
+        super().__init__(channels)
         if kind not in MATRICES:
             raise ValueError(f"{type(self).__name__}: kind must be one of {', '.join(MATRICES)}, got {kind!r}")
-        if channels < 1:
-            raise ValueError(f"{type(self).__name__} needs at least one channel, got {channels}")
-        self.channels, self.kind = channels, kind
+        self.kind = kind
         self.matrix = MATRICES[kind](size, generator)
 
     def weight(self) -> Tensor:
@@ -46,14 +44,6 @@ class _Mixing(Bijection):
         """Largest over smallest singular value: how much a relative error can grow on the way back."""
         values = self.singular_values()
         return float(values[0] / values[-1])
-
-    def out_shape(self, shape: Shape) -> Shape:
-        if len(shape) == 0 or shape[0] != self.channels:
-            raise self._misfit(f"({self.channels}, ...)", shape)
-        return shape
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.out_shape(shape)
 
     def _forward(self, x, cond, mask):
         with full_precision(x):

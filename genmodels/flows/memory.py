@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from genmodels.flows.bijection import Bijection, Compose, Freeze, Inverse
+from genmodels.flows.bijection import Bijection
+from genmodels.flows.composition import Compose, Freeze, Inverse
 from genmodels.flows.drift import DriftGauge, Known, Walk
 from genmodels.flows.replay import Autocast, Noise, hooks_at_rest
 

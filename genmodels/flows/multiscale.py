@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from genmodels.flows.bijection import Bijection, Compose, Shape, Step, as_shape, per_example
+from genmodels.flows.bijection import Bijection, Shape, Step, as_shape, per_example
+from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import bounded
 
 

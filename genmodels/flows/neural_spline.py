@@ -8,8 +8,9 @@ import torch
 
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.autoregressive import MaskedAutoregressive
-from genmodels.flows.bijection import Bijection, Compose
+from genmodels.flows.bijection import Bijection
 from genmodels.flows.boundary import one_of
+from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import InvertibleLinear

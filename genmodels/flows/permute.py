@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from genmodels.flows.bijection import Bijection, Shape
+from genmodels.flows.bijection import Channelwise
 
 
-class Permute(Bijection):
+class Permute(Channelwise):
     """The channels in another, fixed order.
 
         z_c = x_{index(c)},    log |det| = 0
@@ -29,12 +29,11 @@ class Permute(Bijection):
     constant_logdet = True
 
     def __init__(self, index: Sequence[int] | Tensor):
-        super().__init__()
         index = torch.as_tensor(index)
         wanted = torch.arange(index.numel(), device=index.device)
         if index.is_floating_point() or index.dim() != 1 or not index.sort().values.equal(wanted):
             raise ValueError(f"{type(self).__name__}: {index.tolist()} is not a permutation of 0 .. C-1")
-        self.channels = len(index)
+        super().__init__(len(index))
         # Both are saved: a loaded order brings its own inverse.
         self.register_buffer("index", index.clone())
         self.register_buffer("inverse_index", index.argsort())
@@ -48,14 +47,6 @@ class Permute(Bijection):
             [0, 1, 2, 3]
         """
         return cls(torch.randperm(channels, generator=generator, device=generator.device if generator else None))
-
-    def out_shape(self, shape: Shape) -> Shape:
-        if len(shape) == 0 or shape[0] != self.channels:
-            raise self._misfit(f"({self.channels}, ...)", shape)
-        return shape
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.out_shape(shape)
 
     def _forward(self, x, cond, mask):
         return x.index_select(1, self.index), x.new_zeros(len(x))

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection, Compose, Shape, as_shape
+from genmodels.flows.bijection import Bijection, Shape, as_shape
 from genmodels.flows.boundary import one_of
+from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.multiscale import FactorOut, MultiScale

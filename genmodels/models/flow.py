@@ -12,8 +12,9 @@ from genmodels.data.spec import Batch, DataSpec
 from genmodels.errors import InputError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.flows.bases import BASES, check_temperature
-from genmodels.flows.bijection import Bijection, Compose
+from genmodels.flows.bijection import Bijection
 from genmodels.flows.boundary import one_of
+from genmodels.flows.composition import Compose
 from genmodels.flows.continuous import ContinuousFlow
 from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize
 from genmodels.flows.discrete import DiscreteFlow

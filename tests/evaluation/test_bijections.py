@@ -16,7 +16,7 @@ from genmodels.evaluation.broken_layers import FlippedSigns, Offset, PlainFlag, 
 from genmodels.evaluation.laws import NOT_APPLICABLE, LawBroken, Laws, Measured, NotApplicable, Report, Verdict
 from genmodels.evaluation.planted import PLANTED
 from genmodels.evaluation.subject import perturb, prepare, ranges
-from genmodels.flows.bijection import Compose, Freeze, Inverse
+from genmodels.flows.composition import Compose, Freeze, Inverse
 from genmodels.flows.scaling import Logit, Shift
 
 NO_COMPILER = {"compiler": None}

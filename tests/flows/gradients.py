@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import nn
 
-from genmodels.flows.bijection import Compose
+from genmodels.flows.composition import Compose
 
 
 def scattered(module: nn.Module, spread: float = 0.2, seed: int = 0) -> nn.Module:

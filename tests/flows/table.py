@@ -10,7 +10,8 @@ from torch import Tensor
 
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.autoregressive import MaskedAutoregressive
-from genmodels.flows.bijection import Bijection, Compose, Freeze, Inverse
+from genmodels.flows.bijection import Bijection
+from genmodels.flows.composition import Compose, Freeze, Inverse
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Additive, Affine, ElementTransform, MeanScale
 from genmodels.flows.glow import glow

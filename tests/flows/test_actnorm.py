@@ -13,7 +13,7 @@ from torch import nn
 from genmodels.evaluation.bijections import check_bijection
 from genmodels.flows import initialization
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Compose
+from genmodels.flows.composition import Compose
 from genmodels.flows.initialization import channel_moments
 from genmodels.flows.permute import Flip
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from genmodels.flows.autoregressive import MaskedAutoregressive
-from genmodels.flows.bijection import Inverse
+from genmodels.flows.composition import Inverse
 from genmodels.flows.elementwise import Affine, MeanScale, unbounded
 from genmodels.flows.mixture import LogisticMixture
 from genmodels.flows.spline import RationalQuadraticSpline

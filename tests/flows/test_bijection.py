@@ -10,7 +10,8 @@ from torch import nn
 
 from genmodels.evaluation.bijections import check_bijection
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection, Compose, Freeze, Inverse, at_each_position, per_example, positions
+from genmodels.flows.bijection import Bijection, at_each_position, per_example, positions
+from genmodels.flows.composition import Compose, Freeze, Inverse
 from genmodels.flows.linear import GroupedLinear, InvertibleLinear
 from genmodels.flows.permute import Flip
 from genmodels.flows.scaling import Logit, Scale, Shift

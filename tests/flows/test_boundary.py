@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from genmodels.flows.bases import ClassNormal, StandardNormal
-from genmodels.flows.bijection import Compose
+from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize, noise_condition
 from genmodels.flows.discrete import DiscreteFlow

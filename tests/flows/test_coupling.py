@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.flows.bijection import Compose
+from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Additive, Affine
 from genmodels.flows.mixture import LogisticMixture

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection, Compose, per_example
+from genmodels.flows.bijection import Bijection, per_example
+from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize, noise_condition
 from genmodels.flows.elementwise import Affine

@@ -10,7 +10,8 @@ from scipy.special import ndtr
 
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bases import ClassNormal, Logistic, StandardNormal
-from genmodels.flows.bijection import Bijection, Compose, NotInitialized
+from genmodels.flows.bijection import Bijection, NotInitialized
+from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize, noise_condition
 from genmodels.flows.discrete import DiscreteFlow, effective_samples, log_mean_exp

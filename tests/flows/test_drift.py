@@ -12,7 +12,8 @@ from torch import nn
 
 from genmodels.errors import RunError
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection, Compose
+from genmodels.flows.bijection import Bijection
+from genmodels.flows.composition import Compose
 from genmodels.flows.drift import DriftGauge, Known, smallest_scale
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.permute import Flip

@@ -10,7 +10,8 @@ from torch import nn
 
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bases import ClassNormal, DiagonalNormal, StandardNormal, Uniform
-from genmodels.flows.bijection import Bijection, Compose, Freeze, Inverse, NotInitialized
+from genmodels.flows.bijection import Bijection, NotInitialized
+from genmodels.flows.composition import Compose, Freeze, Inverse
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.flow import Flow, reference

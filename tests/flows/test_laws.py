@@ -11,7 +11,8 @@ import torch
 
 import genmodels.flows
 from genmodels.evaluation.bijections import LAWS, check_bijection
-from genmodels.flows.bijection import Bijection
+from genmodels.flows.bijection import Bijection, Channelwise
+from genmodels.flows.composition import Around
 from genmodels.flows.elementwise import ElementTransform
 from genmodels.flows.initialization import DataInitialized
 from tests.flows.table import INSTANCES
@@ -55,7 +56,7 @@ def everything(kind: type) -> set[type]:
 def test_no_bijection_and_no_transform_is_missing_from_the_table():
     torch.manual_seed(0)
     listed = {type(module) for instance in INSTANCES.values() for module in instance.make().modules()}
-    abstract = {Bijection, DataInitialized, ElementTransform}
+    abstract = {Around, Bijection, Channelwise, DataInitialized, ElementTransform}
     assert (everything(Bijection) | everything(ElementTransform)) - abstract <= listed
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genmodels.evaluation.bijections import check_bijection
-from genmodels.flows.bijection import Compose
+from genmodels.flows.composition import Compose
 from genmodels.flows.linear import GroupedLinear, InvertibleLinear
 from genmodels.flows.matrix import MATRICES, FullMatrix, HouseholderMatrix, LUMatrix, random_rotation
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from genmodels.flows import drift, memory, replay
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection, Compose, Freeze, Inverse
+from genmodels.flows.bijection import Bijection
+from genmodels.flows.composition import Compose, Freeze, Inverse
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine, MeanScale
 from genmodels.flows.glow import glow

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.flows.bijection import Bijection, Compose, Freeze, Inverse, per_example
+from genmodels.flows.bijection import Bijection, per_example
+from genmodels.flows.composition import Compose, Freeze, Inverse
 from genmodels.flows.multiscale import FactorOut, Latents, MultiScale
 from genmodels.flows.permute import Flip
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d

@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import softplus
 
 from genmodels.evaluation.bijections import check_bijection
-from genmodels.flows.bijection import Compose, per_example
+from genmodels.flows.bijection import per_example
+from genmodels.flows.composition import Compose
 from genmodels.flows.scaling import Logit, Scale, Shift, Standardise
 
 
