@@ -1,0 +1,1 @@
+"""Speech as a plain library: mel-spectrograms, alignment of texts and frames, durations."""

@@ -1,0 +1,277 @@
+"""Monotonic alignment of texts and frames: the best path by dynamic programming, and the sum over all paths."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Alignment(NamedTuple):
+    """The best path of each item.
+
+    Shapes: `durations (B, N)` int64, frames of each token; `path (B, N, T)` bool, one token for each valid frame;
+    `score (B,)`, the sum of the scores on the path, like the scores.
+    """
+
+    durations: Tensor
+    path: Tensor
+    score: Tensor
+
+
+@torch.no_grad()
+def monotonic_alignment_search(
+    scores: Tensor,
+    text_mask: Tensor | None = None,
+    frame_mask: Tensor | None = None,
+    *,
+    names: list[str] | None = None,
+    implementation: Literal["auto", "torch", "numpy", "numba"] = "auto",
+) -> Alignment:
+    """The monotonic path of the largest score, in which every token has a frame and every frame one token.
+
+        Q[i, j] = max(Q[i-1, j-1], Q[i, j-1]) + P[i, j],    Q[0, 0] = P[0, 0],    unreachable cells -inf
+
+    A path starts at (0, 0), ends at (N-1, T-1), and at each frame stays or advances by one token. On a tie it stays
+    (going back from the end, it advances only where that is better), so early tokens are the short ones. There is no
+    gradient.
+
+    Arguments:
+        scores: P, for example log N(z_j; mu_i, sigma_i).
+        text_mask, frame_mask: which tokens and frames are valid; each item's from the front, in one run. Scores
+            outside are never read.
+        names: names of the items, for errors; their positions otherwise.
+        implementation: `torch` on the device of the scores; `numpy` or, compiled, `numba` on the CPU; or the fastest at
+            hand.
+
+    Shapes: `scores (B, N, T)` float32 or float64, the width of the sums too; `text_mask (B, 1, N)`, `frame_mask
+        (B, 1, T)`.
+    Errors: ValueError for an item with more tokens than frames, without tokens or frames, or with a score that is not
+        finite, each by name.
+    Source: Kim et al. 2020 (Glow-TTS), algorithm 1.
+
+    Example:
+        >>> scores = torch.tensor([[[2.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
+        >>> found = monotonic_alignment_search(scores)
+        >>> found.durations, found.score
+        (tensor([[1, 2]]), tensor([3.]))
+    """
+    tokens, frames = lengths(scores, text_mask, frame_mask, names)
+    search = IMPLEMENTATIONS[chosen(scores, implementation)]
+    visited = search(scores, tokens, frames)[:, None]  # the token of each frame
+    valid = _within(frames, scores.shape[2])[:, None]
+    path = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, visited, valid)
+    durations = torch.zeros_like(scores[:, :, 0], dtype=torch.int64).scatter_add_(1, visited[:, 0], valid[:, 0].long())
+    score = torch.where(valid, scores.gather(1, visited), 0)[:, 0].sum(1)
+    return Alignment(durations, path, score)
+
+
+def explain(scores: Tensor, implementation: str = "auto") -> str:
+    """Which implementation a search over these scores takes, and why.
+
+    Example:
+        >>> explain(torch.zeros(1, 2, 3), "torch")
+        'torch: asked for'
+    """
+    taken = chosen(scores, implementation)
+    if implementation != "auto":
+        return f"{taken}: asked for"
+    if scores.device.type != "cpu":
+        return f"torch: the scores are on {scores.device.type} and stay there"
+    return "numba: compiled, on the CPU" if taken == "numba" else "numpy: on the CPU, numba is not installed"
+
+
+def chosen(scores: Tensor, implementation: str) -> str:
+    """The implementation that a search takes.
+
+    Raises:
+        ValueError: for an unknown one, or one that cannot run here.
+    """
+    if implementation == "auto":
+        return "torch" if scores.device.type != "cpu" else "numba" if _has_numba() else "numpy"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be auto, {', '.join(IMPLEMENTATIONS)}, got {implementation!r}")
+    if implementation == "numba" and not _has_numba():
+        raise ValueError("implementation=numba needs numba: pip install 'genmodels[speech]'")
+    if implementation != "torch" and scores.device.type != "cpu":
+        raise ValueError(f"implementation={implementation} is for scores on the CPU, these are on {scores.device.type}")
+    return implementation
+
+
+def _has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+def lengths(
+    scores: Tensor, text_mask: Tensor | None, frame_mask: Tensor | None, names: list[str] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Tokens and frames (B,) of every item, after all that can be wrong with them has been looked for.
+
+    Raises:
+        ValueError: see `monotonic_alignment_search`.
+    """
+    if scores.dim() != 3 or scores.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"scores are (B, N, T), float32 or float64, got {tuple(scores.shape)} {scores.dtype}")
+    tokens, frames = (_length(scores, dim, mask) for dim, mask in ((1, text_mask), (2, frame_mask)))
+    for item, (n, t) in enumerate(zip(tokens.tolist(), frames.tolist(), strict=True)):
+        name = f"item {item}" if names is None else names[item]
+        if n == 0 or t == 0:
+            raise ValueError(f"{name} has {n} tokens and {t} frames: there is nothing to align, drop it")
+        if n > t:
+            raise ValueError(f"{name} has {n} tokens but only {t} frames: drop it, or leave out blanks between tokens")
+    if bool(scores.sum().isfinite()):
+        return tokens, frames  # one pass says of nearly all scores that nothing is wrong with them
+    valid = _within(tokens, scores.shape[1])[:, :, None] & _within(frames, scores.shape[2])[:, None, :]
+    wrong = (valid & ~scores.isfinite()).nonzero()
+    if len(wrong):
+        item, token, frame = wrong[0].tolist()
+        name = f"item {item}" if names is None else names[item]
+        raise ValueError(f"{name}: the score of token {token} at frame {frame} is {float(scores[item, token, frame])}")
+    return tokens, frames
+
+
+def _length(scores: Tensor, dim: int, mask: Tensor | None) -> Tensor:
+    size = scores.shape[dim]
+    if mask is None:
+        return torch.full((len(scores),), size, device=scores.device)
+    if mask.dtype != torch.bool or tuple(mask.shape) != (len(scores), 1, size):
+        raise ValueError(f"a mask of scores {tuple(scores.shape)} is boolean ({len(scores)}, 1, {size}), "
+                         f"got {tuple(mask.shape)} {mask.dtype}")
+    length = mask[:, 0].sum(1)
+    if bool((mask[:, 0] != _within(length, size)).any()):
+        raise ValueError("a mask must be one run from the front: valid tokens or frames first, padding after")
+    return length
+
+
+def _within(length: Tensor, size: int) -> Tensor:
+    """(B, size) bool: positions before each length."""
+    return torch.arange(size, device=length.device) < length[:, None]
+
+
+def _search_torch(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
+    """The token (B, T) of each frame: a loop over frames, all items and tokens at once, on the device of the scores."""
+    batch, size, length = scores.shape
+    # Items side by side, so that neighbouring tokens are whole blocks of memory; a row more, that nothing reaches,
+    # stands before the first token.
+    best = scores.new_full((length, size + 1, batch), -torch.inf)
+    best[0, 1] = scores[:, 0, 0]
+    at = scores.permute(2, 1, 0).contiguous().unbind()
+    before, here = best[:, :-1].unbind(), best[:, 1:].unbind()
+    for j in range(1, length):
+        torch.maximum(before[j - 1], here[j - 1], out=here[j]).add_(at[j])
+    advance = best[:-1, :-1] > best[:-1, 1:]
+    # Frames beyond an item's last one take no step back.
+    advance &= torch.arange(1, length, device=scores.device)[:, None, None] < frames
+    token = tokens[None] - 1
+    visited = [token]
+    for step in reversed(advance.view(torch.uint8).unbind()):
+        token = token - step.gather(0, token)
+        visited.append(token)
+    return torch.cat(visited[::-1]).mT
+
+
+def _search_numpy(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
+    """The token (B, T) of each frame: the loop of `_search_torch`, at a third of its cost for each small operation."""
+    batch, size, length = scores.shape
+    at = np.ascontiguousarray(scores.detach().numpy().transpose(2, 1, 0))
+    best = np.full((length, size + 1, batch), -np.inf, dtype=at.dtype)
+    best[0, 1] = at[0, 0]
+    for before, here, now in zip(best[:-1], best[1:], at[1:], strict=True):
+        np.maximum(before[:-1], before[1:], out=here[1:])
+        here[1:] += now
+    advance = best[:-1, :-1] > best[:-1, 1:]
+    advance &= np.arange(1, length)[:, None, None] < frames.numpy()
+    # Positions in the flat block of a frame: a token back is a batch back.
+    steps = advance.reshape(length - 1, size * batch) * np.int64(batch)
+    place = (tokens.numpy() - 1) * batch + np.arange(batch)
+    visited = np.empty((length, batch), dtype=np.int64)
+    visited[-1] = place
+    for j in range(length - 2, -1, -1):
+        place = visited[j] = place - steps[j].take(place)
+    return torch.from_numpy(visited // batch).mT
+
+
+def _search_numba(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
+    """The token (B, T) of each frame: compiled loops, the items on all cores."""
+    from genmodels.speech.alignment_numba import search
+
+    visited = torch.empty(scores.shape[0], scores.shape[2], dtype=torch.int64)
+    # Tokens of a frame side by side.
+    search(scores.mT.contiguous().numpy(), tokens.numpy(), frames.numpy(), visited.numpy())
+    return visited
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "torch": _search_torch, "numpy": _search_numpy, "numba": _search_numba,
+}
+
+
+def forward_sum(scores: Tensor, text_mask: Tensor | None = None, frame_mask: Tensor | None = None) -> Tensor:
+    """The log of the sum, over all monotonic paths, of the exponential of their scores.
+
+        a[i, j] = log(exp a[i-1, j-1] + exp a[i, j-1]) + P[i, j],    result a[N-1, T-1]
+
+    Its gradient is the posterior probability that frame j belongs to token i. Less `log_paths` it is the
+    log-likelihood of the frames under a uniform prior of the alignments.
+
+    Arguments:
+        scores, text_mask, frame_mask: as for `monotonic_alignment_search`.
+
+    Shapes: the result is `(B,)`.
+    Errors: those of `monotonic_alignment_search`; there are no second derivatives.
+
+    Example:
+        >>> scores = torch.tensor([[[1.0, 3.0, 1.0, 1.0], [1.0, 2.0, 2.0, 2.0], [4.0, 2.0, 1.0, 0.0]]])
+        >>> forward_sum(scores)
+        tensor([6.4076])
+    """
+    tokens, frames = lengths(scores.detach(), text_mask, frame_mask)
+    return _ForwardSum.apply(scores, tokens, frames)
+
+
+def log_paths(tokens: Tensor, frames: Tensor) -> Tensor:
+    """Log of the number of monotonic paths, log C(T-1, N-1), float64.
+
+    Example:
+        >>> log_paths(torch.tensor([3]), torch.tensor([4])).exp()
+        tensor([3.0000], dtype=torch.float64)
+    """
+    n, t = tokens.double(), frames.double()
+    return torch.lgamma(t) - torch.lgamma(n) - torch.lgamma(t - n + 1)
+
+
+class _ForwardSum(torch.autograd.Function):
+    """Sums from the front; on the way back sums from the end, and the posterior from both."""
+
+    @staticmethod
+    def forward(ctx, scores, tokens, frames):
+        batch, size, length = scores.shape
+        valid = _within(tokens, size)[:, :, None] & _within(frames, length)[:, None, :]
+        hidden = torch.where(valid, scores, -torch.inf).permute(2, 0, 1)  # (T, B, N)
+        forward = scores.new_full((length, batch, size + 1), -torch.inf)
+        forward[0, :, 1] = hidden[0, :, 0]
+        for j in range(1, length):
+            forward[j, :, 1:] = torch.logaddexp(forward[j - 1, :, :-1], forward[j - 1, :, 1:]) + hidden[j]
+        total = forward[frames - 1, torch.arange(batch, device=scores.device), tokens]
+        ctx.save_for_backward(hidden, forward, total, tokens, frames)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        hidden, forward, total, tokens, frames = ctx.saved_tensors
+        length, batch, size = hidden.shape
+        end = torch.where(torch.arange(size, device=hidden.device) == tokens[:, None] - 1, 0.0, -torch.inf)
+        end = end.to(hidden.dtype)
+        rest = hidden.new_full((batch, size + 1), -torch.inf)  # of the paths from (i, j) on, without (i, j) itself
+        posterior = torch.zeros_like(hidden)
+        for j in reversed(range(length)):
+            onward = torch.logaddexp(rest[:, :-1], rest[:, 1:])
+            onward = torch.where((frames == j + 1)[:, None], end, onward)
+            posterior[j] = torch.exp(forward[j, :, 1:] + onward - total[:, None])
+            rest[:, :-1] = onward + hidden[j]
+        return (posterior * grad[:, None]).permute(1, 2, 0), None, None
