@@ -2,9 +2,9 @@
 
     python benchmarks/alignment.py [--threads 2] [--repeats 15] [--batch 16] [--tokens 150] [--frames 800]
 
-Every contestant gets the same scores and returns the path of each item; ours also look for what is not finite, and give
-durations and scores. They take turns; the ratio to the package is formed within each round. Nothing is asserted but that
-all paths are the same. Peer: `pip install monotonic-alignment-search`; numba: `pip install numba`.
+Every contestant gets the same scores and returns the path of each item; ours also look for what is not finite, and
+give durations and scores. They take turns; the ratio to the package is formed within each round. Nothing is asserted but
+that all paths are the same. Peer: `pip install monotonic-alignment-search`; numba: `pip install numba`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    scores = torch.randn(arguments.batch, arguments.tokens, arguments.frames, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    scores = torch.randn(arguments.batch, arguments.tokens, arguments.frames)
     ours = ["torch", "numpy", *(["numba"] if importlib.util.find_spec("numba") else [])]
     contestants = {
         name: lambda name=name: monotonic_alignment_search(scores, implementation=name).path for name in ours
