@@ -3,8 +3,8 @@
     python benchmarks/alignment.py [--threads 2] [--repeats 15] [--batch 16] [--tokens 150] [--frames 800]
 
 Every contestant gets the same scores and returns the path of each item; ours also look for what is not finite, and
-give durations and scores. They take turns; the ratio to the package is formed within each round. Nothing is asserted but
-that all paths are the same. Peer: `pip install monotonic-alignment-search`; numba: `pip install numba`.
+give durations and scores. They take turns; the ratio to the package is formed within each round. Nothing is asserted
+but that all paths are the same. Peer: `pip install monotonic-alignment-search`; numba: `pip install numba`.
 """
 
 from __future__ import annotations
