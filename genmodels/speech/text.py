@@ -1,0 +1,186 @@
+"""From written text to numbers: a normal form in plain letters, and the table of symbols that a model knows."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+#: What is written in many ways, in the one way that the symbols have.
+_TYPOGRAPHY = str.maketrans({
+    "\u2018": "'", "\u2019": "'", "\u02bc": "'", "\u201c": '"', "\u201d": '"', "\u201e": '"', "\u00ab": '"',
+    "\u00bb": '"', "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\u2014": "-", "\u2212": "-",
+    "\u2026": "...", "\u00df": "ss", "\u00e6": "ae", "\u00f8": "o", "\u0153": "oe", "\u0142": "l", "\u00f0": "d",
+    "\u00fe": "th", "\u00d7": " times ", "&": " and ",
+})  # fmt: skip
+
+_ABBREVIATIONS = {
+    "mr": "mister", "mrs": "missis", "dr": "doctor", "st": "saint", "co": "company", "jr": "junior", "sr": "senior",
+    "maj": "major", "gen": "general", "capt": "captain", "lt": "lieutenant", "col": "colonel", "sgt": "sergeant",
+    "rev": "reverend", "hon": "honorable", "esq": "esquire", "ltd": "limited", "ft": "fort", "vs": "versus",
+    "etc": "et cetera",
+}  # fmt: skip
+_ABBREVIATED = re.compile(rf"\b({'|'.join(_ABBREVIATIONS)})\.(?=\s|$|,)")
+#: `No.` is also a word at the end of a sentence: a number has to follow.
+_NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
+
+_MONEY = {"$": ("dollar", "cent"), "\u00a3": ("pound", "penny"), "\u20ac": ("euro", "cent")}
+_WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
+_AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(?:\.(\d\d)\b)?")
+_ORDINAL = re.compile(rf"\b({_WHOLE})(st|nd|rd|th)\b")
+_NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?")
+
+
+def normalise(text: str, language: str = "en") -> str:
+    """Text in lower case with words for numbers, signs and abbreviations, accents folded, white space made single.
+
+    Numbers are read by num2words in the language; in English 1100 to 2099, written without comma, as years.
+
+    Raises:
+        ValueError: for text without a letter, or with numbers where num2words is not installed or does not know the
+            language.
+
+    Example:
+        >>> normalise("Caf\\u00e9\\u2019s   Mr. Smith")
+        "cafe's mister smith"
+    """
+    found = unicodedata.normalize("NFKC", text).translate(_TYPOGRAPHY).lower().translate(_TYPOGRAPHY)
+    found = "".join(c for c in unicodedata.normalize("NFKD", found) if not unicodedata.combining(c))
+    found = _NUMBERED.sub("number ", found)
+    found = _ABBREVIATED.sub(lambda match: _ABBREVIATIONS[match[1]], found)
+    if any(c.isdigit() for c in found):
+        found = _read_numbers(found, language)
+    found = found.replace("%", " percent ")
+    found = re.sub(r"\s+", " ", found)
+    found = re.sub(r" (?=[,.;:?!)])", "", found).strip()
+    if not any(c.isalpha() for c in found):
+        raise ValueError(f"the text {text!r} has no letters to speak")
+    return found
+
+
+def _read_numbers(text: str, language: str) -> str:
+    try:
+        from num2words import num2words
+    except ImportError as error:
+        raise ValueError(f"the text {text!r} has numbers: pip install 'genmodels[speech]' (num2words), or write them "
+                         "as words") from error
+
+    def words(number: str, to: str = "cardinal") -> str:
+        value = number.replace(",", "")
+        try:
+            said = num2words(float(value) if "." in value else int(value), lang=language, to=to)
+        except NotImplementedError as error:
+            raise ValueError(f"num2words does not read numbers in the language {language!r}") from error
+        return re.sub(r"\band ", "", said).replace(",", "") if language.startswith("en") else said
+
+    def amount(match: re.Match) -> str:
+        whole, small = _MONEY[match[1]]
+        units = int(match[2].replace(",", ""))
+        plural = "pence" if small == "penny" else f"{small}s"
+        said = f"{words(match[2])} {whole}{'' if units == 1 else 's'}"
+        cents = int(match[3] or 0)
+        return said if not cents else f"{said} {words(match[3])} {small if cents == 1 else plural}"
+
+    def number(match: re.Match) -> str:
+        year = language.startswith("en") and re.fullmatch(r"1[1-9]\d\d|20\d\d", match[0])
+        # Spaces, or letters on either side would grow together with the words.
+        return f" {words(match[0], 'year' if year else 'cardinal')} "
+
+    text = _AMOUNT.sub(amount, text)
+    text = _ORDINAL.sub(lambda match: words(match[1], "ordinal"), text)
+    return _NUMBER.sub(number, text)
+
+
+PAD, BLANK = "<pad>", "<blank>"
+CHARACTERS: tuple[str, ...] = (PAD, BLANK, *"abcdefghijklmnopqrstuvwxyz", " ", *"',.;:?!-")
+
+
+class UnknownSymbol(ValueError):
+    """A character that the table of symbols does not have: which, where, and the nearest one."""
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """The symbols that a model knows, in the order of their numbers; stored with the model, never renumbered.
+
+    Arguments:
+        table: padding, blank, then one character each.
+        blanks: put a blank before, between and after the characters: 2 N + 1 tokens.
+        on_unknown: `error`, or `drop` characters that are not in the table.
+
+    Example:
+        >>> symbols = Symbols(blanks=False)
+        >>> symbols.encode("a cab"), symbols.decode([2, 28, 4, 2, 3])
+        ([2, 28, 4, 2, 3], 'a cab')
+    """
+
+    table: tuple[str, ...] = CHARACTERS
+    blanks: bool = True
+    on_unknown: Literal["error", "drop"] = "error"
+
+    def __post_init__(self):
+        if self.table[:2] != (PAD, BLANK) or len(set(self.table)) != len(self.table):
+            raise ValueError(f"a table of symbols begins with {PAD}, {BLANK} and names none twice")
+        if self.on_unknown not in ("error", "drop"):
+            raise ValueError(f"on_unknown must be error or drop, got {self.on_unknown!r}")
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def unknown(self, text: str) -> dict[str, int]:
+        """The characters of a text that the table does not have, each with its number."""
+        return {c: text.count(c) for c in dict.fromkeys(text) if c not in self.table}
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers of the characters of a text in normal form.
+
+        Raises:
+            UnknownSymbol: for the first character that is not in the table, unless those are dropped.
+        """
+        number = {symbol: k for k, symbol in enumerate(self.table)}
+        if self.on_unknown == "drop":
+            text = "".join(c for c in text if c in number)
+        for position, c in enumerate(text):
+            if c not in number:
+                near = difflib.get_close_matches(unicodedata.name(c, c).lower(), self._names(), n=1, cutoff=0.3)
+                hint = f", nearest is {self._names()[near[0]]!r}" if near else ""
+                raise UnknownSymbol(f"character {c!r} at position {position} of {text!r} is not in the table of "
+                                    f"symbols{hint}; on_unknown=drop leaves such characters out")
+        if not text:
+            raise UnknownSymbol("the text is empty")
+        numbers = [number[c] for c in text]
+        return numbers if not self.blanks else self._with_blanks(numbers)
+
+    def _with_blanks(self, numbers: Sequence[int]) -> list[int]:
+        found = [1] * (2 * len(numbers) + 1)
+        found[1::2] = numbers
+        return found
+
+    def _names(self) -> dict[str, str]:
+        return {unicodedata.name(c).lower(): c for c in self.table[2:] if len(c) == 1}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, padding and blanks left out."""
+        return "".join(self.table[k] for k in tokens if k > 1)
+
+
+def sentences(text: str, longest: int = 200) -> list[str]:
+    """A long text in parts for a model: at the ends of sentences, then at commas, then at spaces.
+
+    Example:
+        >>> sentences("One. Two, three. Four!", longest=12)
+        ['One.', 'Two, three.', 'Four!']
+    """
+    parts = []
+    for sentence in re.split(r"(?<=[.?!;])\s+", text.strip()):
+        while len(sentence) > longest:
+            space = max(sentence.rfind(mark, 0, longest) for mark in (", ", ": ", " - "))
+            cut = space + 1 if space > 0 else sentence.rfind(" ", 0, longest)
+            cut = cut if cut > 0 else longest
+            parts.append(sentence[:cut].strip())
+            sentence = sentence[cut:].strip()
+        parts.append(sentence)
+    return [part for part in parts if part]
