@@ -1,1 +1,1 @@
-"""Speech as a plain library: mel-spectrograms, alignment of texts and frames, durations."""
+"""Speech as a plain library: mels, text, alignment, durations, the density of Glow-TTS, sound from mels."""

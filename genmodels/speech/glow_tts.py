@@ -1,0 +1,210 @@
+"""Glow-TTS: an exact density of mels given text, with the alignment summed over or found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.flows.actnorm import ActNorm
+from genmodels.flows.bijection import Bijection
+from genmodels.flows.composition import Compose, Inverse
+from genmodels.flows.coupling import ChannelSplit, Coupling
+from genmodels.flows.elementwise import Affine
+from genmodels.flows.linear import GroupedLinear
+from genmodels.flows.squeeze import Squeeze1d
+from genmodels.nn.blocks import hide
+from genmodels.nn.condition import Condition
+from genmodels.nn.wavenet import WaveNet
+from genmodels.random import Generator, normal
+from genmodels.speech.alignment import forward_sum, log_paths, monotonic_alignment_search
+from genmodels.speech.durations import integer_durations, path_of
+from genmodels.speech.text_encoder import DurationPredictor, TextEncoder, duration_loss
+
+
+def mel_decoder(
+    n_mels: int = 80,
+    *,
+    steps: int = 12,
+    hidden: int = 192,
+    depth: int = 4,
+    kernel_size: int = 5,
+    dropout: float = 0.05,
+    groups: int = 4,
+    cond: Condition | None = None,
+    memory: Literal["store", "inverse"] = "store",
+) -> Compose:
+    """The flow between mels and latents of the same shape.
+
+        squeeze 2, K x [actnorm, grouped 1x1, affine coupling with a WaveNet], unsqueeze
+
+    Arguments:
+        n_mels: channels of the mel.
+        steps: K.
+        hidden, depth, kernel_size, dropout: of the coupling networks.
+        groups: size of the matrix of the 1x1 convolutions.
+        cond: what the networks are conditioned on, such as a speaker's vector.
+        memory: `store`, or `inverse` to recompute activations in the backward pass.
+
+    Shapes: `(n_mels, T)` with T even, `mask (B, 1, T)` with valid lengths even.
+    Source: Kim et al. 2020 (Glow-TTS), appendix A.1.
+
+    Example:
+        >>> flow = mel_decoder(4, steps=1, hidden=8, depth=1)
+        >>> flow.initialize(torch.randn(2, 4, 6))
+        >>> z, logdet = flow(torch.randn(2, 4, 6))
+        >>> z.shape, logdet.shape
+        (torch.Size([2, 4, 6]), torch.Size([2]))
+    """
+    channels = 2 * n_mels
+    layers: list[Bijection] = [Squeeze1d(2)]
+    for _ in range(steps):
+        split = ChannelSplit(channels)
+        net = WaveNet(split.kept, 2 * split.changed, hidden=hidden, depth=depth, kernel_size=kernel_size,
+                      dropout=dropout, cond=cond)
+        layers += [ActNorm(channels), GroupedLinear(channels, groups=groups),
+                   Coupling(split, Affine(split.changed), net)]
+    return Compose([*layers, Inverse(Squeeze1d(2))], (n_mels, None), memory=memory)
+
+
+def normal_scores(z: Tensor, mu: Tensor, log_sigma: Tensor) -> Tensor:
+    """log N(z_j; mu_i, diag sigma_i^2) of every token i and frame j.
+
+        -1/2 sum_c [log 2 pi + 2 log sigma + (z - mu)^2/sigma^2], the square multiplied out into matrix products
+
+    Shapes: `z (B, C, T)`, `mu` and `log_sigma (B, C, N)`; the result is `(B, N, T)`.
+
+    Example:
+        >>> normal_scores(torch.zeros(1, 2, 3), torch.zeros(1, 2, 1), torch.zeros(1, 2, 1))
+        tensor([[[-1.8379, -1.8379, -1.8379]]])
+    """
+    precision = torch.exp(-2 * log_sigma)
+    own = -(0.5 * math.log(2 * math.pi) + log_sigma + 0.5 * precision * mu.square()).sum(1)  # (B, N)
+    return own[:, :, None] + (precision * mu).mT @ z - 0.5 * precision.mT @ z.square()
+
+
+@dataclass
+class Aligned:
+    """A batch of mels against its text.
+
+    Attributes:
+        best: log p(y, A* | text) without the prior of alignments, (B,) nats: the flow's density along the best path.
+        durations: frames of each token on that path, (B, N).
+        path: (B, N, T) bool.
+        log_durations: the predictor's, (B, N).
+        scores: of every token and frame, (B, N, T).
+        logdet: of the flow, (B,).
+    """
+
+    best: Tensor
+    durations: Tensor
+    path: Tensor
+    log_durations: Tensor
+    scores: Tensor
+    logdet: Tensor
+
+
+class GlowTTS(nn.Module):
+    """Text to mel by a flow whose latent is a normal density, its mean and deviation given by the token of each frame.
+
+        log p(y | text, A) = sum_j log N(z_j; mu_A(j), sigma_A(j)) + log |det df/dy|,    z = f(y)
+
+    Arguments:
+        encoder: symbols to means and deviations.
+        decoder: the flow f, over mels in the units the model sees.
+        durations: predictor of log durations.
+
+    Shapes: mels `y (B, n_mels, T)` with `mask (B, 1, T)`, even lengths; `tokens (B, N)` with `text_mask (B, 1, N)`.
+    Errors: ValueError for more tokens than frames, by item.
+    Source: Kim et al. 2020 (Glow-TTS).
+    """
+
+    def __init__(self, encoder: TextEncoder, decoder: Compose, durations: DurationPredictor):
+        super().__init__()
+        self.encoder, self.decoder, self.durations = encoder, decoder, durations
+
+    def align(
+        self, y: Tensor, tokens: Tensor, mask: Tensor | None = None, text_mask: Tensor | None = None,
+        speaker: Tensor | None = None,
+    ) -> Aligned:
+        """Latents, scores and the best path; gradients flow through the scores on it, not into its choice."""
+        h, mu, log_sigma = self.encoder(tokens, text_mask, speaker)
+        z, logdet = self.decoder(y, speaker if self.decoder.uses_cond else None, mask)
+        scores = normal_scores(z, mu, log_sigma)
+        found = monotonic_alignment_search(scores.detach(), text_mask, mask)
+        best = torch.where(found.path, scores, 0).sum((1, 2)) + logdet
+        return Aligned(best, found.durations, found.path, self.durations(h, text_mask), scores, logdet)
+
+    def loss(self, aligned: Aligned, mask: Tensor | None, text_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Nats per dimension (B,) along the best path, and the error of the log durations (B,)."""
+        _, _, frames = aligned.scores.shape
+        count = frames if mask is None else mask[:, 0].sum(1)
+        dims = self.encoder.n_mels * count
+        return -aligned.best / dims, duration_loss(aligned.log_durations, aligned.durations, text_mask)
+
+    def log_prob(
+        self, y: Tensor, tokens: Tensor, mask: Tensor | None = None, text_mask: Tensor | None = None,
+        speaker: Tensor | None = None, *, alignment: Literal["marginal", "best"] = "marginal",
+    ) -> Tensor:
+        """log p(y | text) in nats, (B,), under a uniform prior of the alignments.
+
+        `marginal` sums over all alignments: log sum_A p(y | text, A) - log C(T-1, N-1), the exact density. `best` takes
+        the best one, which has seen y: an optimistic number, no density, and not to be ranked beside the other.
+
+        Raises:
+            ValueError: for another alignment.
+        """
+        if alignment not in ("marginal", "best"):
+            raise ValueError(f"alignment must be marginal or best, got {alignment!r}")
+        aligned = self.align(y, tokens, mask, text_mask, speaker)
+        if alignment == "best":
+            return aligned.best
+        batch, size, length = aligned.scores.shape
+        n = torch.full((batch,), size) if text_mask is None else text_mask[:, 0].sum(1)
+        t = torch.full((batch,), length) if mask is None else mask[:, 0].sum(1)
+        paths = log_paths(n, t).to(aligned.scores)
+        return forward_sum(aligned.scores, text_mask, mask) + aligned.logdet - paths
+
+    @torch.no_grad()
+    def sample(
+        self, tokens: Tensor, text_mask: Tensor | None = None, speaker: Tensor | None = None, *,
+        generator: Generator, temperature: float = 0.667, speed: float = 1.0, frames: Tensor | None = None,
+        durations: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Mels (B, n_mels, T), their mask (B, 1, T) and durations (B, N).
+
+        Arguments:
+            temperature: factor of sigma; 0 for the latent at its mean.
+            speed: above 1 is faster.
+            frames: total of each item, (B,); else what the predicted durations come to.
+            durations: whole frames (B, N) to use instead of predicted ones.
+
+        Raises:
+            ValueError: for a speed that is not positive, a negative temperature, fewer frames than tokens.
+        """
+        if speed <= 0 or temperature < 0:
+            raise ValueError(f"speed must be positive and temperature not negative, got {speed} and {temperature}")
+        h, mu, log_sigma = self.encoder(tokens, text_mask, speaker)
+        if durations is None:
+            widths = hide(self.durations(h, text_mask).exp()[:, None] / speed, text_mask)[:, 0]
+            durations = integer_durations(widths, frames, text_mask)
+        total = durations.sum(1)
+        longest = int(total.max())
+        # The flow takes pairs of frames: an odd length gets one more, cut off again behind it.
+        even = total + total % 2
+        path = path_of(durations, longest + longest % 2)
+        last = path.shape[2] - 1
+        held = (torch.arange(last + 1, device=total.device) == total[:, None]) & (total % 2 == 1)[:, None]
+        final = durations.shape[1] - 1 if text_mask is None else text_mask[:, 0].sum(1) - 1
+        spare = torch.zeros_like(path)
+        spare[torch.arange(len(path)), final] = held
+        spread = (path | spare).to(mu.dtype)
+        mask = (torch.arange(last + 1, device=total.device) < even[:, None])[:, None]
+        noise = normal((len(tokens), mu.shape[1], last + 1), generator, dtype=mu.dtype, device=mu.device)
+        z = mu @ spread + temperature * torch.exp(log_sigma @ spread) * noise
+        y, _ = self.decoder.inverse(hide(z, mask), speaker if self.decoder.uses_cond else None, mask)
+        valid = (torch.arange(longest, device=total.device) < total[:, None])[:, None]
+        return hide(y[:, :, :longest], valid), valid, durations
