@@ -8,7 +8,9 @@ Everything is a whole module of the same width and heads: projections, attention
 formed within each round. The peak is the most bytes alive at once during a call, beyond those alive before it, counted
 from the allocator's own events. A contestant is left out of a length when it is said to need more than `--limit` GiB
 there, or took more than `--patience` seconds at the length before. Maps are 32 wide. Nothing is asserted; the last
-lines are the ratios that the page on attention speaks of. Peer: `pip install x-transformers`; absent, it is left out.
+lines are the ratios that the page on attention speaks of. `--out` is written after each length, and keeps what the file
+holds of other lengths and contestants, so that a long table can be made in pieces; `--lengths` without a number only
+reads it, for the ratios and the figure. Peer: `pip install x-transformers`; absent, it is left out.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -215,6 +218,32 @@ def measure(length: int, names: list[str], options: argparse.Namespace) -> list[
     ]
 
 
+def read(path: str) -> list[Cost]:
+    """What an earlier run has written, if there is any."""
+    if not Path(path).exists():
+        return []
+    with open(path, newline="") as file:
+        return [
+            Cost(row["name"], int(row["length"]), float(row["seconds"]), float(row["ratio"]), int(row["peak_bytes"]))
+            for row in csv.DictReader(file)
+        ]
+
+
+def write(costs: list[Cost], path: str) -> None:
+    """All that is known, as a table."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["name", "length", "seconds", "ratio", "peak_bytes"])
+        writer.writerows([c.name, c.length, c.seconds, c.ratio, c.peak] for c in costs)
+
+
+def joined(old: list[Cost], new: list[Cost]) -> list[Cost]:
+    """Old costs and new ones in the order of contestants and lengths; what was measured again is replaced."""
+    known = {(cost.name, cost.length): cost for cost in [*old, *new]}
+    order = list(CONTESTANTS)
+    return sorted(known.values(), key=lambda cost: (order.index(cost.name), cost.length))
+
+
 def growth(costs: list[Cost], name: str) -> str:
     """time(2L) / time(L) for each doubling."""
     seconds = {cost.length: cost.seconds for cost in costs if cost.name == name}
@@ -246,6 +275,7 @@ def draw(costs: list[Cost], path: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(15, 7))
+    lengths = sorted({cost.length for cost in costs})
     for number, name in enumerate(dict.fromkeys(cost.name for cost in costs)):
         own = [cost for cost in costs if cost.name == name]
         style = {"label": name, "color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
@@ -253,17 +283,19 @@ def draw(costs: list[Cost], path: str) -> None:
         axes[1].loglog([c.length for c in own], [c.peak / 2**20 for c in own], **style)
     for axis, title in zip(axes, ("seconds", "peak memory, MiB"), strict=True):
         axis.set(xlabel="length", title=title)
+        axis.set_xticks(lengths, [str(length) for length in lengths])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--backward", action="store_true")
@@ -279,15 +311,17 @@ def main() -> None:
     if importlib.util.find_spec("x_transformers") is None and "x-transformers" in names:
         print("x-transformers is not installed: left out")
         names.remove("x-transformers")
-    costs: list[Cost] = []
+    costs = read(options.out) if options.out else []
     for length in sorted(options.lengths):
         print(f"length {length}, width {options.dim}, {options.heads} heads, "
               f"{'forward and backward' if options.backward else 'forward'}")  # fmt: skip
         found = measure(length, names, options)
         for cost in found:
             print(f"  {cost.name:26s} {1e3 * cost.seconds:10.2f} ms  x{cost.ratio:7.2f}  "
-                  f"peak {cost.peak / 2**20:9.2f} MiB")  # fmt: skip
-        costs += found
+                  f"peak {cost.peak / 2**20:9.2f} MiB", flush=True)  # fmt: skip
+        costs = joined(costs, found)
+        if options.out:
+            write(costs, options.out)
         late = [cost.name for cost in found if cost.seconds > options.patience]
         names = [name for name in names if name not in late]
         if late:
@@ -300,11 +334,6 @@ def main() -> None:
     print(f"fused over explicit, Transformer-XL: {ratios(costs, 'Transformer-XL', 'Transformer-XL, explicit')}")
     print(f"naive over gathered keys, Shaw: {ratios(costs, 'Shaw, naive keys', 'Shaw, keys')}")
     print(f"naive keys over the shift, Transformer-XL: {ratios(costs, 'Shaw, naive keys', 'Transformer-XL')}")
-    if options.out:
-        with open(options.out, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["name", "length", "seconds", "ratio", "peak_bytes"])
-            writer.writerows([c.name, c.length, c.seconds, c.ratio, c.peak] for c in costs)
     if options.figure:
         draw(costs, options.figure)
 

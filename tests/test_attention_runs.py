@@ -12,11 +12,17 @@ def train(tmp_path, *words):
     return main(["train", "trainer=smoke", "logger=csv", f"run_dir={tmp_path / 'run'}", *words])
 
 
+#: Kinds that are the core with a position: the log of a run says which path they take.
+OF_THE_CORE = {"absolute", "swin2d", "rope2d", "mel", "rope", "xl"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_a_ddpm_on_digits(attention, tmp_path, capsys):
     assert train(tmp_path, "model=ddpm", f"model.net.attention={attention}") == 0
     assert "val/bits_per_dim" in capsys.readouterr().out
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert (": sdpa, fused" in log) == (attention in OF_THE_CORE)
 
 
 @pytest.mark.slow

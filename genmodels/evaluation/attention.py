@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from genmodels.errors import nearest
-from genmodels.evaluation import laws_of_attention, laws_of_positions
+from genmodels.evaluation import laws_of_attention, laws_of_attention_code, laws_of_positions
 from genmodels.evaluation.attention_oracle import attention_oracle
 from genmodels.evaluation.attention_subject import CAPABILITIES, AttentionSubject, prepare
 from genmodels.evaluation.laws import Law, Laws, Report, Verdict
@@ -17,7 +17,7 @@ from genmodels.nn.attention import Attention
 
 #: Every law of attention, in the order of reports.
 LAWS = Laws()
-for _part in (laws_of_attention.LAWS, laws_of_positions.LAWS):
+for _part in (laws_of_attention.LAWS, laws_of_attention_code.LAWS, laws_of_positions.LAWS):
     LAWS.laws.update(_part.laws)
 
 

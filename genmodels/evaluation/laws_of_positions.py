@@ -22,6 +22,7 @@ VISIBLE = 1e-3
 @LAWS.add("sign", 0.0, "past and future differ: the output of the reversed input is not the reversed output")
 @torch.no_grad()
 def sign(s: AttentionSubject) -> Measured:
+    """The input, or a map along each axis, is reversed."""
     _needs(s, "relative")
     if s.says("symmetric"):
         raise NotApplicable("says that past and future are alike")
@@ -40,6 +41,7 @@ def sign(s: AttentionSubject) -> Measured:
 @LAWS.add("distance zero", 1e-9, "a position's bias to itself is the same everywhere; its sinusoids are 0 1 0 1")
 @torch.no_grad()
 def distance_zero(s: AttentionSubject) -> Measured:
+    """The score of the same query with itself, at many places; of Transformer-XL, the encoding of 0 itself."""
     position = getattr(s.module, "position", None)
     if not isinstance(position, Position) or s.says("rows") or not s.says("relative"):
         raise NotApplicable("no scheme of distances to ask: the double loop says it where there is a reference")
@@ -76,6 +78,7 @@ def _sinusoids_of_zero(position: TransformerXL) -> float:
 @LAWS.add("shift", 1e-5, "moving everything by the same amount changes nothing")
 @torch.no_grad()
 def shift(s: AttentionSubject) -> Measured:
+    """Invalid positions are put before, or a map is moved within a larger one; offsets are added, if there are any."""
     _needs(s, "relative")
     errors = {}
     if s.space is None:
@@ -104,6 +107,7 @@ def shift(s: AttentionSubject) -> Measured:
 @LAWS.add("permutation", 1e-6, "without positions, a permutation of the input permutes the output")
 @torch.no_grad()
 def permutation(s: AttentionSubject) -> Measured:
+    """One random order."""
     _needs(s, "unordered")
     order = torch.randperm(s.length, generator=torch.Generator().manual_seed(s.seed))
     x = s.draw(2)
@@ -113,6 +117,7 @@ def permutation(s: AttentionSubject) -> Measured:
 @LAWS.add("cache", 1e-5, "piece by piece with a cache is the whole at once, for pieces of every size")
 @torch.no_grad()
 def cache(s: AttentionSubject) -> Measured:
+    """Every size of piece from 1 to the whole, the last one ragged, with and without invalid positions."""
     _needs(s, "cache")
     x, errors = s.draw(2), {}
     padded = torch.ones(2, 1, s.length, dtype=torch.bool)
@@ -132,6 +137,7 @@ def cache(s: AttentionSubject) -> Measured:
 
 @LAWS.add("causality", 0.0, "no output depends on a later input")
 def causality(s: AttentionSubject) -> Measured:
+    """By the gradient of each output with respect to the whole input."""
     _needs(s, "causal")
     errors = {}
     for i, gradient in enumerate(_gradients(s)[:-1]):
@@ -141,6 +147,7 @@ def causality(s: AttentionSubject) -> Measured:
 
 @LAWS.add("locality", 0.0, "an output depends on the inputs in its reach, up to the last of them, and on no other")
 def locality(s: AttentionSubject) -> Measured:
+    """By gradients too: nothing beyond `reach`, and something at its ends."""
     left, right = s.reach
     if left is None and right is None:
         raise NotApplicable("its reach is unbounded")
@@ -165,6 +172,7 @@ def _gradients(s: AttentionSubject) -> list[Tensor]:
 @LAWS.add("resolution", 1e-6, "maps of other sizes, square or not, are taken; the first one gives what it gave")
 @torch.no_grad()
 def resolution(s: AttentionSubject) -> Measured:
+    """Maps of other heights and widths are finite, and those of the reference where there is one."""
     if s.space is None:
         raise NotApplicable("is for sequences")
     x = s.draw(2)

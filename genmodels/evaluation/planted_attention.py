@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from genmodels.evaluation import broken_attention as broken
+from genmodels.evaluation import broken_attention as softmaxes
+from genmodels.evaluation import broken_mechanisms as mechanisms
+from genmodels.evaluation import broken_positions as positions
 from genmodels.evaluation.attention import check
 from genmodels.evaluation.laws import Report
 from genmodels.nn.attention import Attention, Position, TransformerXL
@@ -66,72 +68,84 @@ _MAP = ("relative", "2d", "resampled")
 
 #: Sound modules (nothing may be broken), then one planted error after the other.
 PLANTED: dict[str, PlantedAttention] = {
-    "nothing (distances)": _core(broken.Encoded),
-    "nothing (explicit)": _own(broken.Explicit, said=("unordered", "full", "derivatives")),
+    "nothing (distances)": _core(positions.Encoded),
+    "nothing (explicit)": _own(softmaxes.Explicit, said=("unordered", "full", "derivatives")),
     "nothing (explicit, causal window)": _own(
-        broken.Explicit, said=("causal", "full", "derivatives"), causal=True, left=2, reach=(2, 0)
+        softmaxes.Explicit, said=("causal", "full", "derivatives"), causal=True, left=2, reach=(2, 0)
     ),
-    "nothing (dropout on weights)": _own(broken.DroppedWeights, said=("unordered", "full")),
-    "nothing (segment means)": _own(broken.SegmentMeans),
-    "nothing (predicted centre)": _own(broken.PredictedCentre),
-    "nothing (windows)": _own(broken.OwnWindows, said=("derivatives",), c=4, reach=(2, 1)),
-    "+d and -d share a row": _core(broken.SharedSign, "double loop", "sign"),
-    "table cut from the middle": _core(broken.CentredTable, "double loop", "distance zero", "longest length"),
-    "absolute index called distance": _core(broken.AbsoluteKey, "double loop", "distance zero", "shift"),
-    "shift for causal models in both directions": _core(broken.CausalShift, "double loop", "padded = alone", "shift"),
+    "nothing (dropout on weights)": _own(softmaxes.DroppedWeights, said=("unordered", "full")),
+    "nothing (segment means)": _own(mechanisms.SegmentMeans),
+    "nothing (predicted centre)": _own(mechanisms.PredictedCentre),
+    "nothing (windows)": _own(mechanisms.OwnWindows, said=("derivatives",), c=4, reach=(2, 1)),
+    "+d and -d share a row": _core(positions.SharedSign, "double loop", "sign"),
+    "table cut from the middle": _core(positions.CentredTable, "double loop", "distance zero", "longest length"),
+    "absolute index called distance": _core(positions.AbsoluteKey, "double loop", "distance zero", "shift"),
+    "shift for causal models in both directions": _core(
+        positions.CausalShift, "double loop", "padded = alone", "shift"
+    ),
     "positions where there are said to be none": _core(TransformerXL, "permutation", said=("unordered",)),
     "fused where second derivatives are said to exist": PlantedAttention(
         lambda: Attention(DIM, HEADS, backend="sdpa"), frozenset({"second derivatives"}), ("derivatives",)
     ),
-    "detached positions": _core(broken.DetachedPosition, "gradients"),
-    "shift keeps as many columns as queries": _core(broken.KeptColumns, "cache", said=_PAST, causal=True),
-    "query not moved on with the cache": _core(
-        TransformerXL, "cache", said=_PAST, causal=True, kind=broken.UnmovedQuery
+    "detached positions": _core(positions.DetachedPosition, "gradients"),
+    "shift keeps as many columns as queries": _core(positions.KeptColumns, "cache", said=_PAST, causal=True),
+    "shift left out": _core(
+        positions.ShiftLeftOut, "double loop", "padded = alone", "distance zero", "cache", said=_PAST, causal=True
     ),
-    "clipped one too early": _core(lambda d, h: broken.ClippedEarly(d, h, K=2), "double loop"),
+    "query not moved on with the cache": _core(
+        TransformerXL, "cache", said=_PAST, causal=True, kind=positions.UnmovedQuery
+    ),
+    "clipped one too early": _core(lambda d, h: positions.ClippedEarly(d, h, K=2), "double loop"),
     "skew without a mask": _core(
-        lambda d, h: broken.UnmaskedSkew(d, h, max_len=16),
+        lambda d, h: positions.UnmaskedSkew(d, h, max_len=16),
         "double loop", "causality", "padded = alone", "shift", "cache", said=_PAST,
     ),
     "row stride of a map": _core(
-        lambda d, h: broken.RowStride(d, h, size=(2, 3)), "double loop", "resolution", said=_MAP, space=(2, 3)
+        lambda d, h: positions.RowStride(d, h, size=(2, 3)), "double loop", "resolution", said=_MAP, space=(2, 3)
     ),
     "height and width exchanged": _core(
-        lambda d, h: broken.SwappedSides(d, h, size=(2, 3)),
+        lambda d, h: positions.SwappedSides(d, h, size=(2, 3)),
         "double loop", "shift", "resolution", said=_MAP, space=(2, 3),
     ),
     "not renormalised": PlantedAttention(
-        lambda: broken.Unnormalised(DIM, HEADS, window=(3, 3), backend="explicit"),
+        lambda: softmaxes.Unnormalised(DIM, HEADS, window=(3, 3), backend="explicit"),
         frozenset({"double loop", "paths", "row sums"}),
     ),
-    "zeros counted in the softmax": _own(broken.ZerosCounted, "padded = alone"),
-    "mask ignored": _own(broken.IgnoredMask, "padding", "padded = alone", "empty rows"),
-    "filled with the lowest number": _own(broken.LowestFill, "empty rows", said=("full",)),
-    "filled with minus infinity": _own(broken.InfiniteFill, "empty rows", said=("full",)),
-    "padding weighted with zero": _own(broken.PoisonedPadding, "padding"),
-    "numbers as a mask": _own(broken.NumericMask, "boolean masks"),
-    "scaled by the batch": _own(broken.BatchScale, "batch = single", "padded = alone"),
-    "output in half precision": _own(broken.HalfOutput, "bfloat16"),
-    "graph break": _own(broken.GraphBreak, "compiled"),
-    "one key of the future": _own(broken.SeesTheFuture, "causality", said=("causal",)),
-    "window one too short": _own(broken.WindowOff, "locality", left=2, causal=True, reach=(2, 0)),
-    "window one too long": _own(broken.WindowWide, "locality", left=2, reach=(2, 0)),
-    "table of all pairs in the state": _own(broken.PairTable, "state"),
-    "longest length fatal": _own(broken.LongestLength, "any length"),
-    "buffer of the last length": _own(broken.LengthBuffer, "state"),
-    "dropout on the output": _own(broken.DroppedOutput, "dropout"),
-    "padding counted in the means": _own(broken.PaddedMeans, "padded = alone"),
-    "length a multiple of the landmarks": _own(broken.MultipleOfLandmarks, "any length"),
-    "neighbours in padding": _own(broken.IgnoredNeighbours, "double loop", "padded = alone", c=3),
-    "even window rounded the other way": _own(broken.EvenMiddle, "double loop", c=4),
-    "hidden layers of heads mixed": _own(broken.MixedHeads, "double loop", c=3),
-    "place never moved on": _own(broken.StandingStill, "double loop", said=("unnormalised",)),
-    "Gaussian at whole numbers": _own(broken.WholePlaces, "double loop", said=("unnormalised",)),
-    "step without tanh": _own(broken.WithoutTanh, "double loop", said=("unnormalised",)),
-    "one place for the batch": _own(broken.OnePlace, "batch = single", "padded = alone", said=("unnormalised",)),
-    "length a multiple of two chunks": _own(broken.MultipleOfChunks, "any length", said=("piecewise",), chunk=2),
-    "fewer buckets than said": _own(broken.FewerBuckets, "double loop", said=("piecewise",), buckets=4, chunk=8),
-    "one centre for the batch": _own(broken.OneCentre, "batch = single", "padded = alone"),
+    "zeros counted in the softmax": _own(softmaxes.ZerosCounted, "padded = alone"),
+    "mask ignored": _own(softmaxes.IgnoredMask, "padding", "padded = alone", "empty rows"),
+    "filled with the lowest number": _own(softmaxes.LowestFill, "empty rows", said=("full",)),
+    "filled with minus infinity": _own(softmaxes.InfiniteFill, "empty rows", said=("full",)),
+    "padding weighted with zero": _own(softmaxes.PoisonedPadding, "padding"),
+    "numbers as a mask": _own(softmaxes.NumericMask, "boolean masks"),
+    "scaled by the batch": _own(softmaxes.BatchScale, "batch = single", "padded = alone"),
+    "output in half precision": _own(softmaxes.HalfOutput, "bfloat16"),
+    "softmax in half precision": PlantedAttention(
+        lambda: softmaxes.HalfSoftmax(DIM, HEADS, backend="explicit"), frozenset({"bfloat16"}), ("unordered",)
+    ),
+    "graph break": _own(softmaxes.GraphBreak, "compiled"),
+    "one key of the future": _own(softmaxes.SeesTheFuture, "causality", said=("causal",)),
+    "window one too short": _own(softmaxes.WindowOff, "locality", left=2, causal=True, reach=(2, 0)),
+    "window one too long": _own(softmaxes.WindowWide, "locality", left=2, reach=(2, 0)),
+    "table of all pairs in the state": _own(softmaxes.PairTable, "state"),
+    "longest length fatal": _own(softmaxes.LongestLength, "any length"),
+    "buffer of the last length": _own(softmaxes.LengthBuffer, "state"),
+    "dropout on the output": _own(softmaxes.DroppedOutput, "dropout"),
+    "padding counted in the means": _own(mechanisms.PaddedMeans, "padded = alone"),
+    "length a multiple of the landmarks": _own(mechanisms.MultipleOfLandmarks, "any length"),
+    "neighbours in padding": _own(mechanisms.IgnoredNeighbours, "double loop", "padded = alone", c=3),
+    "even window rounded the other way": _own(mechanisms.EvenMiddle, "double loop", c=4),
+    "hidden layers of heads mixed": _own(mechanisms.MixedHeads, "double loop", c=3),
+    "two ways that differ at the ends": _own(mechanisms.TwoWays, "double loop", "padded = alone", c=3),
+    "place never moved on": _own(mechanisms.StandingStill, "double loop", said=("unnormalised",)),
+    "Gaussian at whole numbers": _own(mechanisms.WholePlaces, "double loop", said=("unnormalised",)),
+    "step without tanh": _own(mechanisms.WithoutTanh, "double loop", said=("unnormalised",)),
+    "one place for the batch": _own(mechanisms.OnePlace, "batch = single", "padded = alone", said=("unnormalised",)),
+    "length a multiple of two chunks": _own(mechanisms.MultipleOfChunks, "any length", said=("piecewise",), chunk=2),
+    "fewer buckets than said": _own(mechanisms.FewerBuckets, "double loop", said=("piecewise",), buckets=4, chunk=8),
+    "padding in the buckets": _own(
+        mechanisms.HashedPadding, "double loop", "padded = alone", "row sums", said=("piecewise",), buckets=2, chunk=8
+    ),
+    "one centre for the batch": _own(mechanisms.OneCentre, "batch = single", "padded = alone"),
 }
 
 

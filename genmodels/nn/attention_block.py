@@ -51,6 +51,7 @@ class AttentionBlock(nn.Module):
         position = getattr(mechanism, "position", None)
         self.for_maps = getattr(position, "dims", 1) == 2
         self.resampled = isinstance(position, Swin2d)
+        self.train()  # modules are in training from the first, without having been told
 
     def train(self, mode: bool = True) -> AttentionBlock:
         """The mode of training; a mechanism that draws hashes in it stays in that of evaluation."""

@@ -10,7 +10,8 @@ from genmodels.evaluation import mechanisms, planted_attention
 from genmodels.evaluation.attention import LAWS, check
 from genmodels.evaluation.attention_oracle import RULES
 from genmodels.evaluation.attention_subject import CAPABILITIES
-from genmodels.evaluation.broken_attention import Encoded, Explicit, SharedSign
+from genmodels.evaluation.broken_attention import Explicit
+from genmodels.evaluation.broken_positions import Encoded, SharedSign
 from genmodels.evaluation.laws import FAILED, NOT_APPLICABLE, PASSED, LawBroken, Report, Verdict
 from genmodels.evaluation.mechanism_oracles import ORACLES
 from genmodels.evaluation.mechanisms import MECHANISMS, Survey

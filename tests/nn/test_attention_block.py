@@ -286,3 +286,11 @@ def test_errors_are_one_line(make, words):
     with pytest.raises(ValueError, match=words) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+def test_hashes_stay_those_that_were_drawn_from_the_first_call_on():
+    """Also before anyone has said train() or eval(): a coupling must be the same function in both directions."""
+    torch.manual_seed(0)
+    block, x = make_attention("lsh", 8, 2, dims=1), torch.randn(1, 8, 40)
+    nn.init.normal_(block.mechanism.project_out.weight)
+    assert torch.equal(block(x), block(x)) and torch.equal(block.train()(x), block.eval()(x))

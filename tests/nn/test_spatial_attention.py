@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.nn import SpatialAttention
+from genmodels.nn import ATTENTION, SpatialAttention
+from genmodels.nn.unet_energy import UNetEnergy
 
 
 def example(space=(3, 4), channels=8, heads=2):
@@ -64,3 +65,13 @@ def test_without_positions_the_order_does_not_matter():
 def test_heads_must_divide_the_channels(heads):
     with pytest.raises(ValueError, match=f"heads = {heads} does not divide 8 channels: use one of 1, 2, 4, 8"):
         SpatialAttention(8, heads)
+
+
+@pytest.mark.parametrize("attention", [kind for kind in ATTENTION if kind != "none"])
+def test_an_energy_with_attention_has_second_derivatives(attention):
+    torch.manual_seed(0)
+    net = UNetEnergy((1, 4, 4), channels=8, multipliers=(1,), attention=attention, heads=2).double()
+    for parameter in net.parameters():  # what begins at zero would hide a missing term
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    x = torch.randn(1, 1, 4, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: net(x), x, fast_mode=True)

@@ -53,10 +53,13 @@ def choose(backend: str, derivatives: int, position: Position, device_type: str)
         return "explicit", "fused kernels have no second derivatives and no forward mode"
     if position.adds_values:
         return "explicit", "relative values need the weights themselves"
+    # A mask with a derivative takes torch from its fused kernel for the CPU to plain formulas.
+    learned = position.score == "content" or next(position.parameters(), None) is not None
+    training = "; in training unfused, since its derivative is needed" if learned and device_type == "cpu" else ""
     if position.score == "content":
-        return "sdpa", "fused; the bias of content and distance goes in as a mask of floats"
+        return "sdpa", f"fused; the bias of content and distance goes in as a mask of floats{training}"
     if position.score == "shared":
-        return "sdpa", "fused; the bias goes in as a mask of floats that the batch shares"
+        return "sdpa", f"fused; the bias goes in as a mask of floats that the batch shares{training}"
     return "sdpa", "fused; positions turn q and k beforehand" if position.rotates else "fused; nothing is added to q.k"
 
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, pad, relu
 
-from genmodels.nn.attention.backend import Path, masked_softmax, wide
-from genmodels.nn.attention.inputs import admit, merge_heads, split_heads
-from genmodels.nn.attention.position import head_width
+from genmodels.nn.attention.backend import masked_softmax, wide
+from genmodels.nn.attention.inputs import Inputs, admit, split_heads
+from genmodels.nn.attention.mechanism import AtOnce
 
 #: Positions whose neighbours are summed by one product.
 BLOCK = 64
 
 
-class LocalDenseSynthesizer(nn.Module):
+class LocalDenseSynthesizer(AtOnce):
     """Each position weighs its c neighbours by a small network of itself alone; no position is compared with another.
 
         B_t = softmax(relu(x_t W1) W2),    Y_t = sum_{j<c} B_tj V_{t+j-floor(c/2)},    y = concat(Y) W_O
@@ -53,77 +53,48 @@ class LocalDenseSynthesizer(nn.Module):
         dropout: float = 0.0,
         bias: bool = True,
     ):
-        super().__init__()
-        self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
+        super().__init__(dim, heads, dropout)
         if c < 1:
             raise ValueError(f"c must be at least 1, got {c}")
         if boundary not in ("renormalise", "zero"):
             raise ValueError(f"boundary must be renormalise or zero, got {boundary!r}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
-        self.c, self.boundary, self.dropout = c, boundary, dropout
+        self.c, self.boundary = c, boundary
         self.project_hidden = nn.Linear(dim, dim, bias=False)  # W1 of every head, side by side
         self.W2 = nn.Parameter(torch.randn(heads, self.head_dim, c) * self.head_dim**-0.5)
         self.project_v = nn.Linear(dim, dim, bias=bias)
         self.project_out = nn.Linear(dim, dim, bias=bias)
-
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: None = None,
-        offset: int = 0,
-    ) -> tuple[Tensor, None]:
-        """The output and None, since nothing is carried over; an offset changes nothing."""
-        given = admit(self, x, memory, mask, memory_mask, cache, cross=False)
-        values = split_heads(self.project_v(given.x), self.heads)
-        y = values if given.empty else self._mean(self._weigh(given.x, given.keys), values)
-        return given.finish(self.project_out(merge_heads(y))), None
 
     def local_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """B `(B, H, L, c)`, without dropout; entry j weighs the position j - floor(c/2) away."""
         given = admit(self, x, None, mask, None, cross=False)
         return self._weigh(given.x, given.keys)
 
-    def weights(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: None = None,
-        offset: int = 0,
-    ) -> Tensor:
-        """The same weights by position, `(B, H, L, L)`: a band."""
-        given = admit(self, x, memory, mask, memory_mask, cache, cross=False)
-        B = self._weigh(given.x, given.keys)
-        past, length = self.c // 2, x.shape[1]
-        rows = torch.arange(length, device=x.device)[:, None]
-        offsets = torch.arange(length, device=x.device) - rows + past
-        within = (offsets >= 0) & (offsets < self.c)
-        index = offsets.clamp(0, self.c - 1).expand(*B.shape[:2], -1, -1)
-        return torch.where(within, B.gather(-1, index), 0)
-
-    def explain(
-        self,
-        Lq: int,
-        Lk: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        *,
-        batch: int = 1,
-        masked: bool = False,
-    ) -> Path:
-        """The path that such a call takes, why, and the bytes it needs beside values and the result."""
+    def _cost(self, Lq: int, Lk: int) -> tuple[str, int]:
         reason = f"each position weighs {self.c} neighbours by itself, linear in the length"
         if Lk <= self.c:
             reason = f"{reason}; no cheaper than full attention below {self.c + 1} positions"
         block = min(max(BLOCK, self.c), max(Lq, 1))
         rows = block * -(-Lq // block)
-        band = self.heads * (block + self.c - 1 + 2 * self.c) + self.dim * (block + self.c - 1) // block
-        return Path("explicit", reason, batch * rows * band * max(dtype.itemsize, 4))
+        return reason, rows * (self.heads * (block + 3 * self.c - 1) + self.dim * (block + self.c - 1) // block)
+
+    def _mix(self, given: Inputs, values: Tensor, drop: float) -> Tensor:
+        """The weighted sums of values, block by block: a band of weights times the values it covers.
+
+        Within a block row i of the band begins i places to the right: rows of c weights and n zeros, read as rows of
+        one element less.
+        """
+        if given.empty:
+            return wide(values)
+        B = self._weigh(given.x, given.keys)
+        B = dropout(B, drop) if drop else B
+        length = B.shape[2]
+        n = min(max(BLOCK, self.c), length)
+        missing, width = -length % n, n + self.c - 1
+        with torch.autocast(values.device.type, enabled=False):
+            near = self._around(wide(values), missing).unfold(2, width, n)  # (B, H, blocks, d, width)
+            rows = pad(B, (0, n, 0, missing)).unflatten(2, ((length + missing) // n, n))
+            band = rows.flatten(3)[..., : n * width].unflatten(3, (n, width))
+            return (band @ near.mT).flatten(2, 3)[:, :, :length]
 
     def _weigh(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Weights `(B, H, L, c)` over neighbours; those outside of the sequence or invalid have none."""
@@ -137,23 +108,6 @@ class LocalDenseSynthesizer(nn.Module):
             if self.boundary == "renormalise":
                 return masked_softmax(logits, there)
             return torch.where(there, logits.softmax(-1), 0)
-
-    def _mean(self, B: Tensor, values: Tensor) -> Tensor:
-        """The weighted sums of values `(B, H, L, d)`, block by block: a band of weights times the values it covers.
-
-        Within a block row i of the band begins i places to the right: rows of c weights and n zeros, read as rows of
-        one element less.
-        """
-        B = dropout(B, self.dropout) if self.dropout and self.training else B
-        length = B.shape[2]
-        n = min(max(BLOCK, self.c), length)
-        missing, width = -length % n, n + self.c - 1
-        with torch.autocast(values.device.type, enabled=False):
-            near = self._around(wide(values), missing).unfold(2, width, n)  # (B, H, blocks, d, width)
-            rows = pad(B, (0, n, 0, missing)).unflatten(2, ((length + missing) // n, n))
-            band = rows.flatten(3)[..., : n * width].unflatten(3, (n, width))
-            y = (band @ near.mT).flatten(2, 3)[:, :, :length]
-        return y.to(values.dtype)
 
     def _around(self, values: Tensor, more: int = 0) -> Tensor:
         """`(B, H, L, d)` with zeros for the neighbours before the first and after the last position, and some more."""

@@ -7,9 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genmodels.nn.attention.backend import Path, masked_softmax, wide
+from genmodels.nn.attention.backend import masked_softmax, wide
 from genmodels.nn.attention.inputs import Inputs, merge_heads, split_heads
-from genmodels.nn.attention.position import head_width
 from genmodels.nn.attention.scores import Additive
 from genmodels.nn.attention.seq2seq import Keys, Stepwise
 
@@ -64,8 +63,7 @@ class LocalMonotonic(Stepwise):
         hidden: int | None = None,
         bias: bool = True,
     ):
-        super().__init__()
-        self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
+        super().__init__(dim, heads)
         if not sigma > 0:
             raise ValueError(f"sigma must be positive, got {sigma}")
         if max_step is not None and not max_step > 0:
@@ -86,26 +84,15 @@ class LocalMonotonic(Stepwise):
         """The place before the first query: 0."""
         return Place(wide(memory).new_zeros(len(memory), self.heads))
 
-    def explain(
-        self,
-        Lq: int,
-        Lk: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        *,
-        batch: int = 1,
-        masked: bool = False,
-    ) -> Path:
-        """The path that such a call takes, why, and the bytes it needs beside keys, values and the result."""
-        layers = 4 + self.additive.hidden
-        reason = "scores of every pair, then a Gaussian window; slower than full attention at every length"
-        return Path("explicit", reason, layers * batch * self.heads * Lq * Lk * max(dtype.itemsize, 4))
-
     def gaussian(self, position: Tensor, height: Tensor, there: Tensor) -> Tensor:
         """a_N `(B, H, Lq, Lk)` around positions `(B, H, Lq)`, with zeros where `there (B or 1, 1, 1, Lk)` is not."""
         distance = self._distance(position, there)
         bell = height[..., None] * torch.exp(-(distance**2) / (2 * self.sigma**2))
         return torch.where(self._window(distance, there), bell, 0)
+
+    def _cost(self, Lq: int, Lk: int) -> tuple[str, int]:
+        reason = "scores of every pair, then a Gaussian window; slower than full attention at every length"
+        return reason, (4 + self.additive.hidden) * self.heads * Lq * Lk
 
     def _keys(self, given: Inputs) -> Keys:
         return Keys(self.additive.keys(given.source), split_heads(self.project_v(given.source), self.heads))

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, pad
 
-from genmodels.nn.attention.backend import Path, masked_softmax, wide
+from genmodels.nn.attention.backend import masked_softmax, wide
 from genmodels.nn.attention.hashing import rotation_hash, sign_hash
-from genmodels.nn.attention.inputs import Inputs, admit, merge_heads, split_heads
-from genmodels.nn.attention.position import head_width
+from genmodels.nn.attention.inputs import Inputs, split_heads
+from genmodels.nn.attention.mechanism import AtOnce
 from genmodels.random import normal
 
 HASHES = {"sign": sign_hash, "rotation": rotation_hash}
 #: Below this many positions sorting costs more than it saves.
-WORTHWHILE = 2000
+WORTHWHILE = 3000
 
 
 class Sorted(NamedTuple):
@@ -33,7 +33,7 @@ class Sorted(NamedTuple):
     inverse: Tensor
 
 
-class LSH(nn.Module):
+class LSH(AtOnce):
     """Attention among positions that hash to the same bucket, in time n log n of the length.
 
         s_ij = q_i . k_j / sqrt(d),    k_j = q_j / norm(q_j)
@@ -78,8 +78,7 @@ class LSH(nn.Module):
         dropout: float = 0.0,
         bias: bool = True,
     ):
-        super().__init__()
-        self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
+        super().__init__(dim, heads, dropout)
         if hash not in HASHES:
             raise ValueError(f"hash must be sign or rotation, got {hash!r}")
         if hash == "sign" and (buckets < 1 or buckets & (buckets - 1)):
@@ -88,62 +87,12 @@ class LSH(nn.Module):
             raise ValueError(f"axes and their opposites make an even number of buckets, got {buckets}")
         if chunk < 1 or rounds < 1:
             raise ValueError(f"chunk and rounds must be at least 1, got {chunk} and {rounds}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
         self.buckets, self.chunk, self.rounds, self.hash = buckets, chunk, rounds, hash
-        self.generator, self.dropout = generator, dropout
+        self.generator = generator
         self.register_buffer("directions", self._draw("cpu"))
         self.project_qk = nn.Linear(dim, dim, bias=bias)
         self.project_v = nn.Linear(dim, dim, bias=bias)
         self.project_out = nn.Linear(dim, dim, bias=bias)
-
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: None = None,
-        offset: int = 0,
-    ) -> tuple[Tensor, None]:
-        """The output and None, since nothing is carried over; an offset changes nothing."""
-        given = admit(self, x, memory, mask, memory_mask, cache, cross=False)
-        values = split_heads(self.project_v(given.x), self.heads)
-        y = self._attend(given, values, self.dropout if self.training else 0.0)
-        return given.finish(self.project_out(merge_heads(y.to(values.dtype)))), None
-
-    def weights(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: None = None,
-        offset: int = 0,
-    ) -> Tensor:
-        """The weights by position, `(B, H, L, L)`, without dropout; rows of invalid queries are 0."""
-        given = admit(self, x, memory, mask, memory_mask, cache, cross=False)
-        one_hot = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).expand(len(x), self.heads, -1, -1)
-        a = self._attend(given, one_hot, 0.0)
-        return a if given.queries is None else a.masked_fill(~given.queries[..., None], 0)
-
-    def explain(
-        self,
-        Lq: int,
-        Lk: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        *,
-        batch: int = 1,
-        masked: bool = False,
-    ) -> Path:
-        """The path that such a call takes, why, and the bytes it needs beside q, v and the result."""
-        reason = f"{self.rounds} rounds of {self.buckets} buckets in chunks of {self.chunk}"
-        if Lk < WORTHWHILE:
-            reason = f"{reason}; slower than full attention below about {WORTHWHILE:,} positions"
-        chunk = min(self.chunk, max(Lq, 1))
-        rows = batch * self.heads * self.rounds * chunk * -(-Lq // chunk)
-        return Path("explicit", reason, rows * (2 * 2 * chunk + 6 * self.head_dim) * max(dtype.itemsize, 4))
 
     def hashes(self, qk: Tensor) -> Tensor:
         """The buckets of `qk (B, H, L, d)` in each round, int64 `(B, H, R, L)`."""
@@ -160,8 +109,15 @@ class LSH(nn.Module):
             return torch.randn(shape, device=device)
         return normal(shape, self.generator, device=device)
 
-    def _attend(self, given: Inputs, values: Tensor, drop: float) -> Tensor:
-        """The heads' outputs for values `(B, H, L, d)`, float32 or wider."""
+    def _cost(self, Lq: int, Lk: int) -> tuple[str, int]:
+        reason = f"{self.rounds} rounds of {self.buckets} buckets in chunks of {self.chunk}"
+        if Lk < WORTHWHILE:
+            reason = f"{reason}; slower than full attention below about {WORTHWHILE:,} positions"
+        chunk = min(self.chunk, max(Lq, 1))
+        rows = self.heads * self.rounds * chunk * -(-Lq // chunk)
+        return reason, rows * (2 * 2 * chunk + 6 * self.head_dim)
+
+    def _mix(self, given: Inputs, values: Tensor, drop: float) -> Tensor:
         qk = split_heads(self.project_qk(given.x), self.heads)
         with torch.autocast(qk.device.type, enabled=False):
             qk, values = wide(qk), wide(values)

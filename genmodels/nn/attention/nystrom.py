@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from genmodels.nn.attention.backend import Path, masked_softmax, wide
-from genmodels.nn.attention.inputs import Inputs, admit, merge_heads, split_heads
-from genmodels.nn.attention.position import head_width
+from genmodels.nn.attention.backend import masked_softmax, wide
+from genmodels.nn.attention.inputs import Inputs, split_heads
+from genmodels.nn.attention.mechanism import AtOnce
+
+#: How many times slower many small products are than those of a fused kernel, about.
+SMALL_PRODUCTS = 8
 
 
 def nystrom(A: Tensor, S: Tensor, rcond: float = 1e-6) -> Tensor:
@@ -74,7 +77,7 @@ def segments(valid: Tensor, count: int, dtype: torch.dtype = torch.float32) -> T
     return member / member.sum(-1, keepdim=True).clamp(min=1)
 
 
-class Nystrom(nn.Module):
+class Nystrom(AtOnce):
     """Softmax attention through m landmarks, in time and memory linear in the length.
 
         y = W_O softmax(q k_L^T) Z softmax(q_L k^T) v,    Z = pinv(softmax(q_L k_L^T))
@@ -102,6 +105,8 @@ class Nystrom(nn.Module):
         torch.Size([3, 7, 8])
     """
 
+    cross = True
+
     def __init__(
         self,
         dim: int,
@@ -112,8 +117,7 @@ class Nystrom(nn.Module):
         causal: bool = False,
         bias: bool = True,
     ):
-        super().__init__()
-        self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
+        super().__init__(dim, heads)
         if causal:
             raise ValueError("Nystrom has no causal form: a landmark averages over the future")
         if landmarks < 1:
@@ -126,56 +130,16 @@ class Nystrom(nn.Module):
         self.project_v = nn.Linear(dim, dim, bias=bias)
         self.project_out = nn.Linear(dim, dim, bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: None = None,
-        offset: int = 0,
-    ) -> tuple[Tensor, None]:
-        """The output and None, since nothing is carried over; an offset changes nothing."""
-        given = admit(self, x, memory, mask, memory_mask, cache)
-        values = split_heads(self.project_v(given.source), self.heads)
-        y = self._attend(given, values)
-        return given.finish(self.project_out(merge_heads(y.to(values.dtype)))), None
-
-    def weights(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: None = None,
-        offset: int = 0,
-    ) -> Tensor:
-        """What stands in for the softmax matrix, `(B, H, Lq, Lk)`, multiplied out."""
-        given = admit(self, x, memory, mask, memory_mask, cache)
-        one_hot = torch.eye(given.source.shape[1], dtype=x.dtype, device=x.device)
-        return self._attend(given, one_hot.expand(len(x), self.heads, -1, -1))
-
-    def explain(
-        self,
-        Lq: int,
-        Lk: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        *,
-        batch: int = 1,
-        masked: bool = False,
-    ) -> Path:
-        """The path that such a call takes, why, and the bytes it needs beside q, k, v and the result."""
-        m, size = self.landmarks, max(dtype.itemsize, 4)
+    def _cost(self, Lq: int, Lk: int) -> tuple[str, int]:
+        m = self.landmarks
         reason = f"through {m} landmarks, linear in the length"
         # Products: with the landmarks and through them, and four of m x m in each iteration.
         work = 2 * m * (Lq + Lk) * self.head_dim + 4 * m**3 * (self.iterations or 20)
-        if work >= 2 * Lq * Lk * self.head_dim:
-            reason = f"{reason}; more work than full attention at this length"
-        return Path("explicit", reason, batch * (self.heads * (2 * m * (Lq + Lk) + 5 * m * m) + m * (Lq + Lk)) * size)
+        if work * SMALL_PRODUCTS >= 2 * Lq * Lk * self.head_dim:
+            reason = f"{reason}; slower than full attention at this length"
+        return reason, self.heads * (2 * m * (Lq + Lk) + 5 * m * m) + m * (Lq + Lk)
 
-    def _attend(self, given: Inputs, values: Tensor) -> Tensor:
-        """The heads' outputs for values `(B, H, Lk, d)`, float32 or wider."""
+    def _mix(self, given: Inputs, values: Tensor, drop: float) -> Tensor:
         q = split_heads(self.project_q(given.x), self.heads)
         k = split_heads(self.project_k(given.source), self.heads)
         with torch.autocast(q.device.type, enabled=False):

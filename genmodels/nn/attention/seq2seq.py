@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from genmodels.nn.attention.backend import Path, masked_softmax, wide
+from genmodels.nn.attention.backend import masked_softmax, wide
 from genmodels.nn.attention.inputs import Inputs, admit, merge_heads, split_heads
-from genmodels.nn.attention.position import head_width
+from genmodels.nn.attention.mechanism import Mechanism
 from genmodels.nn.attention.scores import Additive, Past, Score
 
 
@@ -21,12 +21,12 @@ class Keys(NamedTuple):
     values: Tensor
 
 
-class Stepwise(nn.Module):
+class Stepwise(Mechanism):
     """Attention along a memory that goes on where it ended: whole, or one query after the other.
 
-    A subclass sets `dim`, `heads`, `project_out`, the type of its `state` and whether it takes masks of pairs (`full`),
-    and defines `start(memory) -> state`, `_keys(inputs) -> Keys` and `_attend(inputs, keys, state) -> (y, weights,
-    state)` with y `(B, Lq, D)` before the output projection.
+    A subclass sets `project_out`, the type of its `state` and whether it takes masks of pairs (`full`), and defines
+    `start(memory) -> state`, `_keys(inputs) -> Keys` and `_attend(inputs, keys, state) -> (y, weights, state)` with y
+    `(B, Lq, D)` before the output projection.
     """
 
     state: type
@@ -120,15 +120,11 @@ class ScoredAttention(Stepwise):
     def __init__(
         self, dim: int, heads: int, score: Score | None = None, *, dropout: float = 0.0, bias: bool = True
     ):
-        super().__init__()
-        self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
+        super().__init__(dim, heads, dropout)
         self.score = Additive(dim, heads) if score is None else score
         if (self.score.dim, self.score.heads) != (dim, heads):
             sizes = (self.score.dim, self.score.heads)
             raise ValueError(f"{type(score).__name__} has (dim, heads) = {sizes}, the attention {(dim, heads)}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
-        self.dropout = dropout
         self.project_v = nn.Linear(dim, dim, bias=bias)
         self.project_out = nn.Linear(dim, dim, bias=bias)
 
@@ -137,24 +133,11 @@ class ScoredAttention(Stepwise):
         nowhere = wide(memory).new_zeros(len(memory), self.heads, memory.shape[1])
         return Past(nowhere, nowhere)
 
-    def explain(
-        self,
-        Lq: int,
-        Lk: int,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        *,
-        batch: int = 1,
-        masked: bool = False,
-    ) -> Path:
-        """The path that such a call takes, why, and the bytes it needs beside keys, values and the result."""
-        size = max(dtype.itemsize, 4)
-        pairs = batch * self.heads * Lq * Lk
-        layers = 2 + getattr(self.score, "hidden", 0)
-        reason = f"{type(self.score).__name__} scores every pair"
+    def _cost(self, Lq: int, Lk: int) -> tuple[str, int]:
+        reason = f"{type(self.score).__name__} scores every pair; slower than full attention at every length"
         if self.score.uses_past:
-            reason = f"{reason}, {Lq} queries one after the other: each sees where the last one looked"
-        return Path("explicit", reason, layers * pairs * size)
+            reason = f"{reason}; {Lq} queries one after the other, since each sees where the last one looked"
+        return reason, (2 + getattr(self.score, "hidden", 0)) * self.heads * Lq * Lk
 
     def choose(self, logits: Tensor, allowed: Tensor | None) -> Tensor:
         """Weights from logits; a subclass may choose otherwise."""

@@ -40,6 +40,16 @@ def test_explain_of_a_bounded_reach_counts_blocks():
     assert "in 64 blocks" in long.reason and short.extra_bytes == long.extra_bytes
 
 
+@pytest.mark.parametrize("make, said", [(None, False), (ALiBi, False), (T5Bias, True), (TransformerXL, True)])
+def test_a_bias_that_is_differentiated_is_not_fused_on_the_cpu(make, said):
+    """Torch's own rule, which the reason repeats: asked of the operations that run."""
+    attention, x = build(make), torch.randn(1, 6, 8)
+    with torch.profiler.profile() as profile:
+        attention(x)
+    plain = any("attention_math" in event.key for event in profile.key_averages())
+    assert plain == ("in training unfused" in attention.explain(6, 6).reason) == said
+
+
 def test_half_precision_halves_the_bias():
     attention = Attention(8, 2, TransformerXL(8, 2))
     assert 2 * attention.explain(9, 9, dtype=torch.bfloat16).extra_bytes == attention.explain(9, 9).extra_bytes

@@ -8,7 +8,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from genmodels.nn.attention import LSH, Attention, LocalDenseSynthesizer, Nystrom
+from genmodels.evaluation.broken_positions import Encoded
+from genmodels.nn.attention import (
+    LSH,
+    Attention,
+    LocalDenseSynthesizer,
+    MusicTransformer,
+    Nystrom,
+    Shaw,
+    TransformerXL,
+)
 
 
 class Largest(TorchDispatchMode):
@@ -52,3 +61,21 @@ def test_cost_is_linear_in_the_length(module):
 
 def test_the_cost_law_catches_a_square():
     assert growth(Attention(32, 2, backend="explicit"), 512) > 2.6
+
+
+def largest_tensor(position):
+    """In units of one score for each head, query and distance, 2 L of them for L queries; forward and backward."""
+    L, heads, d = 96, 2, 32
+    attention = Attention(heads * d, heads, position(heads * d, heads))
+    with Largest() as largest:
+        attention(torch.randn(1, L, heads * d, requires_grad=True))[0].sum().backward()
+    return largest.size / (4 * heads * L * 2 * L)
+
+
+@pytest.mark.parametrize("position", [TransformerXL, Shaw, lambda D, H: MusicTransformer(D, H, max_len=96)])
+def test_relative_keys_make_nothing_larger_than_the_scores_by_distance(position):
+    assert largest_tensor(position) <= 1.1
+
+
+def test_that_law_catches_a_vector_for_each_pair():
+    assert largest_tensor(Encoded) > 10

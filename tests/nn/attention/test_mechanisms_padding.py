@@ -143,8 +143,8 @@ honest_segments = nystrom_module.segments
 class HashesPadding(LSH):
     """A fault: padded positions have buckets like all others."""
 
-    def _attend(self, given, values, drop):
-        return super()._attend(given._replace(keys=None), values, drop)
+    def _mix(self, given, values, drop):
+        return super()._mix(given._replace(keys=None), values, drop)
 
 
 class BatchWidePlace(LocalMonotonic):
