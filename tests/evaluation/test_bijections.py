@@ -43,6 +43,29 @@ def test_every_law_has_a_planted_error():
     assert set().union(*(planted.broken for planted in PLANTED.values())) == set(LAWS.laws)
 
 
+class Asinh(nn.Module):
+    """A sound layer of plain torch, its log-determinant multiplied by a factor or, at 1, right."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return torch.asinh(x), -self.factor * 0.5 * torch.log1p(x.square()).flatten(1).sum(1)
+
+    def inverse(self, z):
+        return torch.sinh(z), self.factor * torch.log(torch.cosh(z)).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("factor, said", [(-1.0, "its sign is wrong"), (1 / 6, "number of positions is missing"),
+                                          (1 / 18, "mean in the place of a sum"), (1.3, None)])
+def test_the_usual_mistakes_are_named(factor, said):
+    assert not check_bijection(Asinh(), (3, 2, 3), **NO_COMPILER).broken  # nobody promised it half precision
+    report = check_bijection(Asinh(factor), (3, 2, 3), **NO_COMPILER)
+    assert {"log-det forward", "log-det inverse"} <= set(report.broken)
+    assert (said or "says") in str(report) and (said is not None or "(it" not in str(report))
+
+
 # ---- what is judged, and how ----
 
 
