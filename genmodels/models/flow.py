@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from genmodels.data.spec import Batch, DataSpec
+from genmodels.energy.guards import require_continuous
 from genmodels.errors import InputError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.flows.bases import BASES, check_temperature
@@ -114,6 +115,12 @@ class FlowModel(GenerativeModel):
         """Number of classes the flow is told, None for an unconditional one."""
         return self.spec.num_classes if self.conditional else None
 
+    def _in_own_width(self, x: Tensor) -> Tensor:
+        """Continuous data in the precision that the flow was trained in; integers as they are."""
+        if not x.is_floating_point():
+            return x
+        return x.to(next((p.dtype for p in self.core.parameters()), x.dtype))
+
     def _cond(self, batch: Batch) -> Tensor | None:
         return batch.cond if self.conditional else None
 
@@ -125,6 +132,7 @@ class FlowModel(GenerativeModel):
         part = batch.rows(chosen)
         if self.spec.levels is None:
             self._refuse_constants(batch)
+            self._mention_thin_data(batch)
         noise = KeyedGenerator(self.seed, chosen, "initialize")
         self.core.initialize(part.x, self._cond(part), part.mask, generator=noise)
         for average in self.ema.averages if self.ema is not None else ():
@@ -139,6 +147,17 @@ class FlowModel(GenerativeModel):
             number = int(constant.nonzero()[0, 0])
             raise InputError(f"{kind} {number} of {self.spec.name} is constant (its deviation is below a millionth of "
                              "its mean) and has no density: leave it out")
+
+    def _mention_thin_data(self, batch: Batch) -> None:
+        """Say of vectors in which columns repeat or depend on each other that their likelihood has no upper bound."""
+        if len(self.spec.event_shape) != 1 or self._rank_world[0] > 0:
+            return
+        try:
+            require_continuous(batch.x)
+        except InputError as error:
+            fault = str(error).split(":")[0]
+            print(f"{self.spec.name}: {fault}. Such data have no density: a flow can raise their likelihood without "
+                  "end, and the number says little")
 
     def compiled_parts(self) -> list[torch.nn.Module]:
         """What torch.compile is applied to: the map itself, not the noise around it."""
@@ -178,8 +197,9 @@ class FlowModel(GenerativeModel):
         noise = KeyedGenerator(seed, index, "dequantise")
         with torch.no_grad():
             nats, stderr = core.log_prob(
-                batch.x, self._cond(batch), batch.mask, generator=noise, samples=importance_samples, rows=rows
-            )
+                self._in_own_width(batch.x), self._cond(batch), batch.mask, generator=noise,
+                samples=importance_samples, rows=rows,
+            )  # fmt: skip
         made: dict = {"estimate": "density"} if self.spec.levels is None else {
             "estimate": "importance-weighted bound", "importance_samples": importance_samples,
             "dequantisation": self.dequantisation, "seed": seed,
@@ -231,7 +251,7 @@ class FlowModel(GenerativeModel):
         return core.flow.latents(core.middle(batch.x), self._cond(batch), batch.mask)
 
     @torch.no_grad()
-    def decode(self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema") -> Tensor:
+    def from_latents(self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema") -> Tensor:
         """The data that latents stand for, in the data's own units; the inverse of `latents`."""
         core = self.weights(weights)
         return self._units(core.quantise(core.flow.from_latents(latents, cond)))
