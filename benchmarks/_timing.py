@@ -31,13 +31,17 @@ class Timing:
         )
 
 
-def interleaved(contestants: dict[str, Callable[[], object]], rounds: int, warm_up: int = 1) -> Timing:
+def interleaved(
+    contestants: dict[str, Callable[[], object]], rounds: int, warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timing:  # fmt: skip
     """Time each contestant once per round; the order turns from round to round, so that drift favours nobody.
 
     Arguments:
         contestants: name to a function of no arguments that does one unit of work.
         rounds: number of timed rounds.
         warm_up: untimed calls of each before the first round.
+        clock: seconds; `time.process_time` counts what one thread used, whatever else the machine does.
     """
     for work in contestants.values():
         for _ in range(warm_up):
@@ -47,7 +51,7 @@ def interleaved(contestants: dict[str, Callable[[], object]], rounds: int, warm_
     for turn in range(rounds):
         start = turn % len(names)
         for name in names[start:] + names[:start]:
-            began = time.perf_counter()
+            began = clock()
             contestants[name]()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(clock() - began)
     return Timing(seconds)

@@ -4,6 +4,8 @@ The judge is scikit-learn's SVC, fitted on real training and validation digits (
 split; its share of right answers on the samples is printed beside that.
 
     python benchmarks/digits_quality.py runs/ddpm-digits/<time>/best.ckpt [n]
+
+Models of the families ddpm and score are asked for samples in the ways listed in `WAYS`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,15 @@ from sklearn.svm import SVC
 from genmodels.data.digits import Digits
 from genmodels.evaluation.sampling import draw
 from genmodels.models.load import load_model
+
+#: Options of sampling for each family.
+WAYS: dict[str, dict[str, dict]] = {
+    "ddpm": {"dpmpp_2m_20": {"sampler": "dpmpp_2m", "steps": 20}, "ddpm_all": {"sampler": "ddpm"}},
+    "score": {
+        "predictor_corrector": {"sampler": "predictor_corrector"},
+        "annealed_langevin": {"sampler": "annealed_langevin"},
+    },
+}
 
 
 def judge() -> tuple[SVC, float]:
@@ -33,11 +44,11 @@ def judge() -> tuple[SVC, float]:
 
 
 def main(path: str, n: int = 500) -> None:
-    """Print one JSON line: accuracy on real test digits and on n samples, in 20 steps and in all."""
+    """Print one JSON line: accuracy on real test digits and on n samples, for each way of sampling."""
     classifier, real = judge()
     model, header = load_model(path)
     out = {"svm_on_real_test": round(real, 4), "n": n, "step": header["step"]}
-    for name, options in (("dpmpp_2m_20", {"sampler": "dpmpp_2m", "steps": 20}), ("ddpm_all", {"sampler": "ddpm"})):
+    for name, options in WAYS[model.family].items():
         samples = draw(model, n, batch_size=250, progress=False, **options)
         read = classifier.predict(samples.x.flatten(1).numpy().astype("float64"))
         out[name] = round(float((read == samples.cond.numpy()).mean()), 4)

@@ -24,7 +24,7 @@ from genmodels.energy.losses import (
 )
 from genmodels.errors import InputError
 from genmodels.nn.deep_kernel import DeepKernelEnergy
-from genmodels.random import Generator, normal
+from genmodels.random import Generator, KeyedGenerator, normal
 
 #: (linear (L,), gram (L, L), pull (L,)), means over a batch.
 Design = tuple[Tensor, Tensor, Tensor]
@@ -59,12 +59,23 @@ class DeepKernel(EnergyFunction):
     def jet(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return tuple(log_density_of(part) for part in self.network.jet(x, v, alpha=self.alpha))
 
-    def fit(self, x: Tensor, loss: Loss, generator: Generator, *, chunk: int = 4096) -> None:
+    def trace_and_score(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(tr J (B,), s (B, D)): jets along all coordinates cost less here than D backward passes."""
+        basis = _basis(x)
+        _, slope, bend = self.network.kernel_jets(x, basis)
+        alpha = self.network.alpha if self.alpha is None else self.alpha
+        base = [self.network.confinement.jet(x, v) for v in basis]
+        energy_slope = torch.stack([one[1] for one in base]) - slope @ alpha  # (D, B)
+        energy_bend = torch.stack([one[2] for one in base]) - bend @ alpha
+        return log_density_of(energy_bend).sum(0), log_density_of(energy_slope).T
+
+    def fit(self, x: Tensor, loss: Loss, generator: Generator, *, chunk: int = 1024) -> None:
         """Sets the network's weights to the best for that loss on all of x (N, D), at the end of training."""
         with torch.no_grad():
             total: Design | None = None
-            for some in x.split(chunk):
-                one = tuple(len(some) / len(x) * part for part in design(self.network, some, loss, generator))
+            for start in range(0, len(x), chunk):
+                some, noise = x[start : start + chunk], _rows(generator, slice(start, start + chunk))
+                one = tuple(len(some) / len(x) * part for part in design(self.network, some, loss, noise))
                 total = one if total is None else tuple(a + b for a, b in zip(total, one, strict=True))
             self.network.alpha.copy_(_solve(total, self.network))
 
@@ -146,11 +157,7 @@ def _finite_difference(
 def _denoising(network: DeepKernelEnergy, x: Tensor, loss: DenoisingScoreMatching, generator: Generator) -> Design:
     noise = normal(x.shape, generator, dtype=x.dtype, device=x.device)
     moved, sigma = x + loss.sigma * noise, loss.sigma
-    gram = pull = 0.0
-    for i, v in enumerate(_basis(moved)):
-        slope = network.kernel_jet(moved, v)[1]
-        gram = gram + _outer(slope)
-        pull = pull + _pull(slope, network.confinement.jet(moved, v)[1] - noise[:, i] / sigma)
+    gram, pull, _ = _all_coordinates(network, moved, extra=-noise / sigma)
     return torch.zeros_like(pull), sigma**2 * gram, sigma**2 * pull
 
 
@@ -171,20 +178,20 @@ def _design_of(loss: Loss):
     return _DESIGNS[type(loss)]
 
 
-def _all_coordinates(network: DeepKernelEnergy, x: Tensor) -> Design:
-    """(gram, pull, trace) with whole gradients: one jet for each coordinate."""
-    gram = pull = bend = 0.0
-    for v in _basis(x):
-        _, slope, curvature = network.kernel_jet(x, v)
-        gram, bend = gram + _outer(slope), bend + curvature.mean(0)
-        pull = pull + _pull(slope, network.confinement.jet(x, v)[1])
-    return gram, pull, bend
+def _all_coordinates(network: DeepKernelEnergy, x: Tensor, extra: Tensor | None = None) -> Design:
+    """(gram, pull, trace) with whole gradients, by jets along all coordinates; `extra (B, D)` joins the base's."""
+    basis = _basis(x)
+    _, slope, curvature = network.kernel_jets(x, basis)
+    base = torch.stack([network.confinement.jet(x, v)[1] for v in basis])  # (D, B)
+    base = base if extra is None else base + extra.T
+    # Means over the batch, sums over the coordinates.
+    dims, slope = len(basis), slope.flatten(0, 1)
+    return dims * _outer(slope), dims * _pull(slope, base.flatten()), curvature.sum(0).mean(0)
 
 
-def _basis(x: Tensor):
-    """The coordinate directions, each like x."""
-    for row in torch.eye(x.shape[1], dtype=x.dtype, device=x.device):
-        yield row.expand_as(x)
+def _basis(x: Tensor) -> Tensor:
+    """(D, B, D): the coordinate directions, each like x."""
+    return torch.eye(x.shape[1], dtype=x.dtype, device=x.device)[:, None].expand(-1, *x.shape)
 
 
 def _outer(slope: Tensor) -> Tensor:
@@ -208,6 +215,10 @@ def _solve(found: Design, network: DeepKernelEnergy) -> Tensor:
 
 def _halves(generator: Generator, half: int) -> tuple[Generator, Generator]:
     """Generators of the two halves of a batch."""
-    if isinstance(generator, torch.Generator):
-        return generator, generator
-    return generator.rows(slice(None, half)).child("fit"), generator.rows(slice(half, None))
+    first = _rows(generator, slice(None, half))
+    return first.child("fit") if isinstance(first, KeyedGenerator) else first, _rows(generator, slice(half, None))
+
+
+def _rows(generator: Generator, which: slice) -> Generator:
+    """The generator of some rows, where every row has noise of its own."""
+    return generator.rows(which) if isinstance(generator, KeyedGenerator) else generator

@@ -129,10 +129,16 @@ def measure_routes(
 
 
 def trace(model: ScoreFunction, x: Tensor, cond: Tensor | None = None, *, chunk: int = 16) -> tuple[Tensor, Tensor]:
-    """(tr J (B,), s (B, *event)), by one backward pass for each of the D coordinates, `chunk` of them at once."""
+    """(tr J (B,), s (B, *event)), by one backward pass for each of the D coordinates, `chunk` of them at once.
+
+    A model that knows a cheaper way of its own has a method `trace_and_score(x)`.
+    """
     if not model.smooth:
         raise InputError("this energy was built with second_derivatives=False: exact and sliced losses need them")
     training = torch.is_grad_enabled()
+    if hasattr(model, "trace_and_score") and cond is None:
+        with torch.autocast(x.device.type, enabled=False):
+            return model.trace_and_score(wide(x))
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
         x, cond = usable(wide(x)), usable(cond)
         leaf = x if training and x.requires_grad else x.detach().requires_grad_()

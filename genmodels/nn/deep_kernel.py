@@ -84,25 +84,29 @@ class DeepKernelEnergy(nn.Module):
         return tuple(base - kernel @ alpha for base, kernel in pairs)
 
     def kernel_jet(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(k_l, v . grad k_l, v^T (Hess k_l) v) for all inducing points, each (B, L).
+        """(k_l, v . grad k_l, v^T (Hess k_l) v) for all inducing points, each (B, L)."""
+        value, slope, bend = self.kernel_jets(x, v[None])
+        return value, slope[0], bend[0]
+
+    def kernel_jets(self, x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for M directions (M, B, D) at once: k_l (B, L), and the two derivatives, each (M, B, L).
 
         With q = |phi(x + t v) - phi(z)|^2 and k = exp(-c q):  q' = 2 (phi - phi_z) . phi',
-        q'' = 2 |phi'|^2 + 2 (phi - phi_z) . phi'',  k' = -c q' k,  k'' = ((c q')^2 - c q'') k.
+        q'' = 2 |phi'|^2 + 2 (phi - phi_z) . phi'',  k' = -c q' k,  k'' = ((c q')^2 - c q'') k. The sums of k, c k and
+        c^2 k over the widths of the kernels are all that the directions need of them.
         """
-        deep = propagate(self.features, Jet.line(x, v)).triple()
-        value, first, second = deep[0] + self.skip(x), deep[1] + self.skip(v), deep[2]
+        count = len(directions)
+        deep = propagate(self.features, Jet.line(x.repeat(count, 1), directions.flatten(0, 1))).triple()
+        first, second = deep[1] + self.skip(directions.flatten(0, 1)), deep[2]
+        value = deep[0] + self.skip(x).repeat(count, 1)  # (M B, hidden)
         centres = self._phi(self.points)
-        squared = _squared_distance(value, centres)
         slope = 2 * ((value * first).sum(1, keepdim=True) - first @ centres.T)
         bend = 2 * (first.square() + value * second).sum(1, keepdim=True) - 2 * second @ centres.T
-        total = [0.0, 0.0, 0.0]
-        for rho, c in self._kernels():
-            kernel = rho * torch.exp(-c * squared)
-            tilt = c * slope
-            total[0] = total[0] + kernel
-            total[1] = total[1] - tilt * kernel
-            total[2] = total[2] + (tilt.square() - c * bend) * kernel
-        return tuple(total)
+        slope, bend = slope.view(count, len(x), -1), bend.view(count, len(x), -1)
+        squared = _squared_distance(value[: len(x)], centres)
+        kernel = [(rho * torch.exp(-c * squared), c) for rho, c in self._kernels()]
+        once, twice = sum(c * k for k, c in kernel), sum(c.square() * k for k, c in kernel)
+        return sum(k for k, _ in kernel), -slope * once, slope.square() * twice - bend * once
 
     def _phi(self, x: Tensor) -> Tensor:
         return self.features(x) + self.skip(x)

@@ -62,6 +62,8 @@ class EnergyMLP(nn.Module):
         activation: `softplus`, `silu` or `tanh`.
         confinement: whether the quadratic term is there; without it exp(-E) may have no finite integral.
         spread: tau at the start.
+        input_gain: factor on the first layer at the start; more than 1 sees detail much finer than the spread of the
+            data, which training alone is slow to find.
 
     Shapes: `x (B, *event)` to `(B,)`.
     Errors: InputError for an activation without second derivative; ValueError for another event shape or a condition.
@@ -79,15 +81,21 @@ class EnergyMLP(nn.Module):
         activation: Literal["softplus", "silu", "tanh"] = "softplus",
         confinement: bool = True,
         spread: float = 1.0,
+        input_gain: float = 1.0,
     ):
         super().__init__()
         if not hidden or min(hidden) < 1:
             raise InputError(f"hidden = {list(hidden)} must list the widths of at least one layer")
+        if input_gain <= 0:
+            raise InputError(f"input_gain must be positive, got {input_gain}")
         self.event_shape = tuple(event_shape)
         widths = [math.prod(event_shape), *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for before, after in zip(widths[:-1], widths[1:], strict=True):
             layers += [nn.Linear(before, after), smooth_activation(activation)]
+        with torch.no_grad():
+            for parameter in layers[1].parameters():
+                parameter *= input_gain
         self.body = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
         self.confinement = Confinement(spread) if confinement else None
 

@@ -148,9 +148,7 @@ def test_an_event_of_any_shape():
 # ---- chains, tuning, labels ----
 
 
-def test_a_chain_is_the_same_alone_and_in_any_batch():
-    ais = AnnealedImportanceSampling(steps=8, tune=8, kernel=HMC(leapfrog_steps=2))
-
+def addressable(ais):
     def weights(rows):
         sizes = ais.step_sizes(MIXTURE, BASE, keyed(rows), dtype=torch.float64)
         forward = ais.forward(MIXTURE, BASE, keyed(rows), len(rows), sizes, dtype=torch.float64)
@@ -159,6 +157,20 @@ def test_a_chain_is_the_same_alone_and_in_any_batch():
     whole = weights(range(12))
     for rows in ([7], [2, 3, 4, 5], [11, 0]):
         assert (weights(rows) - whole[:, rows]).abs().max() < 1e-10
+
+
+def test_a_chain_is_the_same_alone_and_in_any_batch():
+    addressable(AnnealedImportanceSampling(steps=8, tune=8, kernel=HMC(leapfrog_steps=2)))
+
+
+def test_addressable_catches_steps_tuned_on_the_chains_that_count():
+    class Tuned(AnnealedImportanceSampling):
+        def step_sizes(self, model, base, generator, **options):
+            self.tune = len(generator.index)
+            return super().step_sizes(model, base, generator, **options)
+
+    with pytest.raises(AssertionError):
+        addressable(Tuned(steps=8, tune=8, kernel=HMC(leapfrog_steps=2)))
 
 
 def test_tuning_finds_steps_for_every_density():

@@ -46,11 +46,20 @@ def test_values_that_are_no_numbers():
     with pytest.raises(RunError, match="the score of item 117 is inf at step 3") as excinfo:
         require_finite("score", bad, 3, torch.arange(100, 300))
     one_line(excinfo)
+
+
+def weights_that_are_no_numbers_stop(guard):
     torch.manual_seed(0)
     model = Energy(EnergyMLP((3,), hidden=(4,)))
     model.network.body[1].weight.data[0, 0] = torch.nan
     with pytest.raises(RunError, match="the energy of item 0 is nan at step 9"):
-        require_finite("energy", model.energy(rows()), 9)
+        guard("energy", model.energy(rows()), 9)
+
+
+def test_weights_that_are_no_numbers():
+    weights_that_are_no_numbers_stop(require_finite)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):  # planted bug: they are swallowed
+        weights_that_are_no_numbers_stop(lambda what, values, step: require_finite(what, values.nan_to_num(), step))
 
 
 def test_runaway_energies():

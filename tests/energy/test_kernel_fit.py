@@ -12,10 +12,12 @@ from genmodels.energy import (
     Energy,
     ExactScoreMatching,
     FiniteDifferenceScoreMatching,
+    LogDensity,
     MultiScaleDenoising,
     NormalMixture,
     SlicedScoreMatching,
     SlicedScoreMatchingVR,
+    trace,
 )
 from genmodels.energy.kernel_fit import _solve, design
 from genmodels.nn.deep_kernel import DeepKernelEnergy
@@ -83,6 +85,36 @@ def test_an_example_of_the_batch_has_its_own_noise():
     generator = KeyedGenerator(0, torch.arange(40), "loss", 3)
     loss = DeepKernelLoss(loss=SlicedScoreMatching())
     torch.testing.assert_close(loss(DeepKernel(net), X, generator), loss(DeepKernel(net), X, generator.at(3)))
+
+
+def test_the_exact_loss_by_jets_is_that_of_autograd():
+    model = DeepKernel(network())
+    model.fit(X, ExactScoreMatching(), seeded())
+    plain = LogDensity(model.log_density)  # which has no way of its own
+    parameters = list(model.network.features.parameters())
+    found = []
+    for one in (model, plain):
+        total, score = trace(one, X[:7])
+        gradients = torch.autograd.grad((total + score.square().sum(1)).sum(), parameters)
+        found.append([total, score, *gradients])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        assert not ExactScoreMatching()(model, X).requires_grad
+
+
+def test_fitting_in_parts_is_fitting_at_once():
+    """Also where every row has noise of its own."""
+    models = [DeepKernel(network()) for _ in range(3)]
+    keyed = KeyedGenerator(0, torch.arange(40), "fit")
+    for model, chunk in zip(models, (40, 16, 7), strict=True):
+        model.fit(X, SlicedScoreMatching(), keyed.at(0), chunk=chunk)
+        torch.testing.assert_close(model.network.alpha, models[0].network.alpha, rtol=1e-9, atol=1e-9)
+    # Planted bug: every part takes the noise of the first rows.
+    wrong = DeepKernel(network())
+    same = KeyedGenerator(0, torch.arange(40) % 20, "fit")
+    wrong.fit(X, SlicedScoreMatching(), same, chunk=20)
+    assert (wrong.network.alpha - models[0].network.alpha).abs().max() > 1e-6
 
 
 def test_errors():

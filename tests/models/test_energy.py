@@ -231,6 +231,21 @@ def test_a_sample_is_the_same_alone_and_the_temperature_narrows(name, sampler):
     assert float(cold.std()) < float(model.sample(64, **options).x.double().std())
 
 
+@pytest.mark.parametrize("sampler", ["annealed", "mala"])
+def test_the_law_of_samples_catches_noise_of_the_batch(sampler, monkeypatch):
+    """Planted bug: rows are numbered from the head of the batch, not from the number of the sample."""
+    model, _ = made("plane")
+    options = {"sampler": sampler, "steps": 12, "seed": 3}
+    many = model.sample(6, **options)
+
+    def of_the_batch(seed, index, stream, step=0):
+        return KeyedGenerator(seed, torch.arange(len(index)), stream, step)
+
+    monkeypatch.setattr("genmodels.models.energy.KeyedGenerator", of_the_batch)
+    alone = model.sample(1, start=4, **options)
+    assert float((many.x[4] - alone.x[0]).abs().max()) > 1e-3
+
+
 BAD = [
     (lambda: EnergyModel(PLANE, noise=-1), "noise"),
     (lambda: EnergyModel(DIGITS, gaps=True), "continuous"),

@@ -137,6 +137,16 @@ def test_noise_conditional_scale():
         net(x, torch.tensor(1.0))
 
 
+def test_the_gain_of_the_input_is_that_of_the_first_layer_alone():
+    nets = []
+    for gain in (1.0, 4.0):
+        torch.manual_seed(0)
+        nets.append(EnergyMLP((2,), hidden=(8, 8), input_gain=gain))
+    first = [id(p) for p in nets[1].body[1].parameters()]
+    for plain, wide in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(wide, plain * (4 if id(wide) in first else 1), rtol=0, atol=0)
+
+
 def test_errors():
     with pytest.raises(ValueError, match="twice differentiable one, softplus, silu, tanh"):
         EnergyMLP((2,), activation="relu")
