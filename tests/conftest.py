@@ -16,6 +16,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def a_cache_of_their_own(tmp_path_factory):
+    """Tests neither read nor fill the user's cache."""
+    given = os.environ.get("GENMODELS_CACHE")
+    os.environ["GENMODELS_CACHE"] = given or str(tmp_path_factory.mktemp("cache"))
+    yield
+    if given is None:
+        del os.environ["GENMODELS_CACHE"]
+
+
 @pytest.fixture(autouse=True)
 def the_same_numbers_every_time():
     """Networks that a test builds start from the same weights in every run, whatever ran before."""

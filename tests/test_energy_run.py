@@ -43,7 +43,7 @@ def test_an_energy_of_points_has_an_exact_density_and_pictures(here, capsys):
     genmodels("train", *PLANE, *QUICK, "logger=default", "trainer.sample_every_n_steps=8", "run_dir=run")
     for name in ("samples", "fields"):
         assert Path("run", name, "step_000008.png").is_file()
-        assert list(Path("run/wandb").glob(f"offline-run-*/files/media/images/{name}_*.png"))
+        assert list(Path("run/wandb").glob(f"offline-run-*/files/media/images/pictures/{name}_*.png"))
     table = Path("run/metrics.csv").read_text().splitlines()[0]
     monitored = ("energy_spread", "score_norm", "trace", "held_out_over_training")
     assert all(f"monitor/{name}" in table for name in monitored)
@@ -55,7 +55,7 @@ def test_an_energy_of_points_has_an_exact_density_and_pictures(here, capsys):
     chain = ["sampler=mala", "steps=6", "step_size=0.05"]
     genmodels("sample", "ckpt=run", "n=4", *chain, "temperature=0.5", "path=way.gif")
     capsys.readouterr()
-    genmodels("evaluate", "ckpt=run")
+    genmodels("evaluate", "ckpt=run", "stages=[likelihood]")
     assert "by quadrature" in capsys.readouterr().out
     row = report()["likelihood"][0]
     assert row["kind"] == "exact" and row["kl_gap"] == pytest.approx(row["nll"] - row["entropy"]) and row["kl_gap"] > 0
@@ -68,13 +68,13 @@ def test_a_table_is_judged_by_annealed_importance_sampling(here, capsys):
     words = ["model.net.inducing=20", "model.net.hidden=8", "data=arrays", "data.file=table.npz"]
     genmodels("train", "model=energy", *words, *QUICK, "run_dir=run")
     capsys.readouterr()
-    genmodels("evaluate", "ckpt=run", "chains=48", "densities=20")
+    genmodels("evaluate", "ckpt=run", "stages=[likelihood]", "chains=48", "densities=20")
     out = capsys.readouterr().out
     made = report()["likelihood"][0]["made"]
     assert report()["likelihood"][0]["kind"] == "ais" and made["chains"] == 48 and made["steps"] == 20
     assert "of 48 chains count" in out and "reverse, approximate" in out
     assert report()["likelihood"][0]["se_mc"] is None and made["log_z_stderr"] > 0
-    genmodels("evaluate", "ckpt=run", "normaliser=none", "out=run/none.json")
+    genmodels("evaluate", "ckpt=run", "stages=[likelihood]", "normaliser=none", "out=run/none.json")
     row = report("none.json")["likelihood"][0]
     assert row["kind"] == "unnormalised" and row["nll"] is None and "not asked for" in row["reason"]
     assert "no likelihood" in capsys.readouterr().out
@@ -85,7 +85,8 @@ def test_an_energy_of_digits_answers_for_the_integers(here):
     genmodels("sample", "ckpt=run", "n=3", "steps=3", "out=three.npz")
     x = np.load("three.npz")["x"]
     assert x.dtype == np.uint8 and x.max() <= 16
-    genmodels("evaluate", "ckpt=run", "limit=20", "chains=16", "densities=5", "importance_samples=[1,2]")
+    few = ["limit=20", "chains=16", "densities=5", "importance_samples=[1,2]"]
+    genmodels("evaluate", "ckpt=run", "stages=[likelihood]", *few)
     rows = report("report_first20.json")["likelihood"]
     assert [r["made"]["importance_samples"] for r in rows] == [1, 2] and rows[0]["kind"] == "ais"
     assert rows[1]["bits_per_dim"] < rows[0]["bits_per_dim"]
@@ -99,7 +100,7 @@ def test_a_score_model_draws_and_says_why_it_has_no_likelihood(here, capsys):
         genmodels("sample", *words, "n=1", "start=2", "out=one.npz")
         many, one = np.load(f"{sampler}.npz")["x"].astype(int), np.load("one.npz")["x"].astype(int)
         assert np.abs(many[2] - one[0]).max() <= 1
-    genmodels("evaluate", "ckpt=run", "limit=20")
+    genmodels("evaluate", "ckpt=run", "stages=[likelihood]", "limit=20")
     assert "a field of scores has no energy" in capsys.readouterr().out
     row = report("report_first20.json")["likelihood"][0]
     assert row["kind"] == "unnormalised" and row["bits_per_dim"] is None

@@ -143,14 +143,14 @@ def test_the_offline_wandb_run_holds_metrics_configuration_and_pictures(trained)
     written = [float(r["val/bits_per_dim"]) for r in rows if r["val/bits_per_dim"]]
     assert history["val/bits_per_dim"] == pytest.approx(written)
     assert config["model"]["net"]["channels"] == 8 and config["data"]["_target_"].endswith("Digits")
-    pictures = [name for value in history["samples.filenames"] for name in value]
+    pictures = [name for value in history["pictures/samples.filenames"] for name in value]
     media = next((trained[1] / "wandb").glob("offline-run-*")) / "files"
     assert len(pictures) == 2 and all((media / name).is_file() for name in pictures)
 
 
 def test_the_final_evaluation_reaches_the_same_offline_run(trained):
     cwd, folder, _ = trained
-    genmodels("evaluate", f"ckpt={folder}", "draws=3", f"out={folder}/other.json", cwd=cwd)
+    genmodels("evaluate", f"ckpt={folder}", "draws=3", "stages=[likelihood]", f"out={folder}/other.json", cwd=cwd)
     value = json.loads((folder / "other.json").read_text())["likelihood"][0]["bits_per_dim"]
     records = offline_records(folder)
     assert len({r.run.run_id for r in records if r.run.run_id}) == 1
@@ -165,7 +165,7 @@ def test_tensorboard_has_them_too(trained):
 
     events = EventAccumulator(str(trained[1] / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
-    assert "val/bits_per_dim" in events.Tags()["scalars"] and len(events.Images("samples")) == 2
+    assert "val/bits_per_dim" in events.Tags()["scalars"] and len(events.Images("pictures/samples")) == 2
 
 
 def test_the_scripts(trained):
@@ -226,7 +226,7 @@ def test_single_pictures_raw_weights_and_the_path(trained, tmp_path):
 
 def test_evaluate_reports_the_likelihood_with_its_kind_and_error(trained):
     cwd, folder, _ = trained
-    done = genmodels("evaluate", f"ckpt={folder}", cwd=cwd)
+    done = genmodels("evaluate", f"ckpt={folder}", "stages=[likelihood]", cwd=cwd)
     report = json.loads((folder / "report.json").read_text())
     (row,) = report["likelihood"]
     assert row["kind"] == "lower_bound" and row["mark"] == "<=" and row["n"] == report["data"]["items"] == 359
@@ -243,7 +243,7 @@ def test_evaluate_does_not_depend_on_the_batch_size_and_gives_the_error_of_its_d
     _, folder, _ = trained
     values = []
     for size in (1, 64):
-        words = [f"ckpt={folder / 'best.ckpt'}", "draws=4", "limit=40", f"batch_size={size}"]
+        words = [f"ckpt={folder / 'best.ckpt'}", "draws=4", "limit=40", f"batch_size={size}", "stages=[likelihood]"]
         genmodels("evaluate", *words, f"out={tmp_path}/{size}.json", cwd=tmp_path)
         report = json.loads((tmp_path / f"{size}.json").read_text())
         values.append(report["likelihood"][0]["bits_per_dim"])
@@ -255,7 +255,7 @@ def test_a_smoke_run_is_judged_on_a_few_items_and_says_so(tmp_path):
     words = ["model=ddpm", "model.net.channels=8", "model.num_steps=30", *QUICK, "trainer.limit_evaluation=7"]
     genmodels("train", *words, "logger=csv", "run_dir=run", cwd=tmp_path)
     for limit, name, items in (([], "report_first7.json", 7), (["limit=all"], "report.json", 359)):
-        genmodels("evaluate", "ckpt=run", "draws=2", *limit, cwd=tmp_path)
+        genmodels("evaluate", "ckpt=run", "draws=2", *limit, "stages=[likelihood]", cwd=tmp_path)
         data = json.loads((tmp_path / "run" / name).read_text())["data"]
         assert data["items"] == items and data["limited"] == (items == 7)
 
@@ -266,9 +266,10 @@ def test_two_checkpoints_make_one_table_and_a_broken_one_is_named(trained, tmp_p
     broken.parent.mkdir()
     broken.write_bytes((folder / "best.ckpt").read_bytes()[:-50])
     both = f"ckpt=[{folder / 'best.ckpt'},{folder / 'last.ckpt'},{broken}]"
-    done = genmodels("evaluate", both, "limit=8", f"out={tmp_path}/reports", cwd=cwd, code=1)
+    done = genmodels("evaluate", both, "limit=8", "stages=[likelihood]", f"out={tmp_path}/reports", cwd=cwd, code=1)
     assert done.stdout.count("lower_bound") == 2 and str(broken) in done.stderr
-    assert len(list((tmp_path / "reports").rglob("*.json"))) == 2
+    assert len(list((tmp_path / "reports").rglob("report*.json"))) == 2
+    assert (tmp_path / "reports" / "table.md").is_file()
 
 
 GLOW = ["model=glow", "model.steps=2", "model.hidden=8", *QUICK]
@@ -341,7 +342,7 @@ def test_the_way_between_two_items(tmp_path):
 def test_flows_of_points_have_an_exact_density(tmp_path, words):
     genmodels("train", *words, "data=toy", *QUICK, "run_dir=run", cwd=tmp_path)
     assert (tmp_path / "run" / "samples" / "step_000012.png").is_file()
-    assert "KL gap" in genmodels("evaluate", "ckpt=run", "limit=50", cwd=tmp_path).stdout
+    assert "KL gap" in genmodels("evaluate", "ckpt=run", "limit=50", "stages=[likelihood,proofs]", cwd=tmp_path).stdout
     report = json.loads((tmp_path / "run" / "report_first50.json").read_text())
     assert report["likelihood"][0]["kind"] == "exact" and report["likelihood"][0]["se_mc"] is None
 
@@ -351,7 +352,7 @@ def test_points_in_the_plane(tmp_path, words):
     genmodels("train", "model=ddpm", *words, *QUICK, "model.num_steps=30", "run_dir=run", cwd=tmp_path)
     assert (tmp_path / "run" / "samples" / "step_000012.png").is_file()
     genmodels("sample", "ckpt=run", "n=100", "path=way.gif", cwd=tmp_path)
-    done = genmodels("evaluate", "ckpt=run", "limit=50", cwd=tmp_path)
+    done = genmodels("evaluate", "ckpt=run", "limit=50", "stages=[likelihood,proofs]", cwd=tmp_path)
     assert "exact entropy" in done.stdout and "nats" in done.stdout
     report = json.loads((tmp_path / "run" / "report_first50.json").read_text())
     assert report["likelihood"][0]["kl_gap"] == pytest.approx(

@@ -1,4 +1,4 @@
-"""`genmodels evaluate`: the likelihood of a split, with its kind, its error and how it was made."""
+"""`genmodels evaluate`: likelihoods with their kinds and errors, samples, proofs and cost, of one model or of many."""
 
 from __future__ import annotations
 
@@ -10,98 +10,114 @@ def run(
     ckpt: str | list[str],
     split: Literal["train", "val", "test"] = "test",
     out: str | None = None,
+    stages: list[Literal["likelihood", "fidelity", "cost", "proofs"]] | None = None,
     draws: int | Literal["auto", "all"] = "auto",
     replicates: int = 2,
-    importance_samples: int | list[int] = 1,
+    importance_samples: int | list[int] | None = None,
+    ode: bool | Literal["auto"] = "auto",
+    ode_options: dict | None = None,
     normaliser: Literal["auto", "quadrature", "ais", "none"] | None = None,
     chains: int | None = None,
     densities: int | None = None,
+    samples: int | Literal["auto"] = "auto",
+    sampler: str | None = None,
+    steps: int | None = None,
+    temperature: float = 1.0,
+    features: Literal["auto", "classifier", "random-conv", "coordinates", "inception"] = "auto",
+    force: bool = False,
+    sweeps: list[Literal["steps", "temperature"]] | None = None,
+    ood: str | list[str] | None = None,
+    ood_data: dict | None = None,
+    proofs: Literal["default", "full"] = "default",
+    rank: Literal["kind", "across"] = "kind",
     batch_size: int = 256,
+    processes: int = 1,
     limit: int | Literal["all"] | None = None,
     seed: int = 0,
     ema: bool | float = True,
     data: dict | None = None,
+    cache: bool = True,
     device: str = "auto",
     trust: list[str] | None = None,
 ) -> None:
     """Judge trained models on a split of their data.
 
     Arguments:
-        ckpt: a checkpoint, a run folder, or a list of them.
+        ckpt: a checkpoint, a run folder, or a list of them, which makes one table.
         split: train, val or test.
-        out: the report's file (one checkpoint) or folder (several); default report.json beside each checkpoint.
+        out: the report's file (one checkpoint) or folder (several); default report.json beside each checkpoint, and
+            the table of several in the folder they share.
+        stages: what is judged, any of likelihood, fidelity, cost, proofs; default all.
         draws: terms of a diffusion bound: all of them, or a number of strata with one term each; auto is all where that
             takes at most 100,000 network evaluations, else 5 to 100 strata.
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
-        importance_samples: dequantisations of each item by a flow or an energy, K; a list gives one line for each K.
+        importance_samples: dequantisations of each item by a flow or an energy, K; a list gives one line for each K;
+            default 1 and 8, and 1 always.
+        ode: the likelihood of a diffusion by its probability-flow ODE, a line of its own; auto adds it for vectors of
+            few dimensions, where it is quick.
+        ode_options: its solver, tolerance, probes, ...
         normaliser: how log Z of an energy is found; default quadrature in one and two dimensions, else annealed
             importance sampling (ais); none leaves the energy alone.
         chains: chains of annealed importance sampling; default 256, 64 where limit is set.
         densities: densities between its base and the model; default 1,000, 50 where limit is set.
+        samples: how many samples are compared with as many items; auto is all items, at most 1,000.
+        sampler: how they are drawn, as in sample.py; default each family's own.
+        steps: number of sampling steps; default each sampler's own.
+        temperature: scale of the noise of samples.
+        features: the network whose features are compared; auto is a small classifier trained on the training split,
+            random convolutions for images without labels, the coordinates themselves for vectors.
+        force: compare fewer items than twice the number of features all the same.
+        sweeps: compare samples at several numbers of steps, at several temperatures, or both.
+        ood: another data set (fashion_mnist, ...), or noise or shuffled: which does the model find likelier?
+        ood_data: options of that data set, such as ood_data.root.
+        proofs: the default ones, bounded to a minute, or full.
+        rank: rank lines within each kind of likelihood, or across kinds, telling how each may err.
         batch_size: items judged at once.
+        processes: processes that share the items and the samples.
         limit: judge the first items of the split only (the report says so), or all; default as the run was configured,
             all unless trainer.limit_evaluation says otherwise.
         seed: seed of the noise.
         ema: averaged weights (true), raw ones (false), or the average of one decay.
         data: options of the data set that differ from training, such as data.root.
+        cache: keep results, and take those that were computed for the same checkpoint, settings and code.
         device: auto, cpu, cuda, ...
         trust: further packages whose classes a checkpoint may name.
     """
     from pathlib import Path
 
     from genmodels.errors import InputError, RunError
+    from genmodels.evaluation.request import Request
 
     paths = [Path(p) for p in ([ckpt] if isinstance(ckpt, str) else ckpt)]
     if not paths:
         raise InputError("ckpt=[] names no checkpoint")
-    for key, value, least in (("batch_size", batch_size, 1), ("replicates", replicates, 2)):
-        if value < least:
-            raise InputError(f"{key} must be at least {least}, got {value}")
-    counts = [importance_samples] if isinstance(importance_samples, int) else importance_samples
     partition = {"normaliser": normaliser, "chains": chains, "densities": densities}
-    partition = {key: value for key, value in partition.items() if value is not None}
-    numbers = [("limit", [limit]), ("draws", [draws]), ("importance_samples", counts or [0])]
-    for key, values in (*numbers, ("chains", [chains]), ("densities", [densities])):
-        for value in values:
-            if isinstance(value, int) and value < 1:
-                raise InputError(f"{key} must be at least 1, got {value}")
+    counts = [importance_samples] if isinstance(importance_samples, int) else importance_samples
+    others = [ood] if isinstance(ood, str) else ood
+    request = Request(
+        split=split, limit=limit, batch_size=batch_size, processes=processes, device=device, seed=seed, ema=ema,
+        stages=stages, importance_samples=counts, draws=draws, replicates=replicates,
+        partition={key: value for key, value in partition.items() if value is not None}, ode=ode,
+        ode_options=ode_options or {}, samples=samples, sampler=sampler, steps=steps, temperature=temperature,
+        features=features, force=force, sweeps=sweeps or [], ood=others or [], ood_data=ood_data or {}, proofs=proofs,
+        data=data or {}, trust=trust or [],
+    )  # fmt: skip
 
     from genmodels.training.archive import verify
 
     paths = [p / "best.ckpt" if p.is_dir() else p for p in paths]
-    failures = []
+    failures: dict[str, str] = {}
     for path in paths:
         try:
             verify(path)
         except RunError as error:
-            failures.append(str(error))
-    if len(failures) == len(paths):
-        raise RunError("; ".join(failures))
+            failures[str(path)] = str(error)
+    if len(failures) == len(set(map(str, paths))):
+        raise RunError("; ".join(failures.values()))
 
-    from genmodels.evaluation.evaluate import judge
-    from genmodels.evaluation.report import report_target, table, write_report
-    from genmodels.training.loggers import LoggerOptions, log_evaluation
+    from genmodels.evaluation.compare import compare
 
-    reports = []
-    for path in paths:
-        try:
-            report = judge(
-                path, split=split, draws=draws, replicates=replicates, importance_samples=counts,
-                batch_size=batch_size, limit=limit, seed=seed, ema=ema, data=data or {}, device=device,
-                trust=trust or [], partition=partition,
-            )
-        except RunError as error:
-            failures = [*failures, str(error)] if str(error) not in failures else failures
-            continue
-        reports.append(report)
-        judged = report["data"]["items"] if report["data"]["limited"] else None
-        target = report_target(path, out, len(paths) > 1, split, judged)
-        write_report(report, target)
-        report["written"] = str(target)
-        log_evaluation(path.parent, LoggerOptions(**report["config"].get("logger", {})), report)
-    print(table(reports))
-    for report in reports:
-        print(f"report: {report['written']}")
-        failures += [f"{report['checkpoint']['path']}: {note}" for note in report["failed"]]
-    if failures:
-        raise RunError("; ".join(failures))
+    whole = [path for path in paths if str(path) not in failures]
+    failed = compare(whole, request, out=out, rank=rank, keep=cache, several=len(paths) > 1, failures=failures)
+    if failed:
+        raise RunError("; ".join(failed))

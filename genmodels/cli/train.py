@@ -46,6 +46,7 @@ def run(
     from genmodels.training import run as parts
     from genmodels.training.archive import read_header
     from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid
+    from genmodels.training.dashboards import LearnedDensity, NoiseLevels
     from genmodels.training.loggers import LoggerOptions, close, log_config, run_id_of
     from genmodels.training.stream import initial_batch, training_stream
     from genmodels.training.trainer import TrainerOptions
@@ -92,8 +93,9 @@ def run(
         if resume is None:
             network.initialize(initial_batch(datamodule))
             parts.write_config(folder, config)
-        grids = SampleGrid(folder, options.sample_every_n_steps)
-        lightning = options.build(steps, [FiniteMetrics(), grids, checkpointing], str(folder))
+        drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
+        drawn = drawn if options.sample_every_n_steps else []
+        lightning = options.build(steps, [FiniteMetrics(), *drawn, checkpointing], str(folder))
         lightning.loggers = loggers = logging_options.build(folder, run_id_of(folder), done)
         if lightning.strategy.root_device.type == "cpu":
             parts.keep_freed_memory()
@@ -107,6 +109,8 @@ def run(
             + (f", resumed at step {done}" if resume else "")
         )
         logging.getLogger("genmodels").info("started with %s", config)
+        for line in parts.attention_paths(network.core, lightning.strategy.root_device.type):
+            logging.getLogger("genmodels").info("attention %s", line)
         start = time.monotonic()
         lightning.fit(
             network,

@@ -1,7 +1,8 @@
-"""`genmodels verify`: is a flow, a bijection, an attention what it says it is? A verdict for every law."""
+"""`genmodels verify`: is a flow, an energy, a schedule, an attention what it says it is? A verdict for every law."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -39,14 +40,15 @@ def run(
     logger: dict | None = None,
     checkpoint: dict | None = None,
 ) -> None:
-    """Prove a flow or an attention against its laws: inverses, log-determinants, distances, masks, storage.
+    """Prove a flow, an energy, a schedule or an attention against its laws: inverses, log-determinants, masks, storage.
 
     Arguments:
         model: a model as in training; its parameters are drawn at random, then it is initialised on the data.
         data: the data set it is built for.
         ckpt: a checkpoint or run folder instead: its trained weights as they are.
-        what: a bijection of your own instead, package.module:Class or a function that returns one; needs shape, trust.
-            Or attention: every mechanism of this package, or the one that object names.
+        what: a bijection, an energy or a noise schedule of your own instead, package.module:Class or (a bijection) a
+            function that returns one; needs trust, and shape but for schedules. Or attention: every mechanism of this
+            package, or the one that object names.
         object: with what=attention, package.module:factory of your own; factory(dim, heads) makes a module (x, mask).
         capabilities: what that module says of itself, as in [relative,cache,causal]; each names further laws.
         shape: event shape for what, as in shape=[3,8,8]; of attention on maps height and width.
@@ -153,7 +155,12 @@ def _planted(compiler: str | None, verbose: bool, attention: bool) -> None:
         from genmodels.evaluation.planted import self_test
 
     missed = []
-    for name, planted, report, right in self_test(compiler):
+    found = self_test(compiler)
+    if not attention:
+        from genmodels.evaluation import planted_kinds
+
+        found = chain(found, planted_kinds.self_test())
+    for name, planted, report, right in found:
         told = ", ".join(report.broken) or "every law holds"
         print(f"{'as it must' if right else 'WRONG':<11} {name:<40} {told}", flush=True)
         if verbose:
@@ -211,14 +218,18 @@ def _model(
 def _own(
     what: str, shape: list[int] | None, options: dict, cond: str | None, trust: list[str], how: Options
 ) -> Findings:
-    """The proof of a user's bijection."""
+    """The proof of a user's bijection, noise schedule or energy."""
+    from genmodels.cli import verify_kinds
     from genmodels.errors import InputError
 
+    maker = _located(what, trust)
+    other = verify_kinds.own(maker, what, shape, options, how.seed)
+    if other is not None:
+        return other
     if not shape:
         raise InputError("shape is missing, the event shape of x: add for example shape=[3,8,8]")
     if min(shape) < 1:
         raise InputError(f"shape must hold positive sizes, got {shape}")
-    maker = _located(what, trust)
 
     import torch
 

@@ -68,6 +68,7 @@ class Likelihood:
         index: (N,) positions in the split, or None.
         parts: named summands of the cost -nats, (N,) each (prior, diffusion, reconstruction of a bound).
         profile: the cost by noise level, for diffusion.
+        evaluations: (N,) calls of the network for each example, where they differ, or None.
 
     Example:
         >>> l = Likelihood(torch.tensor([-1800.0, -2000.0, -2200.0]), "lower_bound", 784, 256)
@@ -84,6 +85,7 @@ class Likelihood:
     index: Tensor | None = None
     parts: dict[str, Tensor] = field(default_factory=dict)
     profile: Profile | None = None
+    evaluations: Tensor | None = None
 
     def __post_init__(self):
         if self.kind not in MARKS:
@@ -101,7 +103,8 @@ class Likelihood:
 
     def cpu(self) -> Likelihood:
         """The same values on the CPU."""
-        moved = {k: None if (v := getattr(self, k)) is None else v.cpu() for k in ("nats", "dims", "stderr", "index")}
+        names = ("nats", "dims", "stderr", "index", "evaluations")
+        moved = {name: None if (value := getattr(self, name)) is None else value.cpu() for name in names}
         parts = {name: value.detach().cpu() for name, value in self.parts.items()}
         profile = None if self.profile is None else self.profile.cpu()
         return Likelihood(kind=self.kind, levels=self.levels, made=self.made, parts=parts, profile=profile, **moved)
@@ -167,7 +170,7 @@ class Likelihood:
             values = [getattr(part, name) for part in parts]
             return None if any(v is None for v in values) else torch.cat(values)
 
-        joined = {name: together(name) for name in ("nats", "dims", "stderr", "index")}
+        joined = {name: together(name) for name in ("nats", "dims", "stderr", "index", "evaluations")}
         names = set.intersection(*(set(part.parts) for part in parts))
         summands = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts if name in names}
         profile = None if any(part.profile is None for part in parts) else sum(part.profile for part in parts)
@@ -183,7 +186,8 @@ class Likelihood:
             seen = self.index.bincount(minlength=len(self))
             missing, repeated = (seen == 0).nonzero().flatten().tolist(), (seen > 1).nonzero().flatten().tolist()
             raise RunError(f"evaluation lost items: missing {missing[:3]}, repeated {repeated[:3]}")
-        sort = {name: None if (v := getattr(self, name)) is None else v[order] for name in ("nats", "dims", "stderr")}
+        names = ("nats", "dims", "stderr", "evaluations")
+        sort = {name: None if (v := getattr(self, name)) is None else v[order] for name in names}
         parts = {name: value[order] for name, value in self.parts.items()}
         same = {name: getattr(self, name) for name in ("kind", "levels", "made", "profile")}
         return Likelihood(index=expected, parts=parts, **same, **sort)

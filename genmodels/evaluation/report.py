@@ -1,10 +1,14 @@
-"""The report of an evaluation: report.json, and its table for the terminal."""
+"""The report of an evaluation: report.json with its arrays, and the words its numbers are told in."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+
+import numpy as np
+from torch import Tensor
 
 from genmodels.training.archive import write_whole
 
@@ -19,17 +23,39 @@ def report_target(checkpoint: Path, out: str | None, several: bool, split: str =
     return folder / name
 
 
+def arrays_target(target: Path) -> Path:
+    """Where the arrays of a report go: beside it.
+
+    Example:
+        >>> str(arrays_target(Path("runs/a/report.json")))
+        'runs/a/report.npz'
+    """
+    return target.with_suffix(".npz")
+
+
+def write_arrays(arrays: Mapping[str, Tensor], target: Path) -> None:
+    """Write the arrays of a report whole: per-example likelihoods, samples, densities."""
+    plain = {name: value.numpy() for name, value in arrays.items()}
+    write_whole(target, lambda file: np.savez_compressed(file, **plain))
+
+
 def write_report(report: dict, target: Path) -> None:
     """Write report.json whole; numbers that are not finite become null."""
-    text = json.dumps(_plain(report), indent=1, allow_nan=False)
+    text = json.dumps(plain(report), indent=1, allow_nan=False)
     write_whole(target, lambda file: file.write(text + "\n"), mode="w")
 
 
-def _plain(value):
+def plain(value):
+    """The same of dictionaries with text keys, lists, and numbers that JSON knows; others become None.
+
+    Example:
+        >>> plain({1: (float("nan"), 2.0)})
+        {'1': [None, 2.0]}
+    """
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -67,54 +93,3 @@ def about_log_z(made: dict) -> str:
     bracket = f"between {made['log_z_lower']:.2f} and {upper} nats by {made['estimate']}"
     count = f"{made['ess']:.0f} of {made['chains']} chains count"
     return f"log Z {made['log_z']:.2f} +- {made['log_z_stderr']:.2f} {bracket}, {count}{note}"
-
-
-def table(reports: list[dict]) -> str:
-    """The likelihoods as a table for the terminal, with the references below."""
-    lines = [["", "model", "data", "parameters", "step", "value", "unit", "kind", "how", "seconds"]]
-    notes: dict[str, None] = {}
-    for report in reports:
-        checkpoint, data = report["checkpoint"], report["data"]
-        for entry in report["likelihood"]:
-            bits = data["levels"] is not None
-            none = entry["kind"] == "unnormalised"
-            value = entry.get("bits_per_dim") if bits else entry.get("nll")
-            made = entry["made"]
-            how = f"{made.get('draws', 'all')} of {made['terms']} terms" if "terms" in made else ""
-            how = f"K = {made['importance_samples']}, {made['dequantisation']}" if "importance_samples" in made else how
-            how += f" given the {made['given']}" if "given" in made else ""
-            number = f"{len(lines)}"
-            lines.append([
-                number,
-                f"{checkpoint['family']} ({checkpoint['weights']})",
-                f"{data['name']}/{data['split']} ({data['items']})",
-                f"{checkpoint['parameters']:,}",
-                str(checkpoint["step"]),
-                "none" if none else f"{entry['mark']} {with_error(value, entry.get('se_data'))}",
-                "bits/dim" if bits else "nats",
-                entry["kind"],
-                how,
-                f"{entry.get('seconds', report['seconds']['likelihood']):.0f}",
-            ])
-            if len(reports) > 1:
-                notes[f"{number}: {checkpoint['path']}"] = None
-            if none:
-                notes[f"{number}: no likelihood: {entry['reason']}"] = None
-            elif "log_z" in made:
-                notes[f"{number}: {about_log_z(made)}"] = None
-            if entry.get("se_mc") is not None:
-                notes[f"{number}: of the error, {entry['se_mc']:.4f} comes from the draws alone"] = None
-            if entry.get("kl_gap") is not None:
-                bound = {"exact": "", "lower_bound": " at most"}.get(entry["kind"], " about")
-                exact, gap = f"exact entropy {entry['entropy']:.4f} nats", f"KL gap{bound} {entry['kl_gap']:.4f} nats"
-                notes[f"{number}: {exact}: {gap}"] = None
-        for reference in report["references"]:
-            if reference["unit"] == "bits_per_dim" and reference["value"] is not None:
-                notes[f"reference on {data['name']}: {reference['name']} {reference['value']:.4f} bits/dim"] = None
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    rows = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-    rule = "  ".join("-" * w for w in widths)
-    bounds = any(" <= " in row for row in rows)
-    legend = ["<= means: the true value is at most this"] if bounds else []
-    legend.append("in brackets: one standard error over the items, in the last digits shown")
-    return "\n".join([rows[0], rule, *rows[1:], *notes, *legend])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.errors import RunError
 from genmodels.evaluation.likelihood import Likelihood
+from genmodels.models.breakdown import breakdown
 from genmodels.models.diagnosis import explain_nonfinite
 from genmodels.models.ema import EMA
 from genmodels.models.optimizer import Optimizer
@@ -61,6 +62,8 @@ class GenerativeModel(pl.LightningModule):
     family = "model"
     #: Whether `trainer.compile=true` may let float32 products run in TF32; not where an inverse has to undo them.
     tolerates_tf32 = True
+    #: Whether a conditional model also knows what holds for all classes, told by `cond=None`.
+    has_null_class = False
     core: nn.Module
 
     def __init__(self, spec: DataSpec):
@@ -71,6 +74,7 @@ class GenerativeModel(pl.LightningModule):
         self.figures: dict[str, float] = {}
         self.run_config: dict = {}
         self.finished = False
+        self.validated: Likelihood | None = None  # of the last validation, all items
         self._pending: list[Likelihood] = []
         self._last: tuple[Batch, Loss] | None = None
 
@@ -176,6 +180,7 @@ class GenerativeModel(pl.LightningModule):
         if not torch.isfinite(norm):
             raise RunError(explain_nonfinite(self, *self._last))
         self.log("train/gradient_norm", norm)
+        self.log("train/learning_rate", optimizer.param_groups[0]["lr"])
 
     def optimizer_step(self, *args, **kwargs) -> None:
         """The optimiser's step, then the averages'."""
@@ -194,16 +199,23 @@ class GenerativeModel(pl.LightningModule):
         self._pending.append(self.log_likelihood(batch, seed=self.seed, **self.validation_options()).cpu())
 
     def on_validation_epoch_end(self) -> None:
-        """Gather the batches of all processes and log one number: bits/dim, or nats for continuous data."""
+        """Gather the batches of all processes, and log their likelihood."""
         result = Likelihood.concatenate(gather(self._pending))
         self._pending = []
+        self.log_validation(result)
+
+    def log_validation(self, result: Likelihood) -> None:
+        """Log one number, bits/dim, or nats for continuous data; beside it its parts and its share of noise levels."""
         if result.levels is None:
             name, value = "val/nll", None if (mean := result.mean_nats()) is None else -mean
         else:
             name, value = "val/bits_per_dim", result.mean_bits_per_dim()
         self.log(name, float("nan") if value is None else value, rank_zero_only=False)
+        for part, share in breakdown(result).items():
+            self.log(part, share, rank_zero_only=False)
         if value is not None:
             self.figures[name] = value
+        self.validated = result
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 

@@ -8,11 +8,14 @@ from torch import Tensor, nn
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.energy import DivergenceGuard, ExactScoreMatching, SlicedScoreMatchingVR
 from genmodels.energy.losses import half_square
+from genmodels.errors import RunError
+from genmodels.evaluation.likelihood import Likelihood
 from genmodels.models.base import GenerativeModel, gather
 from genmodels.models.encoding import Encoding
 from genmodels.random import KeyedGenerator
 
 _EXACT = 64  # dimensions up to which validation takes the exact loss
+_QUADRATURE = 2  # dimensions up to which validation knows log Z
 _PROBES = 10
 _GUARD_EVERY = 10
 
@@ -21,8 +24,9 @@ class ScoreMatched(GenerativeModel):
     """A model whose core has an energy and is trained by score matching, in units z of its encoding.
 
     Validation takes the exact loss up to 64 dimensions and ten fixed projections beyond, whatever loss trains, so that
-    runs compare. It logs what tells early that an energy goes wrong: the spread of the energies, the mean length of the
-    scores, the trace of their Jacobian, and the loss on held-out over that on training data.
+    runs compare; in one and two dimensions, where log Z is cheap, the likelihood is logged too. It logs what tells
+    early that an energy goes wrong: the spread of the energies, the mean length of the scores, the trace of their
+    Jacobian, and the loss on held-out over that on training data.
 
     Arguments:
         spec: the data set this model is built for.
@@ -39,6 +43,7 @@ class ScoreMatched(GenerativeModel):
         self.encoding, self.noise = encoding, noise
         self.guard = DivergenceGuard(spec.dims, patience=100 // _GUARD_EVERY)
         self._probe: Tensor | None = None
+        self._likelihoods: list[Likelihood] = []
 
     def points(self, x: Tensor, generator: KeyedGenerator) -> Tensor:
         """z as training sees it, noise included."""
@@ -97,6 +102,16 @@ class ScoreMatched(GenerativeModel):
         self._pending.append(self.score_matching(self.weights(), z, noise).cpu())
         if batch_idx == 0:
             self._probe = z[:64]
+        if self.spec.dims <= _QUADRATURE and self.spec.levels is None:
+            self._likelihoods += self._likelihood(batch)
+
+    def _likelihood(self, batch: Batch) -> list[Likelihood]:
+        """The likelihood of a batch as far as log Z is known; an energy that does not fall off yet has none."""
+        try:
+            found = self.log_likelihood(batch, seed=self.seed).cpu()
+        except RunError:
+            return []
+        return [] if found.kind == "unnormalised" or len(found.nonfinite) else [found]
 
     def on_validation_epoch_end(self) -> None:
         """Log the figure and what is monitored beside it."""
@@ -104,6 +119,9 @@ class ScoreMatched(GenerativeModel):
         self._pending = []
         self.log("val/score_matching", value, rank_zero_only=False)
         self.figures["val/score_matching"] = value
+        likelihoods, self._likelihoods = gather(self._likelihoods), []
+        if likelihoods:
+            self.log_validation(Likelihood.concatenate(likelihoods))
         for name, number in self._monitored(value).items():
             self.log(f"monitor/{name}", number, sync_dist=self._rank_world[1] > 1)
         self._probe = None

@@ -13,8 +13,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 
 from genmodels.errors import Interrupted, RunError
 from genmodels.evaluation.pictures import columns_for, picture_of
-from genmodels.training.archive import write_whole
-from genmodels.training.loggers import log_picture
+from genmodels.training.loggers import show
 
 
 @dataclass(kw_only=True)
@@ -192,9 +191,7 @@ class SampleGrid(Callback):
         picture = picture_of(samples.x.cpu(), pl_module.spec, columns)
         pictures = {} if picture is None else {"samples": picture}
         for name, drawn in (pictures | further).items():
-            path = self.run_dir / name / f"step_{step:06d}.png"
-            write_whole(path, lambda file, drawn=drawn: drawn.save(file, format="PNG"))
-            log_picture(trainer.loggers, name, drawn, step)
+            show(self.run_dir, trainer.loggers, name, drawn, step)
 
 
 class FiniteMetrics(Callback):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 import logging
 import netrc
 import os
@@ -20,6 +19,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from genmodels.errors import InputError, RunError
 from genmodels.training.archive import write_whole
+from genmodels.training.final import COLUMNS, as_markdown, rows_of, values_of
 
 
 @dataclass(kw_only=True)
@@ -165,10 +165,12 @@ class CSVLogger(Logger):
 
 
 @rank_zero_only
-def log_picture(loggers: list[Logger], key: str, picture: Image.Image, step: int) -> None:
-    """Send one picture to every logger that shows pictures."""
+def show(run_dir: Path, loggers: list[Logger], name: str, picture: Image.Image, step: int) -> None:
+    """Keep a picture in the folder `name` of a run, and send it to every logger that shows pictures."""
     import numpy as np
 
+    path, key = run_dir / name / f"step_{step:06d}.png", f"pictures/{name}"
+    write_whole(path, lambda file: picture.save(file, format="PNG"))
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             logger.log_image(key, [picture], step=step)
@@ -194,29 +196,44 @@ def run_id_of(run_dir: Path) -> str:
 
 
 def log_evaluation(run_dir: Path, options: LoggerOptions, report: dict) -> bool:
-    """Send an evaluation to the W&B run of the folder: a table of likelihoods, and their values in the summary.
+    """Send an evaluation to the run's W&B records and event files: a table of likelihoods, and single values.
 
-    Returns whether there was such a run; without W&B in the run's configuration, nothing is sent.
+    Returns whether there was a W&B run; without W&B in the run's configuration, nothing is sent there.
     """
+    name = f"evaluation/{report['data']['split']}"
+    values = {f"{name}/{key}": value for key, value in values_of(report).items()}
+    if options.tensorboard and (run_dir / "tensorboard").is_dir():
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(run_dir / "tensorboard")) as writer:
+            step = report["checkpoint"]["step"]
+            writer.add_text(name, as_markdown(report), step)
+            for key, value in values.items():
+                writer.add_scalar(key, value, step)
     if options.wandb == "off" or not (run_dir / "wandb").is_dir():
         return False
     run, wandb = options.wandb_run(run_dir, run_id_of(run_dir)), quiet_wandb()
-    split, columns = report["data"]["split"], ["kind", "value", "unit", "se_data", "se_mc", "items", "weights", "made"]
-    unit = "nll" if report["data"]["levels"] is None else "bits_per_dim"
-    table = wandb.Table(columns=columns)
-    values = {f"evaluation/{split}": table}
-    for row in report["likelihood"]:
-        value, errors, weights = row.get(unit), (row.get("se_data"), row.get("se_mc")), report["checkpoint"]["weights"]
-        table.add_data(row["kind"], value, unit, *errors, row["n"], weights, json.dumps(row["made"]))
-        values[f"evaluation/{split}/{unit}/{row['kind']}"] = value
-    run.log(values)  # one record: what is logged last is the summary too
-    run.finish()
+    table = wandb.Table(columns=COLUMNS)
+    for row in rows_of(report):
+        table.add_data(*row)
+    run.log({name: table, **values})  # one record: what is logged last is the summary too
+    _finish()
     return True
+
+
+def _finish() -> None:
+    """End the W&B run of this process, if there is one, and the service that writes it.
+
+    The file of a second run in the same process would otherwise be written only when the process ends.
+    """
+    wandb = quiet_wandb()
+    if wandb.run is not None:
+        wandb.finish()
+        wandb.teardown()
 
 
 def close(logger: Logger) -> None:
     """Write what is left and end the logger's run, so that the next one in this process is its own."""
     logger.save()
     if isinstance(logger, WandbLogger):
-        if quiet_wandb().run is not None:
-            quiet_wandb().finish()
+        _finish()

@@ -13,9 +13,12 @@ from pathlib import Path
 
 import torch
 import yaml
+from torch import nn
 
 from genmodels.errors import InputError, RunError
 from genmodels.models.base import GenerativeModel
+from genmodels.nn.attention import Attention
+from genmodels.nn.attention.backend import choose
 from genmodels.training.archive import read_header, write_whole
 
 _FOLDER = "GENMODELS_RUN_DIR"  # tells the processes of one run their common folder
@@ -172,6 +175,18 @@ def say(*lines: str) -> None:
 def write_config(folder: Path, config: dict) -> None:
     """config.yaml of the run folder."""
     write_whole(folder / "config.yaml", lambda f: f.write(yaml.safe_dump(config, sort_keys=False)), mode="w")
+
+
+def attention_paths(model: nn.Module, device_type: str) -> list[str]:
+    """One line for each attention of a model: the path that it takes on such a device, and why.
+
+    Example:
+        >>> from genmodels.nn.attention import Rotary
+        >>> attention_paths(nn.Sequential(Attention(8, 2, Rotary(8, 2))), "cpu")
+        ['0: sdpa, fused; positions turn q and k beforehand']
+    """
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, Attention))
+    return [f"{name}: {', '.join(choose(a.backend, a.derivatives, a.position, device_type))}" for name, a in found]
 
 
 def summary(model: GenerativeModel, folder: Path) -> list[str]:

@@ -6,32 +6,12 @@ import json
 import math
 from pathlib import Path
 
-from genmodels.evaluation.report import report_target, table, with_error, write_report
-
-
-def report(**row) -> dict:
-    return {
-        "checkpoint": {"family": "ddpm", "weights": "ema", "parameters": 1234567, "step": 9, "path": "a/best.ckpt"},
-        "data": {"name": "digits", "split": "test", "items": 359, "levels": 17},
-        "likelihood": [{
-            "mark": "<=", "kind": "lower_bound", "bits_per_dim": 2.0, "se_data": 0.01, "se_mc": None,
-            "made": {"terms": 999}, **row,
-        }],
-        "references": [{"name": "uniform", "unit": "bits_per_dim", "value": math.log2(17)}],
-        "seconds": {"likelihood": 1.0},
-    }
+from genmodels.evaluation.report import report_target, with_error, write_report
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
     write_report({"a": math.nan, "b": [math.inf, 1.5], "c": {"d": -math.inf}}, tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text()) == {"a": None, "b": [None, 1.5], "c": {"d": None}}
-
-
-def test_the_table_marks_a_bound_and_says_how_it_was_made():
-    text = table([report(), report(made={"terms": 999, "draws": 20}, se_mc=0.002)])
-    assert "<= 2.0000(100)" in text and "all of 999 terms" in text and "20 of 999 terms" in text
-    assert "0.0020 comes from the draws" in text and "uniform 4.0875" in text
-    assert "not finite" in table([report(bits_per_dim=None)])
 
 
 def test_error_digits():

@@ -1,0 +1,83 @@
+"""What was computed once: results by the hash of everything they depend on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from genmodels.training.archive import write_whole
+
+#: Raised when the layout of stored results changes.
+FORMAT = 1
+
+
+def cache_folder() -> Path:
+    """Where results are kept: $GENMODELS_CACHE, or genmodels in the user's cache folder."""
+    given = os.environ.get("GENMODELS_CACHE")
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "genmodels"
+
+
+@functools.cache
+def code_hash() -> str:
+    """A hash of the sources of this package: other code is not trusted to have computed the same."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def key_of(**parts) -> str:
+    """The name of a result: a hash of plain values.
+
+    Example:
+        >>> key_of(stage="cost", seed=0) == key_of(seed=0, stage="cost") != key_of(stage="cost", seed=1)
+        True
+    """
+    text = json.dumps({**parts, "format": FORMAT}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Cache:
+    """Results in a folder, one file each, written whole; a file that cannot be read is as good as none.
+
+    Arguments:
+        folder: where; None keeps nothing.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     cache = Cache(Path(folder))
+        ...     first = cache.get("a"), cache.put("a", {"x": torch.ones(2)})["x"].tolist()
+        ...     first, cache.get("a")["x"].tolist(), Cache(None).get("a")
+        ((None, [1.0, 1.0]), [1.0, 1.0], None)
+    """
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+
+    def get(self, key: str):
+        """The result of that name, or None."""
+        if self.folder is None:
+            return None
+        path = self.folder / f"{key}.pt"
+        if not path.is_file():
+            return None
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception:  # cut by a full disk, or written by something else: computed anew and overwritten
+            return None
+
+    def put(self, key: str, value):
+        """Keep a result of tensors and plain types; returns it."""
+        if self.folder is not None:
+            write_whole(self.folder / f"{key}.pt", lambda file: torch.save(value, file))
+        return value

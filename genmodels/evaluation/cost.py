@@ -1,0 +1,142 @@
+"""What a sample costs: network evaluations, samples a second, the wait for one, memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+_WARM_UPS, _REPEATS, _FEWEST = 2, 20, 3
+
+
+class EvaluationCounter:
+    """Rows that go through a module while it is watched; guidance, which asks twice, counts twice.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> with EvaluationCounter(layer) as counter:
+        ...     _ = layer(torch.zeros(3, 2)), layer(torch.zeros(5, 2))
+        >>> counter.rows
+        8
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module, self.rows = module, 0
+
+    def __enter__(self) -> EvaluationCounter:
+        def count(_module, given, named, _output) -> None:
+            first = next(v for v in (*given, *named.values()) if isinstance(v, torch.Tensor))
+            self.rows += len(first)
+
+        self._handle = self.module.register_forward_hook(count, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_error) -> None:
+        self._handle.remove()
+
+
+def network_of(core: nn.Module) -> nn.Module | None:
+    """The network inside a core that a sampler asks, None where sampling does not go forward through one."""
+    for name in ("net", "network"):
+        found = getattr(core, name, None)
+        if isinstance(found, nn.Module):
+            return found
+    return None
+
+
+def evaluations_per_sample(model, samples, rows: int, n: int) -> float | None:
+    """Network evaluations for each sample: counted where a network is asked, else as the sampler says; 1 for flows."""
+    if hasattr(model.core, "flow"):
+        return 1.0
+    if rows:
+        return rows / n
+    said = samples.made.get("evaluations")
+    if said is None or hasattr(model, "bound_times"):
+        return said  # a diffusion tells the evaluations of one sample, chains those of all
+    return said / n
+
+
+def measure(model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0) -> dict:
+    """Samples a second in batches, and the time for one alone.
+
+    Two warm-ups are discarded, the device is synchronised, decoding to the data's units is included, writing is not.
+
+    Arguments:
+        model: the model.
+        draw: `draw(n, start)` gives samples.
+        batch_size: of the batches.
+        budget: seconds that all of it may take about; where one sample is slow, fewer than 20 are timed, at least 3.
+    """
+    begin = time.perf_counter()
+    _reset_peak(model.device)
+    network = network_of(model.weights())
+    first = _timed(model, draw, batch_size, 0)  # the first warm-up
+    count = EvaluationCounter(network) if network is not None else None
+    if count is not None:
+        count.__enter__()
+    samples = draw(batch_size, 0)  # the second one, counted
+    if count is not None:
+        count.__exit__()
+    evaluations = evaluations_per_sample(model, samples, count.rows if count is not None else 0, batch_size)
+    repeats = max(1, min(5, int(budget / 4 / max(first, 1e-6))))
+    batches = [_timed(model, draw, batch_size, 0) for _ in range(repeats)]
+    peak = _peak(model.device)
+    one = [_timed(model, draw, 1, 0) for _ in range(_WARM_UPS)][-1]
+    left = max(0.0, budget - (time.perf_counter() - begin))
+    singles = [_timed(model, draw, 1, 0) for _ in range(max(_FEWEST, min(_REPEATS, int(left / max(one, 1e-6)))))]
+    quantiles = torch.tensor(singles, dtype=torch.float64).quantile(torch.tensor([0.5, 0.95], dtype=torch.float64))
+    return {
+        "sampler": samples.made.get("sampler"), "steps": samples.made.get("steps"), "evaluations": evaluations,
+        "samples_per_second": batch_size / min(batches), "batch_size": batch_size,
+        "latency": {"p50": float(quantiles[0]), "p95": float(quantiles[1]), "n": len(singles)},
+        "peak_memory": peak, "seconds": time.perf_counter() - begin, "context": context_of(model),
+    }
+
+
+def context_of(model) -> str:
+    """Device, threads, precision, version: what a time belongs to."""
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
+    kept = next((t for t in model.core.state_dict().values() if t.is_floating_point()), torch.zeros(()))
+    precision = str(kept.dtype).removeprefix("torch.")
+    return f"{device}, {torch.get_num_threads()} threads, {precision}, not compiled, torch {torch.__version__}"
+
+
+def _timed(model, draw: Callable, n: int, start: int) -> float:
+    _wait(model.device)
+    begin = time.perf_counter()
+    draw(n, start)
+    _wait(model.device)
+    return time.perf_counter() - begin
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of this process starts again from here
+    except OSError:
+        pass  # elsewhere the peak is that of the whole process so far
+
+
+def _peak(device: torch.device) -> int | None:
+    """Peak memory in bytes: of the accelerator, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.is_file():
+        line = next((text for text in status.read_text().splitlines() if text.startswith("VmHWM")), None)
+        if line is not None:
+            return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,278 @@
+"""Features in which samples are compared: one named network, its hash and its accuracy beside every number."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from genmodels.data.spec import DataSpec
+from genmodels.errors import InputError
+from genmodels.evaluation.cache import Cache, key_of
+from genmodels.random import seed_of
+
+#: Dimensions of the features of every network here but Inception.
+WIDTH = 64
+#: Raised when the training of the classifier changes.
+RECIPE = 1
+_STEPS, _BATCH, _RATE = 500, 64, 3e-3
+_WEAK = 0.9  # held-out accuracy below which a classifier is no judge of digits
+
+
+@dataclass(frozen=True)
+class FeatureNetwork:
+    """A map from data in their own units to features.
+
+    Arguments:
+        name: what it is called beside every number.
+        dims: D.
+        sha256: hash of its weights.
+        compute: (B, *event) to (B, D).
+        accuracy: share of test items that it classifies rightly, None where it has no classes.
+        classify: (B, *event) to (B, K) logits, or None.
+        note: what has to be known of it.
+    """
+
+    name: str
+    dims: int
+    sha256: str
+    compute: Callable[[Tensor], Tensor]
+    accuracy: float | None = None
+    classify: Callable[[Tensor], Tensor] | None = None
+    note: str = ""
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, rows: int = 256) -> Tensor:
+        """(N, D) float32 features on the CPU, `rows` items at a time."""
+        return torch.cat([self.compute(part).float().cpu() for part in x.split(rows)])
+
+    @torch.no_grad()
+    def classes(self, x: Tensor, rows: int = 256) -> Tensor:
+        """(N,) the class that is found for each item."""
+        return torch.cat([self.classify(part).argmax(1).cpu() for part in x.split(rows)])
+
+    def told(self) -> dict:
+        """What stands beside every number."""
+        return {"name": self.name, "sha256": self.sha256, "accuracy": self.accuracy, "dims": self.dims,
+                "note": self.note}
+
+
+@dataclass
+class Items:
+    """The items that a network is made from: those of training and those it is tested on.
+
+    Arguments:
+        spec: what they are.
+        train, test: (N, *event) in the data's own units.
+        train_labels, test_labels: (N,) classes, or None.
+        train_hash: hash of the training items and labels.
+        cache: where a trained classifier is kept.
+    """
+
+    spec: DataSpec
+    train: Tensor
+    test: Tensor
+    train_labels: Tensor | None = None
+    test_labels: Tensor | None = None
+    train_hash: str = ""
+    cache: Cache = field(default_factory=lambda: Cache(None))
+
+
+class Scaled(nn.Module):
+    """Data in their own units to float32: integers to [-1, 1], continuous values standardised by the training data."""
+
+    def __init__(self, items: Items):
+        super().__init__()
+        levels = items.spec.levels
+        location, scale = torch.zeros(1), torch.ones(1)
+        if levels is not None:
+            location, scale = torch.full((1,), (levels - 1) / 2), torch.full((1,), (levels - 1) / 2)
+        elif len(items.train):
+            wide = items.train.double()
+            location, scale = wide.mean(0).float(), wide.std(0).clamp(min=1e-12).float()
+        self.register_buffer("location", location)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() - self.location) / self.scale
+
+
+class _Net(nn.Module):
+    """Three convolutions (perceptrons for vectors), 64 features, and a linear layer to the classes."""
+
+    def __init__(self, items: Items, num_classes: int):
+        super().__init__()
+        self.scaled = Scaled(items)
+        channels = items.spec.event_shape[0]
+        kind = {1: None, 2: nn.Conv1d, 3: nn.Conv2d}[len(items.spec.event_shape)]
+        if kind is None:
+            layers = [nn.Linear(channels, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()]
+            last = 128
+        else:
+            small = min(items.spec.event_shape[1:]) < 16
+            strides = (1, 2, 1) if small else (2, 2, 1)
+            layers, last = [], channels
+            for wide, stride in zip((16, 32, 32), strides, strict=True):
+                layers += [kind(last, wide, 3, stride, 1), nn.ReLU()]
+                last = wide
+            pool = {2: nn.AdaptiveAvgPool1d, 3: nn.AdaptiveAvgPool2d}[len(items.spec.event_shape)]
+            layers += [pool(4), nn.Flatten()]
+            last *= 4 ** (len(items.spec.event_shape) - 1)
+        self.body = nn.Sequential(*layers, nn.Linear(last, WIDTH), nn.ReLU())
+        self.head = nn.Linear(WIDTH, num_classes)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.body(self.scaled(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+def weights_hash(module: nn.Module) -> str:
+    """SHA-256 over names and bytes of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def classifier(items: Items) -> FeatureNetwork:
+    """A small network trained to tell the classes of the training items; its 64 features are the last hidden layer.
+
+    Raises:
+        InputError: for data without classes.
+    """
+    if items.train_labels is None or items.spec.num_classes is None:
+        raise InputError(f"features=classifier needs labels, and {items.spec.name} has none: use features=random-conv")
+    key = key_of(what="classifier", recipe=RECIPE, data=items.train_hash, torch=torch.__version__.split("+")[0],
+                 shape=list(items.spec.event_shape), classes=items.spec.num_classes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of("classifier", RECIPE))
+        net = _Net(items, items.spec.num_classes)
+    stored = items.cache.get(key)
+    if stored is None:
+        _train(net, items)
+        items.cache.put(key, net.state_dict())
+    else:
+        net.load_state_dict(stored)
+    net.eval()
+    accuracy = None
+    found = FeatureNetwork("classifier", WIDTH, weights_hash(net), net.features, None, net)
+    if items.test_labels is not None:
+        accuracy = float((found.classes(items.test) == items.test_labels).double().mean())
+    weak = accuracy is not None and accuracy < _WEAK
+    note = f"trained on the training split; only {accuracy:.1%} of the test items are told rightly" if weak else (
+        "trained on the training split")
+    return FeatureNetwork("classifier", WIDTH, found.sha256, net.features, accuracy, net, note)
+
+
+def _train(net: _Net, items: Items) -> None:
+    """The fixed recipe: Adam, one cycle of the learning rate, one thread, so that the weights come out the same."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        generator = torch.Generator().manual_seed(seed_of("classifier", "batches", RECIPE))
+        optimizer = torch.optim.Adam(net.parameters(), lr=_RATE)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=_STEPS)
+        net.train()
+        for _ in tqdm(range(_STEPS), desc="feature network", unit="step", mininterval=1):
+            rows = torch.randint(len(items.train), (_BATCH,), generator=generator)
+            loss = F.cross_entropy(net(items.train[rows]), items.train_labels[rows], label_smoothing=0.05)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def random_convolutions(items: Items) -> FeatureNetwork:
+    """The same convolutions with random weights of a fixed seed: for images and sequences without classes."""
+    if len(items.spec.event_shape) == 1:
+        raise InputError("features=random-conv is for images and sequences: vectors have features=coordinates")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of("random-conv", RECIPE))
+        net = _Net(items, 1).eval()
+    return FeatureNetwork("random-conv", WIDTH, weights_hash(net), net.features, note="random weights, fixed seed")
+
+
+def coordinates(items: Items) -> FeatureNetwork:
+    """The items themselves, standardised by the training items: for vectors, where each coordinate has a meaning."""
+    if len(items.spec.event_shape) != 1:
+        raise InputError("features=coordinates is for vectors: images have features=classifier or random-conv")
+    scaled = Scaled(items)
+    return FeatureNetwork("coordinates", items.spec.dims, weights_hash(scaled), scaled,
+                          note="standardised by the training split")
+
+
+def inception(items: Items) -> FeatureNetwork:
+    """The 2,048 pooled features of Inception v3 by torchvision's own loader.
+
+    These are torchvision's weights, not the converted ones of published Fréchet distances: no figure of a paper may
+    stand beside these.
+
+    Raises:
+        InputError: for data that are not images, and where the weights cannot be had, saying what to place where.
+    """
+    if not items.spec.is_image or items.spec.event_shape[0] not in (1, 3):
+        raise InputError("features=inception is for grey or colour images")
+    from torchvision.models import Inception_V3_Weights, inception_v3
+
+    weights = Inception_V3_Weights.IMAGENET1K_V1
+    file = weights.url.rsplit("/", 1)[1]
+    try:
+        net = inception_v3(weights=weights)
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(getattr(error, "reason", error)).split())[:120]
+        raise InputError(f"features=inception needs {file} (104 MB) from {weights.url}, and it could not be loaded "
+                         f"({reason}): place it in {torch.hub.get_dir()}/checkpoints") from error
+    net.fc = nn.Identity()
+    net.eval()
+    top = (items.spec.levels or 2) - 1
+    mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+
+    def compute(x: Tensor) -> Tensor:
+        x = (x.float() / top).clamp(0, 1).expand(-1, 3, -1, -1)
+        x = F.interpolate(x, (299, 299), mode="bilinear", antialias=True, align_corners=False)
+        return net((x - mean[:, None, None]) / deviation[:, None, None])
+
+    return FeatureNetwork("inception-torchvision", 2048, weights_hash(net), compute,
+                          note="torchvision's weights, not those of published figures")
+
+
+#: What `features=` may be.
+NETWORKS: dict[str, Callable[[Items], FeatureNetwork]] = {
+    "classifier": classifier, "random-conv": random_convolutions, "coordinates": coordinates, "inception": inception,
+}
+
+
+def dims_of(spec: DataSpec, name: str = "auto") -> int:
+    """How many features the network of that name has, before it is made.
+
+    Example:
+        >>> dims_of(DataSpec("digits", (1, 8, 8), levels=17)), dims_of(DataSpec("plane", (2,)))
+        (64, 2)
+    """
+    if name == "auto" and len(spec.event_shape) == 1 and spec.num_classes is None:
+        name = "coordinates"
+    return {"coordinates": spec.dims, "inception": 2048}.get(name, WIDTH)
+
+
+def network_for(items: Items, name: str = "auto") -> FeatureNetwork:
+    """The network of that name; `auto` is the classifier where there are labels, else what fits the events.
+
+    Example:
+        >>> items = Items(DataSpec("plane", (2,)), torch.randn(50, 2), torch.randn(50, 2))
+        >>> network_for(items).name, network_for(items)(items.test).shape
+        ('coordinates', torch.Size([50, 2]))
+    """
+    if name == "auto":
+        labelled = items.train_labels is not None and items.spec.num_classes is not None
+        name = "classifier" if labelled else "coordinates" if len(items.spec.event_shape) == 1 else "random-conv"
+    return NETWORKS[name](items)

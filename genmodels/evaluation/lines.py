@@ -1,0 +1,247 @@
+"""The likelihood lines of a model: which there are, how each is made, and what stands in the report of it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from genmodels.data.densities import density
+from genmodels.data.spec import DataSpec
+from genmodels.errors import InputError
+from genmodels.evaluation.likelihood import Likelihood
+from genmodels.evaluation.opened import Opened
+from genmodels.models.load import weights_of
+
+_AUTO_BUDGET = 100_000  # network evaluations that `draws=auto` spends on a bound, as far as 5 to 100 strata allow
+_ODE_BUDGET = 50_000  # scalars of vectors that `ode=auto` follows
+_IMPORTANCE_SAMPLES = (1, 8)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One likelihood of a model: what it is called in tables, the model's method, and its options."""
+
+    label: str
+    method: str
+    options: dict
+
+
+def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
+    """The lines of a model under a request, and notes on what was left out.
+
+    Raises:
+        InputError: for more terms of a bound than there are.
+    """
+    request, model, path = opened.request, opened.model, opened.path
+    known = inspect.signature(model.log_likelihood).parameters
+    options: dict = {"weights": weights_of(request.ema), "seed": request.seed}
+    lines, notes = [], []
+    if "draws" in known:
+        draws = request.draws
+        if draws == "auto":
+            draws = automatic_draws(opened.items, model.num_steps - 1, request.replicates)
+        if isinstance(draws, int) and draws >= model.num_steps:
+            raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the bound, got {draws}")
+        own = {"draws": None if draws == "all" else draws, "replicates": request.replicates}
+        lines.append(Line("bound", "log_likelihood", options | own))
+    if "normaliser" in known:
+        options |= chosen_partition(request.partition, opened.limited)
+    if "importance_samples" in known:
+        # An exact density needs no importance samples: one line says it all.
+        counts = sorted({1, *(request.importance_samples or _IMPORTANCE_SAMPLES)}) if model.spec.levels else [1]
+        lines += [Line(f"K = {k}" if model.spec.levels else "exact", "log_likelihood",
+                       options | {"importance_samples": k}) for k in counts]
+    if hasattr(model, "ode_likelihood"):
+        scalars = opened.items * model.spec.dims
+        vectors = len(model.spec.event_shape) == 1
+        if request.ode is True or (request.ode == "auto" and vectors and scalars <= _ODE_BUDGET):
+            own = {"weights": options["weights"], "seed": request.seed, **request.ode_options}
+            counts = sorted(set(request.importance_samples or [1])) if model.spec.levels else []
+            lines += [Line(f"probability-flow ODE, K = {k}", "ode_likelihood", {"importance_samples": k} | own)
+                      for k in counts] or [Line("probability-flow ODE", "ode_likelihood", own)]
+        elif request.ode == "auto":
+            notes.append(f"the probability-flow ODE of {path} was left out, it takes long: ode=true adds it")
+    return lines or [Line("no likelihood", "log_likelihood", options)], notes
+
+
+def check_options(models: Sequence[Opened]) -> None:
+    """Raise an InputError for an option that none of the models takes; in a table of many it is for those that do."""
+    request = models[0].request
+    known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
+    given = [
+        ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
+        (", ".join(request.partition), "normaliser", "energies", bool(request.partition)),
+        ("importance_samples", "importance_samples", "flows and energies", request.importance_samples is not None),
+    ]
+    by_ode = any(hasattr(opened.model, "ode_likelihood") for opened in models)
+    if by_ode and request.ode is not False:
+        known.add("importance_samples")
+    for name, needed, families, asked in given:
+        if asked and needed not in known:
+            raise _nobody(name, families, models)
+    if (request.ode is True or request.ode_options) and not by_ode:
+        raise _nobody("ode", "diffusion models", models)
+
+
+def _nobody(name: str, families: str, models: Sequence[Opened]) -> InputError:
+    held = ", ".join(f"{opened.path} holds a {opened.model.family}" for opened in models)
+    return InputError(f"{name} is for {families}: {held}")
+
+
+def automatic_draws(items: int, terms: int, replicates: int) -> int | str:
+    """`all` terms of a bound where that is cheap, else the number of strata that fits the budget, from 5 to 100.
+
+    Example:
+        >>> automatic_draws(50, 999, 2), automatic_draws(360, 999, 2), automatic_draws(10_000, 999, 2)
+        ('all', 100, 5)
+    """
+    if items * terms <= _AUTO_BUDGET:
+        return "all"
+    return min(terms, max(5, min(100, _AUTO_BUDGET // (items * replicates))))
+
+
+def chosen_partition(given: dict, limited: bool) -> dict:
+    """How log Z is found, where it needs annealed importance sampling: with less effort where few items are judged.
+
+    Example:
+        >>> chosen_partition({"chains": 32}, True)
+        {'normaliser': 'auto', 'chains': 32, 'densities': 50}
+    """
+    usual = {"chains": 64, "densities": 50} if limited else {"chains": 256, "densities": 1000}
+    return {"normaliser": "auto", **usual, **given}
+
+
+def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor | None = None) -> dict:
+    """One likelihood as plain values: mean, errors, the extreme items, the named parts, and how it was made.
+
+    Arguments:
+        likelihood: of all items in index order.
+        spec: what the data are.
+        label: what the line is called; the kind says more where it knows more.
+        x: the items, where their exact density is known: for the paired gap to it.
+    """
+    discrete, made = spec.levels is not None, likelihood.made
+    scale = float(likelihood.dims.double().mean()) * math.log(2) if discrete else 1.0
+    mean, se_data, se_mc = likelihood.mean_nats(), likelihood.se_data_nats(), likelihood.se_mc_nats()
+    shared = made.get("log_z_stderr") if likelihood.kind == "ais" else None
+    if shared is not None and se_data is not None:
+        se_data = math.hypot(se_data, shared)  # one constant for all items: no mean makes its error small
+    value = None if mean is None else -mean / scale
+    found: dict = {"label": _label(likelihood, label), "kind": likelihood.kind, "mark": likelihood.mark,
+                   "unit": "bits_per_dim" if discrete else "nats", "mean_nats": mean}
+    numbers = {"bits_per_dim" if discrete else "nll": value}
+    if not discrete:
+        numbers["nll_per_dim"] = None if value is None else value / spec.dims
+    numbers |= {"se_data": _over(se_data, scale), "se_mc": _over(se_mc, scale)}
+    if shared is not None:
+        numbers["se_log_z"] = shared / scale
+        found["optimistic"] = True
+        if value is not None:
+            upper = made.get("log_z_upper")
+            found["bracket"] = {"lower": value + (made["log_z_lower"] - made["log_z"]) / scale,
+                                "upper": None if upper is None else value + (upper - made["log_z"]) / scale}
+    if spec.entropy is not None and value is not None:
+        numbers |= {"entropy": spec.entropy, "kl_gap": value - spec.entropy, **paired_gap(likelihood, spec, x)}
+    if likelihood.kind == "unnormalised":  # of no use beside others, so no figure that could stand beside theirs
+        numbers = dict.fromkeys(numbers)
+        found["reason"] = made["reason"]
+    elif mean is None:
+        found["reason"] = "not finite"
+    samples = made.get("importance_samples", 1)
+    if samples > 1 and likelihood.stderr is not None and mean is not None:
+        found["ess_median"] = float((samples / (1 + (samples - 1) * likelihood.stderr.square())).median())
+    order = likelihood.nats.argsort()
+    order = order[torch.isfinite(likelihood.nats[order])]
+    return {
+        **found, **numbers, "how": how(likelihood), "n": len(likelihood), "nonfinite": len(likelihood.nonfinite),
+        "nonfinite_first": [int(i) for i in likelihood.nonfinite[:3]],
+        "worst": _told(likelihood, order[:8]), "best": _told(likelihood, order.flip(0)[:8]),
+        "parts_nats": {name: float(part.double().mean()) for name, part in likelihood.parts.items()}, "made": made,
+    }
+
+
+def paired_gap(likelihood: Likelihood, spec: DataSpec, x: torch.Tensor | None) -> dict:
+    """The mean of log p_true - log q over the items and its standard error, where the true density is known."""
+    if x is None or not spec.name.startswith("toy_"):
+        return {}
+    gaps = density(spec.name).log_prob(x.double()) - likelihood.nats
+    return {"kl_paired": float(gaps.mean()), "se_gap": float(gaps.std() / math.sqrt(len(gaps)))}
+
+
+def faults(found: dict) -> list[str]:
+    """What of a line makes the whole evaluation fail.
+
+    Example:
+        >>> faults({"kind": "exact", "nonfinite": 0, "kl_paired": -0.5, "se_gap": 0.1, "label": "exact"})
+        ['exact: better than the truth by 0.5000 +- 0.1000 nats: a fault of the evaluation']
+    """
+    told = []
+    if found["nonfinite"] and found["kind"] != "unnormalised":
+        listed = ", ".join(map(str, found["nonfinite_first"]))
+        told.append(f"{found['nonfinite']} of {found['n']} likelihoods are not finite (first items: {listed})")
+    gap, error = found.get("kl_paired"), found.get("se_gap")
+    if found["kind"] in ("exact", "lower_bound") and gap is not None and gap < -3 * error:
+        told.append(f"{found['label']}: better than the truth by {-gap:.4f} +- {error:.4f} nats: a fault of the "
+                    "evaluation")
+    return told
+
+
+def notes_on(found: dict) -> list[str]:
+    """What has to be said beside a line.
+
+    Example:
+        >>> notes_on({"label": "K = 8", "ess_median": 1.4, "made": {"importance_samples": 8}})
+        ['K = 8: of 8 importance samples 1.4 count in the median: the bound is loose']
+    """
+    few = found.get("ess_median")
+    if few is not None and few < 2 and found["made"]["importance_samples"] >= 8:
+        k = found["made"]["importance_samples"]
+        return [f"{found['label']}: of {k} importance samples {few:.1f} count in the median: the bound is loose"]
+    return []
+
+
+def how(likelihood: Likelihood) -> str:
+    """The recipe of a line in a few words.
+
+    Example:
+        >>> how(Likelihood(torch.zeros(1), "lower_bound", 1, 2, made={"terms": 999, "draws": 20}))
+        '20 of 999 terms'
+    """
+    made, words = likelihood.made, []
+    if "terms" in made:
+        words.append(f"{made.get('draws', 'all')} of {made['terms']} terms")
+    if "importance_samples" in made:
+        words.append(f"K = {made['importance_samples']}, {made['dequantisation']}")
+    if likelihood.kind == "ode":
+        trace = made["divergence"] if made["divergence"] == "exact" else f"{made['probes']} probes"
+        words.append(f"{made['solver']}, {trace}")
+    if "log_z" in made and likelihood.kind == "exact":
+        words.append("log Z by quadrature")
+    if likelihood.kind == "ais":
+        words.append(f"{made['chains']} chains, {made['steps']} densities")
+    if "given" in made:
+        words.append(f"given the {made['given']}")
+    return ", ".join(words)
+
+
+def _label(likelihood: Likelihood, label: str) -> str:
+    if likelihood.kind == "ais":
+        return "annealed importance sampling" + (f", {label}" if label.startswith("K") else "")
+    if likelihood.kind == "unnormalised":
+        return "no likelihood"
+    if likelihood.kind == "exact" and "log_z" in likelihood.made:
+        return "quadrature"
+    return label or likelihood.kind
+
+
+def _told(likelihood: Likelihood, rows: torch.Tensor) -> list[dict]:
+    index = torch.arange(len(likelihood)) if likelihood.index is None else likelihood.index
+    return [{"index": int(index[i]), "nats": float(likelihood.nats[i])} for i in rows]
+
+
+def _over(value: float | None, scale: float) -> float | None:
+    return None if value is None else value / scale

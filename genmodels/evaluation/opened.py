@@ -1,0 +1,193 @@
+"""A checkpoint and its data, open: what every stage of an evaluation works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from genmodels.data.base import DataModule
+from genmodels.data.spec import Batch, DataSpec
+from genmodels.errors import InputError, RunError
+from genmodels.evaluation.likelihood import Likelihood
+from genmodels.evaluation.request import Request
+from genmodels.evaluation.sampling import draw
+from genmodels.evaluation.shares import blocks, in_processes, strided
+from genmodels.models.base import GenerativeModel, Samples
+
+
+@dataclass
+class Opened:
+    """A model, the header of its checkpoint, and its data, prepared.
+
+    Arguments:
+        path: the checkpoint.
+        model, header: what it holds.
+        datamodule: the data.
+        request: what is asked.
+        items: number of items judged.
+    """
+
+    path: Path
+    model: GenerativeModel
+    header: dict
+    datamodule: DataModule
+    request: Request
+    items: int
+
+    @classmethod
+    def open(cls, path: Path, request: Request, held: dict | None = None) -> Opened:
+        """Load a checkpoint and prepare its data; `held` keeps prepared data sets for the next checkpoint.
+
+        Raises:
+            InputError, RunError: one line, as the commands want it.
+        """
+        from genmodels.models.build import build
+        from genmodels.models.load import load_model
+
+        model, header = load_model(path, device=request.device, trust=request.trust)
+        node = header["config"].get("data")
+        if not node:
+            raise RunError(f"{path}: it does not say which data it was trained on; give data._target_ and its options")
+        held = {} if held is None else held
+        key = repr(sorted({**node, **request.data}.items()))
+        if key not in held:
+            held[key] = build({**node, **request.data}, trust=request.trust).prepare()
+        datamodule = held[key]
+        fits(model, datamodule.spec)
+        limit = request.limit
+        if limit is None:
+            limit = header["config"].get("trainer", {}).get("limit_evaluation")
+        size = len(datamodule.split(request.split))
+        items = size if limit in (None, "all") else min(limit, size)
+        return cls(path, model, header, datamodule, request, items)
+
+    @property
+    def spec(self) -> DataSpec:
+        """The data the model was built for."""
+        return self.model.spec
+
+    @property
+    def limited(self) -> bool:
+        """Whether fewer items are judged than the split has."""
+        return self.items < len(self.datamodule.split(self.request.split))
+
+    def whole(self, split: str, most: int | None = None) -> Batch:
+        """The items of a split as one batch: all of them, or `most` that are spread over it."""
+        size = len(self.datamodule.split(split))
+        rows = torch.arange(size)
+        if most is not None and most < size:
+            rows = torch.linspace(0, size - 1, most, dtype=torch.float64).round().long()
+        return _joined(self.datamodule.loader(split, 4096, rows))
+
+    def judged(self, most: int | None = None) -> Batch:
+        """The items that are judged, as one batch; the first `most` of them."""
+        count = self.items if most is None else min(most, self.items)
+        return _joined(self.datamodule.loader(self.request.split, 4096, torch.arange(count)))
+
+    def likelihood(
+        self, method: str, options: dict, label: str = "", other: DataModule | None = None, count: int | None = None
+    ) -> Likelihood:
+        """The likelihood of every item that is judged (or of the first ones of another data set), in index order.
+
+        Arguments:
+            method: name of the model's method, with these options.
+            label: for the progress bar.
+            other: another data set, of which `count` items are judged.
+
+        Raises:
+            RunError: when an item was lost or judged twice, or holds what is no value of these data.
+        """
+        request, count = self.request, self.items if count is None else count
+        bar = f"{self.model.family}{f', {label}' if label else ''} on {request.split}"
+        if request.processes == 1 or other is not None:
+            datamodule = self.datamodule if other is None else other
+            found = [_likelihood(self.model, datamodule, request, torch.arange(count), method, options, bar)]
+        else:
+            arguments = [(self.path, request, share, method, options, bar if rank == 0 else None)
+                         for rank, share in enumerate(strided(count, request.processes)) if len(share)]
+            found = in_processes(likelihood_share, arguments)
+        return Likelihood.concatenate(found).in_index_order()
+
+    def draw(self, n: int, *, progress: bool = True, start: int = 0, **options) -> Samples:
+        """Samples `start` .. `start + n - 1` of the seed that was asked for.
+
+        Raises:
+            InputError: for an option that this family does not have, or a value that it refuses.
+        """
+        from genmodels.models.load import weights_of
+
+        request = self.request
+        own = {"sampler": request.sampler, "steps": request.steps}
+        own = {key: value for key, value in own.items() if value is not None}
+        own = {"temperature": request.temperature, **own, **options}
+        common = {"seed": request.seed, "weights": weights_of(request.ema)}
+        size = min(request.batch_size, 64)
+        if request.processes == 1 or n < 2 * request.processes:
+            return draw(self.model, n, start=start, batch_size=size, progress=progress, **common, **own)
+        arguments = [(self.path, request, start + first, count, {"batch_size": size, **common, **own}, first == 0)
+                     for first, count in blocks(n, request.processes)]
+        parts = in_processes(samples_share, arguments)
+        joined = {name: None if getattr(parts[0], name) is None else torch.cat([getattr(p, name) for p in parts])
+                  for name in ("x", "cond", "index")}
+        return Samples(made=parts[0].made, **joined)
+
+
+def likelihood_share(
+    path: Path, request: Request, indices: Tensor, method: str, options: dict, bar: str | None
+) -> Likelihood:
+    """What one of several processes does: it opens the checkpoint and judges its indices."""
+    opened = Opened.open(path, request)
+    return _likelihood(opened.model, opened.datamodule, request, indices, method, options, bar)
+
+
+def samples_share(path: Path, request: Request, start: int, n: int, options: dict, progress: bool) -> Samples:
+    """What one of several processes does: it opens the checkpoint and draws its samples."""
+    return draw(Opened.open(path, request).model, n, start=start, progress=progress, **options)
+
+
+def _likelihood(
+    model, datamodule: DataModule, request: Request, indices: Tensor, method: str, options: dict, bar: str | None
+) -> Likelihood:
+    parts = []
+    loader = datamodule.loader(request.split, request.batch_size, indices)
+    for batch in tqdm(loader, desc=bar, unit="batch", disable=bar is None, mininterval=0.5):
+        try:
+            model.spec.check(batch)
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        try:
+            parts.append(getattr(model, method)(batch.to(model.device), **options).cpu())
+        except InputError:
+            raise
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
+                size = request.batch_size
+                raise RunError(f"out of memory at batch_size={size}: try batch_size={max(1, size // 4)}") from error
+            raise
+    return Likelihood.concatenate(parts)
+
+
+def fits(model: GenerativeModel, found: DataSpec) -> None:
+    """Raise an InputError with both values when data do not fit what a model was built for."""
+    wanted = model.spec
+    for key in ("event_shape", "levels"):
+        then, now = getattr(wanted, key), getattr(found, key)
+        if then != now:
+            raise InputError(f"these data do not fit the checkpoint: {key} is {now}, the model was built for {then}")
+    if model.num_classes is not None and found.num_classes != model.num_classes:
+        now = "no labels" if found.num_classes is None else f"{found.num_classes} classes"
+        raise InputError(f"these data do not fit the checkpoint: they have {now}, the model is told which of "
+                         f"{model.num_classes} classes an item is of: give labelled data of these classes")
+
+
+def _joined(batches) -> Batch:
+    batches = list(batches)
+    names = ("x", "cond", "mask", "index")
+    return Batch(*(None if getattr(batches[0], name) is None else torch.cat([getattr(b, name) for b in batches])
+                   for name in names))

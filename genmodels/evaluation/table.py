@@ -1,0 +1,318 @@
+"""The comparison: one row a likelihood, ranks within a kind only, and what is proved of two models."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+
+import torch
+from torch import Tensor
+
+from genmodels.errors import InputError
+from genmodels.evaluation.report import about_log_z, with_error
+
+COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Frechet", "precision",
+           "recall", "evaluations", "samples/s"]
+#: In which direction a value of each kind may err, for ranks across kinds.
+ERRS = {
+    "exact": "has no error but that of the items", "lower_bound": "may be worse than the truth, never better",
+    "ode": "may err either way, by its tolerance and its noise", "ais": "flatters the model where log Z is too small",
+}
+#: Which sides of the truth a kind proves: the bits/dim are at least, at most.
+_SIDES = {"exact": (True, True), "lower_bound": (False, True), "ais": (True, False), "ode": (False, False)}
+
+
+def same_items(reports: Sequence[dict]) -> None:
+    """Raise an InputError unless all were judged on the same items in the same units.
+
+    Example:
+        >>> a = {"checkpoint": {"path": "a"}, "data": {"name": "digits", "levels": 17}}
+        >>> same_items([a, {"checkpoint": {"path": "b"}, "data": {"name": "toy", "levels": None}}])
+        Traceback (most recent call last):
+        ...
+        genmodels.errors.InputError: a and b cannot stand in one table: their data name differ, digits and toy
+    """
+    for other in reports[1:]:
+        for key in ("name", "split", "levels", "units", "event_shape", "items", "item_hash"):
+            first, second = (r["data"].get(key) for r in (reports[0], other))
+            if first != second:
+                a, b = reports[0]["checkpoint"]["path"], other["checkpoint"]["path"]
+                shown = f", {first} and {second}" if key != "item_hash" else ""
+                raise InputError(f"{a} and {b} cannot stand in one table: their data {key} differ{shown}")
+
+
+def labelled(reports: Sequence[dict]) -> None:
+    """Give every report a short name of its own: the family, and what tells its path from the others'."""
+    for report in reports:
+        path = report["checkpoint"]["path"].split("/")
+        twins = [r for r in reports if r["checkpoint"]["family"] == report["checkpoint"]["family"]]
+        others = [r["checkpoint"]["path"].split("/") for r in twins if r is not report]
+        own = [part for k, part in enumerate(path) if any(k >= len(o) or o[k] != part for o in others)]
+        report["name"] = report["checkpoint"]["family"] + (f" ({'/'.join(own)})" if own else "")
+
+
+def value_of(line: dict) -> float | None:
+    """The number of a line in its unit, lower is better; None where there is none."""
+    return line.get("bits_per_dim" if line["unit"] == "bits_per_dim" else "nll")
+
+
+def make_table(
+    reports: list[dict], arrays: Sequence[Mapping[str, Tensor]], *, rank: str = "kind", command: str = "",
+    failures: Sequence[tuple[str, str]] = (),
+) -> dict:
+    """The comparison of models judged on the same items, plain types only.
+
+    Arguments:
+        reports: one for each model, as `Evaluation.run` makes them; they are given names.
+        arrays: the numbers that belong to each, for paired differences.
+        rank: `kind` ranks within each kind; `across` ranks all lines, and says which kinds that mixes.
+        command: what makes this table again.
+        failures: (path, message) of checkpoints that could not be judged.
+
+    Raises:
+        InputError: for models that were judged on unlike items.
+    """
+    same_items(reports)
+    labelled(reports)
+    lines = [(m, k, line) for m, report in enumerate(reports) for k, line in enumerate(report["likelihood"])]
+    ranking = _ranking(lines, reports, arrays, rank)
+    places = {r: place for group in ranking for place, ties in enumerate(group["order"], 1) for r in ties}
+    rows = _rows(reports, places)
+    scale = next((report["scale"] for report in reports if report.get("scale")), None)
+    table = {
+        "format": 1, "created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": command,
+        "genmodels": reports[0]["genmodels"], "data": reports[0]["data"], "references": reports[0]["references"],
+        "scale": None if scale is None else {**scale, "network": scale["network"]["name"]},
+        "columns": COLUMNS, "rows": rows, "ranking": ranking, "proved": proved(lines, reports), "models": reports,
+        "failures": [{"path": path, "message": message} for path, message in failures],
+        "warnings": [f"{report['name']}: {note}" for report in reports for note in report["warnings"]],
+    }
+    table["notes"] = _notes(table, rank)
+    return table
+
+
+def _rows(reports: list[dict], places: dict[int, int]) -> list[dict]:
+    rows = []
+    for m, report in enumerate(reports):
+        checkpoint, fidelity, sampling = report["checkpoint"], report["fidelity"], report["sampling"]
+        for k, line in enumerate(report["likelihood"] or [None]):
+            number = len(rows)
+            cells = [str(number + 1)]
+            first = k == 0
+            head = [report["name"], f"{checkpoint['parameters']:,}", str(checkpoint["step"]), checkpoint["weights"]]
+            cells += head if first else [""] * len(head)
+            if line is None:
+                cells += [""] * 5
+            else:
+                shown = "none" if line["kind"] == "unnormalised" else (
+                    f"{line['mark']} {with_error(value_of(line), line.get('se_data'))}")
+                unit = {"bits_per_dim": "bits/dim", "nats": "nats"}[line["unit"]]
+                kind = f"{line['kind']}, optimistic" if line.get("optimistic") else line["kind"]
+                cells += [shown, unit, kind, line["how"], str(places.get(number, ""))]
+            quality = ["", "", ""]
+            if "frechet" in fidelity:
+                quality = [f"{fidelity['frechet']:.3f}", f"{fidelity['precision']:.3f}", f"{fidelity['recall']:.3f}"]
+            speed = ["", ""]
+            if sampling:
+                evaluations = sampling["evaluations"]
+                speed = ["" if evaluations is None else f"{evaluations:g}", f"{sampling['samples_per_second']:.1f}"]
+            cells += quality + speed if first else [""] * 5
+            rows.append({"model": m, "likelihood": None if line is None else k, "first": first, "cells": cells})
+    return rows
+
+
+def _ranking(lines: list, reports: list[dict], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[dict]:
+    """The best row of each model in order within each kind; ties differ by less than two paired standard errors."""
+    groups: dict[str, list[int]] = {}
+    for number, (_, _, line) in enumerate(lines):
+        if line["kind"] != "unnormalised" and value_of(line) is not None:
+            groups.setdefault("across" if rank == "across" else line["kind"], []).append(number)
+    ranking = []
+    for kind, members in groups.items():
+        if len({lines[number][0] for number in members}) < 2:
+            continue  # one model alone has nobody to be ranked with
+        best: dict[int, int] = {}  # of the lines of one model and kind, the best
+        for number in sorted(members, key=lambda number: value_of(lines[number][2])):
+            best.setdefault(lines[number][0], number)
+        members = list(best.values())
+        order: list[list[int]] = []
+        for number in members:
+            if order and _tied(lines[order[-1][0]], lines[number], arrays):
+                order[-1].append(number)
+            else:
+                order.append([number])
+        ranking.append({"kind": kind, "unit": lines[members[0]][2]["unit"], "order": order})
+    return ranking
+
+
+def _tied(first: tuple, second: tuple, arrays: Sequence[Mapping[str, Tensor]]) -> bool:
+    difference, error = paired(*(arrays[m][line["values"]] for m, _, line in (first, second)))
+    scale = _scale(first[2])
+    shared = [(line.get("se_log_z") or 0.0) for _, _, line in (first, second)]
+    return abs(difference) / scale < 2 * math.hypot(error / scale, *shared)
+
+
+def _scale(line: dict) -> float:
+    """Nats in one unit of a line's value."""
+    value = value_of(line)
+    return 1.0 if line["unit"] == "nats" or not value else -line["mean_nats"] / value
+
+
+def paired(first: Tensor, second: Tensor) -> tuple[float, float]:
+    """The mean difference of two models on the same items and its standard error, std(d) / sqrt(N).
+
+    Example:
+        >>> a, b = torch.tensor([3.1, 3.3, 3.6]).double(), torch.tensor([3.0, 3.25, 3.4]).double()
+        >>> [round(v, 6) for v in paired(a, b)]
+        [0.116667, 0.044096]
+    """
+    difference = torch.as_tensor(first).double() - torch.as_tensor(second).double()
+    return float(difference.mean()), float(difference.std() / math.sqrt(len(difference)))
+
+
+def proved(lines: list, reports: list[dict]) -> list[str]:
+    """`a is better than b` wherever what a value bounds proves it, with two standard errors on each side."""
+    found: dict[str, None] = {}
+    for m, _, a in lines:
+        for other, _, b in lines:
+            if m == other or a["unit"] != b["unit"]:
+                continue
+            upper, lower = _side(a, 1), _side(b, 0)
+            if upper is not None and lower is not None and upper < lower:
+                unit = {"bits_per_dim": "bits/dim", "nats": "nats"}[a["unit"]]
+                found[f"{reports[m]['name']} is better than {reports[other]['name']}: at most {upper:.4f} against at "
+                      f"least {lower:.4f} {unit} ({a['kind']}, {b['kind']})"] = None
+    return list(found)
+
+
+def _side(line: dict, which: int) -> float | None:
+    """The least (0) or the most (1) that the true value can be, with two standard errors; None if nothing is known."""
+    value, error = value_of(line), line.get("se_data")
+    if value is None or error is None or not _SIDES.get(line["kind"], (False, False))[which]:
+        return None
+    return value + 2 * error if which else value - 2 * error
+
+
+def _notes(table: dict, rank: str) -> list[str]:
+    notes: dict[str, None] = {}
+    models = table["models"]
+    for number, row in enumerate(table["rows"], 1):
+        report = models[row["model"]]
+        if row["first"] and len(models) > 1:
+            notes[f"{number}: {report['checkpoint']['path']}"] = None
+        if row["likelihood"] is not None:
+            notes |= dict.fromkeys(f"{number}: {note}" for note in _on_line(report["likelihood"][row["likelihood"]]))
+        if row["first"]:
+            notes |= dict.fromkeys(f"{number}: {note}" for note in _on_model(report))
+    for reference in table["references"]:
+        if reference["unit"] == "bits_per_dim" and reference["value"] is not None:
+            name = table["data"]["name"]
+            notes[f"reference on {name}: {reference['name']} {reference['value']:.4f} bits/dim"] = None
+    notes |= dict.fromkeys(_on_scale(table["scale"]))
+    if rank == "across" and table["ranking"]:
+        kinds = {report["kind"] for model in models for report in model["likelihood"] if report["kind"] in ERRS}
+        notes |= dict.fromkeys(f"ranks mix kinds: {kind} {ERRS[kind]}" for kind in sorted(kinds))
+    kinds = {line["kind"] for model in models for line in model["likelihood"]}
+    if len(kinds - {"unnormalised"}) > 1 and rank != "across":
+        notes["values of unlike kinds are not ranked: rank=across does it, and says how each may err"] = None
+    notes |= dict.fromkeys(table["proved"]) | dict.fromkeys(f"note: {warning}" for warning in table["warnings"])
+    notes |= dict.fromkeys(f"failed: {failure['path']}: {failure['message']}" for failure in table["failures"])
+    if "lower_bound" in kinds:
+        notes["<= means: the true value is at most this"] = None
+    notes["in brackets: one standard error over the items, in the last digits shown"] = None
+    return list(notes)
+
+
+def _on_line(line: dict) -> list[str]:
+    if line["kind"] == "unnormalised":
+        return [f"no likelihood: {line['reason']}"]
+    notes = []
+    if "log_z" in line["made"]:
+        notes.append(about_log_z(line["made"]))
+    if line.get("bracket", {}).get("upper") is not None:
+        sides = line["bracket"]
+        notes.append(f"optimistic: between {sides['lower']:.4f} and {sides['upper']:.4f}")
+    if line.get("se_mc") is not None:
+        notes.append(f"of the error, {line['se_mc']:.4f} comes from the draws alone")
+    if line.get("kl_gap") is not None:
+        bound = {"exact": "", "lower_bound": " at most"}.get(line["kind"], " about")
+        error = f" (paired {line['kl_paired']:.4f} +- {line['se_gap']:.4f})" if "kl_paired" in line else ""
+        notes.append(f"exact entropy {line['entropy']:.4f} nats: KL gap{bound} {line['kl_gap']:.4f} nats{error}")
+    return notes
+
+
+def _on_model(report: dict) -> list[str]:
+    notes = []
+    fidelity, sampling, proofs = report["fidelity"], report["sampling"], report["proofs"]
+    if "skipped" in fidelity:
+        notes.append(f"samples were not compared: {fidelity['skipped']}")
+    if "frechet" in fidelity:
+        kid = fidelity["kid"]
+        notes.append(f"kernel distance {kid['mean']:.4f} +- {kid['std']:.4f}; {fidelity['memorisation']['said']}")
+    if "class_accuracy" in fidelity:
+        classes = fidelity["class_accuracy"]
+        low, high = classes["interval"]
+        real = "" if classes["real"] is None else f", of real items {classes['real']:.1%}"
+        notes.append(f"class of the samples found right: {classes['accuracy']:.1%} ({low:.1%} to {high:.1%}{real})")
+    if "likelihood_accuracy" in fidelity:
+        classes = fidelity["likelihood_accuracy"]
+        notes.append(f"class of test items by p(y|x): {classes['accuracy']:.1%} of {classes['n']}")
+    if sampling:
+        wait = sampling["latency"]
+        memory = "" if sampling["peak_memory"] is None else f", peak memory {sampling['peak_memory'] / 2**20:.0f} MiB"
+        notes.append(f"one sample after {wait['p50']:.3f} s (95 %: {wait['p95']:.3f} s){memory}; {sampling['context']}")
+    if proofs:
+        broken = [proof["name"] for proof in proofs if proof["passed"] is False]
+        open_ = [proof["name"] for proof in proofs if proof["passed"] is None]
+        held = sum(proof["passed"] is True for proof in proofs)
+        told = f"{held} of {len(proofs)} proofs hold"
+        told += f", FAILED: {', '.join(broken)}" if broken else ""
+        notes.append(told + (f", open: {', '.join(open_)}" if open_ else ""))
+    notes += [entry["said"] for entry in report["ood"]]
+    for sweep in report["sweeps"]:
+        pairs = zip(sweep["values"], sweep["frechet"], sweep["samples_per_second"], strict=True)
+        told = ", ".join(f"{value:g}: {frechet:.2f} ({rate:.1f}/s)" for value, frechet, rate in pairs)
+        notes.append(f"Frechet distance by {sweep['key']} ({sweep['sampler']}): {told}")
+    return notes
+
+
+def _on_scale(scale: dict | None) -> list[str]:
+    if scale is None:
+        return []
+    train = "" if scale["train"] is None else f"{scale['train']:.3f} of training items, "
+    return [f"Frechet distance in features of {scale['network']} ({scale['n']} items): {train}{scale['floor']:.3f} "
+            f"between two halves of the held-out items, {scale['noise']:.3f} of noise"]
+
+
+def as_text(table: dict) -> str:
+    """The table for the terminal, notes below; columns that hold nothing are left out."""
+    columns, rows = _filled(table)
+    widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
+    shown = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in (columns, *rows)]
+    data = table["data"]
+    head = f"{data['name']}, {data['split']} split, {data['items']} items"
+    return "\n".join([head, shown[0], "  ".join("-" * w for w in widths), *shown[1:], *table["notes"]])
+
+
+def as_markdown(table: dict) -> str:
+    """The same cells in Markdown."""
+    columns, rows = _filled(table)
+    every = (columns, ["---"] * len(columns), *rows)
+    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in every]
+    return "\n".join([*lines, "", *(f"- {note}" for note in table["notes"]), ""])
+
+
+def as_csv(table: dict) -> str:
+    """The same cells, all columns, as comma separated values."""
+    text = io.StringIO()
+    csv.writer(text).writerows([["row", *table["columns"][1:]], *(row["cells"] for row in table["rows"])])
+    return text.getvalue()
+
+
+def _filled(table: dict) -> tuple[list[str], list[list[str]]]:
+    rows = [row["cells"] for row in table["rows"]]
+    used = [i for i in range(len(table["columns"])) if any(cells[i] for cells in rows)]
+    return [table["columns"][i] for i in used], [[cells[i] for i in used] for cells in rows]

@@ -1,0 +1,5 @@
+"""report.html: what was measured, as one page that opens anywhere."""
+
+from genmodels.report.page import render, write_page
+
+__all__ = ["render", "write_page"]

@@ -1,0 +1,207 @@
+"""Likelihoods on the page: the headline, the table in groups of one kind, and how single items fare."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from genmodels.report.markup import Markup, tag
+from genmodels.report.plot import Rule, Series, plot
+from genmodels.report.raster import address, is_image, tiles
+from genmodels.report.view import (
+    KINDS,
+    UNITS,
+    Model,
+    facts,
+    grouped,
+    listing,
+    number,
+    typeset,
+    unit_of,
+    with_error,
+    with_mark,
+)
+
+_BINS = 40
+_TAIL = 0.002  # share of items beyond either end of a histogram that may fall into its last bin
+
+
+def headline(models: list[Model]) -> Markup:
+    """The first likelihood of every model with its kind in words."""
+    entries = []
+    for model in models:
+        line = next(iter(model.likelihoods), None)
+        if line is None:
+            entries.append(tag("li", model.name, tag("b", "no likelihood")))
+            continue
+        title, meaning, _ = KINDS[line["kind"]]
+        label, how = str(line.get("label") or ""), str(line.get("how") or "")
+        recipe = how if how.startswith(label) else ", ".join(filter(None, [label, how]))
+        said = f"{_lower(title)}: {meaning}. "
+        if line["kind"] != "unnormalised":
+            said += (f"{recipe}. " if recipe else "") + f"{number(line.get('n'))} items, error over them."
+        said = tag("span", said, class_="note")
+        entries.append(tag("li", model.name, tag("b", with_mark(line)), said))
+    return tag("ul", *entries, class_="headline")
+
+
+def main_table(table: dict, models: list[Model]) -> Markup | None:
+    """The rows of the table, in groups of one kind, best first within each where a ranking is known."""
+    columns, rows = table.get("columns") or [], table.get("rows") or []
+    if not columns or not rows or not models:
+        return None
+    places = {row: (k, place) for ranking in table.get("ranking") or []
+              for k, (place, row) in enumerate(_in_order(ranking.get("order") or []))}
+    names = [name or "row" for name in columns]
+    heading = names.index("model") if "model" in names else 0
+    others = [k for k in range(len(names)) if k != heading]
+    own_rank = "rank" not in names
+
+    def kind_of(k: int) -> str:
+        model, line = models[rows[k]["model"]], rows[k].get("likelihood")
+        return "unnormalised" if line is None else model.likelihoods[line]["kind"]
+
+    groups = []
+    by_kind = grouped(range(len(rows)), kind_of)
+    for kind in (kind for kind in KINDS if kind in by_kind):
+        order = sorted(by_kind[kind], key=lambda k: places.get(k, (len(rows) + k, 0))[0])
+        lines = []
+        for k in order:
+            cells = [typeset(str(cell)) for cell in rows[k]["cells"]]
+            place = str(places[k][1]) if k in places and len(by_kind[kind]) > 1 else ""
+            lines.append([cells[heading] or models[rows[k]["model"]].name, *([place] if own_rank else []),
+                          *(cells[other] for other in others)])
+        groups.append((f"{KINDS[kind][0]}: {KINDS[kind][1]}", lines))
+    said = "Each kind of likelihood is ranked by itself (equal ranks: no difference beyond two standard errors)"
+    if len(table.get("ranking") or []) == 1 and len(by_kind) > 1 and not own_rank:
+        said = "Lines in groups of one kind; what a rank compares is said below"
+    ranked = ["rank in its kind"] if own_rank else []
+    return listing([names[heading], *ranked, *(names[other] for other in others)], groups, said)
+
+
+def _in_order(order: list[list[int]]) -> list[tuple[int, int]]:
+    """(rank, row) of every row, ties sharing the better rank."""
+    ranks, seen = [], 0
+    for ties in order:
+        ranks += [(seen + 1, row) for row in ties]
+        seen += len(ties)
+    return ranks
+
+
+def histograms(models: list[Model], references: list[dict]) -> list[Markup]:
+    """The likelihood of single items, one plot for each kind and unit: other kinds never share an axis."""
+    lines = []
+    for model in models:
+        for line in model.likelihoods:
+            nats = model.array(line.get("values"))
+            if nats is not None:
+                lines.append((model, line, nats))
+    figures = []
+    for (kind, unit), some in grouped(lines, lambda one: (one[1]["kind"], unit_of(one[1]))).items():
+        costs = [model.per_item(nats)[0] for model, _, nats in some]
+        names = [_name(model, line, some) for model, line, _ in some]
+        if kind == "unnormalised":  # every energy has a zero of its own
+            figures += [histogram([name], [cost], f"Energies of single items: {name}", "nats, up to a constant",
+                                  [model.number]) for (model, _, _), name, cost in zip(some, names, costs, strict=True)]
+            continue
+        known = [Rule(f"{r['name']} {r['value']:.2f}", r["value"], "x") for r in references
+                 if UNITS.get(r.get("unit")) == unit and r.get("value") is not None]
+        title = f"Likelihood of single items: {_lower(KINDS[kind][0])}"
+        colours = [model.number for model, _, _ in some]
+        for start in range(0, len(some), 6):
+            part = slice(start, start + 6)
+            figures.append(histogram(names[part], costs[part], title, f"{unit} of an item (left: more likely)",
+                                     colours[part], known))
+    return figures
+
+
+def _lower(title: str) -> str:
+    return title[:1].lower() + title[1:]
+
+
+def _name(model: Model, line: dict, among: list) -> str:
+    return f"{model.name}, {line['label']}" if line.get("label") else model.name
+
+
+def histogram(
+    names: list[str], values: list[np.ndarray], title: str, x_label: str, colours: list[int] | None = None,
+    rules: list[Rule] | None = None,
+) -> Markup:
+    """Histograms on common bins, in percent of each one's items."""
+    finite = [v[np.isfinite(v)] for v in values]
+    together = np.concatenate(finite)
+    if not len(together):
+        return tag("figure", tag("figcaption", title), tag("p", "No value is finite.", class_="note"))
+    low = min(np.quantile(v, _TAIL) for v in finite if len(v))
+    high = max(np.quantile(v, 1 - _TAIL) for v in finite if len(v))
+    room = 0.02 * (high - low) or 0.5
+    bins = int(np.clip(np.sqrt(min(len(v) for v in finite if len(v))), 10, _BINS))
+    edges = np.linspace(low - room, high + room, bins + 1)
+    series, colours = [], colours or list(range(len(values)))
+    for k, (name, v) in enumerate(zip(names, finite, strict=True)):
+        counts, _ = np.histogram(np.clip(v, edges[0], edges[-1]), edges)
+        heights = (100 * counts / max(1, len(v))).tolist()
+        series.append(Series(f"{name} ({len(v):,} items)", edges.tolist(), heights, "steps",
+                             colour=colours[k], dash=colours[:k].count(colours[k])))
+    beyond = int(((together < edges[0]) | (together > edges[-1])).sum())
+    lost = sum(len(v) for v in values) - len(together)
+    notes = [f"Beyond the ends, counted in the last bins: {beyond}." if beyond else "",
+             f"Not finite, left out: {lost}." if lost else ""]
+    inside = [rule for rule in rules or [] if edges[0] <= rule.at <= edges[-1]]
+    return plot(series, title, x_label, "percent of items", rules=inside, note=" ".join(filter(None, notes)))
+
+
+def extremes(models: list[Model]) -> list[Markup]:
+    """The least and the most likely items of every model."""
+    parts = []
+    for model in models:
+        figures = []
+        for which in ("least", "most"):
+            entries = (model.get("items", which)) or []
+            if entries:
+                figures.append(_items(model, which, entries))
+        if figures:
+            parts.append(tag("section", tag("h3", model.name), tag("div", *figures, class_="gallery")))
+    return parts
+
+
+def _items(model: Model, which: str, entries: list[dict]) -> Markup:
+    x = model.array(f"{which}_x")
+    pictures = tiles(x, model.data) if x is not None and is_image(model.data) else None
+    nats = [np.nan if entry.get("nats") is None else entry["nats"] for entry in entries]
+    costs, unit = model.per_item(np.array(nats))
+    if (model.likelihoods or [{}])[0].get("kind") == "unnormalised":
+        unit = "nats up to a constant"
+    shown = []
+    for k, entry in enumerate(entries):
+        words = f"item {entry['index']}: {costs[k]:.3f}"
+        if pictures is not None and k < len(pictures):
+            alt = f"{which} likely item number {k + 1}, test item {entry['index']}"
+            words = [tag("img", src=address(pictures[k]), alt=alt), words]
+        elif x is not None and k < len(x) and x[k].size <= 4:
+            words += " at (" + ", ".join(f"{v:.2f}" for v in np.ravel(x[k])) + ")"
+        shown.append(tag("li", words))
+    return tag("figure", tag("figcaption", f"{which} likely ({unit})"), tag("ul", *shown, class_="items"))
+
+
+def recipes(models: list[Model]) -> Markup | None:
+    """Every likelihood with its kind, errors and how it was made."""
+    columns = ["model", "kind", "value", "error of the draws", "KL gap", "bracket", "items", "not finite", "parts",
+               "weights", "how it was made", "seconds"]
+    rows = []
+    for model in models:
+        for line in model.likelihoods:
+            made = line.get("made") or {}
+            recipe = facts({key: value for key, value in made.items() if key != "weights"})
+            bracket = line.get("bracket") or {}
+            rows.append([
+                f"{model.name}: {line['label']}" if line.get("label") else model.name, line["kind"].replace("_", " "),
+                with_mark(line), number(line.get("se_mc")), with_error(line.get("kl_gap"), line.get("se_gap")),
+                f"{number(bracket.get('lower'))} to {number(bracket.get('upper'))}" if bracket else "",
+                number(line.get("n")), number(line.get("nonfinite") or None),
+                ", ".join(f"{name} {value:.1f}" for name, value in (line.get("parts_nats") or {}).items()),
+                made.get("weights") or model.get("checkpoint", "weights"), recipe, number(line.get("seconds"), 1),
+            ])
+    if not rows:
+        return None
+    return listing(columns, [(None, rows)], "Every likelihood with its kind, its errors and how it was made "
+                                            "(parts in nats of an item)")

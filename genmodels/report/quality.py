@@ -1,0 +1,198 @@
+"""How good samples are and what they cost: grids, distances, neighbours, curves over steps and temperatures."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from genmodels.report.markup import Markup, tag
+from genmodels.report.plot import Field, Rule, Series, plot
+from genmodels.report.raster import address, is_image, sheet, tiles
+from genmodels.report.view import Model, facts, grouped, listing, number, percent, with_error
+
+_SHOWN = 64
+_CURVES = {"frechet": "Fr\u00e9chet distance", "precision": "precision", "recall": "recall",
+           "samples_per_second": "samples per second"}
+
+
+def samples(models: list[Model]) -> list[Markup]:
+    """A grid of samples of every model: number k of the seed stands at the same place in each."""
+    figures = []
+    for model in models:
+        x = model.array(model.get("samples", "x"))
+        if x is None:
+            continue
+        made = model.get("samples", "made") or {}
+        recipe = facts(made)
+        index = model.array(model.get("samples", "index"))
+        shown = slice(0, _SHOWN if is_image(model.data) else None)
+        which = "" if index is None else f"samples {int(index.min())} to {int(index[shown].max())}, "
+        if is_image(model.data):
+            figures.append(_sheet(model, x[:_SHOWN], which + recipe))
+        elif model.data.get("event_shape") == [2]:
+            points = Series(model.name, x[:, 0].tolist(), x[:, 1].tolist(), "dots", colour=model.number)
+            title = f"{len(x):,} samples of {model.name}"
+            figures.append(plot([points], title, "", "", field=_around(x, models), note=which + recipe))
+    return figures
+
+
+def _around(x: np.ndarray, models: list[Model]) -> Field:
+    every = [a for model in models if (a := model.array(model.get("samples", "x"))) is not None and a.ndim == 2]
+    inside = np.concatenate([*every, x])
+    low, high = np.quantile(inside, 0.002, axis=0), np.quantile(inside, 0.998, axis=0)
+    room = 0.06 * (high - low) + 1e-9
+    return Field("data:,", (low[0] - room[0], high[0] + room[0], low[1] - room[1], high[1] + room[1]))
+
+
+def _sheet(model: Model, x: np.ndarray, recipe: str) -> Markup:
+    cond = model.array(model.get("samples", "cond"))
+    classes = model.data.get("num_classes") or 0
+    turns = cond is not None and 2 <= classes <= 12 and len(x) > classes
+    columns = classes if turns else int(np.ceil(np.sqrt(len(x))))
+    pictures = tiles(x[: len(x) // columns * columns] if turns else x, model.data)
+    order = "a column for each class" if turns else "row by row"
+    alt = f"{len(pictures)} samples of {model.name} in {columns} columns, {order}"
+    return tag("figure", tag("figcaption", model.name),
+               tag("img", src=address(sheet(pictures, columns)), alt=alt, class_="sheet"),
+               tag("p", f"{order}; {recipe}", class_="note"), class_="grid")
+
+
+def fidelity(models: list[Model], scale: dict | None) -> list[Markup]:
+    """Distances of samples to data, one group for each network of features: other networks never share a column."""
+    measured = [m for m in models if (m.get("fidelity") or {}).get("network")]
+    parts = []
+    columns = ["model", "n", "Fr\u00e9chet", "floor (two real halves)", "training split", "noise", "KID", "precision",
+               "recall", "class accuracy", "p(y|x) accuracy", "memorisation"]
+    groups = []
+    for (name, digest), some in grouped(measured, lambda m: _network(m)).items():
+        rows = []
+        for model in some:
+            found = model.get("fidelity")
+            kid, copied = found.get("kid") or {}, found.get("memorisation") or {}
+            distances = ("frechet", "frechet_floor", "frechet_train", "frechet_noise")
+            rows.append([
+                model.name, number(found.get("n")), *(number(found.get(key), 3) for key in distances),
+                with_error(kid.get("mean"), kid.get("std")), number(found.get("precision"), 3),
+                number(found.get("recall"), 3), _accuracy(found.get("class_accuracy")),
+                _accuracy(found.get("likelihood_accuracy")), _copies(copied),
+            ])
+        network = some[0].get("fidelity", "network")
+        accuracy = network.get("accuracy")
+        own = "" if accuracy is None else f", {percent(accuracy)} accurate on held-out items"
+        note = f", {network['note']}" if network.get("note") else ""
+        title = f"Features of {name}{own}{note}" + (f", weights {digest[:12]}" if digest else "")
+        groups.append((title, rows))
+    if groups:
+        parts.append(listing(columns, groups, "Samples against test items, in the features of a named network"))
+    for model in models:
+        if model.get("fidelity", "skipped"):
+            parts.append(tag("p", f"{model.name}: not measured, {model.get('fidelity', 'skipped')}", class_="note"))
+    parts += [part for model in measured if (part := _confusion(model)) is not None]
+    return parts
+
+
+def _network(model: Model) -> tuple[str, str]:
+    network = model.get("fidelity", "network")
+    return str(network.get("name")), str(network.get("sha256") or "")
+
+
+def _accuracy(found: dict | None) -> str:
+    if not found or found.get("accuracy") is None:
+        return ""
+    interval = found.get("interval")
+    between = f" ({percent(interval[0])} to {percent(interval[1])})" if interval else ""
+    real = f"; real items {percent(found['real'])}" if found.get("real") is not None else ""
+    return percent(found["accuracy"]) + between + real
+
+
+def _copies(found: dict) -> object:
+    if not found:
+        return ""
+    said = found.get("said") or f"{percent(found.get('closer'))} closer than expected"
+    return tag("span", said, class_="bad") if found.get("flagged") else said
+
+
+def _confusion(model: Model) -> Markup | None:
+    counts = model.get("fidelity", "class_accuracy", "confusion")
+    if not counts:
+        return None
+    names = [str(name) for name in model.data.get("class_names") or range(len(counts))]
+    head = tag("tr", tag("td", "asked for"), *(tag("th", name, scope="col") for name in names))
+    rows = [tag("tr", tag("th", name, scope="row"), *(tag("td", number(count)) for count in row))
+            for name, row in zip(names, counts, strict=False)]
+    title = f"Confusion of {model.name}: class asked for (rows), class recognised (columns)"
+    table = tag("table", tag("caption", title), tag("thead", head), tag("tbody", *rows), class_="confusion")
+    return tag("details", tag("summary", f"confusion matrix of {model.name}"),
+               tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=title))
+
+
+def neighbours(models: list[Model]) -> list[Markup]:
+    """Samples beside the training items closest to them."""
+    parts = []
+    for model in models:
+        drawn, near = model.array("neighbours_x"), model.array("neighbours_train")
+        if drawn is None or near is None or not is_image(model.data):
+            continue
+        distances, rows = model.get("neighbours", "distance") or [], model.get("neighbours", "index") or []
+        pairs = [sheet([a, b], 2) for a, b in zip(tiles(drawn, model.data), tiles(near, model.data), strict=False)]
+        shown = []
+        for k, pair in enumerate(pairs):
+            row = f"item {rows[k]}" if k < len(rows) else "an item"
+            far = f", distance {distances[k]:.3g}" if k < len(distances) and distances[k] is not None else ""
+            shown.append(tag("li", tag("img", src=address(pair), alt=f"a sample and training {row}"), row + far))
+        caption = f"{model.name}: samples (left) and their nearest training items (right)"
+        parts.append(tag("figure", tag("figcaption", caption), tag("ul", *shown, class_="items")))
+    return parts
+
+
+def sweeps(models: list[Model]) -> list[Markup]:
+    """Quality and cost over numbers of steps and temperatures; networks of features and devices are kept apart."""
+    curves: dict[tuple, list[Series]] = {}
+    for model in models:
+        for sweep in model.get("sweeps") or []:
+            for metric in _CURVES:
+                values = sweep.get(metric) or []
+                if not any(value is not None for value in values):
+                    continue
+                apart = str(model.get("genmodels", "device")) if metric == "samples_per_second" else ""
+                if metric in ("frechet", "precision", "recall") and model.get("fidelity", "network"):
+                    apart = _network(model)[0]
+                name = f"{model.name}, {sweep['sampler']}" if sweep.get("sampler") else model.name
+                some = curves.setdefault((sweep.get("key", "steps"), metric, apart), [])
+                dash = sum(one.colour == model.number for one in some)
+                some.append(Series(name, sweep["values"], values, colour=model.number, dash=dash))
+    figures = []
+    for (key, metric, apart), series in curves.items():
+        heights = [y for one in series for y in one.y if y is not None]
+        wide = metric in ("frechet", "samples_per_second") and min(heights) > 0 and max(heights) > 20 * min(heights)
+        places = [x for one in series for x in one.x]
+        floors = {f for model in models if (f := model.get("fidelity", "frechet_floor")) is not None
+                  and _network(model)[0] == apart}
+        rules = [Rule("two real halves", floor) for floor in sorted(floors)[:1]] if metric == "frechet" else []
+        title = f"{_CURVES[metric].capitalize()} over {key}" + (f" ({apart})" if apart else "")
+        far = key == "steps" and min(places) > 0 and max(places) > 8 * min(places)
+        label = "steps of the sampler" if key == "steps" else key
+        figures.append(plot(series, title, label, _CURVES[metric], log_x=far, log_y=wide, rules=rules))
+    return figures
+
+
+def cost(models: list[Model]) -> Markup | None:
+    """What a sample costs, one group for each device and setting: other machines never share a column."""
+    columns = ["model", "sampler", "steps", "network evaluations a sample", "samples per second", "batch",
+               "one sample, median", "95th percentile", "peak memory", "parameters", "training"]
+    measured = [model for model in models if model.get("sampling")]
+    groups = []
+    for context, some in grouped(measured, lambda m: str(m.get("sampling", "context") or "")).items():
+        rows = []
+        for model in some:
+            found = model.get("sampling")
+            latency, memory = found.get("latency") or {}, found.get("peak_memory")
+            trained = model.get("checkpoint", "training_seconds")
+            rows.append([
+                model.name, found.get("sampler"), number(found.get("steps")), number(found.get("evaluations"), 0),
+                number(found.get("samples_per_second"), 1), number(found.get("batch_size")),
+                *(f"{1000 * latency[p]:,.1f} ms" if latency.get(p) is not None else "" for p in ("p50", "p95")),
+                "" if memory is None else f"{memory / 2**20:,.0f} MiB", number(model.get("checkpoint", "parameters")),
+                "" if trained is None else f"{trained / 60:.1f} min",
+            ])
+        groups.append((context or None, rows))
+    return listing(columns, groups, "Cost of sampling and training") if groups else None

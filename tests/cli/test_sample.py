@@ -1,0 +1,97 @@
+"""`genmodels sample` from one small checkpoint: guidance, inpainting, editing and the way between two items."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from genmodels.cli.sample import run
+from genmodels.data.digits import Digits
+from genmodels.models.ddpm import DDPM
+from genmodels.training.checkpoint import write_checkpoint
+
+SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the checkpoint of a network that is not trained, and a mask whose left half is white."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("run")
+    model = DDPM(Digits().prepare().spec, net=SMALL, num_steps=40, ema_decay=0.0)
+    with torch.no_grad():
+        for p in model.core.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    model.run_config = {"data": {"_target_": "genmodels.data.digits.Digits"}}
+    state = {"state_dict": model.state_dict()}
+    model.on_save_checkpoint(state)
+    write_checkpoint(folder / "best.ckpt", state)
+    pixels = np.zeros((32, 32), dtype=np.uint8)
+    pixels[:, :16] = 255
+    Image.fromarray(pixels).save(folder / "mask.png")
+    return folder
+
+
+def item(number):
+    return next(iter(Digits().prepare().loader("test", 1, [number]))).x[0].numpy()
+
+
+def test_inpainting_keeps_what_the_mask_shows_white(folder, capsys):
+    out = folder / "in.npz"
+    run(ckpt=str(folder), inpaint=3, mask=str(folder / "mask.png"), n=3, steps=4, rounds=2, out=str(out))
+    x = np.load(out)["x"]
+    assert (x[:, :, :, :4] == item(3)[None, :, :, :4]).all() and (x[:, :, :, 4:] != item(3)[None, :, :, 4:]).any()
+    assert "kept 32 of 64 pixels of 3" in capsys.readouterr().out and "cond" not in np.load(out)
+    picture = folder / "in.png"
+    run(ckpt=str(folder), inpaint=3, mask=str(folder / "mask.png"), n=2, steps=4, rounds=2, cond=7, out=str(picture))
+    with Image.open(picture) as image:
+        told = {key.removeprefix("genmodels."): value for key, value in image.text.items()}
+    assert told["sampler"] == "ddpm" and told["rounds"] == "2" and told["inpaint"] == "3"
+
+
+def test_a_picture_file_is_an_item_too(folder):
+    Image.fromarray((item(5)[0].astype(np.float32) * 255 / 16).round().astype(np.uint8)).save(folder / "five.png")
+    out = [folder / f"{k}.npz" for k in range(2)]
+    for named, place in zip((5, str(folder / "five.png")), out, strict=True):
+        run(ckpt=str(folder), edit=named, strength=0.3, n=2, seed=4, out=str(place))
+    first, second = (np.load(place)["x"] for place in out)
+    assert (first == second).all() and np.abs(first.astype(int) - item(5)[None]).mean() < 8
+
+
+def test_samples_are_addressable(folder):
+    ways = {
+        "guided": {"guidance": 3.0, "guidance_interval": [-4.0, 8.0]},
+        "edited": {"edit": 3, "strength": 0.5, "cond": 8, "guidance": 2.0},
+        "inpainted": {"inpaint": 3, "mask": str(folder / "mask.png"), "rounds": 2},
+    }
+    for way, options in ways.items():
+        for name, place in (("all", {"n": 7, "batch_size": 3}), ("one", {"n": 1, "start": 5})):
+            run(ckpt=str(folder), steps=4, out=str(folder / f"{way}-{name}.npz"), **place, **options)
+        whole, alone = (np.load(folder / f"{way}-{name}.npz")["x"].astype(int) for name in ("all", "one"))
+        assert np.abs(whole[5] - alone[0]).max() <= 1 and (whole[5] == alone[0]).mean() > 0.98
+
+
+def test_the_way_between_two_items(folder):
+    run(ckpt=str(folder), interpolate=[3, 17], frames=4, out=str(folder / "strip.png"))
+    with Image.open(folder / "strip.png") as image:
+        assert image.width > 3 * image.height
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"inpaint": 3}, "inpaint=3 goes with mask="),
+        ({"mask": "mask.png"}, "mask=mask.png goes with inpaint="),
+        ({"strength": 0.5}, "strength=0.5 goes with edit="),
+        ({"rounds": 5}, "rounds=5 goes with inpaint="),
+        ({"edit": "nowhere.png"}, "edit: there is no file nowhere.png"),
+        ({"edit": 3, "strength": 2.0}, "strength = 2.0"),
+        ({"sampler": "heun", "eta": 0.5}, "eta is an option of sampler=ddim"),
+        ({"interpolate": [3, 17], "guidance": 2.0}, "without guidance"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(folder, options, said):
+    with pytest.raises(ValueError, match=said):
+        run(ckpt=str(folder), n=2 if "interpolate" not in options else 64, out=None, **options)

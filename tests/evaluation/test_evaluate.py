@@ -1,0 +1,229 @@
+"""The evaluation as a user runs it: oracles recovered, one figure however the work is cut, bad input in a line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from genmodels.cli.main import main
+from genmodels.data.spec import DataSpec
+from genmodels.models.build import build
+from genmodels.models.oracle import GaussianDiffusion, GaussianEnergy, GaussianFlow, log_prob, moments, save
+from genmodels.models.realnvp import RealNVP
+
+MEAN, COVARIANCE = [0.5, -1.0, 2.0], [[1.0, 0.5, 0.0], [0.5, 2.0, -0.3], [0.0, -0.3, 0.5]]
+FAMILIES = {"flow": (GaussianFlow, {}), "diffusion": (GaussianDiffusion, {"num_steps": 60, "variance": "beta"}),
+            "energy": (GaussianEnergy, {})}
+QUICK = ["chains=64", "densities=40", "stages=[likelihood]"]
+
+
+def evaluate(*words: str, cwd: Path, code: int = 0) -> tuple[str, str]:
+    """Standard output and error of a command run in this process."""
+    out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
+    os.chdir(cwd)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            found = main(["evaluate", *words])
+    finally:
+        os.chdir(before)
+    assert found == code, err.getvalue()
+    return out.getvalue(), err.getvalue()
+
+
+def report(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory) -> Path:
+    """One Gaussian as three checkpoints, and 200 test items drawn from it."""
+    folder = tmp_path_factory.mktemp("oracles")
+    x = np.random.default_rng(0).multivariate_normal(MEAN, COVARIANCE, size=1000)
+    np.savez(folder / "gauss.npz", x=x.astype("float32"))
+    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(folder / "gauss.npz"), "test_fraction": 0.2}
+    spec = build(data).prepare().spec
+    for name, (kind, options) in FAMILIES.items():
+        save(kind(spec, mean=MEAN, covariance=COVARIANCE, **options), folder / name / "best.ckpt", data)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(oracles) -> float:
+    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(oracles / "gauss.npz"), "test_fraction": 0.2}
+    x = next(iter(build(data).prepare().loader("test", 1000))).x
+    return -float(log_prob(x, *moments(MEAN, COVARIANCE, 3)).mean())
+
+
+def test_one_gaussian_as_flow_diffusion_and_energy_has_one_value(oracles, truth, tmp_path):
+    out, _ = evaluate(f"ckpt=[{oracles}/flow,{oracles}/diffusion,{oracles}/energy]", *QUICK, f"out={tmp_path}/t",
+                      cwd=tmp_path)
+    table = report(tmp_path / "t" / "table.json")
+    lines = {line["kind"]: line for model in table["models"] for line in model["likelihood"]}
+    assert set(lines) == {"exact", "lower_bound", "ode", "ais"}
+    assert lines["exact"]["nll"] == pytest.approx(truth, abs=1e-5)
+    assert lines["ode"]["nll"] == pytest.approx(truth, abs=1e-3)
+    assert truth < lines["lower_bound"]["nll"] < truth + 0.3
+    assert abs(lines["ais"]["nll"] - truth) < 4 * lines["ais"]["se_log_z"] < 1
+    assert lines["ais"]["optimistic"] and lines["ais"]["se_data"] > lines["exact"]["se_data"]
+    for cell in ("= 4.", "<= ", "~ 4.", "~? 4.", "optimistic", "not ranked"):
+        assert cell in out
+    assert [row["cells"][COLUMN["rank"]] for row in table["rows"]] == [""] * 4
+    for name in ("table.md", "table.csv", "report.html"):
+        assert (tmp_path / "t" / name).stat().st_size > 200
+
+
+COLUMN = {"rank": 9}
+
+
+def test_the_kinds_that_a_rank_across_mixes_are_told(oracles, tmp_path):
+    out, _ = evaluate(f"ckpt=[{oracles}/flow,{oracles}/energy]", *QUICK, "rank=across", cwd=tmp_path)
+    assert "ranks mix kinds: ais flatters" in out and "ranks mix kinds: exact" in out
+
+
+@pytest.mark.parametrize("family", ["flow", pytest.param("diffusion", marks=pytest.mark.slow)])
+def test_figures_do_not_depend_on_batch_size_or_processes(oracles, tmp_path, family):
+    values = []
+    for words in (["batch_size=1"], ["batch_size=64"], ["batch_size=64", "processes=2"]):
+        name = "_".join(words).replace("=", "-")
+        own = ["draws=3", "ode=false"] if family == "diffusion" else []
+        evaluate(f"ckpt={oracles}/{family}", *words, *own, "limit=25", "stages=[likelihood]", "cache=false",
+                 f"out={tmp_path}/{name}.json", cwd=tmp_path)
+        with np.load(tmp_path / f"{name}.npz") as arrays:
+            values.append(arrays["nats_0"])
+    assert np.abs(values[0] - values[1]).max() < 3e-5 and np.abs(values[1] - values[2]).max() < 1e-5
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    """An untrained flow of digits that is told classes."""
+    folder = tmp_path_factory.mktemp("digits")
+    data = {"_target_": "genmodels.data.digits.Digits"}
+    spec = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+    model = RealNVP(spec, layout=["checkerboard*2"], hidden=4, depth=1, class_conditional=True, ema_decay=0)
+    model.initialize(next(iter(build(data).prepare().loader("train", 64))))
+    save(model, folder / "best.ckpt", data)
+    return folder
+
+
+def test_everything_of_one_model(digits, tmp_path):
+    out, _ = evaluate(f"ckpt={digits}", "ood=[noise,shuffled]", "sweeps=[temperature]", "importance_samples=4",
+                      f"out={tmp_path}/r.json", cwd=tmp_path)
+    found, arrays = report(tmp_path / "r.json"), np.load(tmp_path / "r.npz")
+    assert [line["label"] for line in found["likelihood"]] == ["K = 1", "K = 4"]
+    assert found["likelihood"][1]["bits_per_dim"] < found["likelihood"][0]["bits_per_dim"]
+    fidelity = found["fidelity"]
+    assert fidelity["network"]["name"] == "classifier" and fidelity["network"]["accuracy"] > 0.95
+    assert fidelity["frechet_train"] < fidelity["frechet"] and fidelity["frechet_train"] < fidelity["frechet_noise"]
+    assert fidelity["n"] == 359 and not fidelity["memorisation"]["flagged"]
+    assert 0 <= fidelity["class_accuracy"]["accuracy"] < 0.5 and fidelity["likelihood_accuracy"]["n"] == 359
+    assert found["sampling"]["evaluations"] == 1 and found["sampling"]["samples_per_second"] > 0
+    assert [entry["name"] for entry in found["ood"]] == ["noise", "shuffled"] and found["ood"][0]["auroc"] > 0.9
+    assert [proof["name"] for proof in found["proofs"] if not proof["passed"]] == []
+    assert len(found["profile"]["flow"]) > 2 and found["drift"]["first_over"] is None
+    assert len(found["sweeps"][0]["frechet"]) == 4
+    assert arrays["samples_x"].shape == (64, 1, 8, 8) and arrays["nats_0"].shape == (359,)
+    assert arrays["least_x"].shape == arrays["neighbours_train"].shape == (8, 1, 8, 8)
+    assert "Frechet distance in features of classifier" in out and "proofs hold" in out
+    again, _ = evaluate(f"ckpt={digits}", "ood=[noise,shuffled]", "sweeps=[temperature]", "importance_samples=4",
+                        f"out={tmp_path}/again.json", cwd=tmp_path)
+    assert report(tmp_path / "again.json")["sampling"] == found["sampling"]  # taken from the cache
+
+
+BAD = [
+    ("ckpt=FLOW limit=0", 2, "limit must be at least 1"),
+    ("ckpt=FLOW processes=0", 2, "processes must be at least 1"),
+    ("ckpt=FLOW temperature=-1", 2, "temperature must not be negative"),
+    ("ckpt=FLOW steps=0", 2, "steps must be at least 1"),
+    ("ckpt=FLOW steps=3 stages=[fidelity]", 2, "no sampling option 'steps'"),
+    ("ckpt=FLOW importance_samples=0", 2, "importance_samples must be at least 1"),
+    ("ckpt=FLOW chains=8", 2, "is for energies"),
+    ("ckpt=FLOW draws=3", 2, "is for diffusion bounds"),
+    ("ckpt=FLOW ode=true", 2, "is for diffusion models"),
+    ("ckpt=FLOW ood=fasion_mnist", 2, "did you mean 'fashion_mnist'"),
+    ("ckpt=FLOW ood=digits", 2, "ood=digits: these data do not fit the checkpoint"),
+    ("ckpt=FLOW ood_data.root=x", 2, "ood=<name>"),
+    ("ckpt=FLOW samples=4 stages=[fidelity]", 2, "at least 6 are needed"),
+    ("ckpt=FLOW samples=1000 stages=[fidelity]", 2, "more than the 200 held-out items"),
+    ("ckpt=FLOW features=inception stages=[fidelity]", 2, "at least 4096 are needed"),
+    ("ckpt=FLOW features=inception stages=[fidelity] force=true", 2, "for grey or colour images"),
+    ("ckpt=FLOW features=classifier stages=[fidelity]", 2, "needs labels"),
+    ("ckpt=FLOW features=random-conv stages=[fidelity]", 2, "vectors have features=coordinates"),
+    ("ckpt=FLOW stages=[everything]", 2, "likelihood"),
+    ("ckpt=FLOW rank=all", 2, "across"),
+    ("ckpt=FLOW seed=x", 2, "seed must be an integer"),
+    ("ckpt=[FLOW,DIGITS] stages=[likelihood]", 2, "cannot stand in one table: their data name differ"),
+    ("ckpt=DIGITS data._target_=genmodels.data.toy.Toy", 2, "event_shape is (2,), the model was built for (1, 8, 8)"),
+    ("ckpt=DIGITS sampler=ddim stages=[fidelity]", 2, "no sampling option 'sampler'"),
+]
+
+
+@pytest.mark.parametrize("words, code, said", BAD, ids=[words for words, _, _ in BAD])
+def test_bad_input_is_answered_in_one_line(oracles, digits, tmp_path, words, code, said):
+    words = words.replace("FLOW", f"{oracles}/flow").replace("DIGITS", str(digits)).split()
+    out, err = evaluate(*words, cwd=tmp_path, code=code)
+    told = [line for line in err.splitlines() if line.startswith("genmodels evaluate: ")]
+    assert len(told) == 1 and said in told[0] and "Traceback" not in err, err
+    assert out == "" and not list(tmp_path.iterdir())
+
+
+def test_values_that_are_no_values_of_the_data_are_named(oracles, tmp_path):
+    x = np.random.default_rng(1).normal(size=(1000, 3)).astype("float32")
+    x[:, 0] = 1e30  # finite, and of no finite density
+    np.savez(tmp_path / "far.npz", x=x)
+    words = [f"ckpt={oracles}/flow", f"data.file={tmp_path}/far.npz", "stages=[likelihood]", f"out={tmp_path}/far.json"]
+    _, err = evaluate(*words, cwd=tmp_path, code=1)
+    assert "200 of 200 likelihoods are not finite (first items: 0, 1, 2)" in err
+    line = report(tmp_path / "far.json")["likelihood"][0]
+    assert line["nll"] is None and line["reason"] == "not finite"
+
+
+def test_a_label_is_missing_or_not_needed(digits, tmp_path):
+    x = np.random.default_rng(1).integers(0, 17, (60, 8, 8), dtype="uint8")
+    np.savez(tmp_path / "plain.npz", x=x)
+    words = [f"ckpt={digits}", "data._target_=genmodels.data.arrays.Arrays", f"data.file={tmp_path}/plain.npz",
+             "data.levels=17"]
+    _, err = evaluate(*words, cwd=tmp_path, code=2)
+    assert "they have no labels, the model is told which of 10 classes" in err
+
+
+def test_an_interrupted_evaluation_keeps_what_is_finished(oracles, tmp_path, monkeypatch):
+    from genmodels.evaluation import cost
+
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cost, "measure", stop)
+    _, err = evaluate(f"ckpt={oracles}/flow", "cache=false", f"out={tmp_path}/r.json", cwd=tmp_path, code=130)
+    found = report(tmp_path / "r.json")
+    assert found["partial"] and found["likelihood"][0]["nll"] > 0 and found["fidelity"]["frechet"] < 1
+    assert found["sampling"] == {} and "interrupted" in err
+
+
+def test_torch_is_told_when_memory_is_short(oracles, tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(GaussianFlow, "log_likelihood", full)
+    _, err = evaluate(f"ckpt={oracles}/flow", "cache=false", "batch_size=64", cwd=tmp_path, code=1)
+    assert "out of memory at batch_size=64: try batch_size=16" in err
+
+
+def test_a_better_value_than_the_truth_is_a_fault(tmp_path):
+    from genmodels.evaluation.likelihood import Likelihood
+    from genmodels.evaluation.lines import faults, row
+
+    data = build({"_target_": "genmodels.data.toy.Toy", "n_train": 10, "n_val": 10, "n_test": 500}).prepare()
+    x = next(iter(data.loader("test", 500))).x
+    from genmodels.data.densities import density
+
+    true = density("moons").log_prob(x.double())
+    honest, wrong = (row(Likelihood(true + extra, "exact", 2), data.spec, "exact", x) for extra in (-0.1, 0.1))
+    assert faults(honest) == [] and honest["kl_paired"] == pytest.approx(0.1)
+    assert "a fault of the evaluation" in faults(wrong)[0] and torch.isfinite(true).all()

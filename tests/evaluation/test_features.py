@@ -1,0 +1,55 @@
+"""Feature networks: named, hashed, the same in every batch and every process; a missing download in one line."""
+
+from __future__ import annotations
+
+from urllib.error import URLError
+
+import pytest
+import torch
+import torchvision.models
+
+from genmodels.data.spec import DataSpec
+from genmodels.errors import InputError
+from genmodels.evaluation.features import Items, dims_of, network_for
+
+SHAPES = {"images": (1, 8, 8), "large images": (3, 20, 24), "sequences": (5, 12), "vectors": (3,)}
+
+
+def items(name: str) -> Items:
+    shape = SHAPES[name]
+    levels = None if name == "vectors" else 17
+    x = torch.randint(0, 17, (40, *shape), generator=torch.Generator().manual_seed(0))
+    x = x.float() if levels is None else x.to(torch.uint8)
+    return Items(DataSpec(name, shape, levels=levels), x[:30], x[30:])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_features_do_not_depend_on_the_batch_or_on_what_ran_before(name):
+    given = items(name)
+    first = network_for(given)
+    torch.randn(17)
+    second = network_for(given)
+    assert first.sha256 == second.sha256 and first.name == ("coordinates" if name == "vectors" else "random-conv")
+    assert torch.allclose(first(given.test, rows=3), second(given.test), atol=1e-6)
+    assert first(given.test).shape == (10, dims_of(given.spec)) == (10, first.dims)
+
+
+def test_weights_that_cannot_be_had_are_told_in_one_line(monkeypatch):
+    def offline(*arguments, **options):
+        raise URLError("no route to host")
+
+    monkeypatch.setattr(torchvision.models, "inception_v3", offline)
+    with pytest.raises(InputError) as told:
+        network_for(items("images"), "inception")
+    for word in ("inception_v3_google", "https://", "no route to host", "place it in", "checkpoints"):
+        assert word in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("data, name, said", [("vectors", "random-conv", "coordinates"),
+                                              ("images", "coordinates", "is for vectors"),
+                                              ("images", "classifier", "needs labels"),
+                                              ("sequences", "inception", "grey or colour images")])
+def test_networks_say_what_they_are_for(data, name, said):
+    with pytest.raises(InputError, match=said):
+        network_for(items(data), name)

@@ -1,0 +1,95 @@
+"""The table: ranks within a kind, ties by pairs, what is proved, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+
+import pytest
+import torch
+
+from genmodels.errors import InputError
+from genmodels.evaluation.table import as_csv, as_markdown, as_text, make_table, paired, same_items
+
+DIMS, LEVELS = 64, 17
+
+
+def line(kind: str, nats: torch.Tensor, **more) -> dict:
+    scale = DIMS * math.log(2)
+    return {"kind": kind, "mark": {"exact": "=", "lower_bound": "<=", "ais": "~?", "ode": "~"}.get(kind, "-"),
+            "unit": "bits_per_dim", "mean_nats": float(nats.mean()), "bits_per_dim": -float(nats.mean()) / scale,
+            "se_data": float(nats.std()) / math.sqrt(len(nats)) / scale, "se_mc": None, "how": "", "made": {},
+            "values": "nats_0", "nonfinite": 0, **more}
+
+
+def report(path: str, *lines: dict, **data) -> dict:
+    return {
+        "genmodels": {}, "checkpoint": {"path": path, "family": "glow", "parameters": 9, "step": 1, "weights": "ema"},
+        "data": {"name": "digits", "split": "test", "items": 200, "item_hash": "a", "levels": LEVELS, **data},
+        "likelihood": list(lines), "references": [{"name": "uniform", "unit": "bits_per_dim", "value": math.log2(17)}],
+        "fidelity": {}, "sampling": {}, "proofs": [], "ood": [], "sweeps": [], "warnings": [],
+    }
+
+
+def nats(mean: float, seed: int = 0, n: int = 200) -> torch.Tensor:
+    shared = 8 * torch.randn(n, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    return mean + shared + 0.1 * torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def table_of(*pairs: tuple[str, torch.Tensor], **options) -> dict:
+    reports = [report(f"runs/{k}/best.ckpt", line(kind, values)) for k, (kind, values) in enumerate(pairs)]
+    return make_table(reports, [{"nats_0": values} for _, values in pairs], **options)
+
+
+def test_ranks_are_given_within_a_kind_and_ties_are_found_by_pairs():
+    # The items differ by 8 nats, the models by 1: only pairs of values can tell them apart.
+    table = table_of(("lower_bound", nats(-100)), ("lower_bound", nats(-101, 1)), ("lower_bound", nats(-101, 2)),
+                     ("exact", nats(-90)))
+    (group,) = table["ranking"]
+    assert group["kind"] == "lower_bound" and group["order"] == [[0], [2, 1]] or group["order"] == [[0], [1, 2]]
+    assert [row["cells"][9] for row in table["rows"]] == ["1", "2", "2", ""]
+    assert any("not ranked" in note for note in table["notes"])
+    across = table_of(("lower_bound", nats(-100)), ("exact", nats(-90)), rank="across")
+    assert [row["cells"][9] for row in across["rows"]] == ["2", "1"]
+    assert any("lower_bound may be worse than the truth" in note for note in across["notes"])
+
+
+@pytest.mark.parametrize(
+    "better, worse, told",
+    [("exact", "exact", True), ("lower_bound", "exact", True), ("exact", "lower_bound", False),
+     ("lower_bound", "lower_bound", False), ("lower_bound", "ais", True), ("exact", "ode", False),
+     ("ode", "exact", False), ("ais", "exact", False)],
+)
+def test_only_what_bounds_prove_is_said_to_be_proved(better, worse, told):
+    table = table_of((better, nats(-80)), (worse, nats(-140, 1)))
+    assert bool(table["proved"]) is told
+    if told:
+        assert table["proved"][0].startswith("glow (0) is better than glow (1): at most ")
+
+
+def test_pairs_by_hand():
+    a, b = (torch.tensor(v, dtype=torch.float64) for v in ([3.1, 3.3, 3.6], [3.0, 3.25, 3.4]))
+    assert paired(a, b) == (pytest.approx(0.1166666667, abs=1e-10), pytest.approx(0.0440958552, abs=1e-10))
+
+
+@pytest.mark.parametrize("key, value", [("name", "mnist"), ("split", "val"), ("item_hash", "b"), ("levels", 256)])
+def test_unlike_items_are_refused(key, value):
+    with pytest.raises(InputError, match=f"their data {key} differ"):
+        same_items([report("a"), report("b", **{key: value})])
+
+
+def test_the_same_cells_in_every_form():
+    table = table_of(("lower_bound", nats(-100)), ("exact", nats(-90)))
+    text, markdown = as_text(table), as_markdown(table)
+    rows = list(csv.reader(io.StringIO(as_csv(table))))
+    for row, written in zip(table["rows"], rows[1:], strict=True):
+        assert row["cells"] == written
+        assert all(cell in text and cell in markdown for cell in row["cells"])
+    assert "<= means" in text and "reference on digits: uniform 4.0875 bits/dim" in text
+
+
+def test_a_model_without_a_likelihood_has_no_number():
+    table = make_table([report("a", line("unnormalised", nats(-90), reason="no constant"))], [{"nats_0": nats(-90)}])
+    assert table["rows"][0]["cells"][5] == "none" and "1: no likelihood: no constant" in table["notes"]
+    assert table["ranking"] == []

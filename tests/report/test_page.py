@@ -1,0 +1,212 @@
+"""report.html: whole, escaped, honest about kinds, and well behaved in a real browser."""
+
+from __future__ import annotations
+
+import functools
+import html.parser
+import re
+
+import numpy as np
+import pytest
+
+from genmodels.report import render, write_page
+from genmodels.report.likelihoods import histogram
+from genmodels.report.style import DARK, LIGHT
+from tests.report import example
+from tests.report.browser import CHROMIUM, Browser
+
+HOSTILE = "\"'><script>alert(1)</script><img src=http://evil.example/x.png onerror=alert(1)>&amp;\x00"
+TABLES = {
+    "digits": example.of_digits, "points": example.of_points, "hostile": lambda: example.of_digits(HOSTILE),
+    "long names": lambda: example.of_digits("_" + "x" * 150),
+}  # fmt: skip
+
+
+@functools.cache
+def page_of(name: str) -> str:
+    return render(*TABLES[name]())
+
+
+class Reader(html.parser.HTMLParser):
+    """Tags with their attributes, checked to be closed in order; the text between them."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open, self.tags, self.words = [], [], []
+        self.feed(page)
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def all(self, name: str) -> list[dict]:
+        return [attributes for tag, attributes in self.tags if tag == name]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_page_is_well_formed_and_holds_no_way_out(name):
+    check_closed(page_of(name))
+
+
+def check_closed(page: str) -> None:
+    reader = Reader(page)
+    assert not {"script", "iframe", "object", "form", "base"} & {tag for tag, _ in reader.tags}
+    for tag, attributes in reader.tags:
+        assert not [key for key in attributes if key.startswith("on")], (tag, attributes)
+        for key in ("src", "href"):
+            assert attributes.get(key, "#").startswith(("data:", "#")), (tag, attributes[key])
+    assert "url(" not in page and "@import" not in page
+    assert "default-src 'none'" in reader.all("meta")[1]["content"]
+
+
+def test_a_page_that_did_not_escape_would_be_caught(monkeypatch):
+    from genmodels.report import markup
+
+    monkeypatch.setattr(markup, "escape", lambda words, quote=True: words)
+    with pytest.raises(AssertionError):
+        check_closed(render(*TABLES["hostile"]()))
+
+
+def test_the_page_can_be_read_by_those_who_cannot_see_it():
+    reader = Reader(page_of("digits"))
+    assert all(attributes.get("scope") in ("col", "row", "rowgroup") for attributes in reader.all("th"))
+    assert all(attributes.get("alt") for attributes in reader.all("img"))
+    seen = [attributes for attributes in reader.all("svg") if attributes.get("aria-hidden") != "true"]
+    assert seen and all(a["role"] == "img" and a["aria-label"] for a in seen)
+    assert len(reader.all("caption")) == len(reader.all("table"))
+    anchors = {attributes["id"] for _, attributes in reader.tags if "id" in attributes}
+    assert all(attributes["href"][1:] in anchors for attributes in reader.all("a"))
+    assert len(reader.all("h1")) == len(reader.all("main")) == 1 and reader.all("html")[0]["lang"] == "en"
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_words_and_curves_stand_out_from_the_paper(colours):
+    for name, colour in colours.items():
+        if name in ("paper", "panel", "line"):
+            continue
+        for ground in ("paper", "panel"):
+            low, high = sorted([luminance(colour), luminance(colours[ground])])
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (name, ground)  # WCAG 2.1, 1.4.3
+
+
+def test_kinds_are_never_ranked_together():
+    body = page_of("digits").split('id="table"')[1].split("</table>")[0]
+    groups = [body.index(title) for title in ("Bounds: the m", "Probability-flow ODE: a num", "Annealed importance s")]
+    assert groups == sorted(groups)
+    rows = re.findall(r"<tr.*?</tr>", body)
+    cells = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rows[1:]]
+    assert [(c[0], c[1]) for c in cells if len(c) > 1] == [
+        ("ddpm", "1"), ("glow", "2"), ("glow", "2"), ("ddpm", ""), ("energy", "")
+    ]  # the two lines of glow are tied; ODE and AIS stand alone, without rank
+    plots = re.findall(r"<figcaption>Likelihood of single items: (.*?)</figcaption>", page_of("digits"))
+    assert plots == ["bounds", "probability-flow ODE", "annealed importance sampling"]
+
+
+def test_every_value_carries_kind_error_and_recipe():
+    reader = Reader(page_of("digits"))
+    words = " ".join(reader.words)
+    assert "\u2264 2.1000 \u00b1 0.0123 bits/dim" in words and "\u2248? 2.4000 \u00b1 0.0123 bits/dim" in words
+    assert "all of 999 terms" in words and "2.3000 to 2.6000" in words and "64 chains" in words
+    points = " ".join(Reader(page_of("points")).words)
+    assert "no number: a field of scores has no energy" in points and "= 2.4000 \u00b1 0.0500 nats" in points
+
+
+def test_whatever_is_missing_leaves_its_section_out():
+    table, _ = example.of_digits()
+    one = {**table, "models": table["models"][1:2], "rows": []}  # the flow, without arrays: a page is made in no time
+    (model,) = one["models"]
+    for key in model:
+        render({**one, "models": [{k: v for k, v in model.items() if k != key}]}, [])
+        render({**one, "models": [{**model, key: None}]}, [{}])
+    for key in table:
+        render({k: v for k, v in table.items() if k != key}, [])
+    Reader(render({}, []))
+    without = render(one, [])
+    for section, there in (("samples", False), ("neighbours", False), ("noise", False), ("layers", True)):
+        assert f'id="{section}"' in page_of("digits") and (f'id="{section}"' in without) == there, section
+
+
+def test_a_histogram_counts_every_item_and_says_what_it_leaves_out():
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.normal(size=997), [1e6, np.nan, np.inf]])
+    page = histogram(["a"], [values], "title", "x")
+    shares = [float(v) for v in re.findall(r"</th><td>[^<]*</td><td>([\d.e+-]+)</td>", page)]
+    assert sum(shares) == pytest.approx(100, abs=0.01) and len(shares) == 31
+    assert "Not finite, left out: 2." in page and "Beyond the ends" in page
+
+
+def test_the_file_is_written_whole(tmp_path):
+    write_page(*example.of_points(), tmp_path / "report.html")
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").endswith("</html>\n")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here (apt-get install chromium): the page is not seen in a browser")
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+#: Elements that stick out to the right of the window, those aside that scroll within a box of their own.
+STICKING_OUT = """(width => [...document.querySelectorAll('body *')].filter(e =>
+    !e.closest('.scroll') && !e.closest('svg')
+    && e.getBoundingClientRect().right > width + 1).map(e => e.outerHTML.slice(0, 80)))"""
+
+
+@pytest.mark.parametrize("name", ["digits", "points", "long names"])
+def test_in_a_browser_nothing_overflows_nothing_is_requested_nothing_complains(browser, tmp_path, name):
+    page = tmp_path / "report.html"
+    page.write_text(page_of(name), encoding="utf-8")
+    for width in (360, 768, 1400):
+        browser.open(page, width)
+        assert browser.value("document.documentElement.scrollWidth <= innerWidth && innerWidth") == width
+        assert browser.value(f"{STICKING_OUT}({width})") == []
+        assert browser.complaints() == [] and browser.requests() == [page.as_uri()]
+    assert browser.value("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+
+
+def test_the_browser_obeys_the_reader(browser, tmp_path):
+    page = tmp_path / "report.html"
+    write_page(*example.of_points(), page)
+    colour = "getComputedStyle(document.body).backgroundColor"
+    seen = {}
+    for scheme, media in (("light", ""), ("dark", ""), ("dark", "print")):
+        browser.open(page, 1400, scheme, media)
+        seen[scheme, media] = browser.value(colour)
+    assert seen == {("light", ""): "rgb(255, 255, 255)", ("dark", ""): "rgb(22, 22, 24)",
+                    ("dark", "print"): "rgb(255, 255, 255)"}  # fmt: skip
+
+
+def test_the_browser_would_see_a_page_that_is_not_well_behaved(browser, tmp_path):
+    page = tmp_path / "bad.html"
+    page.write_text("<meta name=viewport content='width=device-width'><p style='width:500px'>wide</p>"
+                    "<img src='http://127.0.0.1:9/x.png'><script>console.error('oh')</script>")
+    browser.open(page, 360)
+    assert browser.value("document.documentElement.scrollWidth > 360") and browser.value(f"{STICKING_OUT}(360)")
+    assert len(browser.requests()) == 2 and any("oh" in told for told in browser.complaints())
+
+
+def test_a_hostile_name_runs_nothing_and_fetches_nothing(browser, tmp_path):
+    page = tmp_path / "hostile.html"
+    page.write_text(page_of("hostile"), encoding="utf-8")
+    browser.open(page, 768)
+    assert browser.requests() == [page.as_uri()] and browser.complaints() == []
+    assert browser.value("document.scripts.length") == 0
+    assert "<script>alert(1)" in browser.value("document.body.innerText")

@@ -1,0 +1,145 @@
+"""Dashboards: runs of all families log under the names of docs/dashboards.md, to W&B offline and TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from genmodels.cli.main import main
+from genmodels.data.spec import Batch, DataSpec
+from genmodels.evaluation.likelihood import Likelihood, Profile
+from genmodels.training.dashboards import density_of, picture_of_profile
+
+pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "dashboards.md"
+FLOWS = {"nsf", "realnvp", "glow"}
+STEPS = ["data=toy", "trainer=smoke", "trainer.max_steps=4", "trainer.validate_every_n_steps=2", "logger=tensorboard",
+         "trainer.sample_every_n_steps=4", "trainer.log_every_n_steps=1", "trainer.progress=false", "data.n_train=200",
+         "data.n_val=100", "data.n_test=100"]  # fmt: skip
+RUNS = {
+    "ddpm": ["model=ddpm", "model.objective=vlb", "model.num_steps=20", "model.net.hidden=16"],
+    "nsf": ["model=nsf", "model.hidden=16"],
+    "energy": ["model=energy", "model.net.hidden=[16,16]"],
+    "score": ["model=score", "model.net.hidden=16"],
+}
+
+
+def documented() -> dict[str, set[str]]:
+    """Names of the table in the document with the families that have them."""
+    found = {}
+    for line in DOCUMENT.read_text().splitlines():
+        if line.startswith("| `"):
+            names, _, families = (cell.strip() for cell in line.strip("|").split("|"))
+            words = set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", families)))
+            whose = words | (FLOWS if "flows" in words else set()) | (set(RUNS) if "all" in words else set())
+            quoted = re.findall(r"`(.*?)`", names)
+            group = quoted[0].rsplit("/", 1)[0]
+            found |= {name if "/" in name else f"{group}/{name}": whose for name in quoted}
+    return found
+
+
+def pattern(name: str) -> str:
+    return re.escape(name).replace("<split>", r"test").replace("<unit>", r"\w+").replace("<kind>", r"[\w, =]+").replace(
+        "k_of_n", r"\d+_of_\d+")  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request, tmp_path_factory):
+    """A family, what its short run left in W&B's records, and in TensorBoard's."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from tests.test_run import offline_records
+
+    folder, before = tmp_path_factory.mktemp(request.param), Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
+            code = main(["train", *RUNS[request.param], *STEPS, "run_dir=run"])
+    finally:
+        os.chdir(before)
+    assert code == 0, told.getvalue()
+    events = EventAccumulator(str(folder / "run" / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    history: dict[str, list] = {}
+    for record in offline_records(folder / "run"):
+        for item in record.history.item:
+            history.setdefault(item.key or ".".join(item.nested_key), []).append(json.loads(item.value_json))
+    return request.param, folder / "run", events, history
+
+
+def names_in(history: dict) -> set[str]:
+    """Names of metrics and pictures in W&B's history, without what it adds itself."""
+    return {key.split(".")[0] for key in history if "/" in key and not key.startswith(("trainer/", "_"))}
+
+
+def test_names_are_those_of_the_document(run):
+    family, _, events, history = run
+    shown = names_in(history)
+    assert shown == {name for kind in ("scalars", "images") for name in events.Tags()[kind] if "/" in name}
+    known = documented()
+    for name in shown:
+        assert any(re.fullmatch(pattern(one), name) and family in whose for one, whose in known.items()), name
+    elsewhere = {"train/mse", "val/bits_per_dim"}  # of another objective, of integers
+    for one, whose in known.items():
+        if family in whose and not one.startswith("evaluation/") and one not in elsewhere:
+            assert any(re.fullmatch(pattern(one), name) for name in shown), f"{one} is documented for {family}"
+
+
+def test_both_loggers_hold_the_same_values_and_pictures(run):
+    _, folder, events, history = run
+    for name in filter(lambda name: "/" in name, events.Tags()["scalars"]):  # not Lightning's epoch, always the first
+        told = [event.value for event in events.Scalars(name)]
+        assert history[name] == pytest.approx(told, rel=1e-5, nan_ok=True), name
+    for name in events.Tags()["images"]:
+        kept = sorted((folder / name.split("/")[1]).glob("*.png"))
+        assert len(events.Images(name)) == len(kept) == len(history[f"{name}.filenames"]) >= 1, name
+        media = next((folder / "wandb").glob("offline-run-*")) / "files"
+        assert all((media / file).is_file() for files in history[f"{name}.filenames"] for file in files)
+
+
+def test_parts_of_the_bound_sum_to_it(run):
+    family, folder, _, history = run
+    if family != "ddpm":
+        return
+    noise = [history[name] for name in history if name.startswith("noise/")]
+    assert [sum(each) for each in zip(*noise, strict=True)] == pytest.approx(history["val/diffusion"], rel=1e-4)
+    parts = [sum(each) for each in zip(*(history[f"val/{p}"] for p in ("prior", "diffusion", "reconstruction")),
+                                       strict=True)]  # fmt: skip
+    volume = [nll - part for nll, part in zip(history["val/nll"], parts, strict=True)]
+    assert volume[0] == pytest.approx(volume[1], abs=1e-3)  # the scale of the data, the same at every step
+
+
+def test_the_document_has_a_small_picture():
+    picture = DOCUMENT.with_suffix(".png")
+    assert picture.name in DOCUMENT.read_text() and picture.stat().st_size < 200_000
+
+
+def test_a_profile_is_drawn_with_its_area_whichever_way_its_edges_run():
+    def drawn(edges, nats):
+        profile = Profile(torch.tensor(edges), torch.tensor(nats, dtype=torch.float64), 2)
+        return picture_of_profile(Likelihood(torch.zeros(2), "lower_bound", 3, 17, profile=profile)).tobytes()
+
+    assert drawn([4.0, 1.0, -3.0], [2.0, 8.0]) == drawn([-3.0, 1.0, 4.0], [8.0, 2.0])
+    assert drawn([4.0, 1.0, -3.0], [2.0, 8.0]) != drawn([4.0, 1.0, -3.0], [8.0, 2.0])
+
+
+def test_a_field_of_scores_has_no_density_and_a_flow_has_its_own():
+    from genmodels.models.nsf import NSF
+    from genmodels.models.score import ScoreModel
+
+    spec = DataSpec("toy_moons", (2,))
+    assert density_of(ScoreModel(spec, net={"hidden": 16}), [-1, 1, -1, 1], 4) is None
+    flow = NSF(spec, hidden=16)
+    flow.initialize(Batch(torch.randn(200, 2, generator=torch.Generator().manual_seed(0))))
+    found = density_of(flow.train(), [-9.0, 9.0, -9.0, 9.0], 128)
+    assert flow.training and float(found.exp().sum()) * (18 / 128) ** 2 == pytest.approx(1, abs=0.02)
+    assert math.isfinite(float(found.sum()))
