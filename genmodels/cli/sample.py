@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 
 def run(
     *,
@@ -15,7 +17,16 @@ def run(
     steps: int | None = None,
     spacing: str | None = None,
     eta: float | None = None,
-    clip: bool | None = None,
+    churn: float | None = None,
+    clip: bool | Literal["static", "dynamic"] | None = None,
+    guidance: float | None = None,
+    guidance_rescale: float | None = None,
+    guidance_interval: list[float] | None = None,
+    inpaint: int | str | None = None,
+    mask: str | None = None,
+    rounds: int | None = None,
+    edit: int | str | None = None,
+    strength: float | None = None,
     step_size: float | None = None,
     size: list[int] | None = None,
     batch_size: int = 64,
@@ -34,14 +45,24 @@ def run(
         n: number of samples.
         seed: sample k of a seed is the same alone, in any batch, on any number of processes.
         out: a .png (one grid), a .npz (arrays), or a folder (one PNG each); default a grid in the run folder.
-        cond: class, or classes that are cycled; default every class in turn.
+        cond: class, or classes that are cycled; default every class in turn, none with inpaint and edit.
         temperature: scale of the noise, 1 for the model's own distribution.
-        sampler: ddpm, ddim or dpmpp_2m for diffusion; annealed, hmc, mala or ula for energies; predictor_corrector or
-            annealed_langevin for scores.
+        sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m or unipc for diffusion; annealed, hmc, mala or ula for energies;
+            predictor_corrector or annealed_langevin for scores.
         steps: number of sampling steps: of a diffusion or a chain, densities of `annealed`, noise levels of scores.
-        spacing: spacing of the times of those steps.
+        spacing: spacing of the times of those steps: uniform_t, uniform_log_snr, karras, integer_trailing or
+            integer_leading.
         eta: share of ancestral noise in ddim.
-        clip: clip the estimate of the data at every step.
+        churn: noise that edm adds on its way.
+        clip: keep the estimate of the data in its range at every step, static (true) or dynamic, or not (false).
+        guidance: scale of classifier-free guidance: 1 the class alone, 0 no class, more for more typical samples.
+        guidance_rescale: share of the excess contrast that guidance is made to give back.
+        guidance_interval: lowest and highest log-SNR where guidance applies.
+        inpaint: a picture file, or the number of a test item, of which a part is kept and the rest drawn.
+        mask: a picture file for inpaint, white where the item is kept, black where it is drawn.
+        rounds: how often each step of inpaint is taken, for the drawn part to settle to the kept one.
+        edit: a picture file, or the number of a test item, to which noise is added and sampled away again.
+        strength: how much noise for edit, from 0 (none) to 1 (nothing is left of the item).
         step_size: first step size of an energy's chains, in standard deviations of the data.
         size: height and width (or length) of the samples, where a diffusion model is to draw another than it learnt.
         batch_size: samples drawn at once.
@@ -62,6 +83,10 @@ def run(
             raise InputError(f"{key} must be at least {least}, got {value}")
     if path is not None and Path(path).suffix.lower() not in (".png", ".gif"):
         raise InputError(f"path={path}: the way from noise to data is written to a .png (a strip) or a .gif")
+    for key, partner, ours, theirs in (("inpaint", "mask", inpaint, mask), ("mask", "inpaint", mask, inpaint),
+                                       ("rounds", "inpaint", rounds, inpaint), ("strength", "edit", strength, edit)):
+        if ours is not None and theirs is None:
+            raise InputError(f"{key}={ours} goes with {partner}=: give both")
     ckpt_path = Path(ckpt) / "best.ckpt" if Path(ckpt).is_dir() else Path(ckpt)
 
     from genmodels.training.archive import verify
@@ -73,8 +98,11 @@ def run(
     from genmodels.training.archive import checkpoint_hash
 
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
-    given = {"cond": cond, "sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip}
-    given |= {"step_size": step_size, "size": size}
+    options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "churn": churn, "clip": clip}
+    options |= {"guidance": guidance, "guidance_rescale": guidance_rescale, "guidance_interval": guidance_interval}
+    options |= {"rounds": rounds, "strength": strength, "step_size": step_size, "size": size}
+    options = {key: value for key, value in options.items() if value is not None}
+    given = {"cond": cond} | options | {"inpaint": inpaint, "mask": mask, "edit": edit}
     given |= {"temperature": None if temperature == 1 else temperature, "ema": None if ema is True else ema}
     target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec, given)
     check_target(target, model.spec)
@@ -93,20 +121,69 @@ def run(
     gigabytes = n * model.spec.dims * (1 if model.spec.levels else 4) / 1e9
     if gigabytes > 8:
         raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=")
-    options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "clip": clip}
-    options |= {"step_size": step_size, "size": size}
-    options = {key: value for key, value in options.items() if value is not None}
+    named = {"inpaint": inpaint, "mask": mask, "edit": edit}
+    materials, told = material(model, header, named, trust or [])
     if path is not None:
         options["path"] = frames
     samples = draw(
         model, n, cond=cond, temperature=temperature, seed=seed, start=start, batch_size=batch_size,
-        weights=weights_of(ema), **options,
+        weights=weights_of(ema), **options, **materials,
     )
     samples.made |= {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
-    for line in write_samples(samples, model.spec, target):
+    samples.made |= {key: str(value) for key, value in named.items() if value is not None}
+    for line in told + write_samples(samples, model.spec, target) + unmixed(samples.made):
         print(line)
     if path is not None:
         print(write_path(samples, model.spec, Path(path)))
+
+
+def unmixed(made: dict) -> list[str]:
+    """What to say of chains that have not reached their distribution.
+
+    Example:
+        >>> unmixed({"r_hat": 1.01, "divergences": 0})
+        []
+        >>> unmixed({"r_hat": 22.0, "divergences": 0})
+        ['the chains have not mixed (R-hat 22, should be below 1.1): take more steps, or sampler=annealed']
+    """
+    said = []
+    if made.get("r_hat") is not None and not made["r_hat"] < 1.1:
+        said.append(f"the chains have not mixed (R-hat {made['r_hat']:.3g}, should be below 1.1): take more steps, or "
+                    "sampler=annealed")
+    if made.get("divergences"):
+        said.append(f"{made['divergences']} proposals of the chains diverged: take a smaller step_size")
+    return said
+
+
+def material(model, header: dict, named: dict, trust: list[str]) -> tuple[dict, list[str]]:
+    """The tensors that `inpaint`, `mask` and `edit` name, as options of `sample`, and what to tell the user.
+
+    Raises:
+        InputError: for a model that cannot begin with an item, or items that do not exist.
+    """
+    import inspect
+
+    from genmodels.errors import InputError
+    from genmodels.evaluation.items import read_items, read_mask
+    from genmodels.models.build import build
+
+    asked = [key for key in ("inpaint", "edit") if named[key] is not None]
+    if not asked:
+        return {}, []
+    if "known" not in inspect.signature(model.sample).parameters:
+        raise InputError(f"{asked[0]}: a {header['family']} cannot begin with an item; it is for diffusion models")
+
+    def item(key: str):
+        return read_items([named[key]], lambda: build(header["config"]["data"], trust=trust).prepare(), model.spec, key)
+
+    tensors = {"edit": item("edit").x[0]} if named["edit"] is not None else {}
+    if named["inpaint"] is None:
+        return tensors, []
+    if not model.spec.is_image:
+        raise InputError(f"inpaint keeps a part of an image; these data have events of shape {model.spec.event_shape}")
+    keep = read_mask(named["mask"], model.spec, "mask")
+    told = [f"kept {int(keep.sum())} of {keep.numel()} pixels of {named['inpaint']}, where {named['mask']} is white"]
+    return tensors | {"known": item("inpaint").x[0], "keep": keep}, told
 
 
 def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, trust: list[str]) -> list[str]:
@@ -126,7 +203,7 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
     if target is not None and target.suffix.lower() != ".png":
         raise InputError(f"out={target}: the way between two items is one strip, end it in .png")
     if not hasattr(model, "latents"):
-        raise InputError(f"interpolate: a {header['family']} has no latents to go through; it is for flows")
+        raise InputError(f"interpolate: a {header['family']} has no latents to go through; flows and diffusion have")
     if not (model.spec.is_image and model.spec.levels):
         raise InputError(f"interpolate shows images; these data have events of shape {model.spec.event_shape}")
     batch = read_ends(ends, lambda: build(header["config"]["data"], trust=trust).prepare(), model.spec)

@@ -1,4 +1,4 @@
-"""The evidence lower bound, term by term, and its path form.
+"""The evidence lower bound, term by term; `bound_path` has its path form, `continuous` its limit of many steps.
 
 One grid of times serves both literatures: t_0 < ... < t_K. The reconstruction is read at t_0, the k-th KL term goes
 from t_k to t_{k-1}, the prior is at t_K. DDPM with T steps has t_0 = 1/T and K = T - 1 (Ho et al. 2020, equation 5);
@@ -15,10 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genmodels.diffusion.decoder import Decoder, Gaussian
-from genmodels.diffusion.process import Variance, alpha_ts, expand, posterior, q_sample, sigma2_ts, variance_function
+from genmodels.diffusion.altered import require_unaltered
+from genmodels.diffusion.decoder import Decoder
+from genmodels.diffusion.process import Variance, kernel_variance, q_sample, variance_function
 from genmodels.diffusion.schedule import NoiseSchedule, step_to_time
-from genmodels.diffusion.terms import clean_scale, diffusion_term, prior_term, reconstruction_term
+from genmodels.diffusion.terms import diffusion_term, prior_term, reconstruction_term
 from genmodels.errors import InputError
 from genmodels.random import Generator, KeyedGenerator, normal, uniform
 
@@ -48,7 +49,7 @@ def check_grid(schedule: NoiseSchedule, times: Tensor) -> Tensor:
     if times.dim() != 1 or len(times) < 2 or bool((times.diff() <= 0).any()) or times[0] < 0 or times[-1] > 1:
         raise InputError("the times of a bound must increase within [0, 1], at least two of them")
     log_snr = schedule.log_snr(times).to(times.device)
-    if math.isinf(float(log_snr[0])):
+    if bool(log_snr[0].isinf()):
         raise InputError("without noise at the first time the bound is infinite: start at 1/T (ddpm_times)")
     return log_snr
 
@@ -99,7 +100,8 @@ def elbo(
     generator: Generator,
     *,
     cond: Tensor | None = None,
-    variance: Literal["beta", "beta_tilde"] | Variance = "beta",
+    mask: Tensor | None = None,
+    variance: Literal["beta", "beta_tilde", "learned"] | Variance = "beta",
     mode: Literal["all", "stratified"] = "all",
     draws: int = 50,
     replicates: int = 2,
@@ -112,7 +114,8 @@ def elbo(
     anew for every example and each of `replicates` rounds: an unbiased estimate of what "all" gives with the same
     noise, with the standard error over the rounds.
 
-    Shapes: x0 (B, *event) in the model's units, times (K+1,) increasing, cond (B,) or (B, F).
+    Shapes: x0 (B, *event) in the model's units, times (K+1,) increasing, cond (B,) or (B, F), mask (B, 1, T): what it
+    hides enters no term.
 
     Arguments:
         decoder: p(x_0 | x_{t_0}).
@@ -125,13 +128,14 @@ def elbo(
     Errors: a grid that does not increase within [0, 1] or has no noise at t_0; more draws than terms.
 
     Example:
-        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
+        >>> from genmodels.diffusion import CosineSchedule, Gaussian, GaussianDenoiser
         >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
         >>> generator = KeyedGenerator(0, torch.arange(3), "evaluate")
         >>> terms = elbo(oracle, torch.zeros(3, 2), Gaussian(), ddpm_times(10), generator)
         >>> terms.diffusion.shape, terms.total.shape
         (torch.Size([3, 9]), torch.Size([3]))
     """
+    require_unaltered(denoiser)
     times = times.to(x0.device, torch.float64)
     log_snr = check_grid(denoiser.schedule, times)
     model_variance = variance_function(variance)
@@ -154,14 +158,19 @@ def elbo(
     done, in_all = 0, int(wanted.sum())
     for items, k, noise in _packed(wanted, x0, generator, rows):
         x = q_sample(x0[items], log_snr[k], noise)
-        x0_hat = denoiser(x, times[k], None if cond is None else cond[items]).x0
-        is_kl = k > 0
-        values[items[is_kl], k[is_kl]] = diffusion_term(
-            x0[items][is_kl], x0_hat[is_kl], log_snr[k[is_kl] - 1], log_snr[k[is_kl]], model_variance
-        )
-        if not bool(is_kl.all()):
-            first = items[~is_kl]
-            values[first, 0] = reconstruction_term(x0[first], x0_hat[~is_kl], log_snr[:1], decoder, model_variance)
+        cond_here, mask_here = (None if value is None else value[items] for value in (cond, mask))
+        prediction = denoiser(x, times[k], cond_here, mask_here)
+        for rows_here, first in ((k > 0, False), (k == 0, True)):
+            if not bool(rows_here.any()):
+                continue
+            some, step, x0_hat = items[rows_here], k[rows_here], prediction.x0[rows_here]
+            valid = None if mask is None else mask[some]
+            nu = None if prediction.nu is None else prediction.nu[rows_here]
+            s2 = kernel_variance(model_variance, nu, log_snr[1])
+            if first:
+                values[some, 0] = reconstruction_term(x0[some], x0_hat, log_snr[:1], decoder, s2, valid)
+            else:
+                values[some, step] = diffusion_term(x0[some], x0_hat, log_snr[step - 1], log_snr[step], s2, valid)
         done += len(items)
         if progress is not None:
             progress(done, in_all)
@@ -173,7 +182,7 @@ def elbo(
         stderr = drawn.sum(2).std(1, unbiased=True) / math.sqrt(replicates)
         diffusion = drawn.mean(1)
         levels = torch.stack([part.mean() for part in levels.split(bounds.diff().tolist())])
-    return ElboTerms(prior_term(x0, log_snr[-1]), diffusion, values[:, 0], levels, stderr)
+    return ElboTerms(prior_term(x0, log_snr[-1], mask), diffusion, values[:, 0], levels, stderr)
 
 
 def _check_draws(draws: int, replicates: int, num_terms: int) -> None:
@@ -200,80 +209,3 @@ def _packed(wanted: Tensor, x0: Tensor, generator: Generator, rows: int) -> Iter
             source = generator.rows(items.to(generator.index.device)).at(ks)
         noise = normal((len(items), *x0.shape[1:]), source, dtype=x0.dtype, device=x0.device)
         yield items.to(x0.device), ks.to(x0.device), noise
-
-
-@dataclass
-class PathTerms:
-    """The path form of the bound on one path: total = prior + transitions.sum(1), in nats.
-
-    `prior (B,)` is -log p(x_T); `transitions (B, T)` are log q(x_i | x_{i-1}) - log p(x_{i-1} | x_i), i = 1..T.
-    """
-
-    prior: Tensor
-    transitions: Tensor
-
-    @property
-    def total(self) -> Tensor:
-        """(B,) L on this path; its mean over q is the bound."""
-        return self.prior + self.transitions.sum(1)
-
-
-@torch.no_grad()
-def path_terms(
-    denoiser,
-    path: list[Tensor] | Tensor,
-    times: Tensor,
-    *,
-    decoder: Decoder | None = None,
-    prior: Callable[[Tensor], Tensor] | None = None,
-    cond: Tensor | None = None,
-    variance: Literal["beta", "beta_tilde"] | Variance = "beta",
-) -> PathTerms:
-    """The bound before any expectation is taken, on a given path x_0, ..., x_T.
-
-        L = -log p(x_T) - sum_{i >= 1} log p(x_{i-1} | x_i) / q(x_i | x_{i-1})
-
-    Arguments:
-        path: T + 1 tensors (B, *event): the data, then x at each of the T `times` (increasing, as for `elbo`).
-        decoder: p(x_0 | x_1), a density by default.
-        prior: log p(x_T) (B, *event) -> (B,), standard normal by default.
-        variance: variance of the model's kernels.
-
-    Source: Ho et al. 2020, equation 3.
-
-    Example:
-        >>> from genmodels.diffusion import GaussianDenoiser, LinearLogSnrSchedule
-        >>> oracle = GaussianDenoiser(LinearLogSnrSchedule(), torch.zeros(1), 1.0)
-        >>> path = torch.randn(4, 5, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)  # any path
-        >>> times = torch.tensor([0.2, 0.6, 1.0])
-        >>> terms = path_terms(oracle, path, times, variance=oracle.reverse_variance)
-        >>> bool((terms.total + oracle.log_prob(path[0])).abs().max() < 1e-9)
-        True
-    """
-    decoder, gaussian = decoder or Gaussian(), Gaussian()
-    times = times.to(path[0].device, torch.float64)
-    log_snr = check_grid(denoiser.schedule, times)
-    if len(path) != len(times) + 1:
-        raise InputError(f"a path over {len(times)} times has {len(times) + 1} points, not {len(path)}")
-    model_variance = variance_function(variance)
-    last = path[-1].double()
-    log_prior = prior(path[-1]) if prior is not None else _sum(gaussian, last, torch.zeros(()), torch.ones(()))
-    transitions = []
-    for i in range(1, len(path)):
-        before, x = path[i - 1].double(), path[i].double()
-        t = log_snr[i - 1 : i]
-        s = log_snr[i - 2 : i - 1] if i > 1 else torch.full_like(t, torch.inf)
-        x0_hat = denoiser(path[i], times[i - 1].expand(len(x)), cond).x0.double()
-        forward = _sum(gaussian, x, expand(alpha_ts(s, t), x) * before, sigma2_ts(s, t).sqrt())
-        if i == 1:
-            backward = _sum(decoder, before, x0_hat, clean_scale(t, model_variance))
-        else:
-            c_0, c_t, _ = posterior(s, t)
-            mean = expand(c_0, x) * x0_hat + expand(c_t, x) * x
-            backward = _sum(gaussian, before, mean, model_variance(s, t).sqrt())
-        transitions.append(forward - backward)
-    return PathTerms(-log_prior.double(), torch.stack(transitions, 1))
-
-
-def _sum(decoder: Decoder, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    return decoder.log_prob(x, mean.to(x), expand(scale, x)).flatten(1).sum(1)

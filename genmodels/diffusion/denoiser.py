@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from genmodels.diffusion.parameterisation import Parameterisation, Prediction
 from genmodels.diffusion.schedule import NoiseSchedule
+from genmodels.errors import InputError
 
 
 class Denoiser(nn.Module):
-    """`denoiser(x, t, cond, mask) -> Prediction`: the network sees the noisy x and its log-SNR.
+    """`denoiser(x, t, cond, mask, estimate) -> Prediction`: the network sees the noisy x and its log-SNR.
 
-    Shapes: x (B, *event), t (B,) in [0, 1], cond as the network takes it, mask (B, 1, T) or None.
+    Shapes: x (B, *event), t (B,) in [0, 1], cond as the network takes it, mask (B, 1, T) or None, estimate like x.
 
     The schedule is evaluated in float64, which autocast leaves alone. The network runs in the dtype of its parameters
     (or as autocast says) and its output is cast to the dtype of x, float32 at least.
@@ -22,8 +23,12 @@ class Denoiser(nn.Module):
             the shape of x. log_snr is (B,), float32 (float64 for float64 networks), and may be infinite.
         schedule: the noise schedule.
         parameterisation: the meaning of the output.
+        learned_variance: the network returns twice the channels; the second half, o, gives nu = (o + 1)/2, from which
+            `learned_variance` makes the variance of the kernel (Nichol and Dhariwal 2021, section 3.1).
+        self_conditioning: the network also sees an earlier estimate of x_0 as further channels, zeros where there is
+            none (Chen et al., "Analog bits", 2023, section 2.2).
 
-    Errors: a parameterisation that the schedule rules out (eps with zero terminal SNR).
+    Errors: a parameterisation that the schedule rules out (eps with zero terminal SNR); an output of the wrong shape.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, V
@@ -32,20 +37,60 @@ class Denoiser(nn.Module):
         torch.Size([2, 3])
     """
 
-    def __init__(self, net: nn.Module, schedule: NoiseSchedule, parameterisation: Parameterisation):
+    def __init__(
+        self,
+        net: nn.Module,
+        schedule: NoiseSchedule,
+        parameterisation: Parameterisation,
+        *,
+        learned_variance: bool = False,
+        self_conditioning: bool = False,
+    ):
         super().__init__()
         parameterisation.check(schedule)
         self.net, self.schedule, self.parameterisation = net, schedule, parameterisation
+        self.learned_variance, self.self_conditioning = learned_variance, self_conditioning
 
-    def forward(self, x: Tensor, t: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Prediction:
-        log_snr = self.schedule.log_snr(t)
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        estimate: Tensor | None = None,
+    ) -> Prediction:
+        return self.at_log_snr(x, self.schedule.log_snr(t), cond, mask, estimate)
+
+    def at_log_snr(
+        self,
+        x: Tensor,
+        log_snr: Tensor,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        estimate: Tensor | None = None,
+    ) -> Prediction:
+        """The prediction where the log-SNR (B,) is known rather than the time."""
         inner = self._net_dtype(x)
+        seen = self.parameterisation.scale_input(x, log_snr)
+        if self.self_conditioning:
+            seen = torch.cat([seen, torch.zeros_like(x) if estimate is None else estimate.to(seen)], 1)
         extra = () if mask is None else (mask,)
-        output = self.net(x.to(inner), log_snr.to(torch.promote_types(inner, torch.float32)), cond, *extra)
-        if output.shape != x.shape:
-            raise ValueError(f"the network turned {tuple(x.shape)} into {tuple(output.shape)}: the shapes must agree")
-        output = output.to(torch.promote_types(x.dtype, torch.float32))
-        return self.parameterisation.to_prediction(output, x, log_snr)
+        output = self.net(seen.to(inner), log_snr.to(torch.promote_types(inner, torch.float32)), cond, *extra)
+        self._check(output, x)
+        output, nu = output.to(torch.promote_types(x.dtype, torch.float32)), None
+        if self.learned_variance:
+            output, nu = output.chunk(2, 1)
+            nu = (nu + 1) / 2
+        return self.parameterisation.to_prediction(output, x, log_snr, nu)
+
+    def _check(self, output: Tensor, x: Tensor) -> None:
+        batch, channels, *space = x.shape
+        expected = (batch, 2 * channels if self.learned_variance else channels, *space)
+        if tuple(output.shape) != expected:
+            hint = ": a learned variance needs twice the channels" if self.learned_variance else ""
+            raise InputError(
+                f"the network turned {tuple(x.shape)} into {tuple(output.shape)}, not into {expected}{hint}"
+            )
 
     def _net_dtype(self, x: Tensor) -> torch.dtype:
         parameters = self.net.parameters() if isinstance(self.net, nn.Module) else iter(())

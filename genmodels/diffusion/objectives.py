@@ -1,24 +1,28 @@
-"""Training objectives: the simple mean squared error and the variational bound itself.
+"""Training objectives: what each has in common, the simple mean squared error, and the variational bound itself.
 
-Each is called as `objective(denoiser, x0, cond, generator, rank, world)` with x0 (B, *event) in the model's units, and
-every objective is built from the same two things: the decoder and the grid of times of the bound.
+Each is called as `objective(denoiser, x0, cond, generator, rank, world, mask)` with x0 (B, *event) in the model's units
+and mask (B, 1, T) or None: what it hides enters no sum or mean. `Hybrid` and `Continuous` have modules of their own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from genmodels.diffusion.bound import check_grid
 from genmodels.diffusion.decoder import Decoder
-from genmodels.diffusion.process import Variance, q_sample, variance_function
+from genmodels.diffusion.masks import event_mean
+from genmodels.diffusion.parameterisation import Prediction
+from genmodels.diffusion.process import Variance, kernel_variance, q_sample, variance_function
+from genmodels.diffusion.schedule import NoiseSchedule
 from genmodels.diffusion.terms import diffusion_term, prior_term, reconstruction_term
-from genmodels.diffusion.time_sampling import TIME_SAMPLERS
+from genmodels.diffusion.time_sampling import TimeSampler, TimeSamplerName, make_time_sampler
+from genmodels.diffusion.weighting import Weighting, WeightingName, make_weighting
 from genmodels.errors import InputError
-from genmodels.random import Generator, normal
+from genmodels.random import Generator, normal, uniform
 
 
 @dataclass
@@ -26,13 +30,17 @@ class ObjectiveOutput:
     """What an objective returns.
 
     `value`: the scalar to minimise. `per_example (B,)`: its contributions. `times (B,)`: where each example was noised.
-    `parts`: named (B,) tensors, the unit in the name (`_nats`, or `mse`: mean squared error per scalar).
+    `parts`: named (B,) tensors, the unit in the name (`_nats`, or `mse`: mean squared error per scalar). `drawn (B,)`:
+    the draws of the time sampler in [0, 1), of which the times are made. `integrand (B,)`: the part of each example
+    that depends on its time, without the weight of that time; a loss-aware sampler learns from it.
     """
 
     value: Tensor
     per_example: Tensor
     times: Tensor
     parts: dict[str, Tensor]
+    drawn: Tensor
+    integrand: Tensor
 
 
 class Objective:
@@ -41,31 +49,89 @@ class Objective:
     Arguments:
         decoder: p(x_0 | x_{t_0}), where the objective has a reconstruction term.
         times: (K+1,) increasing grid of the bound; see `ddpm_times` and `vdm_times`.
-        time_sampler: how the times of a batch are drawn.
+        time_sampler: how the times of a batch are drawn, a name in TIME_SAMPLERS or a sampler.
     """
+
+    #: Whether the value is in nats: then it is a bound, and may train a noise schedule.
+    in_nats: ClassVar[bool] = False
 
     def __init__(
         self,
         decoder: Decoder | None = None,
         times: Tensor | None = None,
         *,
-        time_sampler: Literal["uniform", "stratified", "antithetic"] = "antithetic",
+        time_sampler: TimeSamplerName | TimeSampler = "antithetic",
     ):
-        if time_sampler not in TIME_SAMPLERS:
-            raise InputError(f"time_sampler = {time_sampler!r}: choose one of {', '.join(TIME_SAMPLERS)}")
-        self.decoder, self.times, self.time_sampler = decoder, times, TIME_SAMPLERS[time_sampler]
+        self.decoder, self.times, self.time_sampler = decoder, times, make_time_sampler(time_sampler)
 
     def __call__(
-        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, rank: int = 0, world: int = 1
+        self,
+        denoiser,
+        x0: Tensor,
+        cond: Tensor | None,
+        generator: Generator,
+        rank: int = 0,
+        world: int = 1,
+        mask: Tensor | None = None,
     ) -> ObjectiveOutput:
         raise NotImplementedError
 
+    def check(self, denoiser) -> None:
+        """Raise where this objective cannot train the denoiser."""
+        if is_learned(denoiser.schedule) and not self.in_nats:
+            raise InputError(
+                "a learned schedule needs the bound as its objective: the simple loss would seek easy noise levels"
+            )
+
+    def draw_times(self, n: int, device, generator: Generator, rank: int, world: int) -> tuple[Tensor, Tensor]:
+        """The draws u in [0, 1) of the time sampler and their weights, (n,) float64."""
+        u, weight = self.time_sampler(n, generator, rank, world)
+        return u.to(device), weight.to(device)
+
+    def need_bound(self) -> None:
+        """Raise unless there is a decoder and a grid."""
+        if self.decoder is None or self.times is None:
+            raise InputError("the bound needs a decoder and its grid of times")
+
+
+def is_learned(schedule: NoiseSchedule) -> bool:
+    """Whether the schedule has parameters that are trained."""
+    return any(parameter.requires_grad for parameter in schedule.parameters())
+
+
+def predict(
+    denoiser,
+    x: Tensor,
+    log_snr: Tensor,
+    cond: Tensor | None,
+    mask: Tensor | None,
+    generator: Generator,
+    copies: int = 1,
+) -> Prediction:
+    """The denoiser in training: where it conditions on itself, half of the rows see its own first estimate.
+
+    The first estimate is made from the same x, without a gradient; the other rows see zeros, as the first step of a
+    sampler does (Chen et al. 2023, algorithm 1). x holds `copies` of the rows that the generator is keyed for.
+    """
+    if not denoiser.self_conditioning:
+        return denoiser.at_log_snr(x, log_snr, cond, mask)
+    with torch.no_grad():
+        estimate = denoiser.at_log_snr(x, log_snr, cond, mask).x0
+    # Autocast would hand the weights it cast without a gradient to the second call.
+    torch.clear_autocast_cache()
+    told = uniform((len(x) // copies, copies), generator, device=x.device).T.reshape(-1, *[1] * (x.dim() - 1)) < 0.5
+    estimate = torch.where(told, estimate, 0)
+    return denoiser.at_log_snr(x, log_snr, cond, mask, estimate)
+
 
 class Simple(Objective):
-    """L_simple: the mean over scalars of |target - output|^2, in the units of the network's own output.
+    """L_simple: the weighted mean over scalars of |target - output|^2, in the units of the network's own output.
 
     Times are continuous, or the steps i/T where the schedule is a table. This weighs the terms of the bound anew: it is
     no likelihood and is never shown as bits/dim. Source: Ho et al. 2020, equation 14.
+
+    Arguments:
+        weighting: of the noise levels, a name in WEIGHTINGS or a weighting.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
@@ -75,19 +141,47 @@ class Simple(Objective):
         (torch.Size([4]), ['mse'])
     """
 
+    def __init__(
+        self,
+        decoder: Decoder | None = None,
+        times: Tensor | None = None,
+        *,
+        weighting: WeightingName | Weighting = "none",
+        time_sampler: TimeSamplerName | TimeSampler = "antithetic",
+    ):
+        super().__init__(decoder, times, time_sampler=time_sampler)
+        self.weighting = make_weighting(weighting)
+
     def __call__(
-        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, rank: int = 0, world: int = 1
+        self,
+        denoiser,
+        x0: Tensor,
+        cond: Tensor | None,
+        generator: Generator,
+        rank: int = 0,
+        world: int = 1,
+        mask: Tensor | None = None,
     ) -> ObjectiveOutput:
-        t, weight = (v.to(x0.device) for v in self.time_sampler(len(x0), generator, rank, world))
-        if (num_steps := denoiser.schedule.num_steps) is not None:
-            t = _step_above(t, num_steps) / num_steps
+        self.check(denoiser)
+        u, weight = self.draw_times(len(x0), x0.device, generator, rank, world)
+        num_steps = denoiser.schedule.num_steps
+        t = u if num_steps is None else step_above(u, num_steps) / num_steps
         noise = normal(x0.shape, generator, dtype=x0.dtype, device=x0.device)
         log_snr = denoiser.schedule.log_snr(t)
-        prediction = denoiser(q_sample(x0, log_snr, noise), t, cond)
+        prediction = predict(denoiser, q_sample(x0, log_snr, noise), log_snr, cond, mask, generator)
+        mse, weighed = self.errors(denoiser, prediction, x0, noise, t, log_snr, mask)
+        per_example = weight.to(mse.dtype) * weighed
+        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, weighed.detach())
+
+    def errors(
+        self, denoiser, prediction: Prediction, x0: Tensor, noise: Tensor, t: Tensor, log_snr: Tensor,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(B,) mean squared errors of the network's output, plain and weighed."""
         target = denoiser.parameterisation.target(x0, noise, log_snr)
-        mse = (target - prediction.output).square().flatten(1).mean(1)
-        per_example = weight.to(mse.dtype) * mse
-        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse})
+        mse = event_mean((target - prediction.output).square(), mask)
+        rate = denoiser.schedule.log_snr_rate(t).detach()
+        return mse, self.weighting(denoiser.parameterisation, log_snr, rate).to(mse) * mse
 
 
 class Vlb(Objective):
@@ -96,7 +190,7 @@ class Vlb(Objective):
     The network sees the noised batch at t_k and at t_0 in one doubled call. Source: Ho et al. 2020, equation 5.
 
     Arguments:
-        variance: variance of the model's kernels, a name in VARIANCES.
+        variance: variance of the model's kernels, a name in VARIANCES or `learned`.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, Gaussian, GaussianDenoiser, ddpm_times
@@ -106,46 +200,60 @@ class Vlb(Objective):
         ['prior_nats', 'diffusion_nats', 'reconstruction_nats']
     """
 
+    in_nats = True
+
     def __init__(
         self,
         decoder: Decoder | None = None,
         times: Tensor | None = None,
         *,
-        variance: Literal["beta", "beta_tilde"] | Variance = "beta",
-        time_sampler: Literal["uniform", "stratified", "antithetic"] = "antithetic",
+        variance: Literal["beta", "beta_tilde", "learned"] | Variance = "beta",
+        time_sampler: TimeSamplerName | TimeSampler = "antithetic",
     ):
         super().__init__(decoder, times, time_sampler=time_sampler)
-        if decoder is None or times is None:
-            raise InputError("the bound needs a decoder and its grid of times")
+        self.need_bound()
         self.variance = variance_function(variance)
 
     def __call__(
-        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, rank: int = 0, world: int = 1
+        self,
+        denoiser,
+        x0: Tensor,
+        cond: Tensor | None,
+        generator: Generator,
+        rank: int = 0,
+        world: int = 1,
+        mask: Tensor | None = None,
     ) -> ObjectiveOutput:
         times = self.times.to(x0.device, torch.float64)
         log_snr = check_grid(denoiser.schedule, times)
         num_terms = len(times) - 1
-        u, weight = (v.to(x0.device) for v in self.time_sampler(len(x0), generator, rank, world))
-        k = _step_above(u, num_terms).long()
+        u, weight = self.draw_times(len(x0), x0.device, generator, rank, world)
+        k = step_above(u, num_terms).long()
 
-        t = torch.cat([times[k], times[:1].expand(len(x0))])
+        both = torch.cat([log_snr[k], log_snr[:1].expand(len(x0))])
         noise = [normal(x0.shape, generator, dtype=x0.dtype, device=x0.device) for _ in range(2)]
-        x = q_sample(torch.cat([x0, x0]), denoiser.schedule.log_snr(t), torch.cat(noise))
-        at_k, at_0 = denoiser(x, t, None if cond is None else torch.cat([cond, cond])).x0.chunk(2)
+        x = q_sample(torch.cat([x0, x0]), both, torch.cat(noise))
+        prediction = predict(denoiser, x, both, twice(cond), twice(mask), generator, copies=2)
+        at_k, at_0 = prediction.x0.chunk(2)
+        nu_k, nu_0 = (None, None) if prediction.nu is None else prediction.nu.chunk(2)
 
-        diffusion = diffusion_term(x0, at_k, log_snr[k - 1], log_snr[k], self.variance)
+        variance = kernel_variance(self.variance, nu_k)
+        diffusion = diffusion_term(x0, at_k, log_snr[k - 1], log_snr[k], variance, mask)
+        variance = kernel_variance(self.variance, nu_0, log_snr[1])
         parts = {
-            "prior_nats": prior_term(x0, log_snr[-1]),
+            "prior_nats": prior_term(x0, log_snr[-1], mask),
             "diffusion_nats": weight * num_terms * diffusion,
-            "reconstruction_nats": reconstruction_term(x0, at_0, log_snr[:1], self.decoder, self.variance),
+            "reconstruction_nats": reconstruction_term(x0, at_0, log_snr[:1], self.decoder, variance, mask),
         }
         per_example = sum(parts.values())
-        return ObjectiveOutput(per_example.mean(), per_example, times[k], parts)
+        return ObjectiveOutput(per_example.mean(), per_example, times[k], parts, u, num_terms * diffusion.detach())
 
 
-def _step_above(u: Tensor, num_steps: int) -> Tensor:
+def step_above(u: Tensor, num_steps: int) -> Tensor:
     """The step 1..T whose interval ((i-1)/T, i/T] holds u; u = 0 belongs to step 1."""
     return (u * num_steps).ceil().clamp(1, num_steps)
 
 
-OBJECTIVES: dict[str, type[Objective]] = {"simple": Simple, "vlb": Vlb}
+def twice(value: Tensor | None) -> Tensor | None:
+    """The rows of a batch, and once more."""
+    return None if value is None else torch.cat([value, value])

@@ -26,9 +26,28 @@ class _Oracle(nn.Module):
     schedule: NoiseSchedule
     parameterisation: Parameterisation
     event_shape: torch.Size
+    self_conditioning = False
 
-    def forward(self, x: Tensor, t: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Prediction:
-        log_snr = self.schedule.log_snr(t).to(x.device)
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        estimate: Tensor | None = None,
+    ) -> Prediction:
+        return self.at_log_snr(x, self.schedule.log_snr(t), cond, mask, estimate)
+
+    def at_log_snr(
+        self,
+        x: Tensor,
+        log_snr: Tensor,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        estimate: Tensor | None = None,
+    ) -> Prediction:
+        """The prediction where the log-SNR (B,) is known rather than the time."""
+        log_snr = log_snr.to(x.device)
         wide = x.double()
         x0, score = self._moments(wide, log_snr)
         alpha, sigma = (expand(value, wide) for value in alpha_sigma(log_snr))

@@ -1,4 +1,4 @@
-"""What the network's output means: eps, x0 or v. Nothing outside these classes asks which one it is.
+"""What the network's output means: eps, x0, v or EDM's F. Nothing outside these classes asks which one it is.
 
     eps: x0 = (x - sigma eps) / alpha      x0: eps = (x - alpha x0) / sigma      v = alpha eps - sigma x0:
     x0 = alpha x - sigma v,  eps = sigma x + alpha v                             score = -eps / sigma
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,11 +17,27 @@ from genmodels.diffusion.schedule import NoiseSchedule
 from genmodels.errors import InputError
 
 
+class _Once:
+    """A field computed when it is first read; without the lock of functools.cached_property, which does not compile."""
+
+    def __init__(self, compute: Callable):
+        self.compute = compute
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance, owner: type):
+        value = self.compute(instance)
+        setattr(instance, self.name, value)
+        return value
+
+
 class Prediction:
     """All views of one denoising prediction, each computed when it is first read.
 
     Fields, all (B, *event): `x0`, `eps`, `v`, `score`, and `output`, what the network returned in its own units.
-    `log_var` is the log-variance of the model's kernel, None unless the network learns it.
+    `nu` says where the variance of the model's kernel lies between beta_tilde (0) and beta (1), per scalar; None unless
+    the network learns it. See `learned_variance`.
 
     Errors: a field that does not exist at this noise level (the score where sigma = 0) raises when it is read.
 
@@ -42,31 +57,32 @@ class Prediction:
         eps: Callable[[], Tensor],
         v: Callable[[], Tensor],
         score: Callable[[], Tensor] | None = None,
-        log_var: Tensor | None = None,
+        nu: Tensor | None = None,
     ):
-        self.output, self.sigma, self.log_var = output, sigma, log_var
+        self.output, self.sigma, self.nu = output, sigma, nu
         self._x0, self._eps, self._v, self._score = x0, eps, v, score
 
-    @cached_property
+    @_Once
     def x0(self) -> Tensor:
         return self._x0()
 
-    @cached_property
+    @_Once
     def eps(self) -> Tensor:
         return self._eps()
 
-    @cached_property
+    @_Once
     def v(self) -> Tensor:
         return self._v()
 
-    @cached_property
+    @_Once
     def score(self) -> Tensor:
         return self._score() if self._score is not None else -self.eps / defined(self.sigma, "the score", "sigma")
 
 
 def defined(divisor: Tensor, field: str, name: str) -> Tensor:
     """The divisor, or an error that names the field which does not exist where the divisor is 0."""
-    if bool((divisor == 0).any()):
+    # Compiled code looks at no values: there such a field is infinite or NaN.
+    if not torch.compiler.is_compiling() and bool((divisor == 0).any()):
         end = "t = 0" if name == "sigma" else "t = 1"
         raise InputError(f"{field} is undefined where {name} = 0: keep away from {end}, or read another field")
     return divisor
@@ -75,7 +91,8 @@ def defined(divisor: Tensor, field: str, name: str) -> Tensor:
 class Parameterisation:
     """One meaning of the network's output: its training target, its conversion, the scale of its error.
 
-    `loss_weight(log_snr)` turns the squared error of this output into the squared error of x0.
+    `loss_weight(log_snr)` turns the squared error of this output into the squared error of x0; `scale_input` makes of
+    the noisy x what the network sees.
     """
 
     name: str
@@ -87,13 +104,17 @@ class Parameterisation:
         """What the network should return at alpha x0 + sigma noise; (B, *event), log_snr (B,)."""
         raise NotImplementedError
 
-    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, log_var: Tensor | None = None) -> Prediction:
+    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, nu: Tensor | None = None) -> Prediction:
         """All views of `output`, predicted at the noisy x (B, *event) with log_snr (B,)."""
         raise NotImplementedError
 
     def loss_weight(self, log_snr: Tensor) -> Tensor:
         """(B,) w with |x0 - x0_hat|^2 = w |target - output|^2."""
         raise NotImplementedError
+
+    def scale_input(self, x: Tensor, log_snr: Tensor) -> Tensor:
+        """The noisy x (B, *event) as the network sees it; log_snr (B,)."""
+        return x
 
 
 class Eps(Parameterisation):
@@ -116,7 +137,7 @@ class Eps(Parameterisation):
     def target(self, x0: Tensor, noise: Tensor, log_snr: Tensor) -> Tensor:
         return noise
 
-    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, log_var: Tensor | None = None) -> Prediction:
+    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, nu: Tensor | None = None) -> Prediction:
         alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
         return Prediction(
             output,
@@ -124,7 +145,7 @@ class Eps(Parameterisation):
             x0=lambda: (x - sigma * output) / defined(alpha, "x0 from eps", "alpha"),
             eps=lambda: output,
             v=lambda: (output - sigma * x) / defined(alpha, "v from eps", "alpha"),
-            log_var=log_var,
+            nu=nu,
         )
 
     def loss_weight(self, log_snr: Tensor) -> Tensor:
@@ -145,7 +166,7 @@ class X0(Parameterisation):
     def target(self, x0: Tensor, noise: Tensor, log_snr: Tensor) -> Tensor:
         return x0
 
-    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, log_var: Tensor | None = None) -> Prediction:
+    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, nu: Tensor | None = None) -> Prediction:
         alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
         return Prediction(
             output,
@@ -153,7 +174,7 @@ class X0(Parameterisation):
             x0=lambda: output,
             eps=lambda: (x - alpha * output) / defined(sigma, "eps from x0", "sigma"),
             v=lambda: (alpha * x - output) / defined(sigma, "v from x0", "sigma"),
-            log_var=log_var,
+            nu=nu,
         )
 
     def loss_weight(self, log_snr: Tensor) -> Tensor:
@@ -175,7 +196,7 @@ class V(Parameterisation):
         alpha, sigma = alpha_sigma(log_snr)
         return expand(alpha, x0) * noise - expand(sigma, x0) * x0
 
-    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, log_var: Tensor | None = None) -> Prediction:
+    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, nu: Tensor | None = None) -> Prediction:
         alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
         return Prediction(
             output,
@@ -183,11 +204,74 @@ class V(Parameterisation):
             x0=lambda: alpha * x - sigma * output,
             eps=lambda: sigma * x + alpha * output,
             v=lambda: output,
-            log_var=log_var,
+            nu=nu,
         )
 
     def loss_weight(self, log_snr: Tensor) -> Tensor:
         return torch.sigmoid(-log_snr)
 
 
-PARAMETERISATIONS: dict[str, type[Parameterisation]] = {"eps": Eps, "x0": X0, "v": V}
+class EDM(Parameterisation):
+    """The network sees x and predicts F, both scaled to unit variance for data of deviation s_d at every noise level.
+
+        x0 = c_skip y + c_out F(c_in y),   y = x/alpha,   s = sigma/alpha
+        c_skip = s_d^2/(s^2 + s_d^2),   c_out = s s_d/sqrt(s^2 + s_d^2),   c_in = 1/sqrt(s^2 + s_d^2)
+
+    Written with r^2 = sigma^2 + s_d^2 alpha^2 nothing is divided by alpha: the network sees x/r, x0 = (s_d^2 alpha x +
+    sigma s_d r F)/r^2 and eps = (sigma x - alpha s_d r F)/r^2 exist at every SNR. With s_d = 1, F is -v. The network is
+    told the log-SNR, -8 times the c_noise = log(s)/4 of the paper.
+
+    Arguments:
+        data_deviation: s_d, the standard deviation of the data in the model's units.
+
+    Source: Karras et al., "Elucidating the design space of diffusion-based generative models", 2022, table 1.
+
+    Example:
+        >>> c_skip, c_out, c_in = EDM().coefficients(torch.zeros(1, dtype=torch.float64))
+        >>> round(float(c_skip), 9), round(float(c_out), 9), round(float(c_in), 9)
+        (0.2, 0.447213595, 0.894427191)
+    """
+
+    name = "edm"
+
+    def __init__(self, *, data_deviation: float = 0.5):
+        if not data_deviation > 0:
+            raise InputError(f"data_deviation = {data_deviation}: give a positive number")
+        self.data_deviation = float(data_deviation)
+
+    def coefficients(self, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(c_skip, c_out, c_in) of the paper, functions of s = exp(-lambda/2)."""
+        squared, data = torch.exp(-log_snr), self.data_deviation
+        whole = squared + data**2
+        return data**2 / whole, data * torch.sqrt(squared / whole), 1 / torch.sqrt(whole)
+
+    def _scales(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(alpha, sigma, r), shaped to multiply x."""
+        alpha, sigma = alpha_sigma(log_snr)
+        r = torch.sqrt(sigma.square() + (self.data_deviation * alpha).square())
+        return tuple(expand(value, x) for value in (alpha, sigma, r))
+
+    def scale_input(self, x: Tensor, log_snr: Tensor) -> Tensor:
+        return x / self._scales(x, log_snr)[2]
+
+    def target(self, x0: Tensor, noise: Tensor, log_snr: Tensor) -> Tensor:
+        (alpha, sigma, r), data = self._scales(x0, log_snr), self.data_deviation
+        return (sigma * x0 - data**2 * alpha * noise) / (data * r)
+
+    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, nu: Tensor | None = None) -> Prediction:
+        (alpha, sigma, r), data = self._scales(x, log_snr), self.data_deviation
+
+        def x0() -> Tensor:
+            return (data**2 * alpha * x + sigma * data * r * output) / r.square()
+
+        def eps() -> Tensor:
+            return (sigma * x - alpha * data * r * output) / r.square()
+
+        return Prediction(output, sigma, x0=x0, eps=eps, v=lambda: alpha * eps() - sigma * x0(), nu=nu)
+
+    def loss_weight(self, log_snr: Tensor) -> Tensor:
+        data, alpha2, sigma2 = self.data_deviation**2, torch.sigmoid(log_snr), torch.sigmoid(-log_snr)
+        return data * sigma2 / (sigma2 + data * alpha2)
+
+
+PARAMETERISATIONS: dict[str, type[Parameterisation]] = {"eps": Eps, "x0": X0, "v": V, "edm": EDM}

@@ -11,6 +11,7 @@ clean end is log-SNR = +inf; all log-SNRs are float64 of any shape, and so are t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -70,6 +71,18 @@ def q_sample(x0: Tensor, log_snr: Tensor, noise: Tensor) -> Tensor:
     return expand(alpha, x0) * x0 + expand(sigma, x0) * noise
 
 
+def renoise(x: Tensor, log_snr_s: Tensor, log_snr_t: Tensor, noise: Tensor) -> Tensor:
+    """A draw of q(x_t | x_s): alpha_ts x + sqrt(sigma2_ts) noise; x and noise (B, *event), log-SNRs (B,) or ().
+
+    Example:
+        >>> s, t = torch.tensor([float("inf"), 0.0], dtype=torch.float64)
+        >>> renoise(torch.ones(1, 2), s, t, torch.zeros(1, 2))  # from the clean end it is q_sample
+        tensor([[0.7071, 0.7071]])
+    """
+    kept, added = alpha_ts(log_snr_s, log_snr_t), sigma2_ts(log_snr_s, log_snr_t).sqrt()
+    return expand(kept, x) * x + expand(added, x) * noise
+
+
 def expand(value: Tensor, like: Tensor) -> Tensor:
     """One value per example, (B,) or (), shaped to multiply (B, *event), on its device and in its dtype."""
     return value.to(like.device, torch.promote_types(like.dtype, torch.float32)).reshape(-1, *[1] * (like.dim() - 1))
@@ -87,10 +100,43 @@ Variance = Callable[[Tensor, Tensor], Tensor]
 VARIANCES: dict[str, Variance] = {"beta": sigma2_ts, "beta_tilde": _beta_tilde}
 
 
-def variance_function(variance: str | Variance) -> Variance:
-    """The function of a name in VARIANCES; a function (log_snr_s, log_snr_t) -> variance is returned as it is."""
-    if callable(variance):
+def variance_function(variance: str | Variance) -> Variance | Literal["learned"]:
+    """The function of a name in VARIANCES; a function is returned as it is, and so is "learned": see below."""
+    if callable(variance) or variance == "learned":
         return variance
     if variance not in VARIANCES:
-        raise InputError(f"variance = {variance!r}: choose one of {', '.join(VARIANCES)}")
+        raise InputError(f"variance = {variance!r}: choose one of {', '.join(VARIANCES)}, learned")
     return VARIANCES[variance]
+
+
+def learned_variance(nu: Tensor, log_snr_s: Tensor, log_snr_t: Tensor, log_snr_after: Tensor | None = None) -> Tensor:
+    """log s2 = nu log beta + (1 - nu) log beta_tilde, for each scalar (Nichol and Dhariwal 2021, equation 15).
+
+    Where s is the clean end beta_tilde is 0; its place is taken by that of the next step, from `log_snr_after` down
+    to t. Shapes: nu (B, *event), the log-SNRs (B,) or (); float64 (B, *event).
+
+    Example:
+        >>> s, t = torch.tensor([2.0, 0.0], dtype=torch.float64)
+        >>> ends = learned_variance(torch.tensor([[0.0], [1.0]]), s, t).flatten()
+        >>> bool(torch.allclose(ends, torch.stack([posterior_variance(s, t), sigma2_ts(s, t)])))
+        True
+    """
+    beta, beta_tilde = sigma2_ts(log_snr_s, log_snr_t), _beta_tilde(log_snr_s, log_snr_t)
+    if log_snr_after is not None:
+        beta_tilde = torch.where(torch.isposinf(log_snr_s), posterior_variance(log_snr_t, log_snr_after), beta_tilde)
+    nu = nu.double()
+    return torch.exp(nu * expand(torch.log(beta), nu) + (1 - nu) * expand(torch.log(beta_tilde), nu))
+
+
+def kernel_variance(
+    variance: Variance | Literal["learned"], nu: Tensor | None, log_snr_after: Tensor | None = None
+) -> Variance:
+    """The variance of p(x_s | x_t) as a function of the log-SNRs, with nu as the network gave it where it is learned.
+
+    Errors: a learned variance from a network that gave no nu.
+    """
+    if variance != "learned":
+        return variance_function(variance)
+    if nu is None:
+        raise InputError("this denoiser gives no variance: build it with learned_variance, or take beta")
+    return lambda log_snr_s, log_snr_t: learned_variance(nu, log_snr_s, log_snr_t, log_snr_after)

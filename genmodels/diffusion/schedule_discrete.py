@@ -123,7 +123,7 @@ class ZeroTerminalSchedule(NoiseSchedule):
         super().__init__()
         self.base, self.num_steps = base, base.num_steps
         first = 1 / base.num_steps if base.num_steps else 0.0
-        ends = base.log_snr(torch.tensor([first, 1.0], dtype=torch.float64))
+        ends = base.log_snr(torch.tensor([first, 1.0], dtype=torch.float64)).detach()
         self.first_log_snr = float(ends[0])
         (self.first, self.last), (self.sigma_first, _) = (v.tolist() for v in alpha_sigma(ends))
 

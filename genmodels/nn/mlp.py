@@ -23,6 +23,8 @@ class MLPDenoiser(nn.Module):
     Arguments:
         event_shape: any shape; the event is flattened.
         num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
+        double_output: twice the entries of the event's first axis in the output, as learned variances need.
+        extra_channels: entries of the first axis that come in and do not go out, as self-conditioning needs.
         hidden: width of the residual stream, even.
         depth: number of residual blocks.
         frequencies: octaves of Fourier features of each coordinate, which sharpen edges in few dimensions; 0 is none.
@@ -42,6 +44,8 @@ class MLPDenoiser(nn.Module):
         self,
         event_shape: tuple[int, ...],
         num_classes: int | None = None,
+        double_output: bool = False,
+        extra_channels: int = 0,
         *,
         hidden: int = 256,
         depth: int = 4,
@@ -53,15 +57,17 @@ class MLPDenoiser(nn.Module):
             raise ValueError(f"hidden = {hidden} must be even and positive: the noise-level features come in pairs")
         if depth < 1 or frequencies < 0:
             raise ValueError(f"depth = {depth} must be at least 1 and frequencies = {frequencies} at least 0")
-        self.event_shape, self.frequencies = tuple(event_shape), frequencies
-        dims = math.prod(event_shape)
+        first, *rest = event_shape
+        self.event_shape, self.frequencies = (first + extra_channels, *rest), frequencies
+        self.out_shape = (first * (2 if double_output else 1), *rest)
+        dims = math.prod(self.event_shape)
         self.embedding = ConditionEmbedding(min(hidden, 64), hidden, hidden, num_classes)
         self.modulation = nn.Linear(hidden, 2 * hidden * depth)
         self.stem = nn.Linear(dims * (1 + 2 * frequencies), hidden)
         self.inner = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
         self.outer = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
         self.dropout = nn.Dropout(dropout)
-        self.head = zeroed(nn.Linear(hidden, dims))
+        self.head = zeroed(nn.Linear(hidden, math.prod(self.out_shape)))
 
     def forward(self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         if tuple(x.shape[1:]) != self.event_shape:
@@ -75,7 +81,7 @@ class MLPDenoiser(nn.Module):
             normed = layer_norm(h, h.shape[-1:]) * (1 + scale) + shift
             h = h + outer(self.dropout(silu(inner(normed))))
         h = self.head(silu(layer_norm(h, h.shape[-1:])))
-        return h.reshape(x.shape).to(x.dtype)
+        return h.reshape(len(x), *self.out_shape).to(x.dtype)
 
     def _features(self, x: Tensor) -> Tensor:
         octaves = [math.pi * 2.0**j * x for j in range(self.frequencies)]

@@ -27,6 +27,7 @@ class UNet(nn.Module):
         event_shape: (C, H, W) or (C, T); other sizes may be given to `forward`, the channels are fixed.
         num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
         double_output: twice the channels in the output, as learned variances need.
+        extra_channels: channels that come in after those of the event and do not go out, as self-conditioning needs.
         channels: channels of the first level.
         multipliers: one per level.
         blocks: residual blocks per level.
@@ -54,6 +55,7 @@ class UNet(nn.Module):
         event_shape: tuple[int, ...],
         num_classes: int | None = None,
         double_output: bool = False,
+        extra_channels: int = 0,
         *,
         channels: int = 64,
         multipliers: list[int] | tuple[int, ...] = (1, 2, 2),
@@ -77,7 +79,7 @@ class UNet(nn.Module):
         if channels % 2:
             raise ValueError(f"channels = {channels} must be even: the noise-level features come in pairs")
         check_kind(attention, dims)
-        self.dims, self.in_channels, self.levels = dims, in_channels, len(multipliers)
+        self.dims, self.in_channels, self.levels = dims, in_channels + extra_channels, len(multipliers)
         self.channels_last, self.checkpointing = channels_last and dims == 2, checkpointing
         self._check_size(space)
         attends = _attending_levels(space[0], len(multipliers), attention_at)
@@ -90,7 +92,7 @@ class UNet(nn.Module):
         widths = [channels * m for m in multipliers]
         condition = 5 * channels // 2
         self.embedding = ConditionEmbedding(channels, 4 * channels, condition, num_classes)
-        self.stem = convolution(in_channels, channels, 3, padding=1)
+        self.stem = convolution(self.in_channels, channels, 3, padding=1)
 
         # Down: the stem, every block and every downsampling leave a map for the way up.
         current, skips = channels, [channels]

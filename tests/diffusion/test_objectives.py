@@ -1,4 +1,4 @@
-"""Objectives: expectation against closed form and against the bound itself."""
+"""Objectives: expectation against closed form and against the bound itself, and what all of them promise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from genmodels.diffusion import (
     Denoiser,
     Gaussian,
     GaussianDenoiser,
+    Hybrid,
+    LearnedSchedule,
     LinearSchedule,
+    LossAwareTimes,
     Simple,
     V,
     Vlb,
@@ -61,7 +64,8 @@ def test_simple_is_the_mmse_of_the_oracle(parameterisation):
 class Summed(Simple):
     def __call__(self, denoiser, x0, *args):
         out = super().__call__(denoiser, x0, *args)
-        return type(out)(out.value * x0[0].numel(), out.per_example, out.times, out.parts)
+        out.value = out.value * x0[0].numel()
+        return out
 
 
 def test_simple_catches_a_sum_in_place_of_the_mean():
@@ -84,12 +88,21 @@ def vlb_is_the_bound(time_sampler, variance="beta"):
 @pytest.mark.parametrize("name", TIME_SAMPLERS)
 @pytest.mark.parametrize("variance", ["beta", "beta_tilde"])
 def test_vlb_is_unbiased(name, variance):
-    vlb_is_the_bound(TIME_SAMPLERS[name], variance)
+    vlb_is_the_bound(TIME_SAMPLERS[name](), variance)
+
+
+def test_vlb_is_unbiased_for_times_drawn_by_their_losses():
+    """The sampler has seen every term of the bound of another model: its times are far from uniform."""
+    times = LossAwareTimes(bins=11, history=10)
+    t = torch.rand(400, generator=torch.Generator().manual_seed(0))
+    times.update(t, 100 * (1 - t) ** 3)
+    assert float(times.probabilities().max() / times.probabilities().min()) > 100
+    vlb_is_the_bound(times)
 
 
 def skewed(weighted):
     def sampler(n, generator, rank=0, world=1):
-        u, _ = TIME_SAMPLERS["uniform"](n, generator)
+        u, _ = TIME_SAMPLERS["uniform"]()(n, generator)
         t = u ** (1 / 2)  # density 2 t
         return t, 1 / (2 * t) if weighted else torch.ones_like(t)
 
@@ -114,40 +127,105 @@ def test_vlb_of_a_fixed_path_is_its_three_terms():
 
 
 class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 3)
+    """A linear layer that sees the log-SNR, with as many outputs as it is asked for."""
 
-    def forward(self, x, log_snr, cond=None):
+    def __init__(self, outputs=3, inputs=3):
+        super().__init__()
+        self.layer = torch.nn.Linear(inputs + 1, outputs)
+
+    def forward(self, x, log_snr, cond=None, mask=None):
         out = self.layer(torch.cat([x, log_snr[:, None] / 10], 1))
         return out if cond is None else out + cond[:, None]
 
 
-def every(name):
-    return OBJECTIVES[name](decoder=Gaussian(), times=ddpm_times(20), time_sampler="antithetic")
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_gradients_reach_the_network(name):
+def built(name, schedule=None, **options):
     torch.manual_seed(0)
-    denoiser = Denoiser(Net(), CosineSchedule(), V())
+    learned = name == "hybrid"
+    given = {"learned_variance": learned} | options
+    net = Net(6 if given["learned_variance"] else 3, 6 if given.get("self_conditioning") else 3)
+    return Denoiser(net, schedule or CosineSchedule(), V(), **given)
+
+
+def every(name, **options):
+    return OBJECTIVES[name](decoder=Gaussian(), times=ddpm_times(20), **options)
+
+
+@pytest.mark.parametrize("self_conditioning", [False, True])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradients_reach_the_network(name, self_conditioning):
+    denoiser = built(name, self_conditioning=self_conditioning)
     out = every(name)(denoiser, torch.randn(8, 3), torch.ones(8), KeyedGenerator(0, torch.arange(8)), 0, 1)
     out.value.backward()
-    assert out.value.dim() == 0 and out.per_example.shape == out.times.shape == (8,)
+    assert out.value.dim() == 0 and out.per_example.shape == out.times.shape == out.drawn.shape == (8,)
+    assert out.integrand.shape == (8,) and not out.integrand.requires_grad
     assert all(part.shape == (8,) for part in out.parts.values())
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in denoiser.parameters())
 
 
+SCHEDULES = {"cosine": CosineSchedule(), "linear": LinearSchedule(num_steps=100)}
+
+
+@pytest.mark.parametrize("self_conditioning", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("schedule", [CosineSchedule(), LinearSchedule(num_steps=100)], ids=["cosine", "linear"])
-def test_one_process_or_two(name, schedule):
-    torch.manual_seed(0)
-    denoiser, x0 = Denoiser(Net(), schedule, V()), torch.randn(8, 3)
-    together = every(name)(denoiser, x0, None, KeyedGenerator(4, torch.arange(8), "train", 7)).per_example
-    for rank in range(2):
-        rows = torch.arange(4) * 2 + rank
-        alone = every(name)(denoiser, x0[rows], None, KeyedGenerator(4, rows, "train", 7), rank, 2).per_example
-        torch.testing.assert_close(alone, together[rows], rtol=1e-5, atol=1e-6)
+def test_one_process_or_two(name, schedule, self_conditioning):
+    denoiser, x0 = built(name, schedule, self_conditioning=self_conditioning), torch.randn(8, 3)
+    for time_sampler in ("antithetic", "loss_aware"):
+        objective = every(name, time_sampler=time_sampler)
+        together = objective(denoiser, x0, None, KeyedGenerator(4, torch.arange(8), "train", 7)).per_example
+        for rank in range(2):
+            rows = torch.arange(4) * 2 + rank
+            alone = objective(denoiser, x0[rows], None, KeyedGenerator(4, rows, "train", 7), rank, 2).per_example
+            torch.testing.assert_close(alone, together[rows], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_loss_aware_sampler_is_told_the_loss_without_its_weight(name):
+    """Given weights w of all times, the contributions move by (w - 1) times what the sampler is shown."""
+
+    def weighed(factor):
+        def sampler(n, generator, rank=0, world=1):
+            t, weight = TIME_SAMPLERS["antithetic"]()(n, generator, rank, world)
+            return t, factor * weight
+
+        return sampler
+
+    denoiser, x0 = built(name), torch.randn(8, 3)
+    once, thrice = (
+        every(name, time_sampler=weighed(f))(denoiser, x0, None, KeyedGenerator(0, torch.arange(8))) for f in (1, 3)
+    )
+    torch.testing.assert_close((thrice.per_example - once.per_example) / 2, once.integrand.to(once.per_example))
+
+
+class Seen(torch.nn.Module):
+    """Remembers what came in."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.weight = [], torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x, log_snr, cond=None, mask=None):
+        self.inputs.append(x.detach())
+        return self.weight * x[:, :3]
+
+
+def test_self_conditioning_shows_half_of_the_rows_their_own_estimate():
+    net = Seen()
+    denoiser, n = Denoiser(net, CosineSchedule(), V(), self_conditioning=True), 400
+    Simple()(denoiser, torch.randn(n, 3), None, KeyedGenerator(0, torch.arange(n)))
+    (first, second), blank = net.inputs, torch.zeros(n, 3)
+    assert torch.equal(first[:, 3:], blank) and torch.equal(first[:, :3], second[:, :3])
+    told = (second[:, 3:] != 0).any(1)
+    assert 0.4 < float(told.float().mean()) < 0.6
+    assert torch.equal(second[~told][:, 3:], blank[~told])
+
+
+def test_self_conditioning_trains_the_weights_under_autocast():
+    """The pass without gradient must not leave its cast weights behind for the pass with one."""
+    denoiser = built("simple", self_conditioning=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        Simple()(denoiser, torch.randn(8, 3), None, KeyedGenerator(0, torch.arange(8))).value.backward()
+    assert denoiser.net.layer.weight.grad is not None and float(denoiser.net.layer.weight.grad.abs().sum()) > 0
 
 
 def test_times_of_a_table_are_its_steps():
@@ -158,10 +236,50 @@ def test_times_of_a_table_are_its_steps():
     assert sorted(set(steps.round().tolist())) == list(range(1, 51))
 
 
+def test_a_mask_leaves_out_what_it_hides():
+    """Values behind the mask change nothing; and with everything visible the mask itself changes nothing."""
+
+    class Rows(torch.nn.Module):
+        def forward(self, x, log_snr, cond=None, mask=None):
+            return 0.3 * x if x.shape[1] == 2 else x
+
+    visible = (torch.arange(5) < torch.tensor([5, 3, 1])[:, None])[:, None]
+    x0 = torch.randn(3, 2, 5, dtype=torch.float64)
+    for name in ("simple", "vlb", "continuous"):
+        denoiser = Denoiser(Rows(), CosineSchedule(), V())
+
+        def run(data, mask, name=name, denoiser=denoiser):
+            generator = KeyedGenerator(0, torch.arange(3))
+            return every(name)(denoiser, data, None, generator, mask=mask).per_example
+
+        spoiled = torch.where(visible, x0, 1e3)
+        assert torch.equal(run(x0, visible), run(spoiled, visible))
+        torch.testing.assert_close(run(x0, torch.ones_like(visible)), run(x0, None))
+        assert not torch.allclose(run(x0, visible)[1:], run(x0, None)[1:])
+
+
+def test_a_learned_schedule_needs_a_bound():
+    for name in ("simple", "hybrid"):
+        denoiser = built(name, LearnedSchedule())
+        with pytest.raises(ValueError, match="a learned schedule needs the bound"):
+            every(name)(denoiser, torch.zeros(2, 3), None, KeyedGenerator(0, torch.arange(2)))
+    every("vlb").check(built("vlb", LearnedSchedule()))
+    every("continuous").check(built("continuous", LearnedSchedule()))
+
+
 def test_errors():
     with pytest.raises(ValueError, match="uniform, stratified, antithetic"):
         Simple(time_sampler="often")
-    with pytest.raises(ValueError, match="decoder and its grid"):
-        Vlb()
+    with pytest.raises(ValueError, match="none, min_snr, p2"):
+        Simple(weighting="heavy")
+    for objective in (Vlb, Hybrid):
+        with pytest.raises(ValueError, match="decoder and its grid"):
+            objective()
     with pytest.raises(ValueError, match="beta, beta_tilde"):
         Vlb(Gaussian(), ddpm_times(3), variance="learnt")
+    with pytest.raises(ValueError, match="choose variance = learned"):
+        every("hybrid").check(built("simple"))
+    with pytest.raises(ValueError, match="plays no part"):
+        every("continuous").check(built("hybrid"))
+    with pytest.raises(ValueError, match="gives no variance"):
+        every("vlb", variance="learned")(built("vlb"), torch.zeros(2, 3), None, KeyedGenerator(0, torch.arange(2)))

@@ -1,4 +1,4 @@
-"""eps, x0 and v: round trips at every time, undefined fields, the scale of the error."""
+"""eps, x0, v and EDM's F: round trips at every time, undefined fields, the scale of the error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from genmodels.diffusion import (
+    EDM,
     PARAMETERISATIONS,
     SCHEDULES,
     CosineSchedule,
@@ -27,6 +28,7 @@ UNDEFINED = {  # parameterisation: {log-SNR: fields that do not exist there}
     "eps": {math.inf: {"score"}, -math.inf: {"x0", "v"}},
     "x0": {math.inf: {"eps", "v", "score"}},
     "v": {math.inf: {"score"}},
+    "edm": {math.inf: {"score"}},
 }
 
 
@@ -96,6 +98,35 @@ def test_loss_weight_catches_the_inverse_ratio():
         error_of_x0(Inverse(), 1.0)
 
 
+def test_edm_is_the_preconditioning_of_its_paper():
+    """D(y; s) = c_skip y + c_out F(c_in y) with y = x/alpha, s = sigma/alpha, and the coefficients at s = 1."""
+    edm, (x, output) = EDM(), draw()
+    log_snr = torch.tensor([3.0, 0.0, -1.0, -8.0], dtype=torch.float64)
+    alpha, sigma = (value[:, None] for value in alpha_sigma(log_snr))
+    y, s = x / alpha, sigma / alpha
+    c_skip, c_out = 0.25 / (s**2 + 0.25), 0.5 * s / (s**2 + 0.25).sqrt()
+    torch.testing.assert_close(edm.to_prediction(output, x, log_snr).x0, c_skip * y + c_out * output)
+    torch.testing.assert_close(edm.scale_input(x, log_snr), y / (s**2 + 0.25).sqrt())
+    at_one = [float(c) for c in edm.coefficients(torch.zeros(1, dtype=torch.float64))]
+    assert at_one == pytest.approx([0.2, 0.447213595, 0.894427191], abs=5e-10)
+
+
+def test_edm_keeps_unit_variance_in_and_out():
+    generator = torch.Generator().manual_seed(0)
+    x0, eps = (torch.randn(20000, 1, generator=generator, dtype=torch.float64) for _ in range(2))
+    for level in (9.0, 0.0, -9.0):
+        log_snr = torch.full((20000,), level, dtype=torch.float64)
+        seen = EDM().scale_input(q_sample(0.5 * x0, log_snr, eps), log_snr)
+        target = EDM().target(0.5 * x0, eps, log_snr)
+        assert float(seen.var()) == pytest.approx(1, abs=0.05) and float(target.var()) == pytest.approx(1, abs=0.05)
+
+
+def test_edm_for_data_of_unit_deviation_is_minus_v():
+    x0, eps = draw()
+    log_snr = torch.tensor([math.inf, 2.0, -1.0, -math.inf], dtype=torch.float64)
+    torch.testing.assert_close(EDM(data_deviation=1.0).target(x0, eps, log_snr), -V().target(x0, eps, log_snr))
+
+
 def test_min_snr_weights_follow():
     """min(u, 5) loss_weight at log-SNR 5, the three numbers of Hang et al. 2023."""
     log_snr = torch.tensor([5.0], dtype=torch.float64)
@@ -132,4 +163,4 @@ def test_fields_are_computed_once_and_on_demand():
     prediction = Eps().to_prediction(torch.ones(1, 2), torch.ones(1, 2), CosineSchedule().log_snr(torch.tensor([0.5])))
     assert "x0" not in vars(prediction)
     assert prediction.x0 is prediction.x0
-    assert prediction.log_var is None
+    assert prediction.nu is None

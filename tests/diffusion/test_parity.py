@@ -9,8 +9,11 @@ from genmodels.diffusion import (
     DDIMSampler,
     DDPMSampler,
     DPMSolverPP2MSampler,
+    EulerSampler,
     GaussianDenoiser,
+    HeunSampler,
     LinearSchedule,
+    UniPCSampler,
     sample,
     step_to_time,
 )
@@ -18,7 +21,8 @@ from genmodels.diffusion import (
 diffusers = pytest.importorskip("diffusers", reason="parity needs diffusers (pip install -e '.[bench]')")
 
 STEPS = [900, 700, 500, 300, 150, 50, 10]
-BETAS = {"num_train_timesteps": 1000, "beta_schedule": "linear"}
+TEN = [950, 850, 700, 550, 400, 300, 200, 100, 40, 5]
+BETAS = {"num_train_timesteps": 1000, "beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}
 MEAN = torch.tensor([0.5, -0.3, 0.1, 0.9])
 
 
@@ -30,65 +34,129 @@ def start():
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
 
+def scheduler_of(name, **options):
+    return getattr(diffusers, f"{name}Scheduler")(**BETAS, **options)
+
+
 def theirs(scheduler, last=0):
-    denoiser, x, generator = oracle(), start(), torch.Generator().manual_seed(1)
+    """x after each of their steps."""
+    denoiser, x, generator, path = oracle(), start(), torch.Generator().manual_seed(1), []
     steps = scheduler.timesteps
+    draws = isinstance(scheduler, diffusers.DDPMScheduler | diffusers.DDIMScheduler)
     for i in steps[: len(steps) - last]:
         eps = denoiser(x, step_to_time(i, 1000, zero_based=True).expand(8)).eps
-        extra = {} if isinstance(scheduler, diffusers.DPMSolverMultistepScheduler) else {"generator": generator}
-        x = scheduler.step(eps, i, x, **extra).prev_sample
-    return x
+        x = scheduler.step(eps, i, x, **({"generator": generator} if draws else {})).prev_sample
+        path.append(x)
+    return torch.stack(path)
+
+
+def theirs_scaled(scheduler, calls):
+    """The same for their schedulers that live on y = x/alpha, which make `calls` of theirs one step of ours."""
+    denoiser, path, sigmas = oracle(), [], scheduler.sigmas
+    y = start() * (1 + sigmas[0] ** 2).sqrt()
+    for k, i in enumerate(scheduler.timesteps):
+        eps = denoiser(scheduler.scale_model_input(y, i), step_to_time(i, 1000, zero_based=True).expand(8)).eps
+        y = scheduler.step(eps, i, y).prev_sample
+        if (k + 1) % calls == 0 or k + 1 == len(scheduler.timesteps):
+            path.append(y / (1 + sigmas[k + 1] ** 2).sqrt())
+    return torch.stack(path)
 
 
 def ours(sampler, steps, to_clean=True):
+    """x after each of our steps."""
     times = step_to_time(torch.tensor(steps), 1000, zero_based=True)
-    times = torch.cat([times, torch.zeros(1, dtype=torch.float64)]) if to_clean else times
-    return sample(oracle(), (8, 4), times, sampler, torch.Generator().manual_seed(1), start=start()).x
+    times, path = torch.cat([times, torch.zeros(1, dtype=torch.float64)]) if to_clean else times, []
+    sample(
+        oracle(), (8, 4), times, sampler, torch.Generator().manual_seed(1), start=start(),
+        callback=lambda i, x, x0: path.append(x),
+    )  # fmt: skip
+    return torch.stack(path)
 
 
 def agree(a, b):
-    assert (a - b).abs().max() < 1e-5
+    assert a.shape == b.shape and (a - b).abs().max() < 1e-5
 
 
-def test_ddpm_small_variance():
-    scheduler = diffusers.DDPMScheduler(**BETAS, clip_sample=False, variance_type="fixed_small")
-    scheduler.set_timesteps(timesteps=STEPS)
-    agree(ours(DDPMSampler(variance="beta_tilde"), STEPS), theirs(scheduler))
+explicit = pytest.mark.parametrize("steps", [STEPS, TEN], ids=["seven", "ten"])
 
 
-def test_ddpm_large_variance():
+def explicitly(scheduler, steps):
+    scheduler.set_timesteps(timesteps=steps)
+    return scheduler
+
+
+@explicit
+def test_ddpm_small_variance(steps):
+    scheduler = explicitly(scheduler_of("DDPM", clip_sample=False, variance_type="fixed_small"), steps)
+    agree(ours(DDPMSampler(variance="beta_tilde"), steps), theirs(scheduler))
+
+
+@explicit
+def test_ddpm_large_variance(steps):
     # Their last step adds noise where the step before the clean end is not the first of the chain: stop before it.
-    scheduler = diffusers.DDPMScheduler(**BETAS, clip_sample=False, variance_type="fixed_large")
-    scheduler.set_timesteps(timesteps=STEPS)
-    agree(ours(DDPMSampler(variance="beta"), STEPS, to_clean=False), theirs(scheduler, last=1))
+    scheduler = explicitly(scheduler_of("DDPM", clip_sample=False, variance_type="fixed_large"), steps)
+    agree(ours(DDPMSampler(variance="beta"), steps, to_clean=False), theirs(scheduler, last=1))
 
 
 def test_ddpm_catches_the_other_variance():
-    scheduler = diffusers.DDPMScheduler(**BETAS, clip_sample=False, variance_type="fixed_small")
-    scheduler.set_timesteps(timesteps=STEPS)
+    scheduler = explicitly(scheduler_of("DDPM", clip_sample=False, variance_type="fixed_small"), STEPS)
     with pytest.raises(AssertionError):
         agree(ours(DDPMSampler(variance="beta"), STEPS), theirs(scheduler))
 
 
 def test_ddim():
-    scheduler = diffusers.DDIMScheduler(**BETAS, clip_sample=False, set_alpha_to_one=True)
+    # It takes no timesteps and infers the step before: equal steps of T/N.
+    scheduler = scheduler_of("DDIM", clip_sample=False, set_alpha_to_one=True)
     scheduler.set_timesteps(10)
     steps = scheduler.timesteps.tolist()
     assert steps == list(range(900, -1, -100))
     agree(ours(DDIMSampler(), steps), theirs(scheduler))
 
 
-def test_dpm_solver_multistep():
-    scheduler = diffusers.DPMSolverMultistepScheduler(
-        **BETAS, algorithm_type="dpmsolver++", solver_order=2, solver_type="midpoint", final_sigmas_type="zero"
-    )
-    scheduler.set_timesteps(timesteps=STEPS)
-    agree(ours(DPMSolverPP2MSampler(), STEPS), theirs(scheduler))
+@explicit
+def test_dpm_solver_multistep(steps):
+    options = {"algorithm_type": "dpmsolver++", "solver_type": "midpoint", "final_sigmas_type": "zero"}
+    scheduler = explicitly(scheduler_of("DPMSolverMultistep", solver_order=2, **options), steps)
+    agree(ours(DPMSolverPP2MSampler(), steps), theirs(scheduler))
+
+
+def unipc(order, ours_order=None):
+    # It takes no timesteps either. Their last step but one has order 2 where the others have 3: stop before it.
+    scheduler = scheduler_of("UniPCMultistep", solver_order=order, solver_type="bh2", final_sigmas_type="zero")
+    scheduler.set_timesteps(10)
+    last = 2 if order == 3 else 0
+    path = ours(UniPCSampler(order=ours_order or order), scheduler.timesteps.tolist())
+    agree(path[: len(path) - last], theirs(scheduler, last))
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_unipc(order):
+    unipc(order)
+
+
+def test_unipc_catches_the_other_order():
+    with pytest.raises(AssertionError):
+        unipc(2, ours_order=3)
+
+
+@explicit
+def test_euler(steps):
+    agree(ours(EulerSampler(), steps), theirs_scaled(explicitly(scheduler_of("EulerDiscrete"), steps), 1))
+
+
+@explicit
+def test_heun(steps):
+    agree(ours(HeunSampler(), steps), theirs_scaled(explicitly(scheduler_of("HeunDiscrete"), steps), 2))
+
+
+def test_heun_catches_euler():
+    with pytest.raises(AssertionError):
+        agree(ours(EulerSampler(), STEPS), theirs_scaled(explicitly(scheduler_of("HeunDiscrete"), STEPS), 2))
 
 
 def test_tables():
     for kind, betas in (("fixed_small", None), ("fixed_large", LinearSchedule().betas(1000))):
-        scheduler = diffusers.DDPMScheduler(**BETAS, variance_type=kind)
+        scheduler = scheduler_of("DDPM", variance_type=kind)
         torch.testing.assert_close(
             scheduler.alphas_cumprod.double(), LinearSchedule().alpha_bars(1000), rtol=2e-5, atol=0
         )

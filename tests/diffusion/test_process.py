@@ -88,7 +88,8 @@ def telescopes(schedule, posterior=process.posterior, steps=60):
     for i in range(2, len(log_snr)):
         c_0, c_t, v = posterior(log_snr[i - 1], log_snr[i])
         backward = backward + log_normal(path[i - 1], c_0 * path[0] + c_t * path[i], v)
-    assert abs(forward - backward) < 1e-8 * max(1.0, abs(float(forward)))
+    forward, backward = forward.item(), backward.item()
+    assert abs(forward - backward) < 1e-8 * max(1.0, abs(forward))
 
 
 @every_schedule

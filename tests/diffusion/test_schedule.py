@@ -208,8 +208,9 @@ def test_float64_inside_whatever_the_model_is_cast_to():
     assert torch.equal(inside, LinearSchedule().log_snr(torch.tensor([0.3, 0.5])))
 
 
-def test_state_dict_is_empty():
-    assert all(not schedule.state_dict() for schedule in INSTANCES.values())
+def test_state_dict_holds_what_is_learned_and_nothing_else():
+    assert all(set(s.state_dict()) == {name for name, _ in s.named_parameters()} for s in INSTANCES.values())
+    assert [name for name, s in INSTANCES.items() if s.state_dict()] == ["learned", "learned, zero terminal"]
 
 
 # ---- errors ----

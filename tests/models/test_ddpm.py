@@ -195,7 +195,7 @@ def test_labels():
         ({"n": 0}, "n must be at least 1"),
         ({"steps": 13}, r"1\.\.12"),
         ({"steps": 0}, r"1\.\.12"),
-        ({"sampler": "euler"}, "ddpm, ddim, dpmpp_2m"),
+        ({"sampler": "rk45"}, "ddpm, ddim, euler, heun, edm, dpmpp_2m, unipc"),
         ({"temperature": -1.0}, "temperature"),
         ({"cond": 10}, r"classes are 0\.\.9"),
         ({"cond": "seven"}, "seven"),

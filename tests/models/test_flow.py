@@ -102,7 +102,7 @@ def test_latents_hold_everything(name):
     batch = batch_of(model.spec, 4)
     latents = model.latents(batch)
     assert sum(scale[0].numel() for scale in latents.scales) == model.spec.dims
-    back = model.decode(latents, batch.cond if model.num_classes else None)
+    back = model.from_latents(latents, batch.cond if model.num_classes else None)
     torch.testing.assert_close(back.double(), batch.x.double(), rtol=1e-6, atol=1e-6)
 
 

@@ -26,6 +26,17 @@ def test_zero_at_the_start(event_shape, frequencies):
     assert y.shape == x.shape and (y == 0).all()
 
 
+@pytest.mark.parametrize("event_shape", [(3,), (2, 4, 4)])
+def test_twice_the_output_and_more_input(event_shape):
+    first, *rest = event_shape
+    net = build(event_shape, double_output=True, extra_channels=5)
+    x = torch.randn(4, first + 5, *rest, dtype=torch.float64)
+    y = net(x, torch.zeros(4).double())
+    assert y.shape == (4, 2 * first, *rest)
+    x[:, first:] += 1
+    assert not torch.allclose(net(x, torch.zeros(4).double()), y)
+
+
 def unreached(net) -> list[str]:
     x, log_snr = torch.randn(6, 3, dtype=torch.float64), torch.linspace(-5, 5, 6, dtype=torch.float64)
     net.zero_grad()

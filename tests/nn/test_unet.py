@@ -320,6 +320,15 @@ def test_double_output_doubles_the_channels():
     assert build((3, 8, 8), double_output=True)(x, log_snr).shape == (2, 6, 8, 8)
 
 
+def test_extra_channels_come_in_and_do_not_go_out():
+    x, log_snr, _ = inputs((3, 8, 8))
+    net = build((3, 8, 8), extra_channels=3)
+    torch.nn.init.normal_(net.head.weight)
+    other = torch.cat([x, torch.randn_like(x)], 1)
+    y = net(other, log_snr)
+    assert y.shape == x.shape and not torch.allclose(y, net(torch.cat([x, torch.zeros_like(x)], 1), log_snr))
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,177 @@
+"""The bound in continuous time: the limit of infinitely many steps, as an objective and as a likelihood.
+
+    -log p(x) <= L = KL(q(x_1|x) || N(0, I)) - 1/2 int lambda'(t) E |eps - eps_hat|^2 dt - E log p(x | x_{t_0})
+
+The integral runs over [t_0, 1] and depends on the schedule through its end points alone (Kingma et al. 2021,
+equations 17 and 18).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from genmodels.diffusion.altered import require_unaltered
+from genmodels.diffusion.bound import ElboTerms, check_grid
+from genmodels.diffusion.decoder import Decoder
+from genmodels.diffusion.masks import event_size, event_sum
+from genmodels.diffusion.objectives import Objective, ObjectiveOutput, is_learned, predict, twice
+from genmodels.diffusion.process import kernel_variance, q_sample
+from genmodels.diffusion.terms import prior_term, reconstruction_term
+from genmodels.errors import InputError
+from genmodels.random import Generator, KeyedGenerator, normal, uniform
+
+
+def rate_term(
+    denoiser, output: Tensor, x0: Tensor, noise: Tensor, log_snr: Tensor, rate: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """(B,) -1/2 lambda'(t) |eps - eps_hat|^2, from the error of the network's own output; float64.
+
+    |eps - eps_hat|^2 = SNR |x_0 - x0_hat|^2 = SNR loss_weight |target - output|^2. Shapes: output, x0 and noise
+    (B, *event), log_snr and rate (B,).
+    """
+    kind = denoiser.parameterisation
+    error = kind.target(x0.double(), noise.double(), log_snr) - output.double()
+    weight = torch.exp(log_snr) * kind.loss_weight(log_snr)
+    return -rate / 2 * weight * event_sum(error.square(), mask)
+
+
+class Continuous(Objective):
+    """L_infinity: an unbiased estimate of the bound in continuous time, prior + diffusion at one t + reconstruction.
+
+    A learned schedule is trained with it, to lower the variance of the estimate: its parameters get the gradient of the
+    mean of squared diffusion terms in bits/dim, everything else that of the mean (Kingma et al. 2021, appendix I.2).
+    Both come from one backward pass.
+
+    Arguments:
+        decoder: p(x_0 | x_{t_0}).
+        times: only the first, t_0, matters.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, Gaussian, GaussianDenoiser, ddpm_times
+        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(3), 1.0)
+        >>> objective = Continuous(Gaussian(), ddpm_times(10))
+        >>> list(objective(oracle, torch.zeros(4, 3), None, torch.Generator().manual_seed(0)).parts)
+        ['prior_nats', 'diffusion_nats', 'reconstruction_nats']
+    """
+
+    in_nats = True
+
+    def check(self, denoiser) -> None:
+        """Raise where a variance would not be trained."""
+        super().check(denoiser)
+        self.need_bound()
+        if getattr(denoiser, "learned_variance", False):
+            raise InputError("in continuous time the variance of the kernels plays no part: choose beta or beta_tilde")
+
+    def __call__(
+        self,
+        denoiser,
+        x0: Tensor,
+        cond: Tensor | None,
+        generator: Generator,
+        rank: int = 0,
+        world: int = 1,
+        mask: Tensor | None = None,
+    ) -> ObjectiveOutput:
+        self.check(denoiser)
+        schedule, first = denoiser.schedule, float(self.times[0])
+        ends = check_grid(schedule, torch.tensor([first, 1.0], dtype=torch.float64)).to(x0.device).detach()
+        u, weight = self.draw_times(len(x0), x0.device, generator, rank, world)
+        t = first + (1 - first) * u
+        log_snr, rate = schedule.log_snr(t), schedule.log_snr_rate(t)
+
+        both = torch.cat([log_snr, ends[:1].expand(len(x0))])
+        noise = [normal(x0.shape, generator, dtype=x0.dtype, device=x0.device) for _ in range(2)]
+        x = q_sample(twice(x0), both, torch.cat(noise))
+        prediction = predict(denoiser, x, both, twice(cond), twice(mask), generator, copies=2)
+        output, x0_hat = prediction.output[: len(x0)], prediction.x0[len(x0) :]
+
+        integrand = (1 - first) * rate_term(denoiser, output, x0, noise[0], log_snr, rate, mask)
+        diffusion = weight * integrand
+        if is_learned(schedule) and diffusion.requires_grad:
+            squared = 2 * diffusion.detach() / (math.log(2) * event_size(x0, mask))
+            for value in (log_snr, rate):  # d(L^2) = 2 L dL
+                value.register_hook(lambda gradient: gradient * squared)
+        parts = {
+            "prior_nats": prior_term(x0, ends[1], mask),
+            "diffusion_nats": diffusion,
+            "reconstruction_nats": reconstruction_term(
+                x0, x0_hat, ends[:1], self.decoder, kernel_variance("beta", None), mask
+            ),
+        }
+        per_example = sum(parts.values())
+        return ObjectiveOutput(per_example.mean(), per_example, t, parts, u, integrand.detach())
+
+
+@torch.no_grad()
+def continuous_elbo(
+    denoiser,
+    x0: Tensor,
+    decoder: Decoder,
+    first: float,
+    generator: Generator,
+    *,
+    cond: Tensor | None = None,
+    mask: Tensor | None = None,
+    draws: int = 50,
+    replicates: int = 2,
+    chunk: int | None = None,
+) -> ElboTerms:
+    """The bound of each example in continuous time: unbiased, from one time in each of `draws` strata of [t_0, 1].
+
+    The strata are drawn from `replicates` times, whose spread gives the standard error. The terms of the result are the
+    integrals over the strata.
+
+    Arguments:
+        decoder: p(x_0 | x_{t_0}).
+        first: t_0, where the reconstruction is read.
+        generator: keyed over the items of x0.
+        chunk: most rows in one network call; by default 2^18 scalars, at least 1 and at most 4096 rows.
+
+    Errors: no noise at t_0, or fewer than two replicates.
+
+    Example:
+        >>> from genmodels.diffusion import Gaussian, GaussianDenoiser, LinearLogSnrSchedule
+        >>> oracle = GaussianDenoiser(LinearLogSnrSchedule(), torch.zeros(2), 1.0)
+        >>> terms = continuous_elbo(oracle, torch.zeros(3, 2), Gaussian(), 0.0, KeyedGenerator(0, torch.arange(3)))
+        >>> terms.diffusion.shape, terms.stderr.shape
+        (torch.Size([3, 50]), torch.Size([3]))
+    """
+    if draws < 1 or replicates < 2:
+        raise InputError(f"draws = {draws} must be at least 1, and replicates = {replicates} at least 2")
+    require_unaltered(denoiser)
+    schedule, n = denoiser.schedule, len(x0)
+    ends = check_grid(schedule, torch.tensor([first, 1.0], dtype=torch.float64)).to(x0.device)
+    keyed = isinstance(generator, KeyedGenerator)
+    u = uniform((n, replicates, draws), generator.child("strata") if keyed else generator, dtype=torch.float64)
+    t = (first + (1 - first) * (torch.arange(draws, device=u.device) + u) / draws).to(x0.device).flatten(1)
+    rows = chunk if chunk is not None else max(1, min(4096, 2**18 // max(1, x0[0].numel())))
+
+    # Column 0 is the reconstruction at t_0, the others are the replicates' strata.
+    t = torch.cat([t.new_full((n, 1), first), t], 1)
+    values = torch.zeros_like(t)
+    every = torch.cartesian_prod(torch.arange(t.shape[1]), torch.arange(n))
+    for column, item in (part.unbind(1) for part in every.split(rows)):
+        source = generator.rows(item.to(generator.index.device)).at(column) if keyed else generator
+        noise = normal((len(item), *x0.shape[1:]), source, dtype=x0.dtype, device=x0.device)
+        log_snr, data = schedule.log_snr(t[item, column]), x0[item]
+        cond_here, valid = (None if value is None else value[item] for value in (cond, mask))
+        prediction = denoiser.at_log_snr(q_sample(data, log_snr, noise), log_snr, cond_here, valid)
+        rate = schedule.log_snr_rate(t[item, column])
+        terms = (1 - first) * rate_term(denoiser, prediction.output, data, noise, log_snr, rate, valid)
+        clean = column == 0
+        if bool(clean.any()):
+            fixed = kernel_variance("beta", None)
+            terms = torch.where(
+                clean.to(terms.device),
+                reconstruction_term(data, prediction.x0, ends[:1], decoder, fixed, valid),
+                terms,
+            )
+        values[item, column] = terms
+    drawn = values[:, 1:].view(n, replicates, draws) / draws
+    stderr = drawn.sum(2).std(1, unbiased=True) / math.sqrt(replicates)
+    middle = first + (1 - first) * (torch.arange(draws, dtype=torch.float64, device=x0.device) + 0.5) / draws
+    return ElboTerms(prior_term(x0, ends[1], mask), drawn.mean(1), values[:, 0], schedule.log_snr(middle), stderr)

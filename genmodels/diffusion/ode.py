@@ -1,0 +1,193 @@
+"""Likelihood by the probability-flow ODE: a deterministic path to noise whose change of volume is the density.
+
+With lambda the log-SNR, the field of v = alpha eps - sigma x_0 moves points so that their law is the model's marginal
+at every noise level (Song et al. 2021, equations 13 and 39, for the time lambda):
+
+    dx / d lambda = 1/2 sigma (sigma x - eps_hat) = -1/2 alpha sigma v_hat
+    log p(x at lambda_0) = log N(x at lambda_1; 0, I) + int from lambda_0 to lambda_1 of tr(d field / dx) d lambda
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from genmodels.diffusion.altered import require_unaltered
+from genmodels.diffusion.divergence import exact_divergence, hutchinson, rademacher
+from genmodels.diffusion.masks import event_sum, hide
+from genmodels.diffusion.process import alpha_sigma, expand
+from genmodels.diffusion.solvers import SOLVERS, FixedSteps, SolverError
+from genmodels.errors import InputError
+from genmodels.random import Generator, KeyedGenerator
+
+#: Up to so many scalars the exact divergence is the default.
+EXACT_UP_TO = 64
+#: Noise levels beyond these are clean data and pure noise: where a schedule goes on for ever, the path ends here.
+_ENDS = (20.0, -20.0)
+
+
+@dataclass
+class OdeLogProb:
+    """Log-densities by the probability-flow ODE.
+
+    `log_prob (B, M)`: one column for each probe, a single one for the exact divergence. `latent (B, *event)`: where the
+    paths end. `evaluations (B,)`: calls of the network for each example. All float64, `evaluations` int64.
+    """
+
+    log_prob: Tensor
+    latent: Tensor
+    evaluations: Tensor
+
+
+class OdeDensity:
+    """The model's density of x at one noise level, by the probability-flow ODE from there to pure noise.
+
+    The state is float64 and the network runs in its own precision. Every example has its own steps, so that its value
+    does not depend on the batch. The base is N(0, I) at the noisiest level of the schedule, where the marginal is not
+    quite that: the remainder is of the order of |mean| e^(lambda(1)/2), in the mean over the data of the square of
+    that, so schedules should go down to -15 or less.
+
+    Arguments:
+        divergence: `exact` (a vector-Jacobian product for each scalar), `hutchinson` (one for each probe, unbiased), or
+            `auto`: exact for up to 64 scalars.
+        probes: number of random probes of `hutchinson`, the same all along a path.
+        solver: `rk45` (adaptive, on the device), `scipy` (`solve_ivp`, one example after the other), `heun`, `rk4`.
+        tolerance: relative and absolute tolerance of the adaptive solvers.
+        steps: number of equal steps in log-SNR of `heun` and `rk4`.
+        rows: most examples followed at once.
+
+    Shapes: x (B, *event) already noised to `log_snr`, cond (B,) or (B, F), mask (B, 1, T): what it hides is no part of
+    the density.
+    Errors: InputError for an unknown divergence or solver, or a denoiser changed for sampling; SolverError for a path
+    that cannot be followed.
+    Source: Song et al. 2021, section 4.3 and appendix D.2.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
+        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> found = OdeDensity()(oracle, torch.zeros(1, 2), 15.0)
+        >>> found.log_prob
+        tensor([[-1.8379]], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        *,
+        divergence: Literal["auto", "exact", "hutchinson"] = "auto",
+        probes: int = 1,
+        solver: Literal["rk45", "scipy", "heun", "rk4"] = "rk45",
+        tolerance: float = 1e-5,
+        steps: int = 64,
+        rows: int = 256,
+    ):
+        if divergence not in ("auto", "exact", "hutchinson"):
+            raise InputError(f"divergence = {divergence!r}: choose auto, exact or hutchinson")
+        if solver not in SOLVERS:
+            raise InputError(f"solver = {solver!r}: choose one of {', '.join(SOLVERS)}")
+        if probes < 1 or rows < 1:
+            raise InputError(f"probes and rows must be at least 1, got {probes} and {rows}")
+        self.divergence, self.probes, self.rows = divergence, probes, rows
+        fixed = issubclass(SOLVERS[solver], FixedSteps)
+        self.solver_options = {"steps": steps} if fixed else {"tolerance": tolerance}
+        self.solver_name, self.solve = solver, SOLVERS[solver](**self.solver_options)
+
+    def exact(self, dims: int) -> bool:
+        """Whether events of this many scalars get the exact divergence."""
+        return self.divergence == "exact" or (self.divergence == "auto" and dims <= EXACT_UP_TO)
+
+    def made(self, dims: int) -> dict:
+        """How a density of this many scalars is made, plain values."""
+        trace = {"divergence": "exact"} if self.exact(dims) else {"divergence": "hutchinson", "probes": self.probes}
+        return trace | {"solver": self.solver_name} | self.solver_options
+
+    def __call__(
+        self,
+        denoiser,
+        x: Tensor,
+        log_snr: float,
+        *,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        generator: Generator | None = None,
+        base: Callable[[Tensor], Tensor] | None = None,
+    ) -> OdeLogProb:
+        """log p(x) at the noise level `log_snr`.
+
+        Arguments:
+            generator: source of the probes; a keyed one makes those of an example a function of its index.
+            base: log-density (b, *event) -> (b,) of the noisiest level, in place of the standard normal one.
+        """
+        require_unaltered(denoiser)
+        x = hide(x.to(torch.float64), mask)
+        probes = None
+        if not self.exact(x[0].numel()):
+            if generator is None:
+                raise InputError("the probes of divergence = 'hutchinson' need a generator")
+            probes = rademacher((len(x), self.probes, *x.shape[1:]), _probing(generator), device=x.device)
+        found = []
+        for start in range(0, len(x), self.rows):
+            part = slice(start, start + self.rows)
+            inputs = (None if value is None else value[part] for value in (x, cond, mask, probes))
+            found.append(self._follow(denoiser, start, log_snr, *inputs, base))
+        return OdeLogProb(*(torch.cat(values) for values in zip(*found, strict=True)))
+
+    def _follow(self, denoiser, first: int, log_snr: float, x, cond, mask, probes, base):
+        def derivative(place: Tensor, state: Tensor, rows: Tensor) -> Tensor:
+            inputs = (None if v is None else v[rows] for v in (cond, mask, probes))
+            slope, trace = _slope(denoiser, state[:, :dims].reshape(-1, *x.shape[1:]), place, *inputs)
+            return torch.cat([slope.flatten(1), trace], dim=1)
+
+        dims = x[0].numel()
+        volume = x.new_zeros(len(x), 1 if probes is None else probes.shape[1])
+        end = last_log_snr(denoiser.schedule)
+        try:
+            solution = self.solve(derivative, torch.cat([x.flatten(1), volume], 1), min(log_snr, _ENDS[0]), end)
+        except SolverError as error:
+            raise SolverError(first + error.row, error.at, f"the ODE failed: {error.reason}") from error
+        latent = solution.y[:, :dims].reshape(x.shape)
+        at_the_end = standard_normal(latent, mask) if base is None else base(latent)
+        return at_the_end[:, None] + solution.y[:, dims:], latent, solution.evaluations
+
+
+def last_log_snr(schedule) -> float:
+    """The noisiest level of a schedule, or -20 where it ends in nothing but noise."""
+    return max(schedule.end_points[1], _ENDS[1])
+
+
+def field(
+    denoiser, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """dx / d lambda = -1/2 alpha sigma v_hat(x, lambda); x (B, *event), log_snr (B,).
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
+        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(1), 1.0)
+        >>> float(field(oracle, torch.ones(1, 1), torch.zeros(1)).abs())  # unit variance stays unit variance
+        0.0
+    """
+    t = denoiser.schedule.time_of(log_snr).clamp(0, 1).to(x.device)
+    alpha, sigma = alpha_sigma(log_snr.to(torch.float64))
+    return hide(-0.5 * expand(alpha * sigma, x) * denoiser(x, t, cond, mask).v, mask)
+
+
+def _slope(denoiser, x, log_snr, cond, mask, probes) -> tuple[Tensor, Tensor]:
+    """(field, traces (B, M)) where x is the state itself."""
+
+    def here(x: Tensor) -> Tensor:
+        return field(denoiser, x, log_snr, cond, mask)
+
+    return exact_divergence(here, x, mask) if probes is None else hutchinson(here, x, probes, mask)
+
+
+def standard_normal(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(B,) log N(x; 0, I) over the valid scalars."""
+    return event_sum(-0.5 * (x.square() + math.log(2 * math.pi)), mask)
+
+
+def _probing(generator: Generator) -> Generator:
+    return generator.child("probes") if isinstance(generator, KeyedGenerator) else generator

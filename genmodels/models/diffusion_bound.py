@@ -1,0 +1,102 @@
+"""The likelihood of a diffusion model: the evidence lower bound, in the data's own units."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from genmodels.data.spec import Batch
+from genmodels.diffusion import continuous_elbo, elbo
+from genmodels.evaluation.likelihood import Likelihood, Profile
+from genmodels.random import KeyedGenerator
+
+
+class DiffusionBound:
+    """The likelihood of a diffusion model, mixed into a GenerativeModel with `encode`, `core` and `decoder`."""
+
+    def bound_times(self, num_terms: int | None = None) -> Tensor:
+        """Times t_0 < ... < t_K = 1 of the bound; (K + 1,) float64.
+
+        A discrete schedule has DDPM's t_0 = 1/T. A continuous one starts where the noise first becomes smaller than the
+        distance between levels, log SNR = 2 log(2 (L - 1)): below that the integers are certain and each further step
+        would only charge for what the decoder gives away. Every t_0 yields a bound; this one is near the tightest. It
+        is 0 where the schedule has no less noise than that.
+        """
+        steps = num_terms or self.num_steps
+        schedule = self.core.schedule
+        first = 1.0 / steps
+        if schedule.num_steps is None:
+            ahead = schedule.log_snr(torch.tensor([0.0, first], dtype=torch.float64)).detach()
+            top = torch.full((1,), self._finest, dtype=torch.float64)
+            starts_late = float(ahead[0]) <= self._finest
+            first = 0.0 if starts_late else float(schedule.time_of(torch.minimum(ahead[1:], top))[0])
+        return torch.linspace(first, 1.0, steps, dtype=torch.float64)
+
+    @property
+    def _finest(self) -> float:
+        """The log-SNR beyond which less noise tells nothing more."""
+        return 2 * math.log(2 * (self.spec.levels - 1)) if self.spec.levels else 12.0
+
+    def log_likelihood(
+        self,
+        batch: Batch,
+        *,
+        weights: str | float = "ema",
+        seed: int = 0,
+        bound: Literal["discrete", "continuous"] = "discrete",
+        draws: int | None = None,
+        replicates: int = 2,
+        rows: int = 1024,
+    ) -> Likelihood:
+        """The lower bound on the log-likelihood, over all terms or over `draws` stratified ones.
+
+        Arguments:
+            batch: items in the data's own units.
+            weights: `ema`, `raw`, or one of the decays kept.
+            seed: seed of the noise, which is keyed by (seed, item, term).
+            bound: that of the model's T steps (`discrete`), or of infinitely many (`continuous`), always estimated.
+            draws: number of strata of 1..K (or of [t_0, 1]), one term drawn from each; None for all K terms, or K
+                strata.
+            replicates: independent repetitions of the stratified estimate (>= 2), for its standard error.
+            rows: most rows in one call of the network.
+        """
+        if draws is not None and not 1 <= draws < self.num_steps:
+            raise ValueError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the bound, got {draws}")
+        if bound not in ("discrete", "continuous"):
+            raise ValueError(f"bound must be discrete or continuous, got {bound!r}")
+        x0 = self._entered(batch)
+        index = torch.arange(len(batch), device=x0.device) if batch.index is None else batch.index
+        core = self.weights(weights)
+        generator = KeyedGenerator(seed, index, "elbo")
+        times = self.bound_times().to(x0.device)
+        given = {"cond": self._cond(batch), "mask": batch.mask, "chunk": rows}
+        made = {"estimate": "bound, all terms", "terms": len(times) - 1}
+        if bound == "continuous":
+            given |= {"draws": draws or len(times) - 1, "replicates": replicates}
+            out = continuous_elbo(core, x0, self.decoder, float(times[0]), generator, **given)
+            times = torch.linspace(float(times[0]), 1.0, given["draws"] + 1, dtype=torch.float64, device=x0.device)
+            made = {"estimate": "bound, continuous time", "draws": given["draws"], "replicates": replicates}
+        elif draws is None:
+            out = elbo(core, x0, self.decoder, times, generator, variance=self.variance, **given)
+        else:
+            given |= {"draws": draws, "replicates": replicates}
+            out = elbo(core, x0, self.decoder, times, generator, variance=self.variance, mode="stratified", **given)
+            made |= {"estimate": "bound, stratified terms", "draws": draws, "replicates": replicates}
+        made |= {"variance": self.variance, "weights": str(weights), "seed": seed}
+        volume = 0.0 if self.spec.levels is not None else self._log_scale(batch.mask)
+        return Likelihood(
+            out.nats - volume, "lower_bound", self._dims(batch), self.spec.levels, out.stderr, made, index,
+            parts={"prior": out.prior, "diffusion": out.diffusion.sum(1), "reconstruction": out.reconstruction},
+            profile=self._profile(times, out.diffusion),
+        )
+
+    def _profile(self, times: Tensor, diffusion: Tensor, most: int = 40) -> Profile:
+        """The terms summed over neighbours into at most `most` bins, whose edges are log-SNRs of the grid."""
+        bins, terms = min(most, diffusion.shape[1]), diffusion.shape[1]
+        cuts = torch.arange(bins + 1) * terms // bins
+        nats = torch.stack([part.sum() for part in diffusion.sum(0).split(cuts.diff().tolist())])
+        edges = self.core.schedule.log_snr(times).detach()[cuts * (len(times) - 1) // terms]
+        return Profile(edges.double(), nats, len(diffusion))

@@ -1,0 +1,198 @@
+"""Classifier-free guidance: its two exact ends, one line for every parameterisation, and where it leads."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.diffusion import (
+    EDM,
+    X0,
+    CosineSchedule,
+    DDPMSampler,
+    Denoiser,
+    DPMSolverPP2MSampler,
+    Eps,
+    Gaussian,
+    GaussianDenoiser,
+    GuidedDenoiser,
+    LinearSchedule,
+    ThresholdedDenoiser,
+    V,
+    continuous_elbo,
+    elbo,
+    path_terms,
+    require_unaltered,
+    rescale_zero_terminal,
+    sample,
+    uniform_log_snr,
+)
+from genmodels.diffusion.ode import OdeDensity
+from genmodels.diffusion.process import alpha_sigma, expand
+from tests.diffusion.table import keyed, seeded
+
+PARAMETERISATIONS = {"eps": Eps(), "x0": X0(), "v": V(), "edm": EDM()}
+MEANS = torch.tensor([[-1.0, 0.5], [0.4, 1.0], [0.0, 0.0]], dtype=torch.float64)  # the last is the null class
+NULL = 2
+
+
+class Classes(torch.nn.Module):
+    """The optimal network for classes N(m_k, c^2), which answers for a batch of them; it counts its calls."""
+
+    def __init__(self, parameterisation, schedule, variance=0.25):
+        super().__init__()
+        self.oracle = GaussianDenoiser(schedule, torch.zeros(2), variance, parameterisation=parameterisation)
+        self.calls = []
+
+    def forward(self, x, log_snr, cond):
+        self.calls.append(cond.clone())
+        alpha, _ = (expand(value, x) for value in alpha_sigma(log_snr))
+        shift = MEANS[cond].to(x)
+        x0, score = self.oracle._moments(x.double() - (alpha * shift).double(), log_snr)
+        eps = -expand(alpha_sigma(log_snr)[1], x).double() * score
+        return self.oracle.parameterisation.target(x0 + shift, eps, log_snr)
+
+
+def classes(name, schedule=None, **options):
+    schedule = schedule or CosineSchedule()
+    parameterisation = PARAMETERISATIONS[name]
+    return Denoiser(Classes(parameterisation, schedule, **options), schedule, parameterisation)
+
+
+X = torch.randn(6, 2, generator=seeded(), dtype=torch.float64)
+T = torch.tensor([0.001, 0.2, 0.5, 0.7, 0.9, 1.0], dtype=torch.float64)
+COND = torch.tensor([0, 1, 0, 1, 0, 1])
+
+
+def combined(guided, plain, w, with_cond=COND):
+    """eps = eps_null + w (eps_cond - eps_null), and the same line for x_0."""
+    found = guided(X, T, COND)
+    a, b = plain(X, T, with_cond), plain(X, T, torch.full_like(COND, NULL))
+    for field in ("eps", "x0", "v"):
+        null = getattr(b, field)
+        truth = null + w * (getattr(a, field) - null)
+        torch.testing.assert_close(getattr(found, field), truth, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", PARAMETERISATIONS)
+@pytest.mark.parametrize("w", [-1.0, 0.5, 3.0])
+def test_one_line_for_every_parameterisation(name, w):
+    combined(GuidedDenoiser(classes(name), w, NULL), classes(name), w)
+
+
+class Conventional(GuidedDenoiser):
+    """The paper's w, which is ours less 1."""
+
+    def __init__(self, denoiser, scale, null):
+        super().__init__(denoiser, 1 + scale, null)
+
+
+class Swapped(GuidedDenoiser):
+    """The null condition in front."""
+
+    def forward(self, x, t, cond, mask, **estimate):
+        self.scale = 1 - self.scale
+        return super().forward(x, t, cond, mask, **estimate)
+
+
+@pytest.mark.parametrize("bug", [Conventional, Swapped])
+def test_the_line_catches(bug):
+    with pytest.raises(AssertionError):
+        combined(bug(classes("v"), 3.0, NULL), classes("v"), 3.0)
+
+
+@pytest.mark.parametrize("name", PARAMETERISATIONS)
+def test_the_ends_are_exact_and_cost_one_call_of_the_batch(name):
+    for w, cond in ((1, COND), (0, torch.full_like(COND, NULL))):
+        plain = classes(name)
+        found = GuidedDenoiser(plain, w, NULL)(X, T, COND)
+        assert len(plain.net.calls) == 1 and torch.equal(plain.net.calls[0], cond)
+        truth = classes(name)(X, T, cond)
+        assert torch.equal(found.output, truth.output) and torch.equal(found.x0, truth.x0)
+    plain = classes(name)
+    GuidedDenoiser(plain, 2.0, NULL)(X, T, COND)
+    assert len(plain.net.calls) == 1 and len(plain.net.calls[0]) == 12
+
+
+@pytest.mark.parametrize("sampler", [DDPMSampler(), DPMSolverPP2MSampler()], ids=["ddpm", "dpmpp_2m"])
+def test_guidance_moves_the_mean_of_a_normal_class_by_its_scale(sampler):
+    """Classes of equal variance: the guided score is that of N(m_null + w (m_k - m_null), c^2)."""
+    n, w = 2000, 2.5
+    denoiser = GuidedDenoiser(classes("v"), w, NULL)
+    times = uniform_log_snr(denoiser.schedule, 120)
+    first = torch.zeros(n, dtype=torch.int64)
+    x = sample(denoiser, (n, 2), times, sampler, keyed(n), cond=first, dtype=torch.float64).x
+    error = x.mean(0) - (MEANS[NULL] + w * (MEANS[0] - MEANS[NULL]))
+    assert (error.abs() < 4 * 0.5 / math.sqrt(n) + 5e-3).all()
+    assert ((x.std(0) - 0.5).abs() < 0.05).all()
+
+
+def test_where_no_signal_is_left_guidance_still_finds_x0():
+    schedule = rescale_zero_terminal(LinearSchedule())
+    found = GuidedDenoiser(classes("v", schedule), 3.0, NULL)(X, torch.ones(6), COND)
+    torch.testing.assert_close(found.x0, MEANS[NULL] + 3 * (MEANS[COND] - MEANS[NULL]), rtol=0, atol=1e-9)
+
+
+def test_the_interval_is_of_log_snr_and_costs_nothing_outside():
+    plain = classes("v")
+    guided = GuidedDenoiser(plain, 3.0, NULL, interval=(-1.0, 2.0))
+    log_snr = plain.schedule.log_snr(T)
+    inside = (log_snr >= -1) & (log_snr <= 2)
+    assert inside.any() and not inside.all()
+    found = guided(X, T, COND).x0
+    truth = torch.where(inside[:, None], GuidedDenoiser(plain, 3.0, NULL)(X, T, COND).x0, plain(X, T, COND).x0)
+    torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-9)
+    plain.net.calls.clear()
+    guided(X, torch.full((6,), 0.99), COND)
+    assert [len(c) for c in plain.net.calls] == [6]
+
+
+def test_rescale_gives_the_deviation_back():
+    plain = classes("v")
+    found = GuidedDenoiser(plain, 6.0, NULL, rescale=1.0)(X, T, COND).x0
+    torch.testing.assert_close(found.std(1), plain(X, T, COND).x0.std(1))
+    half, none = (GuidedDenoiser(plain, 6.0, NULL, rescale=r)(X, T, COND).x0 for r in (0.5, 0.0))
+    torch.testing.assert_close(half, (found + none) / 2)
+
+
+def test_masks_estimates_and_learned_variances_go_through():
+    shapes = []
+
+    def net(x, log_snr, cond, mask):
+        shapes.append((x.shape, mask.shape))
+        return torch.cat([x[:, :1] * cond[:, None, None], cond[:, None, None].expand(len(x), 1, 5).to(x)], 1)
+
+    denoiser = Denoiser(net, CosineSchedule(), V(), learned_variance=True, self_conditioning=True)
+    x, mask = torch.randn(2, 1, 5), torch.ones(2, 1, 5, dtype=torch.bool)
+    cond = torch.tensor([3, 4])
+    out = GuidedDenoiser(denoiser, 2.0, 7)(x, torch.tensor([0.3, 0.6]), cond, mask, estimate=torch.ones(2, 1, 5))
+    assert shapes == [((4, 2, 5), (4, 1, 5))]
+    assert torch.equal(out.nu[:, 0, 0], (cond + 1) / 2)  # the variance is the conditional one
+    assert ThresholdedDenoiser(denoiser)(x, torch.tensor([0.3, 0.6]), cond, mask).nu is not None
+
+
+def test_an_altered_denoiser_has_no_likelihood():
+    x0, times = torch.zeros(2, 2), torch.linspace(0.1, 1, 5)
+    plain = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+    for altered in (GuidedDenoiser(plain, 3.0, NULL), ThresholdedDenoiser(plain)):
+        with pytest.raises(ValueError, match="has no likelihood"):
+            elbo(altered, x0, Gaussian(), times, keyed(2))
+        with pytest.raises(ValueError, match="has no likelihood"):
+            path_terms(altered, torch.zeros(6, 2, 2), times)
+        with pytest.raises(ValueError, match="has no likelihood"):
+            continuous_elbo(altered, x0, Gaussian(), 0.01, keyed(2))
+        with pytest.raises(ValueError, match="has no likelihood"):
+            OdeDensity()(altered, x0, 5.0)
+    require_unaltered(plain)
+
+
+def test_bad_options():
+    plain = classes("v")
+    with pytest.raises(ValueError, match="rescale = 2"):
+        GuidedDenoiser(plain, 3.0, NULL, rescale=2)
+    with pytest.raises(ValueError, match="interval"):
+        GuidedDenoiser(plain, 3.0, NULL, interval=(2.0, 1.0))
+    with pytest.raises(ValueError, match="needs a condition"):
+        GuidedDenoiser(plain, 3.0, NULL)(X, T)

@@ -1,0 +1,140 @@
+"""Inpainting: what is known comes back bit for bit, and the rest approaches the exact conditional law."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.diffusion import (
+    CosineSchedule,
+    DDIMSampler,
+    DDPMSampler,
+    GaussianDenoiser,
+    Inpainting,
+    sample,
+    uniform_log_snr,
+    uniform_t,
+)
+from genmodels.diffusion.process import q_sample, renoise
+from genmodels.diffusion.sampling import log_snrs
+from genmodels.random import KeyedGenerator, normal
+from tests.diffusion.table import INSTANCES, keyed
+
+POSITION = torch.arange(6)
+COVARIANCE = 0.9 ** (POSITION[:, None] - POSITION).abs().double()
+KNOWN = torch.tensor([1.5, 1.0, 0.0, 0.0, -1.0, 0.0], dtype=torch.float64)
+MASK = torch.tensor([True, True, False, False, True, False])
+ORACLE = GaussianDenoiser.from_covariance(CosineSchedule(), torch.zeros(6), COVARIANCE)
+
+
+def exact():
+    """Mean and covariance of the unknown given the known."""
+    gain = COVARIANCE[~MASK][:, MASK] @ torch.linalg.inv(COVARIANCE[MASK][:, MASK])
+    return gain @ KNOWN[MASK], COVARIANCE[~MASK][:, ~MASK] - gain @ COVARIANCE[MASK][:, ~MASK]
+
+
+def draw(rounds, n, kind=Inpainting, steps=20, inner=None):
+    sampler = kind(inner or DDPMSampler(), KNOWN, MASK, rounds=rounds)
+    times = uniform_log_snr(ORACLE.schedule, steps)
+    return sample(ORACLE, (n, 6), times, sampler, keyed(n), dtype=torch.float64).x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", INSTANCES)
+def test_the_known_part_is_returned_bit_for_bit(name, dtype):
+    sampler = Inpainting(INSTANCES[name], KNOWN, MASK, rounds=2)
+    x = sample(ORACLE, (4, 6), uniform_t(ORACLE.schedule, 5), sampler, keyed(4), dtype=dtype).x
+    assert torch.equal(x[:, MASK], KNOWN[MASK].to(dtype).expand(4, -1)) and x.isfinite().all()
+
+
+def settles(kind=Inpainting):
+    """The error of the mean falls with the rounds, and with many of them mean and covariance are near the truth."""
+    n = 1000
+    mean, covariance = exact()
+    few, some, many = (draw(rounds, n, kind)[:, ~MASK] for rounds in (1, 10, 30))
+    slack = 3 * math.sqrt(float(covariance.diag().max()) / n)
+    errors = [float((x.mean(0) - mean).norm()) for x in (few, some, many)]
+    assert errors[1] + slack < errors[0] and errors[1] < 0.25 * errors[0] + slack
+    assert errors[2] < 0.06 + 3 * math.sqrt(float(covariance.trace()) / n)
+    assert (torch.cov(many.T) - covariance).abs().max() < 0.04
+
+
+class LateNoise(Inpainting):
+    """The known part with the noise of t where that of s belongs."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
+        rounds = 1 if bool(s == 0) else self.rounds
+        known = self.known.to(x).expand_as(x)
+        for _ in range(rounds):
+            drawn, memory = self.sampler(denoiser, x, t, s, None, generator, cond, temperature)
+            first, second = (normal(x.shape, generator, dtype=x.dtype) for _ in range(2))
+            given = known if bool(s == 0) else q_sample(known, log_snr_t, first)
+            drawn = torch.where(self.mask, given, drawn)
+            x = drawn if bool(s == 0) else renoise(drawn, log_snr_s, log_snr_t, second)
+        return drawn, memory
+
+
+class Stale(Inpainting):
+    """Each round starts from the same x: the new noise is never used."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        for _ in range(self.rounds):
+            out = Inpainting(self.sampler, self.known, self.mask, rounds=1)(
+                denoiser, x, t, s, memory, generator, cond, temperature
+            )
+        return out
+
+
+def test_the_unknown_part_settles_to_its_conditional_law():
+    settles()
+
+
+def test_the_law_catches_rounds_that_begin_anew():
+    with pytest.raises(AssertionError):
+        settles(Stale)
+
+
+def as_noisy_as_the_step_says(kind, n=4000):
+    """Half way down the known part is a draw of q(x_s | x_0)."""
+    times = torch.tensor([0.8, 0.5], dtype=torch.float64)
+    x = sample(ORACLE, (n, 6), times, kind(DDIMSampler(), KNOWN, MASK, rounds=2), keyed(n), dtype=torch.float64).x
+    alpha, sigma = ORACLE.schedule.alpha_sigma(times[1])
+    z = (x[:, MASK] - alpha * KNOWN[MASK]) / sigma
+    assert (z.mean(0).abs() < 4 / math.sqrt(n)).all() and ((z.var(0) - 1).abs() < 4 * math.sqrt(2 / n)).all()
+
+
+def test_the_known_part_has_the_noise_of_the_time_it_is_put_in():
+    as_noisy_as_the_step_says(Inpainting)
+    with pytest.raises(AssertionError):
+        as_noisy_as_the_step_says(LateNoise)
+
+
+def test_nothing_known_is_plain_sampling():
+    nothing = torch.zeros(6, dtype=torch.bool)
+    times = uniform_log_snr(ORACLE.schedule, 12)
+    a, b = (sample(ORACLE, (5, 6), times, s, keyed(5), dtype=torch.float64).x
+            for s in (Inpainting(DDIMSampler(), KNOWN, nothing, rounds=1), DDIMSampler()))  # fmt: skip
+    assert torch.equal(a, b)
+
+
+def test_sample_k_is_the_same_alone_and_in_any_batch():
+    times = uniform_log_snr(ORACLE.schedule, 8)
+
+    def run(index):
+        sampler = Inpainting(DDPMSampler(), KNOWN, MASK, rounds=3)
+        return sample(ORACLE, (len(index), 6), times, sampler, KeyedGenerator(1, index, "sample")).x
+
+    whole = run(torch.arange(20))
+    for index in (torch.tensor([7]), torch.tensor([19, 0])):
+        assert (run(index) - whole[index]).abs().max() < 1e-5
+    assert not torch.allclose(whole[0], whole[1])
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="rounds = 0"):
+        Inpainting(DDPMSampler(), KNOWN, MASK, rounds=0)
+    with pytest.raises(ValueError, match="must be boolean"):
+        Inpainting(DDPMSampler(), KNOWN, MASK.float())

@@ -1,0 +1,227 @@
+"""The one loop, and what every sampler in it promises: purity, addressable noise, a clean end, its own count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from genmodels.diffusion import (
+    SAMPLERS,
+    CosineSchedule,
+    DDIMSampler,
+    DDPMSampler,
+    Denoiser,
+    GaussianDenoiser,
+    LinearSchedule,
+    V,
+    rescale_zero_terminal,
+    sample,
+    uniform_log_snr,
+    uniform_t,
+)
+from genmodels.random import KeyedGenerator, normal
+from tests.diffusion.table import INSTANCES, calls, keyed, seeded
+
+MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)
+every_sampler = pytest.mark.parametrize("name", INSTANCES)
+
+
+def test_the_table_has_every_sampler():
+    assert {type(sampler) for sampler in INSTANCES.values()} == set(SAMPLERS.values())
+
+
+# ---- the clean end ----
+
+
+@every_sampler
+def test_a_point_mass_is_found_in_one_step(name):
+    point = torch.tensor([0.3, -1.2, 0.8], dtype=torch.float64)
+    oracle = GaussianDenoiser(CosineSchedule(), point, 0.0)
+    out = sample(oracle, (5, 3), torch.tensor([1.0, 0.0]), INSTANCES[name], keyed(5), dtype=torch.float64)
+    assert (out.x - point).abs().max() < 1e-12 and out.evaluations == 1
+
+
+class NoisyEnd(DDPMSampler):
+    """Noise at the last step too."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        out, memory = super().__call__(denoiser, x, t, s, memory, generator, cond, temperature)
+        if float(s) == 0:
+            _, sigma = denoiser.schedule.alpha_sigma(t)
+            out = out + sigma * normal(x.shape, generator, dtype=x.dtype)
+        return out, memory
+
+
+def last_step_is_the_estimate(sampler):
+    oracle = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
+    kept = []
+    out = sample(oracle, (50, 3), uniform_t(oracle.schedule, 10), sampler, keyed(50), dtype=torch.float64,
+                 callback=lambda i, x, x0: kept.append(x0))  # fmt: skip
+    assert (out.x - kept[-1]).abs().max() < 1e-12
+
+
+@every_sampler
+def test_last_step_is_the_estimate(name):
+    last_step_is_the_estimate(INSTANCES[name])
+
+
+def test_noise_at_the_last_step_is_caught():
+    with pytest.raises(AssertionError):
+        last_step_is_the_estimate(NoisyEnd())
+
+
+# ---- addressable samples ----
+
+
+class Net(torch.nn.Module):
+    """A small float32 network with a real dependence on x and noise level."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weight = torch.nn.Parameter(0.5 * torch.randn(65, 64, generator=generator))
+
+    def forward(self, x, log_snr, cond=None):
+        flat = torch.cat([x.flatten(1), log_snr.clamp(-20, 20)[:, None] / 10], 1)
+        out = torch.tanh(flat @ self.weight).reshape(x.shape)
+        return out if cond is None else out + cond.reshape(-1, 1, 1, 1)
+
+
+def addressable(sampler, generator_of, steps=15):
+    denoiser = Denoiser(Net(), CosineSchedule(), V())
+    times = uniform_log_snr(denoiser.schedule, steps)
+    index = torch.arange(64)
+
+    def run(rows):
+        return sample(denoiser, (len(rows), 1, 8, 8), times, sampler, generator_of(rows)).x
+
+    whole = run(index)
+    assert whole.std() > 0.1
+    for rows in (index[37:38], index[10:30], index[[5, 63, 0]]):
+        assert (run(rows) - whole[rows]).abs().max() < 1e-5
+
+
+@every_sampler
+def test_sample_k_is_the_same_alone_and_in_any_batch(name):
+    addressable(INSTANCES[name], lambda rows: KeyedGenerator(3, rows, "sample"))
+
+
+def test_addressable_catches_a_batch_generator():
+    with pytest.raises(AssertionError):
+        addressable(DDIMSampler(), lambda rows: seeded(3))
+
+
+def test_seeds_differ_and_repeat():
+    oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(4), 1.0)
+    times = uniform_t(oracle.schedule, 4)
+    a, b, again = (sample(oracle, (2, 4), times, DDPMSampler(), keyed(2, seed)).x for seed in (0, 1, 0))
+    assert torch.equal(a, again) and not torch.allclose(a, b)
+
+
+# ---- options and interface ----
+
+
+@every_sampler
+def test_dtype_evaluations_and_callback(name):
+    oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(4), 1.0)
+    for dtype in (torch.float32, torch.float64):
+        seen = []
+
+        def keep(i, x, x0, seen=seen):
+            seen.append((i, x, x0))
+
+        times = uniform_t(oracle.schedule, 6)
+        out = sample(oracle, (2, 4), times, INSTANCES[name], keyed(2), dtype=dtype, callback=keep)
+        assert out.x.dtype == dtype and out.evaluations == calls(name, 6) and out.x.isfinite().all()
+        assert [i for i, *_ in seen] == list(range(6)) and torch.equal(seen[-1][1], out.x)
+        assert all(x0.shape == (2, 4) for *_, x0 in seen)
+
+
+@every_sampler
+def test_temperature_zero_is_one_path(name):
+    oracle = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
+    times = uniform_t(oracle.schedule, 10)
+    x = sample(oracle, (4, 3), times, INSTANCES[name], keyed(4), temperature=0.0, dtype=torch.float64).x
+    assert (x - x[:1]).abs().max() == 0
+    hot = sample(oracle, (500, 3), times, INSTANCES[name], keyed(500), temperature=1.5, dtype=torch.float64).x
+    cool = sample(oracle, (500, 3), times, INSTANCES[name], keyed(500), temperature=0.5, dtype=torch.float64).x
+    assert float(hot.std(0).mean() / cool.std(0).mean()) == pytest.approx(3, rel=1e-6)  # everything here is linear
+
+
+def test_condition_reaches_the_network():
+    denoiser = Denoiser(Net(), CosineSchedule(), V())
+    times = uniform_t(denoiser.schedule, 3)
+    a, b = (sample(denoiser, (2, 1, 8, 8), times, DDIMSampler(), keyed(2), cond=torch.full((2,), value)).x
+            for value in (0.0, 0.5))  # fmt: skip
+    assert (a - b).abs().max() > 0.1
+
+
+@every_sampler
+def test_zero_terminal_snr(name):
+    schedule = rescale_zero_terminal(LinearSchedule())
+    oracle = GaussianDenoiser(schedule, MEAN, 0.25)
+    x = sample(oracle, (2000, 3), uniform_t(schedule, 100), INSTANCES[name], keyed(2000), dtype=torch.float64).x
+    assert x.isfinite().all()
+    assert ((x.mean(0) - MEAN).abs() < 5 * 0.5 / 2000**0.5).all()
+
+
+class Seeing(torch.nn.Module):
+    """Notes the earlier estimate it is shown, and says that everything is 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x, log_snr, cond=None):
+        self.seen.append(x[:, 2:].clone())
+        return torch.full_like(x[:, :2], 2.0)
+
+
+@every_sampler
+def test_a_self_conditioned_network_sees_the_last_estimate(name):
+    from genmodels.diffusion import X0
+
+    net = Seeing()
+    denoiser = Denoiser(net, CosineSchedule(), X0(), self_conditioning=True)
+    sample(denoiser, (3, 2), uniform_t(denoiser.schedule, 3), INSTANCES[name], keyed(3))
+    assert (net.seen[0] == 0).all() and all((x == 2).all() for x in net.seen[1:]) and len(net.seen) >= 3
+
+
+def test_a_mask_goes_to_the_network_and_hides_the_rest():
+    seen = []
+
+    def net(x, log_snr, cond, mask):
+        seen.append(mask)
+        return torch.ones_like(x)
+
+    denoiser = Denoiser(net, CosineSchedule(), V())
+    mask = torch.arange(5)[None, None] < torch.tensor([5, 2])[:, None, None]
+    x = sample(denoiser, (2, 3, 5), uniform_t(denoiser.schedule, 2), DDIMSampler(), keyed(2), mask=mask).x
+    assert all(torch.equal(m, mask) for m in seen)
+    assert (x[1, :, 2:] == 0).all() and (x[0] != 0).all() and (x[1, :, :2] != 0).all()
+
+
+def test_no_graph_is_kept():
+    denoiser = Denoiser(Net(), CosineSchedule(), V())
+    assert not sample(denoiser, (1, 1, 8, 8), torch.tensor([1.0, 0.0]), DDIMSampler(), keyed(1)).x.requires_grad
+
+
+@every_sampler
+def test_a_step_is_pure(name):
+    oracle = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
+    x = torch.randn(4, 3, generator=seeded(), dtype=torch.float64)
+    before = x.clone()
+    t, s = torch.tensor([0.5, 0.4], dtype=torch.float64)
+    one, memory = INSTANCES[name](oracle, x, t, s, None, keyed(4))
+    INSTANCES[name](oracle, one, s, s / 2, memory, keyed(4))
+    two, _ = INSTANCES[name](oracle, x, t, s, None, keyed(4))
+    assert torch.equal(one, two) and torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    "times", [[0.1, 0.9], [1.0, 0.5, 0.5], [1.0], [1.2, 0.5], [0.5, -0.1], [[1.0, 0.0]]]
+)
+def test_bad_times(times):
+    oracle = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
+    with pytest.raises(ValueError, match="must decrease within"):
+        sample(oracle, (1, 3), torch.tensor(times), DDIMSampler(), keyed(1))
