@@ -108,7 +108,8 @@ def test_a_score_model_draws_and_says_why_it_has_no_likelihood(here, capsys):
 
 @pytest.mark.parametrize("words", [
     PLANE, [*PLANE, "model.loss=contrastive", "model.objective.steps=2", "model.objective.size=100"],
-    ["model=energy", *SMALL, "model.network=deep_kernel", "~model.net.hidden", "model.net.inducing=10"],
+    ["model=energy", *SMALL, "model.network=deep_kernel", "~model.net.hidden", "~model.net.activation",
+     "~model.net.input_gain", "model.net.inducing=10"],
     ["model=score", *SMALL, "model.net.hidden=16"],
 ], ids=["energy", "contrastive", "deep kernel", "score"])
 def test_resumed_is_as_never_stopped(here, words):

@@ -45,7 +45,9 @@ class Several:
 
     def __str__(self) -> str:
         names = {"int": "integers", "float": "numbers", "str": "texts", "bool": "true/false values"}
-        what = " or ".join(names[i.name] for i in self.items if isinstance(i, Scalar) and i.name in names) or "values"
+        told = [names[i.name] for i in self.items if isinstance(i, Scalar) and i.name in names]
+        told += [f"any of {', '.join(map(str, i.values))}" for i in self.items if isinstance(i, Choice)]
+        what = " or ".join(told) or "values"
         return f"a list of {'' if self.length is None else f'{self.length} '}{what}"
 
 
