@@ -197,11 +197,11 @@ def _search_numpy(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
 
 def _search_numba(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
     """The token (B, T) of each frame: compiled loops, the items on all cores."""
-    from genmodels.speech.alignment_numba import search
+    from genmodels.speech.alignment_numba import compiled
 
     visited = torch.empty(scores.shape[0], scores.shape[2], dtype=torch.int64)
     # Tokens of a frame side by side.
-    search(scores.mT.contiguous().numpy(), tokens.numpy(), frames.numpy(), visited.numpy())
+    compiled()(scores.mT.contiguous().numpy(), tokens.numpy(), frames.numpy(), visited.numpy())
     return visited
 
 
