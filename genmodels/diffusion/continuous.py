@@ -66,20 +66,12 @@ class Continuous(Objective):
         if getattr(denoiser, "learned_variance", False):
             raise InputError("in continuous time the variance of the kernels plays no part: choose beta or beta_tilde")
 
-    def __call__(
-        self,
-        denoiser,
-        x0: Tensor,
-        cond: Tensor | None,
-        generator: Generator,
-        rank: int = 0,
-        world: int = 1,
-        mask: Tensor | None = None,
+    def at_times(
+        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
+        mask: Tensor | None,
     ) -> ObjectiveOutput:
-        self.check(denoiser)
         schedule, first = denoiser.schedule, float(self.times[0])
         ends = check_grid(schedule, torch.tensor([first, 1.0], dtype=torch.float64)).to(x0.device).detach()
-        u, weight = self.draw_times(len(x0), x0.device, generator, rank, world)
         t = first + (1 - first) * u
         log_snr, rate = schedule.log_snr(t), schedule.log_snr_rate(t)
 

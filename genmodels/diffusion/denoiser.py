@@ -10,7 +10,26 @@ from genmodels.diffusion.schedule import NoiseSchedule
 from genmodels.errors import InputError
 
 
-class Denoiser(nn.Module):
+class AtAnyTime(nn.Module):
+    """What predicts at a log-SNR, called with a time: the face of every denoiser, learned or exact.
+
+    A subclass has a `schedule` and defines `at_log_snr(x, log_snr, cond, mask, estimate) -> Prediction`.
+    """
+
+    schedule: NoiseSchedule
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        estimate: Tensor | None = None,
+    ) -> Prediction:
+        return self.at_log_snr(x, self.schedule.log_snr(t), cond, mask, estimate)
+
+
+class Denoiser(AtAnyTime):
     """`denoiser(x, t, cond, mask, estimate) -> Prediction`: the network sees the noisy x and its log-SNR.
 
     Shapes: x (B, *event), t (B,) in [0, 1], cond as the network takes it, mask (B, 1, T) or None, estimate like x.
@@ -50,16 +69,6 @@ class Denoiser(nn.Module):
         parameterisation.check(schedule)
         self.net, self.schedule, self.parameterisation = net, schedule, parameterisation
         self.learned_variance, self.self_conditioning = learned_variance, self_conditioning
-
-    def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
-        estimate: Tensor | None = None,
-    ) -> Prediction:
-        return self.at_log_snr(x, self.schedule.log_snr(t), cond, mask, estimate)
 
     def at_log_snr(
         self,

@@ -62,20 +62,12 @@ class Hybrid(Simple):
         if not denoiser.learned_variance:
             raise InputError("the hybrid loss trains the variance of the kernels: choose variance = learned")
 
-    def __call__(
-        self,
-        denoiser,
-        x0: Tensor,
-        cond: Tensor | None,
-        generator: Generator,
-        rank: int = 0,
-        world: int = 1,
-        mask: Tensor | None = None,
+    def at_times(
+        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
+        mask: Tensor | None,
     ) -> ObjectiveOutput:
-        self.check(denoiser)
         times = self.times.to(x0.device, torch.float64)
         log_snr = check_grid(denoiser.schedule, times)
-        u, weight = self.draw_times(len(x0), x0.device, generator, rank, world)
         k = step_above(u, len(times)).long() - 1
         noise = normal(x0.shape, generator, dtype=x0.dtype, device=x0.device)
         x = q_sample(x0, log_snr[k], noise)

@@ -74,6 +74,15 @@ class Objective:
         world: int = 1,
         mask: Tensor | None = None,
     ) -> ObjectiveOutput:
+        self.check(denoiser)
+        u, weight = self.time_sampler(len(x0), generator, rank, world)
+        return self.at_times(denoiser, x0, cond, generator, u.to(x0.device), weight.to(x0.device), mask)
+
+    def at_times(
+        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
+        mask: Tensor | None,
+    ) -> ObjectiveOutput:
+        """The loss at the draws u in [0, 1) of the time sampler, (B,) float64, each counted with its weight."""
         raise NotImplementedError
 
     def check(self, denoiser) -> None:
@@ -82,11 +91,6 @@ class Objective:
             raise InputError(
                 "a learned schedule needs the bound as its objective: the simple loss would seek easy noise levels"
             )
-
-    def draw_times(self, n: int, device, generator: Generator, rank: int, world: int) -> tuple[Tensor, Tensor]:
-        """The draws u in [0, 1) of the time sampler and their weights, (n,) float64."""
-        u, weight = self.time_sampler(n, generator, rank, world)
-        return u.to(device), weight.to(device)
 
     def need_bound(self) -> None:
         """Raise unless there is a decoder and a grid."""
@@ -152,18 +156,10 @@ class Simple(Objective):
         super().__init__(decoder, times, time_sampler=time_sampler)
         self.weighting = make_weighting(weighting)
 
-    def __call__(
-        self,
-        denoiser,
-        x0: Tensor,
-        cond: Tensor | None,
-        generator: Generator,
-        rank: int = 0,
-        world: int = 1,
-        mask: Tensor | None = None,
+    def at_times(
+        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
+        mask: Tensor | None,
     ) -> ObjectiveOutput:
-        self.check(denoiser)
-        u, weight = self.draw_times(len(x0), x0.device, generator, rank, world)
         num_steps = denoiser.schedule.num_steps
         t = u if num_steps is None else step_above(u, num_steps) / num_steps
         noise = normal(x0.shape, generator, dtype=x0.dtype, device=x0.device)
@@ -214,20 +210,13 @@ class Vlb(Objective):
         self.need_bound()
         self.variance = variance_function(variance)
 
-    def __call__(
-        self,
-        denoiser,
-        x0: Tensor,
-        cond: Tensor | None,
-        generator: Generator,
-        rank: int = 0,
-        world: int = 1,
-        mask: Tensor | None = None,
+    def at_times(
+        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
+        mask: Tensor | None,
     ) -> ObjectiveOutput:
         times = self.times.to(x0.device, torch.float64)
         log_snr = check_grid(denoiser.schedule, times)
         num_terms = len(times) - 1
-        u, weight = self.draw_times(len(x0), x0.device, generator, rank, world)
         k = step_above(u, num_terms).long()
 
         both = torch.cat([log_snr[k], log_snr[:1].expand(len(x0))])

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from genmodels.diffusion.denoiser import AtAnyTime
 from genmodels.diffusion.parameterisation import Parameterisation, Prediction, V
 from genmodels.diffusion.process import alpha_sigma, expand, posterior, q_sample
 from genmodels.diffusion.schedule import NoiseSchedule
@@ -20,23 +21,12 @@ from genmodels.errors import InputError
 from genmodels.random import Generator, normal, uniform
 
 
-class _Oracle(nn.Module):
+class _Oracle(AtAnyTime):
     """What both oracles share: the call of a denoiser, made of `_moments`, and draws from the marginals."""
 
-    schedule: NoiseSchedule
     parameterisation: Parameterisation
     event_shape: torch.Size
     self_conditioning = False
-
-    def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
-        estimate: Tensor | None = None,
-    ) -> Prediction:
-        return self.at_log_snr(x, self.schedule.log_snr(t), cond, mask, estimate)
 
     def at_log_snr(
         self,
