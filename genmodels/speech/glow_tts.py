@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,17 @@ class Aligned:
     logdet: Tensor
 
 
+class Latent(NamedTuple):
+    """What the decoder is given: z `(B, n_mels, T)` and its mask `(B, 1, T)`, every length even, and durations (B, N).
+
+    An item of odd length has one frame more than its durations come to.
+    """
+
+    z: Tensor
+    mask: Tensor
+    durations: Tensor
+
+
 class GlowTTS(nn.Module):
     """Text to mel by a flow whose latent is a normal density, its mean and deviation given by the token of each frame.
 
@@ -185,6 +196,21 @@ class GlowTTS(nn.Module):
         Raises:
             ValueError: for a speed that is not positive, a negative temperature, fewer frames than tokens.
         """
+        drawn = self.latent(tokens, text_mask, speaker, generator=generator, temperature=temperature, speed=speed,
+                            frames=frames, durations=durations)
+        y, _ = self.decoder.inverse(drawn.z, speaker if self.decoder.uses_cond else None, drawn.mask)
+        total = drawn.durations.sum(1)
+        longest = int(total.max())
+        valid = (torch.arange(longest, device=total.device) < total[:, None])[:, None]
+        return hide(y[:, :, :longest], valid), valid, drawn.durations
+
+    @torch.no_grad()
+    def latent(
+        self, tokens: Tensor, text_mask: Tensor | None = None, speaker: Tensor | None = None, *,
+        generator: Generator, temperature: float = 0.667, speed: float = 1.0, frames: Tensor | None = None,
+        durations: Tensor | None = None,
+    ) -> Latent:
+        """What `sample` decodes, with the same arguments and errors: z = mu + temperature sigma eps of each frame."""
         if speed <= 0 or temperature < 0:
             raise ValueError(f"speed must be positive and temperature not negative, got {speed} and {temperature}")
         h, mu, log_sigma = self.encoder(tokens, text_mask, speaker)
@@ -205,6 +231,4 @@ class GlowTTS(nn.Module):
         mask = (torch.arange(last + 1, device=total.device) < even[:, None])[:, None]
         noise = normal((len(tokens), mu.shape[1], last + 1), generator, dtype=mu.dtype, device=mu.device)
         z = mu @ spread + temperature * torch.exp(log_sigma @ spread) * noise
-        y, _ = self.decoder.inverse(hide(z, mask), speaker if self.decoder.uses_cond else None, mask)
-        valid = (torch.arange(longest, device=total.device) < total[:, None])[:, None]
-        return hide(y[:, :, :longest], valid), valid, durations
+        return Latent(hide(z, mask), mask, durations)
