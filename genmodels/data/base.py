@@ -106,11 +106,15 @@ class DataModule(pl.LightningDataModule):
     def train_dataloader(self) -> Loader:
         """Batches of this process for training: shuffled, whole batches only, resumable."""
         data = self.split("train")
-        self._sampler = ResumableBatchSampler(len(data), self.batch_size, self.order_seed, self._processes)
+        self._sampler = self.training_batches(data)
         if self._position is not None:
             self._sampler.set_position(*self._position)
             self._position = None
         return training_loader(data, self._sampler, self.flip, self.num_workers, self._pin())
+
+    def training_batches(self, data: BatchDataset) -> ResumableBatchSampler:
+        """Which items each training batch holds."""
+        return ResumableBatchSampler(len(data), self.batch_size, self.order_seed, self._processes)
 
     def val_dataloader(self) -> Loader:
         """This process's share of the validation split, in order, no item twice."""

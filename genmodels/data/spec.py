@@ -10,15 +10,50 @@ from torch import Tensor
 
 
 @dataclass
+class TextCondition:
+    """What is said in each item of a batch, and by whom.
+
+    Shapes: `tokens (B, N)` int64, `mask (B, 1, N)` bool, True = valid; `speaker (B,)` int64 or None.
+
+    Example:
+        >>> spoken = TextCondition(torch.tensor([[3, 4], [5, 0]]), torch.tensor([[[True, True]], [[True, False]]]))
+        >>> len(spoken), spoken[1:].tokens
+        (2, tensor([[5, 0]]))
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    speaker: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def _map(self, function) -> TextCondition:
+        return TextCondition(*(None if v is None else function(v) for v in (self.tokens, self.mask, self.speaker)))
+
+    def to(self, *args, **kwargs) -> TextCondition:
+        """Every tensor moved."""
+        return self._map(lambda value: value.to(*args, **kwargs))
+
+    def pin_memory(self) -> TextCondition:
+        """Every tensor in page-locked memory."""
+        return self._map(lambda value: value.pin_memory())
+
+    def __getitem__(self, selection) -> TextCondition:
+        return self._map(lambda value: value[selection])
+
+
+@dataclass
 class Batch:
     """A batch in the data's own units (uint8 levels, log-mel values, float vectors).
 
-    Shapes: `x (B, *event)`; `cond (B,)` int64 labels, `(B, K)` features or None; `mask (B, 1, T)` bool, True = valid,
-    or None; `index (B,)` int64, the position of each item in its split, so that an error can name it.
+    Shapes: `x (B, *event)`, of sequences as long as the longest item of the batch; `cond (B,)` int64 labels, `(B, K)`
+    features, a `TextCondition` or None; `mask (B, 1, T)` bool, True = valid, or None; `index (B,)` int64, the position
+    of each item in its split, so that an error can name it.
     """
 
     x: Tensor
-    cond: Tensor | None = None
+    cond: Tensor | TextCondition | None = None
     mask: Tensor | None = None
     index: Tensor | None = None
 
@@ -55,7 +90,10 @@ class DataSpec:
         num_classes: number of classes, None without labels.
         class_names: their names, empty when they are just numbers.
         entropy: exact differential entropy in nats where it is known.
-        mel: settings of the mel-spectrogram, None for other data.
+        mel: settings of the mel-spectrogram, None for other data; `event_shape` then has the longest item's length.
+        statistics: mean and deviation of its cells (`mean`, `std`: numbers, or one for each band) in training.
+        text: the symbols that texts are written in, how they are brought into that form, and a few examples.
+        speakers: names of the speakers, empty where nobody asks.
 
     Example:
         >>> DataSpec("digits", (1, 8, 8), levels=17, num_classes=10).dims
@@ -69,10 +107,14 @@ class DataSpec:
     class_names: tuple[str, ...] = ()
     entropy: float | None = None
     mel: dict | None = None
+    statistics: dict | None = None
+    text: dict | None = None
+    speakers: tuple[str, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "event_shape", tuple(int(n) for n in self.event_shape))
         object.__setattr__(self, "class_names", tuple(self.class_names))
+        object.__setattr__(self, "speakers", tuple(self.speakers))
         if not self.event_shape or min(self.event_shape) < 1:
             raise ValueError(f"event_shape must hold positive sizes, got {self.event_shape}")
         if self.levels is not None and self.levels < 2:
@@ -93,7 +135,8 @@ class DataSpec:
     def to_dict(self) -> dict:
         """Plain types only, for a checkpoint or a report."""
         plain = asdict(self)
-        return {**plain, "event_shape": list(self.event_shape), "class_names": list(self.class_names)}
+        return {**plain, "event_shape": list(self.event_shape), "class_names": list(self.class_names),
+                "speakers": list(self.speakers)}
 
     @classmethod
     def from_dict(cls, plain: dict) -> DataSpec:
@@ -104,10 +147,19 @@ class DataSpec:
         """The same data under another name."""
         return replace(self, name=name)
 
+    def holds(self, shape: tuple[int, ...]) -> bool:
+        """Whether events may have this shape; mels with a text are as long as the batch needs.
+
+        Example:
+            >>> DataSpec("speech", (80, 900), mel={}, text={}).holds((80, 120)), DataSpec("v", (3,)).holds((2,))
+            (True, False)
+        """
+        return shape == self.event_shape or (self.text is not None and shape[:-1] == self.event_shape[:-1])
+
     def check(self, batch: Batch) -> None:
         """Raise a ValueError naming the first bad item: wrong shape, level out of range, NaN, label out of range."""
         x = batch.x
-        if tuple(x.shape[1:]) != self.event_shape:
+        if not self.holds(tuple(x.shape[1:])):
             raise ValueError(f"events of shape {tuple(x.shape[1:])}, but {self.name} has {self.event_shape}")
         index = torch.arange(len(x)) if batch.index is None else batch.index
         if self.levels is None:
@@ -123,7 +175,7 @@ class DataSpec:
             if bad.any():
                 value, where = int(x[bad].flatten()[0]), _first(index, bad)
                 raise ValueError(f"item {where} of {self.name}: value {value} outside 0..{self.levels - 1}")
-        if batch.cond is not None and self.num_classes is not None and batch.cond.dim() == 1:
+        if isinstance(batch.cond, Tensor) and self.num_classes is not None and batch.cond.dim() == 1:
             bad = (batch.cond < 0) | (batch.cond >= self.num_classes)
             if bad.any():
                 value = int(batch.cond[bad][0])

@@ -5,23 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
 
 from genmodels.training.archive import write_whole
+from genmodels.user_cache import cache_folder
 
 #: Raised when the layout of stored results changes.
 FORMAT = 1
-
-
-def cache_folder() -> Path:
-    """Where results are kept: $GENMODELS_CACHE, or genmodels in the user's cache folder."""
-    given = os.environ.get("GENMODELS_CACHE")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "genmodels"
 
 
 @functools.cache

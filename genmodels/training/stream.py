@@ -48,7 +48,11 @@ def training_stream(datamodule: DataModule, batches_seen: int = 0) -> Loader:
 
 
 def initial_batch(datamodule: DataModule, largest: int = 20_000) -> Batch:
-    """Training items for data-dependent initialisation: all of them, or `largest` spread evenly."""
+    """Training items for data-dependent initialisation: all of them, or `largest` spread evenly.
+
+    A data set of large items says itself how many make a batch, by `most_at_once`.
+    """
     data = datamodule.split("train")
+    largest = getattr(data, "most_at_once", largest)
     positions = torch.linspace(0, len(data) - 1, min(len(data), largest), dtype=torch.float64).round().long()
     return data.__getitems__(positions)

@@ -1,0 +1,183 @@
+"""Recordings on disk in the layouts that speech comes in: which clips there are, and what is said in each."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from genmodels.errors import InputError
+
+#: The clips inside the package that are held out; the rest trains.
+EMBEDDED = Path(__file__).parent / "ljspeech"
+_EMBEDDED_SPLITS = {"val": ("LJ001-0061", "LJ001-0125"),
+                    "test": ("LJ001-0013", "LJ001-0043", "LJ001-0104", "LJ001-0126")}
+_SUFFIXES = (".wav", ".g722")
+_SPOKEN_DIGIT = re.compile(r"(\d)_([^_]+)_(\d+)\.wav")
+_HELD_OUT = 5  # recordings of a digit by a speaker that are the test set of the Free Spoken Digits
+_LISTED = 5
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One recording.
+
+    Attributes:
+        path: the file.
+        where: how an error names it, with the line of the list it comes from.
+        text: what is said, as it is written; None where there is no text.
+        speaker: who says it, None where nobody asks.
+        label: its class, None where there are none.
+        split: the split that its layout gives it, None for any.
+    """
+
+    path: Path
+    where: str
+    text: str | None = None
+    speaker: str | None = None
+    label: str | None = None
+    split: str | None = None
+
+
+def read_clips(layout: str, root: Path | None, *, allow_partial: bool = False) -> list[Clip]:
+    """The clips of a layout, in a fixed order.
+
+    Arguments:
+        layout: one of `LAYOUTS`.
+        root: the folder, or the file of a manifest; None for the clips inside the package.
+        allow_partial: leave out rows whose file is missing instead of stopping.
+
+    Raises:
+        InputError: for a missing folder or list, a row with the wrong number of fields (file, line), missing files
+            (the first five).
+
+    Example:
+        >>> clips = read_clips("embedded", None)
+        >>> len(clips), clips[0].path.name, clips[0].text
+        (16, 'LJ001-0002.wav', 'in being comparatively modern.')
+    """
+    if root is None and layout != "embedded":
+        raise InputError(f"data.layout={layout} needs data.root=, where the recordings are")
+    if root is not None and layout == "embedded":
+        raise InputError(f"data.root={root} needs data.layout=, one of {', '.join(k for k in LAYOUTS if k != layout)}")
+    clips = LAYOUTS[layout](EMBEDDED if root is None else root)
+    missing = [clip for clip in clips if not clip.path.is_file()]
+    if missing and not allow_partial:
+        shown = ", ".join(str(clip.path) for clip in missing[:_LISTED])
+        raise InputError(f"{len(missing)} of {len(clips)} recordings are missing: {shown}{', ...' * (len(missing) > _LISTED)}"
+                         "; data.allow_partial=true leaves them out")
+    gone = {clip.path for clip in missing}
+    found = [clip for clip in clips if clip.path not in gone]
+    if not found:
+        raise InputError(f"there are no recordings in {root} (layout {layout})")
+    return found
+
+
+def embedded(root: Path) -> list[Clip]:
+    """The clips inside the package, with their own splits."""
+    held = {name: split for split, names in _EMBEDDED_SPLITS.items() for name in names}
+    return [replace(clip, split=held.get(clip.path.stem, "train")) for clip in ljspeech(root)]
+
+
+def ljspeech(root: Path) -> list[Clip]:
+    """`metadata.csv` with `id|as written|in words`, and `wavs/<id>.wav`; quotes are characters like others."""
+    folder = root / "wavs" if (root / "wavs").is_dir() else root
+    found = []
+    for number, fields in _rows(root / "metadata.csv", least=2, most=3, form="id|text or id|text|text in words"):
+        text = fields[2] if len(fields) == 3 and fields[2].strip() else fields[1]
+        found.append(Clip(folder / f"{fields[0]}.wav", f"{fields[0]} (metadata.csv, line {number})", text))
+    return found
+
+
+def manifest(root: Path) -> list[Clip]:
+    """A list `path|text` or `path|text|speaker`, the paths relative to it."""
+    found, rows = [], list(_rows(root, least=2, most=3, form="path|text or path|text|speaker"))
+    counts = Counter(len(fields) for _, fields in rows)
+    for number, fields in rows:
+        if len(counts) > 1 and len(fields) != counts.most_common(1)[0][0]:
+            raise InputError(f"{root}, line {number}: {len(fields)} fields, other lines have "
+                             f"{counts.most_common(1)[0][0]}; every line names a speaker, or none does")
+        speaker = fields[2].strip() if len(fields) == 3 else None
+        found.append(Clip(root.parent / fields[0], f"{fields[0]} ({root.name}, line {number})", fields[1], speaker))
+    return found
+
+
+def folder(root: Path) -> list[Clip]:
+    """One folder for each class; or files `<digit>_<speaker>_<number>.wav` as in the Free Spoken Digits.
+
+    Of the digits numbers 0 to 4 are the test set, as their authors have it.
+    """
+    _require_folder(root)
+    root = root / "recordings" if (root / "recordings").is_dir() else root
+    files = sorted(path for path in root.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    digits = [_SPOKEN_DIGIT.fullmatch(path.name) for path in files]
+    if files and all(digits) and all(path.parent == root for path in files):
+        return [Clip(path, path.name, speaker=match[2], label=match[1],
+                     split="test" if int(match[3]) < _HELD_OUT else None)
+                for path, match in zip(files, digits, strict=True)]
+    found = []
+    for path in files:
+        inside = path.relative_to(root)
+        if len(inside.parts) < 2:
+            raise InputError(f"{path} lies beside the folders of the classes: put it into one, or name all files as "
+                             "<digit>_<speaker>_<number>.wav")
+        found.append(Clip(path, str(inside), label=inside.parts[0]))
+    return found
+
+
+def asterisk(root: Path) -> list[Clip]:
+    """Prompts as wav or g722 files with a list `key: text`, lines of `;` being comments.
+
+    Prompts whose text has a bracket are tones or silence, or have notes in them: they are left out.
+    """
+    _require_folder(root)
+    lists = sorted(root.rglob("core-sounds*.txt")) or sorted(root.rglob("*.txt"))
+    if not lists:
+        raise InputError(f"data.root={root} has no list of texts (core-sounds-en.txt, with lines `key: text`)")
+    keyed = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*"))
+             if path.suffix.lower() in _SUFFIXES}
+    shortened = {Path(key).name: path for key, path in keyed.items()} | keyed
+    found = []
+    for number, line in enumerate(_lines(lists[0]), 1):
+        if not line.strip() or line.lstrip().startswith(";"):
+            continue
+        key, colon, text = line.partition(":")
+        if not colon:
+            raise InputError(f"{lists[0]}, line {number}: expected `key: text`, got {line.strip()[:60]!r}")
+        if any(mark in text for mark in "[(<") or key.strip() not in shortened:
+            continue
+        found.append(Clip(shortened[key.strip()], f"{key.strip()} ({lists[0].name}, line {number})", text.strip()))
+    return found
+
+
+#: What `layout=` may be.
+LAYOUTS: dict[str, Callable[[Path], list[Clip]]] = {
+    "embedded": embedded, "ljspeech": ljspeech, "manifest": manifest, "folder": folder, "asterisk": asterisk,
+}
+
+
+def _require_folder(root: Path) -> None:
+    if not root.is_dir():
+        raise InputError(f"data.root={root} {'is not a folder' if root.exists() else 'does not exist'}")
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: give the folder or file that this layout reads")
+    try:
+        return path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from None
+
+
+def _rows(path: Path, *, least: int, most: int, form: str):
+    """(line number, fields) of a list that `|` divides."""
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        fields = line.split("|")
+        if not least <= len(fields) <= most or not fields[0].strip():
+            raise InputError(f"{path}, line {number}: {len(fields)} fields where {form} is expected: {line[:80]!r}")
+        yield number, fields

@@ -1,0 +1,224 @@
+"""Speech as log-mel-spectrograms: with its text, or with a class for each clip."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, split_rows
+from genmodels.data.clips import LAYOUTS, Clip, read_clips
+from genmodels.data.loading import BatchDataset
+from genmodels.data.mel_files import MelFiles
+from genmodels.data.spec import DataSpec
+from genmodels.data.speech_check import Finding, findings_between, read_utterance
+from genmodels.data.utterances import BucketedBatchSampler, Utterance, Utterances
+from genmodels.errors import InputError, nearest
+from genmodels.speech.mel import MelConfig
+from genmodels.speech.text import Symbols
+
+_NAMED = 5  # bad items that an error names
+_EXAMPLES = 8  # texts that a checkpoint carries along
+
+
+class Speech(DataModule):
+    """Recordings as mels (n_mels, T) of unlike length; with texts `cond` is a `TextCondition`, with classes a label.
+
+    Every item is read, and its mel computed and kept in the user's cache, before training; what is wrong with any of
+    them stops it then. Splits keep equal texts together.
+
+    Arguments:
+        root: the folder of the recordings, or the file of a manifest.
+        layout: `embedded` (16 clips of LJSpeech inside the package), `ljspeech` (metadata.csv and wavs/), `manifest`
+            (lines path|text or path|text|speaker), `folder` (one folder a class, or the Free Spoken Digits),
+            `asterisk` (prompts with a list of texts).
+        mel: settings of the mels that differ from those of HiFi-GAN: sample_rate, n_fft, hop, n_mels, f_min, f_max,
+            padding. Recordings of another rate are resampled.
+        rate: samples per second that every recording must have; null for any.
+        language: in which numbers are read.
+        blanks: put a blank before, between and after the symbols of a text.
+        on_unknown: characters without a symbol are left out (`drop`, counted) or an `error`.
+        speakers: names of the speakers of a manifest, in the order of their numbers; null for those found.
+        statistics: mean and deviation over all cells (`global`), or for each `band`.
+        multiple: lengths are brought to a multiple of this by frames of silence, which count as data; null for 2 with
+            texts, 8 with classes.
+        max_seconds: longer recordings are an error.
+        val_fraction, test_fraction: share of the items (of the texts) held out where the layout does not say which.
+        allow_partial: leave out rows of a list whose recording is missing instead of stopping.
+        skip_bad: leave out items that cannot be used, instead of stopping.
+        max_frames: most frames of a training batch, padding counted; null for no bound but batch_size.
+        batch_size, num_workers, seed: see `DataModule`.
+
+    Errors: `InputError` naming the first bad items: missing, unreadable, empty, not finite, of another rate than
+    declared, shorter than a window, longer than allowed, without text, with more tokens than frames, by an unknown
+    speaker.
+
+    Example:
+        >>> data = Speech(batch_size=4).prepare()
+        >>> [len(data.split(name)) for name in ("train", "val", "test")], data.spec.event_shape[0]
+        ([10, 2, 4], 80)
+    """
+
+    name = "speech"
+
+    def __init__(
+        self,
+        *,
+        root: str | None = None,
+        layout: Literal["embedded", "ljspeech", "manifest", "folder", "asterisk"] = "embedded",
+        mel: dict | None = None,
+        rate: int | None = None,
+        language: str = "en",
+        blanks: bool = True,
+        on_unknown: Literal["drop", "error"] = "drop",
+        speakers: list[str] | None = None,
+        statistics: Literal["global", "band"] = "global",
+        multiple: int | None = None,
+        max_seconds: float | None = None,
+        val_fraction: float = 0.05,
+        test_fraction: float = 0.05,
+        allow_partial: bool = False,
+        skip_bad: bool = False,
+        max_frames: int | None = None,
+        batch_size: int = 16,
+        num_workers: int = 0,
+        seed: int = 0,
+    ):
+        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        check_choice("layout", layout, tuple(LAYOUTS))
+        check_choice("on_unknown", on_unknown, ("drop", "error"))
+        check_choice("statistics", statistics, ("global", "band"))
+        check_fractions(val_fraction, test_fraction)
+        self.root = None if root is None else Path(data_root(root))
+        self.layout, self.mel, self.rate, self.language = layout, mel_config(mel or {}), rate, language
+        self.symbols = Symbols(blanks=blanks, on_unknown=on_unknown)
+        self.speakers, self.statistics, self.max_seconds = speakers, statistics, max_seconds
+        self.multiple = multiple or (8 if layout == "folder" else 2)
+        self.fractions = (1 - val_fraction - test_fraction, val_fraction, test_fraction)
+        self.allow_partial, self.skip_bad, self.max_frames = allow_partial, skip_bad, max_frames
+        if self.multiple < 1 or (max_frames is not None and max_frames < 1):
+            raise InputError(f"data.multiple and data.max_frames must be at least 1, got {multiple} and {max_frames}")
+
+    def examine(self) -> tuple[list[Utterance], list[Finding]]:
+        """Every item that can be used, and what was found about all of them; the mels are computed where they must be.
+
+        Raises:
+            InputError: for what is wrong with the whole set.
+        """
+        clips = read_clips(self.layout, self.root, allow_partial=self.allow_partial)
+        self.speakers = self._speakers(clips)
+        labels = sorted({clip.label for clip in clips if clip.label is not None})
+        files, usable, findings = MelFiles(self.mel), [], []
+        limits = {"rate": self.rate, "max_seconds": self.max_seconds, "language": self.language}
+        shown = sys.stderr.isatty() and len(clips) > 50
+        for clip in tqdm(clips, desc="mels", unit="clip", disable=not shown):
+            item, found = read_utterance(clip, files, self.symbols, self.speakers, labels, **limits)
+            findings += found
+            if item is not None:
+                usable.append(item)
+        self._classes = tuple(labels)
+        return usable, findings
+
+    def _speakers(self, clips: list[Clip]) -> list[str]:
+        if self.speakers is not None:
+            return list(self.speakers)
+        spoken = sorted({clip.speaker for clip in clips if clip.speaker is not None and clip.label is None})
+        return spoken
+
+    def load(self):
+        """Read everything, stop at what cannot be used, split the rest."""
+        items, findings = self.examine()
+        errors = [finding for finding in findings if finding.is_error]
+        if errors and not (self.skip_bad and items):
+            told = "; ".join(map(str, errors[:_NAMED])) + (f"; and {len(errors) - _NAMED} more" if errors[_NAMED:] else "")
+            raise InputError(f"{len({e.where for e in errors})} items of {self.root or 'the embedded clips'} cannot be used: "
+                             f"{told}. `genmodels doctor data=...` lists them all, data.skip_bad=true leaves them out")
+        rows = _split(items, self.fractions, self.seed)
+        longest = int(max(-(-item.recording.frames // self.multiple) for item in items)) * self.multiple
+        length = longest if self._classes else None
+        splits: dict[str, BatchDataset] = {
+            name: Utterances([items[k] for k in rows[name]], self.multiple, length) for name in SPLITS
+        }
+        recordings = [items[k].recording for k in rows["train"]]
+        statistics = MelFiles(self.mel).statistics(recordings, self.statistics) if recordings else None
+        name = self.name if self.root is None else self.root.resolve().stem
+        spec = DataSpec(
+            name, (self.mel.n_mels, longest), None, len(self._classes) or None, self._classes, mel=asdict(self.mel),
+            statistics=statistics, text=None if self._classes else self._text([items[k] for k in rows["test"]]),
+            speakers=tuple(self.speakers),
+        )
+        return spec, splits
+
+    def _text(self, held_out: list[Utterance]) -> dict:
+        """What a model must know to read texts: never more than what a checkpoint may carry."""
+        return {"symbols": list(self.symbols.table), "blanks": self.symbols.blanks, "language": self.language,
+                "examples": [item.text for item in held_out[:_EXAMPLES]]}
+
+    def training_batches(self, data: Utterances) -> BucketedBatchSampler:
+        """Batches of items of about the same length."""
+        return BucketedBatchSampler(data.frames(), self.batch_size, self.max_frames, self.order_seed, self._processes)
+
+    def findings(self) -> list[Finding]:
+        """All that is to be said of these data, errors and warnings, item by item.
+
+        Raises:
+            InputError: for what is wrong with the whole set.
+        """
+        items, found = self.examine()
+        rows = _split(items, self.fractions, self.seed) if items else {}
+        return found + findings_between(items, {k: name for name, chosen in rows.items() for k in chosen})
+
+    def problems(self) -> list[str]:
+        """One line for each item that cannot be used."""
+        try:
+            return [str(finding) for finding in self.findings() if finding.is_error] or super().problems()
+        except InputError as error:
+            return [str(error)]
+
+    def warnings(self) -> list[str]:
+        """One line for each item that can be used, but should be looked at."""
+        return [str(finding) for finding in self.findings() if not finding.is_error]
+
+
+def mel_config(given: dict) -> MelConfig:
+    """The settings of mels from a configuration.
+
+    Raises:
+        InputError: for a key that does not exist, or values that do not fit together.
+
+    Example:
+        >>> mel_config({"n_mels": 40}).n_mels
+        40
+    """
+    known = [field.name for field in fields(MelConfig)]
+    for key in given:
+        if key not in known:
+            raise InputError(f"data.mel has no {key!r}: did you mean {nearest(key, known)!r}? it takes {', '.join(known)}")
+    try:
+        return MelConfig(**given)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"data.mel: {error}") from error
+
+
+def _split(items: list[Utterance], fractions: tuple[float, float, float], seed: int) -> dict[str, list[int]]:
+    """Rows of each split: those that the layout gives, the others at random, equal texts in the same."""
+    rows: dict[str, list[int]] = {name: [k for k, item in enumerate(items) if item.split == name] for name in SPLITS}
+    free = [k for k, item in enumerate(items) if item.split is None]
+    groups: dict = {}
+    for k in free:
+        groups.setdefault(items[k].text or k, []).append(k)
+    keys = list(groups)
+    if not keys:
+        return rows
+    # A split that is wanted has one item at least, however few there are.
+    wanted = [0.0 if rows[name] else max(f, 1 / len(keys)) * (f > 0) for name, f in zip(SPLITS, fractions, strict=True)]
+    labels = [items[groups[key][0]].label for key in keys]
+    classes = None if None in labels else torch.tensor(labels)
+    parts = split_rows(classes, len(keys), (0.0, *wanted[1:]), seed)
+    for name, part in zip(SPLITS, parts, strict=True):
+        rows[name] = sorted(rows[name] + [k for g in part.tolist() for k in groups[keys[g]]])
+    return rows

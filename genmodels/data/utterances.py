@@ -1,0 +1,195 @@
+"""Mels of unlike length in batches: padded, masked, and put together with others of about their length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from genmodels.data.loading import ResumableBatchSampler, one_process
+from genmodels.data.mel_files import Recording
+from genmodels.data.spec import Batch, TextCondition
+from genmodels.errors import InputError
+from genmodels.random import seed_of
+
+#: What padding holds: silence.
+FLOOR = math.log(1e-5)
+_MEMORY = 512 * 2**20  # bytes of mels up to which a split is held in memory
+_SPREAD = 0.1  # how far lengths are shaken before they are sorted, as a share
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One item: a recording, and what it is conditioned on.
+
+    Attributes:
+        name: how errors name it.
+        recording: the sound.
+        tokens: its text as numbers, empty without text.
+        text: the text in normal form.
+        speaker, label: numbers, or None.
+        split: given by its layout, or None.
+    """
+
+    name: str
+    recording: Recording
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    speaker: int | None = None
+    label: int | None = None
+    split: str | None = None
+
+
+class Utterances(Dataset):
+    """A split of mels.
+
+    Arguments:
+        items: the utterances.
+        multiple: lengths become a multiple of this by frames of silence, which count as data.
+        length: frames of every batch; None for as many as its longest item needs.
+
+    Shapes: a batch has `x (B, n_mels, T)` and `mask (B, 1, T)`; `cond` is a `TextCondition`, or labels `(B,)`, or None.
+    """
+
+    #: Items that one batch may be made of where all are asked for at once.
+    most_at_once = 64
+
+    def __init__(self, items: Sequence[Utterance], multiple: int = 1, length: int | None = None):
+        self.items, self.multiple, self.length = list(items), multiple, length
+        bands = self.items[0].recording.mel().shape[0] if self.items else 0
+        size = 4 * bands * sum(item.recording.frames for item in self.items)
+        self._held = [item.recording.mel() for item in self.items] if size <= _MEMORY else None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def frames(self) -> Tensor:
+        """(N,) lengths as they are served."""
+        frames = torch.tensor([item.recording.frames for item in self.items], dtype=torch.int64)
+        return -(-frames // self.multiple) * self.multiple
+
+    def __getitems__(self, positions: Sequence[int] | Tensor) -> Batch:
+        index = torch.as_tensor(positions, dtype=torch.int64)
+        chosen = index.tolist()
+        items = [self.items[k] for k in chosen]
+        mels = [self.items[k].recording.mel() if self._held is None else self._held[k] for k in chosen]
+        lengths = torch.tensor([-(-mel.shape[1] // self.multiple) * self.multiple for mel in mels])
+        width = int(lengths.max()) if self.length is None else self.length
+        x = torch.full((len(mels), mels[0].shape[0], width), FLOOR)
+        for row, mel in zip(x, mels, strict=True):
+            row[:, : mel.shape[1]] = mel
+        mask = (torch.arange(width) < lengths[:, None])[:, None]
+        return Batch(x, _condition(items), mask, index)
+
+
+def _condition(items: list[Utterance]) -> TextCondition | Tensor | None:
+    if items[0].label is not None:
+        return torch.tensor([item.label for item in items])
+    if not items[0].tokens:
+        return None
+    speaker = None if items[0].speaker is None else torch.tensor([item.speaker for item in items])
+    tokens, mask = padded_tokens([item.tokens for item in items])
+    return TextCondition(tokens, mask, speaker)
+
+
+def padded_tokens(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Texts as one tensor (B, N), zero where they have ended, and its mask (B, 1, N).
+
+    Example:
+        >>> padded_tokens([(5, 6), (7,)])
+        (tensor([[5, 6],
+                [7, 0]]), tensor([[[ True,  True]],
+        <BLANKLINE>
+                [[ True, False]]]))
+    """
+    longest = max(map(len, texts))
+    tokens = torch.zeros(len(texts), longest, dtype=torch.int64)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = torch.tensor(text)
+    lengths = torch.tensor([len(text) for text in texts])
+    return tokens, (torch.arange(longest) < lengths[:, None])[:, None]
+
+
+class BucketedBatchSampler(ResumableBatchSampler):
+    """Batches of items of about the same length, each item once an epoch: a pure function of (order_seed, epoch).
+
+    The lengths are shaken by up to 5 % either way, sorted, cut into batches, and the batches shuffled. With
+    `max_frames` the lengths are not shaken (only ties are), so that a batch never has more frames than that, padding
+    counted. Several processes share each batch; items that do not share out evenly are left to the next epoch.
+
+    Arguments:
+        frames: (N,) length of every item.
+        batch_size: most items of a batch, over all processes together.
+        max_frames: most frames of a batch; None for no bound.
+        order_seed, processes: see `ResumableBatchSampler`.
+
+    Errors: InputError for an item that is longer than `max_frames`.
+
+    Example:
+        >>> sampler = BucketedBatchSampler(torch.tensor([5, 90, 6, 100]), 2)
+        >>> sorted(sorted(positions.tolist()) for _, positions in sampler)
+        [[0, 2], [1, 3]]
+    """
+
+    def __init__(
+        self, frames: Tensor, batch_size: int, max_frames: int | None = None, order_seed: int = 0,
+        processes: Callable[[], tuple[int, int]] = one_process,
+    ):
+        super().__init__(len(frames), batch_size, order_seed, processes)
+        self.frames, self.max_frames = frames.double(), max_frames
+        if max_frames is not None and int(frames.max()) > max_frames:
+            raise InputError(f"data.max_frames={max_frames} is less than the {int(frames.max())} frames of the longest "
+                             "item: raise it, or leave long items out by data.max_seconds")
+        self.cuts = self._cuts()
+
+    def _cuts(self) -> list[int]:
+        """Sizes of the batches, from the shortest items to the longest."""
+        if self.max_frames is None:
+            whole, rest = divmod(self.size, self.batch_size)
+            return [self.batch_size] * whole + [rest] * bool(rest)
+        sizes, count = [], 0
+        for length in self.frames.sort().values.tolist():
+            if count == self.batch_size or (count + 1) * length > self.max_frames:
+                sizes.append(count)
+                count = 0
+            count += 1
+        return [*sizes, count]
+
+    def __len__(self) -> int:
+        return len(self.cuts)
+
+    def batches(self, epoch: int) -> list[Tensor]:
+        """The positions of every batch of an epoch."""
+        generator = torch.Generator().manual_seed(seed_of(self.order_seed, "order", epoch))
+        ties = torch.randperm(self.size, generator=generator)
+        shaken = self.frames
+        if self.max_frames is None:
+            shaken = shaken * (1 + _SPREAD * (torch.rand(self.size, generator=generator) - 0.5))
+        order = ties[shaken[ties].argsort(stable=True)]
+        made = order.split(self.cuts)
+        return [made[k] for k in torch.randperm(len(made), generator=generator).tolist()]
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        epoch, first = (self.epoch, 0) if self._position is None else self._position
+        self.epoch, self._position = epoch, None
+        rank, world = self.processes()
+        for positions in self.batches(epoch)[first:]:
+            shared = positions[: len(positions) - len(positions) % world]
+            if len(shared) == 0:
+                raise InputError(f"a batch of {len(positions)} items cannot be shared by {world} processes: set "
+                                 "data.batch_size so that the last batch is larger, or data.max_frames higher")
+            yield epoch, shared[rank::world]
+
+    def waste(self, epoch: int = 0) -> float:
+        """The share of frames that are padding.
+
+        Example:
+            >>> BucketedBatchSampler(torch.tensor([10, 10, 20, 20]), 2).waste()
+            0.0
+        """
+        widths = sum(float(self.frames[p].max()) * len(p) for p in self.batches(epoch))
+        return 1 - float(self.frames.sum()) / widths
