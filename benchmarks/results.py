@@ -1,0 +1,178 @@
+"""The table of docs/results.md: every family trained on the same data and judged by the same code, several seeds.
+
+    python benchmarks/results.py --sets digits 8gaussians --seeds 0 1 2
+    python benchmarks/results.py --sets mnist --seeds 0 --root ~/data --given glow=runs/glow-mnist/<time>
+
+A run is `genmodels train` with the defaults of its data, in a folder under --out; one `genmodels evaluate` over all
+models of a seed makes a table of the same items. What is there already is not made again, so that the command may be
+stopped and repeated. --page puts the tables that are there into a page. Training minutes are wall time on the
+machine that made them, with --threads threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+
+#: What is trained on each data set: the model's name in the table, and what is said to `genmodels train`.
+RUNS = {
+    "digits": {
+        "realnvp": ["model=realnvp", "data=digits"],
+        "glow": ["model=glow", "data=digits"],
+        "ddpm": ["model=ddpm", "data=digits"],
+        "score": ["model=score", "data=digits"],
+        "energy": ["model=energy", "data=digits", "model.loss=denoising", "model.objective.sigma=0.3",
+                   "trainer.max_steps=2000"],
+    },
+    "8gaussians": {
+        "realnvp": ["model=realnvp", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
+        "nsf": ["model=nsf", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
+        "maf": ["model=maf", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
+        "ddpm": ["model=ddpm", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
+        "score": ["model=score", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
+        "energy": ["model=energy", "data=toy", "data.set=8gaussians", "trainer.max_steps=1000"],
+    },
+    "mnist": {
+        "glow": ["model=glow", "data=mnist", "trainer.max_steps=1500", "model.ema_decay=0.99"],
+        "ddpm": ["model=ddpm", "data=mnist", "model.objective=hybrid", "model.variance=learned"],
+    },
+}
+#: What is said to `genmodels evaluate`.
+JUDGED = {
+    "digits": ["ode=true", "importance_samples=[1,64]", "chains=64", "densities=300", "samples=200",
+               "stages=[likelihood,fidelity,cost]"],
+    "8gaussians": ["ode=true", "samples=500", "stages=[likelihood,fidelity,cost]"],
+    "mnist": ["ode=false", "importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
+}
+
+
+def run(command: str, words: list[str]) -> None:
+    """One command of genmodels in this process."""
+    from genmodels.cli.main import main
+
+    code = main([command, *words])
+    if code:
+        raise SystemExit(f"genmodels {command} {' '.join(words)}: exit code {code}")
+
+
+def train(folder: Path, words: list[str], seed: int) -> None:
+    """Train, or go on with what was begun, unless that has been done."""
+    from genmodels.training.archive import read_header
+
+    last = folder / "last.ckpt"
+    begun = last.exists()
+    if begun and read_header(last)["finished"]:
+        return
+    run("train", [*words, f"seed={seed}", f"run_dir={folder}", "logger=csv", "trainer.sample_every_n_steps=0",
+                  "trainer.progress=false", *(["resume=last"] if begun else [])])  # fmt: skip
+
+
+def make(name: str, seeds: list[int], given: argparse.Namespace) -> None:
+    """Train and judge one data set, seed by seed."""
+    where = [] if given.root is None else [f"data.root={given.root}"]
+    own = dict(pair.split("=", 1) for pair in given.given)
+    for seed in seeds:
+        folders = []
+        for model, words in RUNS[name].items():
+            folder = given.out / name / f"{model.replace(', ', '_')}-{seed}"
+            if model in own:
+                folder = Path(own[model])
+            else:
+                train(folder, [*words, *where], seed)
+            folders.append(folder / "best.ckpt")
+        table = given.out / name / f"table-{seed}"
+        if not (table / "table.json").exists():
+            start = time.monotonic()
+            listed = ",".join(map(str, folders))
+            run("evaluate", [f"ckpt=[{listed}]", f"out={table}", *JUDGED[name]])
+            print(f"{name}, seed {seed}: judged in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def mean_and_spread(values: list[float | None], digits: int) -> str:
+    """Mean of the seeds, and their standard deviation in brackets where there are several."""
+    known = [v for v in values if v is not None and math.isfinite(v)]
+    if not known:
+        return ""
+    spread = f" ({statistics.stdev(known):.{digits}f})" if len(known) > 1 else ""
+    return f"{statistics.fmean(known):.{digits}f}{spread}"
+
+
+def as_markdown(tables: list[dict], labels: list[str]) -> str:
+    """The lines of one data set: a row for each likelihood of each model, means over the tables of all seeds."""
+    data = tables[0]["data"]
+    unit, key, places = ("bits/dim", "bits_per_dim", 3) if data["levels"] else ("nats", "nll", 4)
+    columns = ["model", unit, "kind, how", "SE over items", "Fréchet", "precision", "recall", "network evaluations",
+               "samples/s", "parameters", "steps", "minutes"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for m, label in enumerate(labels):
+        models = [table["models"][m] for table in tables]
+        for k, line in enumerate(models[0]["likelihood"]):
+            found = [model["likelihood"][k] for model in models]
+            value = mean_and_spread([one.get(key) for one in found], places)
+            cells = [label if k == 0 else "", f"{line['mark']} {value}" if value else "none",
+                     line["kind"] + (f", {line['how']}" if line["how"] else ""),
+                     mean_and_spread([found[0].get("se_data")], places)]
+            cells += _about(models) if k == 0 else [""] * 8
+            lines.append("| " + " | ".join(cells) + " |")
+    scale, told = tables[0]["scale"], []
+    for row in tables[0]["references"]:
+        told.append(f"{row['name']} {row['value']:.4f} {'nats' if row['unit'] == 'nats' else 'bits/dim'}")
+    if scale is not None:
+        told.append(f"Fréchet distance ({scale['network']}) of training items {scale['train']:.2f}, of two halves of "
+                    f"real items {scale['floor']:.2f}, of noise {scale['noise']:.1f}")
+    seeds = f"{len(tables)} seed{'s' if len(tables) > 1 else ''}"
+    first = f"{data['items']:,} items of the {data['split']} split, {seeds}. {'; '.join(told)}."
+    return "\n".join([first, "", *lines])
+
+
+def _about(models: list[dict]) -> list[str]:
+    """Fidelity, cost and size of one model of all seeds."""
+    fidelity, cost = [model["fidelity"] for model in models], [model["sampling"] for model in models]
+    cells = [mean_and_spread([one.get(column) for one in fidelity], 2) for column in ("frechet", "precision", "recall")]
+    cells += [mean_and_spread([one.get(column) for one in cost], 0) for column in ("evaluations", "samples_per_second")]
+    heads = [model["checkpoint"] for model in models]
+    minutes = mean_and_spread([head["training_seconds"] / 60 for head in heads], 1)
+    return [*cells, f"{heads[0]['parameters']:,}", f"{heads[0]['step']:,}", minutes]
+
+
+def fill(page: Path, out: Path) -> None:
+    """Put the tables that are there between their marks in the page; its words stay."""
+    text = page.read_text()
+    for name, runs in RUNS.items():
+        files = sorted((out / name).glob("table-*/table.json"))
+        before, after = f"<!-- table {name} -->\n", f"\n<!-- end of {name} -->"
+        if not files:
+            continue
+        if before not in text or after not in text:
+            raise SystemExit(f"{page} has no lines {before.strip()} and {after.strip()}")
+        head, tail = text.index(before) + len(before), text.index(after)
+        text = text[:head] + as_markdown([json.loads(file.read_text()) for file in files], list(runs)) + text[tail:]
+    page.write_text(text)
+
+
+def main() -> None:
+    """Trains, judges, and fills the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sets", nargs="*", default=["digits", "8gaussians"], choices=list(RUNS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--root", help="folder of downloaded data")
+    parser.add_argument("--given", nargs="*", default=[], help="model=run folder, trained before")
+    parser.add_argument("--out", type=Path, default=Path("runs/results"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--page", type=Path, help="a page with marks, as docs/results.md")
+    given = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(given.threads)
+    for name in given.sets:
+        make(name, given.seeds, given)
+    if given.page is not None:
+        fill(given.page, given.out)
+
+
+if __name__ == "__main__":
+    main()
