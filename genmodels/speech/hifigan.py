@@ -210,8 +210,8 @@ class HiFiGAN:
         return self.generator.context
 
     @torch.no_grad()
-    def __call__(self, mel: Tensor, generator: Generator | None = None) -> Tensor:
-        """The sound of one mel; nothing is drawn, so a generator changes nothing."""
+    def __call__(self, mel: Tensor, generator: Generator | None = None, *, first_frame: int = 0) -> Tensor:
+        """The sound of one mel; nothing is drawn, so generator and first frame, as of Griffin-Lim, change nothing."""
         if mel.dim() != 2 or mel.shape[0] != self.config.n_mels or not bool(mel.isfinite().all()):
             raise ValueError(f"a mel is finite and ({self.config.n_mels}, T), got {tuple(mel.shape)}")
         return self.generator.to(mel)(mel[None])[0]

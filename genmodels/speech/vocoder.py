@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import fold, pad
 
-from genmodels.random import Generator, uniform
+from genmodels.random import Generator, KeyedGenerator, uniform
 from genmodels.speech.mel import MelConfig, filter_bank
 
 
@@ -37,18 +37,30 @@ class GriffinLim:
         self.config = MelConfig() if config is None else config
         self.iterations, self.momentum = iterations, momentum
 
-    @torch.no_grad()
-    def __call__(self, mel: Tensor, generator: Generator | None = None) -> Tensor:
-        """The sound of one mel; the phases begin at random."""
-        if mel.dim() != 2 or mel.shape[0] != self.config.n_mels or not bool(mel.isfinite().all()):
-            raise ValueError(f"a mel is finite and ({self.config.n_mels}, T), got {tuple(mel.shape)}")
-        return self.from_magnitudes(magnitudes(mel, self.config), generator)
+    @property
+    def context(self) -> int:
+        """Frames on either side that a frame's sound depends on: every round reaches as far as windows overlap."""
+        return (self.config.n_fft - 1) // self.config.hop * (self.iterations + 1)
 
     @torch.no_grad()
-    def from_magnitudes(self, magnitude: Tensor, generator: Generator | None = None, report=None) -> Tensor:
+    def __call__(self, mel: Tensor, generator: Generator | None = None, *, first_frame: int = 0) -> Tensor:
+        """The sound of one mel; the phases begin at random.
+
+        Arguments:
+            generator: of the phases; a KeyedGenerator has one row, and its noise is addressed by frame.
+            first_frame: where in a longer mel this one begins, so that it gets that one's phases; needs a
+                KeyedGenerator, or None for that of seed 0.
+        """
+        if mel.dim() != 2 or mel.shape[0] != self.config.n_mels or not bool(mel.isfinite().all()):
+            raise ValueError(f"a mel is finite and ({self.config.n_mels}, T), got {tuple(mel.shape)}")
+        return self.from_magnitudes(magnitudes(mel, self.config), generator, first_frame=first_frame)
+
+    @torch.no_grad()
+    def from_magnitudes(
+        self, magnitude: Tensor, generator: Generator | None = None, *, first_frame: int = 0, report=None
+    ) -> Tensor:
         """The sound of magnitudes `(n_fft/2 + 1, T)`; `report` is called with the transform of every iteration."""
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
-        phase = 2 * torch.pi * uniform(magnitude.shape, generator, dtype=magnitude.dtype, device=magnitude.device)
+        phase = _phases(magnitude, generator, first_frame)
         target, before = torch.polar(torch.ones_like(phase), phase), None
         for _ in range(self.iterations):
             found = self.stft(self.istft(_directed(magnitude, target)))
@@ -75,6 +87,19 @@ class GriffinLim:
 
     def _window(self, like: Tensor) -> Tensor:
         return torch.hann_window(self.config.n_fft, dtype=like.dtype, device=like.device)
+
+
+def _phases(magnitude: Tensor, generator: Generator | None, first_frame: int) -> Tensor:
+    """Phases like the magnitudes, drawn frame by frame."""
+    bins, frames = magnitude.shape
+    if generator is None:
+        generator = KeyedGenerator(0, torch.zeros(1, dtype=torch.int64), "phases")
+    if isinstance(generator, KeyedGenerator):
+        frame = torch.arange(first_frame, first_frame + frames)
+        generator = generator.rows(torch.zeros_like(frame)).at(frame)
+    elif first_frame:
+        raise ValueError("the phases of a part of a mel need a KeyedGenerator, whose noise is addressed by frame")
+    return 2 * torch.pi * uniform((frames, bins), generator, dtype=magnitude.dtype, device=magnitude.device).mT
 
 
 def _overlapped(pieces: Tensor, hop: int) -> Tensor:

@@ -1,0 +1,215 @@
+"""Mels and sound in pieces as they become ready, equal to what comes of decoding everything at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from genmodels.flows.actnorm import ActNorm
+from genmodels.flows.bijection import Bijection
+from genmodels.flows.composition import Compose, Inverse
+from genmodels.flows.coupling import ChannelSplit, Coupling
+from genmodels.flows.linear import GroupedLinear, InvertibleLinear
+from genmodels.flows.squeeze import Squeeze1d
+from genmodels.nn.wavenet import WaveNet
+from genmodels.random import Generator
+from genmodels.speech.glow_tts import GlowTTS
+from genmodels.speech.mel import MelConfig
+
+
+class Reach(NamedTuple):
+    """How far a decoder looks.
+
+    Attributes:
+        context: frames on either side that a frame of its output depends on.
+        pace: frames that it takes together; pieces begin at multiples of this.
+    """
+
+    context: int
+    pace: int
+
+
+def reach(decoder: Compose) -> Reach:
+    """The reach of a flow over sequences, from its layers.
+
+        context = sum over couplings of factor sum_i (kernel_i - 1)/2 dilation_i,    factor of the squeezes around
+
+    For Glow-TTS this is 2 * 12 * 4 * 2 = 192 frames.
+
+    Errors: ValueError for a layer of which it is not known how far it looks, and for attention, which looks everywhere.
+
+    Example:
+        >>> from genmodels.speech.glow_tts import mel_decoder
+        >>> reach(mel_decoder(4, hidden=8))
+        Reach(context=192, pace=2)
+    """
+    context, factor, pace = 0, 1, 1
+    for layer in decoder.layers:
+        if isinstance(layer, Squeeze1d):
+            factor *= layer.factor
+        elif isinstance(layer, Inverse) and isinstance(layer.bijection, Squeeze1d):
+            factor //= layer.bijection.factor
+        else:
+            context += factor * _own_reach(layer)
+        pace = max(pace, factor)
+    return Reach(context, pace)
+
+
+def _own_reach(layer: Bijection) -> int:
+    """Positions on either side that one layer looks at."""
+    if isinstance(layer, ActNorm | GroupedLinear | InvertibleLinear):
+        return 0
+    if isinstance(layer, Coupling) and isinstance(layer.split, ChannelSplit) and isinstance(layer.net, WaveNet):
+        if layer.net.attention is None:
+            return sum((gate.kernel_size[0] - 1) // 2 * gate.dilation[0] for gate in layer.net.gates)
+        raise ValueError("a decoder with attention looks at all frames, and cannot be streamed")
+    raise ValueError(f"a decoder with a {type(layer).__name__} cannot be streamed: how far it looks is not known")
+
+
+@torch.no_grad()
+def stream_decoder(decoder: Compose, z: Tensor, cond: Tensor | None = None, *, chunk: int = 64) -> Iterator[Tensor]:
+    """Latents decoded piece by piece, each with as much around it as it depends on.
+
+    The pieces side by side are `decoder.inverse(z)`. A piece costs as much as its frames and those of the context on
+    both sides.
+
+    Arguments:
+        decoder: the flow from mels to latents.
+        z: latents of items without padding.
+        cond: vectors of the speakers, (B, K).
+        chunk: frames of a piece; the last may be shorter.
+
+    Shapes: `z (B, C, T)`; pieces `(B, C, chunk)`.
+    Errors: ValueError for a chunk below 1, and what `reach` refuses.
+
+    Example:
+        >>> from genmodels.speech.glow_tts import mel_decoder
+        >>> decoder = mel_decoder(4, steps=1, hidden=8, depth=1)
+        >>> decoder.initialize(torch.randn(1, 4, 40))
+        >>> [piece.shape[2] for piece in stream_decoder(decoder, torch.randn(1, 4, 40), chunk=15)]
+        [15, 15, 10]
+    """
+    if chunk < 1:
+        raise ValueError(f"a chunk has one frame at least, got {chunk}")
+    context, pace = reach(decoder)
+    length = z.shape[2]
+    for start in range(0, length, chunk):
+        end = min(start + chunk, length)
+        first = max(0, start - context) // pace * pace
+        last = min(length, -(-(end + context) // pace) * pace)
+        y, _ = decoder.inverse(z[:, :, first:last], cond)
+        yield y[:, :, start - first : end - first]
+
+
+def stream(
+    model: GlowTTS, tokens: Tensor, speaker: Tensor | None = None, *, generator: Generator, temperature: float = 0.667,
+    speed: float = 1.0, frames: Tensor | None = None, durations: Tensor | None = None, chunk: int = 64,
+) -> Iterator[Tensor]:  # fmt: skip
+    """The mel of one text, piece by piece; the pieces side by side are `model.sample` of the same arguments.
+
+    Text, durations and latent are computed before the first piece, the flow from piece to piece.
+
+    Arguments:
+        tokens: one text.
+        speaker, generator, temperature, speed, frames, durations: as of `GlowTTS.sample`.
+        chunk: frames of a piece.
+
+    Shapes: `tokens (1, N)`; pieces `(n_mels, chunk)`, the last one shorter.
+    Errors: ValueError for more than one text, and what `GlowTTS.sample` and `stream_decoder` refuse.
+    Source: Kim et al. 2020 (Glow-TTS); the pieces are ours.
+    """
+    if len(tokens) != 1:
+        raise ValueError(f"one text is streamed at a time, got {len(tokens)}")
+    reach(model.decoder)  # so that a decoder that cannot be streamed is refused before the text is encoded
+    drawn = model.latent(tokens, None, speaker, generator=generator, temperature=temperature, speed=speed,
+                         frames=frames, durations=durations)
+    total = int(drawn.durations.sum())
+    cond = speaker if model.decoder.uses_cond else None
+    done = 0
+    for piece in stream_decoder(model.decoder, drawn.z, cond, chunk=chunk):
+        kept = piece[0, :, : total - done]  # an odd length was decoded with one frame more
+        done += kept.shape[1]
+        if kept.shape[1]:
+            yield kept
+
+
+class Vocoder(Protocol):
+    """What can be streamed: sound of hop samples for each frame, which depends on so many frames on either side."""
+
+    config: MelConfig
+
+    @property
+    def context(self) -> int: ...
+
+    def __call__(self, mel: Tensor, generator: Generator | None = None, *, first_frame: int = 0) -> Tensor: ...
+
+
+def stream_sound(vocoder: Vocoder, mels: Iterable[Tensor], generator: Generator | None = None) -> Iterator[Tensor]:
+    """Sound from pieces of a mel: a frame's sound is given out as soon as all that it depends on is there.
+
+    The sound side by side is that of the whole mel. HiFi-GAN waits for 13 frames; Griffin-Lim for three in each of its
+    rounds, two seconds in all, which is exact but late.
+
+    Arguments:
+        vocoder: `HiFiGAN`, or `GriffinLim` of mels with `hifigan` padding.
+        mels: the pieces.
+        generator: of Griffin-Lim's phases, a KeyedGenerator of one row or None.
+
+    Shapes: pieces `(n_mels, any)`; sound `(hop frames,)`.
+    Errors: ValueError for mels with another padding, whose samples are not a hop for each frame.
+
+    Example:
+        >>> from genmodels.speech.vocoder import GriffinLim
+        >>> pieces = torch.zeros(80, 20).split(8, dim=1)
+        >>> [len(sound) // 256 for sound in stream_sound(GriffinLim(iterations=1), pieces)]
+        [2, 8, 4, 6]
+    """
+    if vocoder.config.padding != "hifigan":
+        raise ValueError(f"sound is streamed from mels with hifigan padding, these have {vocoder.config.padding}")
+    context, hop = vocoder.context, vocoder.config.hop
+    held: Tensor | None = None
+    first = done = 0  # the first frame that is held, and the first that has not been given out
+
+    def given(ready: int) -> Tensor:
+        return vocoder(held, generator, first_frame=first)[(done - first) * hop : (ready - first) * hop]
+
+    for mel in mels:
+        held = mel if held is None else torch.cat([held, mel], dim=1)
+        ready = first + held.shape[1] - context
+        if ready > done:
+            yield given(ready)
+            done = ready
+            surplus = max(0, done - context - first)
+            held, first = held[:, surplus:], first + surplus
+    if held is not None and first + held.shape[1] > done:
+        yield given(first + held.shape[1])
+
+
+class Collected(NamedTuple):
+    """A stream put together: `whole (.., N)`, seconds until the first piece was there, and until the last."""
+
+    whole: Tensor
+    first_packet: float
+    seconds: float
+
+
+def collect(pieces: Iterable[Tensor], clock: Callable[[], float] = time.perf_counter) -> Collected:
+    """Run a stream to its end, and time it.
+
+    Errors: ValueError for a stream without pieces.
+
+    Example:
+        >>> collect(iter([torch.zeros(80, 4), torch.zeros(80, 2)])).whole.shape
+        torch.Size([80, 6])
+    """
+    began, times, found = clock(), [], []
+    for piece in pieces:
+        times.append(clock() - began)
+        found.append(piece)
+    if not found:
+        raise ValueError("the stream had no pieces")
+    return Collected(torch.cat(found, dim=-1), times[0], times[-1])

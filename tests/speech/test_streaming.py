@@ -1,0 +1,160 @@
+"""Streaming: pieces side by side are the whole, for every size of piece, and no shorter context would do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from genmodels.flows.composition import Compose
+from genmodels.flows.coupling import ChannelSplit, Coupling
+from genmodels.flows.elementwise import Affine
+from genmodels.flows.permute import Flip
+from genmodels.nn.condition import Condition
+from genmodels.nn.wavenet import WaveNet
+from genmodels.random import KeyedGenerator
+from genmodels.speech import streaming
+from genmodels.speech.glow_tts import GlowTTS, mel_decoder
+from genmodels.speech.mel import MelConfig, log_mel
+from genmodels.speech.streaming import Reach, collect, reach, stream, stream_decoder, stream_sound
+from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
+from genmodels.speech.vocoder import GriffinLim
+from tests.speech.test_glow_tts import SYMBOLS, keyed
+from tests.speech.test_hifigan import installed
+from tests.speech.test_mel import speechlike
+
+
+def awake(module: torch.nn.Module, size: float = 0.2) -> torch.nn.Module:
+    """The same module with every parameter moved, so that nothing in it is the identity."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(size * torch.randn_like(parameter))
+    return module
+
+
+def decoder(dtype=torch.float64, *, steps: int = 2, depth: int = 2, kernel_size: int = 3, speakers: int = 0) -> Compose:
+    torch.manual_seed(0)
+    cond = Condition("vector", speakers) if speakers else None
+    found = mel_decoder(4, steps=steps, hidden=8, depth=depth, kernel_size=kernel_size, cond=cond).eval()
+    found.initialize(torch.randn(4, 4, 60) * 2 + 1, torch.randn(4, speakers) if speakers else None)
+    return awake(found).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("speakers", [0, 3])
+def test_pieces_are_the_whole(dtype, tolerance, speakers):
+    flow, z = decoder(dtype, speakers=speakers), torch.randn(2, 4, 50, dtype=dtype)
+    cond = torch.randn(2, 3, dtype=dtype) if speakers else None
+    whole, _ = flow.inverse(z, cond)
+    for chunk in [*range(1, 52), 1000]:
+        pieces = list(stream_decoder(flow, z, cond, chunk=chunk))
+        assert [p.shape[2] for p in pieces[:-1]] == [chunk] * (len(pieces) - 1)
+        torch.testing.assert_close(torch.cat(pieces, 2), whole, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("steps", "depth", "kernel_size", "expected"), [
+    (2, 2, 3, 8), (1, 1, 5, 4), (3, 2, 5, 24), (12, 4, 5, 192),
+])  # fmt: skip
+def test_the_context_is_that_of_the_layers(steps, depth, kernel_size, expected):
+    assert reach(decoder(steps=steps, depth=depth, kernel_size=kernel_size)) == Reach(expected, 2)
+
+
+@pytest.mark.parametrize(("steps", "depth", "kernel_size"), [(2, 2, 3), (1, 1, 5), (2, 2, 5)])
+def test_autograd_sees_no_farther(steps, depth, kernel_size):
+    flow = decoder(steps=steps, depth=depth, kernel_size=kernel_size)
+    context = reach(flow).context
+    z = torch.randn(1, 4, 4 * context + 8, dtype=torch.float64, requires_grad=True)
+    at = 2 * context + 2
+    y, _ = flow.inverse(z)
+    (y[0, :, at : at + 2] * torch.randn(4, 2, dtype=torch.float64)).sum().backward()
+    touched = z.grad[0].abs().sum(0).nonzero().flatten()
+    # A pair of frames is touched as soon as one of them is.
+    assert int(touched.min()) // 2 == (at - context) // 2 and int(touched.max()) // 2 == (at + context) // 2
+
+
+def test_a_shorter_context_is_seen(monkeypatch):
+    flow, z = decoder(), torch.randn(1, 4, 50, dtype=torch.float64)
+    whole, _ = flow.inverse(z)
+    monkeypatch.setattr(streaming, "reach", lambda decoder: Reach(6, 2))
+    assert (torch.cat(list(stream_decoder(flow, z, chunk=8)), 2) - whole).abs().max() > 1e-6
+    # Pieces that begin between the frames of a pair are another squeeze.
+    monkeypatch.setattr(streaming, "reach", lambda decoder: Reach(9, 1))
+    with pytest.raises(ValueError, match="divisible by 2"):
+        list(stream_decoder(flow, z, chunk=8))
+
+
+def model(dtype=torch.float64) -> GlowTTS:
+    torch.manual_seed(0)
+    encoder = TextEncoder(SYMBOLS, 4, channels=8, depth=1, hidden=16, learn_sigma=True)
+    return GlowTTS(awake(encoder), decoder(torch.float32), awake(DurationPredictor(8, hidden=8))).to(dtype).eval()
+
+
+@pytest.mark.parametrize("frames", [1, 2, 37, 38])
+def test_a_text_streamed_is_the_text_sampled(frames):
+    tts, tokens = model(), torch.tensor([[3, 1, 2][: min(3, frames)]])
+    wanted = torch.tensor([frames])
+    whole, _, _ = tts.sample(tokens, generator=keyed([5]), frames=wanted)
+    for chunk in (1, 2, 3, 7, 16, 64):
+        found = collect(stream(tts, tokens, generator=keyed([5]), frames=wanted, chunk=chunk))
+        torch.testing.assert_close(found.whole, whole[0], atol=1e-10, rtol=1e-10)
+        assert 0 < found.first_packet <= found.seconds
+    # A start of the text gives a start of the sound: nothing is drawn anew for a piece.
+    first = next(stream(tts, tokens, generator=keyed([5]), frames=wanted, chunk=1))
+    torch.testing.assert_close(first, whole[0, :, :1], atol=1e-10, rtol=1e-10)
+
+
+def sounds(vocoder, mel, sizes, generator=None):
+    return torch.cat(list(stream_sound(vocoder, mel.split(sizes, dim=1), generator)))
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("momentum", [0.0, 0.99])
+def test_griffin_lim_streamed(iterations, momentum):
+    vocoder = GriffinLim(iterations=iterations, momentum=momentum)
+    assert vocoder.context == 3 * (iterations + 1)
+    mel = log_mel(speechlike(256 * 50))
+    for seed in (None, 4):
+        generator = None if seed is None else KeyedGenerator(seed, torch.tensor([2]), "phases")
+        whole = vocoder(mel, generator)
+        for sizes in (50, 7, 20, [1, 30, 19]):
+            torch.testing.assert_close(sounds(vocoder, mel, sizes, generator), whole, atol=1e-10, rtol=1e-10)
+    other = sounds(vocoder, mel, 7, KeyedGenerator(5, torch.tensor([2]), "phases"))
+    assert (other - whole).abs().max() > 1e-4
+
+
+def test_a_vocoder_that_looks_farther_is_seen(monkeypatch):
+    mel = log_mel(speechlike(256 * 50))
+    vocoder = GriffinLim(iterations=3)
+    whole = vocoder(mel)
+    monkeypatch.setattr(GriffinLim, "context", property(lambda self: 4))
+    assert (sounds(vocoder, mel, 7) - whole).abs().max() > 1e-4
+
+
+@installed
+def test_hifigan_streamed():
+    from genmodels.speech.hifigan import HiFiGAN
+
+    vocoder, mel = HiFiGAN(), log_mel(speechlike(256 * 40).float())
+    torch.testing.assert_close(sounds(vocoder, mel, 9), vocoder(mel), atol=1e-5, rtol=1e-5)
+    double = mel[:, :30].double()
+    torch.testing.assert_close(sounds(vocoder, double, 11), vocoder(double), atol=1e-10, rtol=1e-10)
+
+
+def test_bad_input():
+    tts, tokens = model(), torch.tensor([[3, 1, 2]])
+    with pytest.raises(ValueError, match="one text"):
+        next(stream(tts, tokens.expand(2, -1), generator=keyed([0, 1])))
+    with pytest.raises(ValueError, match="one frame at least"):
+        next(stream(tts, tokens, generator=keyed([0]), chunk=0))
+    split = ChannelSplit(4)
+    net = WaveNet(2, 4, hidden=8, depth=1, attention="plain", heads=2)
+    with pytest.raises(ValueError, match="attention looks at all"):
+        reach(Compose([Coupling(split, Affine(2), net)], (4, None)))
+    with pytest.raises(ValueError, match="Flip cannot be streamed"):
+        reach(Compose([Flip(4)], (4, None)))
+    with pytest.raises(ValueError, match="have tacotron"):
+        next(stream_sound(GriffinLim(MelConfig(padding="tacotron")), []))
+    with pytest.raises(ValueError, match="KeyedGenerator"):
+        GriffinLim()(torch.zeros(80, 9), torch.Generator(), first_frame=3)
+    with pytest.raises(ValueError, match="no pieces"):
+        collect([])
