@@ -147,6 +147,41 @@ class KeyedGenerator:
             raise ValueError(f"shape {tuple(shape)} does not have the {len(self.index)} rows of this generator")
 
 
+class FrameKeyedGenerator(KeyedGenerator):
+    """Noise for sequences (B, C, T) in which frame j of row b depends on (seed, stream, step, index[b], j) alone.
+
+    So a sequence has the same noise whatever the length it is padded to. Other shapes are drawn as by
+    `KeyedGenerator`; the step is one number for all rows.
+
+    Example:
+        >>> long = FrameKeyedGenerator(0, torch.arange(2), "sample").normal((2, 3, 9))
+        >>> short = FrameKeyedGenerator(0, torch.arange(2), "sample").normal((2, 3, 4))
+        >>> bool((long[:, :, :4] == short).all())
+        True
+    """
+
+    def uniform(self, shape, *, dtype=torch.float32, device=None) -> Tensor:
+        """As `KeyedGenerator.uniform`, frame by frame."""
+        if len(shape) != 3:
+            return super().uniform(shape, dtype=dtype, device=device)
+        return self._by_frame(shape, lambda one, flat: one.uniform(flat, dtype=dtype, device=device))
+
+    def normal(self, shape, *, dtype=torch.float32, device=None) -> Tensor:
+        """As `KeyedGenerator.normal`, frame by frame."""
+        if len(shape) != 3:
+            return super().normal(shape, dtype=dtype, device=device)
+        return self._by_frame(shape, lambda one, flat: one.normal(flat, dtype=dtype, device=device))
+
+    def _by_frame(self, shape, draw) -> Tensor:
+        self._check(shape)
+        rows, channels, frames = shape
+        frame = torch.arange(frames, device=self.index.device).repeat(rows)
+        stream = f"{self.stream}/frames/{self.step}/{self._draw}"
+        self._draw += 1
+        one = KeyedGenerator(self.seed, self.index.repeat_interleave(frames), stream, step=frame)
+        return draw(one, (rows * frames, channels)).view(rows, frames, channels).mT.contiguous()
+
+
 def _unit(words: Tensor, dtype) -> Tensor:
     """Words to the open unit interval; 24 bits survive in float32, hence the shift before the conversion."""
     if dtype == torch.float64:

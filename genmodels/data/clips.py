@@ -66,8 +66,9 @@ def read_clips(layout: str, root: Path | None, *, allow_partial: bool = False) -
     missing = [clip for clip in clips if not clip.path.is_file()]
     if missing and not allow_partial:
         shown = ", ".join(str(clip.path) for clip in missing[:_LISTED])
-        raise InputError(f"{len(missing)} of {len(clips)} recordings are missing: {shown}{', ...' * (len(missing) > _LISTED)}"
-                         "; data.allow_partial=true leaves them out")
+        more = ", ..." if len(missing) > _LISTED else ""
+        raise InputError(f"{len(missing)} of {len(clips)} recordings are missing: {shown}{more}; "
+                         "data.allow_partial=true leaves them out")
     gone = {clip.path for clip in missing}
     found = [clip for clip in clips if clip.path not in gone]
     if not found:

@@ -134,9 +134,11 @@ class Speech(DataModule):
         items, findings = self.examine()
         errors = [finding for finding in findings if finding.is_error]
         if errors and not (self.skip_bad and items):
-            told = "; ".join(map(str, errors[:_NAMED])) + (f"; and {len(errors) - _NAMED} more" if errors[_NAMED:] else "")
-            raise InputError(f"{len({e.where for e in errors})} items of {self.root or 'the embedded clips'} cannot be used: "
-                             f"{told}. `genmodels doctor data=...` lists them all, data.skip_bad=true leaves them out")
+            told = "; ".join(map(str, errors[:_NAMED]))
+            more = f"; and {len(errors) - _NAMED} more" if len(errors) > _NAMED else ""
+            raise InputError(f"{len({e.where for e in errors})} items of {self.root or 'the embedded clips'} cannot be "
+                             f"used: {told}{more}. `genmodels doctor data=...` lists them all, data.skip_bad=true "
+                             "leaves them out")
         rows = _split(items, self.fractions, self.seed)
         longest = int(max(-(-item.recording.frames // self.multiple) for item in items)) * self.multiple
         length = longest if self._classes else None
@@ -197,7 +199,9 @@ def mel_config(given: dict) -> MelConfig:
     known = [field.name for field in fields(MelConfig)]
     for key in given:
         if key not in known:
-            raise InputError(f"data.mel has no {key!r}: did you mean {nearest(key, known)!r}? it takes {', '.join(known)}")
+            near = nearest(key, known)
+            hint = f"did you mean {near!r}? " if near else ""
+            raise InputError(f"data.mel has no {key!r}: {hint}it takes {', '.join(known)}")
     try:
         return MelConfig(**given)
     except (ValueError, TypeError) as error:

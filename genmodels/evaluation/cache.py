@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from genmodels.training.archive import write_whole
-from genmodels.user_cache import cache_folder
 
 #: Raised when the layout of stored results changes.
 FORMAT = 1

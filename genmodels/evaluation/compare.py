@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from genmodels.errors import InputError, Interrupted, RunError
-from genmodels.evaluation.cache import Cache, cache_folder
+from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.evaluate import Evaluation
 from genmodels.evaluation.lines import check_options
 from genmodels.evaluation.opened import Opened
@@ -17,6 +17,7 @@ from genmodels.evaluation.table import as_csv, as_markdown, as_text, labelled, m
 from genmodels.report.page import write_page
 from genmodels.training.archive import write_whole
 from genmodels.training.loggers import LoggerOptions, log_evaluation
+from genmodels.user_cache import cache_folder
 
 
 def compare(
