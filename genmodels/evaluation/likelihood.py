@@ -11,7 +11,7 @@ from torch import Tensor
 from genmodels.errors import RunError
 
 #: What a value of each kind means, and the mark printed before it (a bits/dim `<=` bounds the truth from above).
-MARKS = {"exact": "=", "lower_bound": "<=", "ode": "~", "ais": "~?", "unnormalised": "-"}
+MARKS = {"exact": "=", "lower_bound": "<=", "upper_bound": ">=", "ode": "~", "ais": "~?", "unnormalised": "-"}
 
 
 def bits_per_dim(nats: Tensor, dims: Tensor | int, levels: int | None) -> Tensor:
@@ -60,7 +60,7 @@ class Likelihood:
 
     Arguments:
         nats: (N,) natural logarithms, made float64; log-mass for integer data, log-density for continuous data.
-        kind: exact, lower_bound, ode, ais or unnormalised.
+        kind: exact, lower_bound, upper_bound, ode, ais or unnormalised.
         dims: (N,) number of valid dimensions of each example, or one int for all.
         levels: number of integer levels, None for continuous data.
         stderr: (N,) Monte-Carlo standard error of each value (the draws alone), or None.
@@ -123,6 +123,10 @@ class Likelihood:
     def mean_nats(self) -> float | None:
         """Mean log-likelihood of an example; None when a value is not finite (never a silent nanmean)."""
         return None if len(self.nonfinite) else float(self.nats.mean())
+
+    def mean_nll_per_dim(self) -> float | None:
+        """-sum(nats) / sum(dims): the mean over dimensions, also when examples differ in length."""
+        return None if len(self.nonfinite) else float(-self.nats.sum() / self.dims.sum())
 
     def mean_bits_per_dim(self) -> float | None:
         """sum(nats) / sum(dims) in bits: the mean over dimensions, also when examples differ in length."""

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from genmodels.data.spec import Batch, DataSpec
+from genmodels.data.spec import Batch, DataSpec, TextCondition
 from genmodels.errors import RunError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.models.breakdown import breakdown
@@ -38,14 +38,17 @@ class Loss:
 class Samples:
     """Samples in the data's own units: `x (n, *event)`, `cond` or None, `index (n,)`, and how they were made.
 
-    `path (steps, n, *event)` holds the way from noise to data when it was asked for, in the data's units too.
+    `path (steps, n, *event)` holds the way from noise to data when it was asked for, in the data's units too. Sequences
+    of unlike length have a `mask (n, 1, T)`; spoken texts have the frames of every token, `durations (n, N)`.
     """
 
     x: Tensor
-    cond: Tensor | None
+    cond: Tensor | TextCondition | None
     index: Tensor
     made: dict[str, Any]
     path: Tensor | None = None
+    mask: Tensor | None = None
+    durations: Tensor | None = None
 
 
 class GenerativeModel(pl.LightningModule):
@@ -205,8 +208,10 @@ class GenerativeModel(pl.LightningModule):
         self.log_validation(result)
 
     def log_validation(self, result: Likelihood) -> None:
-        """Log one number, bits/dim, or nats for continuous data; beside it its parts and its share of noise levels."""
-        if result.levels is None:
+        """Log one number, bits/dim, or nats for continuous data (of sequences: per dimension), then its parts."""
+        if self.spec.mel is not None:
+            name, value = "val/nll_per_dim", result.mean_nll_per_dim()
+        elif result.levels is None:
             name, value = "val/nll", None if (mean := result.mean_nats()) is None else -mean
         else:
             name, value = "val/bits_per_dim", result.mean_bits_per_dim()

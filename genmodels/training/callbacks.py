@@ -160,7 +160,7 @@ class SampleGrid(Callback):
     Arguments:
         run_dir: the run folder; samples go to its `samples`, what else a model has to show to folders of their names.
         every_n_steps: interval, 0 for never.
-        n: number of pictures; points in the plane are always 2,000.
+        n: number of pictures; points in the plane are always 2,000, mels 8.
     """
 
     def __init__(self, run_dir: Path, every_n_steps: int, n: int = 60):
@@ -174,12 +174,12 @@ class SampleGrid(Callback):
             self.draw(trainer, pl_module, step)
 
     def _count(self, spec) -> int:
-        return self.n if spec.is_image else 2000
+        return self.n if spec.is_image else 8 if spec.mel is not None else 2000
 
     def draw(self, trainer, pl_module, step: int) -> None:
         """Sample, save, log; nothing where there would be nothing to see."""
         spec = pl_module.spec
-        if not trainer.is_global_zero or not (spec.is_image or spec.event_shape == (2,)):
+        if not trainer.is_global_zero or not (spec.is_image or spec.mel is not None or spec.event_shape == (2,)):
             return
         mode = pl_module.training
         try:

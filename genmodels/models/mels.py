@@ -1,0 +1,98 @@
+"""Between log-mels and the numbers that a model sees: noise that gives them a density, one scale, and its volume."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.data.spec import Batch, DataSpec
+from genmodels.errors import InputError
+from genmodels.flows.squeeze import PadToMultiple
+from genmodels.nn.blocks import hide
+from genmodels.random import FrameKeyedGenerator, KeyedGenerator, uniform
+
+#: Width of the noise, in log units, where nobody says otherwise.
+NOISE = 0.05
+
+
+def with_noise(x: Tensor, width: float, generator: KeyedGenerator) -> Tensor:
+    """Mels (B, C, T) with uniform noise of that width, the same for an item whatever it is padded to.
+
+        x + w (u - 1/2),    u uniform on (0, 1)
+
+    Mels are cut off at log 1e-5, so one value has probability of its own and a density could grow there without bound.
+    That of the noisy mel cannot: in nats per cell, -log p is at least log w in the mean.
+
+    Example:
+        >>> keyed = KeyedGenerator(0, torch.arange(1), "train")
+        >>> bool((with_noise(torch.zeros(1, 2, 3), 0.05, keyed).abs() < 0.025).all())
+        True
+    """
+    if width == 0:
+        return x
+    keyed = FrameKeyedGenerator(generator.seed, generator.index, f"{generator.stream}/mel", generator.step)
+    return x + width * (uniform(x.shape, keyed, dtype=x.dtype, device=x.device) - 0.5)
+
+
+class MelUnits(nn.Module):
+    """Log-mels to whitened ones and back, by the statistics of the training data that the DataSpec carries.
+
+        u = (x + w (r - 1/2) - m) / s,    log p(x) = log p(u) - D log s
+
+    Arguments:
+        spec: the data; its `statistics` give m and s, one for all cells or one for each band.
+        noise: width w.
+
+    Shapes: `x (B, n_mels, T)`, `mask (B, 1, T)`; outside the mask u is zero.
+    Errors: InputError for data that are not mels, or a negative width.
+
+    Example:
+        >>> spec = DataSpec("speech", (2, 4), mel={}, statistics={"mean": -5.0, "std": 2.0})
+        >>> units = MelUnits(spec, noise=0.0)
+        >>> u, volume = units(Batch(torch.full((1, 2, 4), -3.0)), KeyedGenerator(0, torch.arange(1)))
+        >>> float(u[0, 0, 0]), round(float(volume), 4)
+        (1.0, -5.5452)
+    """
+
+    def __init__(self, spec: DataSpec, *, noise: float = NOISE):
+        super().__init__()
+        if spec.mel is None or spec.statistics is None:
+            raise InputError(f"{spec.name} holds no mel-spectrograms: this model is for data=speech")
+        if not noise >= 0:
+            raise InputError(f"noise is a width in log units, 0 or more, got {noise}")
+        self.noise = noise
+        for name, key in (("location", "mean"), ("scale", "std")):
+            self.register_buffer(name, torch.tensor(spec.statistics[key], dtype=torch.float32).view(-1, 1))
+        if not bool((self.scale > 0).all()):
+            raise InputError(f"a band of {spec.name} is constant and has no density: use other settings of data.mel")
+
+    def forward(self, batch: Batch, generator: KeyedGenerator) -> tuple[Tensor, Tensor]:
+        """`(u, log |det du/dx| (B,))`."""
+        x = with_noise(batch.x.to(self.scale.dtype), self.noise, generator)
+        u = hide((x - self.location) / self.scale, batch.mask)
+        frames = batch.x.new_full((len(x),), x.shape[2]) if batch.mask is None else batch.mask.sum((1, 2))
+        each = self.scale.double().log().expand(x.shape[1], 1).sum()
+        return u, -(frames * each).to(u.dtype)
+
+    def inverse(self, u: Tensor) -> Tensor:
+        """Log-mels of whitened ones."""
+        return u * self.scale + self.location
+
+
+def even_lengths(batch: Batch) -> Batch:
+    """The batch with lengths that a squeeze by two divides; frames that are added are silence, and count as data.
+
+    Example:
+        >>> longer = even_lengths(Batch(torch.zeros(1, 2, 3), mask=torch.ones(1, 1, 3, dtype=torch.bool)))
+        >>> longer.x.shape, int(longer.mask.sum())
+        (torch.Size([1, 2, 4]), 4)
+    """
+    mask = batch.mask
+    if mask is None:
+        mask = torch.ones(len(batch), 1, batch.x.shape[2], dtype=torch.bool, device=batch.x.device)
+    if batch.x.shape[2] % 2 == 0 and not bool((mask.sum(2) % 2).any()):
+        return Batch(batch.x, batch.cond, mask, batch.index)
+    x, mask = PadToMultiple(2, floor=math.log(1e-5))(batch.x, mask)
+    return Batch(x, batch.cond, mask, batch.index)

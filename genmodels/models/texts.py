@@ -1,0 +1,77 @@
+"""Written text as a model's condition: by the symbols that its checkpoint carries, with speakers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from genmodels.data.spec import DataSpec, TextCondition
+from genmodels.data.utterances import padded_tokens
+from genmodels.errors import InputError
+from genmodels.speech.text import Symbols, normalise
+
+
+class TextReader:
+    """The way from text to tokens that a model was trained with.
+
+    Arguments:
+        spec: the data the model was built for.
+        on_unknown: `error` for characters without a symbol, or `drop` them.
+
+    Errors: InputError for text that is empty or has unknown symbols, and for a speaker that nobody knows.
+
+    Example:
+        >>> from genmodels.speech.text import CHARACTERS
+        >>> spec = DataSpec("speech", (80, 9), mel={}, text={"symbols": CHARACTERS, "blanks": False, "language": "en"})
+        >>> TextReader(spec)(["A cab"]).tokens
+        tensor([[ 2, 28,  4,  2,  3]])
+    """
+
+    def __init__(self, spec: DataSpec, on_unknown: Literal["error", "drop"] = "error"):
+        if spec.text is None:
+            raise InputError(f"a model of {spec.name} was trained without texts: leave text out")
+        self.spec, self.language = spec, spec.text["language"]
+        self.symbols = Symbols(tuple(spec.text["symbols"]), spec.text["blanks"], on_unknown)
+
+    def normal_form(self, text: str) -> str:
+        """The text as the model is told it, for people to read."""
+        try:
+            found = normalise(text, self.language)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        if self.symbols.on_unknown == "drop":
+            unknown = self.symbols.unknown(found)
+            found = " ".join("".join(c for c in found if c not in unknown).split())
+        return found
+
+    def tokens(self, text: str) -> list[int]:
+        """The numbers of a text's symbols."""
+        try:
+            return self.symbols.encode(self.normal_form(text))
+        except InputError:
+            raise
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    def __call__(self, texts: Sequence[str], speaker: int | str | None = None) -> TextCondition:
+        """The condition of these texts, all by one speaker."""
+        tokens, mask = padded_tokens([self.tokens(text) for text in texts])
+        number = self.speaker(speaker)
+        return TextCondition(tokens, mask, None if number is None else torch.full((len(texts),), number))
+
+    def speaker(self, wanted: int | str | None) -> int | None:
+        """The number of a speaker, the first where nobody says; None for a model without speakers."""
+        names = list(self.spec.speakers)
+        if not names:
+            if wanted is not None:
+                raise InputError(f"this model has one voice: leave speaker={wanted} out")
+            return None
+        if wanted is None:
+            return 0
+        if isinstance(wanted, str) and wanted in names:
+            return names.index(wanted)
+        if isinstance(wanted, int) and 0 <= wanted < len(names):
+            return wanted
+        raise InputError(f"speaker {wanted!r} is unknown: there are {', '.join(names)}")
