@@ -1,0 +1,263 @@
+"""The autoregressive baseline: a mel frame by frame, each from the frames before it and a look at the text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, relu
+
+from genmodels.nn.attention.local_monotonic import LocalMonotonic
+from genmodels.nn.attention.scores import Additive, Location
+from genmodels.nn.attention.seq2seq import Keys, ScoredAttention, Stepwise
+from genmodels.nn.blocks import hide
+from genmodels.random import Generator, KeyedGenerator, uniform
+from genmodels.speech.text_encoder import TextEncoder
+
+AttentionKind = Literal["additive", "location", "local_monotonic"]
+
+_BLOCK = 64  # frames whose dropout is drawn at once
+
+
+def make_attention(kind: str, dim: int) -> Stepwise:
+    """The attention of a decoder to a text of `dim` channels, with one head.
+
+    `local_monotonic` moves by one token a frame at most.
+
+    Raises:
+        ValueError: for an unknown kind.
+
+    Example:
+        >>> make_attention("location", 16).score.uses_past
+        True
+    """
+    if kind == "additive":
+        return ScoredAttention(dim, 1, Additive(dim, 1))
+    if kind == "location":
+        return ScoredAttention(dim, 1, Location(dim, 1))
+    if kind == "local_monotonic":
+        return LocalMonotonic(dim, 1, max_step=1.0)
+    raise ValueError(f"attention must be additive, location or local_monotonic, got {kind!r}")
+
+
+class Memory(NamedTuple):
+    """A text made ready: `h (B, N, C)`, its keys for the attention, and which tokens are valid, `(B, 1, N)` or None."""
+
+    h: Tensor
+    keys: Keys
+    mask: Tensor | None
+
+
+class State(NamedTuple):
+    """All that one frame hands to the next: both LSTM cells, what was read last, and where the attention looked."""
+
+    first: tuple[Tensor, Tensor]
+    second: tuple[Tensor, Tensor]
+    context: Tensor
+    attention: tuple
+
+
+class Said(NamedTuple):
+    """What the decoder says of a frame, or with a last dimension T of all frames.
+
+    Attributes:
+        mean: `(B, n_mels)`.
+        stop: logit that the frame is the last, `(B,)`.
+        weights: where the attention looked, `(B, N)`.
+    """
+
+    mean: Tensor
+    stop: Tensor
+    weights: Tensor
+
+
+class Spoken(NamedTuple):
+    """What was spoken.
+
+    Attributes:
+        mel: `(B, n_mels, T)`, zero outside the mask `(B, 1, T)`.
+        weights: where the attention looked, `(B, N, T)`.
+        stopped: whether an item came to its own stop, `(B,)`; else it was broken off.
+    """
+
+    mel: Tensor
+    mask: Tensor
+    weights: Tensor
+    stopped: Tensor
+
+
+class Tacotron(nn.Module):
+    """Text to mel by two LSTM cells and an attention, with a Laplace density for each number of a frame.
+
+        p_t = prenet(y_{t-1}),    s_t = LSTM_1(p_t, c_{t-1}),    c_t = attention(W s_t; text),    u_t = LSTM_2(s_t, c_t)
+        m_t = V (u_t, c_t),       p(y_t | y_<t, text) = prod_c exp(-|y_tc - m_tc| / b_c) / 2 b_c
+        P(t is the last frame) = sigmoid(v . (u_t, c_t))
+
+    The prenet's dropout stays on when speaking, as published, since without it the decoder leans on the frame before
+    and does not look at the text; its masks are drawn from the generator that is passed in.
+
+    Arguments:
+        encoder: symbols to h; its head, which makes means for other models, is not used and does not train.
+        attention: `additive`, `location` or `local_monotonic`.
+        hidden: width of the LSTM cells.
+        prenet: width of the prenet's two layers.
+        dropout: of the prenet.
+
+    Shapes: mels `y (B, n_mels, T)` with `mask (B, 1, T)`; `tokens (B, N)` with `text_mask (B, 1, N)`.
+    Errors: ValueError for an unknown attention, a dropout outside [0, 1).
+    Source: Shen et al. 2018 (Tacotron 2), section 2.2, without post-net; attention: Bahdanau et al. 2015, Chorowski et
+        al. 2015, Tjandra et al. 2017.
+
+    Example:
+        >>> model = Tacotron(TextEncoder(9, 4, channels=8, depth=1, hidden=8), hidden=16, prenet=8)
+        >>> spoken = model.sample(torch.tensor([[3, 1, 2]]), generator=torch.Generator().manual_seed(0), max_frames=5)
+        >>> spoken.mel.shape[1], spoken.weights.shape[1], spoken.stopped.shape
+        (4, 3, torch.Size([1]))
+    """
+
+    def __init__(
+        self,
+        encoder: TextEncoder,
+        *,
+        attention: AttentionKind = "location",
+        hidden: int = 1024,
+        prenet: int = 256,
+        dropout: float = 0.5,
+    ):
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        self.encoder, self.n_mels, self.hidden, self.dropout = encoder, encoder.n_mels, hidden, dropout
+        encoder.head.requires_grad_(False)
+        dim = encoder.channels
+        self.prenet = nn.ModuleList([nn.Linear(self.n_mels, prenet), nn.Linear(prenet, prenet)])
+        self.first = nn.LSTMCell(prenet + dim, hidden)
+        self.query = nn.Linear(hidden, dim)
+        self.attention = make_attention(attention, dim)
+        self.second = nn.LSTMCell(hidden + dim, hidden)
+        self.head = nn.Linear(hidden + dim, self.n_mels)
+        self.stop = nn.Linear(hidden + dim, 1)
+        self.log_scale = nn.Parameter(torch.zeros(self.n_mels))  # log b
+
+    def remember(self, tokens: Tensor, text_mask: Tensor | None = None, speaker: Tensor | None = None) -> Memory:
+        """The text, encoded and projected once for all frames."""
+        h = self.encoder(tokens, text_mask, speaker)[0].mT
+        return Memory(h, self.attention.keys(h, text_mask), text_mask)
+
+    def start(self, memory: Memory) -> State:
+        """The state before the first frame: nothing said, nothing read."""
+        zeros = memory.h.new_zeros(len(memory.h), self.hidden)
+        context = memory.h.new_zeros(len(memory.h), memory.h.shape[2])
+        return State((zeros, zeros), (zeros, zeros), context, self.attention.start(memory.h))
+
+    def step(self, before: Tensor, kept: Tensor, state: State, memory: Memory) -> tuple[Said, State]:
+        """One frame, from the one before it `(B, n_mels)` and the prenet's dropout `(B, 2, prenet)` as factors."""
+        found, weights, state = self._advance(self._prenet(before, kept), state, memory)
+        return Said(self.head(found), self.stop(found)[:, 0], weights), state
+
+    def forward(self, y: Tensor, memory: Memory, generator: Generator, mask: Tensor | None = None) -> Said:
+        """Every frame from the true ones before it (teacher forcing); what comes after a frame cannot matter to it."""
+        y = hide(y, mask)
+        before = torch.cat([torch.zeros_like(y[:, :, :1]), y[:, :, :-1]], dim=2).mT
+        factors = self.factors(generator, len(y), y)
+        blocks = [next(factors) for _ in range(-(-y.shape[2] // _BLOCK))]
+        entering = self._prenet(before, torch.cat(blocks, dim=1)[:, : y.shape[2]])
+        state, found, weights = self.start(memory), [], []
+        for frame in entering.unbind(1):
+            here, looked, state = self._advance(frame, state, memory)
+            found.append(here)
+            weights.append(looked)
+        u = torch.stack(found, 1)  # (B, T, hidden + C)
+        return Said(self.head(u).mT, self.stop(u)[..., 0], torch.stack(weights, 2))
+
+    def log_prob(self, y: Tensor, forced: Said, mask: Tensor | None = None) -> Tensor:
+        """log p(y | text, its number of frames) in nats, (B,), for the dropout that was drawn.
+
+        The expectation over draws is a lower bound of the log of the mean density, by Jensen's inequality.
+        """
+        y, log_scale = hide(y, mask), self.log_scale[:, None]
+        density = -(y - forced.mean).abs() * torch.exp(-log_scale) - log_scale - math.log(2)
+        return hide(density, mask).sum((1, 2))
+
+    def loss(self, y: Tensor, forced: Said, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Nats per dimension (B,), and the cross-entropy (B,) of the stop, nats per frame."""
+        batch, length = forced.stop.shape
+        count = torch.full((batch,), length, device=y.device) if mask is None else mask[:, 0].sum(1)
+        last = torch.arange(length, device=y.device) == (count - 1)[:, None]
+        wrong = binary_cross_entropy_with_logits(forced.stop, last.to(forced.stop.dtype), reduction="none")
+        stop = hide(wrong[:, None], mask)[:, 0].sum(1) / count
+        return -self.log_prob(y, forced, mask) / (self.n_mels * count), stop
+
+    @torch.no_grad()
+    def sample(
+        self, tokens: Tensor, text_mask: Tensor | None = None, speaker: Tensor | None = None, *,
+        generator: Generator, temperature: float = 0.0, max_frames: int = 2000, threshold: float = 0.5,
+    ) -> Spoken:  # fmt: skip
+        """Mels of texts, each until the decoder says that a frame is the last.
+
+        Arguments:
+            generator: of the prenet's dropout and of the frames' noise.
+            temperature: factor of the deviations b; 0 for means, as is usual.
+            max_frames: where an item is broken off; its `stopped` is False then, a failure to be counted as such.
+            threshold: probability of the stop from which on it is one.
+
+        Raises:
+            ValueError: for a negative temperature, a threshold outside (0, 1), max_frames below 1.
+        """
+        if temperature < 0 or not 0 < threshold < 1 or max_frames < 1:
+            raise ValueError("temperature must not be negative, threshold lie in (0, 1) and max_frames be at least 1, "
+                             f"got {temperature}, {threshold} and {max_frames}")
+        memory = self.remember(tokens, text_mask, speaker)
+        state, frame = self.start(memory), memory.h.new_zeros(len(tokens), self.n_mels)
+        limit = math.log(threshold / (1 - threshold))
+        noise = generator.child("frames") if isinstance(generator, KeyedGenerator) else generator
+        length = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+        speaking = torch.ones_like(length, dtype=torch.bool)
+        frames, weights = [], []
+        factors = (kept for block in self.factors(generator, len(tokens), frame) for kept in block.unbind(1))
+        while len(frames) < max_frames and bool(speaking.any()):
+            said, state = self.step(frame, next(factors), state, memory)
+            frame = said.mean
+            if temperature:
+                frame = frame + temperature * self.log_scale.exp() * _laplace(frame, noise)
+            frames.append(frame)
+            weights.append(said.weights)
+            length += speaking
+            speaking = speaking & (said.stop <= limit)
+        mask = (torch.arange(len(frames), device=tokens.device) < length[:, None])[:, None]
+        return Spoken(hide(torch.stack(frames, 2), mask), mask, hide(torch.stack(weights, 2), mask), ~speaking)
+
+    def factors(self, generator: Generator, batch: int, like: Tensor) -> Iterator[Tensor]:
+        """The prenet's dropout for ever, `(B, 64, 2, prenet)` at a time: 0, or 1/(1 - dropout) where a unit is kept.
+
+        Drawn in blocks of frames, so that the start of a mel does not depend on its length.
+        """
+        width, rate = self.prenet[0].out_features, self.dropout
+        source = generator.child("prenet") if isinstance(generator, KeyedGenerator) else generator
+        while True:
+            drawn = uniform((batch, _BLOCK, 2, width), source, dtype=torch.float32, device=like.device)
+            yield (drawn >= rate).to(like.dtype) / (1 - rate)
+
+    def _prenet(self, before: Tensor, kept: Tensor) -> Tensor:
+        """(.., n_mels) to (.., prenet)."""
+        for layer, factor in zip(self.prenet, kept.unbind(-2), strict=True):
+            before = relu(layer(before)) * factor
+        return before
+
+    def _advance(self, entering: Tensor, state: State, memory: Memory) -> tuple[Tensor, Tensor, State]:
+        """What the heads see of the next frame, the weights (B, N), and the state behind it."""
+        first = self.first(torch.cat([entering, state.context], 1), state.first)
+        context, weights, looked = self.attention.step(
+            self.query(first[0]), memory.h, memory.keys, state.attention, memory.mask
+        )
+        second = self.second(torch.cat([first[0], context], 1), state.second)
+        return torch.cat([second[0], context], 1), weights[:, 0], State(first, second, context, looked)
+
+
+def _laplace(like: Tensor, generator: Generator) -> Tensor:
+    """Draws of the density exp(-|x|)/2, shaped like something else: -sign(u) log(1 - 2|u|) for u uniform around 0."""
+    u = uniform(tuple(like.shape), generator, dtype=torch.float64, device=like.device) - 0.5
+    return (-u.sign() * torch.log1p(-2 * u.abs().clamp(max=0.5 - 2.0**-33))).to(like.dtype)

@@ -1,0 +1,182 @@
+"""The autoregressive baseline: teacher forcing is free running fed the truth, masks are exact, stops are its own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.nn.attention.local_monotonic import LocalMonotonic
+from genmodels.nn.attention.seq2seq import ScoredAttention
+from genmodels.speech.tacotron import Tacotron, make_attention
+from genmodels.speech.text_encoder import TextEncoder
+from tests.speech.test_glow_tts import SYMBOLS, keyed, padded
+from tests.speech.test_streaming import awake
+
+KINDS = ("additive", "location", "local_monotonic")
+
+
+def model(attention: str = "location", **changed) -> Tacotron:
+    torch.manual_seed(0)
+    encoder = TextEncoder(SYMBOLS, 4, channels=8, depth=1, hidden=16)
+    sizes = {"hidden": 12, "prenet": 6, **changed}
+    return awake(Tacotron(encoder, attention=attention, **sizes), 0.3).double().eval()
+
+
+def fed(taco: Tacotron, y, tokens, generator):
+    """Means, stops and weights of single steps, each given the true frame before it."""
+    memory = taco.remember(tokens)
+    state, frame, said = taco.start(memory), torch.zeros_like(y[:, :, 0]), []
+    kept = torch.cat([next(blocks) for blocks in [taco.factors(generator, len(y), y)] for _ in range(2)], 1)
+    for t in range(y.shape[2]):
+        here, state = taco.step(frame, kept[:, t], state, memory)
+        frame = y[:, :, t]
+        said.append(here)
+    return [torch.stack(part, -1) for part in zip(*said, strict=True)]
+
+
+@pytest.mark.parametrize("attention", KINDS)
+def test_teacher_forcing_is_free_running_fed_the_truth(attention, monkeypatch):
+    taco, generator = model(attention), torch.Generator().manual_seed(1)
+    y, tokens = torch.randn(2, 4, 70, generator=generator).double(), torch.tensor([[3, 1, 2, 5], [4, 4, 1, 0]])
+    forced = taco(y, taco.remember(tokens), keyed([0, 1]))
+    for a, b in zip(forced, fed(taco, y, tokens, keyed([0, 1])), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
+    # Another draw of the prenet's dropout is another mel.
+    assert (fed(taco, y, tokens, keyed([0, 2]))[0][1] - forced.mean[1]).abs().max() > 1e-3
+    if attention == "additive":
+        return  # it does not ask where it looked before
+    kind = LocalMonotonic if attention == "local_monotonic" else ScoredAttention
+    step = kind.step
+    monkeypatch.setattr(kind, "step", lambda self, q, m, k, state, mask: (*step(self, q, m, k, state, mask)[:2], state))
+    assert (fed(taco, y, tokens, keyed([0, 1]))[0] - forced.mean).abs().max() > 1e-4
+
+
+def test_a_frame_depends_on_the_frames_before_it_alone():
+    taco, y = model(), torch.randn(1, 4, 9, dtype=torch.float64)
+    memory = taco.remember(torch.tensor([[3, 1, 2]]))
+    other = y.clone()
+    other[:, :, 5:] += 1
+    one, two = (taco(v, memory, keyed([0])).mean for v in (y, other))
+    assert one[:, :, :6].equal(two[:, :, :6]) and not one[:, :, 6].equal(two[:, :, 6])
+
+
+@pytest.mark.parametrize("attention", KINDS)
+def test_a_padded_batch_is_each_item_alone(attention):
+    taco, (y, tokens, mask, text_mask, sizes) = model(attention), padded()
+    y[1, :, 4:] = torch.nan
+
+    def losses(y, tokens, generator, mask=None, text_mask=None):
+        memory = taco.remember(tokens, text_mask)
+        nats, stop = taco.loss(y, taco(y, memory, generator, mask), mask)
+        taco.zero_grad()
+        (nats + stop).sum().backward()
+        return nats + stop, [p.grad.clone() for p in taco.parameters() if p.grad is not None]
+
+    together, gradients = losses(y, tokens, keyed([5, 6, 7]), mask, text_mask)
+    total = [torch.zeros_like(g) for g in gradients]
+    for k, (n, t) in enumerate(sizes):
+        alone, own = losses(y[k : k + 1, :, :t], tokens[k : k + 1, :n], keyed([5 + k]))
+        torch.testing.assert_close(together[k], alone[0], atol=1e-10, rtol=1e-10)
+        total = [a + b for a, b in zip(total, own, strict=True)]
+    for a, b in zip(gradients, total, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+    assert taco.encoder.head.weight.grad is None
+
+
+@pytest.mark.parametrize("attention", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_samples_are_themselves_in_a_batch(attention, temperature):
+    taco, (_, tokens, _, text_mask, sizes) = model(attention), padded()
+    options = {"temperature": temperature, "max_frames": 80}
+    with torch.no_grad():
+        taco.stop.bias.fill_(-99.0)
+        spoken = taco.sample(tokens, text_mask, generator=keyed([5, 6, 7]), **options)
+        logits = taco(spoken.mel, taco.remember(tokens, text_mask), keyed([5, 6, 7])).stop
+        # A bias with which the items stop at frames of their own.
+        above = [logits > limit for limit in logits.flatten()]
+        first = [torch.where(a.any(1), a.int().argmax(1), 80) for a in above]
+        best = max(range(len(first)), key=lambda k: len(first[k].unique()))
+        taco.stop.bias.sub_(logits.flatten()[best])
+    found = taco.sample(tokens, text_mask, generator=keyed([5, 6, 7]), **options)
+    lengths = found.mask.sum((1, 2))
+    assert len(set(lengths.tolist())) > 1
+    for k, (n, _) in enumerate(sizes):
+        alone = taco.sample(tokens[k : k + 1, :n], generator=keyed([5 + k]), **options)
+        assert alone.mask.sum() == lengths[k] and alone.stopped[0] == found.stopped[k]
+        torch.testing.assert_close(found.mel[k, :, : lengths[k]], alone.mel[0], atol=1e-9, rtol=0)
+        torch.testing.assert_close(found.weights[k, :n, : lengths[k]], alone.weights[0], atol=1e-9, rtol=0)
+        assert not found.mel[k, :, lengths[k] :].any()
+
+
+def test_free_running_is_fed_with_itself():
+    taco, tokens = model(), torch.tensor([[3, 1, 2]])
+    with torch.no_grad():
+        taco.stop.bias.fill_(-50.0)
+    spoken = taco.sample(tokens, generator=keyed([4]), max_frames=70)
+    forced = taco(spoken.mel, taco.remember(tokens), keyed([4]))
+    torch.testing.assert_close(forced.mean, spoken.mel, atol=1e-9, rtol=0)
+    torch.testing.assert_close(forced.weights, spoken.weights, atol=1e-9, rtol=0)
+    # Broken off later, it begins alike.
+    longer = taco.sample(tokens, generator=keyed([4]), max_frames=90)
+    torch.testing.assert_close(longer.mel[:, :, :70], spoken.mel, atol=1e-9, rtol=0)
+    assert not spoken.stopped.any() and spoken.mel.shape[2] == 70
+
+
+def test_stops_are_its_own():
+    taco, tokens = model(), torch.tensor([[3, 1, 2]])
+    with torch.no_grad():
+        taco.stop.bias.fill_(50.0)
+    spoken = taco.sample(tokens, generator=keyed([4]), max_frames=70)
+    assert spoken.stopped.all() and spoken.mask.sum() == 1
+    # At the very last frame a stop is a stop, too.
+    assert taco.sample(tokens, generator=keyed([4]), max_frames=1).stopped.all()
+    with torch.no_grad():
+        taco.stop.weight.zero_()
+        taco.stop.bias.fill_(math.log(0.4 / 0.6))
+    assert not taco.sample(tokens, generator=keyed([4]), max_frames=3).stopped.any()
+    assert taco.sample(tokens, generator=keyed([4]), max_frames=3, threshold=0.3).stopped.all()
+
+
+def test_the_density_is_laplace():
+    taco, (y, tokens, mask, text_mask, sizes) = model(), padded()
+    forced = taco(y, taco.remember(tokens, text_mask), keyed([5, 6, 7]), mask)
+    found, (nats, stop) = taco.log_prob(y, forced, mask), taco.loss(y, forced, mask)
+    b = taco.log_scale.exp()
+    for k, (_, t) in enumerate(sizes):
+        mean = forced.mean[k, :, :t]
+        expected = torch.distributions.Laplace(mean, b[:, None]).log_prob(y[k, :, :t]).sum()
+        torch.testing.assert_close(found[k], expected)
+        torch.testing.assert_close(nats[k], -expected / (4 * t))
+        p = forced.stop[k, :t].sigmoid()
+        torch.testing.assert_close(stop[k], -(torch.log(1 - p[:-1]).sum() + p[-1].log()) / t)
+
+
+def test_temperature_scales_the_deviations():
+    taco, tokens = model(), torch.tensor([[3, 1, 2]]).expand(2000, -1)
+    one, half = (taco.sample(tokens, generator=keyed(range(2000)), temperature=t, max_frames=1).mel for t in (1.0, 0.5))
+    mean = taco.sample(tokens, generator=keyed(range(2000)), max_frames=1).mel
+    torch.testing.assert_close(half - mean, 0.5 * (one - mean), atol=1e-9, rtol=0)
+    ratio = (one - mean)[:, :, 0].square().mean(0) / (2 * taco.log_scale.exp() ** 2)
+    # The square of a Laplace variable has mean 2 b^2 and variance 20 b^4.
+    assert ((ratio - 1).abs() < 4 * math.sqrt(5 / 2000)).all()
+
+
+def test_dropout_is_on_when_speaking():
+    taco, tokens = model(), torch.tensor([[3, 1, 2]])
+    one, other = (taco.sample(tokens, generator=keyed([k]), max_frames=9).mel for k in (1, 2))
+    assert one.shape != other.shape or (one - other).abs().max() > 1e-4
+    factors = next(taco.factors(keyed([1]), 1, torch.zeros(1)))
+    assert set(factors.unique().tolist()) == {0.0, 2.0} and abs(float(factors.mean()) - 1) < 4 / math.sqrt(64 * 12)
+    assert next(model(dropout=0.0).factors(keyed([1]), 1, torch.zeros(1))).eq(1).all()
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="additive, location or local_monotonic"):
+        make_attention("dot", 8)
+    with pytest.raises(ValueError, match="dropout"):
+        model(dropout=1.0)
+    for wrong in ({"temperature": -1.0}, {"threshold": 1.0}, {"max_frames": 0}):
+        with pytest.raises(ValueError, match="max_frames be at least 1"):
+            model().sample(torch.tensor([[1]]), generator=keyed([0]), **wrong)
