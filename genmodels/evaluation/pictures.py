@@ -63,7 +63,7 @@ def columns_for(spec: DataSpec, n: int, labelled: bool) -> int | None:
 
 
 def picture_of(x: Tensor, spec: DataSpec, columns: int | None = None) -> Image.Image | None:
-    """The picture that suits the data: a grid of images, a scatter plot of 2-D points, mels; None for other vectors."""
+    """The picture that suits the data: a grid of images or mels, a scatter plot of points; None for other vectors."""
     if spec.mel is not None:
         from genmodels.evaluation.mel_pictures import mel_sheet
 

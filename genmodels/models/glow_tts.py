@@ -120,7 +120,6 @@ class GlowTTS(GenerativeModel):
         )
         durations = DurationPredictor(reader.channels, hidden=duration_channels)
         self.core = Voices(SpeakingFlow(reader, decoder, durations), speakers, speaker_channels)
-        self._probe: Batch | None = None
         self.finish_setup(optimizer, ema_decay)
 
     def compiled_parts(self) -> list[nn.Module]:
@@ -276,12 +275,6 @@ class GlowTTS(GenerativeModel):
 
     # ---- what is seen of it while it trains ---------------------------------------------------------------------
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """The likelihood of the batch; a few of its items are kept for pictures."""
-        super().validation_step(batch, batch_idx)
-        if batch_idx == 0:
-            self._probe = even_lengths(batch.rows(slice(0, 3)))
-
     @torch.no_grad()
     def aligned(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Aligned:
         """Items against their texts: the best path, its durations, and the scores of all."""
@@ -299,8 +292,11 @@ class GlowTTS(GenerativeModel):
 
     def pictures(self) -> dict[str, Image.Image]:
         """Alignments of a few validation items."""
-        if self._probe is None:
-            return {}
         from genmodels.evaluation.mel_pictures import alignments
 
-        return {"alignments": alignments(self.posterior(self._probe), self._probe, self.spec)}
+        loader = self.trainer.val_dataloaders
+        if loader is None:
+            return {}
+        batch = even_lengths(next(iter(loader)).rows(slice(0, 3)).to(self.device))
+        self.core.eval()  # dropout would blur what has been learnt; the caller puts the mode back
+        return {"alignments": alignments(self.posterior(batch), batch, self.spec)}
