@@ -1,4 +1,4 @@
-"""`genmodels verify`: is a flow, an energy, a schedule, an attention what it says it is? A verdict for every law."""
+"""`genmodels verify`: is a model, a layer, a sampler, an attention what it says it is? A verdict for every law."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def run(
     logger: dict | None = None,
     checkpoint: dict | None = None,
 ) -> None:
-    """Prove a flow, an energy, a schedule or an attention against its laws: inverses, log-determinants, masks, storage.
+    """Prove a model or a part of your own against its laws: flows, diffusion, energies, attention.
 
     Arguments:
         model: a model as in training; its parameters are drawn at random, then it is initialised on the data.
         data: the data set it is built for.
         ckpt: a checkpoint or run folder instead: its trained weights as they are.
-        what: a bijection, an energy or a noise schedule of your own instead, package.module:Class or (a bijection) a
-            function that returns one; needs trust, and shape but for schedules. Or attention: every mechanism of this
-            package, or the one that object names.
+        what: a bijection, energy, denoiser, noise schedule or sampler of your own instead, package.module:Class or a
+            function that returns one; needs trust, and shape but for schedules and samplers. Or attention: every
+            mechanism of this package, or the one that object names.
         object: with what=attention, package.module:factory of your own; factory(dim, heads) makes a module (x, mask).
         capabilities: what that module says of itself, as in [relative,cache,causal]; each names further laws.
         shape: event shape for what, as in shape=[3,8,8]; of attention on maps height and width.
@@ -157,9 +157,10 @@ def _planted(compiler: str | None, verbose: bool, attention: bool) -> None:
     missed = []
     found = self_test(compiler)
     if not attention:
-        from genmodels.evaluation import planted_kinds
+        from genmodels.evaluation import planted_diffusion, planted_kinds
 
-        found = chain(found, planted_kinds.self_test())
+        tables = planted_kinds.PLANTED, planted_diffusion.PLANTED
+        found = chain(found, *map(planted_kinds.self_test, tables))
     for name, planted, report, right in found:
         told = ", ".join(report.broken) or "every law holds"
         print(f"{'as it must' if right else 'WRONG':<11} {name:<40} {told}", flush=True)
@@ -218,12 +219,13 @@ def _model(
 def _own(
     what: str, shape: list[int] | None, options: dict, cond: str | None, trust: list[str], how: Options
 ) -> Findings:
-    """The proof of a user's bijection, noise schedule or energy."""
+    """The proof of something of a user's own."""
     from genmodels.cli import verify_kinds
     from genmodels.errors import InputError
 
     maker = _located(what, trust)
-    other = verify_kinds.own(maker, what, shape, options, how.seed)
+    condition = None if cond is None else lambda: _condition(cond, shape, how.seed)
+    other = verify_kinds.own(maker, what, shape, options, condition, how.seed)
     if other is not None:
         return other
     if not shape:

@@ -88,13 +88,13 @@ def _group_row(names: list[str], reports: list[Report]) -> list[str]:
 
 
 @contextmanager
-def counting(total: int, shown: bool) -> Iterator[Callable[[Law], None]]:
+def counting(total: int, shown: bool, unit: str = "law") -> Iterator[Callable[[Law | str], None]]:
     """A progress bar over laws, to be told of each before it is judged; nothing is shown of what ends at once."""
     interval = 0.1 if sys.stderr.isatty() else 10
-    with tqdm(total=total, desc="verifying", unit="law", disable=not shown, delay=0.5, mininterval=interval) as bar:
+    with tqdm(total=total, desc="verifying", unit=unit, disable=not shown, delay=0.5, mininterval=interval) as bar:
 
-        def watch(law: Law) -> None:
-            bar.set_postfix_str(law.name, refresh=False)
+        def watch(law: Law | str) -> None:
+            bar.set_postfix_str(law if isinstance(law, str) else law.name, refresh=False)
             bar.update()
 
         yield watch

@@ -68,7 +68,7 @@ def decreasing(s: ScheduleSubject) -> Measured:
 
 @LAWS.add("variance preserving", 1e-12, "alpha^2 + sigma^2 = 1, and alpha^2 / sigma^2 = exp(log SNR)")
 def preserving(s: ScheduleSubject) -> Measured:
-    alpha, sigma = s.schedule.alpha_sigma(s.times)
+    alpha, sigma = (part.detach() for part in s.schedule.alpha_sigma(s.times))
     ratio = (2 * (alpha.log() - sigma.log()) - s.log_snr(s.times)).abs() / (1 + s.log_snr(s.times).abs())
     return Measured(max(float((alpha.square() + sigma.square() - 1).abs().max()), 1e-3 * float(ratio.max())))
 

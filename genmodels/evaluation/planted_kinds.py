@@ -164,8 +164,8 @@ PLANTED: dict[str, PlantedKind] = {
 }
 
 
-def self_test() -> Iterator[tuple[str, PlantedKind, Report, bool]]:
+def self_test(planted: dict[str, PlantedKind]) -> Iterator[tuple[str, PlantedKind, Report, bool]]:
     """Judge every planted error: its name, itself, the report, and whether exactly the right laws are broken."""
-    for name, planted in PLANTED.items():
-        report = planted.judge()
-        yield name, planted, report, set(report.broken) == planted.broken
+    for name, error in planted.items():
+        report = error.judge()
+        yield name, error, report, set(report.broken) == error.broken

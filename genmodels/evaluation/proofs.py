@@ -9,6 +9,7 @@ from genmodels.data.spec import Batch
 from genmodels.errors import InputError
 from genmodels.evaluation.findings import Findings, Options
 from genmodels.evaluation.proofs_of_flows import prove_flow
+from genmodels.evaluation.proofs_of_models import prove_diffusion, prove_energy, prove_field
 from genmodels.flows.flow import Flow
 from genmodels.models.base import GenerativeModel
 
@@ -46,7 +47,7 @@ def prove(
     for family in FAMILIES:
         if family.fits(model):
             return family.prove(model, fresh, batch, initial, options)
-    raise InputError(f"there is nothing to verify yet for the family {model.family}: "
+    raise InputError(f"there is nothing to verify for the family {model.family}: "
                      f"there are laws for {', '.join(family.name for family in FAMILIES)}")
 
 
@@ -54,5 +55,18 @@ def _is_flow(model: GenerativeModel) -> bool:
     return isinstance(getattr(model.core, "flow", None), Flow)
 
 
+def _is_diffusion(model: GenerativeModel) -> bool:
+    return hasattr(model, "bound_times") and hasattr(model.core, "schedule")
+
+
+def _is_energy(model: GenerativeModel) -> bool:
+    return hasattr(model, "normaliser") and hasattr(model.core, "energy")
+
+
 #: Families in the order they are tried; a new one adds a line.
-FAMILIES = [Family("normalizing flows (core.flow)", _is_flow, prove_flow)]
+FAMILIES = [
+    Family("normalizing flows (core.flow)", _is_flow, prove_flow),
+    Family("diffusion models (core.schedule)", _is_diffusion, prove_diffusion),
+    Family("energies (core.energy)", _is_energy, prove_energy),
+    Family("fields of scores (sigmas)", lambda model: hasattr(model, "sigmas"), prove_field),
+]

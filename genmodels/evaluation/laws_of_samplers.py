@@ -1,0 +1,201 @@
+"""What a sampler must be: a pure step, a clean end, the closed-form path of a Gaussian, the right spread of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from genmodels.diffusion import (
+    CosineSchedule,
+    GaussianDenoiser,
+    LinearSchedule,
+    rescale_zero_terminal,
+    sample,
+    uniform_log_snr,
+    uniform_t,
+)
+from genmodels.diffusion.process import alpha_sigma
+from genmodels.diffusion.sampling import Memory
+from genmodels.evaluation.laws import Laws, Measured, NotApplicable, Report
+from genmodels.random import KeyedGenerator
+
+LAWS = Laws()
+
+_MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)
+_VARIANCE = torch.tensor([0.3, 0.5, 0.1], dtype=torch.float64)
+_STEPS, _ROWS = 400, 4000
+#: Where the path of a Gaussian is compared with its closed form: before the clean end, which is a step of its own.
+_PATH = (0.9, 0.1)
+
+
+@dataclass(frozen=True)
+class SamplerSubject:
+    """A sampler under judgement, and the exact denoiser of a Gaussian in float64."""
+
+    step: Callable
+    oracle: GaussianDenoiser
+
+    def draw(self, n: int, times: Tensor, *, seed: int = 0, oracle: GaussianDenoiser | None = None, **options):
+        """`sample` with noise keyed by row."""
+        rows = KeyedGenerator(seed, torch.arange(n), "verify")
+        options = {"dtype": torch.float64} | options
+        return sample(oracle or self.oracle, (n, len(_MEAN)), times, self.step, rows, **options).x
+
+
+def check_sampler(step: Callable) -> Report:
+    """The verdict of every law on a sampler.
+
+    Arguments:
+        step: `step(denoiser, x, t, s, memory, generator, cond, temperature) -> (x, memory)`, as `Sampler` says.
+
+    Example:
+        >>> from genmodels.diffusion import HeunSampler
+        >>> check_sampler(HeunSampler()).passed
+        True
+    """
+    name = getattr(step, "__name__", type(step).__name__)
+    oracle = GaussianDenoiser(CosineSchedule(), _MEAN, _VARIANCE)
+    return Report(f"{name}, a sampler", tuple(LAWS.judge(SamplerSubject(step, oracle))))
+
+
+def _one_step(s: SamplerSubject, dtype: torch.dtype = torch.float64) -> tuple[Callable[[int], tuple], Tensor, Memory]:
+    """A step from t = .6 to .4 as a function of the seed, its x, and the memory it is given."""
+    x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    t, between, later = (torch.tensor(v, dtype=torch.float64) for v in (0.6, 0.5, 0.4))
+    x, memory = s.step(s.oracle, x, t, between, None, torch.Generator().manual_seed(1), None, 1.0)
+    x = x.clone()
+
+    def again(seed: int, temperature: float = 1.0) -> tuple:
+        drawn = torch.Generator().manual_seed(seed)
+        return s.step(s.oracle, x, between, later, memory, drawn, None, temperature)
+
+    return again, x, memory
+
+
+@LAWS.add("pure step", 0.0, "a step with equal arguments gives equal results, and changes none of them")
+@torch.no_grad()
+def pure(s: SamplerSubject) -> Measured:
+    again, x, memory = _one_step(s)
+    kept = x.clone(), memory.x0.clone(), memory.log_snr.clone()
+    torch.manual_seed(0)  # noise from the global generator would repeat itself otherwise
+    first, _ = again(2)
+    second, _ = again(2)
+    changed = [float((a - b).abs().max()) for a, b in zip((x, memory.x0, memory.log_snr), kept, strict=True)]
+    apart = float((first - second).abs().max())
+    where = "x or memory modified" if max(changed) > 0 else "two calls differ" if apart > 0 else ""
+    return Measured(max(apart, *changed), where)
+
+
+@LAWS.add("dtype", 0.0, "x keeps its shape and dtype")
+@torch.no_grad()
+def dtype(s: SamplerSubject) -> Measured:
+    for kind in (torch.float32, torch.float64):
+        again, x, _ = _one_step(s, kind)
+        found, _ = again(2)
+        if found.shape != x.shape or found.dtype != kind:
+            return Measured(math.inf, f"{tuple(found.shape)} {found.dtype} from {tuple(x.shape)} {kind}")
+    return Measured(0.0)
+
+
+@LAWS.add("clean end", 1e-9, "the step to s = 0 returns the estimate of x_0 without noise")
+def clean_end(s: SamplerSubject) -> Measured:
+    kept: list[Tensor] = []
+    found = s.draw(50, uniform_t(s.oracle.schedule, 10), callback=lambda i, x, x0: kept.append(x0))
+    return Measured(float((found - kept[-1]).abs().max()))
+
+
+@LAWS.add("point mass", 1e-9, "data that are one point are found, in one step and in five")
+def point_mass(s: SamplerSubject) -> Measured:
+    oracle = GaussianDenoiser(CosineSchedule(), _MEAN, 0.0)
+    errors = [(s.draw(5, uniform_t(oracle.schedule, n), oracle=oracle) - _MEAN).abs().max() for n in (1, 5)]
+    return Measured(float(max(errors)))
+
+
+@LAWS.add("rows independent", 1e-9, "a sample alone is that of a batch, with noise keyed by sample")
+def rows(s: SamplerSubject) -> Measured:
+    times = uniform_t(s.oracle.schedule, 8)
+    together = s.draw(6, times)
+    alone = sample(s.oracle, (1, 3), times, s.step, KeyedGenerator(0, torch.tensor([4]), "verify"),
+                   dtype=torch.float64).x  # fmt: skip
+    return Measured(float((together[4] - alone[0]).abs().max()))
+
+
+@LAWS.add("temperature", 1e-9, "at temperature 0 no noise is left")
+@torch.no_grad()
+def temperature(s: SamplerSubject) -> Measured:
+    again, _, _ = _one_step(s)
+    return Measured(float((again(2, 0.0)[0] - again(3, 0.0)[0]).abs().max()))
+
+
+@LAWS.add("no signal", 0.0, "a first step from zero terminal SNR is finite")
+def no_signal(s: SamplerSubject) -> Measured:
+    oracle = GaussianDenoiser(rescale_zero_terminal(LinearSchedule()), _MEAN, _VARIANCE)
+    found = s.draw(8, uniform_t(oracle.schedule, 10), oracle=oracle)
+    return Measured(float((~torch.isfinite(found)).sum()))
+
+
+def _draws_noise(s: SamplerSubject) -> bool:
+    again, _, _ = _one_step(s)
+    with torch.no_grad():
+        return bool((again(2)[0] != again(3)[0]).any())
+
+
+@LAWS.add("path", 0.3, "without noise, samples of N(m, c^2) follow x_s - alpha_s m = sqrt(V_s / V_t) (x_t - alpha_t m)")
+def path(s: SamplerSubject) -> Measured:
+    """The error is what is missing to an order of convergence of one; a path that is exact has no order."""
+    if _draws_noise(s):
+        raise NotApplicable("draws noise: there is no path")
+    ends = s.oracle.schedule.log_snr(torch.tensor(_PATH, dtype=torch.float64))
+    (alpha_t, alpha_s), (sigma_t, sigma_s) = alpha_sigma(ends)
+    spread_t, spread_s = ((a**2 * _VARIANCE + d**2).sqrt() for a, d in ((alpha_t, sigma_t), (alpha_s, sigma_s)))
+    x = alpha_t * _MEAN + spread_t * torch.randn(
+        20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    truth = alpha_s * _MEAN + spread_s / spread_t * (x - alpha_t * _MEAN)
+
+    def error(steps: int) -> float:
+        between = torch.linspace(float(ends[0]), float(ends[1]), steps + 1, dtype=torch.float64)
+        times = s.oracle.schedule.time_of(between)
+        return float((s.draw(20, times, start=x.clone()) - truth).abs().max())
+
+    coarse, fine = error(32), error(64)
+    if fine < 1e-9:
+        return Measured(0.0, "exact")
+    if not (math.isfinite(coarse) and math.isfinite(fine)):
+        return Measured(math.inf, "not finite")
+    order = math.log2(coarse / fine)
+    return Measured(max(0.0, 1 - order), f"order {order:.2f}, error {fine:.1e} in 64 steps")
+
+
+@LAWS.add("spread", 0.05, f"mean and variance of {_ROWS:,} samples of N(m, c^2) in {_STEPS} steps, beyond chance")
+def spread(s: SamplerSubject) -> Measured:
+    """Relative errors of standard deviations, and of means in their units, less three standard errors."""
+    x = s.draw(_ROWS, uniform_log_snr(s.oracle.schedule, _STEPS))
+    mean = ((x.mean(0) - _MEAN) / _VARIANCE.sqrt()).abs() - 3 / math.sqrt(_ROWS)
+    deviation = ((x.var(0) / _VARIANCE).sqrt() - 1).abs() - 3 / math.sqrt(2 * _ROWS)
+    errors = torch.stack([mean, deviation])
+    if not bool(torch.isfinite(errors).all()):
+        return Measured(math.inf, "not finite")
+    worst = int(errors.flatten().argmax())
+    return Measured(max(0.0, float(errors.max())), "mean" if worst < len(_MEAN) else "standard deviation")
+
+
+def is_sampler(maker: Callable) -> bool:
+    """Whether this is a step or a class of steps: its first argument is called denoiser, and it has a memory.
+
+    Example:
+        >>> from genmodels.diffusion import EulerSampler
+        >>> is_sampler(EulerSampler), is_sampler(EulerSampler()), is_sampler(torch.nn.Linear)
+        (True, True, False)
+    """
+    import inspect
+
+    try:
+        names = list(inspect.signature(maker.__call__ if isinstance(maker, type) else maker).parameters)
+    except (TypeError, ValueError):
+        return False
+    return [name for name in names if name != "self"][:1] == ["denoiser"] and "memory" in names
