@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -21,7 +20,8 @@ def mel_image(mel: Tensor, width: int = 1, height: int = 2) -> Image.Image:
     """A log-mel (n_mels, T), low bands at the bottom, each cell so many pixels wide and high.
 
     Example:
-        >>> mel_image(torch.zeros(80, 100)).size
+        >>> from torch import zeros
+        >>> mel_image(zeros(80, 100)).size
         (100, 160)
     """
     import matplotlib
@@ -35,14 +35,17 @@ def mel_sheet(x: Tensor, columns: int | None = None) -> Image.Image:
     """Several log-mels (N, n_mels, T) on one sheet.
 
     Example:
-        >>> mel_sheet(torch.zeros(3, 80, 100)).mode
+        >>> from torch import zeros
+        >>> mel_sheet(zeros(3, 80, 100)).mode
         'RGB'
     """
     columns = columns or max(1, round(math.sqrt(len(x)) * 160 / max(160, x.shape[2])))
     return grid([mel_image(mel) for mel in x], columns, gap=4)
 
 
-def spoken(mel: Tensor, spec: DataSpec, tokens: Sequence[int], durations: Sequence[int], title: str = "") -> Image.Image:
+def spoken(
+    mel: Tensor, spec: DataSpec, tokens: Sequence[int], durations: Sequence[int], title: str = ""
+) -> Image.Image:
     """A mel with the time of every token: the path of the alignment over it, and its symbols above."""
     hop = spec.mel["hop"] / spec.mel["sample_rate"]
     table = spec.text["symbols"]

@@ -1,4 +1,4 @@
-"""Glow-TTS (Kim et al. 2020) as a model: mels of a text by an exact density, trained, judged and sampled like others."""
+"""Glow-TTS (Kim et al. 2020) as a model: mels of a text by an exact density."""
 
 from __future__ import annotations
 
