@@ -41,9 +41,15 @@ def compare(
     cache = Cache(cache_folder() / "evaluations" if keep else None)
     held: dict = {}
     shared: dict = {}
-    evaluations = []
+    evaluations, first = [], None
     for path in dict.fromkeys(paths):
-        evaluations.append(Evaluation(Opened.open(path, request, held), cache, shared))
+        try:
+            evaluations.append(Evaluation(Opened.open(path, request, held), cache, shared))
+        except (RunError, InputError) as error:
+            first = first or error
+            failures[str(path)] = str(error)
+    if not evaluations:
+        raise first
     check_options([evaluation.opened for evaluation in evaluations])
     same_items([evaluation.report for evaluation in evaluations])
     labelled([evaluation.report for evaluation in evaluations])
@@ -57,12 +63,13 @@ def compare(
         except Interrupted:
             _write(evaluation, target)
             raise
-        except RunError as error:
+        except (RunError, InputError) as error:
+            first = first or error
             failures[path] = str(error)
             continue
         done.append((evaluation, target))
     if not done:
-        raise RunError("; ".join(failures.values()))
+        raise first if len(failures) == 1 else RunError("; ".join(failures.values()))
     for evaluation, target in done:
         _write(evaluation, target)
         options = LoggerOptions(**evaluation.report["config"].get("logger", {}))

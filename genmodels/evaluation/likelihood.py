@@ -195,3 +195,19 @@ class Likelihood:
         parts = {name: value[order] for name, value in self.parts.items()}
         same = {name: getattr(self, name) for name in ("kind", "levels", "made", "profile")}
         return Likelihood(index=expected, parts=parts, **same, **sort)
+
+
+def packed(likelihood: Likelihood) -> dict:
+    """Tensors and plain types, for the cache."""
+    profile = likelihood.profile
+    return {
+        **{name: getattr(likelihood, name) for name in ("nats", "kind", "dims", "levels", "stderr", "made", "index",
+                                                        "parts")},
+        "profile": None if profile is None else (profile.edges, profile.nats, profile.items),
+    }
+
+
+def unpacked(stored: dict) -> Likelihood:
+    """What `packed` made plain."""
+    profile = stored["profile"]
+    return Likelihood(**{**stored, "profile": None if profile is None else Profile(*profile)})

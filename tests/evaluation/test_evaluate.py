@@ -87,6 +87,18 @@ def test_the_kinds_that_a_rank_across_mixes_are_told(oracles, tmp_path):
     assert "ranks mix kinds: ais flatters" in out and "ranks mix kinds: exact" in out
 
 
+def test_the_others_are_judged_where_one_cannot_be(oracles, tmp_path):
+    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(tmp_path / "gone.npz"), "test_fraction": 0.2}
+    spec = DataSpec("gauss", (3,))
+    save(GaussianFlow(spec, mean=MEAN, covariance=COVARIANCE), tmp_path / "lost" / "best.ckpt", data)
+    out, err = evaluate(f"ckpt=[{tmp_path}/lost,{oracles}/flow]", QUICK[-1], f"out={tmp_path}/t", cwd=tmp_path, code=1)
+    assert "= 4." in out and "gone.npz" in err.splitlines()[-1]
+    table = report(tmp_path / "t" / "table.json")
+    assert len(table["models"]) == 1 and "gone.npz" in table["failures"][0]["message"]
+    _, err = evaluate(f"ckpt={tmp_path}/lost", QUICK[-1], cwd=tmp_path, code=2)
+    assert "gone.npz" in err
+
+
 @pytest.mark.parametrize("family", ["flow", pytest.param("diffusion", marks=pytest.mark.slow)])
 def test_figures_do_not_depend_on_batch_size_or_processes(oracles, tmp_path, family):
     values = []
