@@ -1,0 +1,203 @@
+"""What is counted when a machine speaks: durations, words that were read, failures, and time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from genmodels.speech.text import Symbols
+from genmodels.speech.transcription import WordFaults
+
+
+class DurationError(NamedTuple):
+    """How far durations are from others: mean |d - d'| in frames, (B,), and sum d / sum d', (B,)."""
+
+    mean_absolute: Tensor
+    total_ratio: Tensor
+
+
+def duration_error(durations: Tensor, reference: Tensor, mask: Tensor | None = None) -> DurationError:
+    """Predicted durations beside those of the best alignment.
+
+        mean over valid tokens of |d_i - d'_i|,    sum_i d_i / sum_i d'_i
+
+    Arguments:
+        durations: d, in frames, whole or not.
+        reference: d', as of `monotonic_alignment_search`.
+        mask: which tokens are valid.
+
+    Shapes: `(B, N)` both, `mask (B, 1, N)` bool.
+    Errors: ValueError for other shapes, or a reference of no frames.
+
+    Example:
+        >>> duration_error(torch.tensor([[2, 4]]), torch.tensor([[1, 5]]))
+        DurationError(mean_absolute=tensor([1.]), total_ratio=tensor([1.]))
+    """
+    if durations.shape != reference.shape or durations.dim() != 2:
+        raise ValueError(f"durations are (B, N), got {tuple(durations.shape)} and {tuple(reference.shape)}")
+    valid = torch.ones_like(reference, dtype=torch.bool) if mask is None else mask[:, 0]
+    width = durations.dtype if durations.is_floating_point() else torch.get_default_dtype()
+    own, other = (torch.where(valid, d.to(width), 0) for d in (durations, reference))
+    if bool((other.sum(1) <= 0).any()):
+        raise ValueError(f"item {int((other.sum(1) <= 0).nonzero()[0])} has a reference of no frames")
+    return DurationError((own - other).abs().sum(1) / valid.sum(1), own.sum(1) / other.sum(1))
+
+
+def words_of_tokens(tokens: Sequence[int], symbols: Symbols) -> list[int]:
+    """The word that each token belongs to, counted from 0; -1 for blanks, spaces and marks.
+
+    Example:
+        >>> words_of_tokens(Symbols(blanks=False).encode("so, it's"), Symbols())
+        [0, 0, -1, -1, 1, 1, 1, 1]
+    """
+    word, found, spoken = -1, [], False
+    for token in tokens:
+        symbol = symbols.table[token]
+        if len(symbol) == 1 and (symbol.isalpha() or symbol == "'"):
+            word, spoken = word if spoken else word + 1, True
+            found.append(word)
+        else:
+            # A blank stands between the letters of a word, too; a space or a mark ends it.
+            spoken = spoken and len(symbol) > 1
+            found.append(-1)
+    return found
+
+
+def read_faults(weights: Tensor, words: Sequence[int], *, shortest: int = 3) -> WordFaults:
+    """Words that an attention never looked at, and words that it came back to after it had gone on.
+
+    At each frame it looks at the token of the largest weight. A return counts when it stays for `shortest` frames, as
+    at the border of two words the maximum may waver. Needs no recogniser; an alignment by durations has neither fault.
+
+    Arguments:
+        weights: of one utterance.
+        words: the word of each token, as of `words_of_tokens`.
+
+    Shapes: `weights (N, T)`, N words.
+    Errors: ValueError for another number of tokens, or no frames.
+
+    Example:
+        >>> weights = torch.eye(3)[:, [0, 0, 0, 2, 2, 2, 0, 0, 0]]
+        >>> read_faults(weights, [0, 1, 2])
+        WordFaults(missing=1, repeated=1)
+    """
+    if weights.dim() != 2 or weights.shape[0] != len(words) or weights.shape[1] == 0:
+        raise ValueError(f"weights of {len(words)} tokens are ({len(words)}, T), got {tuple(weights.shape)}")
+    looked = [words[k] for k in weights.argmax(0).tolist() if words[k] >= 0]
+    runs = [(word, sum(1 for _ in run)) for word, run in groupby(looked)]
+    missing = len({word for word in words if word >= 0} - {word for word, _ in runs})
+    # What wavers is left out, and the parts on its two sides are one run again.
+    steady = [word for word, _ in groupby(word for word, length in runs if length >= shortest)]
+    return WordFaults(missing, len(steady) - len(set(steady)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one utterance.
+
+    Attributes:
+        words: words left out and said again.
+        stopped: whether it came to an end by itself.
+        length_ratio: its length over that of the recording.
+    """
+
+    words: WordFaults = WordFaults(0, 0)
+    stopped: bool = True
+    length_ratio: float = 1.0
+
+    @property
+    def failures(self) -> dict[str, bool]:
+        """Every way to fail, and whether this one did; a length that is not a number is out of bounds."""
+        return {"missing word": self.words.missing > 0, "repeated word": self.words.repeated > 0,
+                "no stop": not self.stopped, "length": not 0.5 <= self.length_ratio <= 2}
+
+
+def failures_per_100(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Utterances in a hundred that failed in each way, and `any`: in one at least.
+
+    Errors: ValueError for no utterances.
+
+    Example:
+        >>> failures_per_100([Outcome(), Outcome(stopped=False, length_ratio=3.0)])
+        {'missing word': 0.0, 'repeated word': 0.0, 'no stop': 50.0, 'length': 50.0, 'any': 50.0}
+    """
+    if not outcomes:
+        raise ValueError("there are no utterances to count failures of")
+    found = [outcome.failures for outcome in outcomes]
+    share = 100 / len(found)
+    return {**{name: share * sum(f[name] for f in found) for name in found[0]},
+            "any": share * sum(any(f.values()) for f in found)}
+
+
+@dataclass(frozen=True)
+class RealTimeFactor:
+    """Seconds of work for a second of sound.
+
+    Attributes:
+        seconds: of every run, after those to warm up.
+        sound: seconds of sound that one run makes.
+        threads, device: what it ran on.
+    """
+
+    seconds: tuple[float, ...]
+    sound: float
+    threads: int
+    device: str
+
+    @property
+    def factor(self) -> float:
+        """The median run over the sound."""
+        return median(self.seconds) / self.sound
+
+    def __str__(self) -> str:
+        low, high = min(self.seconds) / self.sound, max(self.seconds) / self.sound
+        return (f"real-time factor {self.factor:.3f} ({low:.3f} to {high:.3f}, {len(self.seconds)} runs of "
+                f"{self.sound:.2f} s, {self.device}, {self.threads} thread{'s' if self.threads > 1 else ''})")
+
+
+def real_time_factor(
+    work: Callable[[], object], sound: float, *, repeats: int = 5, warm_up: int = 1,
+    device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter,
+) -> RealTimeFactor:  # fmt: skip
+    """Time work that makes so many seconds of sound, when it is warm.
+
+        factor = median seconds / (samples / sample rate)
+
+    Arguments:
+        work: makes one utterance.
+        sound: its length in seconds: from the rate of its own MelConfig, never an assumed one.
+        repeats, warm_up: timed runs, and untimed ones before them.
+        device: waited for before the clock is read.
+        clock: seconds.
+
+    Errors: ValueError for no sound or no repeats.
+
+    Example:
+        >>> ticks = iter([0.0, 1.0, 5.0, 7.0, 10.0, 13.0])
+        >>> real_time_factor(lambda: None, 4.0, repeats=3, clock=lambda: next(ticks)).factor
+        0.5
+    """
+    if not sound > 0 or repeats < 1:
+        raise ValueError(f"a real-time factor needs sound and repeats, got {sound} s and {repeats}")
+    device = torch.device(device)
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return clock()
+
+    for _ in range(warm_up):
+        work()
+    seconds = []
+    for _ in range(repeats):
+        began = now()
+        work()
+        seconds.append(now() - began)
+    return RealTimeFactor(tuple(seconds), sound, torch.get_num_threads(), device.type)

@@ -1,0 +1,88 @@
+"""Counts of what was spoken, by hand: durations, words read, failures, time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.speech.measures import (
+    Outcome,
+    RealTimeFactor,
+    duration_error,
+    failures_per_100,
+    read_faults,
+    real_time_factor,
+    words_of_tokens,
+)
+from genmodels.speech.text import Symbols
+from genmodels.speech.transcription import WordFaults, spoken_form
+
+
+def test_duration_error():
+    d, other = torch.tensor([[2.0, 4.0, 99.0], [1.0, 1.0, 1.0]]), torch.tensor([[1, 5, 7], [1, 2, 3]])
+    mask = torch.tensor([[[True, True, False]], [[True, True, True]]])
+    found = duration_error(d, other, mask)
+    assert found.mean_absolute.tolist() == [1.0, 1.0]
+    assert found.total_ratio.tolist() == [1.0, 0.5]
+    # Without the mask the padding counts.
+    assert duration_error(d, other).mean_absolute[0] > 30
+    exact = duration_error(other, other, mask)
+    assert not exact.mean_absolute.any() and exact.total_ratio.eq(1).all()
+    with pytest.raises(ValueError, match="item 1 has a reference of no frames"):
+        duration_error(d, torch.tensor([[1, 5, 7], [0, 0, 0]]))
+    with pytest.raises(ValueError, match=r"\(B, N\)"):
+        duration_error(d, other[0])
+
+
+@pytest.mark.parametrize("blanks", [False, True])
+def test_words_of_tokens(blanks):
+    text = "the cat's paw - well, yes"
+    symbols = Symbols(blanks=blanks)
+    words = words_of_tokens(symbols.encode(text), symbols)
+    said = spoken_form(text).split()
+    assert max(words) + 1 == len(said)
+    for k, word in enumerate(said):
+        own = [t for t, w in zip(symbols.encode(text), words, strict=True) if w == k]
+        assert symbols.decode(own) == word
+
+
+def looks(tokens: list[int], count: int) -> torch.Tensor:
+    """Weights of an attention that looks at these tokens, frame by frame, and a little everywhere."""
+    return torch.nn.functional.one_hot(torch.tensor(tokens), count).T + 0.3
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [
+    ([0, 0, 1, 1, 2, 3, 3, 3, 4], (0, 0)),  # tokens 0 1 | 2 | 3 4 are words, 2 is a space between them
+    ([0, 0, 1, 1, 2, 2], (1, 0)),  # never came to the second word
+    ([3, 3, 3, 4], (1, 0)),
+    ([0, 1, 1, 3, 3, 4, 0, 1, 1], (0, 1)),  # went back
+    ([0, 1, 1, 3, 0, 3, 3, 4], (0, 0)),  # wavered at the border
+    ([0, 0, 0, 3, 3, 3, 1, 1, 1, 4, 4, 4], (0, 2)),  # back and forth
+])  # fmt: skip
+def test_words_that_were_read(tokens, expected):
+    assert read_faults(looks(tokens, 5), [0, 0, -1, 1, 1]) == expected
+
+
+def test_failures():
+    fine, ratios = Outcome(), [0.5, 2.0, 0.49, 2.01, math.nan]
+    assert [Outcome(length_ratio=r).failures["length"] for r in ratios] == [False, False, True, True, True]
+    outcomes = [fine, fine, Outcome(WordFaults(2, 0)), Outcome(WordFaults(1, 1), stopped=False, length_ratio=9.0)]
+    assert failures_per_100(outcomes) == {"missing word": 50, "repeated word": 25, "no stop": 25, "length": 25,
+                                          "any": 50}
+    with pytest.raises(ValueError, match="no utterances"):
+        failures_per_100([])
+    with pytest.raises(ValueError, match=r"\(3, T\)"):
+        read_faults(torch.zeros(2, 5), [0, 0, 1])
+
+
+def test_real_time_factor():
+    runs, ticks = [], iter([0.0, 1.0, 2.0, 8.0, 10.0, 12.0])
+    found = real_time_factor(lambda: runs.append(1), 4.0, repeats=3, warm_up=2, clock=lambda: next(ticks))
+    assert found.seconds == (1.0, 6.0, 2.0) and found.factor == 0.5 and len(runs) == 5
+    assert str(RealTimeFactor((1.0, 2.0, 6.0), 4.0, 1, "cpu")) == (
+        "real-time factor 0.500 (0.250 to 1.500, 3 runs of 4.00 s, cpu, 1 thread)")
+    for sound, repeats in ((0.0, 1), (1.0, 0)):
+        with pytest.raises(ValueError, match="needs sound and repeats"):
+            real_time_factor(lambda: None, sound, repeats=repeats)
