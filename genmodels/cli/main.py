@@ -98,7 +98,7 @@ def _dispatch(command: str, words: list[str]) -> int:
         needs_checkpoint = command in ("sample", "evaluate") and not any(word.startswith("ckpt=") for word in overrides)
         if "keys" in options and needs_checkpoint:
             overrides = [*overrides, "ckpt=..."]  # the keys can be listed before there is a checkpoint
-        config = hydra.compose(overrides)
+        config = hydra.compose([spelt(word) for word in overrides])
         if "cfg" in options or "keys" in options:
             from genmodels.cli import usage
 
@@ -106,6 +106,20 @@ def _dispatch(command: str, words: list[str]) -> int:
             return 0
     import_module(f"genmodels.cli.{command}").run(**config)
     return 0
+
+
+def spelt(word: str) -> str:
+    """A word `text=...` with its value in quotes, unless it has them or is a list: prose is no configuration.
+
+    Example:
+        >>> print(spelt("text=Don't stop, please!"), spelt("text=[one,two]"), spelt("n=3"))
+        text='Don\\'t stop, please!' text=[one,two] n=3
+    """
+    key, equals, value = word.partition("=")
+    if key != "text" or not value or value[0] in "'\"[" or value == "null":
+        return word
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}{equals}'{escaped}'"
 
 
 def split(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:

@@ -8,11 +8,18 @@ from typing import Literal
 def run(
     *,
     ckpt: str,
-    n: int = 64,
+    n: int | None = None,
     seed: int = 0,
     out: str | None = None,
     cond: int | str | list[int | str] | None = None,
-    temperature: float = 1.0,
+    text: str | list[str] | None = None,
+    text_file: str | None = None,
+    speed: float | None = None,
+    seconds: float | None = None,
+    durations: str | None = None,
+    pause: float | None = None,
+    on_unknown: Literal["error", "drop"] | None = None,
+    temperature: float | None = None,
     sampler: str | None = None,
     steps: int | None = None,
     spacing: str | None = None,
@@ -42,11 +49,20 @@ def run(
 
     Arguments:
         ckpt: the checkpoint (or a run folder: its best.ckpt).
-        n: number of samples.
+        n: number of samples, 64 by default; with text the number of takes, 1 by default.
         seed: sample k of a seed is the same alone, in any batch, on any number of processes.
         out: a .png (one grid), a .npz (arrays), or a folder (one PNG each); default a grid in the run folder.
-        cond: class, or classes that are cycled; default every class in turn, none with inpaint and edit.
-        temperature: scale of the noise, 1 for the model's own distribution.
+        cond: class, or classes that are cycled; default every class in turn, none with inpaint and edit. The speaker
+            of a text.
+        text: what a model of speech says: out is a .wav, with the mel (.png) and the durations (.json) beside it; a
+            .npz; or a folder. Long texts are spoken by sentences.
+        text_file: a file of texts, one a line.
+        speed: of speech, above 1 is faster.
+        seconds: total time of a text.
+        durations: a .json as it is written beside a .wav: frames of every token, to be used instead of predicted ones.
+        pause: seconds of silence between sentences, 0.2 by default.
+        on_unknown: characters of a text without a symbol are an error, or dropped.
+        temperature: scale of the noise, 1 for the model's own distribution, which is the default but for texts: 0.667.
         sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m or unipc for diffusion; annealed, hmc, mala or ula for energies;
             predictor_corrector or annealed_langevin for scores.
         steps: number of sampling steps: of a diffusion or a chain, densities of `annealed`, noise levels of scores.
@@ -79,7 +95,7 @@ def run(
     from genmodels.errors import InputError
 
     for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("start", start, 0), ("frames", frames, 2)):
-        if value < least:
+        if value is not None and value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
     if path is not None and Path(path).suffix.lower() not in (".png", ".gif"):
         raise InputError(f"path={path}: the way from noise to data is written to a .png (a strip) or a .gif")
@@ -98,6 +114,17 @@ def run(
     from genmodels.training.archive import checkpoint_hash
 
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
+    manner = {"speed": speed, "seconds": seconds, "durations": durations, "pause": pause, "on_unknown": on_unknown}
+    if model.spec.text is not None:
+        spoken = {"text": text, "text_file": text_file, "n": n, "start": start, "out": out}
+        manner |= {"speaker": cond, "temperature": temperature, "seed": seed, "weights": weights_of(ema)}
+        for line in say(model, header, ckpt_path, spoken, manner):
+            print(line)
+        return
+    unspoken = [key for key, value in ({"text": text, "text_file": text_file} | manner).items() if value is not None]
+    if unspoken:
+        raise InputError(f"{unspoken[0]} is for models of speech with texts: {ckpt_path} holds a {header['family']}")
+    n, temperature = 64 if n is None else n, 1.0 if temperature is None else temperature
     options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "churn": churn, "clip": clip}
     options |= {"guidance": guidance, "guidance_rescale": guidance_rescale, "guidance_interval": guidance_interval}
     options |= {"rounds": rounds, "strength": strength, "step_size": step_size, "size": size}
@@ -135,6 +162,46 @@ def run(
         print(line)
     if path is not None:
         print(write_path(samples, model.spec, Path(path)))
+
+
+def say(model, header: dict, ckpt_path, asked: dict, manner: dict) -> list[str]:
+    """Speak texts (the checkpoint's own examples, if there are none) and write them; what to tell the user.
+
+    Raises:
+        InputError: for texts that cannot be spoken, or files that cannot be read.
+    """
+    import time
+    from pathlib import Path
+
+    from genmodels.errors import InputError
+    from genmodels.evaluation.speaking import Manner, read_durations, speak, targets, write_spoken
+    from genmodels.training.archive import checkpoint_hash
+
+    if asked["text"] is not None and asked["text_file"] is not None:
+        raise InputError("text and text_file: give one of the two")
+    texts, takes = asked["text"], 1 if asked["n"] is None else asked["n"]
+    if asked["text_file"] is not None:
+        try:
+            lines = Path(asked["text_file"]).read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"text_file={asked['text_file']} cannot be read: {error}") from None
+        texts = [line for line in lines if line.strip()]
+    if texts is None:
+        texts, takes = model.spec.text["examples"][: asked["n"]], 1
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    given = {key: value for key, value in manner.items() if value is not None}
+    if "durations" in given:
+        given["durations"] = read_durations(Path(given["durations"]))
+    how, begun = Manner(**given), time.monotonic()
+    told = speak(model, texts, how, takes=takes, start=asked["start"])
+    hop, rate = model.spec.mel["hop"], model.spec.mel["sample_rate"]
+    seconds, took = sum(one.mel.shape[1] for one in told) * hop / rate, time.monotonic() - begun
+    made = {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
+    out = None if asked["out"] is None else Path(asked["out"])
+    places = targets(out, ckpt_path.parent / "samples", ckpt_path.stem, told, how.seed)
+    lines = [f"mels of {seconds:.2f} s in {took:.2f} s (real-time factor {took / seconds:.3f}, {model.device})"]
+    return lines + [line for one, place in zip(told, places, strict=True)
+                    for line in write_spoken(one, model.spec, place, how, made)]
 
 
 def unmixed(made: dict) -> list[str]:

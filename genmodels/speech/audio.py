@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -69,8 +70,8 @@ def resample(wave: Tensor, rate: int, wanted: int) -> Tensor:
     return torch.from_numpy(found).to(wave)
 
 
-def write_wav(path: str | Path, wave: Tensor, sample_rate: int) -> float:
-    """Write sound (N,) as 16 bits; sound that is too loud is made quieter as a whole, never cut.
+def write_wav(path: str | Path | BinaryIO, wave: Tensor, sample_rate: int) -> float:
+    """Write sound (N,) as 16 bits to a path or an open file; what is too loud is made quieter as a whole, never cut.
 
     Returns the factor it was multiplied by, 1 where it fitted.
     """

@@ -1,0 +1,211 @@
+"""Texts spoken from a checkpoint: sound, the mel as a picture, and the durations, as files."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genmodels.errors import InputError, RunError
+from genmodels.evaluation.mel_pictures import spoken
+from genmodels.evaluation.sampling import save_png
+from genmodels.speech.audio import write_wav
+from genmodels.speech.mel import MelConfig
+from genmodels.speech.text import sentences
+from genmodels.speech.vocoder import GriffinLim
+from genmodels.training.archive import write_whole
+
+_TOGETHER = 16  # sentences in one pass
+_FLOOR = float(np.log(1e-5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How texts are spoken.
+
+    Arguments:
+        speaker: name or number; None for the first.
+        temperature: factor of the latent's deviation.
+        speed: above 1 is faster.
+        seconds: total time of a text, which is then spoken as one sentence.
+        pause: seconds of silence between sentences.
+        durations: for each sentence the frames of its tokens, instead of predicted ones.
+        seed, weights, on_unknown: see the model's `sample`.
+
+    Raises:
+        InputError: for a pause that is negative.
+    """
+
+    speaker: int | str | None = None
+    temperature: float = 0.667
+    speed: float = 1.0
+    seconds: float | None = None
+    pause: float = 0.2
+    durations: list[list[int]] | None = None
+    seed: int = 0
+    weights: str | float = "ema"
+    on_unknown: str = "error"
+
+    def __post_init__(self):
+        if not self.pause >= 0:
+            raise InputError(f"pause is seconds of silence, 0 or more, got {self.pause}")
+
+
+@dataclass
+class Spoken:
+    """One text, spoken.
+
+    Attributes:
+        text: as it was written.
+        parts: for each sentence its normal form, tokens, durations and mel (n_mels, T).
+        mel: all of them with pauses between, (n_mels, T).
+        wave: the sound (N,), None before a vocoder has run.
+    """
+
+    text: str
+    parts: list[tuple[str, list[int], list[int], Tensor]] = field(default_factory=list)
+    mel: Tensor | None = None
+    wave: Tensor | None = None
+
+
+def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start: int = 0) -> list[Spoken]:
+    """Mels of texts, each `takes` times, long ones sentence by sentence; in the order of takes, then of texts.
+
+    A sentence has the same mel in whatever text, batch or process it is spoken: its noise is keyed by the seed, the
+    sentence and the number of the take.
+
+    Raises:
+        InputError: for texts that cannot be spoken.
+    """
+    from genmodels.models.texts import TextReader
+
+    reader = TextReader(model.spec, manner.on_unknown)
+    split = [[text] if manner.seconds is not None else sentences(text) for text in texts]
+    flat = [sentence for parts in split for sentence in parts]
+    if not flat:
+        raise InputError("there is no text to speak")
+    if manner.durations is not None and len(manner.durations) != len(flat):
+        raise InputError(f"durations hold {len(manner.durations)} sentences, the text has {len(flat)}")
+    options = {key: value for key, value in asdict(manner).items() if key not in ("speaker", "pause")}
+    silence = round(manner.pause * model.spec.mel["sample_rate"] / model.spec.mel["hop"])
+    found = []
+    for take in range(start, start + takes):
+        mels = []
+        for first in range(0, len(flat), _TOGETHER):
+            count = min(_TOGETHER, len(flat) - first)
+            drawn = model.sample(count, manner.speaker, start=take * len(flat) + first, text=flat, **options)
+            if not bool(drawn.x.isfinite().all()):
+                raise RunError("a mel is not finite: lower temperature, or ema=true")
+            for k in range(count):
+                frames, tokens = int(drawn.mask[k].sum()), int(drawn.cond.mask[k].sum())
+                mels.append((reader.normal_form(flat[first + k]), drawn.cond.tokens[k, :tokens].tolist(),
+                             drawn.durations[k, :tokens].tolist(), drawn.x[k, :, :frames].cpu()))
+        for text, parts in zip(texts, split, strict=True):
+            own, mels = mels[: len(parts)], mels[len(parts) :]
+            gap = own[0][3].new_full((own[0][3].shape[0], silence), _FLOOR)
+            pieces = [piece for part in own for piece in (gap, part[3])][1:]
+            found.append(Spoken(text, own, torch.cat(pieces, 1)))
+    return found
+
+
+def sound_of(mel: Tensor, config: MelConfig, seed: int, seconds: float | None = None) -> Tensor:
+    """The sound (N,) of a mel by Griffin-Lim, cut to exactly so many seconds."""
+    if mel.shape[1] * config.hop <= config.padded:  # too short to be reflected: silence behind it, cut off again
+        missing = config.padded // config.hop + 1 - mel.shape[1]
+        longer = torch.cat([mel, mel.new_full((mel.shape[0], missing), _FLOOR)], 1)
+        return sound_of(longer, config, seed, seconds)[: mel.shape[1] * config.hop]
+    wave = GriffinLim(config)(mel, torch.Generator().manual_seed(seed))
+    return wave if seconds is None else wave[: round(seconds * config.sample_rate)]
+
+
+def read_durations(path: Path) -> list[list[int]]:
+    """The durations in a file that `write_spoken` has written, or a plain list of them.
+
+    Raises:
+        InputError: for a file that holds no durations.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [part["durations"] for part in found["sentences"]] if isinstance(found, dict) else found
+        rows = [rows] if rows and isinstance(rows[0], int) else rows
+        if rows and all(isinstance(row, list) and all(isinstance(d, int) for d in row) for row in rows):
+            return rows
+    except OSError as error:
+        raise InputError(f"durations={path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, IndexError):
+        pass
+    raise InputError(f"durations={path} holds no durations: it wants the .json that sample.py writes, or [[3, 5, 2]]")
+
+
+def write_spoken(told: Spoken, spec, target: Path, manner: Manner, made: dict) -> list[str]:
+    """Write one text: .wav with .png and .json beside it, or a .npz; what to tell the user."""
+    config = MelConfig(**spec.mel)
+    about = {"text": told.text, "seed": manner.seed, "temperature": manner.temperature, "speed": manner.speed, **made}
+    if target.suffix.lower() == ".npz":
+        arrays = {"mel": told.mel.numpy(), "tokens": np.concatenate([part[1] for part in told.parts]),
+                  "durations": np.concatenate([part[2] for part in told.parts]), "made": json.dumps(about, default=str)}
+        write_whole(target, lambda file: np.savez_compressed(file, **arrays))
+        return [f"mel {tuple(told.mel.shape)}: {target}"]
+    start = time.monotonic()
+    told.wave = sound_of(told.mel, config, manner.seed, manner.seconds)
+    held = io.BytesIO()
+    factor = write_wav(held, told.wave, config.sample_rate)
+    write_whole(target, lambda file: file.write(held.getvalue()))
+    seconds = len(told.wave) / config.sample_rate
+    lines = [f"{seconds:.2f} s of sound (Griffin-Lim took {time.monotonic() - start:.1f} s): {target}"]
+    if factor < 1:
+        lines.append(f"it was too loud and was made quieter as a whole, by a factor of {factor:.2f}")
+    gap = round(manner.pause * config.sample_rate / config.hop)
+    tokens, durations = _joined(told, gap)
+    save_png(spoken(told.mel, spec, tokens, durations, told.text[:120]), target.with_suffix(".png"), about)
+    plain = about | {"sample_rate": config.sample_rate, "hop": config.hop, "sentences": [
+        {"text": text, "tokens": [spec.text["symbols"][t] for t in tokens], "durations": durations}
+        for text, tokens, durations, _ in told.parts
+    ]}
+    write_whole(target.with_suffix(".json"),
+                lambda file: file.write(json.dumps(plain, indent=1, default=str) + "\n"), mode="w")
+    return [*lines, f"its mel with tokens: {target.with_suffix('.png')}; durations: {target.with_suffix('.json')}"]
+
+
+def _joined(told: Spoken, gap: int) -> tuple[list[int], list[int]]:
+    """Tokens and frames of the whole text, each pause as padding."""
+    tokens, durations = [], []
+    for _, own, frames, _ in told.parts:
+        if tokens and gap:
+            tokens, durations = [*tokens, 0], [*durations, gap]
+        tokens, durations = tokens + own, durations + frames
+    return tokens, durations
+
+
+def targets(out: Path | None, folder: Path, stem: str, told: Sequence[Spoken], seed: int) -> list[Path]:
+    """A file for each text: `out` itself for one, files in the folder `out` for several, else files of the run.
+
+    Raises:
+        InputError: for one file and several texts, or a form that is not written.
+    """
+    if out is not None and out.suffix.lower() in (".wav", ".npz"):
+        if len(told) > 1:
+            raise InputError(f"out={out} is one file and there are {len(told)} texts: give a folder")
+        return [out]
+    if out is not None and out.suffix:
+        raise InputError(f"out={out}: end it in .wav (with .png and .json beside it), .npz, or nothing (a folder)")
+    place = out or folder
+    return [place / f"{stem}_seed{seed}_{k}_{_words(one.text)}.wav" for k, one in enumerate(told)]
+
+
+def _words(text: str) -> str:
+    """The beginning of a text as a file name has it.
+
+    Example:
+        >>> _words("Turn right, at 130 Prospect Street!")
+        'turn-right-at-130-prospect'
+    """
+    kept = "".join(c if c.isalnum() else " " for c in text.lower()).split()
+    return "-".join(kept[:5])[:40] or "text"
