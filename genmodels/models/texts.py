@@ -66,7 +66,7 @@ class TextReader:
         names = list(self.spec.speakers)
         if not names:
             if wanted is not None:
-                raise InputError(f"this model has one voice: leave speaker={wanted} out")
+                raise InputError(f"this model has one voice: leave cond={wanted} out")
             return None
         if wanted is None:
             return 0
@@ -74,4 +74,4 @@ class TextReader:
             return names.index(wanted)
         if isinstance(wanted, int) and 0 <= wanted < len(names):
             return wanted
-        raise InputError(f"speaker {wanted!r} is unknown: there are {', '.join(names)}")
+        raise InputError(f"cond={wanted!r} is no speaker of this model: there are {', '.join(names)}")

@@ -202,9 +202,10 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
     if best.exists():
         header = read_header(best, check=False)
         lines[0] += f"; best.ckpt is step {header['step']}"
+    wanted = "n=60" if model.spec.text is None else "text='Hello there.'"
     return [
         *lines,
-        f"sample:   {sample} {shlex.quote(f'ckpt={ckpt}')} n=60",
+        f"sample:   {sample} {shlex.quote(f'ckpt={ckpt}')} {wanted}",
         f"evaluate: {evaluate} {shlex.quote(f'ckpt={ckpt}')}",
     ]
 
