@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from genmodels.data.loading import ResumableBatchSampler, one_process
@@ -112,6 +113,25 @@ def padded_tokens(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         row[: len(text)] = torch.tensor(text)
     lengths = torch.tensor([len(text) for text in texts])
     return tokens, (torch.arange(longest) < lengths[:, None])[:, None]
+
+
+def joined(parts: Sequence[Tensor | TextCondition | None]) -> Tensor | TextCondition | None:
+    """What several batches hold, as one: what is shorter is padded, mels by silence, all else by zeros.
+
+    Example:
+        >>> joined([torch.zeros(1, 2, 3), torch.ones(2, 2, 5)]).shape, joined([None, None])
+        (torch.Size([3, 2, 5]), None)
+    """
+    if parts[0] is None:
+        return None
+    if isinstance(parts[0], TextCondition):
+        return TextCondition(*(joined([getattr(p, name) for p in parts]) for name in ("tokens", "mask", "speaker")))
+    parts = [part.cpu() for part in parts]
+    if parts[0].dim() == 1 or len({part.shape[1:] for part in parts}) == 1:
+        return torch.cat(parts)
+    longest = max(part.shape[-1] for part in parts)
+    fill = FLOOR if parts[0].is_floating_point() else 0
+    return torch.cat([pad(part, (0, longest - part.shape[-1]), value=fill) for part in parts])
 
 
 class BucketedBatchSampler(ResumableBatchSampler):

@@ -31,6 +31,9 @@ class FidelityStage:
     def run(self) -> None:
         """Samples beside held-out items in features of one network; copies of training items; classes."""
         request = self.frame.request
+        if self.frame.opened.spec.text is not None:
+            self.frame.report["fidelity"] = {"skipped": "mels of unlike lengths, each of its own text"}
+            return
         dims = dims_of(self.frame.opened.spec, request.features)
         n, reason = sample_quality.count_for(
             request.samples, self.frame.opened.items, dims, request.force, request.features != "auto")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from genmodels import __version__
 from genmodels.data.base import DataModule
+from genmodels.data.spec import TextCondition
 from genmodels.evaluation.cache import Cache, code_hash, key_of
 from genmodels.evaluation.opened import Opened
 from genmodels.evaluation.request import Request
@@ -64,7 +65,7 @@ class Frame:
                 "name": spec.name, "split": request.split, "items": opened.items, "limited": opened.limited,
                 "item_hash": self.hash_of(request.split, opened.items), "event_shape": list(spec.event_shape),
                 "levels": spec.levels, "units": "levels" if spec.levels else "the data's own",
-                "num_classes": spec.num_classes, "class_names": list(spec.class_names),
+                "mel": spec.mel, "num_classes": spec.num_classes, "class_names": list(spec.class_names),
             },
             "likelihood": [], "references": [], "items": {}, "profile": {}, "drift": {}, "proofs": [], "fidelity": {},
             "sampling": {}, "sweeps": [], "samples": {}, "neighbours": {}, "density": {}, "ood": [],
@@ -102,7 +103,9 @@ def item_hash(datamodule: DataModule, split: str, limit: int | None = None) -> s
     indices = None if limit is None else torch.arange(min(limit, len(datamodule.split(split))))
     digest = hashlib.sha256()
     for batch in datamodule.loader(split, 1024, indices):
-        for tensor in (batch.index, batch.x, batch.cond):
+        said = batch.cond
+        parts = (said.tokens, said.speaker) if isinstance(said, TextCondition) else (said,)
+        for tensor in (batch.index, batch.x, *parts):
             if tensor is not None:
                 digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -48,6 +48,9 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
             raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the bound, got {draws}")
         own = {"draws": None if draws == "all" else draws, "replicates": request.replicates}
         lines.append(Line("bound", "log_likelihood", options | own))
+    if "alignment" in known:
+        lines += [Line("given the text", "log_likelihood", options | {"alignment": "marginal"}),
+                  Line("along the best alignment", "log_likelihood", options | {"alignment": "best"})]
     if "normaliser" in known:
         options |= chosen_partition(request.partition, opened.limited)
     if "importance_samples" in known:
@@ -133,9 +136,11 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
     value = None if mean is None else -mean / scale
     found: dict = {"label": _label(likelihood, label), "kind": likelihood.kind, "mark": likelihood.mark,
                    "unit": "bits_per_dim" if discrete else "nats", "mean_nats": mean}
+    if spec.mel is not None:  # lengths differ: only the mean over cells can be compared
+        found["unit"], scale = "nats_per_dim", float(likelihood.dims.double().mean())
     numbers = {"bits_per_dim" if discrete else "nll": value}
     if not discrete:
-        numbers["nll_per_dim"] = None if value is None else value / spec.dims
+        numbers["nll_per_dim"] = likelihood.mean_nll_per_dim()
     numbers |= {"se_data": _over(se_data, scale), "se_mc": _over(se_mc, scale)}
     if shared is not None:
         numbers["se_log_z"] = shared / scale
@@ -223,6 +228,8 @@ def how(likelihood: Likelihood) -> str:
         words.append("log Z by quadrature")
     if likelihood.kind == "ais":
         words.append(f"{made['chains']} chains, {made['steps']} densities")
+    if "noise" in made:
+        words.append(f"mels with noise of width {made['noise']:g}")
     if "given" in made:
         words.append(f"given the {made['given']}")
     return ", ".join(words)

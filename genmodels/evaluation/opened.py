@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from genmodels.data.base import DataModule
 from genmodels.data.spec import Batch, DataSpec
+from genmodels.data.utterances import joined
 from genmodels.errors import InputError, RunError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.evaluation.request import Request
@@ -131,9 +132,9 @@ class Opened:
         arguments = [(self.path, request, start + first, count, {"batch_size": size, **common, **own}, first == 0)
                      for first, count in blocks(n, request.processes)]
         parts = in_processes(samples_share, arguments)
-        joined = {name: None if getattr(parts[0], name) is None else torch.cat([getattr(p, name) for p in parts])
-                  for name in ("x", "cond", "index")}
-        return Samples(made=parts[0].made, **joined)
+        together = {name: joined([getattr(p, name) for p in parts])
+                    for name in ("x", "cond", "index", "mask", "durations")}
+        return Samples(made=parts[0].made, **together)
 
 
 def likelihood_share(
@@ -176,7 +177,9 @@ def _likelihood(
 def fits(model: GenerativeModel, found: DataSpec) -> None:
     """Raise an InputError with both values when data do not fit what a model was built for."""
     wanted = model.spec
-    for key in ("event_shape", "levels"):
+    for key in ("event_shape", "levels", "mel"):
+        if key == "event_shape" and wanted.holds(found.event_shape):
+            continue
         then, now = getattr(wanted, key), getattr(found, key)
         if then != now:
             raise InputError(f"these data do not fit the checkpoint: {key} is {now}, the model was built for {then}")
@@ -188,6 +191,4 @@ def fits(model: GenerativeModel, found: DataSpec) -> None:
 
 def _joined(batches) -> Batch:
     batches = list(batches)
-    names = ("x", "cond", "mask", "index")
-    return Batch(*(None if getattr(batches[0], name) is None else torch.cat([getattr(b, name) for b in batches])
-                   for name in names))
+    return Batch(*(joined([getattr(b, name) for b in batches]) for name in ("x", "cond", "mask", "index")))

@@ -58,7 +58,15 @@ def best_histogram(train: Tensor, val: Tensor, levels: int) -> PixelHistogram:
 
 
 def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | None = None) -> list[dict]:
-    """Bits/dim of the uniform model and of the best per-pixel histogram; the exact entropy where it is known."""
+    """Bits/dim of the uniform model and of the best per-pixel histogram; the exact entropy where it is known.
+
+    Mels have a normal distribution for each band beside them.
+    """
+    if spec.mel is not None:
+        from genmodels.evaluation.mel_references import gaussian_per_band
+
+        value = gaussian_per_band(datamodule, split, limit)
+        return [{"name": "a normal distribution for each band", "unit": "nats_per_dim", "value": value}]
     if spec.levels is None:
         known = spec.entropy is not None
         return [{"name": "exact entropy", "unit": "nats", "value": spec.entropy}] if known else []

@@ -13,6 +13,7 @@ from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
 from genmodels.data.spec import DataSpec
+from genmodels.data.utterances import joined
 from genmodels.errors import InputError, RunError
 from genmodels.evaluation.pictures import columns_for, grid, images_of, picture_of
 from genmodels.training.archive import write_whole
@@ -56,10 +57,8 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
     finally:
         if bar is not None:
             bar.close()
-    together = {
-        name: None if getattr(parts[0], name) is None else torch.cat([getattr(p, name).cpu() for p in parts])
-        for name in ("x", "cond", "index")
-    }
+    together = {name: joined([getattr(p, name) for p in parts])
+                for name in ("x", "cond", "index", "mask", "durations")}
     path = None if parts[0].path is None else torch.cat([p.path.cpu() for p in parts], dim=1)
     return Samples(made=dict(parts[0].made), path=path, **together)
 

@@ -19,10 +19,14 @@ COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind"
 #: In which direction a value of each kind may err, for ranks across kinds.
 ERRS = {
     "exact": "has no error but that of the items", "lower_bound": "may be worse than the truth, never better",
+    "upper_bound": "may be better than the truth, never worse",
     "ode": "may err either way, by its tolerance and its noise", "ais": "flatters the model where log Z is too small",
 }
 #: Which sides of the truth a kind proves: the bits/dim are at least, at most.
-_SIDES = {"exact": (True, True), "lower_bound": (False, True), "ais": (True, False), "ode": (False, False)}
+_SIDES = {"exact": (True, True), "lower_bound": (False, True), "upper_bound": (True, False), "ais": (True, False),
+          "ode": (False, False)}
+#: Units of values, in words.
+UNITS = {"bits_per_dim": "bits/dim", "nats": "nats", "nats_per_dim": "nats/dim"}
 
 
 def same_items(reports: Sequence[dict]) -> None:
@@ -36,7 +40,7 @@ def same_items(reports: Sequence[dict]) -> None:
         genmodels.errors.InputError: a and b cannot stand in one table: their data name differ, digits and toy
     """
     for other in reports[1:]:
-        for key in ("name", "split", "levels", "units", "event_shape", "items", "item_hash"):
+        for key in ("name", "split", "levels", "units", "mel", "event_shape", "items", "item_hash"):
             first, second = (r["data"].get(key) for r in (reports[0], other))
             if first != second:
                 a, b = reports[0]["checkpoint"]["path"], other["checkpoint"]["path"]
@@ -56,7 +60,7 @@ def labelled(reports: Sequence[dict]) -> None:
 
 def value_of(line: dict) -> float | None:
     """The number of a line in its unit, lower is better; None where there is none."""
-    return line.get("bits_per_dim" if line["unit"] == "bits_per_dim" else "nll")
+    return line.get({"nats": "nll", "nats_per_dim": "nll_per_dim"}.get(line["unit"], line["unit"]))
 
 
 def make_table(
@@ -109,7 +113,7 @@ def _rows(reports: list[dict], places: dict[int, int]) -> list[dict]:
             else:
                 shown = "none" if line["kind"] == "unnormalised" else (
                     f"{line['mark']} {with_error(value_of(line), line.get('se_data'))}")
-                unit = {"bits_per_dim": "bits/dim", "nats": "nats"}[line["unit"]]
+                unit = UNITS[line["unit"]]
                 kind = f"{line['kind']}, optimistic" if line.get("optimistic") else line["kind"]
                 cells += [shown, unit, kind, line["how"], str(places.get(number, ""))]
             quality = ["", "", ""]
@@ -182,7 +186,7 @@ def proved(lines: list, reports: list[dict]) -> list[str]:
                 continue
             upper, lower = _side(a, 1), _side(b, 0)
             if upper is not None and lower is not None and upper < lower:
-                unit = {"bits_per_dim": "bits/dim", "nats": "nats"}[a["unit"]]
+                unit = UNITS[a["unit"]]
                 found[f"{reports[m]['name']} is better than {reports[other]['name']}: at most {upper:.4f} against at "
                       f"least {lower:.4f} {unit} ({a['kind']}, {b['kind']})"] = None
     return list(found)
@@ -208,9 +212,9 @@ def _notes(table: dict, rank: str) -> list[str]:
         if row["first"]:
             notes |= dict.fromkeys(f"{number}: {note}" for note in _on_model(report))
     for reference in table["references"]:
-        if reference["unit"] == "bits_per_dim" and reference["value"] is not None:
-            name = table["data"]["name"]
-            notes[f"reference on {name}: {reference['name']} {reference['value']:.4f} bits/dim"] = None
+        if reference["unit"] != "nats" and reference["value"] is not None:
+            name, unit = table["data"]["name"], UNITS[reference["unit"]]
+            notes[f"reference on {name}: {reference['name']} {reference['value']:.4f} {unit}"] = None
     notes |= dict.fromkeys(_on_scale(table["scale"]))
     if rank == "across" and table["ranking"]:
         kinds = {report["kind"] for model in models for report in model["likelihood"] if report["kind"] in ERRS}
@@ -222,6 +226,8 @@ def _notes(table: dict, rank: str) -> list[str]:
     notes |= dict.fromkeys(f"failed: {failure['path']}: {failure['message']}" for failure in table["failures"])
     if "lower_bound" in kinds:
         notes["<= means: the true value is at most this"] = None
+    if "upper_bound" in kinds:
+        notes[">= means: the true value is at least this"] = None
     notes["in brackets: one standard error over the items, in the last digits shown"] = None
     return list(notes)
 

@@ -31,14 +31,14 @@ class Voices(nn.Module):
     """A speaking flow and the vectors of its speakers, each of length one.
 
     Arguments:
-        flow: the flow.
+        tts: the flow.
         speakers: how many, 0 for a model of one voice.
         channels: length of the vectors.
     """
 
-    def __init__(self, flow: SpeakingFlow, speakers: int, channels: int):
+    def __init__(self, tts: SpeakingFlow, speakers: int, channels: int):
         super().__init__()
-        self.flow = flow
+        self.tts = tts
         self.embedding = nn.Embedding(speakers, channels) if speakers else None
 
     def voice(self, cond: TextCondition) -> Tensor | None:
@@ -47,7 +47,7 @@ class Voices(nn.Module):
 
     def align(self, u: Tensor, cond: TextCondition, mask: Tensor) -> Aligned:
         """Whitened mels against their texts."""
-        return self.flow.align(u, cond.tokens, mask, cond.mask, self.voice(cond))
+        return self.tts.align(u, cond.tokens, mask, cond.mask, self.voice(cond))
 
 
 class GlowTTS(GenerativeModel):
@@ -124,14 +124,14 @@ class GlowTTS(GenerativeModel):
 
     def compiled_parts(self) -> list[nn.Module]:
         """What torch.compile is applied to: the flow's map."""
-        return [self.core.flow.decoder]
+        return [self.core.tts.decoder]
 
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
         """Activation normalisation from training mels, layer by layer; averages start from the same weights."""
         batch = even_lengths(batch)
         u, _ = self.units(batch, KeyedGenerator(self.seed, batch.index, "initialize"))
-        flow = self.core.flow
+        flow = self.core.tts
         flow.decoder.initialize(u, self.core.voice(batch.cond) if flow.decoder.uses_cond else None, batch.mask)
         for average in self.ema.averages if self.ema is not None else ():
             average.load_state_dict(self.core.state_dict())
@@ -143,7 +143,7 @@ class GlowTTS(GenerativeModel):
         batch = even_lengths(batch)
         u, volume = self.units(batch, generator)
         aligned = self._named(lambda: self.core.align(u, batch.cond, batch.mask), batch)
-        nll, duration = self.core.flow.loss(aligned, batch.mask, batch.cond.mask)
+        nll, duration = self.core.tts.loss(aligned, batch.mask, batch.cond.mask)
         nll = nll - volume / self._dims(batch)
         total = nll + duration
         return Loss(total.mean(), total, {"nll_per_dim": nll.detach(), "duration": duration.detach()})
@@ -240,7 +240,7 @@ class GlowTTS(GenerativeModel):
         given = None if durations is None else self._given(durations, said, [k % len(texts) for k in index.tolist()])
         core = self.weights(weights)
         try:
-            u, mask, used = core.flow.sample(
+            u, mask, used = core.tts.sample(
                 said.tokens, said.mask, core.voice(said), generator=noise, temperature=temperature, speed=speed,
                 frames=frames, durations=given,
             )

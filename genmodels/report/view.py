@@ -17,11 +17,12 @@ Item = TypeVar("Item")
 KINDS = {
     "exact": ("Exact", "the model's own likelihood, no estimate", "="),
     "lower_bound": ("Bounds", "the model's true value is at most this, in expectation", "\u2264"),
+    "upper_bound": ("Optimistic bounds", "the model's true value is at least this", "\u2265"),
     "ode": ("Probability-flow ODE", "a numerical solution, which may err to either side", "\u2248"),
     "ais": ("Annealed importance sampling", "an estimate through log Z, which flatters the model", "\u2248?"),
     "unnormalised": ("No likelihood", "known up to a constant only: there is no number to compare", "\u2013"),
 }
-UNITS = {"bits_per_dim": "bits/dim", "nats": "nats"}
+UNITS = {"bits_per_dim": "bits/dim", "nats": "nats", "nats_per_dim": "nats/dim"}
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ def percent(value: float | None) -> str:
 
 def value_of(line: dict) -> float | None:
     """The value of a line of likelihood in its own unit."""
+    if line.get("unit") == "nats_per_dim":
+        return line.get("nll_per_dim")
     return line.get("bits_per_dim") if "bits_per_dim" in line else line.get("nll")
 
 
