@@ -20,6 +20,9 @@ from genmodels.random import seed_of
 #: What padding holds: silence.
 FLOOR = math.log(1e-5)
 _MEMORY = 512 * 2**20  # bytes of mels up to which a split is held in memory
+#: Batches are padded to a multiple of so many frames and tokens. Convolutions on the CPU are compiled anew for every
+#: length: with few lengths a step of Glow-TTS took 0.7 s instead of 2.3 s.
+_FRAMES, _TOKENS = 64, 16
 _SPREAD = 0.1  # how far lengths are shaken before they are sorted, as a share
 
 
@@ -51,7 +54,7 @@ class Utterances(Dataset):
     Arguments:
         items: the utterances.
         multiple: lengths become a multiple of this by frames of silence, which count as data.
-        length: frames of every batch; None for as many as its longest item needs.
+        length: frames of every batch; None for as many as its longest item needs, up to a multiple of 64.
 
     Shapes: a batch has `x (B, n_mels, T)` and `mask (B, 1, T)`; `cond` is a `TextCondition`, or labels `(B,)`, or None.
     """
@@ -79,7 +82,7 @@ class Utterances(Dataset):
         items = [self.items[k] for k in chosen]
         mels = [self.items[k].recording.mel() if self._held is None else self._held[k] for k in chosen]
         lengths = torch.tensor([-(-mel.shape[1] // self.multiple) * self.multiple for mel in mels])
-        width = int(lengths.max()) if self.length is None else self.length
+        width = -(-int(lengths.max()) // _FRAMES) * _FRAMES if self.length is None else self.length
         x = torch.full((len(mels), mels[0].shape[0], width), FLOOR)
         for row, mel in zip(x, mels, strict=True):
             row[:, : mel.shape[1]] = mel
@@ -94,7 +97,8 @@ def _condition(items: list[Utterance]) -> TextCondition | Tensor | None:
         return None
     speaker = None if items[0].speaker is None else torch.tensor([item.speaker for item in items])
     tokens, mask = padded_tokens([item.tokens for item in items])
-    return TextCondition(tokens, mask, speaker)
+    room = (0, -tokens.shape[1] % _TOKENS)
+    return TextCondition(pad(tokens, room), pad(mask, room), speaker)
 
 
 def padded_tokens(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
