@@ -18,6 +18,7 @@ from genmodels.models.build import construct
 from genmodels.models.encoding import Encoding
 from genmodels.models.levels import SAMPLERS, walk_levels
 from genmodels.models.optimizer import Optimizer
+from genmodels.models.score_ode import ScoreOde
 from genmodels.nn import MLPDenoiser, UNet
 from genmodels.nn.noise_conditional import NoiseConditionalNet
 from genmodels.random import KeyedGenerator
@@ -25,15 +26,15 @@ from genmodels.random import KeyedGenerator
 _ITEMS = 4096  # items among which the largest distance is sought
 
 
-class ScoreModel(GenerativeModel):
+class ScoreModel(ScoreOde, GenerativeModel):
     """A noise-conditional score model: denoising score matching at many noise levels, sampled from the largest down.
 
         s(z, sigma) = f(z / sqrt(1 + sigma^2), log sigma) / sigma
         loss = E 1/2 sigma^2 |s(z + sigma n, sigma) + n/sigma|^2
 
     z is the data in the unit range (integers, dequantised) or standardised. The levels fall geometrically from the
-    largest distance between two items. The field need not be the gradient of anything: there is no energy, and no
-    likelihood.
+    largest distance between two items. The field need not be the gradient of anything: there is no energy, and the
+    only likelihood is that of its probability-flow ODE (`ode_likelihood`).
 
     Arguments:
         spec: the data set this model is built for.
@@ -140,14 +141,15 @@ class ScoreModel(GenerativeModel):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
-        """None: a field of scores has no energy, so there is nothing whose integral could be taken.
+        """None: a field of scores has no energy whose integral could be taken; `ode_likelihood` goes another way.
 
         Arguments:
             batch: items in the data's own units.
             weights, seed: as for every model; they change nothing.
         """
         index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
-        made = {"estimate": "none", "reason": "a field of scores has no energy", "weights": str(weights)}
+        reason = "a field of scores has no energy (ode=true follows its probability flow)"
+        made = {"estimate": "none", "reason": reason, "weights": str(weights)}
         nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
         return Likelihood(nats, "unnormalised", self.spec.dims, self.spec.levels, None, made, index)
 
