@@ -24,9 +24,9 @@ RUNS = {
         "realnvp": ["model=realnvp", "data=digits"],
         "glow": ["model=glow", "data=digits"],
         "ddpm": ["model=ddpm", "data=digits"],
-        "score": ["model=score", "data=digits"],
+        "score": ["model=score", "data=digits", "trainer.max_steps=1000"],
         "energy": ["model=energy", "data=digits", "model.loss=denoising", "model.objective.sigma=0.3",
-                   "trainer.max_steps=2000"],
+                   "trainer.max_steps=1000"],
     },
     "8gaussians": {
         "realnvp": ["model=realnvp", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
