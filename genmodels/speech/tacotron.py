@@ -194,20 +194,22 @@ class Tacotron(nn.Module):
     @torch.no_grad()
     def sample(
         self, tokens: Tensor, text_mask: Tensor | None = None, speaker: Tensor | None = None, *,
-        generator: Generator, temperature: float = 0.0, max_frames: int = 2000, threshold: float = 0.5,
+        generator: Generator, temperature: float = 0.0, max_frames: int | Tensor = 2000, threshold: float = 0.5,
     ) -> Spoken:  # fmt: skip
         """Mels of texts, each until the decoder says that a frame is the last.
 
         Arguments:
             generator: of the prenet's dropout and of the frames' noise.
             temperature: factor of the deviations b; 0 for means, as is usual.
-            max_frames: where an item is broken off; its `stopped` is False then, a failure to be counted as such.
+            max_frames: where an item is broken off, one number or (B,); its `stopped` is False then, a failure to be
+                counted as such.
             threshold: probability of the stop from which on it is one.
 
         Raises:
             ValueError: for a negative temperature, a threshold outside (0, 1), max_frames below 1.
         """
-        if temperature < 0 or not 0 < threshold < 1 or max_frames < 1:
+        most = torch.as_tensor(max_frames, device=tokens.device)
+        if temperature < 0 or not 0 < threshold < 1 or bool((most < 1).any()):
             raise ValueError("temperature must not be negative, threshold lie in (0, 1) and max_frames be at least 1, "
                              f"got {temperature}, {threshold} and {max_frames}")
         memory = self.remember(tokens, text_mask, speaker)
@@ -215,10 +217,10 @@ class Tacotron(nn.Module):
         limit = math.log(threshold / (1 - threshold))
         noise = generator.child("frames") if isinstance(generator, KeyedGenerator) else generator
         length = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
-        speaking = torch.ones_like(length, dtype=torch.bool)
+        speaking, stopped = torch.ones_like(length, dtype=torch.bool), torch.zeros_like(length, dtype=torch.bool)
         frames, weights = [], []
         factors = (kept for block in self.factors(generator, len(tokens), frame) for kept in block.unbind(1))
-        while len(frames) < max_frames and bool(speaking.any()):
+        while bool(speaking.any()):
             said, state = self.step(frame, next(factors), state, memory)
             frame = said.mean
             if temperature:
@@ -226,9 +228,10 @@ class Tacotron(nn.Module):
             frames.append(frame)
             weights.append(said.weights)
             length += speaking
-            speaking = speaking & (said.stop <= limit)
+            stopped |= speaking & (said.stop > limit)
+            speaking = speaking & ~stopped & (length < most)
         mask = (torch.arange(len(frames), device=tokens.device) < length[:, None])[:, None]
-        return Spoken(hide(torch.stack(frames, 2), mask), mask, hide(torch.stack(weights, 2), mask), ~speaking)
+        return Spoken(hide(torch.stack(frames, 2), mask), mask, hide(torch.stack(weights, 2), mask), stopped)
 
     def factors(self, generator: Generator, batch: int, like: Tensor) -> Iterator[Tensor]:
         """The prenet's dropout for ever, `(B, 64, 2, prenet)` at a time: 0, or 1/(1 - dropout) where a unit is kept.

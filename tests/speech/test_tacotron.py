@@ -122,6 +122,9 @@ def test_free_running_is_fed_with_itself():
     longer = taco.sample(tokens, generator=keyed([4]), max_frames=90)
     torch.testing.assert_close(longer.mel[:, :, :70], spoken.mel, atol=1e-9, rtol=0)
     assert not spoken.stopped.any() and spoken.mel.shape[2] == 70
+    both = taco.sample(tokens.expand(2, -1), generator=keyed([4, 4]), max_frames=torch.tensor([70, 30]))
+    assert both.mask.sum((1, 2)).tolist() == [70, 30] and not both.stopped.any()
+    torch.testing.assert_close(both.mel[0], spoken.mel[0], atol=1e-9, rtol=0)
 
 
 def test_stops_are_its_own():

@@ -1,0 +1,243 @@
+"""The autoregressive baseline (Shen et al. 2018) as a model: a mel frame by frame, each from those before it."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import normalize, one_hot
+
+from genmodels.data.spec import Batch, DataSpec, TextCondition
+from genmodels.errors import InputError
+from genmodels.evaluation.likelihood import Likelihood
+from genmodels.models.base import GenerativeModel, Loss, Samples
+from genmodels.models.build import construct
+from genmodels.models.mels import NOISE, MelUnits, even_lengths
+from genmodels.models.optimizer import Optimizer
+from genmodels.models.texts import TextReader
+from genmodels.random import KeyedGenerator, seed_of
+from genmodels.speech.tacotron import AttentionKind, Said
+from genmodels.speech.tacotron import Tacotron as Decoder
+from genmodels.speech.text_encoder import TextEncoder
+
+_WORD = 2**32 - 1  # indices of keyed noise lie below
+_FRAMES_A_SYMBOL, _FRAMES_MORE = 20, 100
+
+
+class Voices(nn.Module):
+    """The decoder and the vectors of its speakers, each of length one.
+
+    Arguments:
+        tacotron: encoder and decoder.
+        speakers: how many, 0 for a model of one voice.
+        channels: length of the vectors.
+    """
+
+    def __init__(self, tacotron: Decoder, speakers: int, channels: int):
+        super().__init__()
+        self.tacotron = tacotron
+        self.embedding = nn.Embedding(speakers, channels) if speakers else None
+
+    def voice(self, cond: TextCondition) -> Tensor | None:
+        """The vectors (B, channels) of the speakers of a batch."""
+        return None if self.embedding is None else normalize(self.embedding(cond.speaker), dim=1)
+
+    def forced(self, u: Tensor, cond: TextCondition, mask: Tensor, generator: KeyedGenerator) -> Said:
+        """Every frame of whitened mels from the true ones before it."""
+        memory = self.tacotron.remember(cond.tokens, cond.mask, self.voice(cond))
+        return self.tacotron(u, memory, generator, mask)
+
+
+class Tacotron(GenerativeModel):
+    """Text to mel frame by frame, by an LSTM that looks at the text: what parallel models are compared with.
+
+        p(x_t | x_<t, text) = prod_c exp(-|u_tc - m_tc| / b_c) / 2 b_c s,    u the whitened noisy mel
+        loss = -(1 / 80 T) sum_t log p(x_t | x_<t, text) + cross-entropy of the stop
+
+    The prenet drops half of its units at all times, so that the density is a mean over these draws; what is reported
+    is log p for one draw of each item, by Jensen's inequality a lower bound in expectation. It is the density given the
+    number of frames, as that of `model=glow_tts` is: the stop does not count.
+
+    Arguments:
+        spec: the data set this model is built for, mels with texts.
+        encoder: options of the text encoder, the one that all models of texts have.
+        attention: `additive`, `location` or `local_monotonic`.
+        hidden: width of the LSTM cells.
+        prenet, dropout: width of the prenet's layers, and how often a unit of them is dropped.
+        speaker_channels: length of the speakers' vectors, where there are several.
+        noise: width of the noise in log-mel units.
+        optimizer: options of the optimiser.
+        ema_decay: decay of the averaged weights, or several, 0 for none.
+
+    Raises:
+        InputError: for data without texts or without mels, and options that the decoder refuses.
+
+    Example:
+        >>> from genmodels.speech.text import CHARACTERS
+        >>> text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["hello"]}
+        >>> spec = DataSpec("speech", (4, 40), mel={}, statistics={"mean": -5.0, "std": 2.0}, text=text)
+        >>> model = Tacotron(spec, encoder={"channels": 8, "depth": 1, "hidden": 8}, hidden=8, prenet=8)
+        >>> model.sample(1, text="a cab", max_frames=6).x.shape[1]
+        4
+    """
+
+    family = "tacotron"
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        encoder: TextEncoder | dict | None = None,
+        attention: AttentionKind = "location",
+        hidden: int = 1024,
+        prenet: int = 256,
+        dropout: float = 0.5,
+        speaker_channels: int = 64,
+        noise: float = NOISE,
+        optimizer: Optimizer | dict | None = None,
+        ema_decay: float | list[float] = 0.999,
+    ):
+        super().__init__(spec)
+        self.save_hyperparameters(ignore=["spec"], logger=False)
+        if spec.text is None:
+            raise InputError(f"{spec.name} has no texts: model=tacotron is for data=speech with texts")
+        self.units = MelUnits(spec, noise=noise)
+        speakers = len(spec.speakers)
+        reader = construct(TextEncoder, len(spec.text["symbols"]), spec.event_shape[0],
+                           speaker_channels=speaker_channels if speakers else 0, **(encoder or {}))
+        decoder = construct(Decoder, reader, attention=attention, hidden=hidden, prenet=prenet, dropout=dropout)
+        self.core = Voices(decoder, speakers, speaker_channels)
+        self.finish_setup(optimizer, ema_decay)
+
+    def compiled_parts(self) -> list[nn.Module]:
+        """What torch.compile is applied to: the text encoder; the loop over frames is not unrolled."""
+        return [self.core.tacotron.encoder]
+
+    # ---- the contract -------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
+        """Nats per cell of the noisy mel, each frame from the true ones before it, plus the stop's cross-entropy."""
+        batch = even_lengths(batch)
+        u, volume = self.units(batch, generator)
+        said = self.core.forced(u, batch.cond, batch.mask, generator)
+        nll, stop = self.core.tacotron.loss(u, said, batch.mask)
+        nll = nll - volume / self._dims(batch)
+        total = nll + stop
+        return Loss(total.mean(), total, {"nll_per_dim": nll.detach(), "stop": stop.detach()})
+
+    def _dims(self, batch: Batch) -> Tensor:
+        return batch.mask.sum((1, 2)) * self.spec.event_shape[0]
+
+    def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
+        """log p(mel | text, number of frames) of mels with uniform noise, for one draw of the prenet's dropout.
+
+        Arguments:
+            batch: items in the data's own units.
+            weights: `ema`, `raw`, or one of the decays kept.
+            seed: seed of noise and dropout, which are keyed by (seed, item).
+        """
+        batch, generator = self._keyed(batch, seed)
+        with torch.no_grad():
+            u, volume = self.units(batch, generator)
+            core = self.weights(weights)
+            said = core.forced(u, batch.cond, batch.mask, generator)
+            nats = core.tacotron.log_prob(u, said, batch.mask) + volume
+        made = {"estimate": "teacher forcing", "noise": self.units.noise, "seed": seed, "weights": str(weights),
+                "given": "text"}
+        return Likelihood(nats, "lower_bound", self._dims(batch), None, None, made, generator.index)
+
+    def _keyed(self, batch: Batch, seed: int) -> tuple[Batch, KeyedGenerator]:
+        batch = even_lengths(batch)
+        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
+        return batch, KeyedGenerator(seed, index, "likelihood")
+
+    def sample(
+        self,
+        n: int,
+        cond: int | str | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+        *,
+        start: int = 0,
+        text: str | list[str] | None = None,
+        speed: float = 1.0,
+        seconds: float | None = None,
+        durations: list[list[int]] | None = None,
+        max_frames: int | None = None,
+        weights: str | float = "ema",
+        on_unknown: str = "error",
+    ) -> Samples:
+        """Mels number `start` .. `start + n - 1` of a seed, of the texts in turn, each until it stops by itself.
+
+        Arguments:
+            n: how many.
+            cond: the speaker, by name or number; None for the first.
+            temperature: scale of the frames' noise; 0 for their means.
+            seed: the noise depends on (seed, text, which of that text's samples it is) alone.
+            start: number of the first sample.
+            text: a text, or several that are taken in turn; None for the examples that the checkpoint carries.
+            speed, seconds, durations: nothing that this model can be told; it speaks as long as it speaks.
+            max_frames: where a mel is broken off; None for twenty frames a symbol and a hundred more. Mels that were
+                are named in a warning and counted in `made`.
+            weights: `ema`, `raw`, or one of the decays kept.
+            on_unknown: `drop` characters without a symbol, or stop with an `error`.
+
+        Raises:
+            InputError: for texts that cannot be spoken, and for what this model cannot be told.
+        """
+        told = [name for name, given in (("speed", speed != 1), ("seconds", seconds is not None),
+                                         ("durations", durations is not None)) if given]  # fmt: skip
+        if told:
+            raise InputError(f"{told[0]}: a tacotron speaks as long as it speaks; model=glow_tts takes {told[0]}")
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        texts = [text] if isinstance(text, str) else list(text or self.spec.text["examples"])
+        if not texts:
+            raise InputError("this checkpoint carries no examples: give text=")
+        index = torch.arange(start, start + n)
+        said = TextReader(self.spec, on_unknown)([texts[k % len(texts)] for k in index.tolist()], cond)
+        rows = [seed_of(row[valid].tolist(), k // len(texts)) % _WORD
+                for row, valid, k in zip(said.tokens, said.mask[:, 0], index.tolist(), strict=True)]
+        noise = KeyedGenerator(seed, torch.tensor(rows, device=self.device), "sample")
+        said = said.to(self.device)
+        most = max_frames or _FRAMES_A_SYMBOL * (said.tokens > 1).sum(1) + _FRAMES_MORE
+        core = self.weights(weights)
+        try:
+            spoken = core.tacotron.sample(said.tokens, said.mask, core.voice(said), generator=noise,
+                                          temperature=temperature, max_frames=most)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        broken_off = index[~spoken.stopped.cpu()].tolist()
+        if broken_off:
+            logging.getLogger(__name__).warning(
+                "%d of %d mels did not come to a stop and were broken off (samples %s)", len(broken_off), n,
+                ", ".join(map(str, broken_off[:8])))
+        x = self.units.inverse(spoken.mel).masked_fill(~spoken.mask, math.log(1e-5))
+        # The token that the attention looked at, frame by frame; it may skip some, and come back to others.
+        looked = one_hot(spoken.weights.argmax(1), said.tokens.shape[1]) * spoken.mask.mT
+        made = {"sampler": "autoregressive", "seed": seed, "weights": str(weights), "temperature": temperature,
+                "not_stopped": broken_off}
+        return Samples(x, said, index.to(self.device), made, mask=spoken.mask, durations=looked.sum(1))
+
+    # ---- what is seen of it while it trains ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def attended(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Tensor:
+        """Where the attention looked at every frame of items, (B, N, T), fed with the true frames."""
+        batch, generator = self._keyed(batch, seed)
+        u, _ = self.units(batch, generator)
+        return self.weights(weights).forced(u, batch.cond, batch.mask, generator).weights
+
+    def pictures(self) -> dict[str, Image.Image]:
+        """Alignments of a few validation items."""
+        from genmodels.evaluation.mel_pictures import alignments
+
+        loader = self.trainer.val_dataloaders
+        if loader is None:
+            return {}
+        batch = even_lengths(next(iter(loader)).rows(slice(0, 3)).to(self.device))
+        self.core.eval()  # dropout of the encoder would blur what has been learnt; the caller puts the mode back
+        return {"alignments": alignments(self.attended(batch), batch, self.spec)}
