@@ -4,7 +4,7 @@ from genmodels.diffusion.altered import AlteredDenoiser, require_unaltered
 from genmodels.diffusion.bound import ElboTerms, ddpm_times, elbo, vdm_times
 from genmodels.diffusion.bound_path import PathTerms, path_terms
 from genmodels.diffusion.continuous import Continuous, continuous_elbo
-from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, to_levels, to_unit
+from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.denoiser import Denoiser
 from genmodels.diffusion.divergence import exact_divergence, hutchinson, rademacher
 from genmodels.diffusion.editing import invert, noised_start, times_from
@@ -110,6 +110,7 @@ __all__ = [
     "Hybrid",
     "Inpainting",
     "LearnedSchedule",
+    "LevelSoftmax",
     "LinearContinuousSchedule",
     "LinearLogSnrSchedule",
     "LinearSchedule",

@@ -168,7 +168,8 @@ def elbo(
             nu = None if prediction.nu is None else prediction.nu[rows_here]
             s2 = kernel_variance(model_variance, nu, log_snr[1])
             if first:
-                values[some, 0] = reconstruction_term(x0[some], x0_hat, log_snr[:1], decoder, s2, valid)
+                noisy = x[rows_here]
+                values[some, 0] = reconstruction_term(x0[some], noisy, x0_hat, log_snr[:1], decoder, s2, valid)
             else:
                 values[some, step] = diffusion_term(x0[some], x0_hat, log_snr[step - 1], log_snr[step], s2, valid)
         done += len(items)

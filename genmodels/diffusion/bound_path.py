@@ -21,7 +21,7 @@ from genmodels.diffusion.process import (
     sigma2_ts,
     variance_function,
 )
-from genmodels.diffusion.terms import clean_scale, per_scalar
+from genmodels.diffusion.terms import decoder_input, per_scalar
 from genmodels.errors import InputError
 
 
@@ -91,7 +91,7 @@ def path_terms(
         x0_hat, s2 = prediction.x0.double(), kernel_variance(model_variance, prediction.nu, log_snr[1])
         forward = _sum(gaussian, x, expand(alpha_ts(s, t), x) * before, sigma2_ts(s, t).sqrt())
         if i == 1:
-            backward = _sum(decoder, before, x0_hat, clean_scale(t, s2))
+            backward = _sum(decoder, before, *decoder_input(decoder, x, x0_hat, t, s2))
         else:
             c_0, c_t, _ = posterior(s, t)
             mean = expand(c_0, x) * x0_hat + expand(c_t, x) * x

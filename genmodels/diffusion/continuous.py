@@ -91,7 +91,7 @@ class Continuous(Objective):
             "prior_nats": prior_term(x0, ends[1], mask),
             "diffusion_nats": diffusion,
             "reconstruction_nats": reconstruction_term(
-                x0, x0_hat, ends[:1], self.decoder, kernel_variance("beta", None), mask
+                x0, x[len(x0) :], x0_hat, ends[:1], self.decoder, kernel_variance("beta", None), mask
             ),
         }
         per_example = sum(parts.values())
@@ -151,7 +151,8 @@ def continuous_elbo(
         noise = normal((len(item), *x0.shape[1:]), source, dtype=x0.dtype, device=x0.device)
         log_snr, data = schedule.log_snr(t[item, column]), x0[item]
         cond_here, valid = (None if value is None else value[item] for value in (cond, mask))
-        prediction = denoiser.at_log_snr(q_sample(data, log_snr, noise), log_snr, cond_here, valid)
+        x = q_sample(data, log_snr, noise)
+        prediction = denoiser.at_log_snr(x, log_snr, cond_here, valid)
         rate = schedule.log_snr_rate(t[item, column])
         terms = (1 - first) * rate_term(denoiser, prediction.output, data, noise, log_snr, rate, valid)
         clean = column == 0
@@ -159,7 +160,7 @@ def continuous_elbo(
             fixed = kernel_variance("beta", None)
             terms = torch.where(
                 clean.to(terms.device),
-                reconstruction_term(data, prediction.x0, ends[:1], decoder, fixed, valid),
+                reconstruction_term(data, x, prediction.x0, ends[:1], decoder, fixed, valid),
                 terms,
             )
         values[item, column] = terms

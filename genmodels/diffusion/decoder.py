@@ -92,6 +92,51 @@ class DiscretisedGaussian:
         return (2 * k - 1) / (self.levels - 1) - 1
 
 
+class LevelSoftmax:
+    """What the noisy data alone say of the level: no network, so that every bit is counted by the noise levels above.
+
+        P(k | x_{t_0}) proportional to N(x_{t_0} / alpha; c_k, 1/SNR),   c_k = -1 + 2k/(n-1)
+
+    Arguments:
+        levels: the number of levels n >= 2.
+
+    Errors: `levels` None (continuous data).
+    Source: Kingma et al., "Variational diffusion models", 2021, section 3.3.
+
+    Example:
+        >>> LevelSoftmax(2).log_mass(torch.tensor(0), torch.tensor(-1.0), torch.tensor(1.0))  # 1 / (1 + e^-2)
+        tensor(-0.1269)
+    """
+
+    #: The mean handed over is x_{t_0} / alpha and the scale sigma / alpha, not the estimate of a network.
+    reads_noisy = True
+
+    def __init__(self, levels: int | None):
+        if levels is None or levels < 2:
+            raise InputError(f"levels = {levels}: a softmax needs 2 or more; for continuous data use Gaussian")
+        self.levels = int(levels)
+
+    def log_mass(self, k: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        """log P(k) of integer levels k (broadcast with mean and scale), in the dtype of mean, float32 at least."""
+        dtype = torch.promote_types(mean.dtype, torch.float32)
+        mean, scale = torch.broadcast_tensors(mean.to(torch.float64), scale.to(torch.float64))
+        # Level by level: all at once would take as many times the memory of the data as there are levels.
+        total = torch.full_like(mean, -math.inf)
+        for level in range(self.levels):
+            total = torch.logaddexp(total, self._log_weight(level, mean, scale))
+        return (self._log_weight(k.to(torch.float64), mean, scale) - total).to(dtype)
+
+    def log_prob(self, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        """The same for x = to_unit(k) in [-1, 1]."""
+        return self.log_mass(to_levels(x, self.levels), mean, scale)
+
+    def _log_weight(self, k: Tensor | int, mean: Tensor, scale: Tensor) -> Tensor:
+        """That of the level nearest to the mean is 0: of their squared distances the digits that matter are left."""
+        near = to_unit(to_levels(mean.detach(), self.levels), self.levels, dtype=torch.float64)
+        centre = 2 * k / (self.levels - 1) - 1
+        return -0.5 * (centre - near) * (centre + near - 2 * mean) / scale.square()
+
+
 class Gaussian:
     """N(x; mean, scale^2), for continuous data: the bound becomes a bound on a density (`levels` is None).
 

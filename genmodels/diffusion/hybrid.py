@@ -73,14 +73,16 @@ class Hybrid(Simple):
         x = q_sample(x0, log_snr[k], noise)
         prediction = predict(denoiser, x, log_snr[k], cond, mask, generator)
         mse, weighed = self.errors(denoiser, prediction, x0, noise, times[k], log_snr[k], mask)
-        bits = len(times) * self.bits(prediction, x0, k, log_snr, mask)
+        bits = len(times) * self.bits(prediction, x0, x, k, log_snr, mask)
         integrand = weighed + self.share * bits
         per_example = weight * integrand
         parts = {"mse": mse, "variance_bits_per_dim": weight * bits}
         return ObjectiveOutput(per_example.mean(), per_example, times[k], parts, u, integrand.detach())
 
-    def bits(self, prediction: Prediction, x0: Tensor, k: Tensor, log_snr: Tensor, mask: Tensor | None) -> Tensor:
-        """(B,) L_k in bits/dim, with the estimate of x_0 detached."""
+    def bits(
+        self, prediction: Prediction, x0: Tensor, x: Tensor, k: Tensor, log_snr: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """(B,) L_k in bits/dim at the noisy x, with the estimate of x_0 detached."""
         x0_hat = prediction.x0.detach()
         nats = torch.zeros(len(x0), dtype=torch.float64, device=x0.device)
         for rows, first in ((k > 0, False), (k == 0, True)):
@@ -89,7 +91,8 @@ class Hybrid(Simple):
             valid = None if mask is None else mask[rows]
             variance = kernel_variance("learned", prediction.nu[rows], log_snr[1])
             if first:
-                terms = reconstruction_term(x0[rows], x0_hat[rows], log_snr[:1], self.decoder, variance, valid)
+                noisy, at_0 = x[rows], x0_hat[rows]
+                terms = reconstruction_term(x0[rows], noisy, at_0, log_snr[:1], self.decoder, variance, valid)
             else:
                 s, t = log_snr[k[rows] - 1], log_snr[k[rows]]
                 terms = diffusion_term(x0[rows], x0_hat[rows], s, t, variance, valid)

@@ -232,7 +232,9 @@ class Vlb(Objective):
         parts = {
             "prior_nats": prior_term(x0, log_snr[-1], mask),
             "diffusion_nats": weight * num_terms * diffusion,
-            "reconstruction_nats": reconstruction_term(x0, at_0, log_snr[:1], self.decoder, variance, mask),
+            "reconstruction_nats": reconstruction_term(
+                x0, x[len(x0) :], at_0, log_snr[:1], self.decoder, variance, mask
+            ),
         }
         per_example = sum(parts.values())
         return ObjectiveOutput(per_example.mean(), per_example, times[k], parts, u, num_terms * diffusion.detach())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.masks import event_sum
-from genmodels.diffusion.process import Variance, expand, posterior
+from genmodels.diffusion.process import Variance, alpha_sigma, expand, posterior
 
 
 def prior_term(x0: Tensor, log_snr: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -53,15 +53,27 @@ def diffusion_term(
 
 def reconstruction_term(
     x0: Tensor,
+    x: Tensor,
     x0_hat: Tensor,
     log_snr: Tensor,
     decoder: Decoder,
     variance: Variance,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """(B,) -log p(x_0 | x_{t_0}): the decoder at mean x0_hat, its scale the standard deviation of the last kernel."""
+    """(B,) -log p(x_0 | x_{t_0}): the decoder at what it reads of the noisy x, x_{t_0}, or of the estimate x0_hat."""
+    mean, scale = decoder_input(decoder, x, x0_hat, log_snr, variance)
+    return event_sum(-decoder.log_prob(x0.double(), mean, scale), mask)
+
+
+def decoder_input(
+    decoder: Decoder, x: Tensor, x0_hat: Tensor, log_snr: Tensor, variance: Variance
+) -> tuple[Tensor, Tensor]:
+    """Mean and scale of a decoder: x0_hat and that of the last kernel, or x/alpha and sigma/alpha (`reads_noisy`)."""
+    if getattr(decoder, "reads_noisy", False):
+        alpha, _ = alpha_sigma(log_snr.to(x.device))
+        return x.double() / expand(alpha, x), expand(torch.exp(-0.5 * log_snr.to(x.device)), x)
     mean = x0_hat.double()
-    return event_sum(-decoder.log_prob(x0.double(), mean, per_scalar(clean_scale(log_snr, variance), mean)), mask)
+    return mean, per_scalar(clean_scale(log_snr, variance), mean)
 
 
 def clean_scale(log_snr: Tensor, variance: Variance) -> Tensor:

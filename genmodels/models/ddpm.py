@@ -21,7 +21,7 @@ from genmodels.diffusion import (
     Objective,
     rescale_zero_terminal,
 )
-from genmodels.diffusion.decoder import DiscretisedGaussian, Gaussian, to_levels, to_unit
+from genmodels.diffusion.decoder import DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.masks import event_size, hide, spread
 from genmodels.errors import InputError
 from genmodels.models.base import GenerativeModel, Loss
@@ -56,6 +56,8 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
         time_sampler: how training draws its times: `uniform`, `stratified`, `antithetic`, or `loss_aware` (more often
             where the loss has been large).
         variance: variance of the reverse steps: `beta`, `beta_tilde`, or `learned` with `hybrid` and `vlb`.
+        decoder: how integers are read from the cleanest level: a normal law around the network's estimate, cut into
+            levels (`gaussian`), or from the noisy data alone (`level_softmax`).
         self_conditioning: the network also sees its last estimate of the data.
         class_conditional: condition on the class where the data have classes.
         cond_drop: probability that training hides the class, so that the model also learns what holds for all of them,
@@ -90,6 +92,7 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
         num_steps: int = 1000,
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
         variance: Literal["beta", "beta_tilde", "learned"] = "beta_tilde",
+        decoder: Literal["gaussian", "level_softmax"] = "gaussian",
         self_conditioning: bool = False,
         class_conditional: bool = True,
         cond_drop: float = 0.1,
@@ -109,11 +112,14 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
             network = MLPDenoiser if len(spec.event_shape) == 1 else UNet
             estimate = spec.event_shape[0] if self_conditioning else 0
             net = construct(network, spec.event_shape, self.num_classes, variance == "learned", estimate, **(net or {}))
+        if decoder == "level_softmax" and spec.levels is None:
+            raise InputError(f"decoder=level_softmax is for integers, and {spec.name} is continuous: use gaussian")
+        kind = LevelSoftmax if decoder == "level_softmax" else DiscretisedGaussian
+        self.decoder = Gaussian() if spec.levels is None else kind(spec.levels)
         self.core = Denoiser(
             net, self._schedule(schedule, zero_terminal_snr), PARAMETERISATIONS[parameterisation](),
             learned_variance=variance == "learned", self_conditioning=self_conditioning,
         )
-        self.decoder = Gaussian() if spec.levels is None else DiscretisedGaussian(spec.levels)
         self.objective = self._objective(objective, weighting, time_sampler)
         if isinstance(self.objective.time_sampler, nn.Module):
             self.time_sampler = self.objective.time_sampler  # registered, so that checkpoints hold its history

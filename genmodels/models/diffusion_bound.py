@@ -38,7 +38,11 @@ class DiffusionBound:
     @property
     def _finest(self) -> float:
         """The log-SNR beyond which less noise tells nothing more."""
-        return 2 * math.log(2 * (self.spec.levels - 1)) if self.spec.levels else 12.0
+        if self.spec.levels is None:
+            return 12.0
+        # Where no network helps, levels have to lie twice as many deviations apart to be told from each other.
+        apart = 4 if getattr(self.decoder, "reads_noisy", False) else 2
+        return 2 * math.log(apart * (self.spec.levels - 1))
 
     def log_likelihood(
         self,

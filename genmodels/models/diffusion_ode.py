@@ -52,7 +52,7 @@ class DiffusionOde(OdeLikelihood):
                 denoiser(*(None if v is None else v[part] for v in (start, t, cond, mask))).x0
                 for part in (slice(i, i + rows) for i in range(0, len(x), rows))
             ])
-            decoded = -reconstruction_term(x, x0_hat, first[None], self.decoder, sigma2_ts, mask)
+            decoded = -reconstruction_term(x, start, x0_hat, first[None], self.decoder, sigma2_ts, mask)
             volume = decoded - (standard_normal(eps, mask) - size * torch.log(sigma))
         else:
             width = 2 / (levels - 1) if levels is not None else 1.0

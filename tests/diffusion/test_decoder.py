@@ -8,7 +8,18 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from genmodels.diffusion import DiscretisedGaussian, Gaussian, to_levels, to_unit
+from genmodels.diffusion import (
+    PARAMETERISATIONS,
+    CosineSchedule,
+    Denoiser,
+    DiscretisedGaussian,
+    Gaussian,
+    LevelSoftmax,
+    elbo,
+    to_levels,
+    to_unit,
+)
+from genmodels.random import KeyedGenerator
 
 LEVELS = [2, 3, 17, 32, 256, 65536]
 MEANS = [-1.7, -1.0, -0.3, 0.0, 0.004, 0.9, 1.0, 2.5]
@@ -132,6 +143,48 @@ def test_far_tails_stay_finite():
     certain = decoder.log_mass(torch.tensor([0, 255]), mean, torch.tensor(1e-3))
     (gradient,) = torch.autograd.grad(certain.sum(), mean)
     assert torch.equal(certain, torch.zeros(2)) and torch.equal(gradient, torch.zeros(2))
+
+
+# ---- the softmax over levels ----
+
+
+@pytest.mark.parametrize("levels", [2, 17, 256])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+def test_a_softmax_sums_to_one(levels, dtype, tolerance):
+    sums_to_one(LevelSoftmax(levels), levels, dtype, tolerance)
+
+
+def test_a_softmax_is_bayes_rule_under_equal_levels():
+    k, mean = torch.arange(17), torch.linspace(-1.3, 1.3, 9, dtype=torch.float64)
+    scale = torch.tensor(0.07, dtype=torch.float64)
+    centres = to_unit(k, 17, dtype=torch.float64)
+    weights = torch.exp(torch.distributions.Normal(centres[:, None], scale).log_prob(mean))
+    found = LevelSoftmax(17).log_mass(k[:, None], mean, scale)
+    assert (found.exp() - weights / weights.sum(0)).abs().max() < 1e-9
+
+
+class OfTheEstimate(LevelSoftmax):
+    """Reads the estimate of the network."""
+
+    reads_noisy = False
+
+
+def reconstruction(decoder, last: float) -> float:
+    """Nats per scalar of the reconstruction under a network that knows nothing, at t = last of the cosine schedule."""
+    k = torch.randint(0, 5, (64, 8), generator=torch.Generator().manual_seed(0))
+    blind = Denoiser(lambda x, log_snr, cond: torch.zeros_like(x), CosineSchedule(), PARAMETERISATIONS["x0"]())
+    times = torch.tensor([last, 0.5, 1.0], dtype=torch.float64)
+    terms = elbo(blind, to_unit(k, 5), decoder, times, KeyedGenerator(0, torch.arange(64), "elbo"))
+    return float(terms.reconstruction.mean()) / 8
+
+
+def test_a_softmax_needs_no_network():
+    def law(decoder):
+        assert reconstruction(decoder, 0.02) < 1e-3 < 0.1 < reconstruction(decoder, 0.2)
+
+    law(LevelSoftmax(5))
+    with pytest.raises(AssertionError):
+        law(OfTheEstimate(5))
 
 
 # ---- maps and errors ----

@@ -41,9 +41,9 @@ def term_values(mask, x, x_hat):
     return {
         "prior": prior_term(x, t[:1], mask),
         "diffusion": diffusion_term(x, x_hat, s, t, lambda s, t: torch.full_like(t, 0.3), mask),
-        "gaussian": reconstruction_term(x, x_hat, t, Gaussian(), lambda s, t: torch.full_like(t, 0.3), mask),
+        "gaussian": reconstruction_term(x, x, x_hat, t, Gaussian(), lambda s, t: torch.full_like(t, 0.3), mask),
         "levels": reconstruction_term(
-            levels, x_hat, t, DiscretisedGaussian(5), lambda s, t: torch.full_like(t, 0.3), mask
+            levels, levels, x_hat, t, DiscretisedGaussian(5), lambda s, t: torch.full_like(t, 0.3), mask
         ),
     }
 
