@@ -21,9 +21,19 @@ class Failed(Exception):
 
 
 def main(words: list[str]) -> int:
-    """`genmodels doctor [data=... data.key=...]`; 1 if a check fails."""
-    failed = []
-    checks = [*CHECKS.items(), *([("data", lambda: check_data(words))] if words else [])]
+    """`genmodels doctor [data=... data.key=... --fix-list bad.txt]`; 1 if a check fails.
+
+    Raises:
+        InputError: for a list without data, or without its file's name.
+    """
+    failed, words, fix_list = [], list(words), None
+    if "--fix-list" in words:
+        place = words.index("--fix-list")
+        if len(words) < 3 or place + 1 == len(words):
+            raise InputError("--fix-list names a file for the items that data=... cannot use: --fix-list bad.txt")
+        fix_list = Path(words[place + 1])
+        del words[place : place + 2]
+    checks = [*CHECKS.items(), *([("data", lambda: check_data(words, fix_list))] if words else [])]
     for name, check in checks:
         try:
             if name in NEED_TORCH and "torch" in failed:
@@ -129,8 +139,11 @@ def check_device() -> str:
     return f"{torch.cuda.device_count()} x {name}, {memory:.0f} GB, {bf16}; {threads}"
 
 
-def check_data(words: list[str]) -> str:
-    """The data set that training with these words would read: that it is there and that its items are sound."""
+def check_data(words: list[str], fix_list: Path | None = None) -> str:
+    """The data set that training with these words would read: that it is there and that its items are sound.
+
+    What is wrong is listed item by item, then what should be looked at; `fix_list` is a file for the former.
+    """
     from genmodels.cli.compose import composer
     from genmodels.models.build import build
 
@@ -141,13 +154,27 @@ def check_data(words: list[str]) -> str:
     except InputError as error:
         raise Failed(str(error)) from error
     problems = datamodule.problems()
+    if fix_list is not None:
+        fix_list.write_text("".join(f"{problem}\n" for problem in problems), encoding="utf-8")
     if problems:
         more = f" (and {len(problems) - 1} more:" + "".join(f"\n        {p}" for p in problems[1:]) + ")"
-        raise Failed(problems[0] + (more if len(problems) > 1 else ""))
+        raise Failed(problems[0] + (more if len(problems) > 1 else "") + to_look_at(datamodule.warnings()))
+    told = to_look_at(datamodule.warnings())
     spec = datamodule.spec
     return f"{spec.name}, {' x '.join(map(str, spec.event_shape))}, " + ", ".join(
         f"{len(datamodule.split(split)):,} {split}" for split in ("train", "val", "test")
-    )
+    ) + told
+
+
+def to_look_at(warnings: list[str]) -> str:
+    """What can be used but should be looked at, a line each.
+
+    Example:
+        >>> print(to_look_at(["a.wav: silent"]))
+        ; 1 to look at:
+            a.wav: silent
+    """
+    return f"; {len(warnings)} to look at:" + "".join(f"\n        {w}" for w in warnings) if warnings else ""
 
 
 def _first_line(error: BaseException) -> str:

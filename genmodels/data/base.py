@@ -149,6 +149,10 @@ class DataModule(pl.LightningDataModule):
                     found.append(f"{name} split: {error}")
         return found
 
+    def warnings(self) -> list[str]:
+        """One line per thing that does not stop a training, but should be looked at."""
+        return []
+
     def _share(self, split: str) -> Loader:
         data = self.split(split)
         batches = SequentialBatches(torch.arange(len(data)), self.batch_size, self._processes)

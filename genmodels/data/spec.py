@@ -91,7 +91,8 @@ class DataSpec:
         class_names: their names, empty when they are just numbers.
         entropy: exact differential entropy in nats where it is known.
         mel: settings of the mel-spectrogram, None for other data; `event_shape` then has the longest item's length.
-        statistics: mean and deviation of its cells (`mean`, `std`: numbers, or one for each band) in training.
+        statistics: mean and deviation of its cells (`mean`, `std`: numbers, or one for each band) in training, and the
+            median length of an item (`frames`).
         text: the symbols that texts are written in, how they are brought into that form, and a few examples.
         speakers: names of the speakers, empty where nobody asks.
 

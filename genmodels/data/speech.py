@@ -100,6 +100,7 @@ class Speech(DataModule):
         self.multiple = multiple or (8 if layout == "folder" else 2)
         self.fractions = (1 - val_fraction - test_fraction, val_fraction, test_fraction)
         self.allow_partial, self.skip_bad, self.max_frames = allow_partial, skip_bad, max_frames
+        self._findings: list[Finding] | None = None
         if self.multiple < 1 or (max_frames is not None and max_frames < 1):
             raise InputError(f"data.multiple and data.max_frames must be at least 1, got {multiple} and {max_frames}")
 
@@ -146,7 +147,9 @@ class Speech(DataModule):
             name: Utterances([items[k] for k in rows[name]], self.multiple, length) for name in SPLITS
         }
         recordings = [items[k].recording for k in rows["train"]]
-        statistics = MelFiles(self.mel).statistics(recordings, self.statistics) if recordings else None
+        statistics = MelFiles(self.mel).statistics(recordings, self.statistics) if recordings else {}
+        usual = sorted(recording.frames for recording in recordings)[len(recordings) // 2] if recordings else 1
+        statistics |= {"frames": -(-usual // self.multiple) * self.multiple}
         name = self.name if self.root is None else self.root.resolve().stem
         spec = DataSpec(
             name, (self.mel.n_mels, longest), None, len(self._classes) or None, self._classes, mel=asdict(self.mel),
@@ -170,9 +173,12 @@ class Speech(DataModule):
         Raises:
             InputError: for what is wrong with the whole set.
         """
-        items, found = self.examine()
-        rows = _split(items, self.fractions, self.seed) if items else {}
-        return found + findings_between(items, {k: name for name, chosen in rows.items() for k in chosen})
+        if self._findings is None:
+            items, found = self.examine()
+            rows = _split(items, self.fractions, self.seed) if items else {}
+            split_of = {k: name for name, chosen in rows.items() for k in chosen}
+            self._findings = found + findings_between(items, split_of)
+        return self._findings
 
     def problems(self) -> list[str]:
         """One line for each item that cannot be used."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def check_target(target: Path, spec: DataSpec) -> str:
     suffix = target.suffix.lower()
     if suffix not in (".png", ".npz", ""):
         raise InputError(f"out={target}: end it in .png (a grid), .npz (arrays), or nothing (a folder of single PNGs)")
-    if suffix != ".npz" and not spec.is_image and (suffix == "" or spec.event_shape != (2,)):
+    drawn = spec.is_image or spec.mel is not None
+    if suffix != ".npz" and not drawn and (suffix == "" or spec.event_shape != (2,)):
         raise InputError(f"samples of shape {spec.event_shape} are not pictures: use out=samples.npz")
     return suffix
 
@@ -96,11 +98,31 @@ def write_samples(samples, spec: DataSpec, target: Path) -> list[str]:
         picture = picture_of(samples.x, spec, columns_for(spec, len(samples.x), samples.cond is not None))
         save_png(picture, target, samples.made | {"index": _span(samples.index)})
         return [f"{len(samples.x)} samples: {target}"]
+    if spec.mel is not None:
+        return write_sounds(samples, spec, target)
     for k, image in enumerate(images_of(samples.x, spec)):
         label = {} if samples.cond is None else {"cond": int(samples.cond[k])}
         number = int(samples.index[k])
         save_png(image, target / f"{number:06d}.png", samples.made | {"index": number} | label)
     return [f"{len(samples.x)} samples as single images: {target}"]
+
+
+def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
+    """Each mel as sound (.wav, by Griffin-Lim) and as a picture (.png) in a folder."""
+    from genmodels.evaluation.mel_pictures import mel_image
+    from genmodels.evaluation.speaking import sound_of
+    from genmodels.speech.audio import write_wav
+    from genmodels.speech.mel import MelConfig
+
+    config = MelConfig(**spec.mel)
+    for k, mel in enumerate(samples.x):
+        mel = mel if samples.mask is None else mel[:, samples.mask[k, 0]]
+        label = {} if samples.cond is None else {"cond": int(samples.cond[k])}
+        number, held = int(samples.index[k]), io.BytesIO()
+        write_wav(held, sound_of(mel, config, number), config.sample_rate)
+        write_whole(target / f"{number:06d}.wav", lambda file, held=held: file.write(held.getvalue()))
+        save_png(mel_image(mel, 4, 2), target / f"{number:06d}.png", samples.made | {"index": number} | label)
+    return [f"{len(samples.x)} samples as .wav and .png: {target}"]
 
 
 def write_path(samples, spec: DataSpec, target: Path) -> str:

@@ -42,9 +42,12 @@ class ContinuousFlow(nn.Module):
         """`(nats (B,), None)`: exact, hence without noise, importance samples or standard error."""
         return self.flow.log_prob(x, cond, mask), None
 
-    def sample(self, n: int, cond: Tensor | None = None, *, temperature: float = 1.0, generator: Generator) -> Tensor:
-        """`(n, *event)` in the data's own units."""
-        return self.flow.sample(n, cond, temperature=temperature, generator=generator)
+    def sample(
+        self, n: int, cond: Tensor | None = None, *, temperature: float = 1.0, generator: Generator,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """`(n, *event)` in the data's own units; of sequences only the frames of the mask."""
+        return self.flow.sample(n, cond, temperature=temperature, generator=generator, mask=mask)
 
     def middle(self, x: Tensor) -> Tensor:
         """The point that stands for an item: itself."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.linear import GroupedLinear, InvertibleLinear
+from genmodels.nn.blocks import hide
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def examine(bijection: Bijection, x: Tensor, cond: Tensor | None = None, mask: T
         >>> [layer.kind for layer in health.layers], health.first_drifting()
         (['ActNorm', 'Flip'], None)
     """
+    x = x if mask is None else hide(x, mask)  # what stands in padding is not meant to come back
     scales: dict[nn.Module, float] = {}
 
     def note(module: nn.Module, _inputs, output) -> None:

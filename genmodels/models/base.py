@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from genmodels.data.spec import Batch, DataSpec, TextCondition
-from genmodels.errors import RunError
+from genmodels.errors import InputError, RunError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.models.breakdown import breakdown
 from genmodels.models.diagnosis import explain_nonfinite
@@ -65,12 +65,17 @@ class GenerativeModel(pl.LightningModule):
     family = "model"
     #: Whether `trainer.compile=true` may let float32 products run in TF32; not where an inverse has to undo them.
     tolerates_tf32 = True
+    #: Whether it is told texts; other models are refused data with them.
+    takes_text = False
     #: Whether a conditional model also knows what holds for all classes, told by `cond=None`.
     has_null_class = False
     core: nn.Module
 
     def __init__(self, spec: DataSpec):
         super().__init__()
+        if spec.text is not None and not self.takes_text:
+            raise InputError(f"{spec.name} has mels of unlike length with texts, which a {self.family} is not told: "
+                             "use model=glow_tts, or clips in a folder for each class (data=spoken_digits)")
         self.spec = spec
         self.seed = 0
         self.batches_seen = 0  # micro-batches of the whole run, in step on all processes

@@ -21,9 +21,9 @@ from genmodels.diffusion import (
     times_from,
 )
 from genmodels.diffusion import sample as run_sampler
-from genmodels.diffusion.masks import hide
 from genmodels.flows.multiscale import Latents
 from genmodels.models.base import Samples
+from genmodels.models.mels import silent_beyond
 from genmodels.random import KeyedGenerator
 
 
@@ -116,7 +116,8 @@ class DiffusionSampling:
             weights: `ema`, `raw`, or one of the decays kept.
             path: number of frames of the way from noise to data to keep, 0 for none.
             size: height and width, or length, where it is not that of the data; the channels stay.
-            lengths: numbers of valid frames of sequences, cycled; samples are zero beyond them.
+            lengths: numbers of valid frames of sequences, cycled; samples are zero beyond them, mels silent. Mels have
+                their usual length when nothing is said.
             progress: called after every step with the number of steps done and their total.
         """
         if n < 1:
@@ -131,6 +132,8 @@ class DiffusionSampling:
         labels = self._asked(cond, index, guidance, known is not None or edit is not None)
         core = self._steered(self.weights(weights), clip, guidance, guidance_rescale, guidance_interval)
         shape, beginning = (n, *self._shape_of(size)), None
+        if lengths is None and self.spec.mel is not None and size is None and known is None and edit is None:
+            lengths = [self.spec.statistics["frames"]]
         mask = self._frames_of(lengths, index, shape)
         if known is not None:
             known, keep = known.to(self.device), keep.to(self.device)
@@ -147,7 +150,7 @@ class DiffusionSampling:
 
         def finished(x: Tensor) -> Tensor:
             """x in the data's units, with what is known as it was given, and zero where there is no frame."""
-            x = hide(self.decode(x), mask)
+            x = silent_beyond(self.decode(x), mask, self.spec)
             return x if known is None else torch.where(keep, known, x)
 
         def after(done: int, x: Tensor, x0: Tensor) -> None:
@@ -163,7 +166,8 @@ class DiffusionSampling:
             )
         made |= {"evaluations": out.evaluations, "seed": seed, "weights": str(weights), "temperature": temperature}
         made |= {"clip": self._threshold(clip) or "none"} | ({"guidance": guidance} if guidance != 1 else {})
-        return Samples(finished(out.x), labels, index, made, torch.stack(frames) if frames else None)
+        kept = torch.stack(frames) if frames else None
+        return Samples(finished(out.x), labels, index, made, kept, mask=mask)
 
     def _frames_of(self, lengths: list[int] | None, index: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         """The mask (n, 1, T) of samples of these lengths."""

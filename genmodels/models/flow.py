@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ from genmodels.flows.multiscale import Latents
 from genmodels.flows.realnvp import dequantisation_flow
 from genmodels.flows.scaling import Logit, Shift, Standardise
 from genmodels.models.base import GenerativeModel, Loss, Samples
+from genmodels.models.mels import NOISE, frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn.condition import Condition
 from genmodels.random import KeyedGenerator
@@ -53,6 +55,7 @@ class FlowModel(GenerativeModel):
         base: distribution of the latents: `normal`, `diagonal` (learned scales), or `class` (one Gaussian a class; it
             needs class_conditional=true).
         memory: `store` activations for the backward pass, or recompute them through the `inverse`.
+        noise: width of the noise on mels, in log units, without which they have no density; other data have none.
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
     """
@@ -69,6 +72,7 @@ class FlowModel(GenerativeModel):
         alpha: float = 0.05,
         base: Literal["normal", "diagonal", "class"] = "normal",
         memory: Literal["store", "inverse"] = "store",
+        noise: float = NOISE,
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,
     ):
@@ -84,6 +88,7 @@ class FlowModel(GenerativeModel):
         self.conditional = class_conditional and spec.num_classes is not None
         self.dequantisation, self.preprocess, self.alpha, self.base, self.memory = (
             dequantisation, preprocess, alpha, base, memory)
+        self.noise = noise if spec.mel is not None else 0.0
         self._finish = (optimizer, ema_decay)
         self._probe: Batch | None = None
 
@@ -124,12 +129,16 @@ class FlowModel(GenerativeModel):
     def _cond(self, batch: Batch) -> Tensor | None:
         return batch.cond if self.conditional else None
 
+    def _dims(self, batch: Batch) -> Tensor:
+        """(B,) valid dimensions of masked sequences."""
+        return batch.mask.flatten(1).sum(1) * self.spec.event_shape[0]
+
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
         """Data-dependent initialisation of every layer that has one, in order; averages start from the same weights."""
         rows = max(2, min(len(batch), _INITIAL_SCALARS // self.spec.dims))
         chosen = torch.linspace(0, len(batch) - 1, rows, dtype=torch.float64).round().long()
-        part = batch.rows(chosen)
+        part = self._filled(batch.rows(chosen), KeyedGenerator(self.seed, chosen, "initialize"))
         if self.spec.levels is None:
             self._refuse_constants(batch)
             self._mention_thin_data(batch)
@@ -163,13 +172,20 @@ class FlowModel(GenerativeModel):
         """What torch.compile is applied to: the map itself, not the noise around it."""
         return [self.core.flow.bijection]
 
+    def _filled(self, batch: Batch, generator: KeyedGenerator) -> Batch:
+        """Mels with their noise; other data as they are."""
+        if self.noise == 0:
+            return batch
+        return replace(batch, x=with_noise(batch.x, self.noise, generator))
+
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """Bits/dim of one dequantisation for integers, nats for continuous data."""
+        """Bits/dim of one dequantisation for integers, nats for continuous data, of sequences per dimension."""
+        batch = self._filled(batch, generator)
         nats, _ = self.core.log_prob(batch.x, self._cond(batch), batch.mask, generator=generator)
         unit = 1.0 if self.spec.levels is None else self.spec.dims * math.log(2)
-        per_example = -nats / unit
+        per_example = -nats / (unit if batch.mask is None else self._dims(batch))
         return Loss(per_example.mean(), per_example)
 
     def log_likelihood(
@@ -195,6 +211,7 @@ class FlowModel(GenerativeModel):
         core = self.weights(weights)
         index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
         noise = KeyedGenerator(seed, index, "dequantise")
+        batch = self._filled(batch, KeyedGenerator(seed, index, "likelihood"))
         with torch.no_grad():
             nats, stderr = core.log_prob(
                 self._in_own_width(batch.x), self._cond(batch), batch.mask, generator=noise,
@@ -205,9 +222,8 @@ class FlowModel(GenerativeModel):
             "dequantisation": self.dequantisation, "seed": seed,
         }
         made |= {"weights": str(weights), **({"given": "class"} if self.conditional else {})}
-        dims = self.spec.dims
-        if batch.mask is not None:
-            dims = batch.mask.flatten(1).sum(1) * self.spec.event_shape[0]
+        made |= {"noise": self.noise} if self.noise else {}
+        dims = self.spec.dims if batch.mask is None else self._dims(batch)
         return Likelihood(nats, core.kind, dims, self.spec.levels, stderr, made, index)
 
     def sample(
@@ -218,6 +234,7 @@ class FlowModel(GenerativeModel):
         seed: int = 0,
         *,
         start: int = 0,
+        lengths: list[int] | None = None,
         weights: str | float = "ema",
     ) -> Samples:
         """Samples `start` .. `start + n - 1` of a seed.
@@ -228,6 +245,7 @@ class FlowModel(GenerativeModel):
             temperature: scale of the latents, at every level; 1 for the model's own distribution, 0 for its mode.
             seed: sample k of a seed depends on (seed, k) alone.
             start: number of the first sample.
+            lengths: numbers of valid frames of sequences, cycled; samples are silent beyond them.
             weights: `ema`, `raw`, or one of the decays kept.
         """
         if n < 1:
@@ -236,10 +254,12 @@ class FlowModel(GenerativeModel):
         index = torch.arange(start, start + n, device=self.device)
         labels = self.labels(cond, index)
         noise = KeyedGenerator(seed, index, "sample")
+        mask = frames_of(lengths, index, self.spec)
+        given = {} if mask is None else {"mask": mask}
         with torch.no_grad():
-            x = self.weights(weights).sample(n, labels, temperature=temperature, generator=noise)
+            x = self.weights(weights).sample(n, labels, temperature=temperature, generator=noise, **given)
         made = {"sampler": "inverse", "seed": seed, "weights": str(weights), "temperature": temperature}
-        return Samples(self._units(x), labels, index, made)
+        return Samples(silent_beyond(self._units(x), mask, self.spec), labels, index, made, mask=mask)
 
     def _units(self, x: Tensor) -> Tensor:
         return x.to(torch.uint8) if self.spec.levels is not None and self.spec.levels <= 256 else x

@@ -87,6 +87,7 @@ class GlowTTS(GenerativeModel):
 
     family = "glow_tts"
     tolerates_tf32 = False
+    takes_text = True
 
     def __init__(
         self,

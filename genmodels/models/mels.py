@@ -96,3 +96,29 @@ def even_lengths(batch: Batch) -> Batch:
         return Batch(batch.x, batch.cond, mask, batch.index)
     x, mask = PadToMultiple(2, floor=math.log(1e-5))(batch.x, mask)
     return Batch(x, batch.cond, mask, batch.index)
+
+
+def frames_of(lengths: list[int] | None, index: Tensor, spec: DataSpec) -> Tensor | None:
+    """The mask (n, 1, T) of samples of these lengths, in turn; of mels that of their usual length, if None.
+
+    Raises:
+        ValueError: for data that are no sequences, or lengths that these do not have.
+
+    Example:
+        >>> spec = DataSpec("digits", (80, 4), statistics={"frames": 2}, mel={})
+        >>> frames_of(None, torch.arange(1), spec)
+        tensor([[[ True,  True, False, False]]])
+    """
+    if lengths is None and spec.mel is None:
+        return None
+    lengths = [spec.statistics["frames"]] if lengths is None else lengths
+    longest = spec.event_shape[-1]
+    if len(spec.event_shape) != 2 or not lengths or not all(1 <= length <= longest for length in lengths):
+        raise ValueError(f"lengths are numbers of frames from 1 to {longest} of sequences, got {lengths}")
+    wanted = torch.tensor(lengths, device=index.device)[index % len(lengths)]
+    return torch.arange(longest, device=index.device) < wanted[:, None, None]
+
+
+def silent_beyond(x: Tensor, mask: Tensor | None, spec: DataSpec) -> Tensor:
+    """Samples with silence (of other sequences: zeros) where the mask is False."""
+    return x if mask is None else x.masked_fill(~mask, math.log(1e-5) if spec.mel is not None else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import warnings
 from pathlib import Path
 from typing import BinaryIO
@@ -38,7 +39,7 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
             rate, samples = wavfile.read(path)
     except FileNotFoundError as error:
         raise AudioError(f"{path}: there is no such file") from error
-    except (ValueError, EOFError, OSError) as error:
+    except (ValueError, EOFError, OSError, struct.error, UnboundLocalError) as error:  # scipy's, for broken headers
         raise AudioError(f"{path}: not a readable wav file ({error})") from error
     scale = _FULL_SCALE.get(samples.dtype, 1.0)
     wave = samples.astype(np.float64)
