@@ -19,8 +19,10 @@ from genmodels.models.mels import NOISE, MelUnits, even_lengths
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.texts import TextReader
 from genmodels.random import KeyedGenerator, seed_of
-from genmodels.speech.tacotron import AttentionKind, Said
+from genmodels.speech.measures import read_faults, words_of_tokens
+from genmodels.speech.tacotron import AttentionKind, Said, Spoken
 from genmodels.speech.tacotron import Tacotron as Decoder
+from genmodels.speech.text import Symbols
 from genmodels.speech.text_encoder import TextEncoder
 
 _WORD = 2**32 - 1  # indices of keyed noise lie below
@@ -85,6 +87,7 @@ class Tacotron(GenerativeModel):
     """
 
     family = "tacotron"
+    takes_text = True
 
     def __init__(
         self,
@@ -219,8 +222,19 @@ class Tacotron(GenerativeModel):
         # The token that the attention looked at, frame by frame; it may skip some, and come back to others.
         looked = one_hot(spoken.weights.argmax(1), said.tokens.shape[1]) * spoken.mask.mT
         made = {"sampler": "autoregressive", "seed": seed, "weights": str(weights), "temperature": temperature,
-                "not_stopped": broken_off}
+                "not_stopped": broken_off, "words_missing_repeated": self._read(said, spoken)}
         return Samples(x, said, index.to(self.device), made, mask=spoken.mask, durations=looked.sum(1))
+
+    def _read(self, said: TextCondition, spoken: Spoken) -> list[list[int]]:
+        """Words of each text that the attention never looked at, and that it came back to."""
+        symbols = Symbols(tuple(self.spec.text["symbols"]), self.spec.text["blanks"])
+        found = []
+        rows = zip(said.tokens, said.mask[:, 0], spoken.weights, spoken.mask, strict=True)
+        for tokens, valid, weights, frames in rows:
+            own = tokens[valid].tolist()
+            looked = weights[: len(own), : int(frames.sum())]
+            found.append(list(read_faults(looked, words_of_tokens(own, symbols))))
+        return found
 
     # ---- what is seen of it while it trains ---------------------------------------------------------------------
 
