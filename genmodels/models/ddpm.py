@@ -29,6 +29,7 @@ from genmodels.models.build import construct, keywords
 from genmodels.models.diffusion_bound import DiffusionBound
 from genmodels.models.diffusion_ode import DiffusionOde
 from genmodels.models.diffusion_sampling import DiffusionSampling
+from genmodels.models.mels import NOISE, with_noise
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import MLPDenoiser, UNet
 from genmodels.random import KeyedGenerator
@@ -62,6 +63,7 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
         class_conditional: condition on the class where the data have classes.
         cond_drop: probability that training hides the class, so that the model also learns what holds for all of them,
             which guidance needs; 0 for never.
+        noise: width of the noise on mels, in log units, without which they have no density; other data have none.
         net: options of the network, a U-Net for images and sequences, a residual MLP for vectors; or a module.
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
@@ -96,6 +98,7 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
         self_conditioning: bool = False,
         class_conditional: bool = True,
         cond_drop: float = 0.1,
+        noise: float = NOISE,
         net: UNet | MLPDenoiser | dict | None = None,
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.9999,
@@ -106,6 +109,7 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
             raise ValueError(f"num_steps must be at least 2, got {num_steps}")
         if not 0 <= cond_drop < 1:
             raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
+        self.noise = noise if spec.mel is not None else 0.0
         self.num_steps, self.variance, self.cond_drop = num_steps, variance, cond_drop
         self.conditional = class_conditional and spec.num_classes is not None
         if not isinstance(net, nn.Module):
@@ -160,7 +164,7 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
     def initialize(self, batch: Batch) -> None:
         """Take mean and deviation of continuous training data, per scalar; integers have a fixed map."""
         if self.spec.levels is None:
-            mean, deviation = _moments(batch.x.double(), batch.mask)
+            mean, deviation = _moments(self._filled(batch).double(), batch.mask)
             if not bool((deviation > 0).all()):
                 column = int((deviation <= 0).flatten().nonzero()[0, 0])
                 raise InputError(f"column {column} of {self.spec.name} is constant and has no density: leave it out")
@@ -180,9 +184,16 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
             return to_levels(x, self.spec.levels).to(kind)
         return x * self.scale + self.location
 
-    def _entered(self, batch: Batch) -> Tensor:
+    def _filled(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
+        """Mels with their noise, which is that of their item where nobody draws another; other data as they are."""
+        if self.noise == 0:
+            return batch.x
+        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
+        return with_noise(batch.x, self.noise, generator or KeyedGenerator(0, index, "likelihood"))
+
+    def _entered(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
         """The batch as the network sees it, zero where it is padded."""
-        return hide(self.encode(batch.x), batch.mask)
+        return hide(self.encode(self._filled(batch, generator)), batch.mask)
 
     def _cond(self, batch: Batch) -> Tensor | None:
         return batch.cond if self.conditional else None
@@ -200,7 +211,7 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
         """The objective at one time per example: bounds in bits/dim; parts carry their unit in their name."""
         rank, world = self._rank_world
         cond = self._hidden(self._cond(batch), generator)
-        x0 = self._entered(batch)
+        x0 = self._entered(batch, generator)
         out = self.objective(self.core, x0, cond, generator, rank, world, batch.mask)
         if isinstance(self.objective.time_sampler, LossAwareTimes) and torch.is_grad_enabled():
             self._drawn.append(torch.stack([out.drawn, out.integrand.double()]))

@@ -62,7 +62,7 @@ class DiffusionBound:
             weights: `ema`, `raw`, or one of the decays kept.
             seed: seed of the noise, which is keyed by (seed, item, term).
             bound: that of the model's T steps (`discrete`), or of infinitely many (`continuous`), always estimated.
-            draws: number of strata of 1..K (or of [t_0, 1]), one term drawn from each; None for all K terms, or K
+            draws: number of strata of 1..K (or of the log-SNRs), one term drawn from each; None for all K terms, or K
                 strata.
             replicates: independent repetitions of the stratified estimate (>= 2), for its standard error.
             rows: most rows in one call of the network.
@@ -76,12 +76,13 @@ class DiffusionBound:
         core = self.weights(weights)
         generator = KeyedGenerator(seed, index, "elbo")
         times = self.bound_times().to(x0.device)
+        edges = core.schedule.log_snr(times).detach()
         given = {"cond": self._cond(batch), "mask": batch.mask, "chunk": rows}
         made = {"estimate": "bound, all terms", "terms": len(times) - 1}
         if bound == "continuous":
             given |= {"draws": draws or len(times) - 1, "replicates": replicates}
             out = continuous_elbo(core, x0, self.decoder, float(times[0]), generator, **given)
-            times = torch.linspace(float(times[0]), 1.0, given["draws"] + 1, dtype=torch.float64, device=x0.device)
+            edges = torch.cat([edges[:1], (out.log_snr[1:] + out.log_snr[:-1]) / 2, edges[-1:]])
             made = {"estimate": "bound, continuous time", "draws": given["draws"], "replicates": replicates}
         elif draws is None:
             out = elbo(core, x0, self.decoder, times, generator, variance=self.variance, **given)
@@ -89,18 +90,19 @@ class DiffusionBound:
             given |= {"draws": draws, "replicates": replicates}
             out = elbo(core, x0, self.decoder, times, generator, variance=self.variance, mode="stratified", **given)
             made |= {"estimate": "bound, stratified terms", "draws": draws, "replicates": replicates}
+        made |= {"noise": self.noise} if self.noise else {}
         made |= {"variance": self.variance, "weights": str(weights), "seed": seed}
         volume = 0.0 if self.spec.levels is not None else self._log_scale(batch.mask)
         return Likelihood(
             out.nats - volume, "lower_bound", self._dims(batch), self.spec.levels, out.stderr, made, index,
             parts={"prior": out.prior, "diffusion": out.diffusion.sum(1), "reconstruction": out.reconstruction},
-            profile=self._profile(times, out.diffusion),
+            profile=self._profile(edges, out.diffusion),
         )
 
-    def _profile(self, times: Tensor, diffusion: Tensor, most: int = 40) -> Profile:
-        """The terms summed over neighbours into at most `most` bins, whose edges are log-SNRs of the grid."""
+    @staticmethod
+    def _profile(edges: Tensor, diffusion: Tensor, most: int = 40) -> Profile:
+        """The terms summed over neighbours into at most `most` bins, whose edges are among the log-SNRs given."""
         bins, terms = min(most, diffusion.shape[1]), diffusion.shape[1]
         cuts = torch.arange(bins + 1) * terms // bins
         nats = torch.stack([part.sum() for part in diffusion.sum(0).split(cuts.diff().tolist())])
-        edges = self.core.schedule.log_snr(times).detach()[cuts * (len(times) - 1) // terms]
-        return Profile(edges.double(), nats, len(diffusion))
+        return Profile(edges.double()[cuts * (len(edges) - 1) // terms], nats, len(diffusion))
