@@ -13,6 +13,7 @@ def run(
     stages: list[Literal["likelihood", "fidelity", "cost", "proofs"]] | None = None,
     draws: int | Literal["auto", "all"] = "auto",
     replicates: int = 2,
+    bound: Literal["discrete", "continuous", "both"] = "discrete",
     importance_samples: int | list[int] | None = None,
     ode: bool | Literal["auto"] = "auto",
     ode_options: dict | None = None,
@@ -51,6 +52,7 @@ def run(
         draws: terms of a diffusion bound: all of them, or a number of strata with one term each; auto is all where that
             takes at most 100,000 network evaluations, else 5 to 100 strata.
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
+        bound: of a diffusion: that of the model's T steps (discrete), of infinitely many (continuous), or both.
         importance_samples: dequantisations of each item by a flow or an energy, K; a list gives one line for each K;
             default 1 and 8, and 1 always.
         ode: the likelihood of a diffusion by its probability-flow ODE, a line of its own; auto adds it for vectors of
@@ -96,7 +98,7 @@ def run(
     others = [ood] if isinstance(ood, str) else ood
     request = Request(
         split=split, limit=limit, batch_size=batch_size, processes=processes, device=device, seed=seed, ema=ema,
-        stages=stages, importance_samples=counts, draws=draws, replicates=replicates,
+        stages=stages, importance_samples=counts, draws=draws, replicates=replicates, bound=bound,
         partition={key: value for key, value in partition.items() if value is not None}, ode=ode,
         ode_options=ode_options or {}, samples=samples, sampler=sampler, steps=steps, temperature=temperature,
         features=features, force=force, sweeps=sweeps or [], ood=others or [], ood_data=ood_data or {}, proofs=proofs,

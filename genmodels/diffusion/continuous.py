@@ -23,6 +23,9 @@ from genmodels.diffusion.terms import prior_term, reconstruction_term
 from genmodels.errors import InputError
 from genmodels.random import Generator, KeyedGenerator, normal, uniform
 
+#: Where the path of a schedule without signal at its end is cut: beyond, an example costs less than 1e-8 nats.
+_NOISIEST = -20.0
+
 
 def rate_term(
     denoiser, output: Tensor, x0: Tensor, noise: Tensor, log_snr: Tensor, rate: Tensor, mask: Tensor | None = None
@@ -112,10 +115,14 @@ def continuous_elbo(
     replicates: int = 2,
     chunk: int | None = None,
 ) -> ElboTerms:
-    """The bound of each example in continuous time: unbiased, from one time in each of `draws` strata of [t_0, 1].
+    """The bound of each example in continuous time: unbiased, from one noise level in each of `draws` strata.
 
-    The strata are drawn from `replicates` times, whose spread gives the standard error. The terms of the result are the
-    integrals over the strata.
+        1/2 int E SNR |x_0 - x0_hat|^2 d lambda,   lambda from the log-SNR at t_0 to that at t = 1
+
+    The strata are equally wide in log-SNR, where an optimal denoiser costs about the same everywhere: far less noise
+    than strata in time. They are drawn from `replicates` times, whose spread gives the standard error. The terms of the
+    result are the integrals over the strata. A schedule that ends without signal is followed to log-SNR -20, and has
+    its prior there.
 
     Arguments:
         decoder: p(x_0 | x_{t_0}).
@@ -135,26 +142,27 @@ def continuous_elbo(
     if draws < 1 or replicates < 2:
         raise InputError(f"draws = {draws} must be at least 1, and replicates = {replicates} at least 2")
     require_unaltered(denoiser)
-    schedule, n = denoiser.schedule, len(x0)
-    ends = check_grid(schedule, torch.tensor([first, 1.0], dtype=torch.float64)).to(x0.device)
+    n = len(x0)
+    ends = check_grid(denoiser.schedule, torch.tensor([first, 1.0], dtype=torch.float64)).to(x0.device)
     keyed = isinstance(generator, KeyedGenerator)
+    ends = ends.clamp(min=_NOISIEST)
     u = uniform((n, replicates, draws), generator.child("strata") if keyed else generator, dtype=torch.float64)
-    t = (first + (1 - first) * (torch.arange(draws, device=u.device) + u) / draws).to(x0.device).flatten(1)
+    share = ((torch.arange(draws, device=u.device) + u) / draws).to(x0.device).flatten(1)
     rows = chunk if chunk is not None else max(1, min(4096, 2**18 // max(1, x0[0].numel())))
 
     # Column 0 is the reconstruction at t_0, the others are the replicates' strata.
-    t = torch.cat([t.new_full((n, 1), first), t], 1)
-    values = torch.zeros_like(t)
-    every = torch.cartesian_prod(torch.arange(t.shape[1]), torch.arange(n))
+    levels = torch.cat([ends[:1].expand(n, 1), ends[0] + (ends[1] - ends[0]) * share], 1)
+    values = torch.zeros_like(levels)
+    every = torch.cartesian_prod(torch.arange(levels.shape[1]), torch.arange(n))
     for column, item in (part.unbind(1) for part in every.split(rows)):
         source = generator.rows(item.to(generator.index.device)).at(column) if keyed else generator
         noise = normal((len(item), *x0.shape[1:]), source, dtype=x0.dtype, device=x0.device)
-        log_snr, data = schedule.log_snr(t[item, column]), x0[item]
+        log_snr, data = levels[item, column], x0[item]
         cond_here, valid = (None if value is None else value[item] for value in (cond, mask))
         x = q_sample(data, log_snr, noise)
         prediction = denoiser.at_log_snr(x, log_snr, cond_here, valid)
-        rate = schedule.log_snr_rate(t[item, column])
-        terms = (1 - first) * rate_term(denoiser, prediction.output, data, noise, log_snr, rate, valid)
+        rate = (ends[1] - ends[0]).expand(len(data))
+        terms = rate_term(denoiser, prediction.output, data, noise, log_snr, rate, valid)
         clean = column == 0
         if bool(clean.any()):
             fixed = kernel_variance("beta", None)
@@ -166,5 +174,5 @@ def continuous_elbo(
         values[item, column] = terms
     drawn = values[:, 1:].view(n, replicates, draws) / draws
     stderr = drawn.sum(2).std(1, unbiased=True) / math.sqrt(replicates)
-    middle = first + (1 - first) * (torch.arange(draws, dtype=torch.float64, device=x0.device) + 0.5) / draws
-    return ElboTerms(prior_term(x0, ends[1], mask), drawn.mean(1), values[:, 0], schedule.log_snr(middle), stderr)
+    middle = ends[0] + (ends[1] - ends[0]) * (torch.arange(draws, dtype=torch.float64, device=x0.device) + 0.5) / draws
+    return ElboTerms(prior_term(x0, ends[1], mask), drawn.mean(1), values[:, 0], middle, stderr)

@@ -47,7 +47,10 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         if isinstance(draws, int) and draws >= model.num_steps:
             raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the bound, got {draws}")
         own = {"draws": None if draws == "all" else draws, "replicates": request.replicates}
-        lines.append(Line("bound", "log_likelihood", options | own))
+        if request.bound in ("discrete", "both"):
+            lines.append(Line("bound", "log_likelihood", options | own))
+        if request.bound in ("continuous", "both"):
+            lines.append(Line("bound, continuous time", "log_likelihood", options | own | {"bound": "continuous"}))
     if "alignment" in known:
         lines += [Line("given the text", "log_likelihood", options | {"alignment": "marginal"}),
                   Line("along the best alignment", "log_likelihood", options | {"alignment": "best"})]
@@ -68,7 +71,7 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
                       for k in counts] or [Line("probability-flow ODE", "ode_likelihood", own)]
         elif request.ode == "auto":
             notes.append(f"the probability-flow ODE of {path} was left out, it takes long: ode=true adds it")
-    return lines or [Line("no likelihood", "log_likelihood", options)], notes
+    return lines or [Line("", "log_likelihood", options)], notes
 
 
 def check_options(models: Sequence[Opened]) -> None:
@@ -77,6 +80,7 @@ def check_options(models: Sequence[Opened]) -> None:
     known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
     given = [
         ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
+        ("bound", "bound", "diffusion bounds", request.bound != "discrete"),
         (", ".join(request.partition), "normaliser", "energies", bool(request.partition)),
         ("importance_samples", "importance_samples", "flows and energies", request.importance_samples is not None),
     ]
@@ -219,6 +223,8 @@ def how(likelihood: Likelihood) -> str:
     made, words = likelihood.made, []
     if "terms" in made:
         words.append(f"{made.get('draws', 'all')} of {made['terms']} terms")
+    elif "draws" in made:
+        words.append(f"continuous time, {made['draws']} strata")
     if "importance_samples" in made:
         words.append(f"K = {made['importance_samples']}, {made['dequantisation']}")
     if likelihood.kind == "ode":

@@ -20,7 +20,7 @@ class Request:
         batch_size, processes, device: how they are gone through.
         seed, ema: seed of all noise, and which weights.
         stages: names of `STAGES`, None for all but those nobody asked for.
-        importance_samples, draws, replicates, partition, ode, ode_options: options of the likelihoods.
+        importance_samples, draws, replicates, bound, partition, ode, ode_options: options of the likelihoods.
         samples, sampler, steps, temperature: the samples that are judged; `auto` is as many as there are items, at
             most 1,000.
         features, force: the feature network, and whether few items are compared all the same.
@@ -44,6 +44,7 @@ class Request:
     importance_samples: Sequence[int] | None = None
     draws: int | str = "auto"
     replicates: int = 2
+    bound: str = "discrete"
     partition: dict = field(default_factory=dict)
     ode: bool | str = "auto"
     ode_options: dict = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 from pathlib import Path
 
@@ -80,6 +81,17 @@ def test_one_gaussian_as_flow_diffusion_and_energy_has_one_value(oracles, truth,
 
 
 COLUMN = {"rank": 9}
+
+
+def test_the_bound_of_infinitely_many_steps_has_a_line(oracles, truth, tmp_path):
+    out, _ = evaluate(f"ckpt={oracles}/diffusion", "bound=both", "draws=30", "ode=false", "stages=[likelihood]",
+                      f"out={tmp_path}/r.json", cwd=tmp_path)
+    discrete, continuous = report(tmp_path / "r.json")["likelihood"]
+    assert "30 of 59 terms" in out and "continuous time, 30 strata" in out
+    assert truth < continuous["nll"] + 4 * continuous["se_mc"] and continuous["se_mc"] < 0.3
+    assert continuous["nll"] < discrete["nll"] + 4 * math.hypot(continuous["se_mc"], discrete["se_mc"])
+    _, err = evaluate(f"ckpt={oracles}/flow", "bound=both", cwd=tmp_path, code=2)
+    assert "bound is for diffusion bounds" in err
 
 
 def test_the_kinds_that_a_rank_across_mixes_are_told(oracles, tmp_path):
