@@ -11,6 +11,7 @@ import torch
 
 from genmodels.data.densities import density
 from genmodels.data.spec import DataSpec
+from genmodels.diffusion.ode import OdeDensity
 from genmodels.errors import InputError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.evaluation.opened import Opened
@@ -66,7 +67,10 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         vectors = len(model.spec.event_shape) == 1
         if request.ode is True or (request.ode == "auto" and vectors and scalars <= _ODE_BUDGET):
             own = {"weights": options["weights"], "seed": request.seed, **request.ode_options}
-            counts = sorted(set(request.importance_samples or [1])) if model.spec.levels else []
+            # Probes are noise, which the logarithm of a mean over K would turn into a gain.
+            exact = OdeDensity(divergence=request.ode_options.get("divergence", "auto")).exact(model.spec.dims)
+            wanted = request.importance_samples if exact else None
+            counts = sorted(set(wanted or [1])) if model.spec.levels else []
             lines += [Line(f"probability-flow ODE, K = {k}", "ode_likelihood", {"importance_samples": k} | own)
                       for k in counts] or [Line("probability-flow ODE", "ode_likelihood", own)]
         elif request.ode == "auto":
