@@ -14,6 +14,7 @@ from genmodels.evaluation.cache import code_hash, key_of
 from genmodels.evaluation.classes import class_accuracy, likelihood_classifier
 from genmodels.evaluation.features import FeatureNetwork, Items, dims_of, network_for
 from genmodels.evaluation.frame import Frame
+from genmodels.evaluation.speech_stage import speech_of
 from genmodels.models.load import weights_of
 
 _SHOWN = 64  # samples that are kept for grids
@@ -32,7 +33,7 @@ class FidelityStage:
         """Samples beside held-out items in features of one network; copies of training items; classes."""
         request = self.frame.request
         if self.frame.opened.spec.text is not None:
-            self.frame.report["fidelity"] = {"skipped": "mels of unlike lengths, each of its own text"}
+            self.frame.report["speech"] = speech_of(self.frame)
             return
         dims = dims_of(self.frame.opened.spec, request.features)
         n, reason = sample_quality.count_for(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from genmodels.errors import InputError
 from genmodels.evaluation.report import about_log_z, with_error
+from genmodels.evaluation.speech_stage import spoken_notes
 
 COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Frechet", "precision",
            "recall", "evaluations", "samples/s"]
@@ -255,6 +256,8 @@ def _on_model(report: dict) -> list[str]:
     fidelity, sampling, proofs = report["fidelity"], report["sampling"], report["proofs"]
     if "skipped" in fidelity:
         notes.append(f"samples were not compared: {fidelity['skipped']}")
+    if "speech" in report:
+        notes += spoken_notes(report["speech"])
     if "frechet" in fidelity:
         kid = fidelity["kid"]
         notes.append(f"kernel distance {kid['mean']:.4f} +- {kid['std']:.4f}; {fidelity['memorisation']['said']}")
