@@ -1,0 +1,222 @@
+"""model=glow_tts: a density of noisy mels given texts, the same alone and in a batch, from nothing but its checkpoint."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.data.spec import Batch, DataSpec, TextCondition
+from genmodels.data.utterances import FLOOR, padded_tokens
+from genmodels.errors import InputError
+from genmodels.models import glow_tts
+from genmodels.models.glow_tts import GlowTTS
+from genmodels.models.mels import MelUnits, with_noise
+from genmodels.random import FrameKeyedGenerator, KeyedGenerator
+from genmodels.speech.text import CHARACTERS
+
+N_MELS = 6  # not 4: plain keyed noise comes in four runs, which would hide what frames are for
+TEXT = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab", "bad dad"]}
+SMALL = {"encoder": {"channels": 8, "depth": 1, "hidden": 8}, "steps": 2, "hidden": 8, "depth": 1,
+         "duration_channels": 8, "speaker_channels": 4}
+
+
+def spec(speakers: tuple[str, ...] = ()) -> DataSpec:
+    mel = {"sample_rate": 22050, "hop": 256}
+    return DataSpec("speech", (N_MELS, 64), mel=mel, statistics={"per": "global", "mean": -5.0, "std": 2.0},
+                    text=TEXT, speakers=speakers)
+
+
+def batch(sizes=((3, 9), (5, 14), (2, 6)), speaker: bool = False) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    longest = max(t for _, t in sizes)
+    x = torch.full((len(sizes), N_MELS, longest), FLOOR)
+    for row, (_, t) in zip(x, sizes, strict=True):
+        row[:, :t] = -5 + 2 * torch.randn(N_MELS, t, generator=generator)
+    mask = torch.stack([torch.arange(longest) < t for _, t in sizes])[:, None]
+    tokens, text_mask = padded_tokens([[2 + (k + i) % 20 for i in range(n)] for k, (n, _) in enumerate(sizes)])
+    said = TextCondition(tokens, text_mask, torch.arange(len(sizes)) % 2 if speaker else None)
+    return Batch(x, said, mask, torch.arange(len(sizes)))
+
+
+def model(speakers: tuple[str, ...] = (), **options) -> GlowTTS:
+    torch.manual_seed(0)
+    found = GlowTTS(spec(speakers), **SMALL | options)
+    found.initialize(batch(speaker=bool(speakers)))
+    with torch.no_grad():
+        for parameter in found.core.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    for average in found.ema.averages:
+        average.load_state_dict(found.core.state_dict())
+    return found.eval()
+
+
+def alone(data: Batch, k: int) -> Batch:
+    frames, tokens = int(data.mask[k].sum()), int(data.cond.mask[k].sum())
+    one = data.rows(slice(k, k + 1))
+    said = TextCondition(one.cond.tokens[:, :tokens], one.cond.mask[..., :tokens], one.cond.speaker)
+    return Batch(one.x[..., :frames], said, one.mask[..., :frames], one.index)
+
+
+def worst_difference(found: GlowTTS, **options) -> float:
+    data = batch()
+    together = found.log_likelihood(data, **options)
+    each = torch.cat([found.log_likelihood(alone(data, k), **options).nats for k in range(3)])
+    return float((together.nats - each).abs().max())
+
+
+@pytest.mark.parametrize("alignment", ["marginal", "best"])
+def test_likelihood_in_a_batch_is_that_alone(alignment, monkeypatch):
+    found = model()
+    assert worst_difference(found, alignment=alignment) < 1e-3
+    # Noise that depends on how long an item is padded is caught.
+    monkeypatch.setattr("genmodels.models.mels.FrameKeyedGenerator", KeyedGenerator)
+    assert worst_difference(found, alignment=alignment) > 1e-2
+
+
+def test_both_alignments_are_labelled_and_in_order():
+    found, data = model(), batch()
+    marginal, best = (found.log_likelihood(data, alignment=kind) for kind in ("marginal", "best"))
+    assert (marginal.kind, best.kind) == ("exact", "upper_bound") and marginal.made["noise"] == 0.05
+    assert (marginal.nats <= best.nats + 1e-4).all()
+    # The frame that makes a length even counts as data.
+    assert marginal.dims.tolist() == [N_MELS * t for t in (10, 14, 6)]
+    with pytest.raises(ValueError, match="marginal or best"):
+        found.log_likelihood(data, alignment="viterbi")
+
+
+def test_the_scale_of_the_data_is_in_the_density():
+    data = batch()
+    noise = KeyedGenerator(0, data.index)
+    one, two = (MelUnits(DataSpec("s", (N_MELS, 64), mel={}, statistics={"mean": -5.0, "std": s})) for s in (1.0, 2.0))
+    frames = data.mask.sum((1, 2))
+    assert torch.allclose(one(data, noise)[1] - two(data, noise)[1], frames * N_MELS * math.log(2.0))
+    band = MelUnits(DataSpec("s", (N_MELS, 64), mel={},
+                             statistics={"mean": [-5.0] * N_MELS, "std": [1.0, 2.0, 1.0, 1.0]}))
+    assert torch.allclose(band(data, noise)[1], -frames * math.log(2.0))
+    assert not band(data, noise)[0][~data.mask.expand_as(data.x)].any()
+
+
+def test_noise_has_its_width_and_a_floor_for_the_density():
+    x = torch.full((2, N_MELS, 500), FLOOR)
+    y = with_noise(x, 0.05, KeyedGenerator(0, torch.arange(2), "a"))
+    assert float((y - x).abs().max()) < 0.0250001 and float((y - x).std()) == pytest.approx(0.05 / 12**0.5, rel=0.05)
+    assert not torch.equal(y[0], y[1])
+    step = [KeyedGenerator(0, torch.arange(2), "a", step=k) for k in (1, 2)]
+    assert not torch.equal(with_noise(x, 0.05, step[0]), with_noise(x, 0.05, step[1]))
+
+
+def test_loss_is_the_density_along_the_path_and_the_durations():
+    found, data = model(), batch()
+    found.train(False)
+    loss = found.loss(data, KeyedGenerator(0, data.index, "likelihood"))
+    best = found.log_likelihood(data, alignment="best", weights="raw")
+    expected = -best.nats / best.dims
+    # The same noise: the stream of a likelihood.
+    assert torch.allclose(loss.parts["nll_per_dim"].double(), expected, atol=1e-4)
+    assert torch.allclose(loss.per_example, loss.parts["nll_per_dim"] + loss.parts["duration"], atol=1e-5)
+
+
+def test_a_sample_is_the_same_alone_in_a_batch_and_later():
+    found = model()
+    texts = ["a cab", "bad dad said no", "ha"]
+    together = found.sample(6, text=texts, seed=5)
+    for k, text in enumerate(texts):
+        one = found.sample(1, text=text, seed=5)
+        frames = int(one.mask.sum())
+        assert int(together.mask[k].sum()) == frames
+        assert torch.allclose(together.x[k, :, :frames], one.x[0], atol=1e-4)
+        second = found.sample(1, text=texts, seed=5, start=3 + k)
+        assert torch.allclose(together.x[3 + k, :, :frames], second.x[0, :, :frames], atol=1e-4)
+        assert not torch.allclose(together.x[k, :, :frames], together.x[3 + k, :, :frames], atol=1e-2)
+    assert (together.x[~together.mask.expand_as(together.x)] == FLOOR).all()
+    assert not torch.equal(found.sample(1, text="ha", seed=6).x, found.sample(1, text="ha", seed=5).x)
+
+
+def test_temperature_zero_speed_seconds_and_durations():
+    found = model()
+    still = [found.sample(1, text="bad dad", temperature=0.0, seed=s).x for s in (0, 1)]
+    assert torch.equal(still[0], still[1])
+    exact = found.sample(1, text="bad dad", seconds=0.5)
+    assert int(exact.mask.sum()) == math.ceil(0.5 * 22050 / 256) == 44
+    given = [[2, 1, 3, 1, 1, 2, 4]]
+    assert found.sample(2, text="bad dad", durations=given).durations[1].tolist() == given[0]
+    for wrong, reason in (({"seconds": 0.01}, r"7 frames at least; seconds=0.08"), ({"speed": 0.0}, "speed"),
+                          ({"durations": [[1, 2]]}, "7 tokens"), ({"cond": "bob"}, "one voice"),
+                          ({"temperature": -1.0}, "temperature")):
+        with pytest.raises(InputError, match=reason):
+            found.sample(1, text="bad dad", **wrong)
+    for text, reason in (("", "examples|no letters"), ("?!", "no letters"), ("a # b", "'#' at position 2")):
+        with pytest.raises(InputError, match=reason):
+            found.sample(1, text=[text])
+    assert found.sample(1, text="a # b", on_unknown="drop").cond.tokens.tolist() == [[2, 28, 3]]
+
+
+def test_speakers_by_name():
+    found = model(("anna", "ben"))
+    anna, ben = (found.sample(1, cond=name, text="a cab", temperature=0.0, durations=[[2] * 5]).x
+                 for name in ("anna", "ben"))
+    assert not torch.allclose(anna, ben, atol=1e-3)
+    with pytest.raises(InputError, match="there are anna, ben"):
+        found.sample(1, cond="cid", text="a cab")
+    assert found.log_likelihood(batch(speaker=True)).nats.isfinite().all()
+
+
+def test_posterior_of_the_alignment_sums_to_one():
+    found, data = model(), batch()
+    posterior = found.posterior(data)
+    frames = glow_tts.even_lengths(data).mask[:, 0]
+    assert torch.allclose(posterior.sum(1)[frames], torch.ones(int(frames.sum())), atol=1e-4)
+    assert not posterior.sum(1)[~frames].any()
+
+
+def test_too_many_tokens_are_named_and_other_data_refused():
+    with pytest.raises(InputError, match=r"item 0 has 12 tokens but only 6 frames.*items \[0\] of speech"):
+        model().log_likelihood(batch(((12, 6),)))
+    with pytest.raises(InputError, match="no texts"):
+        GlowTTS(DataSpec("digits", (1, 8, 8), levels=17))
+    from genmodels.models.glow import Glow
+
+    with pytest.raises(InputError, match="model=glow_tts"):
+        Glow(spec())
+
+
+def test_frame_keyed_noise_depends_on_the_frame_alone():
+    long, short = (FrameKeyedGenerator(0, torch.arange(3), "s").normal((3, 2, t)) for t in (20, 7))
+    assert torch.equal(long[:, :, :7], short)
+    row = FrameKeyedGenerator(0, torch.tensor([2]), "s").normal((1, 2, 7))
+    assert torch.equal(row[0], short[2])
+    assert abs(float(FrameKeyedGenerator(0, torch.arange(50), "s").normal((50, 20, 20)).std()) - 1) < 0.02
+    plain = [KeyedGenerator(0, torch.arange(3), "s").normal((3, 2, t)) for t in (20, 7)]
+    assert not torch.equal(plain[0][:, :, :7], plain[1])
+
+
+@pytest.mark.slow
+def test_one_clip_is_learnt_and_its_alignment_becomes_certain():
+    from genmodels.data.speech import Speech
+
+    data = Speech().prepare()
+    one = data.split("train").__getitems__([0])
+    torch.manual_seed(0)
+    found = GlowTTS(data.spec, encoder={"channels": 64, "depth": 2, "hidden": 128, "dropout": 0.0}, steps=4, hidden=48,
+                    depth=2, dropout=0.0, duration_channels=32, ema_decay=0)
+    found.initialize(data.split("train").__getitems__([0, 1]))
+    optimizer = torch.optim.Adam(found.core.parameters(), lr=2e-3)
+    first = float(found.log_likelihood(one, weights="raw").mean_nll_per_dim())
+    for step in range(300):
+        loss = found.loss(one, KeyedGenerator(0, torch.zeros(1, dtype=torch.int64), "train", step))
+        optimizer.zero_grad()
+        loss.value.backward()
+        torch.nn.utils.clip_grad_norm_(found.core.parameters(), 1.0)
+        optimizer.step()
+    found.eval()
+    durations = found.aligned(one, "raw").durations
+    tokens = int(one.cond.mask.sum())
+    spoken = found.core.tts.sample(one.cond.tokens[:, :tokens], durations=durations[:, :tokens], temperature=0.0,
+                                   generator=KeyedGenerator(0, torch.zeros(1, dtype=torch.int64)))[0]
+    frames = int(one.mask.sum())
+    error = (found.units.inverse(spoken) - one.x)[:, :, :frames].abs().mean() if spoken.shape == one.x.shape else (
+        found.units.inverse(spoken)[:, :, :frames] - one.x[:, :, :frames]).abs().mean()
+    assert float(found.log_likelihood(one, weights="raw").mean_nll_per_dim()) < first - 0.5
+    assert float(error) < 1.0
