@@ -10,6 +10,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from genmodels.data.spec import Batch
 from genmodels.evaluation.frame import Frame
@@ -24,7 +25,8 @@ from genmodels.speech.text import Symbols
 from genmodels.speech.transcription import WordFaults, character_edits, pooled, word_edits
 from genmodels.speech.vocoder import GriffinLim
 
-_UTTERANCES = 16  # spoken where nobody says how many; a recogniser hears each of them three times
+_UTTERANCES = 16  # spoken where nobody says how many
+_HEARD = 20.0  # seconds of recordings that a recogniser hears then, which it does three times over
 
 
 def speech_of(frame: Frame) -> dict:
@@ -40,7 +42,9 @@ def speech_of(frame: Frame) -> dict:
         found = _beside(opened, batch, spoken, seconds, outcomes)
         if recogniser is None:
             return found | {"recognition": {"skipped": reason}}
-        return found | {"recognition": _recognised(opened, batch, texts, spoken, recogniser)}
+        heard = _heard(opened, batch) if request.samples == "auto" else len(batch)
+        return found | {"recognition": _recognised(opened, batch.rows(slice(0, heard)), texts[:heard], spoken[:heard],
+                                                   recogniser)}
 
     settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None}
     return frame.once("speech", settings, compute)
@@ -51,6 +55,12 @@ def _recogniser() -> tuple[Recogniser | None, str]:
         return PocketSphinx(), ""
     except ValueError as error:
         return None, str(error)
+
+
+def _heard(opened: Opened, batch: Batch) -> int:
+    """How many of the items, two at least, are within the seconds that a recogniser hears."""
+    seconds = batch.mask.sum((1, 2)) * opened.spec.mel["hop"] / opened.spec.mel["sample_rate"]
+    return max(2, int((seconds.cumsum(0) <= _HEARD).sum()))
 
 
 def _texts(batch: Batch, text: dict) -> list[str]:
@@ -69,7 +79,8 @@ def _spoken(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[di
     speakers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
     model.sample(1, speakers[0], text=texts[0], **options)  # what is made at the first call is not timed
     spoken, seconds, outcomes = [], [], []
-    for k, (text, speaker) in enumerate(zip(texts, speakers, strict=True)):
+    asked = list(zip(texts, speakers, strict=True))
+    for k, (text, speaker) in enumerate(tqdm(asked, desc=f"{model.family} speaks", unit="text", mininterval=0.5)):
         began = time.monotonic()
         drawn = model.sample(1, speaker, text=text, **options)
         seconds.append(time.monotonic() - began)
@@ -120,7 +131,8 @@ def _recognised(
     recordings = _recordings(opened, len(batch))
     if recordings is not None:
         sounds["recordings"] = [read_wav(path, rate)[0] for path in recordings]
-    heard = {name: [recogniser(wave, rate) for wave in waves] for name, waves in sounds.items()}
+    heard = {name: [recogniser(wave, rate) for wave in tqdm(waves, desc=f"heard: {name}", mininterval=0.5)]
+             for name, waves in sounds.items()}
     edits = {name: [character_edits(*pair) for pair in zip(texts, found, strict=True)] for name, found in heard.items()}
     own = edits.pop("model")
     words = {name: pooled(word_edits(*pair) for pair in zip(texts, found, strict=True)).rate
@@ -156,7 +168,8 @@ def spoken_notes(found: dict) -> list[str]:
     if "skipped" in heard:
         return [*lines, f"errors of characters were not counted: {heard['skipped']}"]
     whole = heard["curve"][-1]
-    lines.append(f"errors of characters by {heard['recogniser']} through {heard['vocoder']}: {_interval(whole['rate'])}"
+    lines.append(f"errors of characters in {whole['utterances']} texts by {heard['recogniser']} through "
+                 f"{heard['vocoder']}: {_interval(whole['rate'])}"
                  + "".join(f"; {name} {_interval(part)}" for name, part in whole["ceilings"].items()))
     return lines + [f"less {name}: {_interval(part)}" + ("" if heard["claimed"][name] else ", too little to claim")
                     for name, part in whole["differences"].items()]

@@ -101,6 +101,16 @@ def test_recordings_are_found_by_name(data):
                                                     request=Request()), 1) is None
 
 
+def test_a_recogniser_hears_a_few_seconds(data, monkeypatch):
+    own = opened(data)
+    batch = own.judged(COUNT)
+    seconds = batch.mask.sum((1, 2)) * 256 / 22050
+    monkeypatch.setattr(speech_stage, "_HEARD", float(seconds.sum()) + 0.01)
+    assert speech_stage._heard(own, batch) == COUNT
+    monkeypatch.setattr(speech_stage, "_HEARD", 0.1)
+    assert speech_stage._heard(own, batch) == 2
+
+
 def test_notes_say_what_is_missing(data):
     found = figures(opened(data)) | {"recognition": {"skipped": "no recogniser"}}
     lines = speech_stage.spoken_notes(found)
