@@ -51,7 +51,7 @@ def spoken(
     table = spec.text["symbols"]
     frames, ends = mel.shape[1], np.cumsum(durations)
     figure, axes = _figure(max(6.0, min(40.0, frames / 28)), 3.6)
-    axes.imshow(mel.cpu(), origin="lower", aspect="auto", cmap="magma", vmin=_LOWEST, vmax=_HIGHEST,
+    axes.imshow(mel.cpu().numpy(), origin="lower", aspect="auto", cmap="magma", vmin=_LOWEST, vmax=_HIGHEST,
                 extent=(0, frames * hop, 0, mel.shape[0]), interpolation="nearest")
     height = mel.shape[0] / len(tokens)
     starts = np.concatenate([[0], ends[:-1]])
@@ -78,11 +78,11 @@ def alignments(posterior: Tensor, batch: Batch, spec: DataSpec) -> Image.Image:
     axes = figure.subplots(2, count, squeeze=False)
     for k in range(count):
         frames, tokens = int(batch.mask[k].sum()), int(batch.cond.mask[k].sum())
-        axes[0, k].imshow(batch.x[k, :, :frames].cpu(), origin="lower", aspect="auto", cmap="magma", vmin=_LOWEST,
+        axes[0, k].imshow(batch.x[k, :, :frames].cpu().numpy(), origin="lower", aspect="auto", cmap="magma", vmin=_LOWEST,
                           vmax=_HIGHEST)
         said = "".join(spec.text["symbols"][t] for t in batch.cond.tokens[k, :tokens].tolist() if t > 1)
         axes[0, k].set_title(said if len(said) < 60 else f"{said[:57]}...", fontsize=8)
-        axes[1, k].imshow(posterior[k, :tokens, :frames].detach().cpu(), origin="lower", aspect="auto", cmap="Blues",
+        axes[1, k].imshow(posterior[k, :tokens, :frames].detach().cpu().numpy(), origin="lower", aspect="auto", cmap="Blues",
                           vmin=0, vmax=1)
         axes[1, k].set_xlabel("frame")
     axes[0, 0].set_ylabel("mel band")

@@ -1,4 +1,4 @@
-"""model=glow_tts: a density of noisy mels given texts, the same alone and in a batch, from nothing but its checkpoint."""
+"""model=glow_tts: a density of noisy mels given texts, the same alone and in a batch, and its samples."""
 
 from __future__ import annotations
 
