@@ -78,12 +78,11 @@ def alignments(posterior: Tensor, batch: Batch, spec: DataSpec) -> Image.Image:
     axes = figure.subplots(2, count, squeeze=False)
     for k in range(count):
         frames, tokens = int(batch.mask[k].sum()), int(batch.cond.mask[k].sum())
-        axes[0, k].imshow(batch.x[k, :, :frames].cpu().numpy(), origin="lower", aspect="auto", cmap="magma", vmin=_LOWEST,
-                          vmax=_HIGHEST)
+        mel, likely = batch.x[k, :, :frames].cpu().numpy(), posterior[k, :tokens, :frames].detach().cpu().numpy()
+        axes[0, k].imshow(mel, origin="lower", aspect="auto", cmap="magma", vmin=_LOWEST, vmax=_HIGHEST)
         said = "".join(spec.text["symbols"][t] for t in batch.cond.tokens[k, :tokens].tolist() if t > 1)
         axes[0, k].set_title(said if len(said) < 60 else f"{said[:57]}...", fontsize=8)
-        axes[1, k].imshow(posterior[k, :tokens, :frames].detach().cpu().numpy(), origin="lower", aspect="auto", cmap="Blues",
-                          vmin=0, vmax=1)
+        axes[1, k].imshow(likely, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=1)
         axes[1, k].set_xlabel("frame")
     axes[0, 0].set_ylabel("mel band")
     axes[1, 0].set_ylabel("token")
