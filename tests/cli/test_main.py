@@ -90,7 +90,7 @@ WORDS = [
     (["train", "--config-dir", "/nowhere"], "there is no such folder"),
     (["train", "model=dppm"], "unknown model 'dppm'"),
     (["sample"], "ckpt is missing"),
-    (["sample", "ckpt=a", "n=abc"], "n must be an integer, got 'abc'"),
+    (["sample", "ckpt=a", "n=abc"], "n must be an integer or null, got 'abc'"),
     (["evaluate", "ckpt=a", "split=tset"], "did you mean 'test'?"),
     (["info"], "ckpt is missing"),
     (["info", "--ful"], "did you mean '--full'?"),
