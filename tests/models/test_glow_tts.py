@@ -190,33 +190,3 @@ def test_frame_keyed_noise_depends_on_the_frame_alone():
     assert abs(float(FrameKeyedGenerator(0, torch.arange(50), "s").normal((50, 20, 20)).std()) - 1) < 0.02
     plain = [KeyedGenerator(0, torch.arange(3), "s").normal((3, 2, t)) for t in (20, 7)]
     assert not torch.equal(plain[0][:, :, :7], plain[1])
-
-
-@pytest.mark.slow
-def test_one_clip_is_learnt_and_its_alignment_becomes_certain():
-    from genmodels.data.speech import Speech
-
-    data = Speech().prepare()
-    one = data.split("train").__getitems__([0])
-    torch.manual_seed(0)
-    found = GlowTTS(data.spec, encoder={"channels": 64, "depth": 2, "hidden": 128, "dropout": 0.0}, steps=4, hidden=48,
-                    depth=2, dropout=0.0, duration_channels=32, ema_decay=0)
-    found.initialize(data.split("train").__getitems__([0, 1]))
-    optimizer = torch.optim.Adam(found.core.parameters(), lr=2e-3)
-    first = float(found.log_likelihood(one, weights="raw").mean_nll_per_dim())
-    for step in range(300):
-        loss = found.loss(one, KeyedGenerator(0, torch.zeros(1, dtype=torch.int64), "train", step))
-        optimizer.zero_grad()
-        loss.value.backward()
-        torch.nn.utils.clip_grad_norm_(found.core.parameters(), 1.0)
-        optimizer.step()
-    found.eval()
-    durations = found.aligned(one, "raw").durations
-    tokens = int(one.cond.mask.sum())
-    spoken = found.core.tts.sample(one.cond.tokens[:, :tokens], durations=durations[:, :tokens], temperature=0.0,
-                                   generator=KeyedGenerator(0, torch.zeros(1, dtype=torch.int64)))[0]
-    frames = int(one.mask.sum())
-    error = (found.units.inverse(spoken) - one.x)[:, :, :frames].abs().mean() if spoken.shape == one.x.shape else (
-        found.units.inverse(spoken)[:, :, :frames] - one.x[:, :, :frames]).abs().mean()
-    assert float(found.log_likelihood(one, weights="raw").mean_nll_per_dim()) < first - 0.5
-    assert float(error) < 1.0
