@@ -171,7 +171,7 @@ def read_sound(path: Path) -> tuple[Tensor, int]:
     try:
         from G722 import G722
     except ImportError:
-        raise AudioError(f"{path}: g722 files need a decoder: pip install G722") from None
+        raise AudioError(f"{path}: g722 files need a decoder: pip install 'genmodels[asterisk]'") from None
     samples = np.asarray(G722(_G722_RATE, 64000).decode(path.read_bytes()), dtype=np.float32)
     if len(samples) == 0:
         raise AudioError(f"{path}: there is no sound in it")

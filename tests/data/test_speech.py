@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -194,6 +195,24 @@ def test_asterisk_prompts(tmp_path):
                                                  "beep: [a tone]\ngone: never recorded\n")
     clips = read_clips("asterisk", tmp_path)
     assert [clip.text for clip in clips] == ["That agent is on.", "one"]
+
+
+def test_g722_is_decoded(tmp_path):
+    codec = pytest.importorskip("G722", reason="the package G722 is not installed").G722
+    t = torch.arange(16000) / 16000
+    tone = (8000 * torch.sin(2 * torch.pi * 440 * t)).to(torch.int16)
+    (tmp_path / "tone.g722").write_bytes(codec(16000, 64000).encode(tone.numpy()))
+    found, rate = mel_files.read_sound(tmp_path / "tone.g722")
+    spectrum = torch.fft.rfft(found).abs()
+    assert rate == 16000 and len(found) == 16000 and int(spectrum.argmax()) == 440
+    assert float(found.abs().max()) == pytest.approx(8000 / 32768, rel=0.1)
+
+
+def test_g722_without_the_package_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "G722", None)
+    (tmp_path / "tone.g722").write_bytes(b"1234")
+    with pytest.raises(mel_files.AudioError, match="genmodels\\[asterisk\\]"):
+        mel_files.read_sound(tmp_path / "tone.g722")
 
 
 def test_equal_texts_stay_in_one_split(tmp_path):
