@@ -132,11 +132,13 @@ def as_markdown(tables: list[dict], labels: list[str]) -> str:
 
 def _about(models: list[dict]) -> list[str]:
     """Fidelity, cost and size of one model of all seeds."""
+    from genmodels.training.run import training_time
+
     fidelity, cost = [model["fidelity"] for model in models], [model["sampling"] for model in models]
     cells = [mean_and_spread([one.get(column) for one in fidelity], 2) for column in ("frechet", "precision", "recall")]
     cells += [mean_and_spread([one.get(column) for one in cost], 0) for column in ("evaluations", "samples_per_second")]
     heads = [model["checkpoint"] for model in models]
-    minutes = mean_and_spread([head["training_seconds"] / 60 for head in heads], 1)
+    minutes = mean_and_spread([training_time(Path(head["path"]).parent) / 60 or None for head in heads], 1)
     return [*cells, f"{heads[0]['parameters']:,}", f"{heads[0]['step']:,}", minutes]
 
 

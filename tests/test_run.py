@@ -75,7 +75,7 @@ def _has_tensorboard() -> bool:
 
 def test_the_run_folder_is_whole(trained):
     cwd, folder, done = trained
-    for name in ("config.yaml", "last.ckpt", "best.ckpt", "metrics.csv", "log.txt", "wandb"):
+    for name in ("config.yaml", "last.ckpt", "best.ckpt", "metrics.csv", "log.txt", "training.json", "wandb"):
         assert (folder / name).exists(), name
     assert [p.name for p in sorted((folder / "samples").iterdir())] == ["step_000006.png", "step_000012.png"]
     config = yaml.safe_load((folder / "config.yaml").read_text())

@@ -85,7 +85,7 @@ def run(
     else:
         path, folder = None, parts.choose_folder(root, name, run_dir)
     held = parts.claim(folder) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
-    log, loggers = parts.Log(folder / "log.txt"), []
+    log, loggers, start = parts.Log(folder / "log.txt"), [], None
     checkpointing = Checkpointing(folder, checkpoints)
     try:
         steps = options.steps(len(datamodule.train_dataloader()))
@@ -134,6 +134,8 @@ def run(
         for each in loggers:
             close(each)
         log.close()
+        if held is not None and start is not None and checkpointing.saved_step is not None:
+            parts.add_training_time(folder, time.monotonic() - start)
         if held is not None:
             held.close()
         if resume is None:

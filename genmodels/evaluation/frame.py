@@ -18,6 +18,7 @@ from genmodels.evaluation.opened import Opened
 from genmodels.evaluation.request import Request
 from genmodels.models.load import weights_of
 from genmodels.training.archive import checkpoint_hash
+from genmodels.training.run import training_time
 
 
 class Frame:
@@ -58,7 +59,7 @@ class Frame:
             "checkpoint": {
                 "path": str(opened.path), "sha256": self.sha256, "step": header["step"], "epoch": header.get("epoch"),
                 "family": header["family"], "parameters": header["parameters"],
-                "weights": str(weights_of(request.ema)), "training_seconds": header.get("seconds"),
+                "weights": str(weights_of(request.ema)), "training_seconds": training_time(opened.path.parent) or None,
             },
             "config": header["config"],
             "data": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import json
 import logging
 import os
 import shlex
@@ -55,6 +56,23 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
         raise RunError(f"cannot make the run folder {folder}: {os.strerror(error.errno)}") from error
     os.environ[_FOLDER] = str(folder)
     return folder
+
+
+def add_training_time(folder: Path, seconds: float) -> None:
+    """Add to what the run has taken so far, in training.json: a checkpoint is to be the same however long it took."""
+    place = folder / "training.json"
+    try:
+        write_whole(place, lambda file: json.dump({"seconds": training_time(folder) + seconds}, file), mode="w")
+    except OSError as error:
+        logging.getLogger("genmodels").warning("%s was not written: %s", place, error)
+
+
+def training_time(folder: Path) -> float:
+    """Seconds that training has taken in this folder, over all resumes; 0 where nothing says so."""
+    try:
+        return float(json.loads((folder / "training.json").read_text())["seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
 
 
 def claim(folder: Path):

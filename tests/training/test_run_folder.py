@@ -101,3 +101,10 @@ def test_only_the_same_run_is_resumed():
     ):
         with pytest.raises(InputError, match=said):
             run.check_same(header, {**SAME, **change}, Path("c"))
+def test_the_time_of_training_adds_up_over_resumes(tmp_path):
+    assert run.training_time(tmp_path) == 0
+    run.add_training_time(tmp_path, 2.5)
+    run.add_training_time(tmp_path, 4.0)
+    assert run.training_time(tmp_path) == 6.5
+    (tmp_path / "training.json").write_text("{")
+    assert run.training_time(tmp_path) == 0
