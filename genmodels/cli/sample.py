@@ -19,6 +19,9 @@ def run(
     durations: str | None = None,
     pause: float | None = None,
     on_unknown: Literal["error", "drop"] | None = None,
+    vocoder: Literal["griffin_lim", "hifigan", "hifigan_universal"] | None = None,
+    stream: bool = False,
+    chunk: int | None = None,
     temperature: float | None = None,
     sampler: str | None = None,
     steps: int | None = None,
@@ -62,6 +65,10 @@ def run(
         durations: a .json as it is written beside a .wav: frames of every token, to be used instead of predicted ones.
         pause: seconds of silence between sentences, 0.2 by default.
         on_unknown: characters of a text without a symbol are an error, or dropped.
+        vocoder: what makes sound of a text's mel: griffin_lim (the default), or the weights of HiFi-GAN, of one voice
+            (hifigan) or many (hifigan_universal).
+        stream: speak piece by piece, and tell when the first one was there; the result is the same.
+        chunk: frames of a piece, 64 by default.
         temperature: scale of the noise, 1 for the model's own distribution, which is the default but for texts: 0.667.
         sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m or unipc for diffusion; annealed, hmc, mala or ula for energies;
             predictor_corrector or annealed_langevin for scores.
@@ -94,13 +101,15 @@ def run(
 
     from genmodels.errors import InputError
 
-    for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("start", start, 0), ("frames", frames, 2)):
+    for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("start", start, 0), ("frames", frames, 2),
+                              ("chunk", chunk, 1)):
         if value is not None and value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
     if path is not None and Path(path).suffix.lower() not in (".png", ".gif"):
         raise InputError(f"path={path}: the way from noise to data is written to a .png (a strip) or a .gif")
     for key, partner, ours, theirs in (("inpaint", "mask", inpaint, mask), ("mask", "inpaint", mask, inpaint),
-                                       ("rounds", "inpaint", rounds, inpaint), ("strength", "edit", strength, edit)):
+                                       ("rounds", "inpaint", rounds, inpaint), ("strength", "edit", strength, edit),
+                                       ("chunk", "stream", chunk, stream or None)):
         if ours is not None and theirs is None:
             raise InputError(f"{key}={ours} goes with {partner}=: give both")
     ckpt_path = Path(ckpt) / "best.ckpt" if Path(ckpt).is_dir() else Path(ckpt)
@@ -115,13 +124,18 @@ def run(
 
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
     manner = {"speed": speed, "seconds": seconds, "durations": durations, "pause": pause, "on_unknown": on_unknown}
+    manner |= {"vocoder": vocoder}
     if model.spec.text is not None:
+        from genmodels.cli.say import say
+
         spoken = {"text": text, "text_file": text_file, "n": n, "start": start, "out": out}
+        spoken |= {"chunk": (chunk or 64) if stream else None}
         manner |= {"speaker": cond, "temperature": temperature, "seed": seed, "weights": weights_of(ema)}
         for line in say(model, header, ckpt_path, spoken, manner):
             print(line)
         return
-    unspoken = [key for key, value in ({"text": text, "text_file": text_file} | manner).items() if value is not None]
+    only = {"text": text, "text_file": text_file, "stream": stream or None} | manner
+    unspoken = [key for key, value in only.items() if value is not None]
     if unspoken:
         raise InputError(f"{unspoken[0]} is for models of speech with texts: {ckpt_path} holds a {header['family']}")
     n, temperature = 64 if n is None else n, 1.0 if temperature is None else temperature
@@ -162,46 +176,6 @@ def run(
         print(line)
     if path is not None:
         print(write_path(samples, model.spec, Path(path)))
-
-
-def say(model, header: dict, ckpt_path, asked: dict, manner: dict) -> list[str]:
-    """Speak texts (the checkpoint's own examples, if there are none) and write them; what to tell the user.
-
-    Raises:
-        InputError: for texts that cannot be spoken, or files that cannot be read.
-    """
-    import time
-    from pathlib import Path
-
-    from genmodels.errors import InputError
-    from genmodels.evaluation.speaking import Manner, read_durations, speak, targets, write_spoken
-    from genmodels.training.archive import checkpoint_hash
-
-    if asked["text"] is not None and asked["text_file"] is not None:
-        raise InputError("text and text_file: give one of the two")
-    texts, takes = asked["text"], 1 if asked["n"] is None else asked["n"]
-    if asked["text_file"] is not None:
-        try:
-            lines = Path(asked["text_file"]).read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"text_file={asked['text_file']} cannot be read: {error}") from None
-        texts = [line for line in lines if line.strip()]
-    if texts is None:
-        texts, takes = model.spec.text["examples"][: asked["n"]], 1
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    given = {key: value for key, value in manner.items() if value is not None}
-    if "durations" in given:
-        given["durations"] = read_durations(Path(given["durations"]))
-    how, begun = Manner(**given), time.monotonic()
-    told = speak(model, texts, how, takes=takes, start=asked["start"])
-    hop, rate = model.spec.mel["hop"], model.spec.mel["sample_rate"]
-    seconds, took = sum(one.mel.shape[1] for one in told) * hop / rate, time.monotonic() - begun
-    made = {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
-    out = None if asked["out"] is None else Path(asked["out"])
-    places = targets(out, ckpt_path.parent / "samples", ckpt_path.stem, told, how.seed)
-    lines = [f"mels of {seconds:.2f} s in {took:.2f} s (real-time factor {took / seconds:.3f}, {model.device})"]
-    return lines + [line for one, place in zip(told, places, strict=True)
-                    for line in write_spoken(one, model.spec, place, how, made)]
 
 
 def unmixed(made: dict) -> list[str]:

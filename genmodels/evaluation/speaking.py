@@ -6,7 +6,7 @@ import io
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +16,14 @@ from torch import Tensor
 from genmodels.errors import InputError, RunError
 from genmodels.evaluation.mel_pictures import spoken
 from genmodels.evaluation.sampling import save_png
+from genmodels.evaluation.sounding import FLOOR, SPOKEN, sound_of, vocoder_of
 from genmodels.speech.audio import write_wav
 from genmodels.speech.mel import MelConfig
+from genmodels.speech.streaming import Vocoder
 from genmodels.speech.text import sentences
-from genmodels.speech.vocoder import GriffinLim
 from genmodels.training.archive import write_whole
 
 _TOGETHER = 16  # sentences in one pass
-_FLOOR = float(np.log(1e-5))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,11 @@ class Manner:
         seconds: total time of a text, which is then spoken as one sentence.
         pause: seconds of silence between sentences.
         durations: for each sentence the frames of its tokens, instead of predicted ones.
+        vocoder: one of `genmodels.evaluation.sounding.VOCODERS`.
         seed, weights, on_unknown: see the model's `sample`.
 
     Raises:
-        InputError: for a pause that is negative.
+        InputError: for a pause that is negative, or a vocoder that does not exist.
     """
 
     speaker: int | str | None = None
@@ -49,6 +50,7 @@ class Manner:
     seconds: float | None = None
     pause: float = 0.2
     durations: list[list[int]] | None = None
+    vocoder: str = "griffin_lim"
     seed: int = 0
     weights: str | float = "ema"
     on_unknown: str = "error"
@@ -56,6 +58,18 @@ class Manner:
     def __post_init__(self):
         if not self.pause >= 0:
             raise InputError(f"pause is seconds of silence, 0 or more, got {self.pause}")
+        if self.vocoder not in SPOKEN:
+            raise InputError(f"vocoder is one of {', '.join(SPOKEN)}, got {self.vocoder!r}")
+
+    @property
+    def of_model(self) -> dict:
+        """What of it a model's `sample` is told."""
+        own = ("temperature", "speed", "seconds", "durations", "seed", "weights", "on_unknown")
+        return {name: getattr(self, name) for name in own}
+
+    def gap(self, mel: dict) -> int:
+        """Frames of a pause in mels of these settings."""
+        return round(self.pause * mel["sample_rate"] / mel["hop"])
 
 
 @dataclass
@@ -75,6 +89,21 @@ class Spoken:
     wave: Tensor | None = None
 
 
+def in_parts(texts: Sequence[str], manner: Manner) -> list[list[str]]:
+    """The sentences of each text; a text with an exact total time is one.
+
+    Raises:
+        InputError: for no text at all, or durations of another number of sentences.
+    """
+    split = [[text] if manner.seconds is not None else sentences(text) for text in texts]
+    count = sum(map(len, split))
+    if not count:
+        raise InputError("there is no text to speak")
+    if manner.durations is not None and len(manner.durations) != count:
+        raise InputError(f"durations hold {len(manner.durations)} sentences, the text has {count}")
+    return split
+
+
 def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start: int = 0) -> list[Spoken]:
     """Mels of texts, each `takes` times, long ones sentence by sentence; in the order of takes, then of texts.
 
@@ -87,15 +116,9 @@ def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start:
     from genmodels.models.texts import TextReader
 
     reader = TextReader(model.spec, manner.on_unknown)
-    split = [[text] if manner.seconds is not None else sentences(text) for text in texts]
+    split = in_parts(texts, manner)
     flat = [sentence for parts in split for sentence in parts]
-    if not flat:
-        raise InputError("there is no text to speak")
-    if manner.durations is not None and len(manner.durations) != len(flat):
-        raise InputError(f"durations hold {len(manner.durations)} sentences, the text has {len(flat)}")
-    options = {key: value for key, value in asdict(manner).items() if key not in ("speaker", "pause")}
-    silence = round(manner.pause * model.spec.mel["sample_rate"] / model.spec.mel["hop"])
-    found = []
+    options, silence, found = manner.of_model, manner.gap(model.spec.mel), []
     for take in range(start, start + takes):
         mels = []
         for first in range(0, len(flat), _TOGETHER):
@@ -109,20 +132,10 @@ def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start:
                              drawn.durations[k, :tokens].tolist(), drawn.x[k, :, :frames].cpu()))
         for text, parts in zip(texts, split, strict=True):
             own, mels = mels[: len(parts)], mels[len(parts) :]
-            gap = own[0][3].new_full((own[0][3].shape[0], silence), _FLOOR)
+            gap = own[0][3].new_full((own[0][3].shape[0], silence), FLOOR)
             pieces = [piece for part in own for piece in (gap, part[3])][1:]
             found.append(Spoken(text, own, torch.cat(pieces, 1)))
     return found
-
-
-def sound_of(mel: Tensor, config: MelConfig, seed: int, seconds: float | None = None) -> Tensor:
-    """The sound (N,) of a mel by Griffin-Lim, cut to exactly so many seconds."""
-    if mel.shape[1] * config.hop <= config.padded:  # too short to be reflected: silence behind it, cut off again
-        missing = config.padded // config.hop + 1 - mel.shape[1]
-        longer = torch.cat([mel, mel.new_full((mel.shape[0], missing), _FLOOR)], 1)
-        return sound_of(longer, config, seed, seconds)[: mel.shape[1] * config.hop]
-    wave = GriffinLim(config)(mel, torch.Generator().manual_seed(seed))
-    return wave if seconds is None else wave[: round(seconds * config.sample_rate)]
 
 
 def read_durations(path: Path) -> list[list[int]]:
@@ -144,26 +157,36 @@ def read_durations(path: Path) -> list[list[int]]:
     raise InputError(f"durations={path} holds no durations: it wants the .json that sample.py writes, or [[3, 5, 2]]")
 
 
-def write_spoken(told: Spoken, spec, target: Path, manner: Manner, made: dict) -> list[str]:
-    """Write one text: .wav with .png and .json beside it, or a .npz; what to tell the user."""
+def write_spoken(
+    told: Spoken, spec, target: Path, manner: Manner, made: dict, vocoder: Vocoder | None = None
+) -> list[str]:
+    """Write one text: .wav with .png and .json beside it, or a .npz; what to tell the user.
+
+    Arguments:
+        vocoder: that of `manner`, if it is loaded already; used where the text has no sound yet.
+    """
     config = MelConfig(**spec.mel)
-    about = {"text": told.text, "seed": manner.seed, "temperature": manner.temperature, "speed": manner.speed, **made}
+    about = {"text": told.text, "seed": manner.seed, "temperature": manner.temperature, "speed": manner.speed,
+             "vocoder": manner.vocoder, **made}
     if target.suffix.lower() == ".npz":
         arrays = {"mel": told.mel.numpy(), "tokens": np.concatenate([part[1] for part in told.parts]),
                   "durations": np.concatenate([part[2] for part in told.parts]), "made": json.dumps(about, default=str)}
         write_whole(target, lambda file: np.savez_compressed(file, **arrays))
         return [f"mel {tuple(told.mel.shape)}: {target}"]
-    start = time.monotonic()
-    told.wave = sound_of(told.mel, config, manner.seed, manner.seconds)
+    took = ""
+    if told.wave is None:
+        start = time.monotonic()
+        vocoder = vocoder_of(manner.vocoder, config) if vocoder is None else vocoder
+        told.wave = sound_of(told.mel, vocoder, manner.seed, manner.seconds)
+        took = f" ({SPOKEN[manner.vocoder]} took {time.monotonic() - start:.1f} s)"
     held = io.BytesIO()
     factor = write_wav(held, told.wave, config.sample_rate)
     write_whole(target, lambda file: file.write(held.getvalue()))
     seconds = len(told.wave) / config.sample_rate
-    lines = [f"{seconds:.2f} s of sound (Griffin-Lim took {time.monotonic() - start:.1f} s): {target}"]
+    lines = [f"{seconds:.2f} s of sound{took}: {target}"]
     if factor < 1:
         lines.append(f"it was too loud and was made quieter as a whole, by a factor of {factor:.2f}")
-    gap = round(manner.pause * config.sample_rate / config.hop)
-    tokens, durations = _joined(told, gap)
+    tokens, durations = _joined(told, manner.gap(spec.mel))
     save_png(spoken(told.mel, spec, tokens, durations, told.text[:120]), target.with_suffix(".png"), about)
     plain = about | {"sample_rate": config.sample_rate, "hop": config.hop, "sentences": [
         {"text": text, "tokens": [spec.text["symbols"][t] for t in tokens], "durations": durations}

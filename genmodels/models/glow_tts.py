@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -16,15 +18,13 @@ from genmodels.models.base import GenerativeModel, Loss, Samples
 from genmodels.models.build import construct
 from genmodels.models.mels import NOISE, MelUnits, even_lengths
 from genmodels.models.optimizer import Optimizer
-from genmodels.models.texts import TextReader
+from genmodels.models.texts import TextReader, given_durations, noise_rows
 from genmodels.nn.condition import Condition
-from genmodels.random import FrameKeyedGenerator, KeyedGenerator, seed_of
+from genmodels.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.speech.alignment import forward_sum, log_paths
 from genmodels.speech.glow_tts import Aligned, mel_decoder
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
-
-_WORD = 2**32 - 1  # indices of keyed noise lie below
 
 
 class Voices(nn.Module):
@@ -233,46 +233,37 @@ class GlowTTS(GenerativeModel):
         index = torch.arange(start, start + n)
         chosen = [texts[k % len(texts)] for k in index.tolist()]
         said = TextReader(self.spec, on_unknown)(chosen, cond)
-        rows = [seed_of(row[valid].tolist(), k // len(texts)) % _WORD
-                for row, valid, k in zip(said.tokens, said.mask[:, 0], index.tolist(), strict=True)]
-        noise = FrameKeyedGenerator(seed, torch.tensor(rows, device=self.device), "sample")
-        said = said.to(self.device)
-        frames = None if seconds is None else torch.full((n,), self.frames_of(seconds), device=self.device)
-        given = None if durations is None else self._given(durations, said, [k % len(texts) for k in index.tolist()])
-        core = self.weights(weights)
-        try:
+        takes, which = [k // len(texts) for k in index.tolist()], [k % len(texts) for k in index.tolist()]
+        given = None if durations is None else given_durations(said, durations, which).to(self.device)
+        noise = FrameKeyedGenerator(seed, noise_rows(said, takes).to(self.device), "sample")
+        said, core, frames = said.to(self.device), self.weights(weights), self.frames_of(seconds, n)
+        with self.speakable(said, seconds):
             u, mask, used = core.tts.sample(
                 said.tokens, said.mask, core.voice(said), generator=noise, temperature=temperature, speed=speed,
                 frames=frames, durations=given,
             )
-        except ValueError as error:
-            shortest = "" if seconds is None else f"; seconds={self.seconds_of(said.tokens.shape[1]):.2f} is enough"
-            raise InputError(f"{error}{shortest}") from error
         x = self.units.inverse(u).masked_fill(~mask, float(torch.tensor(1e-5).log()))
         made = {"sampler": "inverse", "seed": seed, "weights": str(weights), "temperature": temperature,
                 "speed": speed} | ({} if seconds is None else {"seconds": seconds})
         return Samples(x, said, index.to(self.device), made, mask=mask, durations=used)
 
-    def frames_of(self, seconds: float) -> int:
-        """The frames that hold so many seconds of sound."""
+    def frames_of(self, seconds: float | None, n: int) -> Tensor | None:
+        """The frames (n,) that hold so many seconds of sound; None for None."""
+        if seconds is None:
+            return None
         if not seconds > 0:
             raise InputError(f"seconds must be positive, got {seconds}")
         samples = round(seconds * self.spec.mel["sample_rate"])
-        return -(-samples // self.spec.mel["hop"])
+        return torch.full((n,), -(-samples // self.spec.mel["hop"]), device=self.device)
 
-    def seconds_of(self, frames: int) -> float:
-        """How long so many frames last."""
-        return frames * self.spec.mel["hop"] / self.spec.mel["sample_rate"]
-
-    def _given(self, durations: list[list[int]], said: TextCondition, which: list[int]) -> Tensor:
-        found = torch.zeros_like(said.tokens)
-        for row, valid, k in zip(found, said.mask[:, 0], which, strict=True):
-            own, tokens = durations[k % len(durations)], int(valid.sum())
-            if len(own) != tokens or not all(isinstance(d, int) and d >= 1 for d in own):
-                raise InputError(f"durations: text {k} has {tokens} tokens and needs as many whole numbers of frames "
-                                 f"from 1 on, got {len(own)}")
-            row[:tokens] = torch.tensor(own)
-        return found
+    @contextmanager
+    def speakable(self, said: TextCondition, seconds: float | None) -> Iterator[None]:
+        """What the flow refuses, as an InputError that says which time would be enough."""
+        try:
+            yield
+        except ValueError as error:
+            lasting = said.tokens.shape[1] * self.spec.mel["hop"] / self.spec.mel["sample_rate"]
+            raise InputError(f"{error}{'' if seconds is None else f'; seconds={lasting:.2f} is enough'}") from error
 
     # ---- what is seen of it while it trains ---------------------------------------------------------------------
 

@@ -17,15 +17,14 @@ from genmodels.models.base import GenerativeModel, Loss, Samples
 from genmodels.models.build import construct
 from genmodels.models.mels import NOISE, MelUnits, even_lengths
 from genmodels.models.optimizer import Optimizer
-from genmodels.models.texts import TextReader
-from genmodels.random import KeyedGenerator, seed_of
+from genmodels.models.texts import TextReader, noise_rows
+from genmodels.random import KeyedGenerator
 from genmodels.speech.measures import read_faults, words_of_tokens
 from genmodels.speech.tacotron import AttentionKind, Said, Spoken
 from genmodels.speech.tacotron import Tacotron as Decoder
 from genmodels.speech.text import Symbols
 from genmodels.speech.text_encoder import TextEncoder
 
-_WORD = 2**32 - 1  # indices of keyed noise lie below
 _FRAMES_A_SYMBOL, _FRAMES_MORE = 20, 100
 
 
@@ -202,9 +201,8 @@ class Tacotron(GenerativeModel):
             raise InputError("this checkpoint carries no examples: give text=")
         index = torch.arange(start, start + n)
         said = TextReader(self.spec, on_unknown)([texts[k % len(texts)] for k in index.tolist()], cond)
-        rows = [seed_of(row[valid].tolist(), k // len(texts)) % _WORD
-                for row, valid, k in zip(said.tokens, said.mask[:, 0], index.tolist(), strict=True)]
-        noise = KeyedGenerator(seed, torch.tensor(rows, device=self.device), "sample")
+        rows = noise_rows(said, [k // len(texts) for k in index.tolist()])
+        noise = KeyedGenerator(seed, rows.to(self.device), "sample")
         said = said.to(self.device)
         most = max_frames or _FRAMES_A_SYMBOL * (said.tokens > 1).sum(1) + _FRAMES_MORE
         core = self.weights(weights)

@@ -6,11 +6,44 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from genmodels.data.spec import DataSpec, TextCondition
 from genmodels.data.utterances import padded_tokens
 from genmodels.errors import InputError
+from genmodels.random import seed_of
 from genmodels.speech.text import Symbols, normalise
+
+_WORD = 2**32 - 1  # indices of keyed noise lie below
+
+
+def noise_rows(said: TextCondition, takes: Sequence[int]) -> Tensor:
+    """Indices (B,) of keyed noise for texts: they depend on a text and on which of its takes it is, on nothing else.
+
+    Example:
+        >>> said = TextCondition(torch.tensor([[2, 3, 0], [2, 3, 4]]), torch.tensor([[[1, 1, 0]], [[1, 1, 1]]]).bool())
+        >>> rows = noise_rows(said, [0, 0])
+        >>> bool(rows[0] != rows[1]), bool(noise_rows(said, [1, 0])[0] != rows[0])
+        (True, True)
+    """
+    each = zip(said.tokens, said.mask[:, 0], takes, strict=True)
+    return torch.tensor([seed_of(tokens[valid].tolist(), take) % _WORD for tokens, valid, take in each])
+
+
+def given_durations(said: TextCondition, durations: Sequence[Sequence[int]], which: Sequence[int]) -> Tensor:
+    """Frames (B, N) of every token, as a user has listed them for each text; `which` text an item is.
+
+    Raises:
+        InputError: for lists of another length than the text, or with anything but whole numbers from 1 on.
+    """
+    found = torch.zeros_like(said.tokens)
+    for row, valid, k in zip(found, said.mask[:, 0], which, strict=True):
+        own, tokens = durations[k % len(durations)], int(valid.sum())
+        if len(own) != tokens or not all(isinstance(d, int) and d >= 1 for d in own):
+            raise InputError(f"durations: text {k} has {tokens} tokens and needs as many whole numbers of frames "
+                             f"from 1 on, got {len(own)}")
+        row[:tokens] = torch.tensor(own)
+    return found
 
 
 class TextReader:

@@ -17,7 +17,7 @@ from genmodels.flows.linear import GroupedLinear, InvertibleLinear
 from genmodels.flows.squeeze import Squeeze1d
 from genmodels.nn.wavenet import WaveNet
 from genmodels.random import Generator
-from genmodels.speech.glow_tts import GlowTTS
+from genmodels.speech.glow_tts import GlowTTS, Latent
 from genmodels.speech.mel import MelConfig
 
 
@@ -127,6 +127,14 @@ def stream(
     reach(model.decoder)  # so that a decoder that cannot be streamed is refused before the text is encoded
     drawn = model.latent(tokens, None, speaker, generator=generator, temperature=temperature, speed=speed,
                          frames=frames, durations=durations)
+    yield from stream_latent(model, drawn, speaker, chunk=chunk)
+
+
+def stream_latent(model: GlowTTS, drawn: Latent, speaker: Tensor | None = None, *, chunk: int = 64) -> Iterator[Tensor]:
+    """The mel of what `model.latent` has drawn for one text, piece by piece; see `stream`.
+
+    Shapes: pieces `(n_mels, chunk)`, the last one shorter.
+    """
     total = int(drawn.durations.sum())
     cond = speaker if model.decoder.uses_cond else None
     done = 0

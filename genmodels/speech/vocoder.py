@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import fold, pad
@@ -53,7 +55,12 @@ class GriffinLim:
         """
         if mel.dim() != 2 or mel.shape[0] != self.config.n_mels or not bool(mel.isfinite().all()):
             raise ValueError(f"a mel is finite and ({self.config.n_mels}, T), got {tuple(mel.shape)}")
-        return self.from_magnitudes(magnitudes(mel, self.config), generator, first_frame=first_frame)
+        config, frames = self.config, mel.shape[1]
+        samples = config.n_fft + (frames - 1) * config.hop - 2 * config.padded
+        if samples <= config.padded:  # too short to be reflected: silence behind it, cut off again
+            mel = pad(mel, (0, config.padded // config.hop + 2), value=math.log(1e-5))
+        sound = self.from_magnitudes(magnitudes(mel, config), generator, first_frame=first_frame)
+        return sound if mel.shape[1] == frames else sound[:samples]
 
     @torch.no_grad()
     def from_magnitudes(

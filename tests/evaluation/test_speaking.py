@@ -12,7 +12,7 @@ from scipy.io import wavfile
 
 from genmodels.data.spec import DataSpec
 from genmodels.errors import InputError
-from genmodels.evaluation.speaking import Manner, read_durations, sound_of, speak, targets, write_spoken
+from genmodels.evaluation.speaking import Manner, read_durations, speak, targets, write_spoken
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.speech.mel import MelConfig
 from genmodels.speech.text import CHARACTERS
@@ -59,11 +59,6 @@ def test_seconds_are_exact_to_the_sample_and_files_carry_their_making(model, tmp
     assert torch.allclose(again.mel, told.mel, atol=1e-5)
     write_spoken(told, model.spec, tmp_path / "a.npz", manner, {})
     assert np.load(tmp_path / "a.npz")["mel"].shape == (80, 276)
-
-
-def test_short_mels_sound_too(model):
-    assert len(sound_of(torch.full((80, 1), -3.0), CONFIG, 0)) == 256
-    assert len(sound_of(torch.full((80, 30), -3.0), CONFIG, 0, seconds=0.3)) == round(0.3 * 22050)
 
 
 def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path):
