@@ -52,3 +52,22 @@ def sound_of(mel: Tensor, vocoder: Vocoder, seed: int, seconds: float | None = N
     """
     wave = vocoder(mel, phases(seed))
     return wave if seconds is None else wave[: round(seconds * vocoder.config.sample_rate)]
+
+
+def sounds_of(x: Tensor, mask: Tensor | None, config: MelConfig, *, count: int, seconds: float) -> list[Tensor]:
+    """The first mels of a sheet (n, n_mels, T) as sound by Griffin-Lim, each of so many seconds at most.
+
+    Those of which nothing can be heard, since a value is not finite, are left out.
+
+    Example:
+        >>> [len(wave) for wave in sounds_of(torch.zeros(3, 80, 9), None, MelConfig(), count=2, seconds=0.05)]
+        [1024, 1024]
+    """
+    found, longest = [], int(seconds * config.sample_rate / config.hop)
+    for k, mel in enumerate(x[:count].float().cpu()):
+        mel = mel if mask is None else mel[:, mask[k, 0].cpu()]
+        mel = mel[:, :longest]
+        if bool(mel.isfinite().all()):
+            wave = sound_of(mel, GriffinLim(config), 0)
+            found += [wave] if bool(wave.isfinite().all()) else []
+    return found

@@ -13,7 +13,11 @@ from pytorch_lightning.trainer.states import TrainerFn
 
 from genmodels.errors import Interrupted, RunError
 from genmodels.evaluation.pictures import columns_for, picture_of
-from genmodels.training.loggers import show
+from genmodels.evaluation.sounding import sounds_of
+from genmodels.speech.mel import MelConfig
+from genmodels.training.loggers import play, show
+
+_SOUNDS, _SECONDS = 2, 5.0  # samples that are heard, and how long at most: Griffin-Lim takes a third of that time
 
 
 @dataclass(kw_only=True)
@@ -157,6 +161,8 @@ class Checkpointing(Callback):
 class SampleGrid(Callback):
     """A picture of samples from the same fixed latents at intervals, in the run folder and on every logger.
 
+    Of mels, the first two can be heard too.
+
     Arguments:
         run_dir: the run folder; samples go to its `samples`, what else a model has to show to folders of their names.
         every_n_steps: interval, 0 for never.
@@ -192,6 +198,10 @@ class SampleGrid(Callback):
         pictures = {} if picture is None else {"samples": picture}
         for name, drawn in (pictures | further).items():
             show(self.run_dir, trainer.loggers, name, drawn, step)
+        if spec.mel is not None:
+            config = MelConfig(**spec.mel)
+            waves = sounds_of(samples.x, samples.mask, config, count=_SOUNDS, seconds=_SECONDS)
+            play(self.run_dir, trainer.loggers, "samples", waves, config.sample_rate, step)
 
 
 class FiniteMetrics(Callback):

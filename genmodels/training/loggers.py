@@ -16,8 +16,10 @@ from urllib.parse import urlparse
 from PIL import Image
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from torch import Tensor
 
 from genmodels.errors import InputError, RunError
+from genmodels.speech.audio import write_wav
 from genmodels.training.archive import write_whole
 from genmodels.training.final import COLUMNS, as_markdown, rows_of, values_of
 
@@ -176,6 +178,27 @@ def show(run_dir: Path, loggers: list[Logger], name: str, picture: Image.Image, 
             logger.log_image(key, [picture], step=step)
         elif isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(key, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
+
+@rank_zero_only
+def play(run_dir: Path, loggers: list[Logger], name: str, waves: list[Tensor], rate: int, step: int) -> None:
+    """Keep sounds (N,) in the folder `name` of a run, and send them to every logger that plays sound.
+
+    W&B has them as one list, TensorBoard each under its number.
+    """
+    key, paths = f"sounds/{name}", []
+    for k, wave in enumerate(waves):
+        held = io.BytesIO()
+        write_wav(held, wave, rate)
+        paths.append(run_dir / name / f"step_{step:06d}_{k}.wav")
+        write_whole(paths[-1], lambda file, held=held: file.write(held.getvalue()))
+    for logger in loggers:
+        if isinstance(logger, WandbLogger) and paths:
+            logger.log_audio(key, [str(path) for path in paths], step=step)
+        elif isinstance(logger, TensorBoardLogger):
+            for k, wave in enumerate(waves):
+                loudest = max(1.0, float(wave.abs().max()))
+                logger.experiment.add_audio(f"{key}/{k}", wave[None] / loudest, step, sample_rate=rate)
 
 
 @rank_zero_only
