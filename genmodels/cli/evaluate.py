@@ -29,6 +29,7 @@ def run(
     sweeps: list[Literal["steps", "temperature"]] | None = None,
     ood: str | list[str] | None = None,
     ood_data: dict | None = None,
+    audit: bool = False,
     proofs: Literal["default", "full"] = "default",
     rank: Literal["kind", "across"] = "kind",
     batch_size: int = 256,
@@ -72,6 +73,7 @@ def run(
         sweeps: compare samples at several numbers of steps, at several temperatures, or both.
         ood: another data set (fashion_mnist, ...), or noise or shuffled: which does the model find likelier?
         ood_data: options of that data set, such as ood_data.root.
+        audit: rank the utterances of a split, the least likely first, to find wrong transcripts and broken clips.
         proofs: the default ones, bounded to a minute, or full.
         rank: rank lines within each kind of likelihood, or across kinds, telling how each may err.
         batch_size: items judged at once.
@@ -102,7 +104,7 @@ def run(
         partition={key: value for key, value in partition.items() if value is not None}, ode=ode,
         ode_options=ode_options or {}, samples=samples, sampler=sampler, steps=steps, temperature=temperature,
         features=features, force=force, sweeps=sweeps or [], ood=others or [], ood_data=ood_data or {}, proofs=proofs,
-        data=data or {}, trust=trust or [],
+        audit=audit, data=data or {}, trust=trust or [],
     )  # fmt: skip
 
     from genmodels.training.archive import verify

@@ -99,6 +99,10 @@ def _write(evaluation: Evaluation, target: Path) -> None:
     evaluation.report["arrays"] = arrays_target(target).name
     write_arrays(evaluation.arrays, arrays_target(target))
     write_report(evaluation.report, target)
+    for name, picture in evaluation.pictures.items():
+        place = target.with_name(f"{target.stem}_{name}.png")
+        write_whole(place, lambda file, picture=picture: picture.save(file, format="PNG"))
+        print(f"{name}: {place}")
 
 
 def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]:

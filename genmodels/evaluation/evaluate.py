@@ -6,11 +6,13 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict
 
+from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
 from genmodels.errors import Interrupted
 from genmodels.evaluation import cost
+from genmodels.evaluation.audit import audit, picture_of_audit
 from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.checkpoint_proofs import Trial, prove_checkpoint
 from genmodels.evaluation.fidelity_stage import FidelityStage
@@ -33,10 +35,14 @@ class Evaluation:
         opened: the model and its data.
         cache: where results are kept.
         shared: what the models of a table have in common (item hashes, the feature network); filled here.
+
+    Attributes:
+        pictures: what stands in files of their own beside the report, by name.
     """
 
     def __init__(self, opened: Opened, cache: Cache, shared: dict | None = None):
         self.frame = Frame(opened, cache, {} if shared is None else shared)
+        self.pictures: dict[str, Image.Image] = {}
         self.likelihood = LikelihoodStage(self.frame)
         self.fidelity = FidelityStage(self.frame)
         self.other_data = OtherDataStage(self.frame, self.likelihood)
@@ -68,8 +74,9 @@ class Evaluation:
         Raises:
             Interrupted: with what is finished in `report`, which says `partial`.
         """
-        stages = {"likelihood": self.likelihood.run, "ood": self.other_data.run, "fidelity": self.fidelity.run,
-                  "cost": self.cost, "proofs": self.proofs, "sweeps": self.fidelity.sweeps}
+        stages = {"likelihood": self.likelihood.run, "audit": self.audit, "ood": self.other_data.run,
+                  "fidelity": self.fidelity.run, "cost": self.cost, "proofs": self.proofs,
+                  "sweeps": self.fidelity.sweeps}
         self.report["references"] = self._references()
         try:
             for name, stage in stages.items():
@@ -88,6 +95,14 @@ class Evaluation:
             limit = opened.items if opened.limited else None
             shared[key] = references(opened.datamodule, split, opened.spec, limit)
         return shared[key]
+
+    def audit(self) -> None:
+        """Utterances by likelihood, with a picture of how the least likely are aligned."""
+        _, likelihood = self.likelihood.of_first_line()
+        self.report["audit"] = audit(self.frame, likelihood)
+        picture = picture_of_audit(self.opened, self.report["audit"])
+        if picture is not None:
+            self.pictures["audit"] = picture
 
     def cost(self) -> None:
         """Network evaluations, samples a second, the wait for one, memory, on this device."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from genmodels.errors import InputError
 
 #: What there is to judge, in the order in which it is done.
-STAGES = ("likelihood", "ood", "fidelity", "cost", "proofs", "sweeps")
+STAGES = ("likelihood", "audit", "ood", "fidelity", "cost", "proofs", "sweeps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class Request:
         features, force: the feature network, and whether few items are compared all the same.
         sweeps: `steps`, `temperature`: further samples at several values of these.
         ood, ood_data: names of other data sets, and options of theirs.
+        audit: rank utterances by likelihood.
         proofs: `default` is bounded to about a minute, `full` is not.
         data, trust: options of the data set, and further packages.
 
@@ -57,6 +58,7 @@ class Request:
     sweeps: Sequence[str] = ()
     ood: Sequence[str] = ()
     ood_data: dict = field(default_factory=dict)
+    audit: bool = False
     proofs: str = "default"
     data: dict = field(default_factory=dict)
     trust: Sequence[str] = ()
@@ -87,5 +89,5 @@ class Request:
             >>> Request().wants("proofs"), Request().wants("ood"), Request(stages=["cost"]).wants("proofs")
             (True, False, False)
         """
-        asked = {"ood": bool(self.ood), "sweeps": bool(self.sweeps)}.get(stage, True)
-        return asked and (self.stages is None or stage in self.stages or stage in ("ood", "sweeps"))
+        asked = {"audit": self.audit, "ood": bool(self.ood), "sweeps": bool(self.sweeps)}.get(stage, True)
+        return asked and (self.stages is None or stage in self.stages or stage in ("audit", "ood", "sweeps"))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from genmodels.errors import InputError
+from genmodels.evaluation.audit import audit_notes
 from genmodels.evaluation.report import about_log_z, with_error
 from genmodels.evaluation.speech_stage import spoken_notes
 
@@ -256,6 +257,8 @@ def _on_model(report: dict) -> list[str]:
     fidelity, sampling, proofs = report["fidelity"], report["sampling"], report["proofs"]
     if "skipped" in fidelity:
         notes.append(f"samples were not compared: {fidelity['skipped']}")
+    if "audit" in report:
+        notes += audit_notes(report["audit"])
     if "speech" in report:
         notes += spoken_notes(report["speech"])
     if "frechet" in fidelity:

@@ -1,0 +1,131 @@
+"""The audit ranks by likelihood, and scores against length as a straight line says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from genmodels.data.spec import Batch, DataSpec, TextCondition
+from genmodels.data.utterances import padded_tokens
+from genmodels.errors import InputError
+from genmodels.evaluation import audit as module
+from genmodels.evaluation.audit import against_length, audit, audit_notes, picture_of_audit
+from genmodels.evaluation.opened import Opened
+from genmodels.evaluation.request import Request
+from genmodels.models.glow_tts import GlowTTS
+from genmodels.speech.text import CHARACTERS
+
+SIZES = [(3, 9), (5, 14), (2, 6), (4, 22), (6, 30)]
+
+
+def spec() -> DataSpec:
+    text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab"]}
+    return DataSpec("speech", (6, 64), mel={"sample_rate": 22050, "hop": 256}, statistics={"mean": -5.0, "std": 2.0},
+                    text=text)
+
+
+class Utterances:
+    """A data module of a few random mels, given in batches whose order is not that of the items."""
+
+    layout = None
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.mels = [-5 + (5 - k) * torch.randn(6, t, generator=generator) for k, (_, t) in enumerate(SIZES)]
+        self.tokens = [[2 + (k + i) % 20 for i in range(n)] for k, (n, _) in enumerate(SIZES)]
+
+    def split(self, name):
+        items = [SimpleNamespace(name=f"{k}.wav", text=f"text {k}") for k in range(len(SIZES))]
+        return type("Split", (list,), {"items": items})(items)
+
+    def loader(self, split, size, indices):
+        order = indices.tolist()[::-1]
+        for first in range(0, len(order), size):
+            rows = order[first : first + size]
+            longest = max(self.mels[k].shape[1] for k in rows)
+            x = torch.full((len(rows), 6, longest), -11.5)
+            for row, k in zip(x, rows, strict=True):
+                row[:, : self.mels[k].shape[1]] = self.mels[k]
+            mask = torch.stack([torch.arange(longest) < self.mels[k].shape[1] for k in rows])[:, None]
+            tokens, valid = padded_tokens([self.tokens[k] for k in rows])
+            yield Batch(x, TextCondition(tokens, valid), mask, torch.tensor(rows))
+
+
+@pytest.fixture(scope="module")
+def frame():
+    torch.manual_seed(0)
+    model = GlowTTS(spec(), encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1,
+                    duration_channels=8).eval()
+    opened = Opened(None, model, {}, Utterances(), Request(audit=True, batch_size=2), len(SIZES))
+    return SimpleNamespace(opened=opened, once=lambda stage, settings, compute: compute())
+
+
+def test_the_ranking_is_by_likelihood_and_tells_durations(frame):
+    likelihood = frame.opened.likelihood("log_likelihood", {})
+    rows = audit(frame, likelihood)
+    # Each utterance alone, by the model itself.
+    alone = {}
+    for k in range(len(SIZES)):
+        (batch,) = frame.opened.datamodule.loader("test", 1, torch.tensor([k]))
+        found = frame.opened.model.log_likelihood(batch)
+        alone[k] = float(-found.nats / found.dims)
+        said = frame.opened.model.aligned(batch).durations[0].tolist()
+        (row,) = [row for row in rows if row["index"] == k]
+        assert row["nats_per_dim"] == pytest.approx(alone[k], rel=1e-4)
+        assert row["durations"] == said and row["frames"] == sum(said) == SIZES[k][1] + SIZES[k][1] % 2
+        assert row["longest"]["frames"] == max(said) == said[row["longest"]["position"]]
+        assert row["tokens"] == [CHARACTERS[t] for t in frame.opened.datamodule.tokens[k]]
+        assert (row["name"], row["text"]) == (f"{k}.wav", f"text {k}")
+    assert [row["index"] for row in rows] == sorted(alone, key=alone.get, reverse=True)
+    assert [row["rank"] for row in rows] == [1, 2, 3, 4, 5]
+    by_nats = likelihood.nats.argsort().tolist()
+    assert [row["index"] for row in rows] != by_nats  # nats not divided by dimensions rank by length
+    assert f"{rows[0]['index']}.wav" in audit_notes(rows)[1] and len(audit_notes(rows)) == 6
+    assert picture_of_audit(frame.opened, rows).width > 300
+
+
+def test_scores_are_those_of_a_line_fitted_by_numpy():
+    generator = np.random.default_rng(0)
+    frames = generator.integers(20, 900, 40).astype(float)
+    values = 1.2 - 0.1 * np.log(frames) + 0.05 * generator.standard_normal(40)
+    values[7] += 0.6
+    slope, level = np.polyfit(np.log(frames), values, 1)
+    rest = values - level - slope * np.log(frames)
+    expected = rest / np.sqrt((rest**2).sum() / 38)
+    found = against_length(torch.tensor(values), torch.tensor(frames))
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-9)
+    assert int(found.argmax()) == 7 and float(found[7]) > 4
+    # Length alone is no fault: what lies on the line is not far from it, whatever its value.
+    assert abs(float(found[int(frames.argmin())])) < 2.5
+    planted = (values - values.mean()) / values.std(ddof=2)
+    assert np.abs(planted - expected).max() > 0.1  # scores that forget length are seen
+
+
+def test_scores_without_enough_to_say():
+    three = torch.tensor([10.0, 20.0, 30.0])
+    assert against_length(torch.tensor([1.0, 2.0]), three[:2]) is None
+    assert against_length(torch.tensor([1.0, torch.inf, 2.0]), three) is None
+    assert against_length(torch.ones(3), three) is None
+    found = against_length(torch.tensor([1.0, 2.0, 1.5, torch.inf]), torch.tensor([10.0, 20.0, 30.0, 40.0]))
+    assert found[:3].isfinite().all() and found[3] == torch.inf
+
+
+def test_data_without_texts_are_refused():
+    model = SimpleNamespace(spec=DataSpec("digits", (1, 8, 8), levels=17))
+    with pytest.raises(InputError, match="audit: digits has no texts"):
+        audit(SimpleNamespace(opened=Opened(None, model, {}, None, Request(), 1)), None)
+
+
+def test_a_model_without_alignments_has_no_durations(frame, monkeypatch):
+    likelihood = frame.opened.likelihood("log_likelihood", {})
+    monkeypatch.setattr(module, "_durations", lambda opened: None)
+    rows = audit(frame, likelihood)
+    assert "durations" not in rows[0] and "longest" not in audit_notes(rows)[1]
+
+
+def test_it_is_done_when_asked_for():
+    assert Request(audit=True).wants("audit") and Request(audit=True, stages=["cost"]).wants("audit")
+    assert not Request().wants("audit")
