@@ -63,7 +63,7 @@ def run(
         speed: of speech, above 1 is faster.
         seconds: total time of a text.
         durations: a .json as it is written beside a .wav: frames of every token, to be used instead of predicted ones.
-        pause: seconds of silence between sentences, 0.2 by default.
+        pause: seconds of silence between sentences, 0.2 by default; [pause=0.5] in a text is one of its own.
         on_unknown: characters of a text without a symbol are an error, or dropped.
         vocoder: what makes sound of a text's mel: griffin_lim (the default), or the weights of HiFi-GAN, of one voice
             (hifigan) or many (hifigan_universal).

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from genmodels.errors import InputError, RunError
+from genmodels.evaluation.markup import phrases
 from genmodels.evaluation.mel_pictures import spoken
 from genmodels.evaluation.sampling import save_png
 from genmodels.evaluation.sounding import FLOOR, SPOKEN, sound_of, vocoder_of
 from genmodels.speech.audio import write_wav
 from genmodels.speech.mel import MelConfig
 from genmodels.speech.streaming import Vocoder
-from genmodels.speech.text import sentences
 from genmodels.training.archive import write_whole
 
 _TOGETHER = 16  # sentences in one pass
@@ -35,7 +35,7 @@ class Manner:
         temperature: factor of the latent's deviation.
         speed: above 1 is faster.
         seconds: total time of a text, which is then spoken as one sentence.
-        pause: seconds of silence between sentences.
+        pause: seconds of silence between sentences, where no mark `[pause=0.3]` says otherwise.
         durations: for each sentence the frames of its tokens, instead of predicted ones.
         vocoder: one of `genmodels.evaluation.sounding.VOCODERS`.
         seed, weights, on_unknown: see the model's `sample`.
@@ -67,9 +67,6 @@ class Manner:
         own = ("temperature", "speed", "seconds", "durations", "seed", "weights", "on_unknown")
         return {name: getattr(self, name) for name in own}
 
-    def gap(self, mel: dict) -> int:
-        """Frames of a pause in mels of these settings."""
-        return round(self.pause * mel["sample_rate"] / mel["hop"])
 
 
 @dataclass
@@ -79,23 +76,30 @@ class Spoken:
     Attributes:
         text: as it was written.
         parts: for each sentence its normal form, tokens, durations and mel (n_mels, T).
+        gaps: frames of silence before each of them.
         mel: all of them with pauses between, (n_mels, T).
         wave: the sound (N,), None before a vocoder has run.
     """
 
     text: str
     parts: list[tuple[str, list[int], list[int], Tensor]] = field(default_factory=list)
+    gaps: list[int] = field(default_factory=list)
     mel: Tensor | None = None
     wave: Tensor | None = None
 
 
-def in_parts(texts: Sequence[str], manner: Manner) -> list[list[str]]:
-    """The sentences of each text; a text with an exact total time is one.
+def in_parts(texts: Sequence[str], manner: Manner, mel: dict) -> list[list[tuple[str, int]]]:
+    """The sentences of each text with the frames of silence before each; a text with an exact total time is one.
 
     Raises:
-        InputError: for no text at all, or durations of another number of sentences.
+        InputError: for no text at all, marks that cannot be followed, or durations of another number of sentences.
     """
-    split = [[text] if manner.seconds is not None else sentences(text) for text in texts]
+    marked = [phrases(text, manner.pause) for text in texts]
+    if manner.seconds is not None:
+        if any("[pause=" in text for text in texts):
+            raise InputError("seconds is the time of one sentence: leave the [pause=] out, or give no seconds")
+        marked = [[(text, 0.0)] for text in texts]
+    split = [[(part, round(gap * mel["sample_rate"] / mel["hop"])) for part, gap in parts] for parts in marked]
     count = sum(map(len, split))
     if not count:
         raise InputError("there is no text to speak")
@@ -116,9 +120,9 @@ def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start:
     from genmodels.models.texts import TextReader
 
     reader = TextReader(model.spec, manner.on_unknown)
-    split = in_parts(texts, manner)
-    flat = [sentence for parts in split for sentence in parts]
-    options, silence, found = manner.of_model, manner.gap(model.spec.mel), []
+    split = in_parts(texts, manner, model.spec.mel)
+    flat = [sentence for parts in split for sentence, _ in parts]
+    options, found = manner.of_model, []
     for take in range(start, start + takes):
         mels = []
         for first in range(0, len(flat), _TOGETHER):
@@ -132,10 +136,15 @@ def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start:
                              drawn.durations[k, :tokens].tolist(), drawn.x[k, :, :frames].cpu()))
         for text, parts in zip(texts, split, strict=True):
             own, mels = mels[: len(parts)], mels[len(parts) :]
-            gap = own[0][3].new_full((own[0][3].shape[0], silence), FLOOR)
-            pieces = [piece for part in own for piece in (gap, part[3])][1:]
-            found.append(Spoken(text, own, torch.cat(pieces, 1)))
+            gaps = [gap for _, gap in parts]
+            pieces = [piece for part, gap in zip(own, gaps, strict=True) for piece in (silence(part[3], gap), part[3])]
+            found.append(Spoken(text, own, gaps, torch.cat(pieces, 1)))
     return found
+
+
+def silence(like: Tensor, frames: int) -> Tensor:
+    """A mel (n_mels, frames) of silence."""
+    return like.new_full((like.shape[0], frames), FLOOR)
 
 
 def read_durations(path: Path) -> list[list[int]]:
@@ -186,7 +195,7 @@ def write_spoken(
     lines = [f"{seconds:.2f} s of sound{took}: {target}"]
     if factor < 1:
         lines.append(f"it was too loud and was made quieter as a whole, by a factor of {factor:.2f}")
-    tokens, durations = _joined(told, manner.gap(spec.mel))
+    tokens, durations = _joined(told)
     save_png(spoken(told.mel, spec, tokens, durations, told.text[:120]), target.with_suffix(".png"), about)
     plain = about | {"sample_rate": config.sample_rate, "hop": config.hop, "sentences": [
         {"text": text, "tokens": [spec.text["symbols"][t] for t in tokens], "durations": durations}
@@ -197,11 +206,11 @@ def write_spoken(
     return [*lines, f"its mel with tokens: {target.with_suffix('.png')}; durations: {target.with_suffix('.json')}"]
 
 
-def _joined(told: Spoken, gap: int) -> tuple[list[int], list[int]]:
+def _joined(told: Spoken) -> tuple[list[int], list[int]]:
     """Tokens and frames of the whole text, each pause as padding."""
     tokens, durations = [], []
-    for _, own, frames, _ in told.parts:
-        if tokens and gap:
+    for (_, own, frames, _), gap in zip(told.parts, told.gaps, strict=True):
+        if gap:
             tokens, durations = [*tokens, 0], [*durations, gap]
         tokens, durations = tokens + own, durations + frames
     return tokens, durations

@@ -26,7 +26,7 @@ def speak_streamed(
     Raises:
         InputError: for texts or models that cannot be streamed.
     """
-    split = in_parts(texts, manner)
+    split = in_parts(texts, manner, model.spec.mel)
     listed = iter(manner.durations or [None] * sum(map(len, split)))
     durations = [[next(listed) for _ in parts] for parts in split]
     found, lines = [], []
@@ -50,12 +50,13 @@ def speak_streamed(
 
 
 def _mels(
-    model, told: Spoken, sentences: list[tuple[str, list[int] | None]], manner: Manner, take: int, chunk: int
-) -> Iterator[Tensor]:
+    model, told: Spoken, sentences: list[tuple[tuple[str, int], list[int] | None]], manner: Manner, take: int,
+    chunk: int,
+) -> Iterator[Tensor]:  # fmt: skip
     """The pieces of a text's mel with the pauses between sentences; what was spoken is noted in `told`."""
-    reader, gap = TextReader(model.spec, manner.on_unknown), manner.gap(model.spec.mel)
-    for sentence, durations in sentences:
-        if told.parts and gap:
+    reader = TextReader(model.spec, manner.on_unknown)
+    for (sentence, gap), durations in sentences:
+        if gap:
             yield torch.full((model.spec.event_shape[0], gap), FLOOR)
         said = stream_text(model, sentence, manner.speaker, take=take, chunk=chunk,
                            **manner.of_model | {"durations": durations})
@@ -63,6 +64,7 @@ def _mels(
         for piece in said.pieces:
             pieces.append(piece.cpu())
             yield pieces[-1]
+        told.gaps.append(gap)
         told.parts.append((reader.normal_form(sentence), said.tokens, said.durations, torch.cat(pieces, 1)))
 
 

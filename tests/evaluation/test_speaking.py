@@ -42,6 +42,21 @@ def test_sentences_are_spoken_one_by_one_with_pauses(model):
     assert torch.allclose(takes[0].mel, told[1].mel, atol=1e-4) and not torch.allclose(takes[1].mel, takes[0].mel)
 
 
+def test_a_marked_pause_is_as_long_as_it_says(model):
+    told = speak(model, ["One cab, [pause=0.75] two. Three.", "two."], Manner(pause=0.1))
+    marked, plain = (round(seconds * 22050 / 256) for seconds in (0.75, 0.1))
+    assert told[0].gaps == [0, marked, plain] and [part[0] for part in told[0].parts] == ["one cab,", "two.", "three."]
+    first = told[0].parts[0][3].shape[1]
+    assert (told[0].mel[:, first : first + marked] < -11.5).all()
+    assert torch.allclose(told[0].parts[1][3], told[1].mel, atol=1e-4)  # marks change nothing of what is spoken
+    for text, reason in (("One [pause=soon] two", "seconds of silence"), ("One [pause=-1] two", "0 or more"),
+                         ("[pause=1] one", "nothing to speak"), ("One. [pause=1] ", "nothing to speak")):
+        with pytest.raises(InputError, match=reason):
+            speak(model, [text], Manner())
+    with pytest.raises(InputError, match="leave the"):
+        speak(model, ["One [pause=1] two"], Manner(seconds=2.0))
+
+
 def test_seconds_are_exact_to_the_sample_and_files_carry_their_making(model, tmp_path):
     manner = Manner(seconds=3.2, seed=4)
     told = speak(model, ["One cab. Two."], manner)[0]
