@@ -29,7 +29,7 @@ from genmodels.models.build import construct, keywords
 from genmodels.models.diffusion_bound import DiffusionBound
 from genmodels.models.diffusion_ode import DiffusionOde
 from genmodels.models.diffusion_sampling import DiffusionSampling
-from genmodels.models.mels import NOISE, with_noise
+from genmodels.models.mels import with_noise
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import MLPDenoiser, UNet
 from genmodels.random import KeyedGenerator
@@ -98,7 +98,7 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
         self_conditioning: bool = False,
         class_conditional: bool = True,
         cond_drop: float = 0.1,
-        noise: float = NOISE,
+        noise: float = 0.05,
         net: UNet | MLPDenoiser | dict | None = None,
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.9999,

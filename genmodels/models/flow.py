@@ -27,7 +27,7 @@ from genmodels.flows.multiscale import Latents
 from genmodels.flows.realnvp import dequantisation_flow
 from genmodels.flows.scaling import Logit, Shift, Standardise
 from genmodels.models.base import GenerativeModel, Loss, Samples
-from genmodels.models.mels import NOISE, frames_of, silent_beyond, with_noise
+from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn.condition import Condition
 from genmodels.random import KeyedGenerator
@@ -72,7 +72,7 @@ class FlowModel(GenerativeModel):
         alpha: float = 0.05,
         base: Literal["normal", "diagonal", "class"] = "normal",
         memory: Literal["store", "inverse"] = "store",
-        noise: float = NOISE,
+        noise: float = 0.05,
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,
     ):

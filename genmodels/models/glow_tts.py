@@ -16,7 +16,7 @@ from genmodels.errors import InputError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.models.base import GenerativeModel, Loss, Samples
 from genmodels.models.build import construct
-from genmodels.models.mels import NOISE, MelUnits, even_lengths
+from genmodels.models.mels import MelUnits, even_lengths
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.texts import TextReader, given_durations, noise_rows
 from genmodels.nn.condition import Condition
@@ -102,7 +102,7 @@ class GlowTTS(GenerativeModel):
         groups: int = 4,
         duration_channels: int = 256,
         speaker_channels: int = 64,
-        noise: float = NOISE,
+        noise: float = 0.05,
         memory: Literal["store", "inverse"] = "store",
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,

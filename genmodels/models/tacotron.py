@@ -15,7 +15,7 @@ from genmodels.errors import InputError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.models.base import GenerativeModel, Loss, Samples
 from genmodels.models.build import construct
-from genmodels.models.mels import NOISE, MelUnits, even_lengths
+from genmodels.models.mels import MelUnits, even_lengths
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.texts import TextReader, noise_rows
 from genmodels.random import KeyedGenerator
@@ -98,7 +98,7 @@ class Tacotron(GenerativeModel):
         prenet: int = 256,
         dropout: float = 0.5,
         speaker_channels: int = 64,
-        noise: float = NOISE,
+        noise: float = 0.05,
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,
     ):
