@@ -11,7 +11,7 @@ from genmodels.cli.places import CONFIG_DIR, groups
 from genmodels.errors import InputError
 
 GROUPS = groups()
-REQUIRED = {"image_folder": ["data.root=pictures"], "arrays": ["data.file=vectors.npy"]}
+REQUIRED = {"spoken_digits": ["data.root=clips"], "image_folder": ["data.root=pictures"], "arrays": ["data.file=vectors.npy"]}
 
 
 def compose(*overrides: str, command: str = "train", config_dir: str | None = None) -> dict:
