@@ -11,7 +11,9 @@ from genmodels.cli.places import CONFIG_DIR, groups
 from genmodels.errors import InputError
 
 GROUPS = groups()
-REQUIRED = {"spoken_digits": ["data.root=clips"], "image_folder": ["data.root=pictures"], "arrays": ["data.file=vectors.npy"]}
+REQUIRED = {
+    "image_folder": ["data.root=pictures"], "spoken_digits": ["data.root=clips"], "arrays": ["data.file=vectors.npy"],
+}
 
 
 def compose(*overrides: str, command: str = "train", config_dir: str | None = None) -> dict:
