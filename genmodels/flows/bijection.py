@@ -110,7 +110,7 @@ class Bijection(nn.Module):
     def uninitialized(self, name: str = "") -> Iterator[str]:
         """Names of the layers that still wait for `initialize`."""
         for child_name, child in self.named_children():
-            if isinstance(child, Bijection | nn.ModuleList):
+            if isinstance(child, (Bijection, nn.ModuleList)):
                 inside = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
                 for inner_name, inner in inside:
                     if isinstance(inner, Bijection):

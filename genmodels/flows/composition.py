@@ -80,7 +80,7 @@ class Compose(Bijection):
         return shape
 
     def in_shape(self, shape: Shape) -> Shape:
-        for layer in reversed(self.layers):
+        for layer in self._backwards():
             shape = layer.in_shape(shape)
         return shape
 
@@ -90,9 +90,13 @@ class Compose(Bijection):
         return mask
 
     def in_mask(self, mask: Tensor) -> Tensor:
-        for layer in reversed(self.layers):
+        for layer in self._backwards():
             mask = layer.in_mask(mask)
         return mask
+
+    def _backwards(self) -> list[Bijection]:
+        # A ModuleList looks every member up by its name when it is reversed; a list of them does not.
+        return list(self.layers)[::-1]
 
     def _forward(self, x, cond, mask):
         if self.memory == "inverse" and torch.is_grad_enabled():
@@ -108,7 +112,7 @@ class Compose(Bijection):
 
     def _inverse(self, z, cond, mask):
         logdet = z.new_zeros(len(z))
-        for layer in reversed(self.layers):
+        for layer in self._backwards():
             z, change = layer.inverse(z, cond if layer.uses_cond else None, mask)
             logdet = logdet + change
             mask = None if mask is None else layer.in_mask(mask)

@@ -42,7 +42,7 @@ class ChannelSplit:
 
     def take(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
         """What the network sees and what is changed, both without a copy."""
-        first, second = x.split((self.first, self.channels - self.first), dim=1)
+        first, second = x.split_with_sizes((self.first, self.channels - self.first), dim=1)
         return (second, first, None) if self.swap else (first, second, None)
 
     def put(self, seen: Tensor, changed: Tensor, log_derivative: Tensor, squares: None) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ class MLP(Net):
         self.activation = _activation(activation)
         self.stem = nn.Linear(in_channels, hidden)
         self.layers = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth - 1))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.head = zeroed(nn.Linear(hidden, out_channels))
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -113,7 +113,7 @@ class ResidualMLP(Net):
         self.stem = nn.Linear(in_channels, hidden)
         self.inner = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
         self.outer = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.head = zeroed(nn.Linear(hidden, out_channels))
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
