@@ -60,6 +60,16 @@ class Batch:
     def __len__(self) -> int:
         return len(self.x)
 
+    @property
+    def item_index(self) -> Tensor:
+        """(B,) int64, what noise is keyed by: `index`, or the places in the batch where there is none.
+
+        Example:
+            >>> Batch(torch.zeros(3, 2)).item_index, Batch(torch.zeros(1, 2), index=torch.tensor([7])).item_index
+            (tensor([0, 1, 2]), tensor([7]))
+        """
+        return torch.arange(len(self), device=self.x.device) if self.index is None else self.index
+
     def _map(self, function) -> Batch:
         return Batch(*(None if value is None else function(value) for value in self._values()))
 
@@ -162,11 +172,10 @@ class DataSpec:
         x = batch.x
         if not self.holds(tuple(x.shape[1:])):
             raise ValueError(f"events of shape {tuple(x.shape[1:])}, but {self.name} has {self.event_shape}")
-        index = torch.arange(len(x)) if batch.index is None else batch.index
         if self.levels is None:
             bad = ~torch.isfinite(x)
             if bad.any():
-                raise ValueError(f"item {_first(index, bad)} of {self.name} holds a value that is not finite")
+                raise ValueError(f"item {_first(batch, bad)} of {self.name} holds a value that is not finite")
         else:
             if x.is_floating_point():
                 raise ValueError(f"{self.name} has {self.levels} integer levels, but the batch is {x.dtype}")
@@ -174,15 +183,15 @@ class DataSpec:
             top = min(self.levels - 1, 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
             bad = (x < 0) | (x > top)
             if bad.any():
-                value, where = int(x[bad].flatten()[0]), _first(index, bad)
+                value, where = int(x[bad].flatten()[0]), _first(batch, bad)
                 raise ValueError(f"item {where} of {self.name}: value {value} outside 0..{self.levels - 1}")
         if isinstance(batch.cond, Tensor) and self.num_classes is not None and batch.cond.dim() == 1:
             bad = (batch.cond < 0) | (batch.cond >= self.num_classes)
             if bad.any():
                 value = int(batch.cond[bad][0])
-                where = _first(index, bad)
+                where = _first(batch, bad)
                 raise ValueError(f"item {where} of {self.name}: class {value} outside 0..{self.num_classes - 1}")
 
 
-def _first(index: Tensor, bad: Tensor) -> int:
-    return int(index[bad.flatten(1).any(1) if bad.dim() > 1 else bad][0])
+def _first(batch: Batch, bad: Tensor) -> int:
+    return int(batch.item_index[bad.flatten(1).any(1) if bad.dim() > 1 else bad][0])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from genmodels.energy import HMC, KERNELS, AnnealedImportanceSampling, EnergyFunction, GaussianBase, Start, run_chains
+from genmodels.flows.boundary import one_of
 from genmodels.models.normaliser import inverse_mass
 from genmodels.random import KeyedGenerator
 
@@ -61,8 +62,7 @@ class Sampler:
         self, model: EnergyFunction, base: GaussianBase, *, name: str = "annealed", steps: int | None = None,
         step_size: float | None = None, temperature: float = 1.0,
     ):  # fmt: skip
-        if name not in SAMPLERS:
-            raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {name!r}")
+        one_of("sampler", name, SAMPLERS)
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, for densities p^(1/T), got {temperature}")
         self.steps = STEPS[name] if steps is None else steps

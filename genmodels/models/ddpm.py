@@ -188,8 +188,7 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
         """Mels with their noise, which is that of their item where nobody draws another; other data as they are."""
         if self.noise == 0:
             return batch.x
-        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
-        return with_noise(batch.x, self.noise, generator or KeyedGenerator(0, index, "likelihood"))
+        return with_noise(batch.x, self.noise, generator or KeyedGenerator(0, batch.item_index, "likelihood"))
 
     def _entered(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
         """The batch as the network sees it, zero where it is padded."""

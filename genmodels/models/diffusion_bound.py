@@ -11,6 +11,7 @@ from torch import Tensor
 from genmodels.data.spec import Batch
 from genmodels.diffusion import continuous_elbo, elbo
 from genmodels.evaluation.likelihood import Likelihood, Profile
+from genmodels.flows.boundary import one_of
 from genmodels.random import KeyedGenerator
 
 
@@ -69,10 +70,9 @@ class DiffusionBound:
         """
         if draws is not None and not 1 <= draws < self.num_steps:
             raise ValueError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the bound, got {draws}")
-        if bound not in ("discrete", "continuous"):
-            raise ValueError(f"bound must be discrete or continuous, got {bound!r}")
+        one_of("bound", bound, ("discrete", "continuous"))
         x0 = self._entered(batch)
-        index = torch.arange(len(batch), device=x0.device) if batch.index is None else batch.index
+        index = batch.item_index
         core = self.weights(weights)
         generator = KeyedGenerator(seed, index, "elbo")
         times = self.bound_times().to(x0.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -21,9 +21,11 @@ from genmodels.diffusion import (
     times_from,
 )
 from genmodels.diffusion import sample as run_sampler
+from genmodels.flows.boundary import one_of
 from genmodels.flows.multiscale import Latents
 from genmodels.models.base import Samples
-from genmodels.models.mels import silent_beyond
+from genmodels.models.mels import frames_of, silent_beyond
+from genmodels.models.path import Path
 from genmodels.random import KeyedGenerator
 
 
@@ -132,9 +134,8 @@ class DiffusionSampling:
         labels = self._asked(cond, index, guidance, known is not None or edit is not None)
         core = self._steered(self.weights(weights), clip, guidance, guidance_rescale, guidance_interval)
         shape, beginning = (n, *self._shape_of(size)), None
-        if lengths is None and self.spec.mel is not None and size is None and known is None and edit is None:
-            lengths = [self.spec.statistics["frames"]]
-        mask = self._frames_of(lengths, index, shape)
+        whole = lengths is None and any(given is not None for given in (size, known, edit))
+        mask = None if whole else frames_of(lengths, index, replace(self.spec, event_shape=shape[1:]))
         if known is not None:
             known, keep = known.to(self.device), keep.to(self.device)
             stepper = Inpainting(stepper, self.encode(known[None]), keep, rounds=rounds)
@@ -144,9 +145,7 @@ class DiffusionSampling:
             repeated = self.encode(edit[None].to(self.device)).expand(shape)
             beginning = noised_start(self.core.schedule, repeated, float(times[0]), generator)
             made |= {"strength": strength}
-        total = len(times) - 1
-        wanted = set(torch.linspace(0, total - 1, min(path, total)).round().int().tolist()) if path else set()
-        frames: list[Tensor] = []
+        seen = Path(path, len(times) - 1, progress)
 
         def finished(x: Tensor) -> Tensor:
             """x in the data's units, with what is known as it was given, and zero where there is no frame."""
@@ -154,10 +153,7 @@ class DiffusionSampling:
             return x if known is None else torch.where(keep, known, x)
 
         def after(done: int, x: Tensor, x0: Tensor) -> None:
-            if done in wanted:
-                frames.append(self.decode(x) if done + 1 < total else finished(x))
-            if progress is not None:
-                progress(done + 1, total)
+            seen(done, lambda: finished(x) if done + 1 == seen.steps else self.decode(x))
 
         with torch.no_grad():
             out = run_sampler(
@@ -166,17 +162,7 @@ class DiffusionSampling:
             )
         made |= {"evaluations": out.evaluations, "seed": seed, "weights": str(weights), "temperature": temperature}
         made |= {"clip": self._threshold(clip) or "none"} | ({"guidance": guidance} if guidance != 1 else {})
-        kept = torch.stack(frames) if frames else None
-        return Samples(finished(out.x), labels, index, made, kept, mask=mask)
-
-    def _frames_of(self, lengths: list[int] | None, index: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-        """The mask (n, 1, T) of samples of these lengths."""
-        if lengths is None:
-            return None
-        if len(shape) < 3 or not lengths or not all(1 <= length <= shape[-1] for length in lengths):
-            raise ValueError(f"lengths are numbers of frames from 1 to {shape[-1]} of sequences, got {lengths}")
-        wanted = torch.tensor(lengths, device=index.device)[index % len(lengths)]
-        return torch.arange(shape[-1], device=index.device) < wanted[:, None, None]
+        return Samples(finished(out.x), labels, index, made, seen.kept, mask=mask)
 
     def _check_material(self, known: Tensor | None, keep: Tensor | None, edit: Tensor | None, size) -> None:
         if known is not None and edit is not None:
@@ -193,8 +179,7 @@ class DiffusionSampling:
         self, name: str, steps: int | None, spacing: str | None, eta: float | None, churn: float | None, inpaints: bool
     ) -> tuple[Tensor, object, dict]:
         """The times, the sampler, and what to note of both."""
-        if name not in USUAL:
-            raise ValueError(f"sampler must be one of {', '.join(USUAL)}, got {name!r}")
+        one_of("sampler", name, USUAL)
         usual = USUAL[name]
         if steps is None:
             steps = min(self.num_steps, _INPAINTING_STEPS if inpaints else usual.steps or self.num_steps)
@@ -215,8 +200,7 @@ class DiffusionSampling:
     def sampling_times(self, sampler: str, steps: int, spacing: str | None = None) -> Tensor:
         """The decreasing times of a sampler, (steps + 1,), ending at the clean end."""
         name = spacing or USUAL[sampler].spacing
-        if name not in SPACINGS:
-            raise ValueError(f"spacing must be one of {', '.join(SPACINGS)}, got {name!r}")
+        one_of("spacing", name, SPACINGS)
         return SPACINGS[name](self.core.schedule, steps, self.num_steps)
 
     def _asked(self, cond, index: Tensor, guidance: float, has_material: bool) -> Tensor | None:

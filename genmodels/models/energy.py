@@ -34,6 +34,7 @@ from genmodels.models.encoding import MOST_PAIRS, Encoding, covariance_of
 from genmodels.models.matching import ScoreMatched
 from genmodels.models.normaliser import Normaliser, base_of, by_annealing, by_quadrature, unit_covariance
 from genmodels.models.optimizer import Optimizer
+from genmodels.models.path import Path
 from genmodels.nn.deep_kernel import DeepKernelEnergy
 from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
 from genmodels.nn.unet_energy import UNetEnergy
@@ -240,7 +241,7 @@ class EnergyModel(ScoreMatched):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         core, found = self.weights(weights), self.normaliser(weights, seed, normaliser, chains, densities)
-        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
+        index = batch.item_index
         noise = KeyedGenerator(seed, index, "dequantise")
         draws = []
         with torch.no_grad():
@@ -301,19 +302,13 @@ class EnergyModel(ScoreMatched):
             self._samplers = {key: chosen}
         chosen = self._samplers[key]
         index = torch.arange(start, start + n, device=self.device)
-        wanted = set(torch.linspace(0, chosen.steps - 1, min(path, chosen.steps)).round().int().tolist()[:path])
-        frames: list[Tensor] = []
-
-        def after(done: int, z: Tensor) -> None:
-            if done in wanted:
-                frames.append(self._decode(z))
-            if progress is not None:
-                progress(done + 1, chosen.steps)
-
-        z, found = chosen(n, KeyedGenerator(seed, index, "sample"), after)
+        seen = Path(path, chosen.steps, progress)
+        z, found = chosen(
+            n, KeyedGenerator(seed, index, "sample"), lambda done, z: seen(done, lambda: self._decode(z))
+        )
         made = {"sampler": sampler, "steps": chosen.steps, "seed": seed, "weights": str(weights)}
         made |= {"temperature": temperature, **found}
-        return Samples(self._decode(z), None, index, made, torch.stack(frames) if frames else None)
+        return Samples(self._decode(z), None, index, made, seen.kept)
 
     def _decode(self, z: Tensor) -> Tensor:
         with torch.no_grad():

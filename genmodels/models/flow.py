@@ -209,7 +209,7 @@ class FlowModel(GenerativeModel):
         if importance_samples < 1:
             raise ValueError(f"importance_samples must be at least 1, got {importance_samples}")
         core = self.weights(weights)
-        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
+        index = batch.item_index
         noise = KeyedGenerator(seed, index, "dequantise")
         batch = self._filled(batch, KeyedGenerator(seed, index, "likelihood"))
         with torch.no_grad():

@@ -79,7 +79,7 @@ class OdeLikelihood:
                 "use importance_samples=1, or divergence=exact"
             )
         denoiser, mask = self._denoiser(weights), batch.mask
-        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
+        index = batch.item_index
         each = [None if value is None else value.repeat_interleave(draws, 0)
                 for value in (batch.x, mask, self._cond(batch), index)]
         draw = torch.arange(draws, device=index.device).repeat(len(batch))

@@ -13,11 +13,13 @@ from genmodels.energy import MultiScaleDenoising, NoiseConditionalScore, largest
 from genmodels.errors import InputError
 from genmodels.evaluation.fields import picture_of_fields
 from genmodels.evaluation.likelihood import Likelihood
+from genmodels.flows.boundary import one_of
 from genmodels.models.base import GenerativeModel, Loss, Samples, gather
 from genmodels.models.build import construct
 from genmodels.models.encoding import Encoding
 from genmodels.models.levels import SAMPLERS, walk_levels
 from genmodels.models.optimizer import Optimizer
+from genmodels.models.path import Path
 from genmodels.models.score_ode import ScoreOde
 from genmodels.nn import MLPDenoiser, UNet
 from genmodels.nn.noise_conditional import NoiseConditionalNet
@@ -147,11 +149,10 @@ class ScoreModel(ScoreOde, GenerativeModel):
             batch: items in the data's own units.
             weights, seed: as for every model; they change nothing.
         """
-        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
         reason = "a field of scores has no energy (ode=true follows its probability flow)"
         made = {"estimate": "none", "reason": reason, "weights": str(weights)}
         nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
-        return Likelihood(nats, "unnormalised", self.spec.dims, self.spec.levels, None, made, index)
+        return Likelihood(nats, "unnormalised", self.spec.dims, self.spec.levels, None, made, batch.item_index)
 
     def sample(
         self,
@@ -186,32 +187,24 @@ class ScoreModel(ScoreOde, GenerativeModel):
             raise ValueError(f"n must be at least 1, got {n}")
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, for densities p^(1/T), got {temperature}")
-        if sampler not in SAMPLERS:
-            raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
+        one_of("sampler", sampler, SAMPLERS)
         steps = SAMPLERS[sampler].steps if steps is None else steps
         if steps < 2:
             raise ValueError(f"steps must be at least 2, the number of noise levels, got {steps}")
         index = torch.arange(start, start + n, device=self.device)
         labels = self.labels(cond, index)
-        frames: list[Tensor] = []
-        wanted = set(torch.linspace(0, steps - 1, min(path, steps)).round().int().tolist()[:path])
-
-        def after(done: int, z: Tensor) -> None:
-            if done in wanted:
-                frames.append(self.encoding.decode(z))
-            if progress is not None:
-                progress(done + 1, steps)
-
+        seen = Path(path, steps, progress)
         with torch.no_grad():
             z, evaluations = walk_levels(
                 self.weights(weights), (n, *self.spec.event_shape), float(self.largest), self.smallest,
                 KeyedGenerator(seed, index, "sample"), sampler=sampler, steps=steps, temperature=temperature,
-                cond=labels, dtype=self.encoding.scale.dtype, device=self.device, callback=after,
+                cond=labels, dtype=self.encoding.scale.dtype, device=self.device,
+                callback=lambda done, z: seen(done, lambda: self.encoding.decode(z)),
             )  # fmt: skip
             x = self.encoding.decode(z)
         made = {"sampler": sampler, "steps": steps, "evaluations": evaluations, "seed": seed}
         made |= {"weights": str(weights), "temperature": temperature}
-        return Samples(x, labels, index, made, torch.stack(frames) if frames else None)
+        return Samples(x, labels, index, made, seen.kept)
 
     def pictures(self) -> dict[str, Image.Image]:
         """In the plane: the field of scores at the smallest noise level, beside the truth where it is known."""
