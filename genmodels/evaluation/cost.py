@@ -73,7 +73,7 @@ def measure(model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0
         budget: seconds that all of it may take about; where one sample is slow, fewer than 20 are timed, at least 3.
     """
     begin = time.perf_counter()
-    _reset_peak(model.device)
+    own_peak = _reset_peak(model.device)
     network = network_of(model.weights())
     first = _timed(model, draw, batch_size, 0)  # the first warm-up
     count = EvaluationCounter(network) if network is not None else None
@@ -89,12 +89,13 @@ def measure(model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0
     one = [_timed(model, draw, 1, 0) for _ in range(_WARM_UPS)][-1]
     left = max(0.0, budget - (time.perf_counter() - begin))
     singles = [_timed(model, draw, 1, 0) for _ in range(max(_FEWEST, min(_REPEATS, int(left / max(one, 1e-6)))))]
+    context = context_of(model) + ("" if own_peak else ", peak memory since the process began")
     quantiles = torch.tensor(singles, dtype=torch.float64).quantile(torch.tensor([0.5, 0.95], dtype=torch.float64))
     return {
         "sampler": samples.made.get("sampler"), "steps": samples.made.get("steps"), "evaluations": evaluations,
         "samples_per_second": batch_size / min(batches), "batch_size": batch_size,
         "latency": {"p50": float(quantiles[0]), "p95": float(quantiles[1]), "n": len(singles)},
-        "peak_memory": peak, "seconds": time.perf_counter() - begin, "context": context_of(model),
+        "peak_memory": peak, "seconds": time.perf_counter() - begin, "context": context,
     }
 
 
@@ -119,14 +120,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _reset_peak(device: torch.device) -> None:
+def _reset_peak(device: torch.device) -> bool:
+    """Let the peak of memory start again from here; False where the system cannot, which has to be told."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return
+        return True
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of this process starts again from here
+        Path("/proc/self/clear_refs").write_text("5")  # Linux's way; missing elsewhere, and in some containers
     except OSError:
-        pass  # elsewhere the peak is that of the whole process so far
+        return False
+    return True
 
 
 def _peak(device: torch.device) -> int | None:

@@ -154,16 +154,21 @@ def read_durations(path: Path) -> list[list[int]]:
         InputError: for a file that holds no durations.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        rows = [part["durations"] for part in found["sentences"]] if isinstance(found, dict) else found
-        rows = [rows] if rows and isinstance(rows[0], int) else rows
-        if rows and all(isinstance(row, list) and all(isinstance(d, int) for d in row) for row in rows):
-            return rows
+        rows = _rows_of(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise InputError(f"durations={path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError):
-        pass
-    raise InputError(f"durations={path} holds no durations: it wants the .json that sample.py writes, or [[3, 5, 2]]")
+    except (ValueError, KeyError, TypeError) as error:  # no JSON, or JSON of another form
+        raise InputError(f"durations={path} holds no durations: it wants the .json that sample.py writes, or "
+                         "[[3, 5, 2]]") from error
+    return rows
+
+
+def _rows_of(found) -> list[list[int]]:
+    rows = [part["durations"] for part in found["sentences"]] if isinstance(found, dict) else found
+    rows = [rows] if isinstance(rows, list) and all(isinstance(d, int) for d in rows) else rows
+    if not all(isinstance(row, list) and row and all(isinstance(d, int) for d in row) for row in rows) or not rows:
+        raise ValueError("no lists of whole numbers")
+    return rows
 
 
 def write_spoken(

@@ -87,6 +87,13 @@ def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path):
     for name in ("d.json", "none.json"):
         with pytest.raises(InputError, match=name):
             read_durations(tmp_path / name)
+    for wrong in ("[", "5", "[]", "[[]]", "[[1, 0.5]]", '{"sentences": [1]}', '{"sentences": []}'):
+        (tmp_path / "d.json").write_text(wrong)
+        with pytest.raises(InputError, match="d.json holds no durations"):
+            read_durations(tmp_path / "d.json")
+    for right in ("[1, 2]", "[[1, 2]]", '{"sentences": [{"durations": [1, 2]}]}'):
+        (tmp_path / "d.json").write_text(right)
+        assert read_durations(tmp_path / "d.json") == [[1, 2]]
     told = speak(model, ["One.", "Two."], Manner())
     with pytest.raises(InputError, match="give a folder"):
         targets(tmp_path / "a.wav", tmp_path, "best", told, 0)
