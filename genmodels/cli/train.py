@@ -48,6 +48,7 @@ def run(
     from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid
     from genmodels.training.dashboards import LearnedDensity, NoiseLevels
     from genmodels.training.loggers import LoggerOptions, close, log_config, run_id_of
+    from genmodels.training.loss_profile import LossProfile
     from genmodels.training.stream import initial_batch, training_stream
     from genmodels.training.trainer import TrainerOptions
 
@@ -95,7 +96,7 @@ def run(
             parts.write_config(folder, config)
         drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
         drawn = drawn if options.sample_every_n_steps else []
-        lightning = options.build(steps, [FiniteMetrics(), *drawn, checkpointing], str(folder))
+        lightning = options.build(steps, [FiniteMetrics(), LossProfile(), *drawn, checkpointing], str(folder))
         lightning.loggers = loggers = logging_options.build(folder, run_id_of(folder), done)
         if lightning.strategy.root_device.type == "cpu":
             parts.keep_freed_memory()

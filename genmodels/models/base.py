@@ -84,7 +84,7 @@ class GenerativeModel(pl.LightningModule):
         self.finished = False
         self.validated: Likelihood | None = None  # of the last validation, all items
         self._pending: list[Likelihood] = []
-        self._last: tuple[Batch, Loss] | None = None
+        self.latest: tuple[Batch, Loss] | None = None
 
     def finish_setup(self, optimizer: Optimizer | dict | None, ema_decay: float | list[float]) -> None:
         """Called last in a subclass' constructor: the optimiser's options and the averages of `core`."""
@@ -174,7 +174,7 @@ class GenerativeModel(pl.LightningModule):
         torch.manual_seed(seed_of(self.seed, "dropout", self.batches_seen, self._rank_world[0]))
         loss = self.loss(batch, self.training_generator(len(batch)))
         self.batches_seen += 1
-        self._last = (batch, loss)
+        self.latest = (batch, loss)
         world = self._rank_world[1]
         named = {"train/loss": loss.value.detach()} | {f"train/{k}": v.detach().mean() for k, v in loss.parts.items()}
         self.log_dict(named, batch_size=len(batch), sync_dist=world > 1)
@@ -186,7 +186,7 @@ class GenerativeModel(pl.LightningModule):
         clip = self.optimizer_options.clip
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else float("inf"))
         if not torch.isfinite(norm):
-            raise RunError(explain_nonfinite(self, *self._last))
+            raise RunError(explain_nonfinite(self, *self.latest))
         self.log("train/gradient_norm", norm)
         self.log("train/learning_rate", optimizer.param_groups[0]["lr"])
 

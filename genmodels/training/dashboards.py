@@ -45,8 +45,7 @@ class NoiseLevels(Callback):
 class LearnedDensity(Callback):
     """The density that a model of points in the plane has learned, beside the true one where it is known.
 
-    Flows and energies are asked for it, diffusion models by their probability-flow ODE on a coarser grid; fields of
-    scores have none.
+    Flows and energies are asked for it, diffusion and score models by their probability-flow ODE on a coarser grid.
 
     Arguments:
         run_dir: the run folder; pictures go to its `density`.

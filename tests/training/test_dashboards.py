@@ -132,12 +132,15 @@ def test_a_profile_is_drawn_with_its_area_whichever_way_its_edges_run():
     assert drawn([4.0, 1.0, -3.0], [2.0, 8.0]) != drawn([4.0, 1.0, -3.0], [8.0, 2.0])
 
 
-def test_a_field_of_scores_has_no_density_and_a_flow_has_its_own():
+def test_a_score_model_has_the_density_of_its_ode_and_a_flow_its_own():
     from genmodels.models.nsf import NSF
     from genmodels.models.score import ScoreModel
 
     spec = DataSpec("toy_moons", (2,))
-    assert density_of(ScoreModel(spec, net={"hidden": 16}), [-1, 1, -1, 1], 4) is None
+    score = ScoreModel(spec, net={"hidden": 16})
+    points = Batch(torch.tensor([[0.0, 0.0]]), index=torch.arange(1))
+    (of_the_middle,) = score.ode_likelihood(points, solver="heun", steps=8).nats
+    assert density_of(score, [-1, 1, -1, 1], 3).item() == pytest.approx(float(of_the_middle), abs=1e-4)
     flow = NSF(spec, hidden=16)
     flow.initialize(Batch(torch.randn(200, 2, generator=torch.Generator().manual_seed(0))))
     found = density_of(flow.train(), [-9.0, 9.0, -9.0, 9.0], 128)
