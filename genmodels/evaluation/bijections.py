@@ -7,14 +7,14 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from genmodels.evaluation import laws_of_code, laws_of_maps, laws_of_masks
+from genmodels.evaluation import laws_of_code, laws_of_jacobians, laws_of_maps, laws_of_masks, laws_of_mass
 from genmodels.evaluation.laws import Law, Laws, Report, Verdict
 from genmodels.evaluation.subject import Range, knots_of, prepare
 
 #: Every law of bijections, in the order of reports.
 LAWS = Laws()
-for _part in (laws_of_maps.LAWS, laws_of_masks.LAWS, laws_of_code.LAWS):
-    LAWS.laws.update(_part.laws)
+for _part in (laws_of_maps, laws_of_jacobians, laws_of_mass, laws_of_masks, laws_of_code):
+    LAWS.laws.update(_part.LAWS.laws)
 
 #: Tolerances of maps whose inverse is an iteration: its last step is worth this much.
 ITERATIVE = {"round trip": 1e-8, "log-dets cancel": 1e-8, "log-det inverse": 1e-7, "rows independent": 1e-8,

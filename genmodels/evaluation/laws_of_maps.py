@@ -1,31 +1,16 @@
-"""What a bijection must be as a map: invertible, with the log-determinant of its Jacobian, one row at a time."""
+"""What a bijection must be as a map: invertible, one row at a time, and what its parts say it is."""
 
 from __future__ import annotations
 
 import math
-import time
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from genmodels.evaluation.laws import Laws, Measured, NotApplicable, NotProven
+from genmodels.evaluation.laws import Laws, Measured, NotApplicable
 from genmodels.evaluation.subject import Subject
 
 LAWS = Laws()
-
-_CHUNK = 1024  # rows of a Jacobian made at once
-_FIRST, _PART = 2, 32  # the same for large events
-_LARGEST = 4096  # values of an event of which a Jacobian is made at all
-_DOUBTFUL = 1e-6  # error on a part of an event that may be the part's fault
-_STEPS = (1e-5, 1e-6, 1e-7)  # of finite differences
-_WAYS = 5  # along which slopes are compared, until one is smooth
-_SMOOTH = 1e-6
-_SAMPLES, _CROWD, _DEPTH = 8192, 16, 40  # samples that place the cells of an integral, at most 16 in each
-_NODES = 5  # points along each side of a cell
-_CELLS = 512  # cells looked at together
-_SETTLED = 2e-4  # cells are fine enough when quartering all of them changes the mass by less
-_POINTS = 4_000_000
 
 
 def relative(found: Tensor, true: Tensor) -> float:
@@ -48,6 +33,13 @@ def worst(parts: dict[str, float]) -> Measured:
     return Measured(parts[name], name if parts[name] > 0 else "")
 
 
+def weighted(s: Subject, result: Tensor, logdet: Tensor) -> Tensor:
+    """A scalar on which every output has an influence of its own."""
+    generator = s.generator("weights")
+    weights = (torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in (result, logdet))
+    return sum((v * w).sum() for v, w in zip((result, logdet), weights, strict=True))
+
+
 @LAWS.add("round trip", 1e-10, "inverse(forward(x)) = x and forward(inverse(z)) = z")
 @torch.no_grad()
 def round_trip(s: Subject) -> Measured:
@@ -56,179 +48,6 @@ def round_trip(s: Subject) -> Measured:
         there, _ = s.run(value, inverse)
         errors[f"{name} first"] = relative(s.run(there, not inverse)[0], value)
     return worst(errors)
-
-
-@LAWS.add("log-det forward", 1e-8, "forward's log-determinant = slogdet of autograd's Jacobian")
-def log_det_forward(s: Subject) -> Measured:
-    return _log_det(s, inverse=False)
-
-
-@LAWS.add("log-det inverse", 1e-8, "inverse's log-determinant = slogdet of autograd's Jacobian")
-def log_det_inverse(s: Subject) -> Measured:
-    return _log_det(s, inverse=True)
-
-
-def _log_det(s: Subject, inverse: bool) -> Measured:
-    value = s.z if inverse else s.x
-    with torch.no_grad():
-        one = None if s.cond is None else s.cond[:1].expand_as(s.cond)
-        result, copies = s.run(value, inverse)[0], s.run(value[:1].expand_as(value), inverse, cond=one)[0]
-    if not relative(copies[0], result[0]) < 1e-6:
-        raise NotApplicable("rows depend on one another: none has a Jacobian of its own")
-    value, cond, jacobians, note = _jacobians(s, inverse, len(value))
-    with torch.no_grad():
-        said = s.run(value, inverse, cond=cond)[1]
-    true = torch.stack([torch.linalg.slogdet(jacobian)[1] for jacobian in jacobians])
-    shaped = said.shape == (len(value),)
-    error = relative(said[: len(true)], true) if shaped else math.inf
-    if shaped:
-        row = int((said[: len(true)] - true).abs().argmax())
-        note = f"{note}{': ' if note else ''}says {float(said[row]):.9g}, is {float(true[row]):.9g}"
-        note += _likely(said[: len(true)], true, tuple(value.shape[1:])) if error > _DOUBTFUL else ""
-    if value.shape[1:] != (s.z if inverse else s.x).shape[1:] and not s.takes_other_sizes and not error < _DOUBTFUL:
-        raise NotProven(f"{_too_large(s)}; {note}, if it takes a part of the event at all (it has no out_shape)")
-    return Measured(error, note)
-
-
-def _likely(said: Tensor, true: Tensor, shape: tuple[int, ...]) -> str:
-    """The usual mistake that explains a wrong log-determinant in full, if one does."""
-    positions = math.prod(shape[1:])
-    mistakes = {
-        -1: "its sign is wrong",
-        positions: f"it is {positions} times what is said: the number of positions is missing",
-        math.prod(shape): f"it is {math.prod(shape)} times what is said: a mean in the place of a sum",
-        shape[0]: f"it is {shape[0]} times what is said: a mean over channels in the place of a sum",
-    }
-    found = [what for factor, what in mistakes.items() if factor != 1 and relative(factor * said, true) < _DOUBTFUL]
-    return f" ({found[0]})" if found and bool((true.abs() > _DOUBTFUL).any()) else ""
-
-
-def _jacobians(s: Subject, inverse: bool, rows: int) -> tuple[Tensor, Tensor | None, list[Tensor], str]:
-    """Inputs, conditions, the Jacobians of the first rows of them, and a note on what they are of.
-
-    Of a large event one row is enough; a part of the event does where a layer takes it and the whole takes long.
-
-    Raises:
-        NotProven: when neither is possible.
-    """
-    value = s.z if inverse else s.x
-    if s.dims <= s.max_dims:
-        return value, s.cond, [jacobian(s, value, s.cond, row, inverse) for row in range(rows)], ""
-    part = s.cropped()
-    if s.dims <= _LARGEST:
-        whole = jacobian(s, value, s.cond, 0, inverse, s.patience if part is None else s.patience / 30)
-        if whole is not None:
-            return value, s.cond, [whole], ""
-    if part is None:
-        raise NotProven(_too_large(s))
-    value, cond = part[1 if inverse else 0], part[2]
-    return (value, cond, [jacobian(s, value, cond, row, inverse) for row in range(min(rows, len(value)))],
-            f"at {tuple(part[0].shape[1:])}")
-
-
-def _too_large(s: Subject) -> str:
-    if s.dims > _LARGEST:
-        return f"an event of {s.dims} values is too large for a Jacobian (at most {_LARGEST}): take a smaller shape"
-    return f"the Jacobian of {s.dims} values takes more than {s.patience:g} s: take a smaller shape, or more patience"
-
-
-def jacobian(
-    s: Subject, value: Tensor, cond: Tensor | None, row: int, inverse: bool, seconds: float | None = None
-) -> Tensor | None:
-    """The Jacobian of one example, (D out, D in): row i of a batch of copies gives the gradient of z_i.
-
-    None if it is going to take more than these seconds; then it is made in small parts, which also saves memory.
-    """
-    one = value[row : row + 1]
-    size, rows, done, begun = one.numel(), [], 0, time.perf_counter()
-    while done < size:
-        # A first, small part tells how long the rest will take.
-        count = min(size - done, _CHUNK if seconds is None else _FIRST if done == 0 else _PART)
-        x = one.repeat(count, *[1] * (one.dim() - 1)).requires_grad_()
-        own = None if cond is None else cond[row : row + 1].repeat(count, *[1] * (cond.dim() - 1))
-        z, _ = s.run(x, inverse, cond=own)
-        chosen = z.flatten(1)[torch.arange(count, device=z.device), torch.arange(done, done + count, device=z.device)]
-        rows.append(torch.autograd.grad(chosen.sum(), x)[0].flatten(1))
-        done += count
-        spent = time.perf_counter() - begun
-        if seconds is not None and (spent > seconds or (done > _FIRST and spent * size / done > seconds)):
-            return None
-    return torch.cat(rows)
-
-
-@LAWS.add("log-dets cancel", 1e-9, "the log-determinants of a map and of its inverse add up to zero")
-@torch.no_grad()
-def cancel(s: Subject) -> Measured:
-    errors = {}
-    for name, inverse, value in s.directions():
-        there, logdet = s.run(value, inverse)
-        errors[f"{name} first"] = relative(-s.run(there, not inverse)[1], logdet)
-    return worst(errors)
-
-
-@LAWS.add("gradients", 1e-5, "autograd's gradients = finite differences, by the inputs and, forward, by the parameters")
-def gradients(s: Subject) -> Measured:
-    """Without this, what takes autograd's Jacobian for the truth would believe a wrong backward pass.
-
-    A wrong slope is wrong everywhere, along every way; a kink (of a ReLU) is not, so others are tried.
-    """
-    errors = {}
-    for name, inverse, value in s.directions():
-        errors[f"{name} by its input"] = _slope_error(s, value, inverse, [])
-        parameters = [] if inverse else [p for p in s.layer.parameters() if p.requires_grad]
-        if parameters:
-            errors[f"{name} by the parameters"] = _slope_error(s, value, inverse, parameters)
-    return worst(errors)
-
-
-def _slope_error(s: Subject, value: Tensor, inverse: bool, parameters: list[Tensor]) -> float:
-    """How far slopes by the parameters or, where there are none, by the input are from finite differences.
-
-    The error of the best of several steps along a few random ways from a few places, for a kink may lie in some.
-    """
-    errors = []
-    for number in range(_WAYS):
-        # Towards the next row, which stays where the layer is defined.
-        place = value.lerp(value.roll(1, 0), 0.01 * number)
-        x = place.clone().requires_grad_()
-        leaves = parameters or [x]
-        slopes = torch.autograd.grad(_weighted(s, *s.run(x, inverse)), leaves, allow_unused=True)
-        generator = s.generator(f"ways {inverse} {bool(parameters)} {number}")
-        ways = [torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in leaves]
-        still = torch.zeros_like(value) if parameters else ways[0]
-        if parameters:
-            # Matrices move relative to their fan-in, so that the step is as small for a deep flow as for a layer.
-            ways = [way / math.sqrt(way[0].numel()) if way.dim() > 1 else way for way in ways]
-        slope = sum((g * way).sum() for g, way in zip(slopes, ways, strict=True) if g is not None)
-        for step in _STEPS:
-            high, low = (
-                _moved(s, place, inverse, sign * step, still, ways if parameters else []) for sign in (1, -1)
-            )
-            found = (high - low) / (2 * step)
-            errors.append(relative(found, torch.as_tensor(slope).to(found)))
-        if min(errors) < _SMOOTH:
-            break
-    return min(errors)
-
-
-@torch.no_grad()
-def _moved(s: Subject, value: Tensor, inverse: bool, step: float, way: Tensor, ways: list[Tensor]) -> Tensor:
-    """The weighted result a step away, along a way for the input and one for each parameter."""
-    layer = s.copy() if ways else s.layer
-    for parameter, own in zip([p for p in layer.parameters() if p.requires_grad] if ways else [], ways, strict=True):
-        parameter.add_(step * own)
-    return _weighted(s, *s.run(value + step * way, inverse, layer=layer))
-
-
-@LAWS.add("sum of layers", 1e-10, "the log-determinant of a composition = the sum over its layers")
-@torch.no_grad()
-def sum_of_layers(s: Subject) -> Measured:
-    steps = list(s.layer.walk(s.x, s.cond)) if hasattr(s.layer, "walk") else []
-    if len(steps) < 2:
-        raise NotApplicable("a single layer")
-    z, logdet = s.run(s.x)
-    return worst({"log-det": relative(logdet, sum(step.logdet for step in steps)),
-                  "z": relative(z, steps[-1].z)})
 
 
 @LAWS.add("rows independent", 1e-12, "a row alone gives what it gives in a batch")
@@ -263,28 +82,20 @@ def condition(s: Subject) -> Measured:
         if s.cond.is_floating_point():
             cond = s.cond.clone().requires_grad_()
             result, logdet = s.run(value, inverse, cond=cond)
-            gradient = torch.autograd.grad(_weighted(s, result, logdet), cond, allow_unused=True)[0]
+            gradient = torch.autograd.grad(weighted(s, result, logdet), cond, allow_unused=True)[0]
             blind += [] if gradient is not None and bool(gradient.any()) else [f"no gradient through {name}"]
     return Measured(float(len(blind)), "; ".join(blind))
 
 
-def _weighted(s: Subject, result: Tensor, logdet: Tensor) -> Tensor:
-    """A scalar on which every output has an influence of its own."""
-    generator = s.generator("weights")
-    weights = (torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in (result, logdet))
-    return sum((v * w).sum() for v, w in zip((result, logdet), weights, strict=True))
-
-
-@LAWS.add("constant log-det", 1e-12, "a log-determinant that is said not to depend on the data does not")
+@LAWS.add("sum of layers", 1e-10, "the log-determinant of a composition = the sum over its layers")
 @torch.no_grad()
-def constant(s: Subject) -> Measured:
-    if not getattr(s.layer, "constant_logdet", False):
-        raise NotApplicable("depends on the data")
-    one = None if s.cond is None else s.cond[:1].expand_as(s.cond)
-    return worst({
-        name: relative(logdet, logdet[:1].expand_as(logdet))
-        for name, inverse, value in s.directions() for logdet in [s.run(value, inverse, cond=one)[1]]
-    })
+def sum_of_layers(s: Subject) -> Measured:
+    steps = list(s.layer.walk(s.x, s.cond)) if hasattr(s.layer, "walk") else []
+    if len(steps) < 2:
+        raise NotApplicable("a single layer")
+    z, logdet = s.run(s.x)
+    return worst({"log-det": relative(logdet, sum(step.logdet for step in steps)),
+                  "z": relative(z, steps[-1].z)})
 
 
 @LAWS.add("kept part", 0.0, "a coupling leaves what it keeps as it is, bit for bit")
@@ -297,92 +108,3 @@ def kept_part(s: Subject) -> Measured:
         name: float((take(s.run(value, inverse)[0])[0] != take(value)[0]).sum())
         for name, inverse, value in s.directions()
     })
-
-
-@LAWS.add("triangular Jacobian", 0.0, "an output of an autoregressive layer depends on inputs up to its own only")
-def triangular(s: Subject) -> Measured:
-    layer = getattr(s.layer, "bijection", s.layer)
-    # The turn of each dimension, as the layer or its network has it.
-    orders = [getattr(part, "order", None) for part in (layer, getattr(layer, "net", None))]
-    orders = [order for order in orders if torch.is_tensor(order)]
-    if not orders:
-        raise NotApplicable("not autoregressive")
-    turns = orders[0].argsort()
-    return worst({
-        name: float(_jacobians(s, inverse, 1)[2][0][turns][:, turns].triu(1).abs().max())
-        for name, inverse, _ in s.directions()
-    })
-
-
-@LAWS.add("integrates to one", 1e-3, "the density of a normal latent, integrated over the plane, is one")
-@torch.no_grad()
-def integrates_to_one(s: Subject) -> Measured:
-    if s.shape != (2,):
-        raise NotApplicable("for events in the plane")
-    if not all(math.isinf(end) for end in (*s.x_range, *s.z_range)):
-        raise NotApplicable("defined on a part of the plane")
-    latents = torch.randn(_SAMPLES, 2, generator=s.generator("plane"), dtype=torch.float64).to(s.x.device)
-    cond = None if s.cond is None else s.cond[:1].expand(len(latents), *s.cond.shape[1:])
-    points, _ = s.run(latents, True, cond=cond)
-    centre, axes = points.mean(0), torch.linalg.cholesky(points.T.cov())
-    along = torch.linalg.solve_triangular(axes, (points - centre).T, upper=False).T
-    # The whole plane as a square, the density's axes along its sides: u = t / (1 - t^2), -1 < t < 1.
-    low, size = _crowded(2 * along / (1 + (1 + 4 * along.square()).sqrt()))
-    coarse, mass, doubt, seen = _masses(s, centre, axes, low, size), 0.0, 0.0, 0
-    while len(low):
-        # Each cell against the four in it; the cells that are least in doubt are done with.
-        low, size = _quarters(low, size)
-        fine = _masses(s, centre, axes, low, size).view(-1, 4)
-        seen += fine.numel() * _NODES**2
-        error = (fine.sum(1) - coarse).abs().nan_to_num(math.inf)
-        order = error.argsort()
-        sums = doubt + error[order].cumsum(0)
-        every = bool(sums[-1] <= _SETTLED)
-        done = torch.zeros_like(error, dtype=torch.bool)
-        done[order] = every | (sums <= (doubt + _SETTLED) / 2)
-        mass, doubt = mass + float(fine[done].sum()), doubt + float(error[done].sum())
-        left = ~done.repeat_interleave(4)
-        low, size, coarse = low[left], size[left], fine[~done].flatten()
-        if len(low) and seen > _POINTS:
-            raise NotApplicable(f"{seen} points do not settle this integral (about {mass + float(coarse.sum()):.4f})")
-    return Measured(abs(mass - 1), f"mass {mass:.6f}, {seen} points")
-
-
-def _crowded(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Cells (corner, size) of the square (-1, 1)^2 with few samples each: no peak can hide between their points."""
-    low, size = samples.new_full((1, 2), -1.0), samples.new_full((1,), 2.0)
-    owner = torch.zeros(len(samples), dtype=torch.long, device=samples.device)
-    for _ in range(_DEPTH):
-        full = torch.bincount(owner, minlength=len(low)) > _CROWD
-        if not bool(full.any()):
-            break
-        # What is full becomes four cells, behind those that stay.
-        index = torch.where(full, (~full).sum() + 4 * (full.cumsum(0) - 1), (~full).cumsum(0) - 1)
-        upper = (samples >= low[owner] + size[owner, None] / 2).long()
-        owner = index[owner] + torch.where(full[owner], 2 * upper[:, 0] + upper[:, 1], 0)
-        below, halves = _quarters(low[full], size[full])
-        low, size = torch.cat([low[~full], below]), torch.cat([size[~full], halves])
-    return low, size
-
-
-def _quarters(low: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """The four cells in each of some cells, one cell after the other."""
-    corners = torch.cartesian_prod(*[torch.arange(2.0, dtype=low.dtype, device=low.device)] * 2)
-    return (low[:, None] + corners * size[:, None, None] / 2).flatten(0, 1), (size / 2).repeat_interleave(4)
-
-
-def _masses(s: Subject, centre: Tensor, axes: Tensor, low: Tensor, size: Tensor) -> Tensor:
-    """The integral of the density over each cell of the square, by the rule of Gauss and Legendre."""
-    nodes, weights = (torch.as_tensor(v, dtype=low.dtype, device=low.device)
-                      for v in np.polynomial.legendre.leggauss(_NODES))
-    at, weight = torch.cartesian_prod(nodes, nodes), torch.cartesian_prod(weights, weights).prod(1) / 4
-    found = []
-    for corner, side in zip(low.split(_CELLS), size.split(_CELLS), strict=True):
-        t = (corner[:, None] + side[:, None, None] * (1 + at) / 2).flatten(0, 1)
-        points = centre + t / (1 - t.square()) @ axes.T
-        slope = ((1 + t.square()) / (1 - t.square()).square()).prod(1) * axes.diagonal().prod()
-        cond = None if s.cond is None else s.cond[:1].expand(len(points), *s.cond.shape[1:])
-        z, logdet = s.run(points, cond=cond)
-        density = (logdet - z.square().sum(1) / 2 - math.log(2 * math.pi)).exp() * slope
-        found.append(density.view(len(side), -1) @ weight * side.square())
-    return torch.cat(found)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.evaluation import laws_of_maps
+from genmodels.evaluation import laws_of_jacobians, laws_of_maps
 from genmodels.evaluation.bijections import LAWS, check_bijection
 from genmodels.evaluation.broken_couplings import Bend, Couple
 from genmodels.evaluation.broken_layers import FlippedSigns, Offset, PlainFlag, Stretch
@@ -164,7 +164,7 @@ def test_jacobian_of_a_known_map():
     subject = prepare(Compose([Stretch(2)], (2, 2)), (2, 2), x=None, z=None, cond=None, batch=2, randomise=True,
                       initial=None, x_range=None, z_range=None, seed=0)
     scale = subject.layer.layers[0].log_scale.exp().repeat_interleave(2)
-    found = laws_of_maps.jacobian(subject, subject.x, None, 1, False)
+    found = laws_of_jacobians.jacobian(subject, subject.x, None, 1, False)
     assert torch.allclose(found, torch.diag(scale), atol=1e-14)
 
 
@@ -257,8 +257,8 @@ class Kinked(Couple):
 
 @pytest.mark.parametrize(("ways", "right"), [(1, False), (5, True)])
 def test_a_kink_nearby_is_no_wrong_gradient(monkeypatch, ways, right):
-    monkeypatch.setattr(laws_of_maps, "_WAYS", ways)
-    monkeypatch.setattr(laws_of_maps, "_STEPS", (1e-5,))
+    monkeypatch.setattr(laws_of_jacobians, "_WAYS", ways)
+    monkeypatch.setattr(laws_of_jacobians, "_STEPS", (1e-5,))
     zero = torch.zeros(3, 2)
     reports = [check_bijection(Kinked(2), (2,), x=zero, z=zero, only=["gradients"], seed=seed) for seed in range(30)]
     assert all(report.passed for report in reports) == right
