@@ -10,8 +10,8 @@ Models of the families ddpm and score are asked for samples in the ways listed i
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 
 import torch
 from sklearn.svm import SVC
@@ -43,10 +43,15 @@ def judge() -> tuple[SVC, float]:
     return classifier, float(classifier.score(x["test"], y["test"]))
 
 
-def main(path: str, n: int = 500) -> None:
+def main() -> None:
     """Print one JSON line: accuracy on real test digits and on n samples, for each way of sampling."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("n", type=int, nargs="?", default=500)
+    given = parser.parse_args()
     classifier, real = judge()
-    model, header = load_model(path)
+    model, header = load_model(given.checkpoint)
+    n = given.n
     out = {"svm_on_real_test": round(real, 4), "n": n, "step": header["step"]}
     for name, options in WAYS[model.family].items():
         samples = draw(model, n, batch_size=250, progress=False, **options)
@@ -56,4 +61,4 @@ def main(path: str, n: int = 500) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *(int(word) for word in sys.argv[2:]))
+    main()
