@@ -34,10 +34,12 @@ class Density(Protocol):
 
 
 def uniform(n: int, generator: torch.Generator, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """(n,) draws, uniform between `low` and `high`, float64 on the device of the generator."""
     return low + (high - low) * torch.rand(n, generator=generator, dtype=torch.float64, device=generator.device)
 
 
 def normal(shape, generator: torch.Generator, scale: float = 1.0) -> Tensor:
+    """Draws of `shape` from N(0, scale^2), float64 on the device of the generator."""
     return scale * torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
 
 
@@ -46,6 +48,14 @@ def _choice(n: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 def log_normal(x: Tensor, mean: Tensor | float, scale: float) -> Tensor:
+    """log N(x; mean, scale^2) of each number by itself, in nats.
+
+        -(x - mean)^2 / 2 scale^2 - log scale - 1/2 log 2 pi
+
+    Example:
+        >>> round(float(log_normal(torch.tensor(1.0), 0.0, 1.0)), 6)
+        -1.418939
+    """
     return -0.5 * ((x - mean) / scale).square() - math.log(scale) - 0.5 * math.log(2 * math.pi)
 
 

@@ -37,7 +37,8 @@ class Decoder(Protocol):
 
     levels: int | None
 
-    def log_prob(self, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor: ...
+    def log_prob(self, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        """log P(x) or log p(x) of each scalar, given the mean and the deviation of its level; same shapes."""
 
 
 class DiscretisedGaussian:

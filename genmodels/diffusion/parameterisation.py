@@ -64,18 +64,22 @@ class Prediction:
 
     @_Once
     def x0(self) -> Tensor:
+        """(B, *event) the estimate of the data, E[x_0 | x_t]."""
         return self._x0()
 
     @_Once
     def eps(self) -> Tensor:
+        """(B, *event) the estimate of the noise, (x_t - alpha x_0) / sigma."""
         return self._eps()
 
     @_Once
     def v(self) -> Tensor:
+        """(B, *event) the velocity, alpha eps - sigma x_0."""
         return self._v()
 
     @_Once
     def score(self) -> Tensor:
+        """(B, *event) the score of the noised marginal, -eps / sigma; InputError where sigma = 0."""
         return self._score() if self._score is not None else -self.eps / defined(self.sigma, "the score", "sigma")
 
 

@@ -39,6 +39,7 @@ class ScoreFunction(nn.Module):
     smooth: bool = True
 
     def score(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        """The score at x: (B, *event) to the same, the gradient of the log-density with respect to x."""
         raise NotImplementedError
 
 
@@ -89,6 +90,7 @@ class EnergyFunction(ScoreFunction):
     has_jet: bool = False
 
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        """(B,) E(x) for x (B, *event), float32 or wider: the log-density is -E up to a constant."""
         raise NotImplementedError
 
     def log_density(self, x: Tensor, cond: Tensor | None = None) -> Tensor:

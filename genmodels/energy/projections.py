@@ -41,10 +41,12 @@ class Rademacher:
     """
 
     def draw(self, shape, generator: Generator, *, dtype=torch.float32, device=None) -> Tensor:
+        """(B, *event) coordinates of +1 and -1, independent."""
         side = uniform(shape, generator, dtype=torch.float32, device=device) < 0.5
         return 1 - 2 * side.to(dtype)
 
     def variance(self, matrix: Tensor) -> Tensor:
+        """2 (sum_ij A_ij^2 - sum_i A_ii^2) for a symmetric A (D, D)."""
         return 2 * (matrix.square().sum() - matrix.diagonal().square().sum())
 
 
@@ -57,9 +59,11 @@ class Gaussian:
     """
 
     def draw(self, shape, generator: Generator, *, dtype=torch.float32, device=None) -> Tensor:
+        """(B, *event) standard normal coordinates, independent."""
         return normal(shape, generator, dtype=dtype, device=device)
 
     def variance(self, matrix: Tensor) -> Tensor:
+        """2 sum_ij A_ij^2 for a symmetric A (D, D)."""
         return 2 * matrix.square().sum()
 
 
@@ -73,11 +77,13 @@ class Sphere:
     """
 
     def draw(self, shape, generator: Generator, *, dtype=torch.float32, device=None) -> Tensor:
+        """(B, *event) directions of length sqrt(D), D the scalars of an event."""
         v = normal(shape, generator, dtype=dtype, device=device)
         length = v.flatten(1).norm(dim=1).reshape(-1, *(1,) * (v.dim() - 1))
         return v * (math.sqrt(math.prod(shape[1:])) / length)
 
     def variance(self, matrix: Tensor) -> Tensor:
+        """2 D / (D + 2) (sum_ij A_ij^2 - (tr A)^2 / D) for a symmetric A (D, D)."""
         dims = len(matrix)
         return 2 * dims / (dims + 2) * (matrix.square().sum() - matrix.trace().square() / dims)
 

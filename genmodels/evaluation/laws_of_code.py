@@ -21,6 +21,7 @@ _EXTREMES = (0.0, 1e-30, -1e-30, 1.0, -1.0, 50.0, -50.0)
 @LAWS.add("shapes and dtypes", 0.0, "results have the shapes promised, log-determinants (B,); dtype and device stay")
 @torch.no_grad()
 def shapes_and_dtypes(s: Subject) -> Measured:
+    """Both directions in float64 and float32 (our own layers in bfloat16 too), of the whole batch and of one row."""
     wrong = []
     widths = [(torch.float64, torch.float64), (torch.float32, torch.float32)]
     # Ours widen what comes in half precision; of other modules nobody promised that.
@@ -57,6 +58,7 @@ def _cast(cond: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 @LAWS.add("bf16 autocast", 0.0, "under bfloat16 autocast the state and the log-determinant stay float32 and finite")
 @torch.no_grad()
 def autocast(s: Subject) -> Measured:
+    """A float32 copy under `torch.autocast(bfloat16)`: networks may be coarse, what they steer may not."""
     layer, wrong = s.copy(torch.float32), []
     for name, inverse, value in s.directions():
         with torch.autocast(value.device.type, torch.bfloat16):
@@ -72,6 +74,7 @@ def autocast(s: Subject) -> Measured:
 @LAWS.add("nothing modified", 0.0, "neither the inputs nor the layer's own state change, in training mode either")
 @torch.no_grad()
 def nothing_modified(s: Subject) -> Measured:
+    """Inputs, conditions and the state dict, compared bit for bit before and after, in both modes."""
     changed = []
     for training in (False, True):
         layer = s.copy().train(training)
@@ -89,6 +92,7 @@ def nothing_modified(s: Subject) -> Measured:
 
 @LAWS.add("extreme inputs", 0.0, "tiny and huge inputs, knots and ends give finite results and gradients")
 def extreme_inputs(s: Subject) -> Measured:
+    """0, 1e-30, 1, 50, their negatives and all knots, kept within the domain, in float32 and float64."""
     bad = []
     for dtype in (torch.float32, torch.float64):
         # At the start of training knots are where one expects them; later only the ends are.
@@ -124,6 +128,7 @@ def _shown(event: Tensor) -> str:
 
 @LAWS.add("dead parameters", 0.0, "every parameter that trains has an influence, and finite gradients")
 def dead_parameters(s: Subject) -> Measured:
+    """The gradient of a random sum of all outputs: none may be missing, all zero or not finite."""
     layer = s.perturbed()
     trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
     if not trained:
@@ -144,6 +149,7 @@ def dead_parameters(s: Subject) -> Measured:
 @LAWS.add("save and load", 0.0, "a layer into which another's state is loaded is that other, bit for bit")
 @torch.no_grad()
 def save_and_load(s: Subject) -> Measured:
+    """Through a file, into a new layer and into one that has worked with other parameters and might remember them."""
     file = io.BytesIO()
     torch.save(s.layer.state_dict(), file)
     # A new instance that has seen no data, and one that has worked with other parameters (and might remember them).
@@ -168,6 +174,7 @@ def save_and_load(s: Subject) -> Measured:
 @LAWS.add("float32", 1e-4, "float32 agrees with float64, log-determinants per dimension")
 @torch.no_grad()
 def single_precision(s: Subject) -> Measured:
+    """The same weights in both precisions; the log-determinants are divided by the number of dimensions."""
     single = s.copy(torch.float32)
     double = copy.deepcopy(single).double()
     cond = _cast(s.cond, torch.float32)
@@ -183,6 +190,7 @@ def single_precision(s: Subject) -> Measured:
 
 @LAWS.add("compiled", 1e-5, "torch.compile without a graph break gives the same results and gradients, both ways")
 def compiled(s: Subject) -> Measured:
+    """With `fullgraph=True` on the backend chosen; results, log-determinants and gradients against the plain call."""
     if s.compiler is None:
         raise NotApplicable("left out")
     if any(getattr(module, "memory", "store") == "inverse" for module in s.layer.modules()):
@@ -218,6 +226,7 @@ def _trained(layer: nn.Module) -> list[nn.Parameter]:
 @LAWS.add("identity at start", 1e-12, "the layer as given is the identity")
 @torch.no_grad()
 def identity_at_start(s: Subject) -> Measured:
+    """z = x and a log-determinant of zero in both directions, where the subject says that it starts so."""
     if not s.starts_as_identity:
         raise NotApplicable("not asked for")
     layer = copy.deepcopy(s.blank).double().eval()

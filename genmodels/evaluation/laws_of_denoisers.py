@@ -69,6 +69,7 @@ def check_denoiser(denoiser: nn.Module, shape: Sequence[int], *, cond: Tensor | 
 @LAWS.add("shape and dtype", 0.0, "every view has the shape of x and its dtype")
 @torch.no_grad()
 def shape(s: DenoiserSubject) -> Measured:
+    """x0, eps, v, score and output; the first that is unlike x is named."""
     found = s.predict()
     for view in (*_VIEWS, "output"):
         value = getattr(found, view)
@@ -86,21 +87,25 @@ def _identity(s: DenoiserSubject, truth: Callable[[Prediction, Tensor, Tensor], 
 
 @LAWS.add("signal and noise", 1e-9, "x = alpha x0 + sigma eps")
 def signal_and_noise(s: DenoiserSubject) -> Measured:
+    """The largest error relative to 1 + |x|, and the time where it is."""
     return _identity(s, lambda p, alpha, sigma: (alpha * p.x0 + sigma * p.eps, s.x))
 
 
 @LAWS.add("v", 1e-9, "v = alpha eps - sigma x0")
 def velocity(s: DenoiserSubject) -> Measured:
+    """The largest error relative to 1 + |v|, and the time where it is."""
     return _identity(s, lambda p, alpha, sigma: (p.v, alpha * p.eps - sigma * p.x0))
 
 
 @LAWS.add("score", 1e-9, "score = -eps / sigma")
 def score(s: DenoiserSubject) -> Measured:
+    """The largest error relative to 1 + |eps / sigma|, and the time where it is."""
     return _identity(s, lambda p, alpha, sigma: (p.score, -p.eps / sigma))
 
 
 @LAWS.add("training target", 1e-9, "the target of a network that is right is what it returns")
 def target(s: DenoiserSubject) -> Measured:
+    """What training would ask for, made of the predicted x0 and eps, against `output`."""
     known = getattr(s.denoiser, "parameterisation", None)
     if known is None:
         raise NotApplicable("has no parameterisation")
@@ -112,6 +117,7 @@ def target(s: DenoiserSubject) -> Measured:
 @LAWS.add("rows independent", 1e-9, "a prediction does not depend on the rest of the batch")
 @torch.no_grad()
 def rows(s: DenoiserSubject) -> Measured:
+    """x0 of every row alone against x0 of the batch."""
     together = s.predict().x0
     alone = torch.cat([s.predict(slice(k, k + 1)).x0 for k in range(len(s.x))])
     return Measured(float(((alone - together).abs() / (1 + together.abs())).max()))
@@ -120,6 +126,7 @@ def rows(s: DenoiserSubject) -> Measured:
 @LAWS.add("nothing modified", 0.0, "x and the state stay as they were, and the same prediction comes again")
 @torch.no_grad()
 def unmodified(s: DenoiserSubject) -> Measured:
+    """Two predictions in a row, and x and the state dict before and after them."""
     own = replace(s, x=s.x.clone())
     state = copy.deepcopy(own.denoiser.state_dict())
     first, second = own.predict().x0.clone(), own.predict().x0
@@ -131,6 +138,7 @@ def unmodified(s: DenoiserSubject) -> Measured:
 @LAWS.add("both ends", 0.0, "the estimate of x_0 is finite near the data and at t = 1")
 @torch.no_grad()
 def ends(s: DenoiserSubject) -> Measured:
+    """The number of entries that are not finite at t = 0.001 and t = 1."""
     bad = 0
     for t in (1e-3, 1.0):
         found = replace(s, t=torch.full_like(s.t, t)).predict().x0
@@ -140,6 +148,7 @@ def ends(s: DenoiserSubject) -> Measured:
 
 @LAWS.add("gradients", 0.0, "every parameter has a gradient of the output's square")
 def gradients(s: DenoiserSubject) -> Measured:
+    """The number of parameters without one; those of a learned schedule are trained by the bound alone."""
     named = [(name, p) for name, p in s.denoiser.named_parameters() if p.requires_grad]
     if not named:
         raise NotApplicable("no parameters")

@@ -51,6 +51,7 @@ def check_energy(energy: nn.Module, shape: Sequence[int], *, seed: int = 0, batc
 
 @LAWS.add("shape", 0.0, "an energy is one finite number for each example")
 def shape(s: EnergySubject) -> Measured:
+    """(B,), and the number of energies that are not finite."""
     found = s.values(s.x)
     if found.shape != s.x.shape[:1]:
         return Measured(math.inf, f"shape {tuple(found.shape)} for {len(s.x)} examples")
@@ -70,6 +71,7 @@ def score(s: EnergySubject) -> Measured:
 
 @LAWS.add("rows independent", 1e-9, "the energy of an example does not depend on the others")
 def rows(s: EnergySubject) -> Measured:
+    """The energy of every row alone against that of the batch."""
     together = s.values(s.x)
     alone = torch.cat([s.values(s.x[k : k + 1]) for k in range(len(s.x))])
     return Measured(float(((alone - together).abs() / (1 + together.abs())).max()))
@@ -77,6 +79,7 @@ def rows(s: EnergySubject) -> Measured:
 
 @LAWS.add("nothing modified", 0.0, "energy and score leave x and the state as they were, and give the same again")
 def unmodified(s: EnergySubject) -> Measured:
+    """Energy and score twice, and x and the state dict before and after."""
     x, state = s.x.clone(), copy.deepcopy(s.energy.state_dict())
     first = s.values(s.x), s.energy.score(s.x).detach()
     second = s.values(s.x), s.energy.score(s.x).detach()
@@ -97,6 +100,7 @@ def falls_off(s: EnergySubject) -> Measured:
 
 @LAWS.add("gradients", 0.0, "every parameter has a gradient of the score's size")
 def gradients(s: EnergySubject) -> Measured:
+    """The number of parameters that neither the square of the score nor the energy has a gradient for."""
     parameters = [p for p in s.energy.parameters() if p.requires_grad]
     if not parameters:
         raise NotApplicable("no parameters")
@@ -110,6 +114,7 @@ def gradients(s: EnergySubject) -> Measured:
 
 @LAWS.add("jet", 1e-6, "the jet is log p, its slope and its curvature along v")
 def jet(s: EnergySubject) -> Measured:
+    """Against central differences of the energy along v, steps 1e-4; for energies that have a jet."""
     if not getattr(s.energy, "has_jet", False):
         raise NotApplicable("has no jet")
     value, slope, bend = (part.detach() for part in s.energy.jet(s.x, s.v))

@@ -35,6 +35,7 @@ class FlowSubject:
 @LAWS.add("log-density", 1e-12, "log p(x) = log base(z) + log-determinant")
 @torch.no_grad()
 def log_density(s: FlowSubject) -> Measured:
+    """Bijection and base called one by one, against `flow.log_prob`."""
     z, logdet = s.flow.bijection(s.x, s.cond if s.flow.bijection.uses_cond else None)
     base = s.flow.base.log_prob(z, s.cond if s.flow.base.uses_cond else None)
     return Measured(relative(s.flow.log_prob(s.x, s.cond), base + logdet))
@@ -43,12 +44,14 @@ def log_density(s: FlowSubject) -> Measured:
 @LAWS.add("latents", 1e-9, "from_latents(latents(x)) = x")
 @torch.no_grad()
 def latents(s: FlowSubject) -> Measured:
+    """All scales there and back again."""
     return Measured(relative(s.flow.from_latents(s.flow.latents(s.x, s.cond), s.cond), s.x))
 
 
 @LAWS.add("samples", 1e-9, "sample k is the same alone and among others, and z(sample at temperature 0) is the mode")
 @torch.no_grad()
 def samples(s: FlowSubject) -> Measured:
+    """Sample 2 of four against itself drawn alone, and the latents of cold samples against the mode of the base."""
     together, alone = s.sample(torch.arange(4)), s.sample(torch.tensor([2]))
     errors = {"sample 2 alone": relative(alone[0], together[2])}
     cold = s.sample(torch.arange(2), temperature=0.0)
@@ -63,6 +66,7 @@ def samples(s: FlowSubject) -> Measured:
 @LAWS.add("waits for data", 0.0, "before initialisation densities, samples and latents raise NotInitialized")
 @torch.no_grad()
 def waits_for_data(s: FlowSubject) -> Measured:
+    """On an instance that has seen no data; what answers all the same is named."""
     if s.blank is None or next(iter(s.blank.bijection.uninitialized()), None) is None:
         raise NotApplicable("needs no data to start from")
     generator = KeyedGenerator(0, torch.arange(2).to(s.x.device))

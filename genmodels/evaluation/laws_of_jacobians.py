@@ -25,11 +25,13 @@ _SMOOTH = 1e-6
 
 @LAWS.add("log-det forward", 1e-8, "forward's log-determinant = slogdet of autograd's Jacobian")
 def log_det_forward(s: Subject) -> Measured:
+    """(B,) against log |det dz/dx|, row by row in float64."""
     return _log_det(s, inverse=False)
 
 
 @LAWS.add("log-det inverse", 1e-8, "inverse's log-determinant = slogdet of autograd's Jacobian")
 def log_det_inverse(s: Subject) -> Measured:
+    """(B,) against log |det dx/dz|, row by row in float64."""
     return _log_det(s, inverse=True)
 
 
@@ -124,6 +126,7 @@ def jacobian(
 @LAWS.add("log-dets cancel", 1e-9, "the log-determinants of a map and of its inverse add up to zero")
 @torch.no_grad()
 def cancel(s: Subject) -> Measured:
+    """There and back from both sides."""
     errors = {}
     for name, inverse, value in s.directions():
         there, logdet = s.run(value, inverse)
@@ -188,6 +191,7 @@ def _moved(s: Subject, value: Tensor, inverse: bool, step: float, way: Tensor, w
 @LAWS.add("constant log-det", 1e-12, "a log-determinant that is said not to depend on the data does not")
 @torch.no_grad()
 def constant(s: Subject) -> Measured:
+    """For layers with `constant_logdet`: every row against the first, under one condition."""
     if not getattr(s.layer, "constant_logdet", False):
         raise NotApplicable("depends on the data")
     one = None if s.cond is None else s.cond[:1].expand_as(s.cond)
@@ -199,6 +203,7 @@ def constant(s: Subject) -> Measured:
 
 @LAWS.add("triangular Jacobian", 0.0, "an output of an autoregressive layer depends on inputs up to its own only")
 def triangular(s: Subject) -> Measured:
+    """The largest entry above the diagonal, with dimensions in the order that the layer has for them."""
     layer = getattr(s.layer, "bijection", s.layer)
     # The turn of each dimension, as the layer or its network has it.
     orders = [getattr(part, "order", None) for part in (layer, getattr(layer, "net", None))]

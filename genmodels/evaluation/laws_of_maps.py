@@ -43,6 +43,7 @@ def weighted(s: Subject, result: Tensor, logdet: Tensor) -> Tensor:
 @LAWS.add("round trip", 1e-10, "inverse(forward(x)) = x and forward(inverse(z)) = z")
 @torch.no_grad()
 def round_trip(s: Subject) -> Measured:
+    """There and back from both sides, relative to the largest value."""
     errors = {}
     for name, inverse, value in s.directions():
         there, _ = s.run(value, inverse)
@@ -53,6 +54,7 @@ def round_trip(s: Subject) -> Measured:
 @LAWS.add("rows independent", 1e-12, "a row alone gives what it gives in a batch")
 @torch.no_grad()
 def rows_independent(s: Subject) -> Measured:
+    """Results and log-determinants of every row by itself against those of the batch."""
     errors = {}
     for name, inverse, value in s.directions():
         result, logdet = s.run(value, inverse)
@@ -65,6 +67,7 @@ def rows_independent(s: Subject) -> Measured:
 
 @LAWS.add("condition", 0.0, "both directions depend on the condition, row by row, and pass it gradients")
 def condition(s: Subject) -> Measured:
+    """Conditions are rolled by one row: rows whose condition changed must move, the others must not."""
     if s.cond is None:
         raise NotApplicable("takes no condition")
     other = s.cond.roll(1, 0)
@@ -90,6 +93,7 @@ def condition(s: Subject) -> Measured:
 @LAWS.add("sum of layers", 1e-10, "the log-determinant of a composition = the sum over its layers")
 @torch.no_grad()
 def sum_of_layers(s: Subject) -> Measured:
+    """The layers one after the other, by `walk`, against the whole."""
     steps = list(s.layer.walk(s.x, s.cond)) if hasattr(s.layer, "walk") else []
     if len(steps) < 2:
         raise NotApplicable("a single layer")
@@ -101,6 +105,7 @@ def sum_of_layers(s: Subject) -> Measured:
 @LAWS.add("kept part", 0.0, "a coupling leaves what it keeps as it is, bit for bit")
 @torch.no_grad()
 def kept_part(s: Subject) -> Measured:
+    """The number of kept values that changed, in either direction."""
     take = getattr(getattr(s.layer, "split", None), "take", None)
     if take is None:
         raise NotApplicable("no coupling")

@@ -17,6 +17,7 @@ LAWS = Laws()
 
 @LAWS.add("masked content", 1e-12, "what stands outside the mask changes nothing, gets no gradient, leaves as zeros")
 def masked_content(s: Subject) -> Measured:
+    """Other numbers and NaN in the padding, both ways; and the gradient that reaches it."""
     mask = s.mask()
     errors: dict[str, float] = {}
     for name, inverse, own in (("forward", False, mask), ("inverse", True, s.out_mask(mask))):
@@ -42,6 +43,7 @@ def _noise(s: Subject, like: Tensor) -> Tensor:
 @LAWS.add("padding", 1e-12, "a padded sequence gives what the sequence alone gives")
 @torch.no_grad()
 def padding(s: Subject) -> Measured:
+    """The valid values of every padded row against the same row cropped to its length, both ways."""
     return worst({f"{where}, length {length}": relative(padded, alone)
                   for where, length, (padded, _), (alone, _) in _pairs(s)})
 
@@ -49,6 +51,7 @@ def padding(s: Subject) -> Measured:
 @LAWS.add("masked log-det", 1e-10, "the log-determinant under a mask = that of the cropped sequence")
 @torch.no_grad()
 def masked_log_det(s: Subject) -> Measured:
+    """As for padding, of the log-determinants."""
     return worst({f"{where}, length {length}": relative(padded, alone)
                   for where, length, (_, padded), (_, alone) in _pairs(s)})
 
@@ -77,6 +80,7 @@ def _cropped_cond(s: Subject, row: int, length: int) -> Tensor | None:
 
 @LAWS.add("masked start", 1e-6, "initialised on padded sequences = initialised on the same sequences cropped")
 def masked_start(s: Subject) -> Measured:
+    """Two instances initialised on 16 rows, one padded and one cropped; their state dicts are compared."""
     if not waits(s.blank):
         raise NotApplicable("needs no data to start from")
     length = s.lengths()[-1]

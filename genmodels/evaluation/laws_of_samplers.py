@@ -79,6 +79,7 @@ def _one_step(s: SamplerSubject, dtype: torch.dtype = torch.float64) -> tuple[Ca
 @LAWS.add("pure step", 0.0, "a step with equal arguments gives equal results, and changes none of them")
 @torch.no_grad()
 def pure(s: SamplerSubject) -> Measured:
+    """The second step of a path, so that there is a memory, taken twice with one seed."""
     again, x, memory = _one_step(s)
     kept = x.clone(), memory.x0.clone(), memory.log_snr.clone()
     torch.manual_seed(0)  # noise from the global generator would repeat itself otherwise
@@ -93,6 +94,7 @@ def pure(s: SamplerSubject) -> Measured:
 @LAWS.add("dtype", 0.0, "x keeps its shape and dtype")
 @torch.no_grad()
 def dtype(s: SamplerSubject) -> Measured:
+    """In float32 and float64."""
     for kind in (torch.float32, torch.float64):
         again, x, _ = _one_step(s, kind)
         found, _ = again(2)
@@ -103,6 +105,7 @@ def dtype(s: SamplerSubject) -> Measured:
 
 @LAWS.add("clean end", 1e-9, "the step to s = 0 returns the estimate of x_0 without noise")
 def clean_end(s: SamplerSubject) -> Measured:
+    """The samples against the last estimate of x_0 that the loop was told."""
     kept: list[Tensor] = []
     found = s.draw(50, uniform_t(s.oracle.schedule, 10), callback=lambda i, x, x0: kept.append(x0))
     return Measured(float((found - kept[-1]).abs().max()))
@@ -110,6 +113,7 @@ def clean_end(s: SamplerSubject) -> Measured:
 
 @LAWS.add("point mass", 1e-9, "data that are one point are found, in one step and in five")
 def point_mass(s: SamplerSubject) -> Measured:
+    """The exact denoiser of a normal law without variance."""
     oracle = GaussianDenoiser(CosineSchedule(), _MEAN, 0.0)
     errors = [(s.draw(5, uniform_t(oracle.schedule, n), oracle=oracle) - _MEAN).abs().max() for n in (1, 5)]
     return Measured(float(max(errors)))
@@ -117,6 +121,7 @@ def point_mass(s: SamplerSubject) -> Measured:
 
 @LAWS.add("rows independent", 1e-9, "a sample alone is that of a batch, with noise keyed by sample")
 def rows(s: SamplerSubject) -> Measured:
+    """Sample 4 of six against itself drawn alone, with keyed noise."""
     times = uniform_t(s.oracle.schedule, 8)
     together = s.draw(6, times)
     alone = sample(s.oracle, (1, 3), times, s.step, KeyedGenerator(0, torch.tensor([4]), "verify"),
@@ -127,12 +132,14 @@ def rows(s: SamplerSubject) -> Measured:
 @LAWS.add("temperature", 1e-9, "at temperature 0 no noise is left")
 @torch.no_grad()
 def temperature(s: SamplerSubject) -> Measured:
+    """Two seeds give the same step."""
     again, _, _ = _one_step(s)
     return Measured(float((again(2, 0.0)[0] - again(3, 0.0)[0]).abs().max()))
 
 
 @LAWS.add("no signal", 0.0, "a first step from zero terminal SNR is finite")
 def no_signal(s: SamplerSubject) -> Measured:
+    """The linear schedule, rescaled so that no signal is left at t = 1."""
     oracle = GaussianDenoiser(rescale_zero_terminal(LinearSchedule()), _MEAN, _VARIANCE)
     found = s.draw(8, uniform_t(oracle.schedule, 10), oracle=oracle)
     return Measured(float((~torch.isfinite(found)).sum()))

@@ -49,6 +49,7 @@ def check_schedule(schedule: nn.Module, *, points: int = 401) -> Report:
 
 @LAWS.add("shape and dtype", 1e-9, "log_snr is elementwise, float64 of the shape of t")
 def shape(s: ScheduleSubject) -> Measured:
+    """For times of no, one and two axes, and in float32; and every time alone against all together."""
     for t in (s.times[:1].reshape(()), s.times[:6].reshape(2, 3), s.times.float()):
         found = s.log_snr(t)
         if found.shape != t.shape or found.dtype != torch.float64:
@@ -60,6 +61,7 @@ def shape(s: ScheduleSubject) -> Measured:
 
 @LAWS.add("decreasing", 0.0, "the log-SNR falls from data to noise")
 def decreasing(s: ScheduleSubject) -> Measured:
+    """The largest rise between neighbouring times, and where it is; a level that stays breaks it too."""
     rises = s.log_snr(s.times).diff()
     worst = int(rises.argmax())
     bad = float(rises[worst]) >= 0 or not bool(torch.isfinite(rises).all())
@@ -68,6 +70,7 @@ def decreasing(s: ScheduleSubject) -> Measured:
 
 @LAWS.add("variance preserving", 1e-12, "alpha^2 + sigma^2 = 1, and alpha^2 / sigma^2 = exp(log SNR)")
 def preserving(s: ScheduleSubject) -> Measured:
+    """Both identities at all times; the second, of logarithms, counts a thousandth."""
     alpha, sigma = (part.detach() for part in s.schedule.alpha_sigma(s.times))
     ratio = (2 * (alpha.log() - sigma.log()) - s.log_snr(s.times)).abs() / (1 + s.log_snr(s.times).abs())
     return Measured(max(float((alpha.square() + sigma.square() - 1).abs().max()), 1e-3 * float(ratio.max())))
@@ -75,6 +78,7 @@ def preserving(s: ScheduleSubject) -> Measured:
 
 @LAWS.add("rate", 1e-6, "log_snr_rate is the derivative of log_snr")
 def rate(s: ScheduleSubject) -> Measured:
+    """Against central differences of log_snr; for schedules of continuous time."""
     if getattr(s.schedule, "num_steps", None) is not None:
         raise NotApplicable("defined at its steps only")
     step = 1e-6 * torch.minimum(s.times, 1 - s.times)
@@ -86,6 +90,7 @@ def rate(s: ScheduleSubject) -> Measured:
 
 @LAWS.add("time of a level", 1e-8, "time_of is the inverse of log_snr")
 def inverse(s: ScheduleSubject) -> Measured:
+    """time_of(log_snr(t)) against t."""
     back = s.schedule.time_of(s.log_snr(s.times)).detach()
     error = (back - s.times).abs()
     return Measured(float(error.max()), f"at t = {float(s.times[int(error.argmax())]):.3f}")
@@ -93,6 +98,7 @@ def inverse(s: ScheduleSubject) -> Measured:
 
 @LAWS.add("betas", 1e-10, "the betas are those of alpha_bar: alpha_bar_i = prod (1 - beta)")
 def betas(s: ScheduleSubject) -> Measured:
+    """For the steps of the schedule, or for 50: products of 1 - beta, and alpha_bars, against sigmoid(log SNR)."""
     steps = getattr(s.schedule, "num_steps", None) or 50
     product = (1 - s.schedule.betas(steps)).cumprod(0)
     found, truth = s.schedule.alpha_bars(steps), torch.sigmoid(s.log_snr(torch.arange(1, steps + 1).double() / steps))
@@ -101,6 +107,7 @@ def betas(s: ScheduleSubject) -> Measured:
 
 @LAWS.add("end points", 1e-12, "end_points are the log-SNR at the first and the last time")
 def ends(s: ScheduleSubject) -> Measured:
+    """At the clean end and at t = 1; a table has nothing before its first step."""
     first, last = s.schedule.end_points
     limits = s.log_snr(torch.tensor([1.0 / (getattr(s.schedule, "num_steps", None) or math.inf), 1.0]).double())
     pairs = [(first, float(limits[0])), (last, float(limits[1]))]

@@ -94,6 +94,10 @@ def scored(module: ScoredAttention, x: Tensor, source: Tensor, b: int, queries: 
 def local_dense(
     module: LocalDenseSynthesizer, x: Tensor, source: Tensor, b: int, queries: list[int], may: Pairs
 ) -> dict:
+    """Outputs by valid query: each looks at the c places around it, with weights made from itself alone.
+
+        h_t = relu(W_1 x_t),   a_t = softmax(W_2 h_t),   y_t = sum_j a_tj v_{t + j - c//2}
+    """
     outputs = {}
     for t in queries:
         row = []
@@ -110,6 +114,11 @@ def local_dense(
 
 
 def local_monotonic(module: LocalMonotonic, x: Tensor, source: Tensor, b: int, queries: list[int], may: Pairs) -> dict:
+    """Outputs by query, one after the other: a position that moves on, and a bell of width sigma around it.
+
+        p_t = min(p_{t-1} + step_t, last)
+        y_t = sum_s height_t exp(-(s - p_t)^2 / 2 sigma^2) e_ts v_s,   |s - p_t| <= 2 sigma
+    """
     p = [torch.zeros((), dtype=x.dtype) for _ in range(module.heads)]
     valid = [j for j in range(source.shape[1]) if may(b, 0, 0, j)]
     outputs = {}
@@ -166,6 +175,10 @@ def _slices(rows: Tensor, count: int) -> Tensor:
 
 
 def lsh(module: LSH, x: Tensor, source: Tensor, b: int, queries: list[int], may: Pairs) -> dict:
+    """Outputs by valid query: keys are those that fell into its bucket, in its own chunk or the one before.
+
+    A key that several rounds find counts as often; a query that finds none keeps its own value.
+    """
     outputs = {i: [] for i in queries}
     for h in range(module.heads):
         qk = {i: module.project_qk(x[b, i])[_part(module, h)] for i in queries}

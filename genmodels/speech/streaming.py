@@ -151,7 +151,8 @@ class Vocoder(Protocol):
     config: MelConfig
 
     @property
-    def context(self) -> int: ...
+    def context(self) -> int:
+        """Frames on either side that the sound of a frame depends on."""
 
     def __call__(self, mel: Tensor, generator: Generator | None = None, *, first_frame: int = 0) -> Tensor: ...
 
