@@ -92,16 +92,16 @@ class KeyedGenerator:
 
     def at(self, step: int | Tensor) -> KeyedGenerator:
         """The generator of another step (or of one step for each row), from its first draw."""
-        return KeyedGenerator(self.seed, self.index, self.stream, step)
+        return type(self)(self.seed, self.index, self.stream, step)
 
     def rows(self, selection) -> KeyedGenerator:
         """The generator of some rows only, from its first draw."""
         step = self.step[selection] if isinstance(self.step, Tensor) else self.step
-        return KeyedGenerator(self.seed, self.index[selection], self.stream, step)
+        return type(self)(self.seed, self.index[selection], self.stream, step)
 
     def child(self, name: str) -> KeyedGenerator:
         """A generator for another purpose with the same seed, indices and step."""
-        return KeyedGenerator(self.seed, self.index, f"{self.stream}/{name}", self.step)
+        return type(self)(self.seed, self.index, f"{self.stream}/{name}", self.step)
 
     def _words(self, index: Tensor, count: int, device) -> Tensor:
         """(len(index), at least count) words in 0 .. 2^32 - 1; one draw is used up."""
@@ -151,7 +151,7 @@ class FrameKeyedGenerator(KeyedGenerator):
     """Noise for sequences (B, C, T) in which frame j of row b depends on (seed, stream, step, index[b], j) alone.
 
     So a sequence has the same noise whatever the length it is padded to. Other shapes are drawn as by
-    `KeyedGenerator`; the step is one number for all rows.
+    `KeyedGenerator`. Rows with steps of their own have the noise of a generator of that step.
 
     Example:
         >>> long = FrameKeyedGenerator(0, torch.arange(2), "sample").normal((2, 3, 9))
@@ -174,12 +174,26 @@ class FrameKeyedGenerator(KeyedGenerator):
 
     def _by_frame(self, shape, draw) -> Tensor:
         self._check(shape)
+        if isinstance(self.step, Tensor):
+            return self._by_step(shape, draw)
         rows, channels, frames = shape
         frame = torch.arange(frames, device=self.index.device).repeat(rows)
         stream = f"{self.stream}/frames/{self.step}/{self._draw}"
         self._draw += 1
         one = KeyedGenerator(self.seed, self.index.repeat_interleave(frames), stream, step=frame)
         return draw(one, (rows * frames, channels)).view(rows, frames, channels).mT.contiguous()
+
+    def _by_step(self, shape, draw) -> Tensor:
+        """Rows of one step together: the name of a stream of frames holds its step."""
+        steps, of = self.step.unique(return_inverse=True)
+        parts, places = [], []
+        for k, step in enumerate(steps.tolist()):
+            places.append((of == k).nonzero().flatten().to(self.index.device))
+            one = FrameKeyedGenerator(self.seed, self.index[places[-1]], self.stream, step)
+            one._draw = self._draw
+            parts.append(one._by_frame((len(places[-1]), *shape[1:]), draw))
+        self._draw += 1
+        return torch.cat(parts)[torch.cat(places).argsort().to(parts[0].device)]
 
 
 def _unit(words: Tensor, dtype) -> Tensor:

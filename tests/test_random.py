@@ -8,7 +8,16 @@ import pytest
 import torch
 from scipy import stats
 
-from genmodels.random import KeyedGenerator, at_step, normal, philox, seed_of, shared_uniform, uniform
+from genmodels.random import (
+    FrameKeyedGenerator,
+    KeyedGenerator,
+    at_step,
+    normal,
+    philox,
+    seed_of,
+    shared_uniform,
+    uniform,
+)
 
 # Known-answer vectors of the Random123 library, philox4x32 with 10 rounds.
 KNOWN = [
@@ -104,6 +113,21 @@ def test_shared_draws_do_not_depend_on_the_rows():
     a = KeyedGenerator(0, torch.arange(3), "t", 9).shared_uniform(5)
     b = KeyedGenerator(0, torch.arange(7, 12), "t", 9).shared_uniform(5)
     assert torch.equal(a, b) and len(a.unique()) == 5
+
+
+def test_noise_of_frames_keeps_to_its_frames_at_every_step_and_in_every_child():
+    whole = FrameKeyedGenerator(0, torch.arange(3), "t")
+    steps = torch.tensor([4, 2, 4])
+    for made in (lambda g: g.at(steps), lambda g: g.child("a").at(3), lambda g: g.rows(torch.tensor([0, 1, 2]))):
+        long, short = made(whole).normal((3, 5, 9)), made(whole).normal((3, 5, 4))
+        assert torch.equal(long[:, :, :4], short)
+    mixed = whole.at(steps)
+    first, second = mixed.normal((3, 5, 9)), mixed.normal((3, 5, 9))
+    for k, step in enumerate(steps.tolist()):
+        one = whole.rows(torch.tensor([k])).at(step)
+        assert torch.equal(one.normal((1, 5, 9))[0], first[k]) and torch.equal(one.normal((1, 5, 9))[0], second[k])
+    # Rows that all take the first one's step are caught.
+    assert not torch.equal(whole.at(4).normal((3, 5, 9)), first)
 
 
 def test_either_kind_of_generator_serves():

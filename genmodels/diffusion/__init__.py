@@ -34,6 +34,7 @@ from genmodels.diffusion.samplers import SAMPLERS, DDIMSampler, DDPMSampler
 from genmodels.diffusion.sampling import Memory, Sampler, SampleResult, sample
 from genmodels.diffusion.schedule import (
     CosineSchedule,
+    GradTTSSchedule,
     LinearContinuousSchedule,
     LinearLogSnrSchedule,
     NoiseSchedule,
@@ -65,6 +66,7 @@ from genmodels.diffusion.weighting import WEIGHTINGS, Weighting
 SCHEDULES: dict[str, type[NoiseSchedule]] = {
     "linear": LinearSchedule,
     "linear_continuous": LinearContinuousSchedule,
+    "grad_tts": GradTTSSchedule,
     "cosine": CosineSchedule,
     "cosine_discrete": CosineDiscreteSchedule,
     "sigmoid": SigmoidSchedule,
@@ -105,6 +107,7 @@ __all__ = [
     "EulerSampler",
     "Gaussian",
     "GaussianDenoiser",
+    "GradTTSSchedule",
     "GuidedDenoiser",
     "HeunSampler",
     "Hybrid",

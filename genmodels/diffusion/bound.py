@@ -79,6 +79,11 @@ class ElboTerms:
         """(B,) -L, a lower bound of log p(x_0)."""
         return -self.total
 
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The summands of L by name, (B,) each."""
+        return {"prior": self.prior, "diffusion": self.diffusion.sum(1), "reconstruction": self.reconstruction}
+
     def profile(self, bins: int = 20) -> tuple[Tensor, Tensor, int]:
         """(edges (bins+1,) of log-SNR, nats (bins,) of all examples together, number of examples).
 

@@ -125,6 +125,21 @@ class LinearContinuousSchedule(NoiseSchedule):
         return 2 * decay / (self.beta_min + torch.sqrt(self.beta_min**2 + 2 * self.slope * decay))
 
 
+class GradTTSSchedule(LinearContinuousSchedule):
+    """The linear rates that mels are diffused by: beta from 0.05 to 20, its integral 10.025.
+
+    Source: Popov et al., "Grad-TTS", 2021, section 4.
+
+    Example:
+        >>> alpha, _ = GradTTSSchedule().alpha_sigma(torch.tensor(1.0))
+        >>> round(float(alpha), 8)
+        0.00665425
+    """
+
+    def __init__(self, *, beta_min: float = 0.05, beta_max: float = 20.0):
+        super().__init__(beta_min=beta_min, beta_max=beta_max)
+
+
 class CosineSchedule(NoiseSchedule):
     """lambda = -2 log tan(pi u / 2), u affine in t so that lambda runs from `log_snr_max` to `log_snr_min`.
 

@@ -9,33 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.data.spec import Batch, DataSpec
-from genmodels.diffusion import (
-    OBJECTIVES,
-    PARAMETERISATIONS,
-    SCHEDULES,
-    Denoiser,
-    DiscreteSchedule,
-    LearnedSchedule,
-    LossAwareTimes,
-    NoiseSchedule,
-    Objective,
-    rescale_zero_terminal,
-)
+from genmodels.diffusion import PARAMETERISATIONS, Denoiser
 from genmodels.diffusion.decoder import DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.masks import event_size, hide, spread
 from genmodels.errors import InputError
 from genmodels.models.base import GenerativeModel, Loss
-from genmodels.models.build import construct, keywords
+from genmodels.models.build import construct
 from genmodels.models.diffusion_bound import DiffusionBound
 from genmodels.models.diffusion_ode import DiffusionOde
 from genmodels.models.diffusion_sampling import DiffusionSampling
+from genmodels.models.diffusion_training import DiffusionTraining, ScheduleName
 from genmodels.models.mels import with_noise
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import MLPDenoiser, UNet
 from genmodels.random import KeyedGenerator
 
 
-class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
+class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
     """A diffusion model: noise is added in steps and a network learns to take it away.
 
         x_t = alpha_t x_0 + sigma_t eps,    loss = E |target - net(x_t, log SNR)|^2   (objective `simple`)
@@ -84,9 +74,7 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
         self,
         spec: DataSpec,
         *,
-        schedule: Literal[
-            "cosine", "linear", "linear_continuous", "cosine_discrete", "sigmoid", "linear_log_snr", "learned"
-        ] = "cosine",
+        schedule: ScheduleName = "cosine",
         zero_terminal_snr: bool = False,
         parameterisation: Literal["eps", "x0", "v", "edm"] = "v",
         objective: Literal["simple", "vlb", "hybrid", "continuous"] = "simple",
@@ -121,13 +109,10 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
         kind = LevelSoftmax if decoder == "level_softmax" else DiscretisedGaussian
         self.decoder = Gaussian() if spec.levels is None else kind(spec.levels)
         self.core = Denoiser(
-            net, self._schedule(schedule, zero_terminal_snr), PARAMETERISATIONS[parameterisation](),
+            net, self.make_schedule(schedule, zero_terminal_snr), PARAMETERISATIONS[parameterisation](),
             learned_variance=variance == "learned", self_conditioning=self_conditioning,
         )
-        self.objective = self._objective(objective, weighting, time_sampler)
-        if isinstance(self.objective.time_sampler, nn.Module):
-            self.time_sampler = self.objective.time_sampler  # registered, so that checkpoints hold its history
-        self._drawn: list[Tensor] = []
+        self.train_by(self.core, objective, weighting, time_sampler)
         self.register_buffer("location", torch.zeros(spec.event_shape))
         self.register_buffer("scale", torch.ones(spec.event_shape))
         self.finish_setup(optimizer, ema_decay)
@@ -136,28 +121,6 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
     def num_classes(self) -> int | None:
         """Number of classes the network is told, None for an unconditional model."""
         return self.spec.num_classes if self.conditional else None
-
-    def _schedule(self, name: str, zero_terminal_snr: bool) -> NoiseSchedule:
-        kind = SCHEDULES[name]
-        if issubclass(kind, DiscreteSchedule):
-            schedule = kind(num_steps=self.num_steps)
-        elif issubclass(kind, LearnedSchedule):
-            schedule = kind(log_snr_max=self._finest, log_snr_min=-15.0)
-        else:
-            schedule = kind()
-        return rescale_zero_terminal(schedule) if zero_terminal_snr else schedule
-
-    def _objective(self, name: str, weighting: str, time_sampler: str) -> Objective:
-        kind = OBJECTIVES[name]
-        takes = keywords(kind)
-        if weighting != "none" and "weighting" not in takes:
-            raise InputError(f"weighting={weighting} is for objective=simple and hybrid: {name} has its own")
-        if self.variance == "learned" and name not in ("vlb", "hybrid"):
-            raise InputError(f"objective={name} trains no variance: choose hybrid or vlb, or variance=beta_tilde")
-        given = {"weighting": weighting, "variance": self.variance, "time_sampler": time_sampler}
-        objective = kind(self.decoder, self.bound_times(), **{k: v for k, v in given.items() if k in takes})
-        objective.check(self.core)
-        return objective
 
     # ---- between the data's units and the network's --------------------------------------------------------------
 
@@ -208,29 +171,13 @@ class DDPM(DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
         """The objective at one time per example: bounds in bits/dim; parts carry their unit in their name."""
-        rank, world = self._rank_world
         cond = self._hidden(self._cond(batch), generator)
         x0 = self._entered(batch, generator)
-        out = self.objective(self.core, x0, cond, generator, rank, world, batch.mask)
-        if isinstance(self.objective.time_sampler, LossAwareTimes) and torch.is_grad_enabled():
-            self._drawn.append(torch.stack([out.drawn, out.integrand.double()]))
+        out = self.measure(self.core, x0, cond, generator, batch.mask)
         if not self.objective.in_nats:
             return Loss(out.value, out.per_example, out.parts, out.times)
         bits = out.per_example / (math.log(2) * event_size(x0, batch.mask))
         return Loss(bits.mean(), bits, out.parts, out.times)
-
-    def on_before_optimizer_step(self, optimizer) -> None:
-        """As for every model; then, the loss being finite, a loss-aware time sampler learns of it."""
-        super().on_before_optimizer_step(optimizer)
-        for drawn in self._drawn:
-            # (world, 2, n) or (2, n) to the order of the global batch, the same in every process
-            t, loss = self.all_gather(drawn).reshape(-1, *drawn.shape).permute(1, 2, 0).flatten(1)
-            self.time_sampler.update(t, loss)
-        self._drawn.clear()
-
-    def validation_options(self) -> dict:
-        """A stratified bound: eight terms, twice."""
-        return {"draws": min(8, self.num_steps - 1)}
 
 
 def _moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

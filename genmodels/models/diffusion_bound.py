@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from genmodels.data.spec import Batch
-from genmodels.diffusion import continuous_elbo, elbo
+from genmodels.diffusion import ElboTerms, continuous_elbo, elbo
 from genmodels.evaluation.likelihood import Likelihood, Profile
 from genmodels.flows.boundary import one_of
 from genmodels.random import KeyedGenerator
@@ -68,36 +68,51 @@ class DiffusionBound:
             replicates: independent repetitions of the stratified estimate (>= 2), for its standard error.
             rows: most rows in one call of the network.
         """
-        if draws is not None and not 1 <= draws < self.num_steps:
-            raise ValueError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the bound, got {draws}")
-        one_of("bound", bound, ("discrete", "continuous"))
-        x0 = self._entered(batch)
-        index = batch.item_index
-        core = self.weights(weights)
-        generator = KeyedGenerator(seed, index, "elbo")
-        times = self.bound_times().to(x0.device)
-        edges = core.schedule.log_snr(times).detach()
-        given = {"cond": self._cond(batch), "mask": batch.mask, "chunk": rows}
-        made = {"estimate": "bound, all terms", "terms": len(times) - 1}
-        if bound == "continuous":
-            given |= {"draws": draws or len(times) - 1, "replicates": replicates}
-            out = continuous_elbo(core, x0, self.decoder, float(times[0]), generator, **given)
-            edges = torch.cat([edges[:1], (out.log_snr[1:] + out.log_snr[:-1]) / 2, edges[-1:]])
-            made = {"estimate": "bound, continuous time", "draws": given["draws"], "replicates": replicates}
-        elif draws is None:
-            out = elbo(core, x0, self.decoder, times, generator, variance=self.variance, **given)
-        else:
-            given |= {"draws": draws, "replicates": replicates}
-            out = elbo(core, x0, self.decoder, times, generator, variance=self.variance, mode="stratified", **given)
-            made |= {"estimate": "bound, stratified terms", "draws": draws, "replicates": replicates}
+        x0, index = self._entered(batch), batch.item_index
+        out, profile, made = self.bounded(
+            self.weights(weights), x0, self._cond(batch), batch.mask, KeyedGenerator(seed, index, "elbo"),
+            bound=bound, draws=draws, replicates=replicates, rows=rows,
+        )
         made |= {"noise": self.noise} if self.noise else {}
         made |= {"variance": self.variance, "weights": str(weights), "seed": seed}
         volume = 0.0 if self.spec.levels is not None else self._log_scale(batch.mask)
         return Likelihood(
             out.nats - volume, "lower_bound", self._dims(batch), self.spec.levels, out.stderr, made, index,
-            parts={"prior": out.prior, "diffusion": out.diffusion.sum(1), "reconstruction": out.reconstruction},
-            profile=self._profile(edges, out.diffusion),
+            parts=out.parts, profile=profile,
         )
+
+    def bounded(
+        self, denoiser, x0: Tensor, cond: Tensor | None, mask: Tensor | None, generator: KeyedGenerator, *,
+        bound: Literal["discrete", "continuous"], draws: int | None, replicates: int, rows: int,
+    ) -> tuple[ElboTerms, Profile, dict]:
+        """The bound of data as the network sees them, its profile over the noise levels, and how it was made.
+
+        Arguments:
+            denoiser, x0, cond, mask, generator: as `elbo` takes them.
+            bound, draws, replicates, rows: as `log_likelihood` takes them.
+
+        Raises:
+            ValueError: for another bound, or more draws than terms.
+        """
+        if draws is not None and not 1 <= draws < self.num_steps:
+            raise ValueError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the bound, got {draws}")
+        one_of("bound", bound, ("discrete", "continuous"))
+        times = self.bound_times().to(x0.device)
+        edges = denoiser.schedule.log_snr(times).detach()
+        given = {"cond": cond, "mask": mask, "chunk": rows}
+        made = {"estimate": "bound, all terms", "terms": len(times) - 1}
+        if bound == "continuous":
+            given |= {"draws": draws or len(times) - 1, "replicates": replicates}
+            out = continuous_elbo(denoiser, x0, self.decoder, float(times[0]), generator, **given)
+            edges = torch.cat([edges[:1], (out.log_snr[1:] + out.log_snr[:-1]) / 2, edges[-1:]])
+            made = {"estimate": "bound, continuous time", "draws": given["draws"], "replicates": replicates}
+        elif draws is None:
+            out = elbo(denoiser, x0, self.decoder, times, generator, variance=self.variance, **given)
+        else:
+            given |= {"draws": draws, "replicates": replicates, "variance": self.variance}
+            out = elbo(denoiser, x0, self.decoder, times, generator, mode="stratified", **given)
+            made |= {"estimate": "bound, stratified terms", "draws": draws, "replicates": replicates}
+        return out, self._profile(edges, out.diffusion), made
 
     @staticmethod
     def _profile(edges: Tensor, diffusion: Tensor, most: int = 40) -> Profile:

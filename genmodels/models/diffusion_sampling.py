@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from genmodels.data.spec import Batch
 from genmodels.diffusion import (
-    SAMPLERS,
-    SPACINGS,
     GuidedDenoiser,
     HeunSampler,
     Inpainting,
@@ -21,38 +19,18 @@ from genmodels.diffusion import (
     times_from,
 )
 from genmodels.diffusion import sample as run_sampler
-from genmodels.flows.boundary import one_of
 from genmodels.flows.multiscale import Latents
 from genmodels.models.base import Samples
+from genmodels.models.diffusion_course import DiffusionCourse, SamplerName
 from genmodels.models.mels import frames_of, silent_beyond
 from genmodels.models.path import Path
 from genmodels.random import KeyedGenerator
 
-
-@dataclass(frozen=True)
-class Usual:
-    """What a sampler does when nothing is said: its steps (None for T), their spacing; and the option it alone has."""
-
-    steps: int | None
-    spacing: str
-    option: str | None = None
-
-
-USUAL: dict[str, Usual] = {
-    "ddpm": Usual(None, "integer_trailing"),
-    "ddim": Usual(50, "integer_trailing", "eta"),
-    "euler": Usual(50, "uniform_log_snr"),
-    "heun": Usual(18, "karras"),
-    "edm": Usual(40, "karras", "churn"),
-    "dpmpp_2m": Usual(20, "uniform_log_snr"),
-    "unipc": Usual(20, "uniform_log_snr"),
-}
-_INPAINTING_STEPS = 50
 #: Steps of Heun between data and their latents, each way.
 _LATENT_STEPS = 100
 
 
-class DiffusionSampling:
+class DiffusionSampling(DiffusionCourse):
     """The sampling half of a diffusion model, mixed into a GenerativeModel with `encode`, `decode` and `core`."""
 
     @property
@@ -68,7 +46,7 @@ class DiffusionSampling:
         seed: int = 0,
         *,
         start: int = 0,
-        sampler: Literal["ddpm", "ddim", "euler", "heun", "edm", "dpmpp_2m", "unipc"] | None = None,
+        sampler: SamplerName | None = None,
         steps: int | None = None,
         spacing: str | None = None,
         eta: float | None = None,
@@ -130,7 +108,7 @@ class DiffusionSampling:
         index = torch.arange(start, start + n, device=self.device)
         generator = KeyedGenerator(seed, index, "sample")
         name = sampler or ("dpmpp_2m" if known is None else "ddpm")
-        times, stepper, made = self._course(name, steps, spacing, eta, churn, known is not None)
+        times, stepper, made = self.course(name, steps, spacing, eta, churn, known is not None)
         labels = self._asked(cond, index, guidance, known is not None or edit is not None)
         core = self._steered(self.weights(weights), clip, guidance, guidance_rescale, guidance_interval)
         shape, beginning = (n, *self._shape_of(size)), None
@@ -174,34 +152,6 @@ class DiffusionSampling:
                 raise ValueError(
                     f"events are {tuple(self.spec.event_shape)} here, got {tuple(event.shape)}: leave size out"
                 )
-
-    def _course(
-        self, name: str, steps: int | None, spacing: str | None, eta: float | None, churn: float | None, inpaints: bool
-    ) -> tuple[Tensor, object, dict]:
-        """The times, the sampler, and what to note of both."""
-        one_of("sampler", name, USUAL)
-        usual = USUAL[name]
-        if steps is None:
-            steps = min(self.num_steps, _INPAINTING_STEPS if inpaints else usual.steps or self.num_steps)
-        if not 1 <= steps <= self.num_steps:
-            raise ValueError(f"steps must lie in 1..{self.num_steps} (T of this model), got {steps}")
-        for option, value in (("eta", eta), ("churn", churn)):
-            if value is not None and usual.option != option:
-                owner = next(key for key, other in USUAL.items() if other.option == option)
-                raise ValueError(f"{option} is an option of sampler={owner}, not of {name}: leave it out")
-        options = {
-            "ddpm": {"variance": self.variance},
-            "ddim": {"eta": 0.0 if eta is None else eta},
-            "edm": {"steps": steps, "churn": 10.0 if churn is None else churn},
-        }.get(name, {})
-        made = {"sampler": name, "steps": steps} | {key: options[key] for key in ("eta", "churn") if key in options}
-        return self.sampling_times(name, steps, spacing).to(self.device), SAMPLERS[name](**options), made
-
-    def sampling_times(self, sampler: str, steps: int, spacing: str | None = None) -> Tensor:
-        """The decreasing times of a sampler, (steps + 1,), ending at the clean end."""
-        name = spacing or USUAL[sampler].spacing
-        one_of("spacing", name, SPACINGS)
-        return SPACINGS[name](self.core.schedule, steps, self.num_steps)
 
     def _asked(self, cond, index: Tensor, guidance: float, has_material: bool) -> Tensor | None:
         """The labels of the samples, None for no class."""

@@ -159,6 +159,7 @@ def test_alpha_bar_constants(name):
 def test_log_snr_constants():
     at = step_to_time(torch.tensor([1, 500, 1000]), 1000)
     assert INSTANCES["linear"].log_snr(at).tolist() == pytest.approx([9.21024, -2.46170, -10.11767], abs=5e-6)
+    assert float(INSTANCES["grad_tts"].alpha_sigma(wide(1))[0]) == pytest.approx(math.exp(-10.025 / 2), rel=1e-12)
     assert float(INSTANCES["linear_continuous"].log_snr(wide(1))) == pytest.approx(-10.0499568, abs=5e-8)
     assert INSTANCES["cosine, raw"].log_snr(wide(0.1, 0.5)).tolist() == pytest.approx([3.68546007, 0], abs=5e-9)
     cosine = INSTANCES["cosine"]

@@ -9,7 +9,7 @@ from genmodels.data.spec import Batch, DataSpec
 from genmodels.diffusion import SAMPLERS
 from genmodels.evaluation.interpolation import interpolate
 from genmodels.models.ddpm import DDPM
-from genmodels.models.diffusion_sampling import USUAL
+from genmodels.models.diffusion_course import USUAL
 from genmodels.random import KeyedGenerator
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
