@@ -81,10 +81,16 @@ class Composer:
                              f"write {key}=[{value}] for a list, or \"{key}='{value}'\" for text")
         return self._checked(parsed)
 
+    def plain(self, overrides: list[str]) -> dict:
+        """The configuration as Hydra composes it, neither checked nor complete."""
+        return self._plain(self.parse(overrides))
+
+    def _plain(self, parsed: list[Override]) -> dict:
+        config = self._asking(lambda: compose(self.command, [o.input_line for o in parsed]))
+        return self._asking(lambda: OmegaConf.to_container(config, resolve=True))
+
     def _checked(self, parsed: list[Override]) -> dict:
-        words = [o.input_line for o in parsed]
-        config = self._asking(lambda: compose(self.command, words))
-        plain = self._asking(lambda: OmegaConf.to_container(config, resolve=True))
+        plain = self._plain(parsed)
         return self.schema(parsed, plain).check(plain)
 
     def schema(self, parsed: list[Override], config: dict) -> Schema:

@@ -81,7 +81,12 @@ def run(
     if resume is not None:
         path = parts.find_resume(root, name, run_dir, resume)
         header = read_header(path)
-        parts.check_same(header, config, path)
+        try:
+            parts.check_same(header, config, path)
+        except InputError as error:
+            from genmodels.cli.words import how_to_resume
+
+            raise InputError(f"{error}: {how_to_resume(header['config'], path)}") from None
         folder = path.parent
     else:
         path, folder = None, parts.choose_folder(root, name, run_dir)
