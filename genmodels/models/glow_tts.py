@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
-from PIL import Image
-from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch import nn
 
-from genmodels.data.spec import Batch, DataSpec, TextCondition
-from genmodels.errors import InputError
+from genmodels.data.spec import Batch, DataSpec
 from genmodels.evaluation.likelihood import Likelihood
-from genmodels.models.base import GenerativeModel, Loss, Samples
-from genmodels.models.build import construct
-from genmodels.models.mels import MelUnits, even_lengths
+from genmodels.flows.boundary import one_of
+from genmodels.models.base import Loss, Samples
+from genmodels.models.mels import even_lengths
 from genmodels.models.optimizer import Optimizer
-from genmodels.models.texts import TextReader, given_durations, noise_rows
+from genmodels.models.text_model import AlignedModel, Voices
 from genmodels.nn.condition import Condition
 from genmodels.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.speech.alignment import forward_sum, log_paths
-from genmodels.speech.glow_tts import Aligned, mel_decoder
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
-from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
+from genmodels.speech.glow_tts import mel_decoder
+from genmodels.speech.text_encoder import TextEncoder
 
 
-class Voices(nn.Module):
-    """A speaking flow and the vectors of its speakers, each of length one.
-
-    Arguments:
-        tts: the flow.
-        speakers: how many, 0 for a model of one voice.
-        channels: length of the vectors.
-    """
-
-    def __init__(self, tts: SpeakingFlow, speakers: int, channels: int):
-        super().__init__()
-        self.tts = tts
-        self.embedding = nn.Embedding(speakers, channels) if speakers else None
-
-    def voice(self, cond: TextCondition) -> Tensor | None:
-        """The vectors (B, channels) of the speakers of a batch."""
-        return None if self.embedding is None else normalize(self.embedding(cond.speaker), dim=1)
-
-    def align(self, u: Tensor, cond: TextCondition, mask: Tensor) -> Aligned:
-        """Whitened mels against their texts."""
-        return self.tts.align(u, cond.tokens, mask, cond.mask, self.voice(cond))
-
-
-class GlowTTS(GenerativeModel):
+class GlowTTS(AlignedModel):
     """Text to mel by a flow: all frames at once, with the exact likelihood of a mel given its text.
 
         z = f(u),  u the whitened noisy mel;    P_ij = log N(z_j; mu_i, sigma_i),    A* = the best monotonic alignment
@@ -87,7 +59,6 @@ class GlowTTS(GenerativeModel):
 
     family = "glow_tts"
     tolerates_tf32 = False
-    takes_text = True
 
     def __init__(
         self,
@@ -107,20 +78,17 @@ class GlowTTS(GenerativeModel):
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,
     ):
-        super().__init__(spec)
+        super().__init__(spec, noise=noise)
         self.save_hyperparameters(ignore=["spec"], logger=False)
-        if spec.text is None:
-            raise InputError(f"{spec.name} has no texts: model=glow_tts is for data=speech with texts")
-        self.units = MelUnits(spec, noise=noise)
         speakers, n_mels = len(spec.speakers), spec.event_shape[0]
         told = speaker_channels if speakers else 0
-        reader = construct(TextEncoder, len(spec.text["symbols"]), n_mels, speaker_channels=told, **(encoder or {}))
+        reader = self.make_encoder(encoder, speaker_channels)
         decoder = mel_decoder(
             n_mels, steps=steps, hidden=hidden, depth=depth, kernel_size=kernel_size, dropout=dropout, groups=groups,
             cond=Condition("vector", told) if told else None, memory=memory,
         )
-        durations = DurationPredictor(reader.channels, hidden=duration_channels)
-        self.core = Voices(SpeakingFlow(reader, decoder, durations), speakers, speaker_channels)
+        flow = SpeakingFlow(reader, decoder, self.make_durations(reader, duration_channels))
+        self.core = Voices(speakers, speaker_channels, tts=flow)
         self.finish_setup(optimizer, ema_decay)
 
     def compiled_parts(self) -> list[nn.Module]:
@@ -143,21 +111,11 @@ class GlowTTS(GenerativeModel):
         """Nats per cell of the noisy mel along the best alignment, plus the error of the log durations."""
         batch = even_lengths(batch)
         u, volume = self.units(batch, generator)
-        aligned = self._named(lambda: self.core.align(u, batch.cond, batch.mask), batch)
+        aligned = self.align(self.core, u, batch)
         nll, duration = self.core.tts.loss(aligned, batch.mask, batch.cond.mask)
-        nll = nll - volume / self._dims(batch)
+        nll = nll - volume / self.dims_of(batch)
         total = nll + duration
         return Loss(total.mean(), total, {"nll_per_dim": nll.detach(), "duration": duration.detach()})
-
-    def _named(self, work, batch: Batch):
-        try:
-            return work()
-        except ValueError as error:
-            items = [] if batch.index is None else batch.index.tolist()
-            raise InputError(f"{error} (items {items} of {self.spec.name})") from error
-
-    def _dims(self, batch: Batch) -> Tensor:
-        return batch.mask.sum((1, 2)) * self.spec.event_shape[0]
 
     def log_likelihood(
         self,
@@ -175,13 +133,11 @@ class GlowTTS(GenerativeModel):
             seed: seed of the noise, which is keyed by (seed, item, frame).
             alignment: `marginal`, or `best`: along the alignment that suits the mel best, an upper bound.
         """
-        if alignment not in ("marginal", "best"):
-            raise ValueError(f"alignment must be marginal or best, got {alignment!r}")
-        batch = even_lengths(batch)
-        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
+        one_of("alignment", alignment, ("marginal", "best"))
+        batch, noise = self.keyed(batch, seed)
         with torch.no_grad():
-            u, volume = self.units(batch, KeyedGenerator(seed, index, "likelihood"))
-            aligned = self._named(lambda: self.weights(weights).align(u, batch.cond, batch.mask), batch)
+            u, volume = self.units(batch, noise)
+            aligned = self.align(self.weights(weights), u, batch)
             nats = aligned.best + volume
             if alignment == "marginal":
                 tokens, frames = batch.cond.mask.sum((1, 2)), batch.mask.sum((1, 2))
@@ -190,7 +146,7 @@ class GlowTTS(GenerativeModel):
         made = {"estimate": "density", "alignment": alignment, "noise": self.units.noise, "seed": seed,
                 "weights": str(weights), "given": "text"}
         kind = "exact" if alignment == "marginal" else "upper_bound"
-        return Likelihood(nats, kind, self._dims(batch), None, None, made, index)
+        return Likelihood(nats, kind, self.dims_of(batch), None, None, made, noise.index)
 
     def sample(
         self,
@@ -225,70 +181,14 @@ class GlowTTS(GenerativeModel):
         Raises:
             InputError: for texts or durations that cannot be spoken.
         """
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
-        texts = [text] if isinstance(text, str) else list(text or self.spec.text["examples"])
-        if not texts:
-            raise InputError("this checkpoint carries no examples: give text=")
-        index = torch.arange(start, start + n)
-        chosen = [texts[k % len(texts)] for k in index.tolist()]
-        said = TextReader(self.spec, on_unknown)(chosen, cond)
-        takes, which = [k // len(texts) for k in index.tolist()], [k % len(texts) for k in index.tolist()]
-        given = None if durations is None else given_durations(said, durations, which).to(self.device)
-        noise = FrameKeyedGenerator(seed, noise_rows(said, takes).to(self.device), "sample")
-        said, core, frames = said.to(self.device), self.weights(weights), self.frames_of(seconds, n)
+        asked = self.asked(n, start, text, cond, on_unknown)
+        noise, said, core = FrameKeyedGenerator(seed, asked.rows, "sample"), asked.said, self.weights(weights)
+        frames, given = self.frames_of(seconds, n), asked.durations(durations)
         with self.speakable(said, seconds):
             u, mask, used = core.tts.sample(
                 said.tokens, said.mask, core.voice(said), generator=noise, temperature=temperature, speed=speed,
                 frames=frames, durations=given,
             )
-        x = self.units.inverse(u).masked_fill(~mask, float(torch.tensor(1e-5).log()))
         made = {"sampler": "inverse", "seed": seed, "weights": str(weights), "temperature": temperature,
                 "speed": speed} | ({} if seconds is None else {"seconds": seconds})
-        return Samples(x, said, index.to(self.device), made, mask=mask, durations=used)
-
-    def frames_of(self, seconds: float | None, n: int) -> Tensor | None:
-        """The frames (n,) that hold so many seconds of sound; None for None."""
-        if seconds is None:
-            return None
-        if not seconds > 0:
-            raise InputError(f"seconds must be positive, got {seconds}")
-        samples = round(seconds * self.spec.mel["sample_rate"])
-        return torch.full((n,), -(-samples // self.spec.mel["hop"]), device=self.device)
-
-    @contextmanager
-    def speakable(self, said: TextCondition, seconds: float | None) -> Iterator[None]:
-        """What the flow refuses, as an InputError that says which time would be enough."""
-        try:
-            yield
-        except ValueError as error:
-            lasting = said.tokens.shape[1] * self.spec.mel["hop"] / self.spec.mel["sample_rate"]
-            raise InputError(f"{error}{'' if seconds is None else f'; seconds={lasting:.2f} is enough'}") from error
-
-    # ---- what is seen of it while it trains ---------------------------------------------------------------------
-
-    @torch.no_grad()
-    def aligned(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Aligned:
-        """Items against their texts: the best path, its durations, and the scores of all."""
-        batch = even_lengths(batch)
-        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
-        u, _ = self.units(batch, KeyedGenerator(seed, index, "likelihood"))
-        return self._named(lambda: self.weights(weights).align(u, batch.cond, batch.mask), batch)
-
-    def posterior(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Tensor:
-        """(B, N, T) probability that a frame belongs to a token, given mel and text: the gradient of the sum."""
-        batch = even_lengths(batch)
-        scores = self.aligned(batch, weights, seed).scores.requires_grad_()
-        with torch.enable_grad():
-            return torch.autograd.grad(forward_sum(scores, batch.cond.mask, batch.mask).sum(), scores)[0]
-
-    def pictures(self) -> dict[str, Image.Image]:
-        """Alignments of a few validation items."""
-        from genmodels.evaluation.mel_pictures import alignments
-
-        loader = self.trainer.val_dataloaders
-        if loader is None:
-            return {}
-        batch = even_lengths(next(iter(loader)).rows(slice(0, 3)).to(self.device))
-        self.core.eval()  # dropout would blur what has been learnt; the caller puts the mode back
-        return {"alignments": alignments(self.posterior(batch), batch, self.spec)}
+        return self.as_samples(u, mask, used, asked, made)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from genmodels.errors import InputError
 from genmodels.models.glow_tts import GlowTTS
-from genmodels.models.texts import TextReader, given_durations, noise_rows
 from genmodels.random import FrameKeyedGenerator
 from genmodels.speech.streaming import reach, stream_latent
 
@@ -68,10 +67,10 @@ def stream_text(
         raise InputError(f"stream: a {model.family} has no mel to give before it is whole; model=glow_tts has")
     if chunk < 1:
         raise InputError(f"chunk is a number of frames, at least 1, got {chunk}")
-    said = TextReader(model.spec, on_unknown)([text], cond)
-    given = None if durations is None else given_durations(said, [durations], [0]).to(model.device)
-    noise = FrameKeyedGenerator(seed, noise_rows(said, [take]).to(model.device), "sample")
-    said, core, frames = said.to(model.device), model.weights(weights), model.frames_of(seconds, 1)
+    asked = model.asked(1, take, text, cond, on_unknown)
+    given = asked.durations(None if durations is None else [durations])
+    noise, said, core = FrameKeyedGenerator(seed, asked.rows, "sample"), asked.said, model.weights(weights)
+    frames = model.frames_of(seconds, 1)
     voice = core.voice(said)
     with model.speakable(said, seconds):
         reach(core.tts.decoder)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import math
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
-from torch.nn.functional import normalize, one_hot
+from torch.nn.functional import one_hot
 
 from genmodels.data.spec import Batch, DataSpec, TextCondition
 from genmodels.errors import InputError
 from genmodels.evaluation.likelihood import Likelihood
-from genmodels.models.base import GenerativeModel, Loss, Samples
+from genmodels.models.base import Loss, Samples
 from genmodels.models.build import construct
-from genmodels.models.mels import MelUnits, even_lengths
+from genmodels.models.mels import even_lengths
 from genmodels.models.optimizer import Optimizer
-from genmodels.models.texts import TextReader, noise_rows
+from genmodels.models.text_model import TextModel, Voices
 from genmodels.random import KeyedGenerator
 from genmodels.speech.measures import read_faults, words_of_tokens
 from genmodels.speech.tacotron import AttentionKind, Said, Spoken
@@ -28,31 +26,7 @@ from genmodels.speech.text_encoder import TextEncoder
 _FRAMES_A_SYMBOL, _FRAMES_MORE = 20, 100
 
 
-class Voices(nn.Module):
-    """The decoder and the vectors of its speakers, each of length one.
-
-    Arguments:
-        tacotron: encoder and decoder.
-        speakers: how many, 0 for a model of one voice.
-        channels: length of the vectors.
-    """
-
-    def __init__(self, tacotron: Decoder, speakers: int, channels: int):
-        super().__init__()
-        self.tacotron = tacotron
-        self.embedding = nn.Embedding(speakers, channels) if speakers else None
-
-    def voice(self, cond: TextCondition) -> Tensor | None:
-        """The vectors (B, channels) of the speakers of a batch."""
-        return None if self.embedding is None else normalize(self.embedding(cond.speaker), dim=1)
-
-    def forced(self, u: Tensor, cond: TextCondition, mask: Tensor, generator: KeyedGenerator) -> Said:
-        """Every frame of whitened mels from the true ones before it."""
-        memory = self.tacotron.remember(cond.tokens, cond.mask, self.voice(cond))
-        return self.tacotron(u, memory, generator, mask)
-
-
-class Tacotron(GenerativeModel):
+class Tacotron(TextModel):
     """Text to mel frame by frame, by an LSTM that looks at the text: what parallel models are compared with.
 
         p(x_t | x_<t, text) = prod_c exp(-|u_tc - m_tc| / b_c) / 2 b_c s,    u the whitened noisy mel
@@ -86,7 +60,6 @@ class Tacotron(GenerativeModel):
     """
 
     family = "tacotron"
-    takes_text = True
 
     def __init__(
         self,
@@ -102,16 +75,11 @@ class Tacotron(GenerativeModel):
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,
     ):
-        super().__init__(spec)
+        super().__init__(spec, noise=noise)
         self.save_hyperparameters(ignore=["spec"], logger=False)
-        if spec.text is None:
-            raise InputError(f"{spec.name} has no texts: model=tacotron is for data=speech with texts")
-        self.units = MelUnits(spec, noise=noise)
-        speakers = len(spec.speakers)
-        reader = construct(TextEncoder, len(spec.text["symbols"]), spec.event_shape[0],
-                           speaker_channels=speaker_channels if speakers else 0, **(encoder or {}))
+        reader = self.make_encoder(encoder, speaker_channels)
         decoder = construct(Decoder, reader, attention=attention, hidden=hidden, prenet=prenet, dropout=dropout)
-        self.core = Voices(decoder, speakers, speaker_channels)
+        self.core = Voices(len(spec.speakers), speaker_channels, tacotron=decoder)
         self.finish_setup(optimizer, ema_decay)
 
     def compiled_parts(self) -> list[nn.Module]:
@@ -124,14 +92,17 @@ class Tacotron(GenerativeModel):
         """Nats per cell of the noisy mel, each frame from the true ones before it, plus the stop's cross-entropy."""
         batch = even_lengths(batch)
         u, volume = self.units(batch, generator)
-        said = self.core.forced(u, batch.cond, batch.mask, generator)
+        said = self.forced(self.core, u, batch, generator)
         nll, stop = self.core.tacotron.loss(u, said, batch.mask)
-        nll = nll - volume / self._dims(batch)
+        nll = nll - volume / self.dims_of(batch)
         total = nll + stop
         return Loss(total.mean(), total, {"nll_per_dim": nll.detach(), "stop": stop.detach()})
 
-    def _dims(self, batch: Batch) -> Tensor:
-        return batch.mask.sum((1, 2)) * self.spec.event_shape[0]
+    def forced(self, core: Voices, u: Tensor, batch: Batch, generator: KeyedGenerator) -> Said:
+        """Every frame of whitened mels from the true ones before it."""
+        said = batch.cond
+        memory = core.tacotron.remember(said.tokens, said.mask, core.voice(said))
+        return core.tacotron(u, memory, generator, batch.mask)
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
         """log p(mel | text, number of frames) of mels with uniform noise, for one draw of the prenet's dropout.
@@ -141,20 +112,15 @@ class Tacotron(GenerativeModel):
             weights: `ema`, `raw`, or one of the decays kept.
             seed: seed of noise and dropout, which are keyed by (seed, item).
         """
-        batch, generator = self._keyed(batch, seed)
+        batch, generator = self.keyed(batch, seed)
         with torch.no_grad():
             u, volume = self.units(batch, generator)
             core = self.weights(weights)
-            said = core.forced(u, batch.cond, batch.mask, generator)
+            said = self.forced(core, u, batch, generator)
             nats = core.tacotron.log_prob(u, said, batch.mask) + volume
         made = {"estimate": "teacher forcing", "noise": self.units.noise, "seed": seed, "weights": str(weights),
                 "given": "text"}
-        return Likelihood(nats, "lower_bound", self._dims(batch), None, None, made, generator.index)
-
-    def _keyed(self, batch: Batch, seed: int) -> tuple[Batch, KeyedGenerator]:
-        batch = even_lengths(batch)
-        index = torch.arange(len(batch), device=batch.x.device) if batch.index is None else batch.index
-        return batch, KeyedGenerator(seed, index, "likelihood")
+        return Likelihood(nats, "lower_bound", self.dims_of(batch), None, None, made, generator.index)
 
     def sample(
         self,
@@ -194,16 +160,8 @@ class Tacotron(GenerativeModel):
                                          ("durations", durations is not None)) if given]  # fmt: skip
         if told:
             raise InputError(f"{told[0]}: a tacotron speaks as long as it speaks; model=glow_tts takes {told[0]}")
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
-        texts = [text] if isinstance(text, str) else list(text or self.spec.text["examples"])
-        if not texts:
-            raise InputError("this checkpoint carries no examples: give text=")
-        index = torch.arange(start, start + n)
-        said = TextReader(self.spec, on_unknown)([texts[k % len(texts)] for k in index.tolist()], cond)
-        rows = noise_rows(said, [k // len(texts) for k in index.tolist()])
-        noise = KeyedGenerator(seed, rows.to(self.device), "sample")
-        said = said.to(self.device)
+        asked = self.asked(n, start, text, cond, on_unknown)
+        noise, said = KeyedGenerator(seed, asked.rows, "sample"), asked.said
         most = max_frames or _FRAMES_A_SYMBOL * (said.tokens > 1).sum(1) + _FRAMES_MORE
         core = self.weights(weights)
         try:
@@ -211,17 +169,16 @@ class Tacotron(GenerativeModel):
                                           temperature=temperature, max_frames=most)
         except ValueError as error:
             raise InputError(str(error)) from error
-        broken_off = index[~spoken.stopped.cpu()].tolist()
+        broken_off = asked.index[~spoken.stopped].tolist()
         if broken_off:
             logging.getLogger(__name__).warning(
                 "%d of %d mels did not come to a stop and were broken off (samples %s)", len(broken_off), n,
                 ", ".join(map(str, broken_off[:8])))
-        x = self.units.inverse(spoken.mel).masked_fill(~spoken.mask, math.log(1e-5))
         # The token that the attention looked at, frame by frame; it may skip some, and come back to others.
         looked = one_hot(spoken.weights.argmax(1), said.tokens.shape[1]) * spoken.mask.mT
         made = {"sampler": "autoregressive", "seed": seed, "weights": str(weights), "temperature": temperature,
                 "not_stopped": broken_off, "words_missing_repeated": self._read(said, spoken)}
-        return Samples(x, said, index.to(self.device), made, mask=spoken.mask, durations=looked.sum(1))
+        return self.as_samples(spoken.mel, spoken.mask, looked.sum(1), asked, made)
 
     def _read(self, said: TextCondition, spoken: Spoken) -> list[list[int]]:
         """Words of each text that the attention never looked at, and that it came back to."""
@@ -239,17 +196,10 @@ class Tacotron(GenerativeModel):
     @torch.no_grad()
     def attended(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Tensor:
         """Where the attention looked at every frame of items, (B, N, T), fed with the true frames."""
-        batch, generator = self._keyed(batch, seed)
+        batch, generator = self.keyed(batch, seed)
         u, _ = self.units(batch, generator)
-        return self.weights(weights).forced(u, batch.cond, batch.mask, generator).weights
+        return self.forced(self.weights(weights), u, batch, generator).weights
 
-    def pictures(self) -> dict[str, Image.Image]:
-        """Alignments of a few validation items."""
-        from genmodels.evaluation.mel_pictures import alignments
-
-        loader = self.trainer.val_dataloaders
-        if loader is None:
-            return {}
-        batch = even_lengths(next(iter(loader)).rows(slice(0, 3)).to(self.device))
-        self.core.eval()  # dropout of the encoder would blur what has been learnt; the caller puts the mode back
-        return {"alignments": alignments(self.attended(batch), batch, self.spec)}
+    def seen_alignment(self, batch: Batch) -> Tensor:
+        """Where the attention looked."""
+        return self.attended(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,3 +108,55 @@ class TextReader:
         if isinstance(wanted, int) and 0 <= wanted < len(names):
             return wanted
         raise InputError(f"cond={wanted!r} is no speaker of this model: there are {', '.join(names)}")
+
+
+class Asked(NamedTuple):
+    """Texts that a model is to speak, one for each sample.
+
+    Attributes:
+        said: tokens and speakers.
+        index: numbers of the samples, (n,).
+        rows: what their noise is keyed by, (n,); see `noise_rows`.
+        which: the text that each sample is of.
+    """
+
+    said: TextCondition
+    index: Tensor
+    rows: Tensor
+    which: list[int]
+
+    def to(self, device: torch.device | str) -> Asked:
+        """The same on a device."""
+        return Asked(self.said.to(device), self.index.to(device), self.rows.to(device), self.which)
+
+    def durations(self, listed: Sequence[Sequence[int]] | None) -> Tensor | None:
+        """Frames (n, N) of every token as a user has listed them for each text; None for None."""
+        return None if listed is None else given_durations(self.said, listed, self.which)
+
+
+def ask(
+    spec: DataSpec, n: int, *, start: int = 0, text: str | Sequence[str] | None = None,
+    speaker: int | str | None = None, on_unknown: Literal["error", "drop"] = "error",
+) -> Asked:  # fmt: skip
+    """The texts of samples `start` .. `start + n - 1`, taken in turn; those that the data came with, if none are given.
+
+    Raises:
+        ValueError: for n below 1.
+        InputError: for texts that cannot be spoken, and where there are none.
+
+    Example:
+        >>> from genmodels.speech.text import CHARACTERS
+        >>> text = {"symbols": CHARACTERS, "blanks": False, "language": "en", "examples": ["a cab"]}
+        >>> found = ask(DataSpec("speech", (80, 9), mel={}, text=text), 3, start=1, text=["so", "ha"])
+        >>> found.index, found.which, bool(found.rows[0] == found.rows[2])
+        (tensor([1, 2, 3]), [1, 0, 1], False)
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    texts = [text] if isinstance(text, str) else list(text or spec.text["examples"])
+    if not texts:
+        raise InputError("this checkpoint carries no examples: give text=")
+    numbers = range(start, start + n)
+    which = [k % len(texts) for k in numbers]
+    said = TextReader(spec, on_unknown)([texts[k] for k in which], speaker)
+    return Asked(said, torch.tensor(numbers), noise_rows(said, [k // len(texts) for k in numbers]), which)

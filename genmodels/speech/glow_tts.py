@@ -97,6 +97,7 @@ class Aligned:
         log_durations: the predictor's, (B, N).
         scores: of every token and frame, (B, N, T).
         logdet: of the flow, (B,).
+        mu: means of the tokens, (B, n_mels, N).
     """
 
     best: Tensor
@@ -105,6 +106,7 @@ class Aligned:
     log_durations: Tensor
     scores: Tensor
     logdet: Tensor
+    mu: Tensor
 
 
 class Latent(NamedTuple):
@@ -147,7 +149,7 @@ class GlowTTS(nn.Module):
         scores = normal_scores(z, mu, log_sigma)
         found = monotonic_alignment_search(scores.detach(), text_mask, mask)
         best = torch.where(found.path, scores, 0).sum((1, 2)) + logdet
-        return Aligned(best, found.durations, found.path, self.durations(h, text_mask), scores, logdet)
+        return Aligned(best, found.durations, found.path, self.durations(h, text_mask), scores, logdet, mu)
 
     def loss(self, aligned: Aligned, mask: Tensor | None, text_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Nats per dimension (B,) along the best path, and the error of the log durations (B,)."""

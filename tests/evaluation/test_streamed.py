@@ -10,7 +10,7 @@ from genmodels.errors import InputError
 from genmodels.evaluation.sounding import sound_of
 from genmodels.evaluation.speaking import Manner, speak
 from genmodels.evaluation.streamed import speak_streamed
-from genmodels.models import streaming
+from genmodels.models import texts
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.streaming import stream_text
 from genmodels.models.tacotron import Tacotron
@@ -84,8 +84,8 @@ def test_seconds_speed_durations_and_speakers():
 
 def test_noise_of_another_take_is_seen(one_voice, monkeypatch):
     whole = speak(one_voice, TEXTS, Manner())
-    rows = streaming.noise_rows
-    monkeypatch.setattr(streaming, "noise_rows", lambda said, takes: rows(said, [take + 1 for take in takes]))
+    rows = texts.noise_rows
+    monkeypatch.setattr(texts, "noise_rows", lambda said, takes: rows(said, [take + 1 for take in takes]))
     pieces, _ = speak_streamed(one_voice, TEXTS, Manner(), None)
     with pytest.raises(AssertionError):
         same(pieces, whole)

@@ -82,7 +82,7 @@ def test_both_alignments_are_labelled_and_in_order():
     assert (marginal.nats <= best.nats + 1e-4).all()
     # The frame that makes a length even counts as data.
     assert marginal.dims.tolist() == [N_MELS * t for t in (10, 14, 6)]
-    with pytest.raises(ValueError, match="marginal or best"):
+    with pytest.raises(ValueError, match="one of marginal, best"):
         found.log_likelihood(data, alignment="viterbi")
 
 

@@ -1,0 +1,168 @@
+"""What every model of texts and mels has in common: its encoder, its speakers, the texts it is asked for, its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from genmodels.data.spec import Batch, DataSpec, TextCondition
+from genmodels.errors import InputError
+from genmodels.models.base import GenerativeModel, Samples
+from genmodels.models.build import construct
+from genmodels.models.mels import MelUnits, even_lengths, silent_beyond
+from genmodels.models.texts import Asked, ask
+from genmodels.random import KeyedGenerator
+from genmodels.speech.alignment import forward_sum
+from genmodels.speech.glow_tts import Aligned
+from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
+
+
+class Voices(nn.Module):
+    """The parts of a speaking model and the vectors of its speakers, each of length one.
+
+    Arguments:
+        speakers: how many, 0 for a model of one voice.
+        channels: length of the vectors.
+        parts: the modules of the model, by name.
+
+    Example:
+        >>> voices = Voices(2, 4, head=nn.Linear(4, 1))
+        >>> said = TextCondition(torch.ones(1, 1).long(), torch.ones(1, 1, 1).bool(), torch.tensor([1]))
+        >>> round(float(voices.voice(said).detach().norm()), 5), Voices(0, 4).voice(said)
+        (1.0, None)
+    """
+
+    def __init__(self, speakers: int, channels: int, **parts: nn.Module):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.embedding = nn.Embedding(speakers, channels) if speakers else None
+
+    def voice(self, cond: TextCondition) -> Tensor | None:
+        """The vectors (B, channels) of the speakers of a batch."""
+        return None if self.embedding is None else normalize(self.embedding(cond.speaker), dim=1)
+
+
+class TextModel(GenerativeModel):
+    """A model of mels that is told texts; a subclass adds its decoder and `seen_alignment`.
+
+    Arguments:
+        spec: the data set this model is built for, mels with texts.
+        noise: width of the noise in log-mel units.
+
+    Raises:
+        InputError: for data without texts or without mels.
+    """
+
+    takes_text = True
+
+    def __init__(self, spec: DataSpec, *, noise: float):
+        super().__init__(spec)
+        if spec.text is None:
+            raise InputError(f"{spec.name} has no texts: model={self.family} is for data=speech with texts")
+        self.units = MelUnits(spec, noise=noise)
+
+    def make_encoder(self, options: TextEncoder | dict | None, speaker_channels: int) -> TextEncoder:
+        """The text encoder of these options, told the speaker where there are several."""
+        return construct(TextEncoder, len(self.spec.text["symbols"]), self.spec.event_shape[0],
+                         speaker_channels=speaker_channels if self.spec.speakers else 0, **(options or {}))
+
+    def keyed(self, batch: Batch, seed: int) -> tuple[Batch, KeyedGenerator]:
+        """A batch to be judged, of even lengths, and its noise, which is keyed by item."""
+        return even_lengths(batch), KeyedGenerator(seed, batch.item_index, "likelihood")
+
+    def dims_of(self, batch: Batch) -> Tensor:
+        """How many cells of each item are valid, (B,)."""
+        return batch.mask.sum((1, 2)) * self.spec.event_shape[0]
+
+    # ---- samples ------------------------------------------------------------------------------------------------
+
+    def asked(
+        self, n: int, start: int, text: str | list[str] | None, cond: int | str | None, on_unknown: str
+    ) -> Asked:
+        """The texts of samples `start` .. `start + n - 1`, on this model's device; see `sample`."""
+        found = ask(self.spec, n, start=start, text=text, speaker=cond, on_unknown=on_unknown)
+        return found.to(self.device)
+
+    def as_samples(self, u: Tensor, mask: Tensor, durations: Tensor, asked: Asked, made: dict) -> Samples:
+        """Whitened mels as samples: in log units, silent where the mask is False."""
+        x = silent_beyond(self.units.inverse(u), mask, self.spec)
+        return Samples(x, asked.said, asked.index, made, mask=mask, durations=durations)
+
+    # ---- what is seen of it while it trains ---------------------------------------------------------------------
+
+    def seen_alignment(self, batch: Batch) -> Tensor:
+        """What a picture of the alignment shows of items of even lengths, (B, N, T)."""
+        raise NotImplementedError
+
+    def pictures(self) -> dict[str, Image.Image]:
+        """Alignments of a few validation items."""
+        from genmodels.evaluation.mel_pictures import alignments
+
+        loader = self.trainer.val_dataloaders
+        if loader is None:
+            return {}
+        batch = even_lengths(next(iter(loader)).rows(slice(0, 3)).to(self.device))
+        self.core.eval()  # dropout would blur what has been learnt; the caller puts the mode back
+        return {"alignments": alignments(self.seen_alignment(batch), batch, self.spec)}
+
+
+class AlignedModel(TextModel):
+    """A model of texts whose `core.tts` aligns mels by a monotonic search and predicts how long tokens last."""
+
+    def make_durations(self, encoder: TextEncoder, hidden: int) -> DurationPredictor:
+        """The predictor of durations that belongs to a text encoder."""
+        return DurationPredictor(encoder.channels, hidden=hidden)
+
+    def align(self, core: Voices, u: Tensor, batch: Batch) -> Aligned:
+        """Whitened mels against their texts.
+
+        Raises:
+            InputError: for more tokens than frames, naming the items.
+        """
+        said = batch.cond
+        try:
+            return core.tts.align(u, said.tokens, batch.mask, said.mask, core.voice(said))
+        except ValueError as error:
+            items = [] if batch.index is None else batch.index.tolist()
+            raise InputError(f"{error} (items {items} of {self.spec.name})") from error
+
+    @torch.no_grad()
+    def aligned(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Aligned:
+        """Items against their texts: the best path, its durations, and the scores of all."""
+        batch, noise = self.keyed(batch, seed)
+        return self.align(self.weights(weights), self.units(batch, noise)[0], batch)
+
+    def posterior(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Tensor:
+        """(B, N, T) probability that a frame belongs to a token, given mel and text: the gradient of the sum."""
+        batch = even_lengths(batch)
+        scores = self.aligned(batch, weights, seed).scores.requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(forward_sum(scores, batch.cond.mask, batch.mask).sum(), scores)[0]
+
+    def seen_alignment(self, batch: Batch) -> Tensor:
+        """The posterior of the alignment."""
+        return self.posterior(batch)
+
+    def frames_of(self, seconds: float | None, n: int) -> Tensor | None:
+        """The frames (n,) that hold so many seconds of sound; None for None."""
+        if seconds is None:
+            return None
+        if not seconds > 0:
+            raise InputError(f"seconds must be positive, got {seconds}")
+        samples = round(seconds * self.spec.mel["sample_rate"])
+        return torch.full((n,), -(-samples // self.spec.mel["hop"]), device=self.device)
+
+    @contextmanager
+    def speakable(self, said: TextCondition, seconds: float | None) -> Iterator[None]:
+        """What a decoder refuses, as an InputError that says which time would be enough."""
+        try:
+            yield
+        except ValueError as error:
+            lasting = said.tokens.shape[1] * self.spec.mel["hop"] / self.spec.mel["sample_rate"]
+            raise InputError(f"{error}{'' if seconds is None else f'; seconds={lasting:.2f} is enough'}") from error
