@@ -113,12 +113,36 @@ def _read_npz(path: Path) -> dict[str, np.ndarray | MappedArray]:
 
 def _read_table(path: Path) -> dict[str, np.ndarray]:
     with open(path, encoding="utf-8-sig") as file:
-        lines = [line for line in file if line.strip()]
+        lines = {number: line for number, line in enumerate(file, 1) if line.strip()}
     if not lines:
         raise InputError(f"data.file={path} is empty")
-    delimiter = next((mark for mark in (",", ";", "\t") if mark in lines[0]), None)
-    header = not all(_is_number(cell) for cell in lines[0].split(delimiter))
-    return {"arr_0": np.loadtxt(lines[header:], delimiter=delimiter, ndmin=2, comments=None)}
+    first = next(iter(lines))
+    delimiter = next((mark for mark in (",", ";", "\t") if mark in lines[first]), None)
+    heading = [cell.strip() for cell in lines[first].split(delimiter)]
+    if all(map(_is_number, heading)):
+        heading = []
+    else:
+        del lines[first]
+    try:
+        return {"arr_0": np.loadtxt(list(lines.values()), delimiter=delimiter, ndmin=2, comments=None)}
+    except ValueError as error:
+        cells = {number: line.split(delimiter) for number, line in lines.items()}
+        raise InputError(f"data.file={path}{_fault(cells, heading) or f' cannot be read: {error}'}") from None
+
+
+def _fault(lines: dict[int, list[str]], heading: list[str]) -> str | None:
+    """What is wrong with the first cell that is no number, or the first line of another length."""
+    width = len(heading or next(iter(lines.values())))
+    for number, cells in lines.items():
+        if len(cells) != width:
+            return f", line {number}: {len(cells)} cells, where the table has {width} columns"
+        for column, cell in enumerate(map(str.strip, cells), 1):
+            if not _is_number(cell):
+                name = f" ({heading[column - 1]})" if heading else ""
+                found = f"{cell!r} is no number" if cell else "the cell is empty"
+                return f", line {number}, column {column}{name}: {found}; a table holds numbers alone, complete it or " \
+                       "leave that column or line out"
+    return None
 
 
 def _is_number(text: str) -> bool:

@@ -207,8 +207,11 @@ def test_bad_files_give_one_line(tmp_path):
     assert "cannot be read" in line("cut.npz", (tmp_path / "cut.npz").read_bytes()[:-400])
     content = bytearray((tmp_path / "cut.npz").read_bytes())
     assert "is empty" in line("a.csv", b"\n")
-    assert "could not convert string" in line("b.csv", b"a,b\n1,2\n3,x\n")
-    assert "columns changed" in line("c.csv", b"a,b\n1,2\n3\n")
+    assert "b.csv, line 4, column 2 (b): 'x' is no number" in line("b.csv", b"a,b\n\n1,2\n3, x\n")
+    assert "b.csv, line 2: 3 cells, where the table has 2 columns" in line("b.csv", b"1,2\n3,4,\n")
+    assert "b.csv, line 2, column 3 (c): the cell is empty" in line("b.csv", b"a,b,c\n1,2,\n")
+    assert "c.csv, line 3: 1 cells, where the table has 2 columns" in line("c.csv", b"a,b\n1,2\n3\n")
+    assert "d.txt, line 2, column 1: 'NA' is no number" in line("d.txt", b"1 2\nNA 4\n")
     np.savez_compressed(tmp_path / "flipped.npz", x=RNG.normal(size=(100, 10)))
     content = bytearray((tmp_path / "flipped.npz").read_bytes())
     content[len(content) // 2] ^= 255
