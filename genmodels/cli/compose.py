@@ -91,7 +91,11 @@ class Composer:
 
     def _checked(self, parsed: list[Override]) -> dict:
         plain = self._plain(parsed)
-        return self.schema(parsed, plain).check(plain)
+        config = self.schema(parsed, plain).check(plain)
+        if config.get("seed", 0) < 0:
+            # Elsewhere -1 means another seed every time; here it would be one like any other.
+            raise InputError(f"seed must be at least 0, got {config['seed']}: a seed always gives the same, choose one")
+        return config
 
     def schema(self, parsed: list[Override], config: dict) -> Schema:
         """What this command takes, aware of where each key was set and of the packages the user trusts."""

@@ -41,6 +41,8 @@ class DataModule(pl.LightningDataModule):
             raise InputError(f"data.batch_size must be at least 1, got {batch_size}")
         if num_workers < 0:
             raise InputError(f"data.num_workers must be at least 0, got {num_workers}")
+        if seed < 0:
+            raise InputError(f"data.seed must be at least 0, got {seed}")
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
         self.order_seed = 0
         self._loaded: tuple[DataSpec, dict[str, BatchDataset]] | None = None

@@ -91,6 +91,8 @@ WORDS = [
     (["train", "model=dppm"], "unknown model 'dppm'"),
     (["sample"], "ckpt is missing"),
     (["sample", "ckpt=a", "n=abc"], "n must be an integer or null, got 'abc'"),
+    (["train", "seed=-1"], "seed must be at least 0, got -1"),
+    (["sample", "ckpt=a", "seed=-1"], "seed must be at least 0, got -1"),
     (["evaluate", "ckpt=a", "split=tset"], "did you mean 'test'?"),
     (["info"], "ckpt is missing"),
     (["info", "--ful"], "did you mean '--full'?"),

@@ -57,3 +57,5 @@ def test_bad_options():
         Toy(set="pinweel")
     with pytest.raises(InputError, match="data.n_val must be at least 1, got 0"):
         Toy(n_val=0)
+    with pytest.raises(InputError, match="data.seed must be at least 0, got -1"):
+        Toy(seed=-1)
