@@ -108,22 +108,31 @@ def write_samples(samples, spec: DataSpec, target: Path) -> list[str]:
 
 
 def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
-    """Each mel as sound (.wav, by Griffin-Lim) and as a picture (.png) in a folder."""
+    """Each mel as sound (.wav, by Griffin-Lim) and as a picture (.png) in a folder.
+
+    A mel beyond what numbers of sound can hold, as models make before they have learnt anything, has a picture only,
+    and a line that says so.
+    """
     from genmodels.evaluation.mel_pictures import mel_image
     from genmodels.evaluation.sounding import sound_of
     from genmodels.speech.audio import write_wav
     from genmodels.speech.mel import MelConfig
     from genmodels.speech.vocoder import GriffinLim
 
-    config = MelConfig(**spec.mel)
+    config, silent = MelConfig(**spec.mel), []
     for k, mel in enumerate(samples.x):
         mel = mel if samples.mask is None else mel[:, samples.mask[k, 0]]
         label = {} if samples.cond is None else {"cond": int(samples.cond[k])}
         number, held = int(samples.index[k]), io.BytesIO()
-        write_wav(held, sound_of(mel, GriffinLim(config), number), config.sample_rate)
-        write_whole(target / f"{number:06d}.wav", lambda file, held=held: file.write(held.getvalue()))
+        wave = sound_of(mel, GriffinLim(config), number) if bool(mel.isfinite().all()) else None
+        if wave is None or not bool(wave.isfinite().all()):
+            silent.append(f"sample {number} has no .wav: its mel goes up to {float(mel.max()):.4g} in log units, louder "
+                          "than any sound; train longer, or lower temperature=")
+        else:
+            write_wav(held, wave, config.sample_rate)
+            write_whole(target / f"{number:06d}.wav", lambda file, held=held: file.write(held.getvalue()))
         save_png(mel_image(mel, 4, 2), target / f"{number:06d}.png", samples.made | {"index": number} | label)
-    return [f"{len(samples.x)} samples as .wav and .png: {target}"]
+    return [f"{len(samples.x)} samples as .wav and .png: {target}", *silent]
 
 
 def write_path(samples, spec: DataSpec, target: Path) -> str:

@@ -192,6 +192,9 @@ def write_spoken(
         start = time.monotonic()
         vocoder = vocoder_of(manner.vocoder, config) if vocoder is None else vocoder
         told.wave = sound_of(told.mel, vocoder, manner.seed, manner.seconds)
+        if not bool(told.wave.isfinite().all()):
+            raise RunError(f"the mel of this text goes up to {float(told.mel.max()):.4g} in log units, louder than any "
+                           f"sound: train longer, or lower temperature=; out={target.with_suffix('.npz')} keeps it")
         took = f" ({SPOKEN[manner.vocoder]} took {time.monotonic() - start:.1f} s)"
     held = io.BytesIO()
     factor = write_wav(held, told.wave, config.sample_rate)

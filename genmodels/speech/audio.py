@@ -76,8 +76,10 @@ def write_wav(path: str | Path | BinaryIO, wave: Tensor, sample_rate: int) -> fl
 
     Returns the factor it was multiplied by, 1 where it fitted.
     """
-    if wave.dim() != 1 or not bool(wave.isfinite().all()):
-        raise ValueError(f"sound to write is finite and of shape (N,), got {tuple(wave.shape)}")
+    if wave.dim() != 1:
+        raise ValueError(f"sound to write has shape (N,), got {tuple(wave.shape)}")
+    if not bool(wave.isfinite().all()):
+        raise ValueError(f"sound to write is finite, but {int((~wave.isfinite()).sum())} of {len(wave)} values are not")
     peak = float(wave.abs().max()) if len(wave) else 0.0
     factor = 1.0 if peak <= 1 else 1 / peak
     samples = (wave.detach().double().cpu() * (factor * (2**15 - 1))).round().to(torch.int16)

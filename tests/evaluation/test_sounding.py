@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
 import torch
 
+from genmodels.data.spec import DataSpec
 from genmodels.errors import InputError
+from genmodels.evaluation.sampling import write_sounds
 from genmodels.evaluation.sounding import phases, sound_of, vocoder_of
+from genmodels.models.base import Samples
 from genmodels.speech.mel import MelConfig
 from genmodels.speech.vocoder import GriffinLim
 
@@ -52,3 +56,13 @@ def test_the_seed_is_that_of_the_phases():
     one, same, other = (sound_of(mel, vocoder, seed) for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.allclose(one, other)
     assert torch.equal(one, vocoder(mel, phases(1)))
+
+
+def test_a_mel_too_loud_for_a_sound_has_a_picture_and_a_line_and_the_others_their_sound(tmp_path):
+    mels = torch.full((3, 80, 12), -4.0)
+    mels[1] = 900.0  # exp of it is beyond float32
+    spec = DataSpec("mels", (80, 12), mel=dataclasses.asdict(MelConfig()))
+    told = write_sounds(Samples(mels, None, torch.tensor([4, 5, 6]), {"seed": 0}), spec, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "000004.png", "000004.wav", "000005.png", "000006.png", "000006.wav"]  # fmt: skip
+    assert len(told) == 2 and told[1].startswith("sample 5 has no .wav: its mel goes up to 900 in log units")
