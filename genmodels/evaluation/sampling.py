@@ -126,8 +126,8 @@ def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
         number, held = int(samples.index[k]), io.BytesIO()
         wave = sound_of(mel, GriffinLim(config), number) if bool(mel.isfinite().all()) else None
         if wave is None or not bool(wave.isfinite().all()):
-            silent.append(f"sample {number} has no .wav: its mel goes up to {float(mel.max()):.4g} in log units, louder "
-                          "than any sound; train longer, or lower temperature=")
+            silent.append(f"sample {number} has no .wav: its mel goes up to {float(mel.max()):.4g} in log units, "
+                          "louder than any sound; train longer, or lower temperature=")
         else:
             write_wav(held, wave, config.sample_rate)
             write_whole(target / f"{number:06d}.wav", lambda file, held=held: file.write(held.getvalue()))
