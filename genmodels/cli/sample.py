@@ -69,7 +69,8 @@ def run(
             (hifigan) or many (hifigan_universal).
         stream: speak piece by piece, and tell when the first one was there; the result is the same.
         chunk: frames of a piece, 64 by default.
-        temperature: scale of the noise, 1 for the model's own distribution, which is the default but for texts: 0.667.
+        temperature: scale of the noise, 1 for the model's own distribution, which is the default but for texts: 0.667,
+            and 0 for model=tacotron.
         sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m or unipc for diffusion; annealed, hmc, mala or ula for energies;
             predictor_corrector or annealed_langevin for scores.
         steps: number of sampling steps: of a diffusion or a chain, densities of `annealed`, noise levels of scores.
@@ -125,13 +126,17 @@ def run(
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
     manner = {"speed": speed, "seconds": seconds, "durations": durations, "pause": pause, "on_unknown": on_unknown}
     manner |= {"vocoder": vocoder}
+    options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "churn": churn, "clip": clip}
+    options |= {"guidance": guidance, "guidance_rescale": guidance_rescale, "guidance_interval": guidance_interval}
+    options |= {"rounds": rounds, "strength": strength, "step_size": step_size, "size": size}
+    options = {key: value for key, value in options.items() if value is not None}
     if model.spec.text is not None:
         from genmodels.cli.say import say
 
         spoken = {"text": text, "text_file": text_file, "n": n, "start": start, "out": out}
         spoken |= {"chunk": (chunk or 64) if stream else None}
         manner |= {"speaker": cond, "temperature": temperature, "seed": seed, "weights": weights_of(ema)}
-        for line in say(model, header, ckpt_path, spoken, manner):
+        for line in say(model, header, ckpt_path, spoken, manner, options):
             print(line)
         return
     only = {"text": text, "text_file": text_file, "stream": stream or None} | manner
@@ -139,10 +144,6 @@ def run(
     if unspoken:
         raise InputError(f"{unspoken[0]} is for models of speech with texts: {ckpt_path} holds a {header['family']}")
     n, temperature = 64 if n is None else n, 1.0 if temperature is None else temperature
-    options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "churn": churn, "clip": clip}
-    options |= {"guidance": guidance, "guidance_rescale": guidance_rescale, "guidance_interval": guidance_interval}
-    options |= {"rounds": rounds, "strength": strength, "step_size": step_size, "size": size}
-    options = {key: value for key, value in options.items() if value is not None}
     given = {"cond": cond} | options | {"inpaint": inpaint, "mask": mask, "edit": edit}
     given |= {"temperature": None if temperature == 1 else temperature, "ema": None if ema is True else ema}
     target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec, given)

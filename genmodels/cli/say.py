@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from pathlib import Path
 
 from genmodels.errors import InputError
 
 
-def say(model, header: dict, ckpt_path, asked: dict, manner: dict) -> list[str]:
+def say(model, header: dict, ckpt_path, asked: dict, manner: dict, options: dict) -> list[str]:
     """Speak texts (the checkpoint's own examples, if there are none) and write them; what to tell the user.
+
+    Arguments:
+        model, header, ckpt_path: the checkpoint.
+        asked: which texts, how many takes, where to.
+        manner: arguments of `Manner`, None for those that nobody gave.
+        options: further ones of the model's `sample`.
 
     Raises:
         InputError: for texts that cannot be spoken, or files that cannot be read.
@@ -20,6 +27,10 @@ def say(model, header: dict, ckpt_path, asked: dict, manner: dict) -> list[str]:
     from genmodels.speech.mel import MelConfig
     from genmodels.training.archive import checkpoint_hash
 
+    known = inspect.signature(model.sample).parameters
+    for key in options:
+        if key not in known:
+            raise InputError(f"{key}: {header['family']} has no such option of sampling")
     if asked["text"] is not None and asked["text_file"] is not None:
         raise InputError("text and text_file: give one of the two")
     texts, takes = asked["text"], 1 if asked["n"] is None else asked["n"]
@@ -35,7 +46,7 @@ def say(model, header: dict, ckpt_path, asked: dict, manner: dict) -> list[str]:
     given = {key: value for key, value in manner.items() if value is not None}
     if "durations" in given:
         given["durations"] = read_durations(Path(given["durations"]))
-    how = Manner(**given)
+    how = Manner(**given, options=options)
     out = None if asked["out"] is None else Path(asked["out"])
     silent = out is not None and out.suffix.lower() == ".npz"
     # Made before anything is spoken, so that what it refuses is said at once.

@@ -142,11 +142,10 @@ def _precision(trial: Trial) -> Iterator[Proof]:
 
 
 def _parts(trial: Trial) -> Iterator[Proof]:
-    """Prior, terms and reconstruction add up to the bound; strata estimate what all terms give."""
+    """The named parts add up to the bound; strata estimate what all terms give."""
     found = trial.judge()
     total = sum(part.double() for part in found.parts.values())
-    volume = 0.0 if trial.model.spec.levels is not None else float(trial.model.scale.double().log().sum())
-    error = _largest((total + found.nats + volume) / trial.model.spec.dims)
+    error = _largest((total + found.nats) / trial.model.spec.dims)
     yield Proof.below("prior + terms + reconstruction = bound", error, 1e-6, "nats per dimension")
     terms = trial.model.num_steps - 1
     few = trial.batch.rows(slice(0, 4))

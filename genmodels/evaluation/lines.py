@@ -18,6 +18,7 @@ from genmodels.evaluation.opened import Opened
 from genmodels.models.load import weights_of
 
 _AUTO_BUDGET = 100_000  # network evaluations that `draws=auto` spends on a bound, as far as 5 to 100 strata allow
+_TEXT_BUDGET = 6_400_000  # scalars of mels with texts that it sends through the network instead
 _ODE_BUDGET = 50_000  # scalars of vectors that `ode=auto` follows
 _IMPORTANCE_SAMPLES = (1, 8)
 
@@ -44,15 +45,19 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
     if "draws" in known:
         draws = request.draws
         if draws == "auto":
-            draws = automatic_draws(opened.items, model.num_steps - 1, request.replicates)
+            texts = model.spec.text is not None
+            budget = _TEXT_BUDGET // model.spec.dims if texts else _AUTO_BUDGET
+            draws = automatic_draws(opened.items, model.num_steps - 1, request.replicates, budget)
         if isinstance(draws, int) and draws >= model.num_steps:
             raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the bound, got {draws}")
         own = {"draws": None if draws == "all" else draws, "replicates": request.replicates}
+        if "alignment" in known:  # the other one, along the best path, would be ranked beside bounds on the sum
+            own["alignment"] = "marginal"
         if request.bound in ("discrete", "both"):
             lines.append(Line("bound", "log_likelihood", options | own))
         if request.bound in ("continuous", "both"):
             lines.append(Line("bound, continuous time", "log_likelihood", options | own | {"bound": "continuous"}))
-    if "alignment" in known:
+    elif "alignment" in known:
         lines += [Line("given the text", "log_likelihood", options | {"alignment": "marginal"}),
                   Line("along the best alignment", "log_likelihood", options | {"alignment": "best"})]
     if "normaliser" in known:
@@ -103,16 +108,16 @@ def _nobody(name: str, families: str, models: Sequence[Opened]) -> InputError:
     return InputError(f"{name} is for {families}: {held}")
 
 
-def automatic_draws(items: int, terms: int, replicates: int) -> int | str:
+def automatic_draws(items: int, terms: int, replicates: int, budget: int = _AUTO_BUDGET) -> int | str:
     """`all` terms of a bound where that is cheap, else the number of strata that fits the budget, from 5 to 100.
 
     Example:
         >>> automatic_draws(50, 999, 2), automatic_draws(360, 999, 2), automatic_draws(10_000, 999, 2)
         ('all', 100, 5)
     """
-    if items * terms <= _AUTO_BUDGET:
+    if items * terms <= budget:
         return "all"
-    return min(terms, max(5, min(100, _AUTO_BUDGET // (items * replicates))))
+    return min(terms, max(5, min(100, budget // (items * replicates))))
 
 
 def chosen_partition(given: dict, limited: bool) -> dict:

@@ -29,13 +29,12 @@ def prove_diffusion(
 ) -> Findings:
     """The laws of its noise schedule, denoiser and usual samplers, then what holds of the model as a whole."""
     _begin(model, initial)
-    core = model.core
-    cond = batch.cond if model.num_classes is not None else None
+    denoiser, cond = model.told(batch)
     drawn = {"draws": min(_DRAWN["draws"], model.num_steps - 1), "replicates": _DRAWN["replicates"]}
-    shape = tuple(batch.x.shape[1:])
+    shape = tuple(batch.x.shape[1:]) if model.spec.text is None else (model.spec.event_shape[0], cond.shape[2])
     return _told(options, [
-        ("schedule", lambda: check_schedule(core.schedule)),
-        ("denoiser", lambda: check_denoiser(core, shape, cond=cond, seed=options.seed)),
+        ("schedule", lambda: check_schedule(denoiser.schedule)),
+        ("denoiser", lambda: check_denoiser(denoiser, shape, cond=cond, seed=options.seed)),
         ("DPM-Solver++", lambda: check_sampler(DPMSolverPP2MSampler())),
         ("DDPM", lambda: check_sampler(DDPMSampler())),
         ("model", lambda: _of_model(model, batch, options, drawn)),

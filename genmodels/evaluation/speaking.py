@@ -24,6 +24,7 @@ from genmodels.speech.streaming import Vocoder
 from genmodels.training.archive import write_whole
 
 _TOGETHER = 16  # sentences in one pass
+_MADE = ("sampler", "steps", "eta", "churn", "temperature")  # what files say of how a mel was sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +33,21 @@ class Manner:
 
     Arguments:
         speaker: name or number; None for the first.
-        temperature: factor of the latent's deviation.
+        temperature: factor of the noise's deviation; None for what the model usually has.
         speed: above 1 is faster.
         seconds: total time of a text, which is then spoken as one sentence.
         pause: seconds of silence between sentences, where no mark `[pause=0.3]` says otherwise.
         durations: for each sentence the frames of its tokens, instead of predicted ones.
         vocoder: one of `genmodels.evaluation.sounding.VOCODERS`.
         seed, weights, on_unknown: see the model's `sample`.
+        options: what else the model's `sample` is told, such as sampler and steps of a diffusion.
 
     Raises:
         InputError: for a pause that is negative, or a vocoder that does not exist.
     """
 
     speaker: int | str | None = None
-    temperature: float = 0.667
+    temperature: float | None = None
     speed: float = 1.0
     seconds: float | None = None
     pause: float = 0.2
@@ -54,6 +56,7 @@ class Manner:
     seed: int = 0
     weights: str | float = "ema"
     on_unknown: str = "error"
+    options: dict = field(default_factory=dict)
 
     def __post_init__(self):
         if not self.pause >= 0:
@@ -65,8 +68,8 @@ class Manner:
     def of_model(self) -> dict:
         """What of it a model's `sample` is told."""
         own = ("temperature", "speed", "seconds", "durations", "seed", "weights", "on_unknown")
-        return {name: getattr(self, name) for name in own}
-
+        told = {name: getattr(self, name) for name in own} | self.options
+        return {name: value for name, value in told.items() if name != "temperature" or value is not None}
 
 
 @dataclass
@@ -79,6 +82,7 @@ class Spoken:
         gaps: frames of silence before each of them.
         mel: all of them with pauses between, (n_mels, T).
         wave: the sound (N,), None before a vocoder has run.
+        made: how the mel was sampled: sampler, steps, temperature.
     """
 
     text: str
@@ -86,6 +90,7 @@ class Spoken:
     gaps: list[int] = field(default_factory=list)
     mel: Tensor | None = None
     wave: Tensor | None = None
+    made: dict = field(default_factory=dict)
 
 
 def in_parts(texts: Sequence[str], manner: Manner, mel: dict) -> list[list[tuple[str, int]]]:
@@ -138,7 +143,8 @@ def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start:
             own, mels = mels[: len(parts)], mels[len(parts) :]
             gaps = [gap for _, gap in parts]
             pieces = [piece for part, gap in zip(own, gaps, strict=True) for piece in (silence(part[3], gap), part[3])]
-            found.append(Spoken(text, own, gaps, torch.cat(pieces, 1)))
+            made = {key: drawn.made[key] for key in _MADE if key in drawn.made}
+            found.append(Spoken(text, own, gaps, torch.cat(pieces, 1), made=made))
     return found
 
 
@@ -180,8 +186,8 @@ def write_spoken(
         vocoder: that of `manner`, if it is loaded already; used where the text has no sound yet.
     """
     config = MelConfig(**spec.mel)
-    about = {"text": told.text, "seed": manner.seed, "temperature": manner.temperature, "speed": manner.speed,
-             "vocoder": manner.vocoder, **made}
+    about = {"text": told.text, "seed": manner.seed, **told.made, "speed": manner.speed, "vocoder": manner.vocoder,
+             **made}
     if target.suffix.lower() == ".npz":
         arrays = {"mel": told.mel.numpy(), "tokens": np.concatenate([part[1] for part in told.parts]),
                   "durations": np.concatenate([part[2] for part in told.parts]), "made": json.dumps(about, default=str)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -47,6 +48,7 @@ def speech_of(frame: Frame) -> dict:
                                                    recogniser)}
 
     settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None}
+    settings |= {key: value for key in ("sampler", "steps") if (value := getattr(request, key)) is not None}
     return frame.once("speech", settings, compute)
 
 
@@ -76,6 +78,9 @@ def _spoken(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[di
     options = {"seed": request.seed, "weights": weights_of(request.ema)}
     if request.temperature != 1:  # else the model's own, which for speech is below 1
         options["temperature"] = request.temperature
+    known = inspect.signature(model.sample).parameters
+    chosen = {"sampler": request.sampler, "steps": request.steps}
+    options |= {key: value for key, value in chosen.items() if value is not None and key in known}
     speakers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
     model.sample(1, speakers[0], text=texts[0], **options)  # what is made at the first call is not timed
     spoken, seconds, outcomes = [], [], []

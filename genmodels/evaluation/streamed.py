@@ -10,7 +10,7 @@ from torch import Tensor
 
 from genmodels.evaluation.sounding import FLOOR, phases
 from genmodels.evaluation.speaking import Manner, Spoken, in_parts
-from genmodels.models.streaming import stream_text
+from genmodels.models.streaming import check_streams, stream_text
 from genmodels.models.texts import TextReader
 from genmodels.speech.streaming import Vocoder, collect, stream_sound
 
@@ -26,6 +26,7 @@ def speak_streamed(
     Raises:
         InputError: for texts or models that cannot be streamed.
     """
+    check_streams(model)
     split = in_parts(texts, manner, model.spec.mel)
     listed = iter(manner.durations or [None] * sum(map(len, split)))
     durations = [[next(listed) for _ in parts] for parts in split]
@@ -65,6 +66,7 @@ def _mels(
             pieces.append(piece.cpu())
             yield pieces[-1]
         told.gaps.append(gap)
+        told.made = said.made
         told.parts.append((reader.normal_form(sentence), said.tokens, said.durations, torch.cat(pieces, 1)))
 
 

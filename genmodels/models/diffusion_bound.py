@@ -10,6 +10,7 @@ from torch import Tensor
 
 from genmodels.data.spec import Batch
 from genmodels.diffusion import ElboTerms, continuous_elbo, elbo
+from genmodels.diffusion.denoiser import AtAnyTime
 from genmodels.evaluation.likelihood import Likelihood, Profile
 from genmodels.flows.boundary import one_of
 from genmodels.random import KeyedGenerator
@@ -75,11 +76,17 @@ class DiffusionBound:
         )
         made |= {"noise": self.noise} if self.noise else {}
         made |= {"variance": self.variance, "weights": str(weights), "seed": seed}
-        volume = 0.0 if self.spec.levels is not None else self._log_scale(batch.mask)
+        parts = out.parts
+        if self.spec.levels is None:
+            parts["scale"] = self._log_scale(batch.mask).expand(len(index))
         return Likelihood(
-            out.nats - volume, "lower_bound", self._dims(batch), self.spec.levels, out.stderr, made, index,
-            parts=out.parts, profile=profile,
+            -sum(parts.values()), "lower_bound", self._dims(batch), self.spec.levels, out.stderr, made, index,
+            parts=parts, profile=profile,
         )
+
+    def told(self, batch: Batch) -> tuple[AtAnyTime, Tensor | None]:
+        """The denoiser, and what it is told of a batch beside the noisy data."""
+        return self.core, self._cond(batch)
 
     def bounded(
         self, denoiser, x0: Tensor, cond: Tensor | None, mask: Tensor | None, generator: KeyedGenerator, *,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from genmodels.errors import InputError
+from genmodels.models.base import GenerativeModel
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.random import FrameKeyedGenerator
 from genmodels.speech.streaming import reach, stream_latent
@@ -17,12 +18,19 @@ from genmodels.speech.streaming import reach, stream_latent
 class StreamedText(NamedTuple):
     """A text on its way: tokens and their frames, which are known at once, and the pieces `(n_mels, chunk)` of its mel.
 
-    A piece is computed when it is asked for.
+    A piece is computed when it is asked for; `made` says how, as of `Samples`.
     """
 
     tokens: list[int]
     durations: list[int]
     pieces: Iterator[Tensor]
+    made: dict
+
+
+def check_streams(model: GenerativeModel) -> None:
+    """Raise an InputError for a model whose mels are not made piece by piece."""
+    if not isinstance(model, GlowTTS):
+        raise InputError(f"stream: a {model.family} has no mel to give before it is whole; model=glow_tts has")
 
 
 @torch.no_grad()
@@ -63,8 +71,7 @@ def stream_text(
         >>> [piece.shape[1] for piece in found.pieces]
         [8, 8, 6]
     """
-    if not isinstance(model, GlowTTS):
-        raise InputError(f"stream: a {model.family} has no mel to give before it is whole; model=glow_tts has")
+    check_streams(model)
     if chunk < 1:
         raise InputError(f"chunk is a number of frames, at least 1, got {chunk}")
     asked = model.asked(1, take, text, cond, on_unknown)
@@ -77,4 +84,5 @@ def stream_text(
         drawn = core.tts.latent(said.tokens, None, voice, generator=noise, temperature=temperature, speed=speed,
                                 frames=frames, durations=given)
     pieces = (model.units.inverse(piece) for piece in stream_latent(core.tts, drawn, voice, chunk=chunk))
-    return StreamedText(said.tokens[0].tolist(), drawn.durations[0].tolist(), pieces)
+    made = {"sampler": "inverse", "temperature": temperature}
+    return StreamedText(said.tokens[0].tolist(), drawn.durations[0].tolist(), pieces, made)
