@@ -67,6 +67,8 @@ class GenerativeModel(pl.LightningModule):
     tolerates_tf32 = True
     #: Whether it is told texts; other models are refused data with them.
     takes_text = False
+    #: Whether it is told the class of an item; a subclass sets it as its options and its data say.
+    conditional = False
     #: Whether a conditional model also knows what holds for all classes, told by `cond=None`.
     has_null_class = False
     core: nn.Module
@@ -153,8 +155,23 @@ class GenerativeModel(pl.LightningModule):
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes the model is conditioned on, None for an unconditional model."""
-        return None
+        """Number of classes the model is told, None for an unconditional one."""
+        return self.spec.num_classes if self.conditional else None
+
+    def _cond(self, batch: Batch) -> Tensor | None:
+        return batch.cond if self.conditional else None
+
+    def numbered(self, n: int, start: int) -> Tensor:
+        """The numbers `start` .. `start + n - 1` of samples, (n,) int64 on this model's device.
+
+        Raises:
+            ValueError: for no sample at all, or a number below 0.
+        """
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        if start < 0:
+            raise ValueError(f"start must be at least 0, got {start}")
+        return torch.arange(start, start + n, device=self.device)
 
     # ---- Lightning's hooks --------------------------------------------------------------------------------------
 

@@ -117,11 +117,6 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         self.register_buffer("scale", torch.ones(spec.event_shape))
         self.finish_setup(optimizer, ema_decay)
 
-    @property
-    def num_classes(self) -> int | None:
-        """Number of classes the network is told, None for an unconditional model."""
-        return self.spec.num_classes if self.conditional else None
-
     # ---- between the data's units and the network's --------------------------------------------------------------
 
     def initialize(self, batch: Batch) -> None:
@@ -156,9 +151,6 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
     def _entered(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
         """The batch as the network sees it, zero where it is padded."""
         return hide(self.encode(self._filled(batch, generator)), batch.mask)
-
-    def _cond(self, batch: Batch) -> Tensor | None:
-        return batch.cond if self.conditional else None
 
     def _hidden(self, cond: Tensor | None, generator: KeyedGenerator) -> Tensor | None:
         """The condition with some of its classes hidden: replaced by the null class (Ho and Salimans 2022)."""

@@ -100,12 +100,10 @@ class DiffusionSampling(DiffusionCourse):
                 their usual length when nothing is said.
             progress: called after every step with the number of steps done and their total.
         """
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
+        index = self.numbered(n, start)
         if temperature < 0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
         self._check_material(known, keep, edit, size)
-        index = torch.arange(start, start + n, device=self.device)
         generator = KeyedGenerator(seed, index, "sample")
         name = sampler or ("dpmpp_2m" if known is None else "ddpm")
         times, stepper, made = self.course(name, steps, spacing, eta, churn, known is not None)

@@ -291,8 +291,7 @@ class EnergyModel(ScoreMatched):
             path: number of frames of the way from noise to data to keep, 0 for none.
             progress: called after every step with the number of steps done and their total.
         """
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
+        index = self.numbered(n, start)
         self.labels(cond, torch.zeros(1, dtype=torch.int64))
         core = self.weights(weights)
         key = (weights, self.batches_seen, temperature, seed, sampler, steps, step_size)
@@ -301,7 +300,6 @@ class EnergyModel(ScoreMatched):
             chosen = Sampler(core, base, name=sampler, steps=steps, step_size=step_size, temperature=temperature)
             self._samplers = {key: chosen}
         chosen = self._samplers[key]
-        index = torch.arange(start, start + n, device=self.device)
         seen = Path(path, chosen.steps, progress)
         z, found = chosen(
             n, KeyedGenerator(seed, index, "sample"), lambda done, z: seen(done, lambda: self._decode(z))

@@ -115,19 +115,11 @@ class FlowModel(GenerativeModel):
             self.core = DiscreteFlow(VariationalDequantize(levels, dequantisation_flow(shape)), flow)
         self.finish_setup(*self._finish)
 
-    @property
-    def num_classes(self) -> int | None:
-        """Number of classes the flow is told, None for an unconditional one."""
-        return self.spec.num_classes if self.conditional else None
-
     def _in_own_width(self, x: Tensor) -> Tensor:
         """Continuous data in the precision that the flow was trained in; integers as they are."""
         if not x.is_floating_point():
             return x
         return x.to(next((p.dtype for p in self.core.parameters()), x.dtype))
-
-    def _cond(self, batch: Batch) -> Tensor | None:
-        return batch.cond if self.conditional else None
 
     def _dims(self, batch: Batch) -> Tensor:
         """(B,) valid dimensions of masked sequences."""
@@ -248,10 +240,8 @@ class FlowModel(GenerativeModel):
             lengths: numbers of valid frames of sequences, cycled; samples are silent beyond them.
             weights: `ema`, `raw`, or one of the decays kept.
         """
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
+        index = self.numbered(n, start)
         check_temperature(temperature)
-        index = torch.arange(start, start + n, device=self.device)
         labels = self.labels(cond, index)
         noise = KeyedGenerator(seed, index, "sample")
         mask = frames_of(lengths, index, self.spec)

@@ -87,11 +87,6 @@ class ScoreModel(ScoreOde, GenerativeModel):
         self.finish_setup(optimizer, ema_decay)
 
     @property
-    def num_classes(self) -> int | None:
-        """Number of classes the network is told, None for an unconditional model."""
-        return self.spec.num_classes if self.conditional else None
-
-    @property
     def sigmas(self) -> tuple[float, ...]:
         """The noise levels of training, from the largest down."""
         return noise_levels(float(self.largest), self.smallest, self.ratio)
@@ -111,9 +106,6 @@ class ScoreModel(ScoreOde, GenerativeModel):
         if largest <= self.smallest:
             raise InputError(f"no two items of {self.spec.name} are further apart than model.smallest={self.smallest}")
         self.largest.fill_(largest)
-
-    def _cond(self, batch: Batch) -> Tensor | None:
-        return batch.cond if self.conditional else None
 
     def _per_example(self, core: nn.Module, batch: Batch, generator: KeyedGenerator) -> Tensor:
         z, _ = self.encoding(batch.x, generator.child("encode"))
@@ -183,15 +175,13 @@ class ScoreModel(ScoreOde, GenerativeModel):
             path: number of frames of the way from noise to data to keep, 0 for none.
             progress: called after every level with the number of levels done and their total.
         """
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
+        index = self.numbered(n, start)
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, for densities p^(1/T), got {temperature}")
         one_of("sampler", sampler, SAMPLERS)
         steps = SAMPLERS[sampler].steps if steps is None else steps
         if steps < 2:
             raise ValueError(f"steps must be at least 2, the number of noise levels, got {steps}")
-        index = torch.arange(start, start + n, device=self.device)
         labels = self.labels(cond, index)
         seen = Path(path, steps, progress)
         with torch.no_grad():
