@@ -3,8 +3,8 @@
     python benchmarks/bound_error.py CKPT [--draws 1 2 4 8 16] [--items 359] [--seeds 8] [--whole]
 
 Each row evaluates the same test items with K terms, one drawn from each of K strata, twice over. `se` is the standard
-error that one such evaluation states for its mean (of the draws alone), `spread` the standard deviation of the mean over
-seeds, which is what `se` has to be, and `error` the difference of the mean over the seeds from all terms (--whole).
+error that one such evaluation states for its mean (of the draws alone), `spread` the standard deviation of the mean
+over seeds, which is what `se` has to be, and `error` the difference of their mean from all terms (--whole).
 Beneath stands the slope of log se against log K: -1/2 is that of independent terms, strata do better. Bits/dim for
 integers, nats otherwise. Nothing is asserted.
 """
