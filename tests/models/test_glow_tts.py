@@ -7,56 +7,24 @@ import math
 import pytest
 import torch
 
-from genmodels.data.spec import Batch, DataSpec, TextCondition
-from genmodels.data.utterances import FLOOR, padded_tokens
+from genmodels.data.spec import DataSpec
+from genmodels.data.utterances import FLOOR
 from genmodels.errors import InputError
 from genmodels.models import glow_tts
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.mels import MelUnits, with_noise
 from genmodels.random import FrameKeyedGenerator, KeyedGenerator
-from genmodels.speech.text import CHARACTERS
+from tests.models.texts import ENCODER, N_MELS, alone, batch, scattered, spec
 
-N_MELS = 6  # not 4: plain keyed noise comes in four runs, which would hide what frames are for
-TEXT = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab", "bad dad"]}
-SMALL = {"encoder": {"channels": 8, "depth": 1, "hidden": 8}, "steps": 2, "hidden": 8, "depth": 1,
+SMALL = {"encoder": ENCODER, "steps": 2, "hidden": 8, "depth": 1,
          "duration_channels": 8, "speaker_channels": 4}
-
-
-def spec(speakers: tuple[str, ...] = ()) -> DataSpec:
-    mel = {"sample_rate": 22050, "hop": 256}
-    return DataSpec("speech", (N_MELS, 64), mel=mel, statistics={"per": "global", "mean": -5.0, "std": 2.0},
-                    text=TEXT, speakers=speakers)
-
-
-def batch(sizes=((3, 9), (5, 14), (2, 6)), speaker: bool = False) -> Batch:
-    generator = torch.Generator().manual_seed(0)
-    longest = max(t for _, t in sizes)
-    x = torch.full((len(sizes), N_MELS, longest), FLOOR)
-    for row, (_, t) in zip(x, sizes, strict=True):
-        row[:, :t] = -5 + 2 * torch.randn(N_MELS, t, generator=generator)
-    mask = torch.stack([torch.arange(longest) < t for _, t in sizes])[:, None]
-    tokens, text_mask = padded_tokens([[2 + (k + i) % 20 for i in range(n)] for k, (n, _) in enumerate(sizes)])
-    said = TextCondition(tokens, text_mask, torch.arange(len(sizes)) % 2 if speaker else None)
-    return Batch(x, said, mask, torch.arange(len(sizes)))
 
 
 def model(speakers: tuple[str, ...] = (), **options) -> GlowTTS:
     torch.manual_seed(0)
     found = GlowTTS(spec(speakers), **SMALL | options)
     found.initialize(batch(speaker=bool(speakers)))
-    with torch.no_grad():
-        for parameter in found.core.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    for average in found.ema.averages:
-        average.load_state_dict(found.core.state_dict())
-    return found.eval()
-
-
-def alone(data: Batch, k: int) -> Batch:
-    frames, tokens = int(data.mask[k].sum()), int(data.cond.mask[k].sum())
-    one = data.rows(slice(k, k + 1))
-    said = TextCondition(one.cond.tokens[:, :tokens], one.cond.mask[..., :tokens], one.cond.speaker)
-    return Batch(one.x[..., :frames], said, one.mask[..., :frames], one.index)
+    return scattered(found)
 
 
 def worst_difference(found: GlowTTS, **options) -> float:

@@ -1,0 +1,293 @@
+"""model=mel_ddpm: diffusion around the text's mean, its bound against Gaussian truth, and items alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.data.spec import DataSpec
+from genmodels.data.utterances import FLOOR
+from genmodels.diffusion import SAMPLERS, GaussianDenoiser, SampleResult
+from genmodels.diffusion.masks import event_sum
+from genmodels.errors import InputError
+from genmodels.models import mel_ddpm
+from genmodels.models.glow_tts import GlowTTS
+from genmodels.models.mel_ddpm import MelDDPM
+from genmodels.models.mels import even_lengths
+from genmodels.random import FrameKeyedGenerator, KeyedGenerator
+from genmodels.speech.alignment import log_paths
+from tests.models.texts import ENCODER, N_MELS, alone, batch, scattered, spec
+
+SMALL = {"encoder": ENCODER, "net": {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}, "num_steps": 20,
+         "duration_channels": 8, "speaker_channels": 4}
+
+
+def model(speakers: tuple[str, ...] = (), **options) -> MelDDPM:
+    torch.manual_seed(0)
+    return scattered(MelDDPM(spec(speakers), **SMALL | options))
+
+
+def known(variance: float = 1.0) -> MelDDPM:
+    """A model whose denoiser knows that what is beyond the mean is N(0, variance)."""
+    found = model(num_steps=1000)
+    for core in (found.core, *found.ema.averages):
+        core.denoiser = GaussianDenoiser(found.core.schedule, torch.zeros(N_MELS, 1), variance)
+    return found
+
+
+def mean_of(found: MelDDPM, text: str, durations: list[int]) -> torch.Tensor:
+    """The mean of every frame in log units, (n_mels, T), straight from the encoder."""
+    said = found.asked(1, 0, text, None, "error").said
+    _, mu, _ = found.weights("ema").tts.encoder(said.tokens, said.mask)
+    return found.units.inverse(mu[0].repeat_interleave(torch.tensor(durations), dim=1)).detach()
+
+
+# ---- laws against Gaussian truth --------------------------------------------------------------------------------
+
+
+def bound_error(found: MelDDPM, variance: float) -> float:
+    """Standard errors between the bound in continuous time and the exact density of a Gaussian around the mean."""
+    data = even_lengths(batch())
+    judged = found.log_likelihood(data, bound="continuous", draws=25, replicates=16)
+    core, noise = found.weights("ema"), KeyedGenerator(0, data.index, "likelihood")
+    u, volume = found.units(data, noise)
+    aligned = core.tts.align(u, data.cond.tokens, data.mask, data.cond.mask)
+    rest = u - torch.stack([mu.repeat_interleave(d, 1) if d.sum() == u.shape[2] else
+                            torch.nn.functional.pad(mu.repeat_interleave(d, 1), (0, u.shape[2] - int(d.sum())))
+                            for mu, d in zip(aligned.mu, aligned.durations, strict=True)])  # fmt: skip
+    each = -0.5 * (rest.double().square() / variance + math.log(2 * math.pi * variance))
+    paths = log_paths(data.cond.mask.sum((1, 2)), data.mask.sum((1, 2)))
+    exact = event_sum(each, data.mask) + volume - paths
+    return float((judged.nats - exact).sum().abs() / judged.stderr.square().sum().sqrt())
+
+
+def test_the_bound_is_the_density_of_a_gaussian_around_the_mean(monkeypatch):
+    assert bound_error(known(0.7), 0.7) < 4
+    # The mean counted twice is caught.
+    around = MelDDPM._around
+
+    def twice(self, core, u, data):
+        aligned, x0, beside = around(self, core, u, data)
+        return aligned, 2 * x0 - u * data.mask, beside
+
+    monkeypatch.setattr(MelDDPM, "_around", twice)
+    assert bound_error(known(0.7), 0.7) > 10
+
+
+def terminal_error(found: MelDDPM, monkeypatch, temperature: float = 0.5) -> float:
+    """Samples that stop where they start, against mean + temperature eps."""
+    durations, started = [[3, 1, 2, 2, 3]], []
+
+    def at_once(denoiser, shape, times, sampler, generator, **options):
+        eps = generator.at(0).normal(shape)
+        started.append(eps)
+        return SampleResult(options["temperature"] * eps * options["mask"], 0)
+
+    monkeypatch.setattr(mel_ddpm, "run_sampler", at_once)
+    drawn = found.sample(1, text="a cab", durations=durations, temperature=temperature)
+    expected = mean_of(found, "a cab", durations[0]) + temperature * found.units.scale * started[0][0, :, :11]
+    return float((drawn.x[0] - expected).abs().max())
+
+
+def test_at_the_noisy_end_a_mel_is_its_mean_and_the_temperature_times_noise(monkeypatch):
+    alpha, _ = model().core.schedule.alpha_sigma(torch.tensor(1.0))
+    assert float(alpha) == pytest.approx(0.00665425, abs=1e-8) == math.exp(-10.025 / 2)
+    assert terminal_error(model(), monkeypatch) < 1e-5  # of numbers about 5, in float32
+    latent = GlowTTSLatent.twice()
+    monkeypatch.setattr("genmodels.speech.glow_tts.GlowTTS.latent", latent)
+    assert terminal_error(model(), monkeypatch) > 1e-2
+
+
+class GlowTTSLatent:
+    """Planted: the mean is added twice."""
+
+    @staticmethod
+    def twice():
+        from genmodels.speech.glow_tts import GlowTTS as Aligner
+
+        right = Aligner.latent
+
+        def latent(self, *arguments, **options):
+            found = right(self, *arguments, **options)
+            return found._replace(z=2 * found.z)
+
+        return latent
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_temperature_multiplies_all_noise(sampler):
+    found, durations = known(0.5), [[3, 1, 2, 2, 3]]
+    mean = mean_of(found, "a cab", durations[0])
+    away = [found.sample(1, text="a cab", durations=durations, temperature=t, sampler=sampler, steps=10).x[0] - mean
+            for t in (0.0, 0.5, 2.0)]  # fmt: skip
+    assert float(away[0].abs().max()) < 1e-4
+    # The oracle is linear: what is beyond the mean is the temperature times the same noise, and not divided by it.
+    assert torch.allclose(4 * away[1], away[2], atol=1e-3) and float(away[1].abs().max()) > 0.1
+
+
+def test_samples_of_a_known_gaussian_have_its_deviation():
+    found = known(0.5)
+    mean = mean_of(found, "a cab", [8] * 5)
+    drawn = found.sample(64, text="a cab", durations=[[8] * 5], temperature=1.0, steps=100)
+    rest = (drawn.x - mean) / found.units.scale
+    count = rest.numel()
+    assert abs(float(rest.mean())) < 4 * math.sqrt(0.5 / count)
+    assert float(rest.var()) == pytest.approx(0.5, rel=0.05)
+
+
+# ---- alone and in a batch ---------------------------------------------------------------------------------------
+
+
+def worst_difference(found: MelDDPM, **options) -> float:
+    data = batch()
+    together = found.log_likelihood(data, **options)
+    each = torch.cat([found.log_likelihood(alone(data, k), **options).nats for k in range(3)])
+    return float(((together.nats - each).abs() / together.dims).max())
+
+
+@pytest.mark.parametrize("options", [{}, {"draws": 5}, {"bound": "continuous", "draws": 5}, {"alignment": "best"}])
+def test_likelihood_in_a_batch_is_that_alone(options, monkeypatch):
+    found = model()
+    assert worst_difference(found, **options) < 1e-5
+    # Noise that depends on how long an item is padded is caught.
+    monkeypatch.setattr(mel_ddpm, "FrameKeyedGenerator", KeyedGenerator)
+    assert worst_difference(found, **options) > 1e-3
+
+
+def test_each_item_has_its_own_loss_whatever_the_padding_holds():
+    found, data = model(time_sampler="uniform"), batch()
+    together = found.loss(data, KeyedGenerator(0, data.index, "train", 3))
+    filled = batch()
+    filled.x[~filled.mask.expand_as(filled.x)] = 77.0
+    assert torch.allclose(found.loss(filled, KeyedGenerator(0, data.index, "train", 3)).per_example[[1]],
+                          together.per_example[[1]], atol=1e-5)  # fmt: skip
+    for k in range(3):
+        one = found.loss(alone(data, k), KeyedGenerator(0, data.index[k : k + 1], "train", 3))
+        assert float(one.per_example[0]) == pytest.approx(float(together.per_example[k]), abs=1e-5)
+    parts = together.parts
+    total = parts["encoder_nll_per_dim"] + parts["duration"] + parts["mse"]
+    assert torch.allclose(total, together.per_example.detach(), atol=1e-5)
+
+
+def test_a_sample_is_the_same_alone_in_a_batch_and_later():
+    found = model()
+    texts = ["a cab", "bad dad said no", "ha"]
+    for options in ({"sampler": "dpmpp_2m", "steps": 4}, {"sampler": "ddpm", "steps": 4}):
+        together = found.sample(6, text=texts, seed=5, **options)
+        for k, text in enumerate(texts):
+            one = found.sample(1, text=text, seed=5, **options)
+            frames = int(one.mask.sum())
+            assert int(together.mask[k].sum()) == frames
+            assert torch.allclose(together.x[k, :, :frames], one.x[0], atol=1e-3)
+            assert not torch.allclose(together.x[k, :, :frames], together.x[3 + k, :, :frames], atol=1e-2)
+        second = found.sample(1, text=texts, seed=5, start=4, **options)
+        frames = int(second.mask.sum())
+        assert torch.allclose(together.x[4, :, :frames], second.x[0, :, :frames], atol=1e-3)
+        assert (together.x[~together.mask.expand_as(together.x)] == FLOOR).all()
+
+
+def test_frames_depend_on_the_text_as_those_of_glow_tts_do():
+    """One encoder, one aligner, one predictor: with the same weights the same durations and the same alignment."""
+    torch.manual_seed(0)
+    flow = GlowTTS(spec(), encoder=ENCODER, steps=1, hidden=8, depth=1, duration_channels=8)
+    found = model()
+    shared = {name: value for name, value in found.core.state_dict().items() if not name.startswith("denoiser")}
+    assert not flow.core.load_state_dict(shared, strict=False).unexpected_keys
+    options = {"text": ["a cab", "bad dad"], "weights": "raw", "temperature": 0.0}
+    assert torch.equal(found.eval().sample(2, **options).durations, flow.eval().sample(2, **options).durations)
+    flow.core.tts.decoder = found.core.tts.decoder
+    assert torch.equal(found.aligned(batch(), "raw").path, flow.aligned(batch(), "raw").path)
+
+
+# ---- what is stated, and what is refused ------------------------------------------------------------------------
+
+
+def test_both_alignments_are_labelled_and_differ_by_their_prior():
+    found, data = model(), batch()
+    marginal, best = (found.log_likelihood(data, draws=5, alignment=kind) for kind in ("marginal", "best"))
+    assert marginal.kind == best.kind == "lower_bound" and marginal.made["noise"] == 0.05
+    assert (marginal.made["given"], best.made["given"]) == ("text", "text and the best alignment")
+    paths = log_paths(data.cond.mask.sum((1, 2)), even_lengths(data).mask.sum((1, 2)))
+    assert torch.allclose(best.nats - marginal.nats, paths.double(), atol=1e-6)
+    assert set(marginal.parts) == {"prior", "diffusion", "reconstruction", "scale", "alignment"}
+    assert torch.allclose(-sum(marginal.parts.values()), marginal.nats)
+    assert marginal.dims.tolist() == [N_MELS * t for t in (10, 14, 6)]
+    with pytest.raises(ValueError, match="one of marginal, best"):
+        found.log_likelihood(data, alignment="viterbi")
+
+
+@pytest.mark.parametrize("options", [
+    {"objective": "vlb", "variance": "learned"}, {"objective": "continuous", "schedule": "learned"},
+    {"objective": "hybrid", "variance": "learned", "schedule": "linear", "num_steps": 30}, {"parameterisation": "eps"},
+    {"schedule": "cosine", "weighting": "min_snr"}, {"self_conditioning": True, "parameterisation": "x0"},
+    {"time_sampler": "loss_aware"},
+])  # fmt: skip
+def test_what_ddpm_can_be_this_can_be(options):
+    found, data = model(**options), batch()
+    loss = found.loss(data, KeyedGenerator(0, data.index, "train"))
+    loss.value.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in found.core.parameters())
+    assert float(found.core.tts.encoder.head.weight.grad.abs().max()) > 0
+    assert found.log_likelihood(data, draws=3).nats.isfinite().all()
+    assert found.sample(1, steps=2).x.isfinite().all()
+
+
+def test_training_lowers_the_loss():
+    torch.manual_seed(0)
+    found, data, values = MelDDPM(spec(), **SMALL, ema_decay=0), batch(), []
+    optimizer = torch.optim.Adam(found.core.parameters(), lr=2e-2)
+    for step in range(24):
+        loss = found.loss(data, KeyedGenerator(0, data.index, "train", step))
+        optimizer.zero_grad()
+        loss.value.backward()
+        optimizer.step()
+        values.append({name: float(part.mean()) for name, part in loss.parts.items()})
+    first, last = ({k: sum(v[k] for v in part) / len(part) for k in values[0]} for part in (values[:6], values[-6:]))
+    assert last["encoder_nll_per_dim"] < first["encoder_nll_per_dim"] - 0.1
+    assert last["duration"] < 0.8 * first["duration"] and last["mse"] < first["mse"]
+
+
+def test_speed_seconds_durations_and_the_shortest_mels():
+    found = model()
+    exact = found.sample(1, text="bad dad", seconds=0.5, steps=2)
+    assert int(exact.mask.sum()) == math.ceil(0.5 * 22050 / 256) == 44
+    given = [[2, 1, 3, 1, 1, 2, 4]]
+    assert found.sample(2, text="bad dad", durations=given, steps=2).durations[1].tolist() == given[0]
+    assert found.sample(1, text="a", durations=[[1]], steps=2).x.shape == (1, N_MELS, 1)
+    for wrong, reason in (({"seconds": 0.01}, r"7 frames at least; seconds=0.08"), ({"speed": 0.0}, "speed"),
+                          ({"durations": [[1, 2]]}, "7 tokens"), ({"cond": "bob"}, "one voice"),
+                          ({"temperature": -1.0}, "temperature"), ({"sampler": "rk4"}, "sampler"),
+                          ({"steps": 21}, "steps must lie in 1..20"), ({"churn": 1.0}, "sampler=edm")):
+        with pytest.raises(ValueError, match=reason):
+            found.sample(1, text="bad dad", **wrong)
+
+
+def test_speakers_by_name():
+    found = model(("anna", "ben"))
+    anna, ben = (found.sample(1, cond=name, text="a cab", temperature=0.0, durations=[[2] * 5], steps=3).x
+                 for name in ("anna", "ben"))
+    assert not torch.allclose(anna, ben, atol=1e-3)
+    assert found.log_likelihood(batch(speaker=True), draws=3).nats.isfinite().all()
+
+
+def test_short_events_are_padded_where_it_changes_nothing():
+    net, mask = model().core.denoiser.net, torch.ones(2, 1, 1).bool()
+    generator = FrameKeyedGenerator(0, torch.arange(2), "s")
+    x, beside = (generator.child(name).normal((2, N_MELS, 4)) for name in ("x", "beside"))
+    short = net(x[..., :1], torch.zeros(2), beside[..., :1])
+    valid = torch.nn.functional.pad(mask, (0, 3))
+    assert torch.allclose(short, net(x, torch.zeros(2), beside, valid)[..., :1], atol=1e-6)
+
+
+@pytest.mark.parametrize("options, reason", [
+    ({"encoder": ENCODER | {"learn_sigma": True}}, "learn_sigma is for model=glow_tts"),
+    ({"num_steps": 1}, "num_steps"), ({"objective": "vlb", "weighting": "p2"}, "weighting=p2"),
+    ({"net": {"width": 3}}, "no option 'width'"), ({"schedule": "sigmoid", "parameterisation": "eps"}, "eps"),
+])  # fmt: skip
+def test_options_that_do_not_go_together(options, reason):
+    with pytest.raises(InputError, match=reason):
+        MelDDPM(spec(), **SMALL | options)
+    with pytest.raises(InputError, match="model=mel_ddpm is for data=speech"):
+        MelDDPM(DataSpec("mels", (6, 32), mel={}, statistics={"mean": 0.0, "std": 1.0}))

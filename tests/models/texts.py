@@ -1,0 +1,50 @@
+"""Small data with texts, for the tests of all models that speak."""
+
+from __future__ import annotations
+
+import torch
+
+from genmodels.data.spec import Batch, DataSpec, TextCondition
+from genmodels.data.utterances import FLOOR, padded_tokens
+from genmodels.speech.text import CHARACTERS
+
+N_MELS = 6  # not 4: plain keyed noise comes in four runs, which would hide what frames are for
+TEXT = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab", "bad dad"]}
+ENCODER = {"channels": 8, "depth": 1, "hidden": 8}
+
+
+def spec(speakers: tuple[str, ...] = ()) -> DataSpec:
+    mel = {"sample_rate": 22050, "hop": 256}
+    return DataSpec("speech", (N_MELS, 64), mel=mel, statistics={"per": "global", "mean": -5.0, "std": 2.0},
+                    text=TEXT, speakers=speakers)
+
+
+def batch(sizes=((3, 9), (5, 14), (2, 6)), speaker: bool = False) -> Batch:
+    """Items of so many (tokens, frames)."""
+    generator = torch.Generator().manual_seed(0)
+    longest = max(t for _, t in sizes)
+    x = torch.full((len(sizes), N_MELS, longest), FLOOR)
+    for row, (_, t) in zip(x, sizes, strict=True):
+        row[:, :t] = -5 + 2 * torch.randn(N_MELS, t, generator=generator)
+    mask = torch.stack([torch.arange(longest) < t for _, t in sizes])[:, None]
+    tokens, text_mask = padded_tokens([[2 + (k + i) % 20 for i in range(n)] for k, (n, _) in enumerate(sizes)])
+    said = TextCondition(tokens, text_mask, torch.arange(len(sizes)) % 2 if speaker else None)
+    return Batch(x, said, mask, torch.arange(len(sizes)))
+
+
+def alone(data: Batch, k: int) -> Batch:
+    """Item k without its padding."""
+    frames, tokens = int(data.mask[k].sum()), int(data.cond.mask[k].sum())
+    one = data.rows(slice(k, k + 1))
+    said = TextCondition(one.cond.tokens[:, :tokens], one.cond.mask[..., :tokens], one.cond.speaker)
+    return Batch(one.x[..., :frames], said, one.mask[..., :frames], one.index)
+
+
+def scattered(model, scale: float = 0.1):
+    """The model with parameters moved at random, so that nothing that starts at zero hides what it does."""
+    with torch.no_grad():
+        for parameter in model.core.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    for average in model.ema.averages:
+        average.load_state_dict(model.core.state_dict())
+    return model.eval()
