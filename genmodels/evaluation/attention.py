@@ -11,7 +11,7 @@ from genmodels.errors import nearest
 from genmodels.evaluation import laws_of_attention, laws_of_attention_code, laws_of_positions
 from genmodels.evaluation.attention_oracle import attention_oracle
 from genmodels.evaluation.attention_subject import CAPABILITIES, AttentionSubject, prepare
-from genmodels.evaluation.laws import Law, Laws, Report, Verdict
+from genmodels.evaluation.laws import Law, Laws, Report
 from genmodels.evaluation.mechanism_oracles import ORACLES, mechanism_oracle
 from genmodels.nn.attention import Attention
 
@@ -95,12 +95,7 @@ def check(
         prepare(module, seed, randomise), dim, said, space, reach,
         reference if reference is not None else reference_of(module), fresh, compiler, seed,
     )  # fmt: skip
-    verdicts: list[Verdict] = []
-    for law in laws:
-        if watch is not None:
-            watch(law)
-        verdicts += LAWS.judge(subject, [law], limits)
-    return Report(name or type(module).__name__, tuple(verdicts))
+    return Report(name or type(module).__name__, tuple(LAWS.judge(subject, laws, limits, watch)))
 
 
 def reference_of(module: nn.Module) -> Callable[..., Tensor] | None:

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from genmodels.evaluation import laws_of_code, laws_of_jacobians, laws_of_maps, laws_of_masks, laws_of_mass
-from genmodels.evaluation.laws import Law, Laws, Report, Verdict
+from genmodels.evaluation.laws import Law, Laws, Report
 from genmodels.evaluation.subject import Range, knots_of, prepare
 
 #: Every law of bijections, in the order of reports.
@@ -96,12 +96,8 @@ def check_bijection(
         z_range=z_range, seed=seed, masks=masks, knots=knots_of(layer) if knots is None else knots, max_dims=max_dims,
         patience=patience, starts_as_identity=starts_as_identity, compiler=compiler, fresh=fresh,
     )
-    verdicts: list[Verdict] = []
-    for law in laws:
-        if watch is not None:
-            watch(law)
-        verdicts += LAWS.judge(subject, [law], limits)
-    return Report(name or f"{type(layer).__name__} {show_shape(shape)}", tuple(verdicts))
+    judged = tuple(LAWS.judge(subject, laws, limits, watch))
+    return Report(name or f"{type(layer).__name__} {show_shape(shape)}", judged)
 
 
 def show_shape(shape: Sequence[int]) -> str:

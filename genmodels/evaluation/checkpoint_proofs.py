@@ -14,6 +14,7 @@ from torch import Tensor
 from genmodels.data.spec import Batch
 from genmodels.errors import InputError, RunError
 from genmodels.evaluation.density import mass_of
+from genmodels.evaluation.families import is_diffusion, is_energy, is_flow
 from genmodels.evaluation.flow_proofs import prove_trained_flow
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.models.base import GenerativeModel
@@ -218,35 +219,23 @@ def _largest(values: Tensor) -> float:
     return float(values.abs().max()) if len(values) else 0.0
 
 
-def _is_flow(model) -> bool:
-    return hasattr(model.core, "flow")
-
-
-def _is_diffusion(model) -> bool:
-    return hasattr(model, "bound_times")
-
-
-def _is_energy(model) -> bool:
-    return hasattr(model, "normaliser")
-
-
 def _has_likelihood(model) -> bool:
-    return _is_flow(model) or _is_diffusion(model) or _is_energy(model) or model.spec.text is not None
+    return is_flow(model) or is_diffusion(model) or is_energy(model) or model.spec.text is not None
 
 
 def _has_density(model) -> bool:
-    return model.spec.event_shape == (2,) and model.spec.levels is None and (_is_flow(model) or _is_energy(model))
+    return model.spec.event_shape == (2,) and model.spec.levels is None and (is_flow(model) or is_energy(model))
 
 
 #: (name, for which models, the check), in the order of the report. Dear ones come last: time may run out.
 CHECKS: list[tuple[str, Callable[[GenerativeModel], bool], Callable[[Trial], Iterator[Proof]]]] = [
     ("determinism", _has_likelihood, _determinism),
     ("addressable samples", lambda model: True, _samples_alone),
-    ("precision", lambda model: _is_flow(model) or _is_diffusion(model), _precision),
+    ("precision", lambda model: is_flow(model) or is_diffusion(model), _precision),
     ("density", _has_density, _mass),
-    ("bound", _is_diffusion, _parts),
-    ("decoder", lambda model: _is_diffusion(model) and model.spec.levels is not None, _decoder),
-    ("score", _is_energy, _score),
-    ("bracket", _is_energy, _bracket),
-    ("flow", _is_flow, _flow),
+    ("bound", is_diffusion, _parts),
+    ("decoder", lambda model: is_diffusion(model) and model.spec.levels is not None, _decoder),
+    ("score", is_energy, _score),
+    ("bracket", is_energy, _bracket),
+    ("flow", is_flow, _flow),
 ]

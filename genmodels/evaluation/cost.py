@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from genmodels.evaluation.families import is_diffusion, is_flow
+
 _WARM_UPS, _REPEATS, _FEWEST = 2, 20, 3
 
 
@@ -51,12 +53,12 @@ def network_of(core: nn.Module) -> nn.Module | None:
 
 def evaluations_per_sample(model, samples, rows: int, n: int) -> float | None:
     """Network evaluations for each sample: counted where a network is asked, else as the sampler says; 1 for flows."""
-    if hasattr(model.core, "flow"):
+    if is_flow(model):
         return 1.0
     if rows:
         return rows / n
     said = samples.made.get("evaluations")
-    if said is None or hasattr(model, "bound_times"):
+    if said is None or is_diffusion(model):
         return said  # a diffusion tells the evaluations of one sample, chains those of all
     return said / n
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from genmodels.data.spec import Batch
+from genmodels.evaluation.families import is_flow
 
 _GRID = 256
 _ROWS = 4096
@@ -58,7 +59,7 @@ def mass_of(trial) -> tuple[float, float]:
     again on every side.
     """
     points, margin = trial.points, 1.0
-    if hasattr(trial.model.core, "flow"):
+    if is_flow(trial.model):
         samples = trial.model.sample(8192, seed=trial.seed, weights=trial.weights)
         points, margin = torch.cat([points, samples.x.cpu()]), 0.3
     extent = extent_of(points, margin)

@@ -15,6 +15,7 @@ from genmodels.evaluation import cost
 from genmodels.evaluation.audit import audit, picture_of_audit
 from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.checkpoint_proofs import Trial, prove_checkpoint
+from genmodels.evaluation.families import is_flow
 from genmodels.evaluation.fidelity_stage import FidelityStage
 from genmodels.evaluation.flow_proofs import drift_of, layers_of
 from genmodels.evaluation.frame import Frame
@@ -132,7 +133,7 @@ class Evaluation:
                     bar.update()
 
                 rows = prove_checkpoint(trial, watch)
-            layers = layers_of(model, batch, weights) if hasattr(model.core, "flow") else []
+            layers = layers_of(model, batch, weights) if is_flow(model) else []
             return {"rows": rows, "layers": layers}
 
         done = self.frame.once("proofs", {"options": line.options, "bound": bound}, compute)

@@ -12,6 +12,7 @@ from genmodels.errors import InputError
 from genmodels.evaluation import cost, sample_quality
 from genmodels.evaluation.cache import code_hash, key_of
 from genmodels.evaluation.classes import class_accuracy, likelihood_classifier
+from genmodels.evaluation.families import is_flow
 from genmodels.evaluation.features import FeatureNetwork, Items, dims_of, network_for
 from genmodels.evaluation.frame import Frame
 from genmodels.evaluation.speech_stage import speech_of
@@ -119,7 +120,7 @@ class FidelityStage:
     def _asked_classes(self) -> dict:
         """p(y|x) of a flow that is told classes: how often the true class is the likeliest."""
         model, spec = self.frame.opened.model, self.frame.opened.spec
-        if not hasattr(model.core, "flow") or model.num_classes is None:
+        if not is_flow(model) or model.num_classes is None:
             return {}
         batch = self.frame.opened.judged(_LABELLED)
         if batch.cond is None:

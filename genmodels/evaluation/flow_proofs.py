@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from genmodels.data.spec import Batch
+from genmodels.evaluation.laws_of_maps import relative
 from genmodels.flows.bijection import Step
 from genmodels.flows.monitor import examine
 
@@ -39,7 +40,7 @@ def layers_of(model, batch: Batch, weights: str | float = "ema") -> list[dict]:
         rows.append({
             "name": ours.name, "kind": type(ours.layer).__name__,
             "log_det_per_dim": float(exact.logdet.mean()) / model.spec.dims,
-            "drift": _relative(ours.z.double(), exact.z), "round_trip": known.drift, "log_scale": known.log_scale,
+            "drift": relative(ours.z.double(), exact.z), "round_trip": known.drift, "log_scale": known.log_scale,
             "condition": known.condition,
         })
     return rows
@@ -87,8 +88,9 @@ def _round_trips(model, core, batch: Batch) -> Iterator[Row]:
         same = (core.quantise(back).to(batch.x.dtype) == batch.x).double().mean()
         yield ("round trip in float32", float(1 - same), 0.0, bool(same == 1), "share of levels not recovered")
     else:
-        yield ("round trip in float32", _relative(back, middle), 1e-3, _relative(back, middle) <= 1e-3, "relative")
-    error = _relative(exact, wide)
+        error = relative(back.double(), wide)
+        yield ("round trip in float32", error, 1e-3, error <= 1e-3, "relative")
+    error = relative(exact, wide)
     yield ("round trip in float64", error, 1e-8, error <= 1e-8, "relative")
 
 
@@ -148,7 +150,3 @@ def _against_jacobian(step: Step, rows: slice) -> float:
         matrix = torch.autograd.functional.jacobian(flat, x.flatten())
         errors.append(abs(float(torch.linalg.slogdet(matrix)[1] - step.logdet[k])) / x.numel())
     return max(errors)
-
-
-def _relative(found: Tensor, true: Tensor) -> float:
-    return float((found.double() - true.double()).abs().max() / (1 + true.double().abs().max()))

@@ -219,12 +219,15 @@ class Laws:
         return [law for law in self.laws.values() if law.name in chosen]
 
     def judge(
-        self, subject: Any, laws: Iterable[Law] | None = None, tolerances: Mapping[str, float] | None = None
+        self, subject: Any, laws: Iterable[Law] | None = None, tolerances: Mapping[str, float] | None = None,
+        watch: Callable[[Law], None] | None = None,
     ) -> Iterator[Verdict]:
-        """The verdict of each law, one after the other."""
+        """The verdict of each law, one after the other; `watch` is called before each."""
         given = dict(tolerances or {})
         self.choose(given)
         for law in self.laws.values() if laws is None else laws:
+            if watch is not None:
+                watch(law)
             yield judge(law, subject, given.get(law.name, law.tolerance))
 
 

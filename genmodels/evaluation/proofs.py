@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from genmodels.data.spec import Batch
 from genmodels.errors import InputError
+from genmodels.evaluation.families import is_diffusion, is_energy, is_flow
 from genmodels.evaluation.findings import Findings, Options
 from genmodels.evaluation.proofs_of_flows import prove_flow
 from genmodels.evaluation.proofs_of_models import prove_diffusion, prove_energy, prove_field
-from genmodels.flows.flow import Flow
 from genmodels.models.base import GenerativeModel
 
 
@@ -51,22 +51,10 @@ def prove(
                      f"there are laws for {', '.join(family.name for family in FAMILIES)}")
 
 
-def _is_flow(model: GenerativeModel) -> bool:
-    return isinstance(getattr(model.core, "flow", None), Flow)
-
-
-def _is_diffusion(model: GenerativeModel) -> bool:
-    return hasattr(model, "bound_times") and hasattr(model.core, "schedule")
-
-
-def _is_energy(model: GenerativeModel) -> bool:
-    return hasattr(model, "normaliser") and hasattr(model.core, "energy")
-
-
 #: Families in the order they are tried; a new one adds a line.
 FAMILIES = [
-    Family("normalizing flows (core.flow)", _is_flow, prove_flow),
-    Family("diffusion models (core.schedule)", _is_diffusion, prove_diffusion),
-    Family("energies (core.energy)", _is_energy, prove_energy),
+    Family("normalizing flows (core.flow)", is_flow, prove_flow),
+    Family("diffusion models (core.schedule)", is_diffusion, prove_diffusion),
+    Family("energies (core.energy)", is_energy, prove_energy),
     Family("fields of scores (sigmas)", lambda model: hasattr(model, "sigmas"), prove_field),
 ]

@@ -187,12 +187,9 @@ def _of_flow(model: GenerativeModel, new: GenerativeModel, seen: list[Seen], bat
     own = next(part for part in seen if part.bijection is model.core.flow.bijection)
     cond = batch.cond if flow.uses_cond else None
     subject = laws_of_flows.FlowSubject(flow, own.x.double(), cond, new.core.flow)
-    verdicts = []
-    for law in laws_of_flows.LAWS.laws.values():
-        watch(law)
-        verdicts += laws_of_flows.LAWS.judge(subject, [law])
+    verdicts = tuple(laws_of_flows.LAWS.judge(subject, watch=watch))
     size = sum(parameter.numel() for parameter in model.core.parameters())
-    return Report(f"{model.family} with {size:,} parameters", tuple(verdicts))
+    return Report(f"{model.family} with {size:,} parameters", verdicts)
 
 
 @torch.no_grad()
