@@ -181,6 +181,7 @@ def _model(
 
     import torch
 
+    from genmodels.data.base import spread_rows
     from genmodels.data.spec import DataSpec
     from genmodels.evaluation.proofs import prove
     from genmodels.models.build import build
@@ -210,7 +211,7 @@ def _model(
 
     if ckpt is None:
         network = fresh("weights").to(choose_device(device))
-    rows = torch.linspace(0, len(datamodule.split("val")) - 1, _ROWS).round().long()
+    rows = spread_rows(len(datamodule.split("val")), _ROWS)
     batch = next(iter(datamodule.loader("val", _ROWS, rows))).to(network.device)
     initial = initial_batch(datamodule, _INITIAL).to(network.device) if ckpt is None else None
     return prove(network, fresh, batch, initial, how)

@@ -197,6 +197,16 @@ def split_rows(
     return tuple(torch.cat(part).sort().values for part in parts)
 
 
+def spread_rows(size: int, wanted: int) -> Tensor:
+    """(wanted,) rows of 0 .. size - 1, evenly spread, the first and the last among them; some twice where too few.
+
+    Example:
+        >>> spread_rows(10, 4).tolist()
+        [0, 3, 6, 9]
+    """
+    return torch.linspace(0, size - 1, wanted, dtype=torch.float64).round().long()
+
+
 def data_root(root: str) -> str:
     """`root` with ~ and variables of the environment expanded."""
     return os.path.expanduser(os.path.expandvars(root))

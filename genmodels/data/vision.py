@@ -23,6 +23,11 @@ class _Vision(DataModule):
 
     The validation items are drawn within each class by `seed`. A subclass names torchvision's class and how its files
     are laid out below `root`.
+
+    Arguments:
+        root: folder that holds (or shall hold) the files as torchvision lays them out.
+        download: fetch the files when they are missing.
+        batch_size, num_workers, seed: see `DataModule`.
     """
 
     torchvision_name: str
@@ -30,7 +35,15 @@ class _Vision(DataModule):
     class_names: tuple[str, ...] = ()
     held_out = 5000
 
-    def __init__(self, *, root: str, download: bool, batch_size: int, num_workers: int, seed: int):
+    def __init__(
+        self,
+        *,
+        root: str = "data",
+        download: bool = True,
+        batch_size: int = 128,
+        num_workers: int = 0,
+        seed: int = 0,
+    ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
         self.root, self.download = data_root(root), download
 
@@ -101,17 +114,6 @@ class MNIST(_Vision):
     torchvision_name = "MNIST"
     layout = "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte (four files, unpacked with gunzip)"
 
-    def __init__(
-        self,
-        *,
-        root: str = "data",
-        download: bool = True,
-        batch_size: int = 128,
-        num_workers: int = 0,
-        seed: int = 0,
-    ):
-        super().__init__(root=root, download=download, batch_size=batch_size, num_workers=num_workers, seed=seed)
-
 
 class FashionMNIST(_Vision):
     """Fashion-MNIST: 60,000 + 10,000 pictures of clothes, (1, 28, 28), 256 levels, 10 classes (Xiao et al., 2017).
@@ -130,26 +132,14 @@ class FashionMNIST(_Vision):
     )
     class_names = tuple("T-shirt trousers pullover dress coat sandal shirt sneaker bag boot".split())
 
-    def __init__(
-        self,
-        *,
-        root: str = "data",
-        download: bool = True,
-        batch_size: int = 128,
-        num_workers: int = 0,
-        seed: int = 0,
-    ):
-        super().__init__(root=root, download=download, batch_size=batch_size, num_workers=num_workers, seed=seed)
-
 
 class CIFAR10(_Vision):
     """CIFAR-10: 50,000 + 10,000 photographs, (3, 32, 32), 256 levels, 10 classes (Krizhevsky, 2009).
 
     Arguments:
-        root: folder that holds (or shall hold) `cifar-10-batches-py/`.
-        download: fetch the files when they are missing.
         flip: mirror training items at random.
-        batch_size, num_workers, seed: see `DataModule`.
+        **shared: `root` (it holds, or shall hold, `cifar-10-batches-py/`), `download`, `batch_size`, `num_workers` and
+            `seed`, as for `MNIST`.
     """
 
     name = "cifar10"
@@ -157,17 +147,8 @@ class CIFAR10(_Vision):
     layout = "cifar-10-batches-py/ (the unpacked cifar-10-python.tar.gz)"
     class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
-    def __init__(
-        self,
-        *,
-        root: str = "data",
-        download: bool = True,
-        flip: bool = True,
-        batch_size: int = 128,
-        num_workers: int = 0,
-        seed: int = 0,
-    ):
-        super().__init__(root=root, download=download, batch_size=batch_size, num_workers=num_workers, seed=seed)
+    def __init__(self, *, flip: bool = True, **shared):
+        super().__init__(**shared)
         self.flip = flip
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from genmodels.data.base import DataModule
+from genmodels.data.base import DataModule, spread_rows
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.data.utterances import joined
 from genmodels.errors import InputError, RunError
@@ -79,9 +79,7 @@ class Opened:
     def whole(self, split: str, most: int | None = None) -> Batch:
         """The items of a split as one batch: all of them, or `most` that are spread over it."""
         size = len(self.datamodule.split(split))
-        rows = torch.arange(size)
-        if most is not None and most < size:
-            rows = torch.linspace(0, size - 1, most, dtype=torch.float64).round().long()
+        rows = spread_rows(size, size if most is None else min(size, most))
         return _joined(self.datamodule.loader(split, 4096, rows))
 
     def judged(self, most: int | None = None) -> Batch:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from genmodels.data.base import spread_rows
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.energy import (
     LOSSES,
@@ -27,6 +27,7 @@ from genmodels.energy import (
 from genmodels.errors import InputError
 from genmodels.evaluation.fields import picture_of_fields
 from genmodels.evaluation.likelihood import Likelihood
+from genmodels.flows.discrete import log_mean_exp
 from genmodels.models.base import Loss, Samples
 from genmodels.models.build import construct
 from genmodels.models.chains import Sampler
@@ -146,14 +147,14 @@ class EnergyModel(ScoreMatched):
 
     def _take_points(self, z: Tensor) -> None:
         """Inducing points and the rows that the last weights are fitted on, spread evenly over the data."""
-        chosen = _spread(len(z), min(len(z), _FIT_ROWS))
+        chosen = spread_rows(len(z), min(len(z), _FIT_ROWS))
         self.fit_rows[: len(chosen)] = z[chosen]
         self.fit_count.fill_(len(chosen))
         inducing = len(self.core.network.points)
         if len(z) < inducing:
             raise InputError(f"net.inducing={inducing} is more than the {len(z)} training items")
         for core in (self.core, *(self.ema.averages if self.ema is not None else ())):
-            core.network.set_points(z[_spread(len(z), inducing)])
+            core.network.set_points(z[spread_rows(len(z), inducing)])
 
     # ---- training -----------------------------------------------------------------------------------------------
 
@@ -249,7 +250,7 @@ class EnergyModel(ScoreMatched):
                 z, volume = self.encoding(batch.x, noise.at(k))
                 values = torch.cat([core.log_density(some).double() for some in z.split(rows)])
                 draws.append(values + volume.double() - found.log_z)
-        nats, stderr = _log_mean(torch.stack(draws))
+        nats, stderr = log_mean_exp(torch.stack(draws, 1))
         made = dict(found.made)
         if self.spec.levels is not None:
             made |= {"importance_samples": importance_samples, "dequantisation": "uniform"}
@@ -332,15 +333,3 @@ class EnergyModel(ScoreMatched):
 
         where = self.encoding.location.cpu(), self.encoding.scale.cpu()
         return {"fields": picture_of_fields(self.spec, score, shown, *where)}
-
-
-def _spread(count: int, wanted: int) -> Tensor:
-    """`wanted` positions of 0 .. count - 1, evenly spread."""
-    return torch.linspace(0, count - 1, wanted, dtype=torch.float64).round().long()
-
-
-def _log_mean(log_w: Tensor) -> tuple[Tensor, Tensor | None]:
-    """log mean w over draws (K, B), and its standard error for K > 1."""
-    count = len(log_w)
-    nats = torch.logsumexp(log_w, 0) - math.log(count)
-    return nats, None if count == 1 else (log_w - nats).exp().std(0) / math.sqrt(count)

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from genmodels.data.base import spread_rows
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.energy.guards import require_continuous
 from genmodels.errors import InputError
@@ -129,7 +130,7 @@ class FlowModel(GenerativeModel):
     def initialize(self, batch: Batch) -> None:
         """Data-dependent initialisation of every layer that has one, in order; averages start from the same weights."""
         rows = max(2, min(len(batch), _INITIAL_SCALARS // self.spec.dims))
-        chosen = torch.linspace(0, len(batch) - 1, rows, dtype=torch.float64).round().long()
+        chosen = spread_rows(len(batch), rows)
         part = self._filled(batch.rows(chosen), KeyedGenerator(self.seed, chosen, "initialize"))
         if self.spec.levels is None:
             self._refuse_constants(batch)

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from genmodels.data.base import spread_rows
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.energy import MultiScaleDenoising, NoiseConditionalScore, largest_distance, noise_levels
 from genmodels.errors import InputError
@@ -101,7 +102,7 @@ class ScoreModel(ScoreOde, GenerativeModel):
         noise = KeyedGenerator(self.seed, torch.arange(len(batch)), "initialize")
         self.encoding.fit(batch.x, noise)
         z, _ = self.encoding(batch.x, noise)
-        chosen = torch.linspace(0, len(z) - 1, min(len(z), _ITEMS), dtype=torch.float64).round().long()
+        chosen = spread_rows(len(z), min(len(z), _ITEMS))
         largest = largest_distance(z[chosen])
         if largest <= self.smallest:
             raise InputError(f"no two items of {self.spec.name} are further apart than model.smallest={self.smallest}")
