@@ -84,8 +84,8 @@ def test_a_run_logs_it_and_its_mean_is_the_mean_loss(objective, tmp_path, monkey
     monkeypatch.setattr(LossProfile, "figures", lambda self, sums: seen.append(sums.cpu()) or figures(self, sums))
     words = ["model=ddpm", "data=toy", "trainer=smoke", "trainer.max_steps=6", "trainer.validate_every_n_steps=3",
              "trainer.log_every_n_steps=1", "trainer.progress=false", "trainer.sample_every_n_steps=0",
-             "data.n_train=64", "data.n_val=32", "data.n_test=32", "data.batch_size=32", "model.net.hidden=8", "logger=csv",
-             f"run_dir={tmp_path / 'run'}"]  # fmt: skip
+             "data.n_train=64", "data.n_val=32", "data.n_test=32", "data.batch_size=32", "model.net.hidden=8",
+             "logger=csv", f"run_dir={tmp_path / 'run'}"]  # fmt: skip
     assert main(["train", *words, *OBJECTIVES[objective]]) == 0
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
     losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
