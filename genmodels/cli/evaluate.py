@@ -13,7 +13,7 @@ def run(
     stages: list[Literal["likelihood", "fidelity", "cost", "proofs"]] | None = None,
     draws: int | Literal["auto", "all"] = "auto",
     replicates: int = 2,
-    bound: Literal["discrete", "continuous", "both"] = "discrete",
+    bound: Literal["auto", "discrete", "continuous", "both"] = "auto",
     importance_samples: int | list[int] | None = None,
     ode: bool | Literal["auto"] = "auto",
     ode_options: dict | None = None,
@@ -53,7 +53,8 @@ def run(
         draws: terms of a diffusion bound: all of them, or a number of strata with one term each; auto is all where that
             takes at most 100,000 network evaluations, else 5 to 100 strata.
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
-        bound: of a diffusion: that of the model's T steps (discrete), of infinitely many (continuous), or both.
+        bound: of a diffusion: that of the model's T steps (discrete), of infinitely many (continuous), or both; auto is
+            the first, and for texts the second, which few terms estimate better.
         importance_samples: dequantisations of each item by a flow or an energy, K; a list gives one line for each K;
             default 1 and 8, and 1 always.
         ode: the likelihood of a diffusion by its probability-flow ODE, a line of its own; auto adds it for vectors of

@@ -53,10 +53,10 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         own = {"draws": None if draws == "all" else draws, "replicates": request.replicates}
         if "alignment" in known:  # the other one, along the best path, would be ranked beside bounds on the sum
             own["alignment"] = "marginal"
-        if request.bound in ("discrete", "both"):
-            lines.append(Line("bound", "log_likelihood", options | own))
-        if request.bound in ("continuous", "both"):
-            lines.append(Line("bound, continuous time", "log_likelihood", options | own | {"bound": "continuous"}))
+        usual = known["bound"].default
+        for bound in {"auto": (usual,), "both": ("discrete", "continuous")}.get(request.bound, (request.bound,)):
+            label = "bound" if bound == "discrete" else "bound, continuous time"
+            lines.append(Line(label, "log_likelihood", options | own | ({} if bound == usual else {"bound": bound})))
     elif "alignment" in known:
         lines += [Line("given the text", "log_likelihood", options | {"alignment": "marginal"}),
                   Line("along the best alignment", "log_likelihood", options | {"alignment": "best"})]
@@ -89,7 +89,7 @@ def check_options(models: Sequence[Opened]) -> None:
     known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
     given = [
         ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
-        ("bound", "bound", "diffusion bounds", request.bound != "discrete"),
+        ("bound", "bound", "diffusion bounds", request.bound != "auto"),
         (", ".join(request.partition), "normaliser", "energies", bool(request.partition)),
         ("importance_samples", "importance_samples", "flows and energies", request.importance_samples is not None),
     ]

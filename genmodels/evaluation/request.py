@@ -45,7 +45,7 @@ class Request:
     importance_samples: Sequence[int] | None = None
     draws: int | str = "auto"
     replicates: int = 2
-    bound: str = "discrete"
+    bound: str = "auto"
     partition: dict = field(default_factory=dict)
     ode: bool | str = "auto"
     ode_options: dict = field(default_factory=dict)

@@ -238,7 +238,7 @@ class GenerativeModel(pl.LightningModule):
         else:
             name, value = "val/bits_per_dim", result.mean_bits_per_dim()
         self.log(name, float("nan") if value is None else value, rank_zero_only=False)
-        for part, share in breakdown(result).items():
+        for part, share in breakdown(result, self.spec.mel is not None).items():
             self.log(part, share, rank_zero_only=False)
         if value is not None:
             self.figures[name] = value

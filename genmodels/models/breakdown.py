@@ -7,8 +7,8 @@ import math
 from genmodels.evaluation.likelihood import Likelihood
 
 
-def breakdown(result: Likelihood) -> dict[str, float]:
-    """Costs of an item by name, in bits/dim for integers and nats for continuous data.
+def breakdown(result: Likelihood, per_dim: bool = False) -> dict[str, float]:
+    """Costs of an item by name, in bits/dim for integers and nats for continuous data; `per_dim`, nats for each cell.
 
     `val/<part>` are the summands of the bound. `noise/k_of_n` is what the k-th of n equal shares of the steps costs,
     the first being the cleanest: shares of steps, not log-SNRs, so that runs of different schedules have the same
@@ -23,7 +23,8 @@ def breakdown(result: Likelihood) -> dict[str, float]:
         >>> breakdown(result)
         {'val/prior': 0.5, 'val/diffusion': 4.0, 'noise/1_of_2': 3.0, 'noise/2_of_2': 1.0}
     """
-    unit = 1.0 if result.levels is None else float(result.dims.double().mean()) * math.log(2)
+    dims = float(result.dims.double().mean())
+    unit = dims * math.log(2) if result.levels is not None else dims if per_dim else 1.0
     found = {f"val/{name}": float(value.double().mean()) / unit for name, value in result.parts.items()}
     if result.profile is not None:
         shares = (result.profile.nats / result.profile.items / unit).tolist()

@@ -90,5 +90,5 @@ class DiffusionTraining:
         self._drawn.clear()
 
     def validation_options(self) -> dict:
-        """A stratified bound: eight terms, twice."""
+        """An estimate of the bound: eight terms, twice."""
         return {"draws": min(8, self.num_steps - 1)}
