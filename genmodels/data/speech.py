@@ -19,6 +19,7 @@ from genmodels.data.speech_check import Finding, findings_between, read_utteranc
 from genmodels.data.utterances import BucketedBatchSampler, Utterance, Utterances
 from genmodels.errors import InputError, nearest
 from genmodels.speech.mel import MelConfig
+from genmodels.speech.phonemes import FORMS, ready, table_of
 from genmodels.speech.text import Symbols
 
 _NAMED = 5  # bad items that an error names
@@ -39,7 +40,9 @@ class Speech(DataModule):
         mel: settings of the mels that differ from those of HiFi-GAN: sample_rate, n_fft, hop, n_mels, f_min, f_max,
             padding. Recordings of another rate are resampled.
         rate: samples per second that every recording must have; null for any.
-        language: in which numbers are read.
+        symbols: what texts are made of: `characters`; `phonemes` (espeak reads them, which has to be installed, with the
+            extra `phonemes`); or `ipa`, where the transcripts are phonemes already.
+        language: in which numbers are read, and that of espeak.
         blanks: put a blank before, between and after the symbols of a text.
         on_unknown: characters without a symbol are left out (`drop`, counted) or an `error`.
         speakers: names of the speakers of a manifest, in the order of their numbers; null for those found.
@@ -72,6 +75,7 @@ class Speech(DataModule):
         layout: Literal["embedded", "ljspeech", "manifest", "folder", "asterisk"] = "embedded",
         mel: dict | None = None,
         rate: int | None = None,
+        symbols: Literal["characters", "ipa", "phonemes"] = "characters",
         language: str = "en",
         blanks: bool = True,
         on_unknown: Literal["drop", "error"] = "drop",
@@ -91,11 +95,12 @@ class Speech(DataModule):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
         check_choice("layout", layout, tuple(LAYOUTS))
         check_choice("on_unknown", on_unknown, ("drop", "error"))
+        check_choice("symbols", symbols, FORMS)
         check_choice("statistics", statistics, ("global", "band"))
         check_fractions(val_fraction, test_fraction)
         self.root = None if root is None else Path(data_root(root))
         self.layout, self.mel, self.rate, self.language = layout, mel_config(mel or {}), rate, language
-        self.symbols = Symbols(blanks=blanks, on_unknown=on_unknown)
+        self.form, self.symbols = symbols, Symbols(table_of(symbols), blanks=blanks, on_unknown=on_unknown)
         self.speakers, self.statistics, self.max_seconds = speakers, statistics, max_seconds
         self.multiple = multiple or (8 if layout == "folder" else 2)
         self.fractions = (1 - val_fraction - test_fraction, val_fraction, test_fraction)
@@ -114,7 +119,8 @@ class Speech(DataModule):
         self.speakers = self._speakers(clips)
         labels = sorted({clip.label for clip in clips if clip.label is not None})
         files, usable, findings = MelFiles(self.mel), [], []
-        limits = {"rate": self.rate, "max_seconds": self.max_seconds, "language": self.language}
+        limits = {"rate": self.rate, "max_seconds": self.max_seconds, "language": self.language,
+                  "form": self.form}
         shown = sys.stderr.isatty() and len(clips) > 50
         for clip in tqdm(clips, desc="mels", unit="clip", disable=not shown):
             item, found = read_utterance(clip, files, self.symbols, self.speakers, labels, **limits)
@@ -160,8 +166,9 @@ class Speech(DataModule):
 
     def _text(self, held_out: list[Utterance]) -> dict:
         """What a model must know to read texts: never more than what a checkpoint may carry."""
+        examples = [ready(item.text, self.form) for item in held_out[:_EXAMPLES]]
         return {"symbols": list(self.symbols.table), "blanks": self.symbols.blanks, "language": self.language,
-                "examples": [item.text for item in held_out[:_EXAMPLES]]}
+                "form": self.form, "examples": examples}
 
     def training_batches(self, data: Utterances) -> BucketedBatchSampler:
         """Batches of items of about the same length."""

@@ -9,7 +9,8 @@ from genmodels.data.clips import Clip
 from genmodels.data.mel_files import MelFiles
 from genmodels.data.utterances import Utterance
 from genmodels.speech.audio import AudioError
-from genmodels.speech.text import Symbols, UnknownSymbol, normalise
+from genmodels.speech.phonemes import TextForm, in_form
+from genmodels.speech.text import Symbols, UnknownSymbol
 
 _SILENT = -60.0  # dB of full scale
 _CLIPPED = 1e-3
@@ -41,6 +42,7 @@ class Finding:
 def read_utterance(
     clip: Clip, files: MelFiles, symbols: Symbols, speakers: list[str], labels: list[str], *,
     rate: int | None = None, max_seconds: float | None = None, language: str = "en",
+    form: TextForm = "characters",
 ) -> tuple[Utterance | None, list[Finding]]:
     """An item, or None where it cannot be used, and all that is to be said of it.
 
@@ -51,6 +53,7 @@ def read_utterance(
         speakers, labels: all there are, in the order of their numbers.
         rate, max_seconds: what recordings must be like.
         language: in which numbers are read.
+        form: what texts are made of, see `in_form`.
     """
     found: list[Finding] = []
 
@@ -76,7 +79,7 @@ def read_utterance(
         note(f"clipped: {recording.clipped:.1%} of the samples at full scale", False)
     text, tokens = "", ()
     if clip.label is None:
-        text, tokens = _read_text(clip, symbols, language, note)
+        text, tokens = _read_text(clip, symbols, form, language, note)
         if tokens and recording.frames and len(tokens) > recording.frames:
             note(f"too fast: {len(tokens)} tokens{' with blanks' * symbols.blanks} in {recording.frames} frames; drop "
                  "the item, or set data.blanks=false")
@@ -94,12 +97,12 @@ def read_utterance(
     return Utterance(clip.where.split(" (")[0], recording, tuple(tokens), text, speaker, label, clip.split), found
 
 
-def _read_text(clip: Clip, symbols: Symbols, language: str, note) -> tuple[str, list[int]]:
+def _read_text(clip: Clip, symbols: Symbols, form: TextForm, language: str, note) -> tuple[str, list[int]]:
     if not (clip.text or "").strip():
         note("the text is empty")
         return "", []
     try:
-        text = normalise(clip.text, language)
+        text = in_form(clip.text, form, language)
         unknown = symbols.unknown(text)
         if unknown and symbols.on_unknown == "drop":
             note("characters without a symbol are left out: " + ", ".join(f"{c!r} x {n}" for c, n in unknown.items()),

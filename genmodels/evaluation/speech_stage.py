@@ -21,6 +21,7 @@ from genmodels.speech.audio import read_wav
 from genmodels.speech.distortion import mcd_mel13
 from genmodels.speech.measures import Outcome, duration_error, failures_per_100
 from genmodels.speech.mel import MelConfig
+from genmodels.speech.phonemes import ready
 from genmodels.speech.recognition import PocketSphinx, Recogniser, error_curve
 from genmodels.speech.text import Symbols
 from genmodels.speech.transcription import WordFaults, character_edits, pooled, word_edits
@@ -34,7 +35,7 @@ def speech_of(frame: Frame) -> dict:
     """The figures of a model of texts: distortion, durations, failures, time, and what a recogniser understands."""
     opened, request = frame.opened, frame.request
     count = min(opened.items, _UTTERANCES if request.samples == "auto" else request.samples)
-    recogniser, reason = _recogniser()
+    recogniser, reason = _recogniser(opened.spec.text)
 
     def compute() -> dict:
         batch = opened.judged(count)
@@ -52,7 +53,9 @@ def speech_of(frame: Frame) -> dict:
     return frame.once("speech", settings, compute)
 
 
-def _recogniser() -> tuple[Recogniser | None, str]:
+def _recogniser(text: dict) -> tuple[Recogniser | None, str]:
+    if text.get("form", "characters") != "characters":
+        return None, "a recogniser writes words, and the texts of this model are phonemes"
     try:
         return PocketSphinx(), ""
     except ValueError as error:
@@ -67,9 +70,9 @@ def _heard(opened: Opened, batch: Batch) -> int:
 
 def _texts(batch: Batch, text: dict) -> list[str]:
     """What is said in each item, in normal form."""
-    symbols = Symbols(tuple(text["symbols"]), text["blanks"])
+    symbols, form = Symbols(tuple(text["symbols"]), text["blanks"]), text.get("form", "characters")
     rows = zip(batch.cond.tokens, batch.cond.mask[:, 0], strict=True)
-    return [symbols.decode(tokens[valid].tolist()) for tokens, valid in rows]
+    return [ready(symbols.decode(tokens[valid].tolist()), form) for tokens, valid in rows]
 
 
 def _spoken(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[dict], list[float], list[Outcome]]:

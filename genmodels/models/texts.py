@@ -12,7 +12,8 @@ from genmodels.data.spec import DataSpec, TextCondition
 from genmodels.data.utterances import padded_tokens
 from genmodels.errors import InputError
 from genmodels.random import seed_of
-from genmodels.speech.text import Symbols, normalise
+from genmodels.speech.phonemes import in_form
+from genmodels.speech.text import Symbols
 
 _WORD = 2**32 - 1  # indices of keyed noise lie below
 
@@ -66,12 +67,13 @@ class TextReader:
         if spec.text is None:
             raise InputError(f"a model of {spec.name} was trained without texts: leave text out")
         self.spec, self.language = spec, spec.text["language"]
+        self.form = spec.text.get("form", "characters")  # checkpoints of before have no other
         self.symbols = Symbols(tuple(spec.text["symbols"]), spec.text["blanks"], on_unknown)
 
     def normal_form(self, text: str) -> str:
         """The text as the model is told it, for people to read."""
         try:
-            found = normalise(text, self.language)
+            found = in_form(text, self.form, self.language)
         except ValueError as error:
             raise InputError(str(error)) from error
         if self.symbols.on_unknown == "drop":
