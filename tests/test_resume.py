@@ -35,6 +35,18 @@ FLOW = [
     "trainer.validate_every_n_steps=9",
 ]
 
+SPEECH = [
+    "data=speech", "~preset", "data.batch_size=2", "logger=csv", "trainer.progress=false",
+    "trainer.sample_every_n_steps=0", "checkpoint.every_n_steps=4", "trainer.max_steps=16",
+    "trainer.validate_every_n_steps=6", "trainer.limit_validation=1",
+    "model.encoder.channels=8", "model.encoder.hidden=8", "model.encoder.depth=1", "model.duration_channels=8",
+]
+SPEAKING = {
+    "glow_tts": ["model=glow_tts", *SPEECH, "model.steps=2", "model.hidden=8", "model.depth=1"],
+    "mel_ddpm": ["model=mel_ddpm", *SPEECH, "model.net.channels=8", "model.net.multipliers=[1,2]",
+                 "model.net.blocks=1", "model.time_sampler=loss_aware"],
+}  # fmt: skip
+
 
 def command(folder: Path, *words: str, base: list[str] = SMALL) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *base, f"run_dir={folder}", *words]
@@ -184,17 +196,27 @@ def test_what_cannot_be_resumed_is_one_line(straight, capsys, words, said):
     assert said in message and message.count("\n") == 1, message
 
 
-def test_a_flow_in_constant_memory_with_dropout_resumes_too(tmp_path):
-    whole = train(tmp_path / "whole", base=FLOW)
+def stopped_once(tmp_path: Path, base: list[str], at: int, steps: int) -> None:
+    """A run that is killed after so many steps and resumed ends as one that nobody stops."""
+    whole = train(tmp_path / "whole", base=base)
     assert whole.returncode == 0, whole.stderr
     folder = tmp_path / "run"
-    begun = command(folder, base=FLOW)
+    begun = command(folder, base=base)
     with subprocess.Popen(begun, stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()) as process:
-        assert kill_after(folder, process, 5) < 24
-    again = train(folder, "resume=last", base=FLOW)
+        assert kill_after(folder, process, at) < steps
+    again = train(folder, "resume=last", base=base)
     assert again.returncode == 0, again.stderr
     assert fingerprint(folder / "last.ckpt") == fingerprint(tmp_path / "whole" / "last.ckpt")
     assert metrics(folder) == metrics(tmp_path / "whole")
+
+
+def test_a_flow_in_constant_memory_with_dropout_resumes_too(tmp_path):
+    stopped_once(tmp_path, FLOW, at=5, steps=24)
+
+
+@pytest.mark.parametrize("name", SPEAKING)
+def test_models_of_texts_resume_too(name, tmp_path):
+    stopped_once(tmp_path, SPEAKING[name], at=4, steps=16)
 
 
 def test_resume_without_a_run(tmp_path, capsys):
