@@ -186,8 +186,8 @@ class GlowTTS(AlignedModel):
         frames, given = self.frames_of(seconds, n), asked.durations(durations)
         with self.speakable(said, seconds):
             u, mask, used = core.tts.sample(
-                said.tokens, said.mask, core.voice(said), generator=noise, temperature=temperature, speed=speed,
-                frames=frames, durations=given,
+                said.tokens, said.mask, core.voice(said), generator=noise, temperature=temperature,
+                speed=asked.speed(speed), frames=frames, durations=given,
             )
         made = {"sampler": "inverse", "seed": seed, "weights": str(weights), "temperature": temperature,
                 "speed": speed} | ({} if seconds is None else {"seconds": seconds})

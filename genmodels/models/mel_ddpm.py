@@ -286,8 +286,8 @@ class MelDDPM(DiffusionTraining, DiffusionBound, DiffusionCourse, AlignedModel):
         with self.speakable(said, seconds):
             if temperature < 0:
                 raise ValueError(f"temperature must not be negative, got {temperature}")
-            mean = core.tts.latent(said.tokens, said.mask, voice, generator=noise, temperature=0.0, speed=speed,
-                                   frames=frames, durations=given)
+            mean = core.tts.latent(said.tokens, said.mask, voice, generator=noise, temperature=0.0,
+                                   speed=asked.speed(speed), frames=frames, durations=given)
         out = run_sampler(
             core.denoiser, mean.z.shape, times, stepper, noise.child("diffusion"), cond=core.beside(mean.z, voice),
             mask=mean.mask, temperature=temperature, dtype=mean.z.dtype, device=self.device,

@@ -81,8 +81,8 @@ def stream_text(
     voice = core.voice(said)
     with model.speakable(said, seconds):
         reach(core.tts.decoder)
-        drawn = core.tts.latent(said.tokens, None, voice, generator=noise, temperature=temperature, speed=speed,
-                                frames=frames, durations=given)
+        drawn = core.tts.latent(said.tokens, None, voice, generator=noise, temperature=temperature,
+                                speed=asked.speed(speed), frames=frames, durations=given)
     pieces = (model.units.inverse(piece) for piece in stream_latent(core.tts, drawn, voice, chunk=chunk))
     made = {"sampler": "inverse", "temperature": temperature}
     return StreamedText(said.tokens[0].tolist(), drawn.durations[0].tolist(), pieces, made)

@@ -161,6 +161,8 @@ class Tacotron(TextModel):
         if told:
             raise InputError(f"{told[0]}: a tacotron speaks as long as it speaks; model=glow_tts takes {told[0]}")
         asked = self.asked(n, start, text, cond, on_unknown)
+        if asked.pace is not None:
+            raise InputError("[slow]: a tacotron speaks as long as it speaks; model=glow_tts follows the mark")
         noise, said = KeyedGenerator(seed, asked.rows, "sample"), asked.said
         most = max_frames or _FRAMES_A_SYMBOL * (said.tokens > 1).sum(1) + _FRAMES_MORE
         core = self.weights(weights)

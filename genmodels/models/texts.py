@@ -12,6 +12,7 @@ from genmodels.data.spec import DataSpec, TextCondition
 from genmodels.data.utterances import padded_tokens
 from genmodels.errors import InputError
 from genmodels.random import seed_of
+from genmodels.speech.pace import factors_of, without_marks
 from genmodels.speech.phonemes import in_form
 from genmodels.speech.text import Symbols
 
@@ -71,9 +72,9 @@ class TextReader:
         self.symbols = Symbols(tuple(spec.text["symbols"]), spec.text["blanks"], on_unknown)
 
     def normal_form(self, text: str) -> str:
-        """The text as the model is told it, for people to read."""
+        """The text as the model is told it, for people to read, without marks."""
         try:
-            found = in_form(text, self.form, self.language)
+            found = in_form(without_marks(text), self.form, self.language)
         except ValueError as error:
             raise InputError(str(error)) from error
         if self.symbols.on_unknown == "drop":
@@ -89,6 +90,26 @@ class TextReader:
             raise
         except ValueError as error:
             raise InputError(str(error)) from error
+
+    def pace(self, texts: Sequence[str]) -> Tensor | None:
+        """By how much longer each token is to last, (B, N), as marks `[slow]...[/slow]` say; None where there are none.
+
+        A blank goes with the symbol behind it.
+        """
+        try:
+            rows = [factors_of(text, self.normal_form) for text in texts]
+        except InputError:
+            raise
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        if all(factor == 1 for row in rows for factor in row):
+            return None
+        if self.symbols.blanks:
+            rows = [[*(factor for factor in row for _ in (0, 1)), row[-1]] for row in rows]
+        found = torch.ones(len(rows), max(map(len, rows)))
+        for line, row in zip(found, rows, strict=True):
+            line[: len(row)] = torch.tensor(row)
+        return found
 
     def __call__(self, texts: Sequence[str], speaker: int | str | None = None) -> TextCondition:
         """The condition of these texts, all by one speaker."""
@@ -120,16 +141,23 @@ class Asked(NamedTuple):
         index: numbers of the samples, (n,).
         rows: what their noise is keyed by, (n,); see `noise_rows`.
         which: the text that each sample is of.
+        pace: by how much longer each token is to last, (n, N), as the texts say; None where they say nothing.
     """
 
     said: TextCondition
     index: Tensor
     rows: Tensor
     which: list[int]
+    pace: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Asked:
         """The same on a device."""
-        return Asked(self.said.to(device), self.index.to(device), self.rows.to(device), self.which)
+        return Asked(self.said.to(device), self.index.to(device), self.rows.to(device), self.which,
+                     None if self.pace is None else self.pace.to(device))
+
+    def speed(self, speed: float) -> float | Tensor:
+        """A speed for all, and where texts say so another one for each token, (n, N)."""
+        return speed if self.pace is None else speed / self.pace
 
     def durations(self, listed: Sequence[Sequence[int]] | None) -> Tensor | None:
         """Frames (n, N) of every token as a user has listed them for each text; None for None."""
@@ -160,5 +188,7 @@ def ask(
         raise InputError("this checkpoint carries no examples: give text=")
     numbers = range(start, start + n)
     which = [k % len(texts) for k in numbers]
-    said = TextReader(spec, on_unknown)([texts[k] for k in which], speaker)
-    return Asked(said, torch.tensor(numbers), noise_rows(said, [k // len(texts) for k in numbers]), which)
+    reader, spoken = TextReader(spec, on_unknown), [texts[k] for k in which]
+    said = reader(spoken, speaker)
+    rows = noise_rows(said, [k // len(texts) for k in numbers])
+    return Asked(said, torch.tensor(numbers), rows, which, reader.pace(spoken))

@@ -184,14 +184,14 @@ class GlowTTS(nn.Module):
     @torch.no_grad()
     def sample(
         self, tokens: Tensor, text_mask: Tensor | None = None, speaker: Tensor | None = None, *,
-        generator: Generator, temperature: float = 0.667, speed: float = 1.0, frames: Tensor | None = None,
+        generator: Generator, temperature: float = 0.667, speed: float | Tensor = 1.0, frames: Tensor | None = None,
         durations: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Mels (B, n_mels, T), their mask (B, 1, T) and durations (B, N).
 
         Arguments:
             temperature: factor of sigma; 0 for the latent at its mean.
-            speed: above 1 is faster.
+            speed: above 1 is faster; one for all, or (B, N) one for each token.
             frames: total of each item, (B,); else what the predicted durations come to.
             durations: whole frames (B, N) to use instead of predicted ones.
 
@@ -209,15 +209,15 @@ class GlowTTS(nn.Module):
     @torch.no_grad()
     def latent(
         self, tokens: Tensor, text_mask: Tensor | None = None, speaker: Tensor | None = None, *,
-        generator: Generator, temperature: float = 0.667, speed: float = 1.0, frames: Tensor | None = None,
+        generator: Generator, temperature: float = 0.667, speed: float | Tensor = 1.0, frames: Tensor | None = None,
         durations: Tensor | None = None,
     ) -> Latent:
         """What `sample` decodes, with the same arguments and errors: z = mu + temperature sigma eps of each frame."""
-        if speed <= 0 or temperature < 0:
+        if not bool((torch.as_tensor(speed) > 0).all()) or temperature < 0:
             raise ValueError(f"speed must be positive and temperature not negative, got {speed} and {temperature}")
         h, mu, log_sigma = self.encoder(tokens, text_mask, speaker)
         if durations is None:
-            widths = hide(self.durations(h, text_mask).exp()[:, None] / speed, text_mask)[:, 0]
+            widths = hide((self.durations(h, text_mask).exp() / speed)[:, None], text_mask)[:, 0]
             durations = integer_durations(widths, frames, text_mask)
         total = durations.sum(1)
         longest = int(total.max())

@@ -107,7 +107,7 @@ def stream_decoder(decoder: Compose, z: Tensor, cond: Tensor | None = None, *, c
 
 def stream(
     model: GlowTTS, tokens: Tensor, speaker: Tensor | None = None, *, generator: Generator, temperature: float = 0.667,
-    speed: float = 1.0, frames: Tensor | None = None, durations: Tensor | None = None, chunk: int = 64,
+    speed: float | Tensor = 1.0, frames: Tensor | None = None, durations: Tensor | None = None, chunk: int = 64,
 ) -> Iterator[Tensor]:  # fmt: skip
     """The mel of one text, piece by piece; the pieces side by side are `model.sample` of the same arguments.
 
