@@ -137,9 +137,10 @@ class CIFAR10(_Vision):
     """CIFAR-10: 50,000 + 10,000 photographs, (3, 32, 32), 256 levels, 10 classes (Krizhevsky, 2009).
 
     Arguments:
+        root: folder that holds (or shall hold) `cifar-10-batches-py/`.
+        download: fetch the files when they are missing.
         flip: mirror training items at random.
-        **shared: `root` (it holds, or shall hold, `cifar-10-batches-py/`), `download`, `batch_size`, `num_workers` and
-            `seed`, as for `MNIST`.
+        batch_size, num_workers, seed: see `DataModule`.
     """
 
     name = "cifar10"
@@ -147,8 +148,11 @@ class CIFAR10(_Vision):
     layout = "cifar-10-batches-py/ (the unpacked cifar-10-python.tar.gz)"
     class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
-    def __init__(self, *, flip: bool = True, **shared):
-        super().__init__(**shared)
+    def __init__(
+        self, *, root: str = "data", download: bool = True, flip: bool = True, batch_size: int = 128,
+        num_workers: int = 0, seed: int = 0,
+    ):  # fmt: skip
+        super().__init__(root=root, download=download, batch_size=batch_size, num_workers=num_workers, seed=seed)
         self.flip = flip
 
 

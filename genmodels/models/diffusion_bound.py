@@ -55,7 +55,7 @@ class DiffusionBound:
         bound: Literal["discrete", "continuous"] = "discrete",
         draws: int | None = None,
         replicates: int = 2,
-        rows: int = 1024,
+        rows: int | None = None,
     ) -> Likelihood:
         """The lower bound on the log-likelihood, over all terms or over `draws` stratified ones.
 
@@ -67,7 +67,7 @@ class DiffusionBound:
             draws: number of strata of 1..K (or of the log-SNRs), one term drawn from each; None for all K terms, or K
                 strata.
             replicates: independent repetitions of the stratified estimate (>= 2), for its standard error.
-            rows: most rows in one call of the network.
+            rows: most rows in one call of the network; by default as many as suit the device.
         """
         x0, index = self._entered(batch), batch.item_index
         out, profile, made = self.bounded(
@@ -90,7 +90,7 @@ class DiffusionBound:
 
     def bounded(
         self, denoiser, x0: Tensor, cond: Tensor | None, mask: Tensor | None, generator: KeyedGenerator, *,
-        bound: Literal["discrete", "continuous"], draws: int | None, replicates: int, rows: int,
+        bound: Literal["discrete", "continuous"], draws: int | None, replicates: int, rows: int | None,
     ) -> tuple[ElboTerms, Profile, dict]:
         """The bound of data as the network sees them, its profile over the noise levels, and how it was made.
 
@@ -106,7 +106,7 @@ class DiffusionBound:
         one_of("bound", bound, ("discrete", "continuous"))
         times = self.bound_times().to(x0.device)
         edges = denoiser.schedule.log_snr(times).detach()
-        given = {"cond": cond, "mask": mask, "chunk": rows}
+        given = {"cond": cond, "mask": mask, "chunk": rows or rows_for(x0)}
         made = {"estimate": "bound, all terms", "terms": len(times) - 1}
         if bound == "continuous":
             given |= {"draws": draws or len(times) - 1, "replicates": replicates}
@@ -128,3 +128,15 @@ class DiffusionBound:
         cuts = torch.arange(bins + 1) * terms // bins
         nats = torch.stack([part.sum() for part in diffusion.sum(0).split(cuts.diff().tolist())])
         return Profile(edges.double()[cuts * (len(edges) - 1) // terms], nats, len(diffusion))
+
+
+def rows_for(x: Tensor) -> int:
+    """How many rows like those of x go through a network at once: on a CPU so few that a layer stays in the cache.
+
+    A U-Net on 28x28 takes a quarter longer for each row of 512 than for one of 128.
+
+    Example:
+        >>> rows_for(torch.zeros(5, 1, 28, 28)), rows_for(torch.zeros(5, 2))
+        (128, 1024)
+    """
+    return max(16, min(1024, 100_352 // max(1, x[0].numel()))) if x.device.type == "cpu" else 1024
