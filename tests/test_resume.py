@@ -215,7 +215,6 @@ def test_a_flow_in_constant_memory_with_dropout_resumes_too(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="after a resume, batches of other lengths round otherwise in their last bit", strict=False)
 @pytest.mark.parametrize("name", SPEAKING)
 def test_models_of_texts_resume_too(name, tmp_path):
     stopped_once(tmp_path, SPEAKING[name], at=4, steps=16)

@@ -196,12 +196,20 @@ def _search_numpy(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
 
 
 def _search_numba(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
-    """The token (B, T) of each frame: compiled loops, the items on all cores."""
+    """The token (B, T) of each frame: compiled loops, the items on as many cores as torch may use."""
+    import numba
+
     from genmodels.speech.alignment_numba import compiled
 
+    threads = torch.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     visited = torch.empty(scores.shape[0], scores.shape[2], dtype=torch.int64)
     # Tokens of a frame side by side.
     compiled()(scores.mT.contiguous().numpy(), tokens.numpy(), frames.numpy(), visited.numpy())
+    if torch.get_num_threads() != threads:
+        # Both share OpenMP's number of threads, which numba leaves as it needed it; other numbers round otherwise, and
+        # a resumed run would not be the same run.
+        torch.set_num_threads(threads)
     return visited
 
 

@@ -181,3 +181,15 @@ def test_the_vector_of_the_sum():
     assert float(forward_sum(grid)) == pytest.approx(6.407605964, abs=1e-9)
     under_prior = forward_sum(grid) - log_paths(torch.tensor([3]), torch.tensor([4]))
     assert float(under_prior) == pytest.approx(5.308993676, abs=1e-9)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_search_leaves_the_number_of_threads_alone(threads, implementation):
+    """numba shares OpenMP's number with torch, whose kernels round otherwise with another one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        monotonic_alignment_search(torch.zeros(2, 3, 5), implementation=implementation)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
