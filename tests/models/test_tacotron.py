@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -82,13 +83,16 @@ def test_samples_are_themselves_and_in_their_units():
     assert len(drawn.made["words_missing_repeated"]) == 5
 
 
-def test_a_mel_without_a_stop_is_reported(caplog):
+def test_a_mel_without_a_stop_is_reported(monkeypatch):
+    # Not by caplog: what other tests of the same process have done to logging would count.
+    told = []
+    monkeypatch.setattr(logging.getLogger("genmodels.models.tacotron"), "warning", lambda text, *a: told.append(text % a))
     tacotron = model()
     with torch.no_grad():
         tacotron.core.tacotron.stop.bias.fill_(-50.0)
     drawn = tacotron.sample(2, text="so")
     assert drawn.made["not_stopped"] == [0, 1] and drawn.mask.sum((1, 2)).tolist() == [140, 140]
-    assert "2 of 2 mels did not come to a stop" in caplog.text
+    assert len(told) == 1 and told[0].startswith("2 of 2 mels did not come to a stop")
     with torch.no_grad():
         tacotron.core.tacotron.stop.bias.fill_(50.0)
     assert tacotron.sample(2, text="so").made["not_stopped"] == []
