@@ -86,7 +86,8 @@ def test_samples_are_themselves_and_in_their_units():
 def test_a_mel_without_a_stop_is_reported(monkeypatch):
     # Not by caplog: what other tests of the same process have done to logging would count.
     told = []
-    monkeypatch.setattr(logging.getLogger("genmodels.models.tacotron"), "warning", lambda text, *a: told.append(text % a))
+    logger = logging.getLogger("genmodels.models.tacotron")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: told.append(text % values))
     tacotron = model()
     with torch.no_grad():
         tacotron.core.tacotron.stop.bias.fill_(-50.0)
