@@ -184,7 +184,7 @@ def show(run_dir: Path, loggers: list[Logger], name: str, picture: Image.Image, 
 def play(run_dir: Path, loggers: list[Logger], name: str, waves: list[Tensor], rate: int, step: int) -> None:
     """Keep sounds (N,) in the folder `name` of a run, and send them to every logger that plays sound.
 
-    W&B has them as one list, TensorBoard each under its number.
+    Each is logged under its number: of a list W&B would ask for a further package.
     """
     key, paths = f"sounds/{name}", []
     for k, wave in enumerate(waves):
@@ -194,7 +194,9 @@ def play(run_dir: Path, loggers: list[Logger], name: str, waves: list[Tensor], r
         write_whole(paths[-1], lambda file, held=held: file.write(held.getvalue()))
     for logger in loggers:
         if isinstance(logger, WandbLogger) and paths:
-            logger.log_audio(key, [str(path) for path in paths], step=step)
+            import wandb
+
+            logger.log_metrics({f"{key}/{k}": wandb.Audio(str(path)) for k, path in enumerate(paths)}, step=step)
         elif isinstance(logger, TensorBoardLogger):
             for k, wave in enumerate(waves):
                 loudest = max(1.0, float(wave.abs().max()))
