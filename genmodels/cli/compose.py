@@ -65,6 +65,11 @@ class Composer:
         if not override.is_sweep_override() and not isinstance(override.value(), str | list):
             options = self.hydra.config_loader.get_group_options(key)
             raise InputError(_no_option(key, str(override.value()), options))
+        if isinstance(override.value(), str) and not override.is_sweep_override():
+            # Hydra would leave out an option of an optional group, such as preset, without a word.
+            options = self.hydra.config_loader.get_group_options(key)
+            if override.value() not in options:
+                raise InputError(_no_option(key, override.value(), options))
         return word
 
     def compose(self, overrides: list[str]) -> dict:
@@ -133,7 +138,12 @@ class Composer:
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
             text = str(error).split("full_key")[0] + (f" {str(cause).split('full_key')[0]}" if cause else "")
-            raise InputError(" ".join(text.split())) from error
+            text = " ".join(text.split())
+            if text.startswith("Could not override '"):
+                group = text.split("'")[1]
+                raise InputError(f"{group}= cannot be chosen in {self.command}: it comes with the checkpoint or is not "
+                                 f"used; `genmodels {self.command} --keys` lists what can be set") from error
+            raise InputError(text) from error
 
     def _where(self, path: str, parsed: list[Override]) -> str:
         """Where a dotted key was set: the last place that did."""

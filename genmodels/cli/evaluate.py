@@ -88,6 +88,7 @@ def run(
         device: auto, cpu, cuda, ...
         trust: further packages whose classes a checkpoint may name.
     """
+    import sys
     from pathlib import Path
 
     from genmodels.errors import InputError, RunError
@@ -119,6 +120,8 @@ def run(
             failures[str(path)] = str(error)
     if len(failures) == len(set(map(str, paths))):
         raise RunError("; ".join(failures.values()))
+    for message in failures.values():  # at once, for the others may take long
+        print(f"{message}; going on with the others", file=sys.stderr, flush=True)
 
     from genmodels.evaluation.compare import compare
 

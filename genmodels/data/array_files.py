@@ -123,6 +123,8 @@ def _read_table(path: Path) -> dict[str, np.ndarray]:
         heading = []
     else:
         del lines[first]
+    if not lines:
+        raise InputError(f"data.file={path} holds a heading and no items")
     try:
         return {"arr_0": np.loadtxt(list(lines.values()), delimiter=delimiter, ndmin=2, comments=None)}
     except ValueError as error:

@@ -78,6 +78,8 @@ class Evaluation:
         stages = {"likelihood": self.likelihood.run, "audit": self.audit, "ood": self.other_data.run,
                   "fidelity": self.fidelity.run, "cost": self.cost, "proofs": self.proofs,
                   "sweeps": self.fidelity.sweeps}
+        if self.frame.request.wants("fidelity"):
+            self.fidelity.check()
         self.report["references"] = self._references()
         try:
             for name, stage in stages.items():

@@ -30,15 +30,27 @@ class FidelityStage:
         self.frame = frame
         self._samples: dict | None = None
 
+    def check(self) -> None:
+        """Refuse a number of samples that cannot be compared, before anything is computed.
+
+        Raises:
+            InputError: naming the number that is needed.
+        """
+        self._count()
+
+    def _count(self) -> tuple[int, str | None]:
+        opened, request = self.frame.opened, self.frame.request
+        if opened.spec.text is not None:
+            return 0, None
+        dims = dims_of(opened.spec, request.features)
+        return sample_quality.count_for(request.samples, opened.items, dims, request.force, request.features != "auto")
+
     def run(self) -> None:
         """Samples beside held-out items in features of one network; copies of training items; classes."""
-        request = self.frame.request
         if self.frame.opened.spec.text is not None:
             self.frame.report["speech"] = speech_of(self.frame)
             return
-        dims = dims_of(self.frame.opened.spec, request.features)
-        n, reason = sample_quality.count_for(
-            request.samples, self.frame.opened.items, dims, request.force, request.features != "auto")
+        n, reason = self._count()
         if reason is not None:
             self.frame.report["fidelity"] = {"skipped": reason}
             self._show(self._drawn(min(_SHOWN, n)))

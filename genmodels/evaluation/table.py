@@ -220,7 +220,8 @@ def _notes(table: dict, rank: str) -> list[str]:
     notes |= dict.fromkeys(_on_scale(table["scale"]))
     if rank == "across" and table["ranking"]:
         kinds = {report["kind"] for model in models for report in model["likelihood"] if report["kind"] in ERRS}
-        notes |= dict.fromkeys(f"ranks mix kinds: {kind} {ERRS[kind]}" for kind in sorted(kinds))
+        if len(kinds) > 1:
+            notes |= dict.fromkeys(f"ranks mix kinds: {kind} {ERRS[kind]}" for kind in sorted(kinds))
     kinds = {line["kind"] for model in models for line in model["likelihood"]}
     if len(kinds - {"unnormalised"}) > 1 and rank != "across":
         notes["values of unlike kinds are not ranked: rank=across does it, and says how each may err"] = None

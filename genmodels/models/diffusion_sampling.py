@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -153,6 +154,8 @@ class DiffusionSampling(DiffusionCourse):
 
     def _asked(self, cond, index: Tensor, guidance: float, has_material: bool) -> Tensor | None:
         """The labels of the samples, None for no class."""
+        if not math.isfinite(guidance):
+            raise ValueError(f"guidance must be a finite number, got {guidance}")
         if guidance != 1 and self.num_classes is None:
             raise ValueError("guidance needs a model with classes: leave it out")
         if guidance != 1 and not self.has_null_class:

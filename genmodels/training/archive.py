@@ -102,6 +102,9 @@ def verify(path: str | Path) -> None:
     """Raise a RunError of one line if the file is missing, cut, altered, or not a genmodels checkpoint."""
     path = Path(path)
     if not path.is_file():
+        runs = sorted(one.parent for one in path.parent.glob("*/best.ckpt")) if path.parent.is_dir() else []
+        if runs:
+            raise RunError(f"{path.parent} holds {len(runs)} runs: name one, such as {runs[-1]}")
         raise RunError(f"{path}: no such checkpoint{_last_good(path)}")
     try:
         with open(path, "rb") as file:

@@ -100,6 +100,8 @@ LINES = [
     (["model=3"], "unknown model '3'"),
     (["model=null"], "unknown model"),
     (["experiment=foo"], "unknown experiment 'foo'"),
+    (["preset=ddpm_digit"], "unknown preset 'ddpm_digit': did you mean 'ddpm_digits'?"),
+    (["model=energy", "data=toy", "preset=nope"], "unknown preset 'nope'"),
     (["modle=ddpm"], "unknown key 'modle' (on the command line): did you mean 'model'?"),
     (["model.net.chanels=3"], "unknown key 'model.net.chanels' (on the command line): did you mean 'channels'?"),
     (["model.net={chanels: 3}"], "unknown key 'model.net.chanels' (on the command line)"),

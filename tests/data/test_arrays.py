@@ -207,6 +207,7 @@ def test_bad_files_give_one_line(tmp_path):
     assert "cannot be read" in line("cut.npz", (tmp_path / "cut.npz").read_bytes()[:-400])
     content = bytearray((tmp_path / "cut.npz").read_bytes())
     assert "is empty" in line("a.csv", b"\n")
+    assert "holds a heading and no items" in line("h.csv", b"a,b\n")
     assert "b.csv, line 4, column 2 (b): 'x' is no number" in line("b.csv", b"a,b\n\n1,2\n3, x\n")
     assert "b.csv, line 2: 3 cells, where the table has 2 columns" in line("b.csv", b"1,2\n3,4,\n")
     assert "b.csv, line 2, column 3 (c): the cell is empty" in line("b.csv", b"a,b,c\n1,2,\n")

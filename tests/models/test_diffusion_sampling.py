@@ -144,6 +144,8 @@ def test_latents_lead_back_and_depend_on_the_class():
         ({"sampler": "ddpm", "eta": 0.5}, "eta is an option of sampler=ddim, not of ddpm"),
         ({"churn": 3.0}, "churn is an option of sampler=edm"),
         ({"guidance_rescale": 0.5}, "go with guidance"),
+        ({"guidance": float("nan")}, "guidance must be a finite number"),
+        ({"guidance": float("inf")}, "guidance must be a finite number"),
         ({"guidance": 3.0, "guidance_interval": [1.0]}, "two log-SNRs"),
         ({"guidance": 0.0, "cond": 3}, "leave cond out"),
         ({"clip": "soft"}, "static, dynamic"),
