@@ -57,9 +57,11 @@ class ElementTransform(nn.Module):
     constant_logdet: bool = False
 
     def forward(self, x: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+        """f(x) and log df/dx of each number."""
         raise NotImplementedError
 
     def inverse(self, z: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+        """The x with f(x) = z, and log dx/dz of each number."""
         raise NotImplementedError
 
     def start(self, channels: int) -> Tensor:
