@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from genmodels.diffusion.altered import require_unaltered
-from genmodels.diffusion.bound import ElboTerms, check_grid
+from genmodels.diffusion.bound import ElboTerms, check_grid, rows_for
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.masks import event_size, event_sum
 from genmodels.diffusion.objectives import Objective, ObjectiveOutput, is_learned, predict, twice
@@ -128,7 +128,7 @@ def continuous_elbo(
         decoder: p(x_0 | x_{t_0}).
         first: t_0, where the reconstruction is read.
         generator: keyed over the items of x0.
-        chunk: most rows in one network call; by default 2^18 scalars, at least 1 and at most 4096 rows.
+        chunk: most rows in one network call; by default as many as suit the device.
 
     Errors: no noise at t_0, or fewer than two replicates.
 
@@ -148,7 +148,7 @@ def continuous_elbo(
     ends = ends.clamp(min=_NOISIEST)
     u = uniform((n, replicates, draws), generator.child("strata") if keyed else generator, dtype=torch.float64)
     share = ((torch.arange(draws, device=u.device) + u) / draws).to(x0.device).flatten(1)
-    rows = chunk if chunk is not None else max(1, min(4096, 2**18 // max(1, x0[0].numel())))
+    rows = rows_for(x0) if chunk is None else chunk
 
     # Column 0 is the reconstruction at t_0, the others are the replicates' strata.
     levels = torch.cat([ends[:1].expand(n, 1), ends[0] + (ends[1] - ends[0]) * share], 1)

@@ -106,7 +106,7 @@ class DiffusionBound:
         one_of("bound", bound, ("discrete", "continuous"))
         times = self.bound_times().to(x0.device)
         edges = denoiser.schedule.log_snr(times).detach()
-        given = {"cond": cond, "mask": mask, "chunk": rows or rows_for(x0)}
+        given = {"cond": cond, "mask": mask, "chunk": rows}
         made = {"estimate": "bound, all terms", "terms": len(times) - 1}
         if bound == "continuous":
             given |= {"draws": draws or len(times) - 1, "replicates": replicates}
@@ -128,15 +128,3 @@ class DiffusionBound:
         cuts = torch.arange(bins + 1) * terms // bins
         nats = torch.stack([part.sum() for part in diffusion.sum(0).split(cuts.diff().tolist())])
         return Profile(edges.double()[cuts * (len(edges) - 1) // terms], nats, len(diffusion))
-
-
-def rows_for(x: Tensor) -> int:
-    """How many rows like those of x go through a network at once: on a CPU so few that a layer stays in the cache.
-
-    A U-Net on 28x28 takes a quarter longer for each row of 512 than for one of 128.
-
-    Example:
-        >>> rows_for(torch.zeros(5, 1, 28, 28)), rows_for(torch.zeros(5, 2))
-        (128, 1024)
-    """
-    return max(16, min(1024, 100_352 // max(1, x[0].numel()))) if x.device.type == "cpu" else 1024
