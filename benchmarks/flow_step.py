@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--compile", action="store_true", help="compile our bijection as well, beside the eager one")
+    parser.add_argument("--compile", action="store_true", help="our density compiled as well, beside the eager one")
     parser.add_argument("--inner", type=int, default=3, help="steps in each timed unit")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -225,7 +225,7 @@ def main() -> None:
         steps = {key: training(model, x, fused=False) for key, model in models.items()}
         if arguments.compile:
             compiled = CASES[name]()[0]["ours"]
-            compiled.flow.bijection.compile(fullgraph=True)
+            compiled.flow.compile(fullgraph=True)
             steps["ours, compiled"] = training(compiled, x, fused=True)
         timing = interleaved({key: repeated(step, arguments.inner) for key, step in steps.items()},
                              arguments.repeats, warm_up=3)

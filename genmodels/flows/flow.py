@@ -82,6 +82,10 @@ class Flow(nn.Module):
     def density(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """`log_prob` of what has been checked before: nothing here looks at values or waits for the device."""
         require_initialized(self.bijection, "Flow.log_prob")
+        return self(x, cond, mask)
+
+    def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """The arithmetic of `log_prob` alone, map and base in one piece: what `Flow.compile()` compiles."""
         z, logdet = self.bijection(x, self._cond(cond, self.bijection), mask)
         latent_mask = None if mask is None else self.bijection.out_mask(mask)
         return self.base.log_prob(z, self._cond(cond, self.base), latent_mask) + logdet

@@ -162,8 +162,8 @@ class FlowModel(GenerativeModel):
                   "end, and the number says little")
 
     def compiled_parts(self) -> list[torch.nn.Module]:
-        """What torch.compile is applied to: the map itself, not the noise around it."""
-        return [self.core.flow.bijection]
+        """What torch.compile is applied to: the density, map and base in one piece, not the noise around it."""
+        return [self.core.flow]
 
     def _filled(self, batch: Batch, generator: KeyedGenerator) -> Batch:
         """Mels with their noise; other data as they are."""
