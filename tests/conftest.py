@@ -33,6 +33,15 @@ def the_same_numbers_every_time():
         sys.modules["torch"].manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with real data, or a skip."""
+    folder = Path(os.environ.get("GENMODELS_SHARED_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not (folder / "MNIST" / "raw").is_dir():
+        pytest.skip(f"no MNIST in {folder} (set GENMODELS_SHARED_DATA to a folder that holds MNIST/raw)")
+    return folder
+
+
 @pytest.fixture
 def genmodels(tmp_path):
     """Run `genmodels <words>` in a process of its own, in an empty folder; gives subprocess' result."""

@@ -18,6 +18,7 @@ from genmodels.models.load import weights_of
 _SHOWN = 10  # utterances in the notes below a table
 _DRAWN = 3  # alignments in the picture
 _TOGETHER = 8  # utterances aligned at once
+_AGAINST = 8  # texts of other utterances that each text is measured against
 
 
 def audit(frame: Frame, likelihood: Likelihood) -> list[dict]:
@@ -27,7 +28,8 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[dict]:
         likelihood: of these utterances, in index order.
 
     Returns for each: rank, index, name and text; frames, nats per dimension, its score against utterances of its
-    length, and, where the model aligns, the frames of every token and the token that lasts longest.
+    length, and, where the model aligns, the frames of every token, the token that lasts longest, and the evidence for
+    its text beside those of other utterances, nats a frame.
 
     Raises:
         InputError: for data without texts.
@@ -38,7 +40,7 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[dict]:
     nll = -likelihood.nats.double() / likelihood.dims.double()
     frames = likelihood.dims.double() / opened.spec.event_shape[0]
     scores = against_length(nll, frames)
-    durations = frame.once("audit", {}, lambda: {"durations": _durations(opened)})["durations"]
+    found = frame.once("audit", {"against": _AGAINST}, lambda: {"durations": _durations(opened)})["durations"]
     items = getattr(opened.datamodule.split(opened.request.split), "items", None)
     rows = []
     for rank, k in enumerate(nll.nan_to_num(nan=torch.inf).argsort(descending=True, stable=True).tolist(), 1):
@@ -46,8 +48,8 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[dict]:
                "nats_per_dim": float(nll[k]), "z": None if scores is None else float(scores[k])}
         if items is not None:
             row |= {"name": items[k].name, "text": items[k].text}
-        if durations is not None:
-            row |= durations[k]
+        if found is not None:
+            row |= found[k]
         rows.append(row)
     return rows
 
@@ -80,16 +82,45 @@ def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:
 
 
 def _durations(opened: Opened) -> list[dict] | None:
-    """For each utterance the frames of its tokens on the best alignment, and the longest; None without alignments."""
+    """What alignments say of each utterance: durations, and the evidence for its text; None without alignments."""
     if not hasattr(opened.model, "aligned"):
         return None
-    request, found = opened.request, []
-    loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
-    for batch in tqdm(loader, desc=f"{opened.model.family} aligns {request.split}", unit="batch", mininterval=0.5):
-        aligned = opened.model.aligned(batch.to(opened.model.device), weights_of(request.ema), request.seed)
+    model, request, found, said = opened.model, opened.request, [], {}
+
+    def batches(what: str):
+        loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
+        return tqdm(loader, desc=f"{model.family} {what}", unit="batch", mininterval=0.5)
+
+    for batch in batches(f"aligns {request.split}"):
+        aligned = model.aligned(batch.to(model.device), weights_of(request.ema), request.seed)
         found += _of_batch(batch, aligned.durations.cpu(), opened.spec)
-    found.sort(key=lambda entry: entry[0])
-    return [told for _, told in found]
+        rows = zip(batch.index.tolist(), batch.cond.tokens, batch.cond.mask[:, 0], batch.mask, strict=True)
+        said |= {index: (tokens[valid].tolist(), int(mask.sum())) for index, tokens, valid, mask in rows}
+    found = dict(found)
+    for batch in batches("tries other texts"):
+        others = [neighbours(said, index) for index in batch.index.tolist()]
+        known = [k for k, texts in enumerate(others) if texts]
+        if known:
+            part = batch.rows(torch.tensor(known)).to(model.device)
+            values = model.evidence(part, [others[k] for k in known], weights_of(request.ema), request.seed)
+            for index, value in zip(part.index.tolist(), values.tolist(), strict=True):
+                found[index]["evidence"] = value
+    return [found[index] for index in sorted(found)]
+
+
+def neighbours(said: dict[int, tuple[list[int], int]], index: int, count: int = _AGAINST) -> list[list[int]]:
+    """The texts of other utterances that are nearest in length to that of one, and that its frames could hold.
+
+    Arguments:
+        said: (tokens, frames) of every utterance.
+
+    Example:
+        >>> neighbours({0: ([5, 6], 9), 1: ([5, 6], 9), 2: ([7], 9), 3: ([1] * 10, 30), 4: ([8, 9, 9], 9)}, 0)
+        [[7], [8, 9, 9]]
+    """
+    own, frames = said[index]
+    texts = {tuple(tokens) for tokens, _ in said.values() if len(tokens) <= frames} - {tuple(own)}
+    return [list(text) for text in sorted(texts, key=lambda text: (abs(len(text) - len(own)), text))[:count]]
 
 
 def _of_batch(batch: Batch, durations: Tensor, spec: DataSpec) -> list[tuple[int, dict]]:
@@ -105,27 +136,39 @@ def _of_batch(batch: Batch, durations: Tensor, spec: DataSpec) -> list[tuple[int
 
 @torch.no_grad()
 def picture_of_audit(opened: Opened, rows: list[dict]) -> Image.Image | None:
-    """How the least likely utterances are aligned; None for a model without alignments."""
+    """How the utterances whose texts fit them least are aligned; None for a model without alignments."""
     if not hasattr(opened.model, "posterior"):
         return None
-    index, request = torch.tensor([row["index"] for row in rows[:_DRAWN]]), opened.request
+    index, request = torch.tensor([row["index"] for row in suspects(rows)[:_DRAWN]]), opened.request
     batch = next(iter(opened.datamodule.loader(request.split, len(index), index))).to(opened.model.device)
     return alignments(opened.model.posterior(batch, weights_of(request.ema), request.seed), batch, opened.spec)
 
 
+def suspects(rows: list[dict]) -> list[dict]:
+    """The utterances with the least evidence for their texts first; as they were, where nothing is known of it."""
+    return sorted(rows, key=lambda row: row.get("evidence", torch.inf))
+
+
 def audit_notes(rows: list[dict]) -> list[str]:
-    """The least likely utterances in lines, for the notes below a table.
+    """The least likely utterances in lines, and those whose texts fit least, for the notes below a table.
 
     Example:
         >>> audit_notes([{"rank": 1, "index": 4, "frames": 90, "nats_per_dim": 1.5, "z": 2.25, "name": "a.wav",
-        ...               "text": "a cab", "longest": {"token": "c", "position": 2, "frames": 31}}])[1]
-        '  1. 1.500 nats/dim, z +2.25, 90 frames, longest c with 31: a.wav "a cab"'
+        ...               "text": "a cab", "evidence": 0.5, "longest": {"token": "c", "position": 2, "frames": 31}}])[1]
+        '  1. 1.500 nats/dim, z +2.25, 90 frames, longest c with 31, evidence +0.50: a.wav "a cab"'
     """
-    lines = [f"audit of {len(rows)} utterances, the least likely first (z: deviations above utterances of that length)"]
-    for row in rows[:_SHOWN]:
-        score = "" if row["z"] is None else f", z {row['z']:+.2f}"
-        longest = f", longest {row['longest']['token']} with {row['longest']['frames']}" if "longest" in row else ""
-        what = f"{row['name']} \"{row['text']}\"" if "name" in row else f"item {row['index']}"
-        said = f"{row['nats_per_dim']:.3f} nats/dim{score}, {row['frames']} frames{longest}"
-        lines.append(f"  {row['rank']}. {said}: {what}")
+    lines = [f"audit of {len(rows)} utterances, the least likely first (z: deviations above utterances of that length)",
+             *(_line(row["rank"], row) for row in rows[:_SHOWN])]
+    if any("evidence" in row for row in rows):
+        lines.append("the same by the evidence for their texts, nats a frame better than texts of other utterances: "
+                     "near 0 or below it the text may be another's")
+        lines += [_line(number, row) for number, row in enumerate(suspects(rows)[:_SHOWN], 1)]
     return lines
+
+
+def _line(number: int, row: dict) -> str:
+    score = "" if row["z"] is None else f", z {row['z']:+.2f}"
+    longest = f", longest {row['longest']['token']} with {row['longest']['frames']}" if "longest" in row else ""
+    evidence = f", evidence {row['evidence']:+.2f}" if "evidence" in row else ""
+    what = f"{row['name']} \"{row['text']}\"" if "name" in row else f"item {row['index']}"
+    return f"  {number}. {row['nats_per_dim']:.3f} nats/dim{score}, {row['frames']} frames{longest}{evidence}: {what}"

@@ -42,6 +42,8 @@ class Tacotron(TextModel):
         attention: `additive`, `location` or `local_monotonic`.
         hidden: width of the LSTM cells.
         prenet, dropout: width of the prenet's layers, and how often a unit of them is dropped.
+        postnet: channels of the network that refines a mel when it has been spoken, 0 for none; it has no part in the
+            likelihood, which is that of the frames as they come.
         speaker_channels: length of the speakers' vectors, where there are several.
         noise: width of the noise in log-mel units.
         optimizer: options of the optimiser.
@@ -70,6 +72,7 @@ class Tacotron(TextModel):
         hidden: int = 1024,
         prenet: int = 256,
         dropout: float = 0.5,
+        postnet: int = 0,
         speaker_channels: int = 64,
         noise: float = 0.05,
         optimizer: Optimizer | dict | None = None,
@@ -78,7 +81,8 @@ class Tacotron(TextModel):
         super().__init__(spec, noise=noise)
         self.save_hyperparameters(ignore=["spec"], logger=False)
         reader = self.make_encoder(encoder, speaker_channels)
-        decoder = construct(Decoder, reader, attention=attention, hidden=hidden, prenet=prenet, dropout=dropout)
+        decoder = construct(Decoder, reader, attention=attention, hidden=hidden, prenet=prenet, dropout=dropout,
+                            postnet=postnet)
         self.core = Voices(len(spec.speakers), speaker_channels, tacotron=decoder)
         self.finish_setup(optimizer, ema_decay)
 
@@ -89,14 +93,20 @@ class Tacotron(TextModel):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """Nats per cell of the noisy mel, each frame from the true ones before it, plus the stop's cross-entropy."""
+        """Nats per cell of the noisy mel, each frame from the true ones before it, the stop's cross-entropy, and the
+        distance of what the post-net makes of it, where there is one.
+        """
         batch = even_lengths(batch)
         u, volume = self.units(batch, generator)
         said = self.forced(self.core, u, batch, generator)
         nll, stop = self.core.tacotron.loss(u, said, batch.mask)
         nll = nll - volume / self.dims_of(batch)
-        total = nll + stop
-        return Loss(total.mean(), total, {"nll_per_dim": nll.detach(), "stop": stop.detach()})
+        parts = {"nll_per_dim": nll, "stop": stop}
+        refined = self.core.tacotron.refinement(u, said, batch.mask)
+        if refined is not None:
+            parts["refinement"] = refined
+        total = sum(parts.values())
+        return Loss(total.mean(), total, {name: part.detach() for name, part in parts.items()})
 
     def forced(self, core: Voices, u: Tensor, batch: Batch, generator: KeyedGenerator) -> Said:
         """Every frame of whitened mels from the true ones before it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from genmodels.data.spec import Batch, DataSpec, TextCondition
+from genmodels.data.utterances import padded_tokens
 from genmodels.errors import InputError
 from genmodels.models.base import GenerativeModel, Samples
 from genmodels.models.build import construct
@@ -144,6 +146,38 @@ class AlignedModel(TextModel):
         scores = self.aligned(batch, weights, seed).scores.requires_grad_()
         with torch.enable_grad():
             return torch.autograd.grad(forward_sum(scores, batch.cond.mask, batch.mask).sum(), scores)[0]
+
+    @torch.no_grad()
+    def evidence(
+        self, batch: Batch, others: list[list[list[int]]], weights: str | float = "ema", seed: int = 0
+    ) -> Tensor:
+        """How much better each mel fits its own text than other texts, (B,) nats a frame.
+
+            e = 1/T [log p(x | own text) - log (1/K) sum_k p(x | text k)]
+
+        All K + 1 densities are sums over alignments, of the same mel with the same noise, so that what speaks in a
+        recording apart from its text (the room, the voice, how well the flow knows it) has no part in e. A transcript
+        that is no better than those of other recordings has e near 0 or below.
+
+        Arguments:
+            batch: items in the data's own units.
+            others: for each item the tokens of K other texts, none of more tokens than the item has frames.
+            weights, seed: see `log_likelihood`.
+
+        Raises:
+            ValueError: for a text of more tokens than frames.
+        """
+        batch, noise = self.keyed(batch, seed)
+        core, said, found = self.weights(weights), batch.cond, []
+        u, _ = self.units(batch, noise)
+        voices = core.voice(said)
+        for k, texts in enumerate(others):
+            frames, own = int(batch.mask[k].sum()), said.tokens[k, said.mask[k, 0]].tolist()
+            tokens, valid = (tensor.to(u.device) for tensor in padded_tokens([own, *texts]))
+            voice = None if voices is None else voices[k : k + 1]
+            nats = core.tts.text_log_probs(u[k : k + 1, :, :frames], tokens, valid, voice).double()
+            found.append((nats[0] - nats[1:].logsumexp(0) + math.log(len(texts))) / frames)
+        return torch.stack(found)
 
     def seen_alignment(self, batch: Batch) -> Tensor:
         """The posterior of the alignment."""

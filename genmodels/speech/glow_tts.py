@@ -151,6 +151,25 @@ class GlowTTS(nn.Module):
         best = torch.where(found.path, scores, 0).sum((1, 2)) + logdet
         return Aligned(best, found.durations, found.path, self.durations(h, text_mask), scores, logdet, mu)
 
+    @torch.no_grad()
+    def text_log_probs(
+        self, y: Tensor, tokens: Tensor, text_mask: Tensor, speaker: Tensor | None = None
+    ) -> Tensor:
+        """log p(y | text k) of one mel under K texts, (K,) nats, up to the volume of the flow, which they share.
+
+        Shapes: `y (1, n_mels, T)` without padding, `tokens (K, N)`, `text_mask (K, 1, N)`, `speaker (1, C)`.
+
+        Raises:
+            ValueError: for a text of more tokens than y has frames.
+        """
+        told = None if speaker is None else speaker.expand(len(tokens), -1)
+        _, mu, log_sigma = self.encoder(tokens, text_mask, told)
+        z, _ = self.decoder(y, speaker if self.decoder.uses_cond else None, None)
+        scores = normal_scores(z.expand(len(tokens), -1, -1), mu, log_sigma)
+        count = text_mask[:, 0].sum(1)
+        paths = log_paths(count, torch.full_like(count, y.shape[2])).to(scores)
+        return forward_sum(scores, text_mask) - paths
+
     def loss(self, aligned: Aligned, mask: Tensor | None, text_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Nats per dimension (B,) along the best path, and the error of the log durations (B,)."""
         _, _, frames = aligned.scores.shape

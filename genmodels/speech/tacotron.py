@@ -15,6 +15,7 @@ from genmodels.nn.attention.scores import Additive, Location
 from genmodels.nn.attention.seq2seq import Keys, ScoredAttention, Stepwise
 from genmodels.nn.blocks import hide
 from genmodels.random import Generator, KeyedGenerator, uniform
+from genmodels.speech.postnet import PostNet
 from genmodels.speech.text_encoder import TextEncoder
 
 AttentionKind = Literal["additive", "location", "local_monotonic"]
@@ -105,10 +106,11 @@ class Tacotron(nn.Module):
         hidden: width of the LSTM cells.
         prenet: width of the prenet's two layers.
         dropout: of the prenet.
+        postnet: channels of a network that refines the whole mel when all frames are there, 0 for none.
 
     Shapes: mels `y (B, n_mels, T)` with `mask (B, 1, T)`; `tokens (B, N)` with `text_mask (B, 1, N)`.
     Errors: ValueError for an unknown attention, a dropout outside [0, 1).
-    Source: Shen et al. 2018 (Tacotron 2), section 2.2, without post-net; attention: Bahdanau et al. 2015, Chorowski et
+    Source: Shen et al. 2018 (Tacotron 2), section 2.2; attention: Bahdanau et al. 2015, Chorowski et
         al. 2015, Tjandra et al. 2017.
 
     Example:
@@ -126,10 +128,11 @@ class Tacotron(nn.Module):
         hidden: int = 1024,
         prenet: int = 256,
         dropout: float = 0.5,
+        postnet: int = 0,
     ):
         super().__init__()
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        if not 0 <= dropout < 1 or postnet < 0:
+            raise ValueError(f"dropout must lie in [0, 1) and postnet not be negative, got {dropout} and {postnet}")
         self.encoder, self.n_mels, self.hidden, self.dropout = encoder, encoder.n_mels, hidden, dropout
         encoder.head.requires_grad_(False)
         dim = encoder.channels
@@ -141,6 +144,7 @@ class Tacotron(nn.Module):
         self.head = nn.Linear(hidden + dim, self.n_mels)
         self.stop = nn.Linear(hidden + dim, 1)
         self.log_scale = nn.Parameter(torch.zeros(self.n_mels))  # log b
+        self.postnet = PostNet(self.n_mels, postnet) if postnet else None
 
     def remember(self, tokens: Tensor, text_mask: Tensor | None = None, speaker: Tensor | None = None) -> Memory:
         """The text, encoded and projected once for all frames."""
@@ -191,6 +195,17 @@ class Tacotron(nn.Module):
         stop = hide(wrong[:, None], mask)[:, 0].sum(1) / count
         return -self.log_prob(y, forced, mask) / (self.n_mels * count), stop
 
+    def refinement(self, y: Tensor, forced: Said, mask: Tensor | None = None) -> Tensor | None:
+        """Mean distance (B,) of the refined means from the true mel for each cell; None without a post-net.
+
+        The means are given to it without their gradient, so that it corrects them and does not bend them.
+        """
+        if self.postnet is None:
+            return None
+        distance = hide((y - self.postnet(forced.mean.detach(), mask)).abs(), mask).sum((1, 2))
+        count = y.shape[2] if mask is None else mask[:, 0].sum(1)
+        return distance / (self.n_mels * count)
+
     @torch.no_grad()
     def sample(
         self, tokens: Tensor, text_mask: Tensor | None = None, speaker: Tensor | None = None, *,
@@ -231,7 +246,9 @@ class Tacotron(nn.Module):
             stopped |= speaking & (said.stop > limit)
             speaking = speaking & ~stopped & (length < most)
         mask = (torch.arange(len(frames), device=tokens.device) < length[:, None])[:, None]
-        return Spoken(hide(torch.stack(frames, 2), mask), mask, hide(torch.stack(weights, 2), mask), stopped)
+        mel = hide(torch.stack(frames, 2), mask)
+        refined = mel if self.postnet is None else self.postnet(mel, mask)
+        return Spoken(refined, mask, hide(torch.stack(weights, 2), mask), stopped)
 
     def factors(self, generator: Generator, batch: int, like: Tensor) -> Iterator[Tensor]:
         """The prenet's dropout for ever, `(B, 64, 2, prenet)` at a time: 0, or 1/(1 - dropout) where a unit is kept.

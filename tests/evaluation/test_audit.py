@@ -12,7 +12,7 @@ from genmodels.data.spec import Batch, DataSpec, TextCondition
 from genmodels.data.utterances import padded_tokens
 from genmodels.errors import InputError
 from genmodels.evaluation import audit as module
-from genmodels.evaluation.audit import against_length, audit, audit_notes, picture_of_audit
+from genmodels.evaluation.audit import against_length, audit, audit_notes, neighbours, picture_of_audit
 from genmodels.evaluation.opened import Opened
 from genmodels.evaluation.request import Request
 from genmodels.models.glow_tts import GlowTTS
@@ -83,8 +83,31 @@ def test_the_ranking_is_by_likelihood_and_tells_durations(frame):
     assert [row["rank"] for row in rows] == [1, 2, 3, 4, 5]
     by_nats = likelihood.nats.argsort().tolist()
     assert [row["index"] for row in rows] != by_nats  # nats not divided by dimensions rank by length
-    assert f"{rows[0]['index']}.wav" in audit_notes(rows)[1] and len(audit_notes(rows)) == 6
+    assert f"{rows[0]['index']}.wav" in audit_notes(rows)[1] and len(audit_notes(rows)) == 12
     assert picture_of_audit(frame.opened, rows).width > 300
+
+
+def test_the_evidence_for_texts_is_that_of_the_model(frame):
+    """Each utterance against all others here, whose texts are shorter than its sound; the least first in the notes."""
+    rows = audit(frame, frame.opened.likelihood("log_likelihood", {}))
+    data = frame.opened.datamodule
+    for row in rows:
+        k = row["index"]
+        (batch,) = data.loader("test", 1, torch.tensor([k]))
+        others = [tokens for j, tokens in enumerate(data.tokens) if j != k and len(tokens) <= row["frames"]]
+        assert row["evidence"] == pytest.approx(float(frame.opened.model.evidence(batch, [others])), abs=1e-5)
+    notes = audit_notes(rows)[7:]
+    least = min(rows, key=lambda row: row["evidence"])
+    assert f"{least['name']} " in notes[0] and len(notes) == len(rows)
+    assert [row["name"] for row in rows] != [line.split(": ")[1].split()[0] for line in notes]
+
+
+def test_texts_to_compare_with_are_near_in_length_and_others():
+    said = {k: ([k + 1] * (k + 1), 40) for k in range(20)} | {20: ([11] * 11, 40), 21: ([9] * 41, 50)}
+    found = neighbours(said, 10, count=4)  # item 20 says the same as item 10
+    assert found == [[10] * 10, [12] * 12, [9] * 9, [13] * 13]
+    assert all(len(text) <= 40 for text in neighbours(said, 10, count=99)) and len(neighbours(said, 10, count=99)) == 19
+    assert neighbours({0: ([1], 5)}, 0) == []
 
 
 def test_scores_are_those_of_a_line_fitted_by_numpy():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from genmodels.data.spec import DataSpec
+from genmodels.data.spec import DataSpec, TextCondition
 from genmodels.data.utterances import FLOOR
 from genmodels.errors import InputError
 from genmodels.models import glow_tts
@@ -137,6 +138,28 @@ def test_posterior_of_the_alignment_sums_to_one():
     frames = glow_tts.even_lengths(data).mask[:, 0]
     assert torch.allclose(posterior.sum(1)[frames], torch.ones(int(frames.sum())), atol=1e-4)
     assert not posterior.sum(1)[~frames].any()
+
+
+def test_evidence_is_what_likelihoods_under_other_texts_come_to(monkeypatch):
+    """The density of each mel under its own text and under two others, by the exact likelihood, item by item."""
+    found, data = model(("anna", "ben")), batch(((3, 9), (5, 14), (2, 6)), speaker=True)
+    others = [[[4, 9], [7, 7, 7, 7]], [[3] * 9, [6, 5]], [[8], [2, 3, 4, 5]]]
+
+    def nats(k: int, tokens: list[int]) -> float:
+        one = alone(data, k)
+        text = torch.tensor([tokens])
+        said = TextCondition(text, torch.ones(1, 1, len(tokens)).bool(), data.cond.speaker[k : k + 1])
+        return float(found.log_likelihood(replace(one, cond=said)).nats)
+
+    expected = []
+    for k, texts in enumerate(others):
+        own = data.cond.tokens[k, data.cond.mask[k, 0]].tolist()
+        under = torch.tensor([nats(k, tokens) for tokens in texts], dtype=torch.float64).exp().mean().log()
+        expected.append((nats(k, own) - float(under)) / (int(data.mask[k].sum()) + int(data.mask[k].sum()) % 2))
+    assert found.evidence(data, others).tolist() == pytest.approx(expected, abs=1e-4)
+    # Without the number of alignments a text is the better, the more alignments it has.
+    monkeypatch.setattr("genmodels.speech.glow_tts.log_paths", lambda tokens, frames: torch.zeros(len(tokens)))
+    assert max(abs(a - b) for a, b in zip(found.evidence(data, others).tolist(), expected, strict=True)) > 1e-2
 
 
 def test_too_many_tokens_are_named_and_other_data_refused():

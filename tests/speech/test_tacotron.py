@@ -175,6 +175,38 @@ def test_dropout_is_on_when_speaking():
     assert next(model(dropout=0.0).factors(keyed([1]), 1, torch.zeros(1))).eq(1).all()
 
 
+def test_the_postnet_refines_and_knows_no_padding(monkeypatch):
+    """A batch is each item alone, in training's distance and in samples; frames as they come are not touched."""
+    taco, plain, all_three = model(postnet=10), model(), keyed([0, 1, 2])
+    plain.load_state_dict({name: value for name, value in taco.state_dict().items() if "postnet" not in name})
+    y, tokens, mask, text_mask, sizes = padded(4)
+    forced = taco(y, taco.remember(tokens, text_mask), all_three, mask)
+    alone = []
+    for k, (n, t) in enumerate(sizes):
+        one = y[k : k + 1, :, :t]
+        said = taco.remember(tokens[k : k + 1, :n])
+        alone.append(float(taco.refinement(one, taco(one, said, keyed([k])))[0].detach()))
+    assert taco.refinement(y, forced, mask).tolist() == pytest.approx(alone, abs=1e-9)
+    assert torch.equal(taco.log_prob(y, forced, mask), plain.log_prob(y, forced, mask))
+    limits = torch.tensor([9, 5, 2])
+    refined, raw = (found.sample(tokens, text_mask, generator=all_three, max_frames=limits) for found in (taco, plain))
+    torch.testing.assert_close(refined.mel, taco.postnet(raw.mel, raw.mask))
+    assert (refined.mel - raw.mel).abs().max() > 1e-3 and not refined.mel.masked_select(~refined.mask).any()
+    # A post-net that reads what stands behind the end is seen.
+    monkeypatch.setattr("genmodels.speech.postnet.hide", lambda x, mask: x)
+    assert taco.refinement(y, forced, mask).tolist() != pytest.approx(alone, abs=1e-6)
+
+
+def test_the_postnet_leaves_the_means_their_gradient():
+    y, tokens, mask, text_mask, _ = padded(4)
+    taco, plain = model(postnet=10), model()
+    distances = [found.refinement(y, found(y, found.remember(tokens, text_mask), keyed([0, 1, 2]), mask), mask)
+                 for found in (taco, plain)]  # fmt: skip
+    distances[0].sum().backward()
+    assert taco.head.weight.grad is None and float(taco.postnet.last.weight.grad.abs().sum()) > 0
+    assert distances[1] is None
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="additive, location or local_monotonic"):
         make_attention("dot", 8)
