@@ -266,6 +266,6 @@ def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):
     The name holds all that was asked for, so that no other samples are overwritten.
     """
     suffix = ".png" if spec.is_image or spec.mel is not None or spec.event_shape == (2,) else ".npz"
-    words = [f"{key}-{value}" for key, value in given.items() if value is not None]
+    words = [f"{key}-{str(value).removesuffix('.png')}" for key, value in given.items() if value is not None]
     words = ["".join(c if c.isalnum() or c in "-." else "-" for c in word) for word in words]
     return ckpt.parent / "samples" / ("_".join([ckpt.stem, f"seed{seed}", f"{start}-{start + n - 1}", *words]) + suffix)

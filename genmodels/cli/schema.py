@@ -123,8 +123,9 @@ class Schema:
 
     def _unknown(self, path: str, takers: list[Target]) -> str:
         name = path.rpartition(".")[2]
-        elsewhere = [p for p, _, key in self.walk(self.config) if key.name == name]
-        near = elsewhere[0] if elsewhere else nearest(name, [key for taker in takers for key in taker.keys], cutoff=0.6)
+        known = {key.name: place for place, _, key in reversed(list(self.walk(self.config)))}
+        near = known.get(name) or nearest(name, [key for taker in takers for key in taker.keys], cutoff=0.6)
+        near = near or known.get(nearest(name, list(known), cutoff=0.7))  # a slip of the pen one level up
         hint = f" did you mean {near!r}?" if near else ""
         meant = [taker for taker in takers if near in taker.keys] or takers
         return f"unknown key {path!r} ({self.where(path)}):{hint} {'; '.join(map(_takes, meant))}"

@@ -171,7 +171,12 @@ class GlowTTS(nn.Module):
         return forward_sum(scores, text_mask) - paths
 
     def loss(self, aligned: Aligned, mask: Tensor | None, text_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Nats per dimension (B,) along the best path, and the error of the log durations (B,)."""
+        """Nats per dimension (B,) along the best path, and the error of the log durations (B,).
+
+        While training, the durations on the path are what the predictor's mean is corrected by.
+        """
+        if self.training:
+            self.durations.observe(aligned.log_durations, aligned.durations, text_mask)
         _, _, frames = aligned.scores.shape
         count = frames if mask is None else mask[:, 0].sum(1)
         dims = self.encoder.n_mels * count
@@ -236,7 +241,7 @@ class GlowTTS(nn.Module):
             raise ValueError(f"speed must be positive and temperature not negative, got {speed} and {temperature}")
         h, mu, log_sigma = self.encoder(tokens, text_mask, speaker)
         if durations is None:
-            widths = hide((self.durations(h, text_mask).exp() / speed)[:, None], text_mask)[:, 0]
+            widths = hide((self.durations.frames(h, text_mask) / speed)[:, None], text_mask)[:, 0]
             durations = integer_durations(widths, frames, text_mask)
         total = durations.sum(1)
         longest = int(total.max())

@@ -158,6 +158,40 @@ def test_samples_are_themselves_in_a_batch(frames):
         assert not y[k, :, wanted[k] :].any()
 
 
+def test_expected_frames_come_to_what_was_seen(monkeypatch):
+    """Durations with a heavy tail, of which the mean logarithm says two thirds; padding has no part in either sum."""
+    generator = torch.Generator().manual_seed(0)
+    log_d = 1.5 + 0.9 * torch.randn(200, 4, 12, generator=generator)
+    mask = torch.arange(12) < torch.tensor([12, 9, 5, 2])[:, None, None]
+    durations = log_d.exp().masked_fill(~mask[:, 0], 1e6)
+
+    def total(observe=DurationPredictor.observe) -> float:
+        predictor = DurationPredictor(4, hidden=4)
+        with torch.no_grad():
+            predictor.head.weight.zero_()
+            predictor.head.bias.fill_(1.5)  # the best constant under squares of logarithms
+        said = predictor(torch.zeros(4, 4, 12), mask)
+        for batch in durations:
+            observe(predictor, said, batch, mask)
+        return float(predictor.frames(torch.zeros(4, 4, 12), mask).sum().detach())
+
+    wanted = float(durations.masked_select(mask[:, 0]).mean() * mask.sum())
+    # The factor is a mean over about a hundred batches of 28 tokens, whose durations deviate by 1.1 of their mean.
+    assert total() == pytest.approx(wanted, rel=5 * 1.1 / math.sqrt(100 * 28))
+    assert total(lambda *_: None) < 0.75 * wanted
+    assert total(lambda self, said, d, mask: DurationPredictor.observe(self, said, d, None)) > 2 * wanted
+
+
+def test_only_training_observes_durations():
+    tts, (y, tokens, mask, text_mask, _) = model(), padded()
+    before = tts.durations.seen.clone()
+    aligned = tts.align(y, tokens, mask, text_mask)
+    tts.loss(aligned, mask, text_mask)
+    assert torch.equal(tts.durations.seen, before)
+    tts.train().loss(aligned, mask, text_mask)
+    assert float(tts.durations.seen[0]) == pytest.approx(0.99 + float(mask.sum()))
+
+
 def test_one_frame_and_given_durations():
     tts = model()
     y, mask, _ = tts.sample(torch.tensor([[3]]), generator=keyed([0]), frames=torch.tensor([1]))
