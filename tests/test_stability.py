@@ -20,8 +20,8 @@ SETTINGS = {
     "realnvp, moons": ["model=realnvp", "data=toy"],
     "nsf, table": ["model=nsf", "data=arrays", "data.file=table.npz"],
     "realnvp, table": ["model=realnvp", "data=arrays", "data.file=table.npz"],
-    "glow, mnist": ["model=glow", "data=mnist", "data.root={shared}", "data.batch_size=8"],
-    "realnvp, mnist": ["model=realnvp", "data=mnist", "data.root={shared}", "data.batch_size=8"],
+    "glow, mnist": ["model=glow", "data=mnist", "data.root={shared}", "data.batch_size=2"],
+    "realnvp, mnist": ["model=realnvp", "data=mnist", "data.root={shared}", "data.batch_size=2"],
     "glow, cifar10": ["model=glow", "data=arrays", "data.file={cifar10}", "preset=glow_cifar10", "data.batch_size=2"],
 }
 
