@@ -17,9 +17,10 @@ from genmodels.data.spec import Batch
 from genmodels.evaluation.frame import Frame
 from genmodels.evaluation.opened import Opened
 from genmodels.models.load import weights_of
+from genmodels.models.mels import even_lengths
 from genmodels.speech.audio import read_wav
 from genmodels.speech.distortion import mcd_mel13
-from genmodels.speech.measures import Outcome, duration_error, failures_per_100
+from genmodels.speech.measures import AlignmentShape, Outcome, alignment_shape, duration_error, failures_per_100
 from genmodels.speech.mel import MelConfig
 from genmodels.speech.phonemes import ready
 from genmodels.speech.recognition import PocketSphinx, Recogniser, error_curve
@@ -121,7 +122,16 @@ def _beside(
             row[: len(one["durations"])] = one["durations"]
         error = duration_error(said, aligned.durations.cpu(), batch.cond.mask)
         found["duration_error"] = float(error.mean_absolute.mean())
+        if hasattr(model, "posterior"):
+            found["alignment"] = _alignment(opened, batch, aligned.durations.cpu())._asdict()
     return found
+
+
+def _alignment(opened: Opened, batch: Batch, durations: Tensor) -> AlignmentShape:
+    whole = even_lengths(batch)
+    posterior = opened.model.posterior(batch.to(opened.model.device), weights_of(opened.request.ema),
+                                       opened.request.seed).cpu()
+    return alignment_shape(posterior, durations, whole.cond.mask, whole.mask)
 
 
 def _own(batch: Batch, k: int) -> Tensor:
@@ -172,6 +182,11 @@ def spoken_notes(found: dict) -> list[str]:
              f"{found['length_ratio']:.2f} of the recordings', real-time factor {found['real_time_factor']:.3f}"
              + (f", durations off by {found['duration_error']:.2f} frames" if "duration_error" in found else ""),
              f"failures in 100: {failures}"]
+    if "alignment" in found:
+        shape = found["alignment"]
+        lines.append(f"alignments: {100 * shape['off_diagonal']:.1f} % of the text from the diagonal, entropy "
+                     f"{shape['entropy']:.2f} nats a frame; {shape['mean']:.1f} +- {shape['deviation']:.1f} frames a "
+                     f"token, at most {shape['longest']}, {100 * shape['single']:.0f} % of one frame")
     heard = found["recognition"]
     if "skipped" in heard:
         return [*lines, f"errors of characters were not counted: {heard['skipped']}"]

@@ -50,6 +50,52 @@ def duration_error(durations: Tensor, reference: Tensor, mask: Tensor | None = N
     return DurationError((own - other).abs().sum(1) / valid.sum(1), own.sum(1) / other.sum(1))
 
 
+class AlignmentShape(NamedTuple):
+    """What alignments of several items look like in numbers.
+
+    Attributes:
+        mean, deviation, longest: of the frames that tokens have on the best path.
+        single: share of tokens with one frame.
+        off_diagonal: mean distance of a frame's expected token from the straight line, as a share of the text.
+        entropy: of the posterior of a frame's token, nats, a mean over frames.
+    """
+
+    mean: float
+    deviation: float
+    longest: int
+    single: float
+    off_diagonal: float
+    entropy: float
+
+
+def alignment_shape(
+    posterior: Tensor, durations: Tensor, text_mask: Tensor, frame_mask: Tensor
+) -> AlignmentShape:
+    """How diagonal and how sure alignments are, and how evenly they spread frames over tokens.
+
+        off = mean over frames |sum_i i p_i(t) / (N - 1) - t / (T - 1)|,    H = - mean over frames sum_i p_i log p_i
+
+    Shapes: `posterior (B, N, T)`, `durations (B, N)`, `text_mask (B, 1, N)`, `frame_mask (B, 1, T)`.
+
+    Example:
+        >>> sure = torch.eye(3)[None]
+        >>> whole = torch.ones(1, 1, 3).bool()
+        >>> alignment_shape(sure, torch.ones(1, 3), whole, whole)
+        AlignmentShape(mean=1.0, deviation=0.0, longest=1, single=1.0, off_diagonal=0.0, entropy=0.0)
+    """
+    found = durations[text_mask[:, 0]].double()
+    p = posterior.double()
+    surprise = -torch.special.xlogy(p, p.clamp(max=1)).sum(1)  # a gradient of float32 may exceed one by rounding
+    tokens, frames = text_mask.sum((1, 2)), frame_mask.sum((1, 2))
+    expected = (p * torch.arange(p.shape[1], device=p.device)[:, None]).sum(1) / (tokens - 1).clamp(min=1)[:, None]
+    line = torch.arange(p.shape[2], device=p.device) / (frames - 1).clamp(min=1)[:, None]
+    valid = frame_mask[:, 0]
+    return AlignmentShape(
+        float(found.mean()), float(found.std(unbiased=False)), int(found.max()), float((found == 1).double().mean()),
+        float((expected - line).abs()[valid].mean()), float(surprise[valid].mean()) + 0.0,
+    )  # fmt: skip
+
+
 def words_of_tokens(tokens: Sequence[int], symbols: Symbols) -> list[int]:
     """The word that each token belongs to, counted from 0; -1 for blanks, spaces and marks.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from genmodels.speech.measures import (
     Outcome,
     RealTimeFactor,
+    alignment_shape,
     duration_error,
     failures_per_100,
     read_faults,
@@ -86,3 +88,32 @@ def test_real_time_factor():
     for sound, repeats in ((0.0, 1), (1.0, 0)):
         with pytest.raises(ValueError, match="needs sound and repeats"):
             real_time_factor(lambda: None, sound, repeats=repeats)
+
+
+def test_the_shape_of_alignments_against_loops():
+    """Random posteriors of unequal sizes, frame by frame; what is padding is full of numbers that must not matter."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(4, 9), (2, 7), (1, 3)]
+    p, durations = torch.rand(3, 4, 9, generator=generator), torch.full((3, 4), 77.0)
+    text, frames = torch.zeros(3, 1, 4).bool(), torch.zeros(3, 1, 9).bool()
+    spans, distances, surprises = [], [], []
+    for k, (n, t) in enumerate(sizes):
+        p[k, n:] = 0
+        p[k, :, :t] /= p[k, :, :t].sum(0)
+        text[k, :, :n], frames[k, :, :t] = True, True
+        own = [1] * (n - 1) + [t - n + 1]
+        durations[k, :n] = torch.tensor(own).float()
+        spans += own
+        for j in range(t):
+            column = p[k, :n, j].tolist()
+            at = sum(i * v for i, v in enumerate(column)) / max(1, n - 1)
+            distances.append(abs(at - j / (t - 1)))
+            surprises.append(-sum(v * math.log(v) for v in column))
+    found = alignment_shape(p, durations, text, frames)
+    assert (found.longest, found.single) == (max(spans), spans.count(1) / len(spans))
+    assert (found.mean, found.deviation) == pytest.approx((statistics.fmean(spans), statistics.pstdev(spans)))
+    assert found.off_diagonal == pytest.approx(statistics.fmean(distances), abs=1e-6)
+    assert found.entropy == pytest.approx(statistics.fmean(surprises), abs=1e-6)
+    # Padding that counts is seen.
+    everywhere = torch.ones_like(frames)
+    assert alignment_shape(p, durations, text, everywhere).entropy != pytest.approx(found.entropy, abs=1e-3)
