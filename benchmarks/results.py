@@ -46,7 +46,7 @@ JUDGED = {
     "digits": ["ode=true", "ode_options.divergence=hutchinson", "ode_options.tolerance=1e-3",
                "importance_samples=[1,64]", "chains=64", "densities=300", "samples=200",
                "stages=[likelihood,fidelity,cost]"],
-    "8gaussians": ["ode=true", "samples=500", "stages=[likelihood,fidelity,cost]"],
+    "8gaussians": ["ode=true", "draws=100", "samples=500", "stages=[likelihood,fidelity,cost]"],
     "mnist": ["ode=false", "importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
 }
 
