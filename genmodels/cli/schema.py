@@ -123,10 +123,13 @@ class Schema:
 
     def _unknown(self, path: str, takers: list[Target]) -> str:
         name = path.rpartition(".")[2]
-        known = {key.name: place for place, _, key in reversed(list(self.walk(self.config)))}
-        near = known.get(name) or nearest(name, [key for taker in takers for key in taker.keys], cutoff=0.6)
-        near = near or known.get(nearest(name, list(known), cutoff=0.7))  # a slip of the pen one level up
+        known = {key.name: (place, taker) for place, taker, key in reversed(list(self.walk(self.config)))}
+        near = nearest(name, [key for taker in takers for key in taker.keys], cutoff=0.6)
         hint = f" did you mean {near!r}?" if near else ""
+        elsewhere = known.get(name) or (None if near else known.get(nearest(name, list(known), cutoff=0.7)))
+        if elsewhere is not None:  # a key of another part; which classes have it depends on what is chosen
+            near, taker = elsewhere
+            hint = f" did you mean {near!r}? ({taker.name} has it)"
         meant = [taker for taker in takers if near in taker.keys] or takers
         return f"unknown key {path!r} ({self.where(path)}):{hint} {'; '.join(map(_takes, meant))}"
 

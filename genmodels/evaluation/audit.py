@@ -35,8 +35,7 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[dict]:
         InputError: for data without texts.
     """
     opened = frame.opened
-    if opened.spec.text is None:
-        raise InputError(f"audit: {opened.spec.name} has no texts that could be wrong")
+    require_texts(opened.spec)
     nll = -likelihood.nats.double() / likelihood.dims.double()
     frames = likelihood.dims.double() / opened.spec.event_shape[0]
     scores = against_length(nll, frames)
@@ -51,7 +50,16 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[dict]:
         if found is not None:
             row |= found[k]
         rows.append(row)
+    if any("evidence" in row for row in rows):
+        for rank, row in enumerate(suspects(rows), 1):
+            row["rank_by_evidence"] = rank
     return rows
+
+
+def require_texts(spec: DataSpec) -> None:
+    """Raise InputError for data without texts, before anything is computed."""
+    if spec.text is None:
+        raise InputError(f"audit: {spec.name} has no texts that could be wrong")
 
 
 def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:
@@ -155,20 +163,24 @@ def audit_notes(rows: list[dict]) -> list[str]:
     Example:
         >>> audit_notes([{"rank": 1, "index": 4, "frames": 90, "nats_per_dim": 1.5, "z": 2.25, "name": "a.wav",
         ...               "text": "a cab", "evidence": 0.5, "longest": {"token": "c", "position": 2, "frames": 31}}])[1]
-        '  1. 1.500 nats/dim, z +2.25, 90 frames, longest c with 31, evidence +0.50: a.wav "a cab"'
+        '  1. 1.500 nats/dim, z +2.25, 90 frames, longest "c" with 31, evidence +0.50: a.wav "a cab"'
     """
-    lines = [f"audit of {len(rows)} utterances, the least likely first (z: deviations above utterances of that length)",
+    scored = any(row["z"] is not None for row in rows)
+    lines = [f"audit of {len(rows)} utterance{'s' * (len(rows) != 1)}, the least likely first"
+             + (" (z: deviations above utterances of that length)" if scored else ""),
              *(_line(row["rank"], row) for row in rows[:_SHOWN])]
     if any("evidence" in row for row in rows):
         lines.append("the same by the evidence for their texts, nats a frame better than texts of other utterances: "
                      "near 0 or below it the text may be another's")
         lines += [_line(number, row) for number, row in enumerate(suspects(rows)[:_SHOWN], 1)]
+    elif not any("durations" in row for row in rows):
+        lines.append("no evidence for single texts: this model has no monotonic alignments to sum over")
     return lines
 
 
 def _line(number: int, row: dict) -> str:
     score = "" if row["z"] is None else f", z {row['z']:+.2f}"
-    longest = f", longest {row['longest']['token']} with {row['longest']['frames']}" if "longest" in row else ""
+    longest = f", longest \"{row['longest']['token']}\" with {row['longest']['frames']}" if "longest" in row else ""
     evidence = f", evidence {row['evidence']:+.2f}" if "evidence" in row else ""
     what = f"{row['name']} \"{row['text']}\"" if "name" in row else f"item {row['index']}"
     return f"  {number}. {row['nats_per_dim']:.3f} nats/dim{score}, {row['frames']} frames{longest}{evidence}: {what}"

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from genmodels.errors import Interrupted
 from genmodels.evaluation import cost
-from genmodels.evaluation.audit import audit, picture_of_audit
+from genmodels.evaluation.audit import audit, picture_of_audit, require_texts
 from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.checkpoint_proofs import Trial, prove_checkpoint
 from genmodels.evaluation.families import is_flow
@@ -80,6 +80,8 @@ class Evaluation:
                   "sweeps": self.fidelity.sweeps}
         if self.frame.request.wants("fidelity"):
             self.fidelity.check()
+        if self.frame.request.wants("audit"):
+            require_texts(self.opened.spec)
         self.report["references"] = self._references()
         try:
             for name, stage in stages.items():

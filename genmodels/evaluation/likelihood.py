@@ -140,6 +140,19 @@ class Likelihood:
             return None
         return float(self.nats.std(unbiased=True) / math.sqrt(len(self)))
 
+    def se_data_nll_per_dim(self) -> float | None:
+        """Standard error of `mean_nll_per_dim`, a ratio of two sums: items that are long have no part in it by that.
+
+            se^2 = sum_i (n_i - r d_i)^2 / (N (N - 1)) / mean(d)^2,    r = sum n / sum d
+
+        With items of one size it is `se_data_nats` over that size.
+        """
+        if len(self.nonfinite) or len(self) < 2:
+            return None
+        dims = self.dims.double()
+        rest = self.nats - self.nats.sum() / dims.sum() * dims
+        return float(rest.square().sum().div(len(self) * (len(self) - 1)).sqrt() / dims.mean())
+
     def se_mc_nats(self) -> float | None:
         """Standard error of the mean of these same examples from the draws alone: sqrt(sum stderr^2) / N."""
         if self.stderr is None:
@@ -152,8 +165,9 @@ class Likelihood:
         return nats / (float(self.dims.double().mean()) * math.log(2))
 
     def se_data_bits_per_dim(self) -> float | None:
-        """`se_data_nats` in bits/dim."""
-        return self._in_bits(self.se_data_nats())
+        """`se_data_nll_per_dim` in bits."""
+        error = self.se_data_nll_per_dim()
+        return None if error is None or self.levels is None else error / math.log(2)
 
     def se_mc_bits_per_dim(self) -> float | None:
         """`se_mc_nats` in bits/dim."""

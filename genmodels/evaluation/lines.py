@@ -151,6 +151,8 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
                    "unit": "bits_per_dim" if discrete else "nats", "mean_nats": mean}
     if spec.mel is not None:  # lengths differ: only the mean over cells can be compared
         found["unit"], scale = "nats_per_dim", float(likelihood.dims.double().mean())
+        error = likelihood.se_data_nll_per_dim()
+        se_data = None if error is None else error * scale
     numbers = {"bits_per_dim" if discrete else "nll": value}
     if not discrete:
         numbers["nll_per_dim"] = likelihood.mean_nll_per_dim()
@@ -172,7 +174,7 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
     samples = made.get("importance_samples", 1)
     if samples > 1 and likelihood.stderr is not None and mean is not None:
         found["ess_median"] = float((samples / (1 + (samples - 1) * likelihood.stderr.square())).median())
-    order = likelihood.nats.argsort()
+    order = (likelihood.nats / likelihood.dims).argsort()
     order = order[torch.isfinite(likelihood.nats[order])]
     return {
         **found, **numbers, "how": how(likelihood), "n": len(likelihood), "nonfinite": len(likelihood.nonfinite),

@@ -18,7 +18,8 @@ def phrases(text: str, pause: float) -> list[tuple[str, float]]:
     A mark within a sentence parts it in two. Marks `[slow]...[/slow]` stay, in each sentence that they reach over.
 
     Raises:
-        InputError: for a mark that is no number of seconds, or with nothing to speak before or behind it.
+        InputError: for a mark that is no number of seconds, or with nothing to speak before or behind it, and for words
+            spoken slowly without an end.
 
     Example:
         >>> phrases("One. Two, [pause=0.7] three.", 0.2)
@@ -32,7 +33,10 @@ def phrases(text: str, pause: float) -> list[tuple[str, float]]:
         if not parts and len(pieces) > 1:
             raise InputError(f"{text!r}: there is nothing to speak on one side of a [pause=]")
         found += [(part, pause if k else seconds) for k, part in enumerate(parts)]
-    texts = reopened([part for part, _ in found])
+    try:
+        texts = reopened([part for part, _ in found])
+    except ValueError as error:
+        raise InputError(str(error)) from error
     return [(text, seconds if k else 0.0) for k, (text, (_, seconds)) in enumerate(zip(texts, found, strict=True))]
 
 

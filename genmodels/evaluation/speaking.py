@@ -43,7 +43,7 @@ class Manner:
         options: what else the model's `sample` is told, such as sampler and steps of a diffusion.
 
     Raises:
-        InputError: for a pause that is negative, or a vocoder that does not exist.
+        InputError: for a pause that is negative, a vocoder that does not exist, or durations beside a speed.
     """
 
     speaker: int | str | None = None
@@ -63,6 +63,8 @@ class Manner:
             raise InputError(f"pause is seconds of silence, 0 or more, got {self.pause}")
         if self.vocoder not in SPOKEN:
             raise InputError(f"vocoder is one of {', '.join(SPOKEN)}, got {self.vocoder!r}")
+        if self.durations is not None and self.speed != 1:
+            raise InputError("durations already say how long every token lasts: leave out speed, or durations")
 
     @property
     def of_model(self) -> dict:
@@ -157,15 +159,15 @@ def read_durations(path: Path) -> list[list[int]]:
     """The durations in a file that `write_spoken` has written, or a plain list of them.
 
     Raises:
-        InputError: for a file that holds no durations.
+        InputError: for a file that holds no durations, or other than whole numbers.
     """
     try:
         rows = _rows_of(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise InputError(f"durations={path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:  # no JSON, or JSON of another form
-        raise InputError(f"durations={path} holds no durations: it wants the .json that sample.py writes, or "
-                         "[[3, 5, 2]]") from error
+        raise InputError(f"durations={path} holds no durations in whole numbers of frames: it wants the .json that "
+                         "sample.py writes, or [[3, 5, 2]]") from error
     return rows
 
 

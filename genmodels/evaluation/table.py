@@ -158,7 +158,7 @@ def _tied(first: tuple, second: tuple, arrays: Sequence[Mapping[str, Tensor]]) -
     difference, error = paired(*(arrays[m][line["values"]] for m, _, line in (first, second)))
     scale = _scale(first[2])
     shared = [(line.get("se_log_z") or 0.0) for _, _, line in (first, second)]
-    return abs(difference) / scale < 2 * math.hypot(error / scale, *shared)
+    return abs(difference) / scale <= 2 * math.hypot(error / scale, *shared)
 
 
 def _scale(line: dict) -> float:
@@ -204,6 +204,7 @@ def _side(line: dict, which: int) -> float | None:
 
 def _notes(table: dict, rank: str) -> list[str]:
     notes: dict[str, None] = {}
+    listed: dict[int, list[str]] = {}  # rankings of utterances, in which the same line may stand twice
     models = table["models"]
     for number, row in enumerate(table["rows"], 1):
         report = models[row["model"]]
@@ -213,6 +214,8 @@ def _notes(table: dict, rank: str) -> list[str]:
             notes |= dict.fromkeys(f"{number}: {note}" for note in _on_line(report["likelihood"][row["likelihood"]]))
         if row["first"]:
             notes |= dict.fromkeys(f"{number}: {note}" for note in _on_model(report))
+            listed[number] = [f"{number}: {note}" for note in audit_notes(report["audit"])] if "audit" in report else []
+    rankings = [line for lines in listed.values() for line in lines]
     for reference in table["references"]:
         if reference["unit"] != "nats" and reference["value"] is not None:
             name, unit = table["data"]["name"], UNITS[reference["unit"]]
@@ -232,7 +235,7 @@ def _notes(table: dict, rank: str) -> list[str]:
     if "upper_bound" in kinds:
         notes[">= means: the true value is at least this"] = None
     notes["in brackets: one standard error over the items, in the last digits shown"] = None
-    return list(notes)
+    return rankings + list(notes)
 
 
 def _on_line(line: dict) -> list[str]:
@@ -258,8 +261,6 @@ def _on_model(report: dict) -> list[str]:
     fidelity, sampling, proofs = report["fidelity"], report["sampling"], report["proofs"]
     if "skipped" in fidelity:
         notes.append(f"samples were not compared: {fidelity['skipped']}")
-    if "audit" in report:
-        notes += audit_notes(report["audit"])
     if "speech" in report:
         notes += spoken_notes(report["speech"])
     if "frechet" in fidelity:

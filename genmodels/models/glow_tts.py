@@ -183,7 +183,7 @@ class GlowTTS(AlignedModel):
         """
         asked = self.asked(n, start, text, cond, on_unknown)
         noise, said, core = FrameKeyedGenerator(seed, asked.rows, "sample"), asked.said, self.weights(weights)
-        frames, given = self.frames_of(seconds, n), asked.durations(durations)
+        frames, given = self.frames_of(seconds, asked, durations)
         with self.speakable(said, seconds):
             u, mask, used = core.tts.sample(
                 said.tokens, said.mask, core.voice(said), generator=noise, temperature=temperature,

@@ -281,7 +281,7 @@ class MelDDPM(DiffusionTraining, DiffusionBound, DiffusionCourse, AlignedModel):
         asked = self.asked(n, start, text, cond, on_unknown)
         times, stepper, made = self.course(sampler, steps, spacing, eta, churn)
         noise, said, core = FrameKeyedGenerator(seed, asked.rows, "sample"), asked.said, self.weights(weights)
-        frames, given = self.frames_of(seconds, n), asked.durations(durations)
+        frames, given = self.frames_of(seconds, asked, durations)
         voice = core.voice(said)
         with self.speakable(said, seconds):
             if temperature < 0:

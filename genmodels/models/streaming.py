@@ -75,9 +75,8 @@ def stream_text(
     if chunk < 1:
         raise InputError(f"chunk is a number of frames, at least 1, got {chunk}")
     asked = model.asked(1, take, text, cond, on_unknown)
-    given = asked.durations(None if durations is None else [durations])
+    frames, given = model.frames_of(seconds, asked, None if durations is None else [durations])
     noise, said, core = FrameKeyedGenerator(seed, asked.rows, "sample"), asked.said, model.weights(weights)
-    frames = model.frames_of(seconds, 1)
     voice = core.voice(said)
     with model.speakable(said, seconds):
         reach(core.tts.decoder)

@@ -183,14 +183,25 @@ class AlignedModel(TextModel):
         """The posterior of the alignment."""
         return self.posterior(batch)
 
-    def frames_of(self, seconds: float | None, n: int) -> Tensor | None:
-        """The frames (n,) that hold so many seconds of sound; None for None."""
+    def frames_of(
+        self, seconds: float | None, asked: Asked, durations: list[list[int]] | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The frames (n,) that hold so many seconds of sound, and the durations (n, N) given; None where None is asked.
+
+        Raises:
+            InputError: for a time that is not positive, or one that durations do not come to.
+        """
+        given = asked.durations(durations)
         if seconds is None:
-            return None
+            return None, given
         if not seconds > 0:
             raise InputError(f"seconds must be positive, got {seconds}")
-        samples = round(seconds * self.spec.mel["sample_rate"])
-        return torch.full((n,), -(-samples // self.spec.mel["hop"]), device=self.device)
+        rate, hop = self.spec.mel["sample_rate"], self.spec.mel["hop"]
+        frames = torch.full((len(asked.index),), -(-round(seconds * rate) // hop), device=self.device)
+        if given is not None and not torch.equal(given.sum(1), frames):
+            lasting = float(given.sum(1)[0]) * hop / rate
+            raise InputError(f"durations come to {lasting:.2f} s and seconds={seconds:g} was asked for: leave one out")
+        return frames, given
 
     @contextmanager
     def speakable(self, said: TextCondition, seconds: float | None) -> Iterator[None]:

@@ -41,9 +41,13 @@ def given_durations(said: TextCondition, durations: Sequence[Sequence[int]], whi
     found = torch.zeros_like(said.tokens)
     for row, valid, k in zip(found, said.mask[:, 0], which, strict=True):
         own, tokens = durations[k % len(durations)], int(valid.sum())
-        if len(own) != tokens or not all(isinstance(d, int) and d >= 1 for d in own):
-            raise InputError(f"durations: text {k} has {tokens} tokens and needs as many whole numbers of frames "
-                             f"from 1 on, got {len(own)}")
+        if len(own) != tokens:
+            raise InputError(f"durations: text {k} has {tokens} tokens and needs as many numbers of frames, got "
+                             f"{len(own)}")
+        wrong = next((i for i, d in enumerate(own) if not (isinstance(d, int) and d >= 1)), None)
+        if wrong is not None:
+            raise InputError(f"durations: token {wrong} of text {k} lasts {own[wrong]!r} frames; it needs a whole "
+                             "number from 1 on")
         row[:tokens] = torch.tensor(own)
     return found
 

@@ -95,6 +95,9 @@ def _parted(text: str, pieces: Sequence[tuple[str, float]]) -> bool:
 def reopened(sentences: Sequence[str]) -> list[str]:
     """Sentences in order, with the marks that reach over an end closed and opened again.
 
+    Raises:
+        ValueError: for a mark that is not closed in any of them.
+
     Example:
         >>> reopened(["One [slow]two.", "Three[/slow] four."])
         ['One [slow]two.[/slow]', '[slow]Three[/slow] four.']
@@ -105,4 +108,6 @@ def reopened(sentences: Sequence[str]) -> list[str]:
         for mark in _MARK.finditer(whole):
             opened = "" if mark[1] else mark[0]
         found.append(f"{whole}[/slow]" if opened else whole)
+    if opened:
+        raise ValueError(f"{sentences[-1]!r}: {opened} is not closed by [/slow]")
     return [re.sub(r"\[slow(?:=[^\]]*)?\]\[/slow\]", "", sentence) for sentence in found]

@@ -91,3 +91,21 @@ def test_profiles_add_only_over_equal_bins():
     assert both.items == 7 and both.nats.tolist() == [2.0, 4.0]
     with pytest.raises(ValueError, match="different"):
         a + Profile(edges + 1, torch.tensor([1.0, 2.0]), 1)
+
+
+def test_the_error_of_items_of_unlike_length_is_that_of_a_ratio():
+    """Against the spread of the value over many draws of items; length by itself has no part in it."""
+    generator = torch.Generator().manual_seed(0)
+    dims = 80 * torch.randint(100, 900, (4000, 30), generator=generator)
+    each = 0.3 + 0.05 * torch.randn(4000, 30, generator=generator, dtype=torch.float64)
+    found = [Likelihood(-rate * size, "exact", size) for rate, size in zip(each, dims, strict=True)]
+    values = torch.tensor([one.mean_nll_per_dim() for one in found])
+    stated = torch.tensor([one.se_data_nll_per_dim() for one in found])
+    # A mean of 4,000 stated errors beside the deviation of 4,000 values, itself known to 1/sqrt(8000).
+    assert float(stated.mean() / values.std()) == pytest.approx(1, abs=0.05)
+    assert Likelihood(-0.3 * dims[0].double(), "exact", dims[0]).se_data_nll_per_dim() == pytest.approx(0, abs=1e-9)
+    # Taking every item for one of mean length is seen.
+    planted = found[0].se_data_nats() / float(dims[0].double().mean())
+    assert planted > 3 * float(stated.mean())
+    same = made([-100.0, -120.0, -90.0])
+    assert same.se_data_nll_per_dim() == pytest.approx(same.se_data_nats() / float(same.dims[0]))

@@ -79,6 +79,10 @@ def test_seconds_are_exact_to_the_sample_and_files_carry_their_making(model, tmp
 def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path):
     with pytest.raises(InputError, match="hold 1 sentences, the text has 2"):
         speak(model, ["One. Two."], Manner(durations=[[1, 2]]))
+    with pytest.raises(InputError, match="leave out speed"):
+        Manner(durations=[[1, 2]], speed=2.0)
+    with pytest.raises(InputError, match=r"\[slow\] is not closed"):
+        speak(model, ["One. [slow]Two."], Manner())
     with pytest.raises(InputError, match="there is no text"):
         speak(model, [], Manner())
     with pytest.raises(InputError, match="pause"):

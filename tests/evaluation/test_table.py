@@ -55,6 +55,20 @@ def test_ranks_are_given_within_a_kind_and_ties_are_found_by_pairs():
     assert any("lower_bound may be worse than the truth" in note for note in across["notes"])
 
 
+def test_models_that_are_equal_share_their_rank():
+    table = table_of(("exact", nats(-100)), ("exact", nats(-100)), ("exact", nats(-100) - 1e-3))
+    assert table["ranking"][0]["order"] == [[0, 1], [2]]
+
+
+def test_a_line_that_stands_in_two_rankings_is_shown_in_both():
+    values = nats(-100)
+    said = {"rank": 1, "index": 0, "frames": 9, "nats_per_dim": 1.0, "z": None, "evidence": 0.5, "durations": [9]}
+    one = report("a.ckpt", line("exact", values)) | {"audit": [said]}
+    notes = make_table([one], [{"nats_0": values}])["notes"]
+    shown = "1:   1. 1.000 nats/dim, 9 frames, evidence +0.50: item 0"
+    assert [note for note in notes if "item 0" in note] == [shown, shown]
+
+
 @pytest.mark.parametrize(
     "better, worse, told",
     [("exact", "exact", True), ("lower_bound", "exact", True), ("exact", "lower_bound", False),

@@ -112,7 +112,10 @@ def test_temperature_zero_speed_seconds_and_durations():
     given = [[2, 1, 3, 1, 1, 2, 4]]
     assert found.sample(2, text="bad dad", durations=given).durations[1].tolist() == given[0]
     for wrong, reason in (({"seconds": 0.01}, r"7 frames at least; seconds=0.08"), ({"speed": 0.0}, "speed"),
-                          ({"durations": [[1, 2]]}, "7 tokens"), ({"cond": "bob"}, "one voice"),
+                          ({"durations": [[1, 2]]}, "7 tokens"),
+                          ({"durations": [[1, 2, 0, 1, 1, 1, 1]]}, "token 2 of text 0 lasts 0 frames"),
+                          ({"durations": [[9] * 7], "seconds": 3.0}, "come to 0.73 s and seconds=3"),
+                          ({"cond": "bob"}, "one voice"),
                           ({"temperature": -1.0}, "temperature")):
         with pytest.raises(InputError, match=reason):
             found.sample(1, text="bad dad", **wrong)
