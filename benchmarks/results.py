@@ -40,6 +40,17 @@ RUNS = {
         "glow": ["model=glow", "data=mnist", "trainer.max_steps=1500", "model.ema_decay=0.99"],
         "ddpm": ["model=ddpm", "data=mnist", "model.objective=hybrid", "model.variance=learned"],
     },
+    "mnist-minutes": {
+        "realnvp": ["model=realnvp", "data=mnist", "data.batch_size=32", "trainer.max_steps=1000",
+                    "model.ema_decay=0.99"],
+        "glow": ["model=glow", "data=mnist", "data.batch_size=32", "trainer.max_steps=800", "model.ema_decay=0.99"],
+        "ddpm": ["model=ddpm", "data=mnist", "data.batch_size=32", "trainer.max_steps=2000", "model.net.channels=16",
+                 "model.objective=hybrid", "model.variance=learned", "model.ema_decay=0.99"],
+        "score": ["model=score", "data=mnist", "data.batch_size=32", "trainer.max_steps=2000",
+                  "model.net.channels=16", "model.ema_decay=0.99"],
+        "energy": ["model=energy", "data=mnist", "data.batch_size=32", "trainer.max_steps=800",
+                   "model.loss=denoising", "model.objective.sigma=0.3", "model.ema_decay=0.99"],
+    },
 }
 #: What is said to `genmodels evaluate`.
 JUDGED = {

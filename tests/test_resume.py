@@ -45,6 +45,8 @@ SPEAKING = {
     "glow_tts": ["model=glow_tts", *SPEECH, "model.steps=2", "model.hidden=8", "model.depth=1"],
     "mel_ddpm": ["model=mel_ddpm", *SPEECH, "model.net.channels=8", "model.net.multipliers=[1,2]",
                  "model.net.blocks=1", "model.time_sampler=loss_aware"],
+    "mel_energy": ["model=mel_energy", *SPEECH, "model.net.channels=8", "model.net.multipliers=[1,2]",
+                   "model.net.blocks=1"],
 }  # fmt: skip
 
 
@@ -96,8 +98,8 @@ def kill_after(folder: Path, process: subprocess.Popen, step: int, extra: float 
         try:
             if read_header(folder / "last.ckpt", check=False)["step"] >= step:
                 break
-        except Exception:
-            pass
+        except FileNotFoundError:
+            pass  # the first one is still to come; it appears whole
         time.sleep(0.01)
     time.sleep(extra)
     if process.poll() is None:

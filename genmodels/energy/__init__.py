@@ -37,6 +37,7 @@ from genmodels.energy.losses import (
     SlicedScoreMatching,
     SlicedScoreMatchingVR,
 )
+from genmodels.energy.potential import Potential
 from genmodels.energy.products import cheapest_route, curl, directional, measure_routes, trace
 from genmodels.energy.projections import PROJECTIONS, Gaussian, Projection, Rademacher, Sphere
 
@@ -84,6 +85,7 @@ __all__ = [
     "NoiseConditionalScore",
     "NormalMixture",
     "Point",
+    "Potential",
     "Projection",
     "Quadratic",
     "Quadrature",

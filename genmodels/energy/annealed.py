@@ -23,6 +23,7 @@ def annealed_langevin(
     *,
     steps_per_level: int = 10,
     step: float | None = None,
+    temperature: float = 1.0,
     denoise: bool = True,
     start: Tensor | None = None,
     cond: Tensor | None = None,
@@ -32,7 +33,7 @@ def annealed_langevin(
 ) -> Tensor:
     """Unadjusted Langevin at every noise level in turn, each going on where the larger one ended.
 
-        h_i = c sigma_i^2 / sigma_L^2,   x <- x + h_i s(x, sigma_i) + sqrt(2 h_i) xi
+        h_i = c sigma_i^2 / sigma_L^2,   x <- x + h_i s(x, sigma_i) + tau sqrt(2 h_i) xi
         at the end   x <- x + sigma_L^2 s(x, sigma_L)
 
     The last line is the mean of the clean data given x. There is no correction and no stationary density: acceptance,
@@ -43,8 +44,9 @@ def annealed_langevin(
         sigmas: decreasing noise levels, as from `noise_levels`.
         steps_per_level: steps at each of them.
         step: c, the step size at the smallest level; None is a tenth of sigma_L^2 (the alpha of the source is 2h).
+        temperature: tau, the factor of all noise: densities p^(1/tau^2) at every level.
         denoise: whether to end with the mean.
-        start: (B, *event) in place of N(0, sigma_1^2).
+        start: (B, *event) in place of N(0, tau^2 sigma_1^2).
         callback: called after each level as callback(number from 0, x).
 
     Errors: InputError for levels that do not decrease.
@@ -57,7 +59,7 @@ def annealed_langevin(
         [3.0, 3.0]
     """
     require_decreasing(sigmas)
-    x = _start(shape, sigmas[0], generator, start, dtype, device)
+    x = _start(shape, temperature * sigmas[0], generator, start, dtype, device)
     smallest = sigmas[-1]
     c = 0.1 * smallest**2 if step is None else step
     with torch.no_grad():
@@ -65,7 +67,7 @@ def annealed_langevin(
             h = c * sigma**2 / smallest**2
             for k in range(steps_per_level):
                 noise = noise_like(x, at_step(generator, 1 + i * steps_per_level + k))
-                x = x + h * _score(model, x, sigma, cond) + (2 * h) ** 0.5 * noise
+                x = x + h * _score(model, x, sigma, cond) + temperature * (2 * h) ** 0.5 * noise
             if callback is not None:
                 callback(i, x)
         return x + smallest**2 * _score(model, x, smallest, cond) if denoise else x

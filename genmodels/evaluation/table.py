@@ -204,7 +204,7 @@ def _side(line: dict, which: int) -> float | None:
 
 def _notes(table: dict, rank: str) -> list[str]:
     notes: dict[str, None] = {}
-    listed: dict[int, list[str]] = {}  # rankings of utterances, in which the same line may stand twice
+    rankings: list[str] = []  # of utterances, in which the same line may stand twice
     models = table["models"]
     for number, row in enumerate(table["rows"], 1):
         report = models[row["model"]]
@@ -214,8 +214,7 @@ def _notes(table: dict, rank: str) -> list[str]:
             notes |= dict.fromkeys(f"{number}: {note}" for note in _on_line(report["likelihood"][row["likelihood"]]))
         if row["first"]:
             notes |= dict.fromkeys(f"{number}: {note}" for note in _on_model(report))
-            listed[number] = [f"{number}: {note}" for note in audit_notes(report["audit"])] if "audit" in report else []
-    rankings = [line for lines in listed.values() for line in lines]
+            rankings += [f"{number}: {note}" for note in audit_notes(report["audit"])] if "audit" in report else []
     for reference in table["references"]:
         if reference["unit"] != "nats" and reference["value"] is not None:
             name, unit = table["data"]["name"], UNITS[reference["unit"]]

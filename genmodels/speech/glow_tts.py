@@ -86,6 +86,14 @@ def normal_scores(z: Tensor, mu: Tensor, log_sigma: Tensor) -> Tensor:
     return own[:, :, None] + (precision * mu).mT @ z - 0.5 * precision.mT @ z.square()
 
 
+def _over_alignments(scores: Tensor, text_mask: Tensor | None, mask: Tensor | None) -> Tensor:
+    """log of the mean of exp(sum P A) over all alignments A, (B,)."""
+    batch, size, length = scores.shape
+    n = torch.full((batch,), size, device=scores.device) if text_mask is None else text_mask[:, 0].sum(1)
+    t = torch.full((batch,), length, device=scores.device) if mask is None else mask[:, 0].sum(1)
+    return forward_sum(scores, text_mask, mask) - log_paths(n, t).to(scores)
+
+
 @dataclass
 class Aligned:
     """A batch of mels against its text.
@@ -165,10 +173,7 @@ class GlowTTS(nn.Module):
         told = None if speaker is None else speaker.expand(len(tokens), -1)
         _, mu, log_sigma = self.encoder(tokens, text_mask, told)
         z, _ = self.decoder(y, speaker if self.decoder.uses_cond else None, None)
-        scores = normal_scores(z.expand(len(tokens), -1, -1), mu, log_sigma)
-        count = text_mask[:, 0].sum(1)
-        paths = log_paths(count, torch.full_like(count, y.shape[2])).to(scores)
-        return forward_sum(scores, text_mask) - paths
+        return _over_alignments(normal_scores(z.expand(len(tokens), -1, -1), mu, log_sigma), text_mask, None)
 
     def loss(self, aligned: Aligned, mask: Tensor | None, text_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Nats per dimension (B,) along the best path, and the error of the log durations (B,).
@@ -199,11 +204,7 @@ class GlowTTS(nn.Module):
         aligned = self.align(y, tokens, mask, text_mask, speaker)
         if alignment == "best":
             return aligned.best
-        batch, size, length = aligned.scores.shape
-        n = torch.full((batch,), size) if text_mask is None else text_mask[:, 0].sum(1)
-        t = torch.full((batch,), length) if mask is None else mask[:, 0].sum(1)
-        paths = log_paths(n, t).to(aligned.scores)
-        return forward_sum(aligned.scores, text_mask, mask) + aligned.logdet - paths
+        return _over_alignments(aligned.scores, text_mask, mask) + aligned.logdet
 
     @torch.no_grad()
     def sample(

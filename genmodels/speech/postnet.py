@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from genmodels.nn.blocks import hide
+from genmodels.nn.blocks import hide, zeroed
 from genmodels.nn.channel_norm import ChannelNorm
 
 
@@ -41,9 +41,7 @@ class PostNet(nn.Module):
         )
         self.norms = nn.ModuleList(ChannelNorm(channels) for _ in self.convolutions)
         self.dropout = nn.Dropout(dropout)
-        self.last = nn.Conv1d(channels, n_mels, kernel_size, padding=kernel_size // 2)
-        nn.init.zeros_(self.last.weight)
-        nn.init.zeros_(self.last.bias)
+        self.last = zeroed(nn.Conv1d(channels, n_mels, kernel_size, padding=kernel_size // 2))
 
     def forward(self, mean: Tensor, mask: Tensor | None = None) -> Tensor:
         h = hide(mean, mask)

@@ -12,7 +12,7 @@ from genmodels.data.utterances import FLOOR
 from genmodels.diffusion import SAMPLERS, GaussianDenoiser, SampleResult
 from genmodels.diffusion.masks import event_sum
 from genmodels.errors import InputError
-from genmodels.models import mel_ddpm
+from genmodels.models import mel_ddpm, mel_diffusion
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.mel_ddpm import MelDDPM
 from genmodels.models.mels import even_lengths
@@ -145,7 +145,7 @@ def test_likelihood_in_a_batch_is_that_alone(options, monkeypatch):
     found = model()
     assert worst_difference(found, **options) < 1e-5
     # Noise that depends on how long an item is padded is caught.
-    monkeypatch.setattr(mel_ddpm, "FrameKeyedGenerator", KeyedGenerator)
+    monkeypatch.setattr(mel_diffusion, "FrameKeyedGenerator", KeyedGenerator)
     assert worst_difference(found, **options) > 1e-3
 
 
@@ -192,6 +192,24 @@ def test_frames_depend_on_the_text_as_those_of_glow_tts_do():
     assert torch.equal(found.eval().sample(2, **options).durations, flow.eval().sample(2, **options).durations)
     flow.core.tts.decoder = found.core.tts.decoder
     assert torch.equal(found.aligned(batch(), "raw").path, flow.aligned(batch(), "raw").path)
+
+
+def test_evidence_compares_densities_of_the_aligner_under_other_texts():
+    """One encoder, one aligner: a flow that does nothing finds the same evidence for the texts of the same mels."""
+    torch.manual_seed(0)
+    flow = GlowTTS(spec(), encoder=ENCODER, steps=1, hidden=8, depth=1, duration_channels=8)
+    found, data, others = model(), batch(), [[[4, 9], [7, 7, 7, 7]], [[3] * 9, [6, 5]], [[8], [2, 3, 4, 5]]]
+    flow.core.tts = found.core.tts
+    evidence = found.evidence(data, others, "raw")
+    assert torch.allclose(evidence, flow.eval().evidence(data, others, "raw"), atol=1e-5)
+    exact = []
+    for k, texts in enumerate(others):
+        one, noise = found.keyed(alone(data, k), 0)
+        own = data.cond.tokens[k, data.cond.mask[k, 0]].tolist()
+        nats = torch.cat([found.core.tts.log_prob(found.units(one, noise)[0], torch.tensor([tokens]), one.mask)
+                          for tokens in (own, *texts)]).double().detach()  # fmt: skip
+        exact.append(float(nats[0] - nats[1:].exp().mean().log()) / int(one.mask.sum()))
+    assert evidence.tolist() == pytest.approx(exact, abs=1e-4)
 
 
 # ---- what is stated, and what is refused ------------------------------------------------------------------------
