@@ -1,6 +1,7 @@
 """The table of docs/results.md: every family trained on the same data and judged by the same code, several seeds.
 
     python benchmarks/results.py --sets digits 8gaussians --seeds 0 1 2
+    python benchmarks/results.py --sets mnist-minutes --seeds 0 1 2 --root ~/data
     python benchmarks/results.py --sets mnist --seeds 0 --root ~/data --given glow=runs/glow-mnist/<time>
 
 A run is `genmodels train` with the defaults of its data, in a folder under --out; one `genmodels evaluate` over all
@@ -48,8 +49,9 @@ RUNS = {
                  "model.objective=hybrid", "model.variance=learned", "model.ema_decay=0.99"],
         "score": ["model=score", "data=mnist", "data.batch_size=32", "trainer.max_steps=2000",
                   "model.net.channels=16", "model.ema_decay=0.99"],
-        "energy": ["model=energy", "data=mnist", "data.batch_size=32", "trainer.max_steps=800",
-                   "model.loss=denoising", "model.objective.sigma=0.3", "model.ema_decay=0.99"],
+        "energy": ["model=energy", "data=mnist", "data.batch_size=32", "trainer.max_steps=2000",
+                   "model.net.channels=[16,16,32,32]", "model.loss=denoising", "model.objective.sigma=0.3",
+                   "model.ema_decay=0.99"],
     },
 }
 #: What is said to `genmodels evaluate`.
@@ -59,6 +61,9 @@ JUDGED = {
                "stages=[likelihood,fidelity,cost]"],
     "8gaussians": ["ode=true", "draws=100", "samples=500", "stages=[likelihood,fidelity,cost]"],
     "mnist": ["ode=false", "importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
+    "mnist-minutes": ["limit=256", "ode=true", "ode_options.divergence=hutchinson", "ode_options.tolerance=1e-3",
+                      "importance_samples=[1,8]", "draws=50", "chains=32", "densities=200", "samples=128", "steps=50",
+                      "stages=[likelihood,fidelity,cost]"],
 }
 
 
