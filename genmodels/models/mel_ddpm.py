@@ -8,7 +8,6 @@ from torch import nn
 
 from genmodels.data.spec import DataSpec
 from genmodels.diffusion import PARAMETERISATIONS, Denoiser
-from genmodels.diffusion import sample as run_sampler
 from genmodels.models.base import Samples
 from genmodels.models.diffusion_course import SamplerName
 from genmodels.models.diffusion_training import ScheduleName
@@ -138,10 +137,7 @@ class MelDDPM(MelDiffusion):
         times, stepper, made = self.course(sampler, steps, spacing, eta, churn)
         noise, core = FrameKeyedGenerator(seed, asked.rows, "sample"), self.weights(weights)
         mean, beside = self.spoken(asked, core, noise, temperature, speed, seconds, durations)
-        out = run_sampler(
-            core.denoiser, mean.z.shape, times, stepper, noise.child("diffusion"), cond=beside, mask=mean.mask,
-            temperature=temperature, dtype=mean.z.dtype, device=self.device,
-        )
+        out = self.run_back(core, mean, beside, noise, temperature, times, stepper)
         made |= {"evaluations": out.evaluations, "seed": seed, "weights": str(weights), "temperature": temperature,
                  "speed": speed} | ({} if seconds is None else {"seconds": seconds})
         return self.as_mels(mean, out.x, asked, made)

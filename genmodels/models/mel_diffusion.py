@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from genmodels.data.spec import Batch, DataSpec
-from genmodels.diffusion import Denoiser
+from genmodels.diffusion import Denoiser, SampleResult
+from genmodels.diffusion import sample as run_sampler
 from genmodels.diffusion.decoder import Gaussian
 from genmodels.diffusion.masks import hide
 from genmodels.errors import InputError
@@ -214,6 +215,14 @@ class MelDiffusion(DiffusionTraining, DiffusionBound, DiffusionCourse, AlignedMo
             mean = core.tts.latent(said.tokens, said.mask, voice, generator=noise, temperature=0.0,
                                    speed=asked.speed(speed), frames=frames, durations=given)
         return mean, core.beside(mean.z, voice)
+
+    def run_back(
+        self, core: Diffused, mean: Latent, beside: Tensor, noise: KeyedGenerator, temperature: float, times: Tensor,
+        sampler,
+    ) -> SampleResult:
+        """What a sampler of diffusion draws around the means, at the times of `course`."""
+        return run_sampler(core.denoiser, mean.z.shape, times, sampler, noise.child("diffusion"), cond=beside,
+                           mask=mean.mask, temperature=temperature, dtype=mean.z.dtype, device=self.device)
 
     def as_mels(self, mean: Latent, u: Tensor, asked: Asked, made: dict) -> Samples:
         """Means with what was drawn around them, as samples."""

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.diffusion import Denoiser, V, alpha_sigma
-from genmodels.diffusion import sample as run_sampler
 from genmodels.energy import NoiseConditionalScore, Potential, annealed_langevin
 from genmodels.flows.boundary import one_of
 from genmodels.models.base import Samples
@@ -210,10 +209,7 @@ class MelEnergy(MelDiffusion):
         else:
             times, stepper, made = self.course(sampler, steps, spacing, eta, churn)
             mean, beside = self.spoken(asked, core, noise, temperature, speed, seconds, durations)
-            out = run_sampler(
-                core.denoiser, mean.z.shape, times, stepper, noise.child("diffusion"), cond=beside, mask=mean.mask,
-                temperature=temperature, dtype=mean.z.dtype, device=self.device,
-            )
+            out = self.run_back(core, mean, beside, noise, temperature, times, stepper)
             u = out.x
             made |= {"evaluations": out.evaluations}
         made |= {"seed": seed, "weights": str(weights), "temperature": temperature, "speed": speed}

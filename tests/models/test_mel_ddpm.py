@@ -12,7 +12,7 @@ from genmodels.data.utterances import FLOOR
 from genmodels.diffusion import SAMPLERS, GaussianDenoiser, SampleResult
 from genmodels.diffusion.masks import event_sum
 from genmodels.errors import InputError
-from genmodels.models import mel_ddpm, mel_diffusion
+from genmodels.models import mel_diffusion
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.mel_ddpm import MelDDPM
 from genmodels.models.mels import even_lengths
@@ -86,7 +86,7 @@ def terminal_error(found: MelDDPM, monkeypatch, temperature: float = 0.5) -> flo
         started.append(eps)
         return SampleResult(options["temperature"] * eps * options["mask"], 0)
 
-    monkeypatch.setattr(mel_ddpm, "run_sampler", at_once)
+    monkeypatch.setattr(mel_diffusion, "run_sampler", at_once)
     drawn = found.sample(1, text="a cab", durations=durations, temperature=temperature)
     expected = mean_of(found, "a cab", durations[0]) + temperature * found.units.scale * started[0][0, :, :11]
     return float((drawn.x[0] - expected).abs().max())
