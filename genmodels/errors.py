@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class InputError(ValueError):
     """What the user asked for cannot be done: the message says what is wrong and what to do. Exit code 2."""
@@ -19,6 +22,24 @@ class Interrupted(RunError):
     """Stopped from outside (Ctrl-C, SIGTERM) after saving what there was. Exit code 130."""
 
     exit_code = 130
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """A value that a model refuses while it is asked for something, as an InputError with the same message.
+
+    Example:
+        >>> with refusals():
+        ...     raise ValueError("steps must be at least 1, got 0")
+        Traceback (most recent call last):
+        genmodels.errors.InputError: steps must be at least 1, got 0
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def nearest(name: str, names, cutoff: float = 0.5) -> str | None:

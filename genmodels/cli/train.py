@@ -114,6 +114,8 @@ def run(
             f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
             + (f", resumed at step {done}" if resume else "")
         )
+        if options.compile and not network.compiled_parts():
+            parts.say(f"trainer.compile: no part of a {network.family} is compiled, as it needs second derivatives")
         logging.getLogger("genmodels").info("started with %s", config)
         for line in parts.attention_paths(network.core, lightning.strategy.root_device.type):
             logging.getLogger("genmodels").info("attention %s", line)

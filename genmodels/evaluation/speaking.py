@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genmodels.errors import InputError, RunError
+from genmodels.errors import InputError, RunError, refusals
 from genmodels.evaluation.markup import phrases
 from genmodels.evaluation.mel_pictures import spoken
 from genmodels.evaluation.sampling import save_png
@@ -24,7 +24,7 @@ from genmodels.speech.streaming import Vocoder
 from genmodels.training.archive import write_whole
 
 _TOGETHER = 16  # sentences in one pass
-_MADE = ("sampler", "steps", "eta", "churn", "temperature")  # what files say of how a mel was sampled
+_MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature")  # what files say of how a mel was sampled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,8 @@ def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start:
         mels = []
         for first in range(0, len(flat), _TOGETHER):
             count = min(_TOGETHER, len(flat) - first)
-            drawn = model.sample(count, manner.speaker, start=take * len(flat) + first, text=flat, **options)
+            with refusals():
+                drawn = model.sample(count, manner.speaker, start=take * len(flat) + first, text=flat, **options)
             if not bool(drawn.x.isfinite().all()):
                 raise RunError("a mel is not finite: lower temperature, or ema=true")
             for k in range(count):
@@ -145,7 +146,7 @@ def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start:
             own, mels = mels[: len(parts)], mels[len(parts) :]
             gaps = [gap for _, gap in parts]
             pieces = [piece for part, gap in zip(own, gaps, strict=True) for piece in (silence(part[3], gap), part[3])]
-            made = {key: drawn.made[key] for key in _MADE if key in drawn.made}
+            made = {key: drawn.made[key] for key in _MADE if key in drawn.made} | {"take": take}
             found.append(Spoken(text, own, gaps, torch.cat(pieces, 1), made=made))
     return found
 
@@ -210,7 +211,7 @@ def write_spoken(
     seconds = len(told.wave) / config.sample_rate
     lines = [f"{seconds:.2f} s of sound{took}: {target}"]
     if factor < 1:
-        lines.append(f"it was too loud and was made quieter as a whole, by a factor of {factor:.2f}")
+        lines.append(f"it was too loud and was made quieter as a whole, by a factor of {factor:.2g}")
     tokens, durations = _joined(told)
     save_png(spoken(told.mel, spec, tokens, durations, told.text[:120]), target.with_suffix(".png"), about)
     plain = about | {"sample_rate": config.sample_rate, "hop": config.hop, "sentences": [

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from genmodels.data.spec import Batch
+from genmodels.errors import refusals
 from genmodels.evaluation.frame import Frame
 from genmodels.evaluation.opened import Opened
 from genmodels.models.load import weights_of
@@ -86,7 +87,8 @@ def _spoken(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[di
     chosen = {"sampler": request.sampler, "steps": request.steps}
     options |= {key: value for key, value in chosen.items() if value is not None and key in known}
     speakers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
-    model.sample(1, speakers[0], text=texts[0], **options)  # what is made at the first call is not timed
+    with refusals():
+        model.sample(1, speakers[0], text=texts[0], **options)  # what is made at the first call is not timed
     spoken, seconds, outcomes = [], [], []
     asked = list(zip(texts, speakers, strict=True))
     for k, (text, speaker) in enumerate(tqdm(asked, desc=f"{model.family} speaks", unit="text", mininterval=0.5)):

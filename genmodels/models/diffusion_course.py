@@ -66,7 +66,8 @@ class DiffusionCourse:
             "ddim": {"eta": 0.0 if eta is None else eta},
             "edm": {"steps": steps, "churn": 10.0 if churn is None else churn},
         }.get(name, {})
-        made = {"sampler": name, "steps": steps} | {key: options[key] for key in ("eta", "churn") if key in options}
+        made = {"sampler": name, "steps": steps, "spacing": spacing or usual.spacing}
+        made |= {key: options[key] for key in ("eta", "churn") if key in options}
         return self.sampling_times(name, steps, spacing).to(self.device), SAMPLERS[name](**options), made
 
     def sampling_times(self, sampler: str, steps: int, spacing: str | None = None) -> Tensor:

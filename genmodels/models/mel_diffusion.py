@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -128,7 +129,8 @@ class MelDiffusion(DiffusionTraining, DiffusionBound, DiffusionCourse, AlignedMo
     def _around(self, core: Diffused, u: Tensor, batch: Batch) -> tuple[Aligned, Tensor, Tensor]:
         """The alignment of whitened mels, what they are beyond its mean, and what the denoiser sees beside that."""
         aligned = self.align(core, u, batch)
-        mean = aligned.mu @ aligned.path.to(aligned.mu.dtype)
+        with torch.autocast(u.device.type, enabled=False):
+            mean = aligned.mu @ aligned.path.to(aligned.mu.dtype)
         return aligned, hide(u - mean, batch.mask), core.beside(mean, core.voice(batch.cond))
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
@@ -210,8 +212,8 @@ class MelDiffusion(DiffusionTraining, DiffusionBound, DiffusionCourse, AlignedMo
         frames, given = self.frames_of(seconds, asked, durations)
         said, voice = asked.said, core.voice(asked.said)
         with self.speakable(said, seconds):
-            if temperature < 0:
-                raise ValueError(f"temperature must not be negative, got {temperature}")
+            if not 0 <= temperature < math.inf:
+                raise ValueError(f"temperature must be a number from 0 on, got {temperature}")
             mean = core.tts.latent(said.tokens, said.mask, voice, generator=noise, temperature=0.0,
                                    speed=asked.speed(speed), frames=frames, durations=given)
         return mean, core.beside(mean.z, voice)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.diffusion import Denoiser, V, alpha_sigma
 from genmodels.energy import NoiseConditionalScore, Potential, annealed_langevin
+from genmodels.errors import InputError
 from genmodels.flows.boundary import one_of
 from genmodels.models.base import Samples
 from genmodels.models.diffusion_course import USUAL
-from genmodels.models.diffusion_training import ScheduleName
 from genmodels.models.mel_diffusion import MelDiffusion
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import UNet
@@ -21,8 +21,10 @@ from genmodels.random import FrameKeyedGenerator
 from genmodels.speech.text_encoder import TextEncoder
 
 _LEVELS = 50  # of annealed Langevin, where nobody says
+_FEWEST = 10  # levels; fewer leave noise of one level in the next
 _EACH = 2  # Langevin steps at each of them
 _STEP = 1.0  # step size over the squared noise level: a tenth of it, as is usual, needs ten times as many levels
+_NOISIEST = -12.0  # log-SNR of the first level at least: the data are lost in four hundred times their deviation
 _FINEST = 10.0  # log-SNR of the last level at most: a hundred and fiftieth of the deviation of the data
 
 
@@ -75,7 +77,7 @@ class MelEnergy(MelDiffusion):
         spec: the data set this model is built for, mels with texts.
         encoder: options of the text encoder, the one that all models of texts have.
         schedule: the noise schedule.
-        num_steps: T, of the bound's terms and the most steps of a sampler.
+        num_steps: T, of the bound's terms and the most steps of a sampler of diffusion.
         time_sampler: how noise levels are drawn in training.
         net: options of the U-Net; each use costs its gradient too, two to three times `MelDDPM`'s.
         duration_channels: width of the duration predictor.
@@ -108,7 +110,9 @@ class MelEnergy(MelDiffusion):
         spec: DataSpec,
         *,
         encoder: TextEncoder | dict | None = None,
-        schedule: ScheduleName = "grad_tts",
+        schedule: Literal[
+            "cosine", "linear", "linear_continuous", "grad_tts", "cosine_discrete", "sigmoid", "linear_log_snr"
+        ] = "grad_tts",
         num_steps: int = 1000,
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
         net: UNet | dict | None = None,
@@ -120,7 +124,11 @@ class MelEnergy(MelDiffusion):
     ):
         super().__init__(spec, noise=noise, num_steps=num_steps, variance="beta_tilde")
         self.save_hyperparameters(ignore=["spec"], logger=False)
-        field = Potential(self.make_unet(net, speaker_channels))
+        unet = self.make_unet(net, speaker_channels)
+        if unet.unet.checkpointing:
+            raise InputError("model.net.checkpointing is not for model=mel_energy, whose scores are gradients already: "
+                             "smaller batches (data.batch_size) take less memory")
+        field = Potential(unet)
         self.assemble(encoder, Denoiser(field, self.make_schedule(schedule), V()), duration_channels, speaker_channels)
         self.train_by(self.core.denoiser, "simple", "none", time_sampler)
         self.finish_setup(optimizer, ema_decay)
@@ -133,8 +141,9 @@ class MelEnergy(MelDiffusion):
     def energies(
         self, batch: Batch, *, log_snr: float = _FINEST, weights: str | float = "ema", seed: int = 0
     ) -> Tensor:
-        """(B,) E of what mels are beyond the means of their best alignments, scaled to a noise level, without noise.
+        """(B,) E of what noisy mels are beyond the means of their best alignments, scaled down to a noise level.
 
+        The noise is that of the mel alone, of width `noise`; none of the level is added.
         Differences between mels of one text, durations and level are those of -log p there; no others mean anything.
 
         Arguments:
@@ -184,8 +193,8 @@ class MelEnergy(MelDiffusion):
             seconds: total time, instead of what the durations come to.
             durations: frames of every token, a list for each text, instead of predicted ones.
             sampler: `annealed_langevin`, or one that runs the diffusion back.
-            steps: noise levels of annealed Langevin, with two steps at each: 50, which makes deviations 8 % too large
-                (200: 2 %). Else as for `DDPM.sample`.
+            steps: noise levels of annealed Langevin, at least 10, with two steps at each: 50, which makes deviations
+                8 % too large (200: 2 %, 20: 22 %). Else as for `DDPM.sample`.
             spacing, eta, churn: of the other samplers, see `DDPM.sample`.
             weights: `ema`, `raw`, or one of the decays kept.
             on_unknown: `drop` characters without a symbol, or stop with an `error`.
@@ -205,7 +214,7 @@ class MelEnergy(MelDiffusion):
                 steps_per_level=_EACH, step=_STEP * sigmas[-1] ** 2, temperature=temperature, dtype=mean.z.dtype,
                 device=self.device,
             )
-            made = {"sampler": sampler, "steps": len(sigmas), "evaluations": n * (len(sigmas) * _EACH + 1)}
+            made = {"sampler": sampler, "steps": len(sigmas), "evaluations": len(sigmas) * _EACH + 1}
         else:
             times, stepper, made = self.course(sampler, steps, spacing, eta, churn)
             mean, beside = self.spoken(asked, core, noise, temperature, speed, seconds, durations)
@@ -219,8 +228,9 @@ class MelEnergy(MelDiffusion):
         """The noise levels sigma/alpha of annealed Langevin, geometric from that of t = 1 down."""
         if any(value is not None for value in others):
             raise ValueError("spacing, eta and churn are options of the other samplers, not of annealed_langevin")
-        steps = min(self.num_steps, _LEVELS) if steps is None else steps
-        if not 2 <= steps <= self.num_steps:
-            raise ValueError(f"steps must lie in 2..{self.num_steps}, the number of noise levels, got {steps}")
-        ends = self.core.schedule.log_snr(torch.tensor([1.0, 0.0], dtype=torch.float64)).detach()
-        return torch.exp(-0.5 * torch.linspace(float(ends[0]), min(float(ends[1]), _FINEST), steps)).tolist()
+        steps = _LEVELS if steps is None else steps
+        if steps < _FEWEST:
+            raise ValueError(f"steps must be at least {_FEWEST} noise levels for annealed_langevin, got {steps}: "
+                             "sampler=dpmpp_2m takes fewer")
+        ends = self.core.schedule.log_snr(torch.tensor([1.0, 0.0], dtype=torch.float64)).clamp(_NOISIEST, _FINEST)
+        return torch.exp(-0.5 * torch.linspace(*ends.tolist(), steps, dtype=torch.float64)).tolist()

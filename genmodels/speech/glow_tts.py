@@ -70,6 +70,11 @@ def mel_decoder(
     return Compose([*layers, Inverse(Squeeze1d(2))], (n_mels, None), memory=memory)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in the precision that scores are compared in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def normal_scores(z: Tensor, mu: Tensor, log_sigma: Tensor) -> Tensor:
     """log N(z_j; mu_i, diag sigma_i^2) of every token i and frame j.
 
@@ -154,7 +159,9 @@ class GlowTTS(nn.Module):
         """Latents, scores and the best path; gradients flow through the scores on it, not into its choice."""
         h, mu, log_sigma = self.encoder(tokens, text_mask, speaker)
         z, logdet = self.decoder(y, speaker if self.decoder.uses_cond else None, mask)
-        scores = normal_scores(z, mu, log_sigma)
+        with torch.autocast(z.device.type, enabled=False):  # half the digits would choose other paths
+            mu = at_least_float32(mu)
+            scores = normal_scores(at_least_float32(z), mu, at_least_float32(log_sigma))
         found = monotonic_alignment_search(scores.detach(), text_mask, mask)
         best = torch.where(found.path, scores, 0).sum((1, 2)) + logdet
         return Aligned(best, found.durations, found.path, self.durations(h, text_mask), scores, logdet, mu)
@@ -238,8 +245,10 @@ class GlowTTS(nn.Module):
         durations: Tensor | None = None,
     ) -> Latent:
         """What `sample` decodes, with the same arguments and errors: z = mu + temperature sigma eps of each frame."""
-        if not bool((torch.as_tensor(speed) > 0).all()) or temperature < 0:
-            raise ValueError(f"speed must be positive and temperature not negative, got {speed} and {temperature}")
+        if not bool((torch.as_tensor(speed) > 0).all()):
+            raise ValueError(f"speed must be positive, got {speed}")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must be a number from 0 on, got {temperature}")
         h, mu, log_sigma = self.encoder(tokens, text_mask, speaker)
         if durations is None:
             widths = hide((self.durations.frames(h, text_mask) / speed)[:, None], text_mask)[:, 0]

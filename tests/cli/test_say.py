@@ -71,7 +71,13 @@ def test_options_of_sampling_reach_the_model_or_are_refused(ckpt, tmp_path, caps
     assert few["mel"].shape == (80, 44) and not np.allclose(few["mel"], ddim["mel"])
     made = json.loads(str(few["made"]))
     assert (made["sampler"], made["steps"], made["temperature"]) == ("dpmpp_2m", 2, 0.667)
+    assert (made["spacing"], made["take"]) == ("uniform_log_snr", 0)
     assert json.loads(str(cold["made"]))["temperature"] == 0.0
+    # What a model refuses is bad input, not a traceback.
+    for wrong, reason in (({"steps": 0}, "steps must lie in"), ({"sampler": "rk4"}, "sampler"),
+                          ({"sampler": "unipc", "eta": 1.0}, "eta is an option of sampler=ddim")):
+        with pytest.raises(InputError, match=reason):
+            run(ckpt=diffusion, text="Abc.", **wrong)
     with pytest.raises(InputError, match="stream: a mel_ddpm has no mel to give before it is whole"):
         run(ckpt=diffusion, text="Abc.", stream=True, steps=2)
 

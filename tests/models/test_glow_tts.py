@@ -165,6 +165,16 @@ def test_evidence_is_what_likelihoods_under_other_texts_come_to(monkeypatch):
     assert max(abs(a - b) for a, b in zip(found.evidence(data, others).tolist(), expected, strict=True)) > 1e-2
 
 
+def test_alignments_are_searched_in_full_precision_under_autocast():
+    found, data = model(), batch()
+    full = found.aligned(data)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = found.aligned(data)
+        loss = found.loss(data, KeyedGenerator(0, data.index, "train")).value
+    assert half.scores.dtype == half.mu.dtype == torch.float32 and loss.isfinite()
+    assert torch.allclose(half.scores, full.scores, rtol=0.05, atol=0.5)
+
+
 def test_too_many_tokens_are_named_and_other_data_refused():
     with pytest.raises(InputError, match=r"item 0 has 12 tokens but only 6 frames.*items \[0\] of speech"):
         model().log_likelihood(batch(((12, 6),)))
