@@ -98,7 +98,7 @@ class MelEnergy(MelDiffusion):
         >>> spec = DataSpec("speech", (4, 40), mel={}, statistics={"mean": -5.0, "std": 2.0}, text=text)
         >>> small = {"channels": 8, "depth": 1, "hidden": 8}
         >>> model = MelEnergy(spec, encoder=small, net={"channels": 8, "multipliers": [1, 2]}).eval()
-        >>> model.sample(1, text="a cab", durations=[[2] * 5], steps=3).x.shape
+        >>> model.sample(1, text="a cab", durations=[[2] * 5], steps=10).x.shape
         torch.Size([1, 4, 10])
     """
 
