@@ -62,7 +62,7 @@ JUDGED = {
     "8gaussians": ["ode=true", "draws=100", "samples=500", "stages=[likelihood,fidelity,cost]"],
     "mnist": ["ode=false", "importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
     "mnist-minutes": ["limit=256", "ode=true", "ode_options.divergence=hutchinson", "ode_options.tolerance=1e-3",
-                      "importance_samples=[1,8]", "draws=50", "chains=32", "densities=200", "samples=128", "steps=50",
+                      "importance_samples=[1,8]", "draws=150", "chains=32", "densities=300", "samples=128",
                       "stages=[likelihood,fidelity,cost]"],
 }
 

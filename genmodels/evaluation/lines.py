@@ -86,12 +86,15 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
 def check_options(models: Sequence[Opened]) -> None:
     """Raise an InputError for an option that none of the models takes; in a table of many it is for those that do."""
     request = models[0].request
-    known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
+    asked_of = [of for opened in models for of in (opened.model.log_likelihood, opened.model.sample)]
+    known = {name for of in asked_of for name in inspect.signature(of).parameters}
     given = [
         ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
         ("bound", "bound", "diffusion bounds", request.bound != "auto"),
         (", ".join(request.partition), "normaliser", "energies", bool(request.partition)),
         ("importance_samples", "importance_samples", "flows and energies", request.importance_samples is not None),
+        ("sampler", "sampler", "models with several samplers", request.sampler is not None),
+        ("steps", "steps", "models that are sampled in steps", request.steps is not None),
     ]
     by_ode = any(hasattr(opened.model, "ode_likelihood") for opened in models)
     if by_ode and request.ode is not False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,12 @@ class Opened:
             found = in_processes(likelihood_share, arguments)
         return Likelihood.concatenate(found).in_index_order()
 
+    def sampler_options(self) -> dict:
+        """The sampler and its steps as asked for, where the model has such options: some in a table have none."""
+        known = inspect.signature(self.model.sample).parameters
+        asked = {"sampler": self.request.sampler, "steps": self.request.steps}
+        return {key: value for key, value in asked.items() if value is not None and key in known}
+
     def draw(self, n: int, *, progress: bool = True, start: int = 0, **options) -> Samples:
         """Samples `start` .. `start + n - 1` of the seed that was asked for.
 
@@ -120,9 +127,7 @@ class Opened:
         from genmodels.models.load import weights_of
 
         request = self.request
-        own = {"sampler": request.sampler, "steps": request.steps}
-        own = {key: value for key, value in own.items() if value is not None}
-        own = {"temperature": request.temperature, **own, **options}
+        own = {"temperature": request.temperature, **self.sampler_options(), **options}
         common = {"seed": request.seed, "weights": weights_of(request.ema)}
         size = min(request.batch_size, 64)
         if request.processes == 1 or n < 2 * request.processes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -83,9 +82,7 @@ def _spoken(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[di
     options = {"seed": request.seed, "weights": weights_of(request.ema)}
     if request.temperature != 1:  # else the model's own, which for speech is below 1
         options["temperature"] = request.temperature
-    known = inspect.signature(model.sample).parameters
-    chosen = {"sampler": request.sampler, "steps": request.steps}
-    options |= {key: value for key, value in chosen.items() if value is not None and key in known}
+    options |= opened.sampler_options()
     speakers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
     with refusals():
         model.sample(1, speakers[0], text=texts[0], **options)  # what is made at the first call is not timed

@@ -99,6 +99,13 @@ def test_the_kinds_that_a_rank_across_mixes_are_told(oracles, tmp_path):
     assert "ranks mix kinds: ais flatters" in out and "ranks mix kinds: exact" in out
 
 
+def test_steps_are_for_the_models_of_a_table_that_take_them(oracles, tmp_path):
+    evaluate(f"ckpt=[{oracles}/flow,{oracles}/diffusion]", "steps=5", "samples=64", "stages=[fidelity,cost]",
+             f"out={tmp_path}/t", cwd=tmp_path)
+    table = report(tmp_path / "t" / "table.json")
+    assert [model["sampling"]["evaluations"] for model in table["models"]] == [1, 5] and not table["failures"]
+
+
 def test_the_others_are_judged_where_one_cannot_be(oracles, tmp_path):
     data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(tmp_path / "gone.npz"), "test_fraction": 0.2}
     spec = DataSpec("gauss", (3,))
@@ -165,7 +172,7 @@ BAD = [
     ("ckpt=FLOW processes=0", 2, "processes must be at least 1"),
     ("ckpt=FLOW temperature=-1", 2, "temperature must not be negative"),
     ("ckpt=FLOW steps=0", 2, "steps must be at least 1"),
-    ("ckpt=FLOW steps=3 stages=[fidelity]", 2, "no sampling option 'steps'"),
+    ("ckpt=FLOW steps=3 stages=[fidelity]", 2, "steps is for models that are sampled in steps"),
     ("ckpt=FLOW importance_samples=0", 2, "importance_samples must be at least 1"),
     ("ckpt=FLOW chains=8", 2, "is for energies"),
     ("ckpt=FLOW draws=3", 2, "is for diffusion bounds"),
@@ -184,7 +191,7 @@ BAD = [
     ("ckpt=FLOW seed=x", 2, "seed must be an integer"),
     ("ckpt=[FLOW,DIGITS] stages=[likelihood]", 2, "cannot stand in one table: their data name differ"),
     ("ckpt=DIGITS data._target_=genmodels.data.toy.Toy", 2, "event_shape is (2,), the model was built for (1, 8, 8)"),
-    ("ckpt=DIGITS sampler=ddim stages=[fidelity]", 2, "no sampling option 'sampler'"),
+    ("ckpt=DIGITS sampler=ddim stages=[fidelity]", 2, "sampler is for models with several samplers"),
 ]
 
 
