@@ -6,6 +6,7 @@ import torch
 
 from genmodels.data.spec import Batch, DataSpec, TextCondition
 from genmodels.data.utterances import FLOOR, padded_tokens
+from genmodels.random import KeyedGenerator
 from genmodels.speech.text import CHARACTERS
 
 N_MELS = 6  # not 4: plain keyed noise comes in four runs, which would hide what frames are for
@@ -48,3 +49,16 @@ def scattered(model, scale: float = 0.1):
     for average in model.ema.averages:
         average.load_state_dict(model.core.state_dict())
     return model.eval()
+
+
+def parts_of_training(model, steps: int = 24, rate: float = 2e-2) -> tuple[dict, dict]:
+    """The parts of the loss, on average over the first six and the last six of so many steps on `batch()`."""
+    data, values = batch(), []
+    optimizer = torch.optim.Adam(model.core.parameters(), lr=rate)
+    for step in range(steps):
+        loss = model.loss(data, KeyedGenerator(0, data.index, "train", step))
+        optimizer.zero_grad()
+        loss.value.backward()
+        optimizer.step()
+        values.append({name: float(part.mean()) for name, part in loss.parts.items()})
+    return tuple({k: sum(v[k] for v in part) / len(part) for k in values[0]} for part in (values[:6], values[-6:]))
