@@ -31,7 +31,7 @@ from genmodels.flows.multiscale import FactorOut, Latents, MultiScale
 from genmodels.flows.permute import Flip, Permute
 from genmodels.flows.scaling import Logit, Scale, Shift, Standardise
 from genmodels.flows.spline import RationalQuadraticSpline
-from genmodels.flows.squeeze import PadToMultiple, Squeeze1d, Squeeze2d
+from genmodels.flows.squeeze import Flatten, PadToMultiple, Squeeze1d, Squeeze2d
 
 __all__ = [
     "ActNorm",
@@ -50,6 +50,7 @@ __all__ = [
     "Distribution",
     "ElementTransform",
     "FactorOut",
+    "Flatten",
     "Flip",
     "Flow",
     "Freeze",

@@ -1,4 +1,4 @@
-"""Positions traded for channels, in images and sequences, and the padding that sequences need for it."""
+"""Positions traded for channels, in images and sequences, the padding that needs, and events as vectors."""
 
 from __future__ import annotations
 
@@ -100,6 +100,52 @@ class Squeeze2d(Bijection):
             pairs = (upper_left, upper_right), (lower_left, lower_right)
             pixels = torch.stack([torch.stack(pair, dim=-1) for pair in pairs], dim=3)
         return pixels.reshape(batch, channels, f * rows, f * columns)  # from (B, C, H/f, f, W/f, f)
+
+
+class Flatten(Bijection):
+    """An event as a vector, its last axis running fastest.
+
+        z_k = x_(c, i, j),    k = (c H + i) W + j,    log |det| = 0
+
+    Arguments:
+        shape: of the events, with every length known.
+
+    Shapes: `x (B, *shape)`, `z (B, D)` with D the product of the shape.
+    Errors: ValueError for events of another shape, an open length, and for a mask: a vector has no frames to leave out.
+
+    Example:
+        >>> Flatten((1, 2, 2))(torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]))
+        (tensor([[1., 2., 3., 4.]]), tensor([0.]))
+    """
+
+    constant_logdet = True
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        if not shape or None in shape:
+            raise ValueError(f"Flatten: every length must be known, got {shape}")
+        self.shape = tuple(shape)
+
+    def out_shape(self, shape: Shape) -> Shape:
+        if tuple(shape) != self.shape:
+            raise self._misfit(str(self.shape), shape)
+        return (math.prod(self.shape),)
+
+    def in_shape(self, shape: Shape) -> Shape:
+        if tuple(shape) != (math.prod(self.shape),):
+            raise self._misfit(f"({math.prod(self.shape)},) on its way back", shape)
+        return self.shape
+
+    def out_mask(self, mask: Tensor) -> Tensor:
+        raise ValueError("Flatten: a vector has no frames that a mask could leave out")
+
+    in_mask = out_mask
+
+    def _forward(self, x, cond, mask):
+        return x.flatten(1), x.new_zeros(len(x))
+
+    def _inverse(self, z, cond, mask):
+        return z.unflatten(1, self.shape), z.new_zeros(len(z))
 
 
 class Squeeze1d(Bijection):

@@ -27,6 +27,7 @@ from genmodels.flows.monitor import Health, examine
 from genmodels.flows.multiscale import Latents
 from genmodels.flows.realnvp import dequantisation_flow
 from genmodels.flows.scaling import Logit, Shift, Standardise
+from genmodels.flows.squeeze import Flatten
 from genmodels.models.base import GenerativeModel, Loss, Samples
 from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
@@ -115,6 +116,17 @@ class FlowModel(GenerativeModel):
         else:
             self.core = DiscreteFlow(VariationalDequantize(levels, dequantisation_flow(shape)), flow)
         self.finish_setup(*self._finish)
+
+    def assemble_flat(self, bijection: Bijection) -> None:
+        """As `assemble`, with a bijection of vectors, to which images are flattened.
+
+        Raises:
+            ValueError: for sequences, whose lengths differ.
+        """
+        shape = self.spec.event_shape
+        if len(shape) == 2:
+            raise ValueError(f"{self.family} takes vectors and images, not events of shape {shape}: use model=glow")
+        self.assemble(bijection if len(shape) == 1 else Compose([Flatten(shape), bijection], shape))
 
     def _in_own_width(self, x: Tensor) -> Tensor:
         """Continuous data in the precision that the flow was trained in; integers as they are."""

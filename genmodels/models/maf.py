@@ -1,4 +1,4 @@
-"""The masked autoregressive flow (Papamakarios et al. 2017) as a model, for vectors."""
+"""The masked autoregressive flow (Papamakarios et al. 2017) as a model, for vectors and small images as vectors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from genmodels.models.flow import FlowModel
 
 class MAF(FlowModel):
     """A masked autoregressive flow: every number standardised by networks of those before it, for vectors.
+
+    Images are taken as vectors of their pixels, line by line.
 
         z_i = (x_i - m_i(x_1 .. x_{i-1})) exp(-alpha_i(x_1 .. x_{i-1}))
 
@@ -47,9 +49,7 @@ class MAF(FlowModel):
         **shared,
     ):
         super().__init__(spec, **shared)
-        if len(spec.event_shape) != 1:
-            raise ValueError(f"maf takes vectors, not events of shape {spec.event_shape}: use model=glow or realnvp")
-        self.assemble(neural_spline(
-            spec.event_shape[0], layers=layers, kind="autoregressive", transform="affine", hidden=hidden, depth=depth,
+        self.assemble_flat(neural_spline(
+            spec.dims, layers=layers, kind="autoregressive", transform="affine", hidden=hidden, depth=depth,
             residual=residual, mix=mix, cond=self.condition, memory=self.memory,
         ))

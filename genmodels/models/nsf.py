@@ -1,4 +1,4 @@
-"""Neural spline flows (Durkan et al. 2019) and masked autoregressive flows as a model, for vectors."""
+"""Neural spline flows (Durkan et al. 2019) as a model, for vectors and for small images taken as vectors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from genmodels.models.flow import FlowModel
 
 class NSF(FlowModel):
     """A neural spline flow: monotone rational-quadratic splines, in couplings or autoregressive, for vectors.
+
+    Images are taken as vectors of their pixels: their networks know nothing of neighbours.
 
         z_2 = spline(x_2; net(x_1)),   or   z_i = spline(x_i; net(x_1 .. x_{i-1}))
 
@@ -53,9 +55,7 @@ class NSF(FlowModel):
         **shared,
     ):
         super().__init__(spec, **shared)
-        if len(spec.event_shape) != 1:
-            raise ValueError(f"nsf takes vectors, not events of shape {spec.event_shape}: use model=glow or realnvp")
-        self.assemble(neural_spline(
-            spec.event_shape[0], layers=layers, kind=kind, transform=transform, bins=bins, bound=bound, hidden=hidden,
+        self.assemble_flat(neural_spline(
+            spec.dims, layers=layers, kind=kind, transform=transform, bins=bins, bound=bound, hidden=hidden,
             depth=depth, residual=residual, mix=mix, cond=self.condition, memory=self.memory,
         ))

@@ -9,7 +9,7 @@ import torch
 
 from genmodels.evaluation.bijections import check_bijection
 from genmodels.flows.composition import Compose
-from genmodels.flows.squeeze import PadToMultiple, Squeeze1d, Squeeze2d
+from genmodels.flows.squeeze import Flatten, PadToMultiple, Squeeze1d, Squeeze2d
 
 
 @pytest.mark.parametrize("layer, shape", [
@@ -18,6 +18,8 @@ from genmodels.flows.squeeze import PadToMultiple, Squeeze1d, Squeeze2d
     (Squeeze2d(3), (2, 3, 6)),
     (Squeeze1d(), (3, 6)),
     (Squeeze1d(3), (2, 6)),
+    (Flatten((2, 3, 4)), (2, 3, 4)),
+    (Flatten((5,)), (5,)),
 ])  # fmt: skip
 def test_laws(layer, shape):
     check_bijection(layer, shape).raise_if_failed()
@@ -30,6 +32,14 @@ class ForwardOrderBack(Squeeze2d):
         return torch.nn.functional.pixel_shuffle(z, 2)
 
 
+class ColumnsFirst(Flatten):
+    """Fills the image column by column on the way back."""
+
+    def _inverse(self, z, cond, mask):
+        channels, height, width = self.shape
+        return z.unflatten(1, (channels, width, height)).mT, z.new_zeros(len(z))
+
+
 class AnyValidFrame(Squeeze1d):
     """Keeps the mask of the first frames, whatever the factor."""
 
@@ -40,6 +50,7 @@ class AnyValidFrame(Squeeze1d):
 @pytest.mark.parametrize("layer, shape, law", [
     (ForwardOrderBack(order="alternative"), (3, 4, 6), "round trip"),
     (AnyValidFrame(), (3, 8), "masked content"),
+    (ColumnsFirst((2, 3, 4)), (2, 3, 4), "round trip"),
 ])  # fmt: skip
 def test_laws_catch_planted_bugs(layer, shape, law):
     report = check_bijection(layer, shape, compiler=None)
@@ -57,6 +68,19 @@ def test_vectors():
         assert z.shape == (1, 4, 2, 2) and z.flatten(2)[0].tolist() == rows and logdet.tolist() == [0.0]
     z, _ = Squeeze1d()(torch.arange(6.0).reshape(1, 1, 6))
     assert z.tolist() == [[[0, 2, 4], [1, 3, 5]]]
+
+
+def test_what_cannot_be_a_vector():
+    for shape in ((3, None), ()):
+        with pytest.raises(ValueError, match="every length must be known"):
+            Flatten(shape)
+    layer = Flatten((3, 4))
+    with pytest.raises(ValueError, match=r"Flatten takes events of shape \(3, 4\), got \(4, 3\)"):
+        layer(torch.zeros(1, 4, 3))
+    with pytest.raises(ValueError, match=r"\(12,\) on its way back"):
+        layer.inverse(torch.zeros(1, 11))
+    with pytest.raises(ValueError, match="a vector has no frames"):
+        layer(torch.zeros(1, 3, 4), mask=torch.ones(1, 1, 4).bool())
 
 
 @pytest.mark.parametrize("factor, order", [(2, "channel"), (3, "channel"), (2, "alternative")])

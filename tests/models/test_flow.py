@@ -13,6 +13,7 @@ from genmodels.evaluation.interpolation import interpolate
 from genmodels.flows.bijection import NotInitialized
 from genmodels.flows.elementwise import Affine
 from genmodels.models.glow import Glow
+from genmodels.models.maf import MAF
 from genmodels.models.nsf import NSF
 from genmodels.models.realnvp import RealNVP
 from genmodels.random import KeyedGenerator
@@ -43,6 +44,8 @@ MODELS = {
     "nsf, autoregressive": lambda: NSF(TABLE, layers=2, bins=4, kind="autoregressive"),
     "nsf, linear maps": lambda: NSF(TABLE, layers=2, bins=4, mix="lu", residual=True),
     "nsf of one column": lambda: NSF(DataSpec("line", (1,)), layers=2, bins=4, kind="autoregressive"),
+    "nsf of images": lambda: NSF(DIGITS, layers=2, bins=4, mix="lu"),
+    "maf of images": lambda: MAF(COLOURS, layers=1, hidden=8),
     "maf": lambda: NSF(TABLE, layers=2, kind="autoregressive", transform="affine", mix="actnorm"),
 }
 
