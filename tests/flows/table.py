@@ -23,7 +23,7 @@ from genmodels.flows.permute import Flip, Permute
 from genmodels.flows.realnvp import dequantisation_flow, realnvp_image, realnvp_vector
 from genmodels.flows.scaling import Logit, Scale, Shift, Standardise
 from genmodels.flows.spline import RationalQuadraticSpline
-from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
+from genmodels.flows.squeeze import Flatten, Squeeze1d, Squeeze2d
 from genmodels.nn.condition import Condition
 from genmodels.nn.convolutional import ConvNet
 from genmodels.nn.gated import GatedConvNet
@@ -146,6 +146,7 @@ INSTANCES: dict[str, Instance] = {
     "squeeze-channel": Instance(lambda: Squeeze2d(), (2, 4, 6)),
     "squeeze-alternative": Instance(lambda: Squeeze2d(order="alternative"), (2, 4, 6)),
     "squeeze-three": Instance(lambda: Squeeze2d(3), (1, 3, 6)),
+    "flatten": Instance(lambda: Flatten((2, 3, 4)), (2, 3, 4)),
     "squeeze-sequence": Instance(lambda: Squeeze1d(), (3, 8)),
     "squeeze-sequence-three": Instance(lambda: Squeeze1d(3), (2, 9)),
     # Single numbers.

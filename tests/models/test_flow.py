@@ -194,7 +194,7 @@ def test_options_that_do_not_fit_are_refused():
     for build, told in (
         (lambda: Glow(PLANE), "images"),
         (lambda: Glow(DataSpec("odd", (1, 7, 7), levels=2)), "even"),
-        (lambda: NSF(DIGITS), "vectors"),
+        (lambda: NSF(TRACKS), "nsf takes vectors and images"),
         (lambda: RealNVP(TRACKS), "glow"),
         (lambda: RealNVP(DIGITS, layout=["chequered*2"]), "chequered"),
         (lambda: RealNVP(DIGITS, hidden=[8]), "groups"),

@@ -15,7 +15,8 @@ def test_concat_elu():
     torch.manual_seed(0)
     x = torch.randn(3, 4, 5).double().requires_grad_()
     before = x.detach().clone()
-    assert torch.equal(concat_elu(x), torch.cat([elu(x), elu(-x)], dim=1))
+    # Vector units of some processors round the exponential by another last bit at the end of a block.
+    assert torch.allclose(concat_elu(x), torch.cat([elu(x), elu(-x)], dim=1), rtol=1e-14, atol=0)
     assert torch.equal(x, before)
     assert torch.autograd.gradcheck(concat_elu, (x,))
 
