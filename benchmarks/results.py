@@ -95,40 +95,25 @@ def make(name: str, seeds: list[int], given: argparse.Namespace) -> None:
     where = [] if given.root is None else [f"data.root={given.root}"]
     own = dict(pair.split("=", 1) for pair in given.given)
     for seed in seeds:
-        folders, judged = [], reports(given.out / name, seed)
-        wanted = {model: words for model, words in RUNS[name].items() if model not in judged}
-        if judged and len(wanted) == 1:  # a table has two rows at least: the first model once more
-            wanted = dict([next(iter(RUNS[name].items()))]) | wanted
-        for model, words in wanted.items():
+        folders = []
+        for model, words in RUNS[name].items():
             folder = given.out / name / f"{model.replace(', ', '_')}-{seed}"
             if model in own:
                 folder = Path(own[model])
             else:
                 train(folder, [*words, *where], seed)
             folders.append(folder / "best.ckpt")
-        if wanted:
-            start, listed = time.monotonic(), ",".join(map(str, folders))
-            table = given.out / name / "-".join([f"table-{seed}", *(wanted if judged else [])])
-            run("evaluate", [f"ckpt=[{listed}]", f"out={table}", *options_for(name, wanted)])
-            (table / "labels.json").write_text(json.dumps(list(wanted)))
+        table = given.out / name / f"table-{seed}"
+        if not is_whole(table / "table.json", name):
+            start = time.monotonic()
+            listed = ",".join(map(str, folders))
+            run("evaluate", [f"ckpt=[{listed}]", f"out={table}", *JUDGED[name]])
             print(f"{name}, seed {seed}: judged in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def options_for(name: str, models) -> list[str]:
-    """What is said to `genmodels evaluate` of these models: what none of them takes is an error there."""
-    only = {"ode": ("ddpm", "score"), "ode_options": ("ddpm", "score"), "draws": ("ddpm",), "chains": ("energy",),
-            "densities": ("energy",)}  # fmt: skip
-    said = {word: only.get(word.split("=")[0].split(".")[0]) for word in JUDGED[name]}
-    return [word for word, families in said.items() if families is None or set(families) & set(models)]
-
-
-def reports(folder: Path, seed: int) -> dict[str, dict]:
-    """What was found of every model of a seed, in whichever table it stands, by its label."""
-    found = {}
-    for file in sorted(folder.glob(f"table-{seed}*/table.json")):
-        table, labels = json.loads(file.read_text()), json.loads((file.parent / "labels.json").read_text())
-        found |= {label: {**table, "model": model} for label, model in zip(labels, table["models"], strict=True)}
-    return found
+def is_whole(table: Path, name: str) -> bool:
+    """Whether a table is there with all models of its data; a model added to them is judged alone, the rest is kept."""
+    return table.exists() and len(json.loads(table.read_text())["models"]) == len(RUNS[name])
 
 
 def mean_and_spread(values: list[float | None], digits: int) -> str:
@@ -140,17 +125,15 @@ def mean_and_spread(values: list[float | None], digits: int) -> str:
     return f"{statistics.fmean(known):.{digits}f}{spread}"
 
 
-def as_markdown(seeds: list[dict[str, dict]], labels: list[str]) -> str:
-    """The lines of one data set: a row for each likelihood of each model, means over all seeds; see `reports`."""
-    labels = [label for label in labels if all(label in found for found in seeds)]
-    first_table = seeds[0][labels[0]]
-    data = first_table["data"]
+def as_markdown(tables: list[dict], labels: list[str]) -> str:
+    """The lines of one data set: a row for each likelihood of each model, means over the tables of all seeds."""
+    data = tables[0]["data"]
     unit, key, places = ("bits/dim", "bits_per_dim", 3) if data["levels"] else ("nats", "nll", 4)
     columns = ["model", unit, "kind, how", "SE over items", "Fréchet", "precision", "recall", "network evaluations",
                "samples/s", "parameters", "steps", "minutes"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    for label in labels:
-        models = [found[label]["model"] for found in seeds]
+    for m, label in enumerate(labels):
+        models = [table["models"][m] for table in tables]
         for k, line in enumerate(models[0]["likelihood"]):
             found = [model["likelihood"][k] for model in models]
             value = mean_and_spread([one.get(key) for one in found], places)
@@ -159,14 +142,14 @@ def as_markdown(seeds: list[dict[str, dict]], labels: list[str]) -> str:
                      mean_and_spread([found[0].get("se_data")], places)]
             cells += _about(models) if k == 0 else [""] * 8
             lines.append("| " + " | ".join(cells) + " |")
-    scale, told = first_table["scale"], []
-    for row in first_table["references"]:
+    scale, told = tables[0]["scale"], []
+    for row in tables[0]["references"]:
         told.append(f"{row['name']} {row['value']:.4f} {'nats' if row['unit'] == 'nats' else 'bits/dim'}")
     if scale is not None:
         told.append(f"Fréchet distance ({scale['network']}) of training items {scale['train']:.2f}, of two halves of "
                     f"real items {scale['floor']:.2f}, of noise {scale['noise']:.1f}")
-    count = f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
-    first = f"{data['items']:,} items of the {data['split']} split, {count}. {'; '.join(told)}."
+    seeds = f"{len(tables)} seed{'s' if len(tables) > 1 else ''}"
+    first = f"{data['items']:,} items of the {data['split']} split, {seeds}. {'; '.join(told)}."
     return "\n".join([first, "", *lines])
 
 
@@ -186,14 +169,14 @@ def fill(page: Path, out: Path) -> None:
     """Put the tables that are there between their marks in the page; its words stay."""
     text = page.read_text()
     for name, runs in RUNS.items():
-        seeds = sorted({int(file.parent.name.split("-")[1]) for file in (out / name).glob("table-*/table.json")})
+        files = [file for file in sorted((out / name).glob("table-*/table.json")) if is_whole(file, name)]
         before, after = f"<!-- table {name} -->\n", f"\n<!-- end of {name} -->"
-        if not seeds:
+        if not files:
             continue
         if before not in text or after not in text:
             raise SystemExit(f"{page} has no lines {before.strip()} and {after.strip()}")
         head, tail = text.index(before) + len(before), text.index(after)
-        text = text[:head] + as_markdown([reports(out / name, seed) for seed in seeds], list(runs)) + text[tail:]
+        text = text[:head] + as_markdown([json.loads(file.read_text()) for file in files], list(runs)) + text[tail:]
     page.write_text(text)
 
 

@@ -72,7 +72,8 @@ def run(
         temperature: scale of the noise, 1 for the model's own distribution, which is the default but for texts: 0.667,
             and 0 for model=tacotron.
         sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m or unipc for diffusion; annealed, hmc, mala or ula for energies;
-            predictor_corrector or annealed_langevin for scores.
+            predictor_corrector or annealed_langevin for scores; those of diffusion or annealed_langevin for mels around
+            the mean of a text.
         steps: number of sampling steps: of a diffusion or a chain, densities of `annealed`, noise levels of scores.
         spacing: spacing of the times of those steps: uniform_t, uniform_log_snr, karras, integer_trailing or
             integer_leading.

@@ -8,13 +8,10 @@ from torch import nn
 
 from genmodels.data.spec import DataSpec
 from genmodels.diffusion import PARAMETERISATIONS, Denoiser
-from genmodels.models.base import Samples
-from genmodels.models.diffusion_course import SamplerName
 from genmodels.models.diffusion_training import ScheduleName
 from genmodels.models.mel_diffusion import MelDiffusion
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import UNet
-from genmodels.random import FrameKeyedGenerator
 from genmodels.speech.text_encoder import TextEncoder
 
 
@@ -56,6 +53,7 @@ class MelDDPM(MelDiffusion):
     """
 
     family = "mel_ddpm"
+    usual_sampler = "dpmpp_2m"
 
     def __init__(
         self,
@@ -92,52 +90,3 @@ class MelDDPM(MelDiffusion):
     def compiled_parts(self) -> list[nn.Module]:
         """What torch.compile is applied to: the U-Net."""
         return [self.core.denoiser.net.unet]
-
-    def sample(
-        self,
-        n: int,
-        cond: int | str | None = None,
-        temperature: float = 0.667,
-        seed: int = 0,
-        *,
-        start: int = 0,
-        text: str | list[str] | None = None,
-        speed: float = 1.0,
-        seconds: float | None = None,
-        durations: list[list[int]] | None = None,
-        sampler: SamplerName = "dpmpp_2m",
-        steps: int | None = None,
-        spacing: str | None = None,
-        eta: float | None = None,
-        churn: float | None = None,
-        weights: str | float = "ema",
-        on_unknown: Literal["error", "drop"] = "error",
-    ) -> Samples:
-        """Mels number `start` .. `start + n - 1` of a seed, of the texts in turn.
-
-        Arguments:
-            n: how many.
-            cond: the speaker, by name or number; None for the first.
-            temperature: scale of all noise around the text's mean; 1 for the model's own distribution.
-            seed: the noise depends on (seed, text, which of that text's samples it is) alone.
-            start: number of the first sample.
-            text: a text, or several that are taken in turn; None for the examples that the checkpoint carries.
-            speed: above 1 is faster.
-            seconds: total time, instead of what the durations come to.
-            durations: frames of every token, a list for each text, instead of predicted ones.
-            sampler, steps, spacing, eta, churn: see `DDPM.sample`.
-            weights: `ema`, `raw`, or one of the decays kept.
-            on_unknown: `drop` characters without a symbol, or stop with an `error`.
-
-        Raises:
-            ValueError: for samplers and steps that do not exist.
-            InputError: for texts or durations that cannot be spoken.
-        """
-        asked = self.asked(n, start, text, cond, on_unknown)
-        times, stepper, made = self.course(sampler, steps, spacing, eta, churn)
-        noise, core = FrameKeyedGenerator(seed, asked.rows, "sample"), self.weights(weights)
-        mean, beside = self.spoken(asked, core, noise, temperature, speed, seconds, durations)
-        out = self.run_back(core, mean, beside, noise, temperature, times, stepper)
-        made |= {"evaluations": out.evaluations, "seed": seed, "weights": str(weights), "temperature": temperature,
-                 "speed": speed} | ({} if seconds is None else {"seconds": seconds})
-        return self.as_mels(mean, out.x, asked, made)

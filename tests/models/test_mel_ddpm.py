@@ -107,7 +107,7 @@ def test_at_the_noisy_end_a_mel_is_its_mean_and_the_temperature_times_noise(monk
     assert terminal_error(model(), monkeypatch) > 1e-2
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [*SAMPLERS, "annealed_langevin"])
 def test_the_temperature_multiplies_all_noise(sampler):
     found, durations = known(0.5), [[3, 1, 2, 2, 3]]
     mean = mean_of(found, "a cab", durations[0])
@@ -244,6 +244,8 @@ def test_what_ddpm_can_be_this_can_be(options):
     assert float(found.core.tts.encoder.head.weight.grad.abs().max()) > 0
     assert found.log_likelihood(data, draws=3).nats.isfinite().all()
     assert found.sample(1, steps=2).x.isfinite().all()
+    drawn = found.sample(1, steps=10, sampler="annealed_langevin")
+    assert drawn.x.isfinite().all() and drawn.made["evaluations"] == 21
 
 
 def test_training_lowers_the_loss():

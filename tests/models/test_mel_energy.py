@@ -10,8 +10,9 @@ import torch
 from genmodels.diffusion import Denoiser, GaussianDenoiser, V, alpha_sigma
 from genmodels.energy import Potential
 from genmodels.errors import InputError
-from genmodels.models import mel_diffusion, mel_energy
+from genmodels.models import mel_diffusion, mel_langevin
 from genmodels.models.mel_energy import MelEnergy
+from genmodels.models.mel_langevin import langevin_levels
 from genmodels.models.mels import even_lengths
 from genmodels.random import FrameKeyedGenerator, KeyedGenerator
 from tests.models.test_mel_ddpm import bound_error, mean_of, worst_difference
@@ -167,7 +168,7 @@ def test_annealed_langevin_draws_a_known_gaussian(steps, excess, monkeypatch):
     assert abs(mean) < 5 * math.sqrt(0.5 / count)
     assert variance / 0.5 == pytest.approx(1 + excess, abs=0.04)
     # Scores of x taken for those of x/alpha are caught.
-    monkeypatch.setattr(mel_energy, "alpha_sigma", lambda log_snr: (torch.ones_like(log_snr),) * 2)
+    monkeypatch.setattr(mel_langevin, "alpha_sigma", lambda log_snr: (torch.ones_like(log_snr),) * 2)
     assert not deviation(known(0.5), steps=steps)[1] / 0.5 < 1.3 + excess
 
 
@@ -185,16 +186,16 @@ def test_the_temperature_multiplies_all_noise():
 def test_langevin_starts_around_the_mean(schedule, first, monkeypatch):
     """At t = 1 a mel is N(m, temperature^2 I): in levels of sigma/alpha, N(m, temperature^2 exp(-log SNR))."""
     found, seen = model(schedule=schedule), {}
-    levels = found._levels(10, None, None, None)
+    levels = langevin_levels(found.core.schedule, 10)
     assert -2 * math.log(levels[0]) == pytest.approx(-first, abs=1e-3) and levels[-1] == pytest.approx(math.exp(-5))
-    right = mel_energy.annealed_langevin
+    right = mel_langevin.annealed_langevin
 
     def at_the_start(network, shape, sigmas, generator, **options):
         nothing = options | {"steps_per_level": 0, "denoise": False}
         seen["start"] = right(network, shape, sigmas, generator, **nothing)
         return right(network, shape, sigmas, generator, **options)
 
-    monkeypatch.setattr(mel_energy, "annealed_langevin", at_the_start)
+    monkeypatch.setattr(mel_langevin, "annealed_langevin", at_the_start)
     drawn = found.sample(64, text="a cab", durations=[[8] * 5], temperature=0.5, steps=10).x
     assert float(seen["start"].var()) == pytest.approx(0.25 * levels[0] ** 2, rel=0.03) and drawn.isfinite().all()
 
