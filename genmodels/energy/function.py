@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.errors import InputError
+from genmodels.nn.precision import wide
 from genmodels.nn.smooth import require_independent, require_smooth
 
 
@@ -232,11 +233,6 @@ def require_energy(model: ScoreFunction, what: str) -> EnergyFunction:
 def usable(x: Tensor | None) -> Tensor | None:
     """The same values as a tensor that autograd may keep: tensors made in inference mode may not be."""
     return x.clone() if x is not None and x.is_inference() else x
-
-
-def wide(x: Tensor) -> Tensor:
-    """float32 or wider."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def _check(network: nn.Module | Callable[..., Tensor], second_derivatives: bool) -> None:

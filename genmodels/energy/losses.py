@@ -19,10 +19,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from genmodels.energy.function import EnergyFunction, ScoreFunction, require_energy, wide
+from genmodels.energy.function import EnergyFunction, ScoreFunction, require_energy
 from genmodels.energy.products import Directional, directional, trace
 from genmodels.energy.projections import projection_law
 from genmodels.errors import InputError
+from genmodels.nn.precision import wide
 from genmodels.random import Generator
 
 

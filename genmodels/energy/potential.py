@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from genmodels.energy.function import usable, wide
+from genmodels.energy.function import usable
+from genmodels.nn.blocks import hide
+from genmodels.nn.precision import wide
 
 
 class Potential(nn.Module):
@@ -44,21 +46,21 @@ class Potential(nn.Module):
         self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """(B,) E(x), whose differences at one noise level are those of -log p."""
-        x = wide(x if mask is None else x.masked_fill(~mask, 0))
+        x = hide(wide(x), mask)
         return 0.5 * x.square().flatten(1).sum(1) + torch.exp(0.5 * log_snr) * self._scalar(x, log_snr, cond, mask)
 
     def forward(
         self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         training = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.inference_mode(False), torch.enable_grad():
             x, log_snr, cond, mask = (usable(value) for value in (wide(x), log_snr, cond, mask))
             x = x if training and x.requires_grad else x.detach().requires_grad_()
-            scalar = self._scalar(x if mask is None else x.masked_fill(~mask, 0), log_snr, cond, mask)
+            scalar = self._scalar(hide(x, mask), log_snr, cond, mask)
             return torch.autograd.grad(scalar.sum(), x, create_graph=training)[0]
 
     def _scalar(self, x: Tensor, log_snr: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
         # The fused kernels of attention have no second derivative; the plain one has.
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), torch.autocast(x.device.type, enabled=False):
             f = self.network(x, log_snr, cond, *(() if mask is None else (mask,)))
         return (x * f).flatten(1).sum(1)

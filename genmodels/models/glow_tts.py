@@ -16,7 +16,7 @@ from genmodels.models.optimizer import Optimizer
 from genmodels.models.text_model import AlignedModel, Voices
 from genmodels.nn.condition import Condition
 from genmodels.random import FrameKeyedGenerator, KeyedGenerator
-from genmodels.speech.alignment import forward_sum, log_paths
+from genmodels.speech.alignment import log_mean_over_paths
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
 from genmodels.speech.glow_tts import mel_decoder
 from genmodels.speech.text_encoder import TextEncoder
@@ -140,9 +140,7 @@ class GlowTTS(AlignedModel):
             aligned = self.align(self.weights(weights), u, batch)
             nats = aligned.best + volume
             if alignment == "marginal":
-                tokens, frames = batch.cond.mask.sum((1, 2)), batch.mask.sum((1, 2))
-                over_paths = forward_sum(aligned.scores, batch.cond.mask, batch.mask)
-                nats = over_paths.double() - log_paths(tokens, frames) + aligned.logdet + volume
+                nats = log_mean_over_paths(aligned.scores, batch.cond.mask, batch.mask) + aligned.logdet + volume
         made = {"estimate": "density", "alignment": alignment, "noise": self.units.noise, "seed": seed,
                 "weights": str(weights), "given": "text"}
         kind = "exact" if alignment == "marginal" else "upper_bound"

@@ -236,7 +236,9 @@ class MelDiffusion(DiffusionTraining, DiffusionBound, DiffusionCourse, AlignedMo
         speed: float = 1.0,
         seconds: float | None = None,
         durations: list[list[int]] | None = None,
-        sampler: Literal["annealed_langevin", "ddpm", "ddim", "euler", "heun", "edm", "dpmpp_2m", "unipc"] | None = None,
+        sampler: Literal[
+            "annealed_langevin", "ddpm", "ddim", "euler", "heun", "edm", "dpmpp_2m", "unipc"
+        ] | None = None,
         steps: int | None = None,
         spacing: str | None = None,
         eta: float | None = None,

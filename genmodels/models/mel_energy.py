@@ -17,6 +17,7 @@ from genmodels.models.optimizer import Optimizer
 from genmodels.nn import UNet
 from genmodels.speech.text_encoder import TextEncoder
 
+
 class MelEnergy(MelDiffusion):
     """Text to mel by an energy of what a mel is beyond the mean that its text gives, at every noise level.
 

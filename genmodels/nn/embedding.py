@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from genmodels.nn.precision import wide
+
 #: Log-SNR beyond these ends is as good as clean or as pure noise; it also makes +-inf legal.
 LOG_SNR_RANGE = (-20.0, 20.0)
 
@@ -25,7 +27,7 @@ def log_snr_features(log_snr: Tensor, width: int) -> Tensor:
     """
     half = width // 2
     low, high = LOG_SNR_RANGE
-    log_snr = log_snr.to(torch.promote_types(log_snr.dtype, torch.float32))
+    log_snr = wide(log_snr)
     position = (log_snr.clamp(low, high) - low) * (1000 / (high - low))
     index = torch.arange(half, dtype=log_snr.dtype, device=log_snr.device)
     angle = position[:, None] * torch.exp(-math.log(10000) / half * index)

@@ -252,6 +252,20 @@ def log_paths(tokens: Tensor, frames: Tensor) -> Tensor:
     return torch.lgamma(t) - torch.lgamma(n) - torch.lgamma(t - n + 1)
 
 
+def log_mean_over_paths(
+    scores: Tensor, text_mask: Tensor | None = None, frame_mask: Tensor | None = None
+) -> Tensor:
+    """The log of the mean, over all monotonic paths, of the exponential of their scores: a uniform prior of alignments.
+
+    Shapes and errors: those of `forward_sum`; the result is float64.
+
+    Example:
+        >>> log_mean_over_paths(torch.zeros(1, 3, 4))
+        tensor([0.], dtype=torch.float64)
+    """
+    return forward_sum(scores, text_mask, frame_mask).double() - log_paths(*lengths(scores, text_mask, frame_mask))
+
+
 class _ForwardSum(torch.autograd.Function):
     """Sums from the front; on the way back sums from the end, and the posterior from both."""
 

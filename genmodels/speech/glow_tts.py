@@ -18,9 +18,10 @@ from genmodels.flows.linear import GroupedLinear
 from genmodels.flows.squeeze import Squeeze1d
 from genmodels.nn.blocks import hide
 from genmodels.nn.condition import Condition
+from genmodels.nn.precision import wide
 from genmodels.nn.wavenet import WaveNet
 from genmodels.random import Generator, normal
-from genmodels.speech.alignment import forward_sum, log_paths, monotonic_alignment_search
+from genmodels.speech.alignment import log_mean_over_paths, monotonic_alignment_search
 from genmodels.speech.durations import integer_durations, path_of
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder, duration_loss
 
@@ -70,33 +71,23 @@ def mel_decoder(
     return Compose([*layers, Inverse(Squeeze1d(2))], (n_mels, None), memory=memory)
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """x in the precision that scores are compared in."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def normal_scores(z: Tensor, mu: Tensor, log_sigma: Tensor) -> Tensor:
     """log N(z_j; mu_i, diag sigma_i^2) of every token i and frame j.
 
         -1/2 sum_c [log 2 pi + 2 log sigma + (z - mu)^2/sigma^2], the square multiplied out into matrix products
 
-    Shapes: `z (B, C, T)`, `mu` and `log_sigma (B, C, N)`; the result is `(B, N, T)`.
+    Shapes: `z (B, C, T)`, `mu` and `log_sigma (B, C, N)`; the result is `(B, N, T)`, float32 or wider whatever the
+    autocast: half the digits would choose other paths.
 
     Example:
         >>> normal_scores(torch.zeros(1, 2, 3), torch.zeros(1, 2, 1), torch.zeros(1, 2, 1))
         tensor([[[-1.8379, -1.8379, -1.8379]]])
     """
-    precision = torch.exp(-2 * log_sigma)
-    own = -(0.5 * math.log(2 * math.pi) + log_sigma + 0.5 * precision * mu.square()).sum(1)  # (B, N)
-    return own[:, :, None] + (precision * mu).mT @ z - 0.5 * precision.mT @ z.square()
-
-
-def _over_alignments(scores: Tensor, text_mask: Tensor | None, mask: Tensor | None) -> Tensor:
-    """log of the mean of exp(sum P A) over all alignments A, (B,)."""
-    batch, size, length = scores.shape
-    n = torch.full((batch,), size, device=scores.device) if text_mask is None else text_mask[:, 0].sum(1)
-    t = torch.full((batch,), length, device=scores.device) if mask is None else mask[:, 0].sum(1)
-    return forward_sum(scores, text_mask, mask) - log_paths(n, t).to(scores)
+    z, mu, log_sigma = wide(z), wide(mu), wide(log_sigma)
+    with torch.autocast(z.device.type, enabled=False):
+        precision = torch.exp(-2 * log_sigma)
+        own = -(0.5 * math.log(2 * math.pi) + log_sigma + 0.5 * precision * mu.square()).sum(1)  # (B, N)
+        return own[:, :, None] + (precision * mu).mT @ z - 0.5 * precision.mT @ z.square()
 
 
 @dataclass
@@ -159,12 +150,11 @@ class GlowTTS(nn.Module):
         """Latents, scores and the best path; gradients flow through the scores on it, not into its choice."""
         h, mu, log_sigma = self.encoder(tokens, text_mask, speaker)
         z, logdet = self.decoder(y, speaker if self.decoder.uses_cond else None, mask)
-        with torch.autocast(z.device.type, enabled=False):  # half the digits would choose other paths
-            mu = at_least_float32(mu)
-            scores = normal_scores(at_least_float32(z), mu, at_least_float32(log_sigma))
+        scores = normal_scores(z, mu, log_sigma)
         found = monotonic_alignment_search(scores.detach(), text_mask, mask)
         best = torch.where(found.path, scores, 0).sum((1, 2)) + logdet
-        return Aligned(best, found.durations, found.path, self.durations(h, text_mask), scores, logdet, mu)
+        return Aligned(best, found.durations, found.path, self.durations(h, text_mask), scores, logdet,
+                       wide(mu))
 
     @torch.no_grad()
     def text_log_probs(
@@ -180,7 +170,7 @@ class GlowTTS(nn.Module):
         told = None if speaker is None else speaker.expand(len(tokens), -1)
         _, mu, log_sigma = self.encoder(tokens, text_mask, told)
         z, _ = self.decoder(y, speaker if self.decoder.uses_cond else None, None)
-        return _over_alignments(normal_scores(z.expand(len(tokens), -1, -1), mu, log_sigma), text_mask, None)
+        return log_mean_over_paths(normal_scores(z.expand(len(tokens), -1, -1), mu, log_sigma), text_mask, None)
 
     def loss(self, aligned: Aligned, mask: Tensor | None, text_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Nats per dimension (B,) along the best path, and the error of the log durations (B,).
@@ -211,7 +201,7 @@ class GlowTTS(nn.Module):
         aligned = self.align(y, tokens, mask, text_mask, speaker)
         if alignment == "best":
             return aligned.best
-        return _over_alignments(aligned.scores, text_mask, mask) + aligned.logdet
+        return log_mean_over_paths(aligned.scores, text_mask, mask) + aligned.logdet
 
     @torch.no_grad()
     def sample(

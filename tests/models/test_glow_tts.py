@@ -161,7 +161,7 @@ def test_evidence_is_what_likelihoods_under_other_texts_come_to(monkeypatch):
         expected.append((nats(k, own) - float(under)) / (int(data.mask[k].sum()) + int(data.mask[k].sum()) % 2))
     assert found.evidence(data, others).tolist() == pytest.approx(expected, abs=1e-4)
     # Without the number of alignments a text is the better, the more alignments it has.
-    monkeypatch.setattr("genmodels.speech.glow_tts.log_paths", lambda tokens, frames: torch.zeros(len(tokens)))
+    monkeypatch.setattr("genmodels.speech.alignment.log_paths", lambda tokens, frames: torch.zeros(len(tokens)))
     assert max(abs(a - b) for a, b in zip(found.evidence(data, others).tolist(), expected, strict=True)) > 1e-2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -125,6 +126,23 @@ def test_scores_are_the_normal_density():
     z, mu, log_sigma = (torch.randn(2, 3, k, dtype=torch.float64) for k in (5, 4, 4))
     expected = torch.distributions.Normal(mu[..., None], log_sigma.exp()[..., None]).log_prob(z[:, :, None]).sum(1)
     torch.testing.assert_close(normal_scores(z, mu, log_sigma), expected, atol=1e-12, rtol=1e-12)
+
+
+def error_under_autocast(monkeypatch, ignored: bool = False) -> float:
+    """Of the scores of bfloat16 latents under autocast, against those of the same numbers in float64."""
+    z, mu, log_sigma = (torch.randn(2, 80, k, generator=torch.Generator().manual_seed(k)).bfloat16() for k in (5, 4, 4))
+    true = normal_scores(z.double(), mu.double(), log_sigma.double())
+    with torch.autocast("cpu", torch.bfloat16), monkeypatch.context() as patch:
+        if ignored:
+            patch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+        found = normal_scores(z, mu, log_sigma)
+    assert found.dtype == torch.float32
+    return float((found - true).abs().max() / true.abs().max())
+
+
+def test_scores_are_those_of_float32_under_autocast(monkeypatch):
+    assert error_under_autocast(monkeypatch) < 1e-6
+    assert error_under_autocast(monkeypatch, ignored=True) > 1e-4
 
 
 def test_the_loss_is_the_density_along_the_path():

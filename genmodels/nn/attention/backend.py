@@ -13,6 +13,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 from genmodels.nn.attention.distance import distances
 from genmodels.nn.attention.mask import Reach
 from genmodels.nn.attention.position import DistanceBias, Position
+from genmodels.nn.precision import wide
 
 BACKENDS = ("auto", "sdpa", "explicit", "flex")
 
@@ -83,11 +84,6 @@ def count(
     if restricted:
         return Path(kind, f"{reason}; with a boolean mask", turned + batch * Lq * Lk)
     return Path(kind, reason, turned + bias * size)
-
-
-def wide(x: Tensor) -> Tensor:
-    """In float32 or wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def masked_softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from genmodels.nn.attention import backend as paths
 from genmodels.nn.attention.call import Cache, Call, check_call, joined
 from genmodels.nn.attention.mask import Reach, check_full, check_padding, hide_rows
 from genmodels.nn.attention.position import Position, Space, head_width
+from genmodels.nn.precision import wide
 
 SMALLEST_BLOCK = 128
 
@@ -220,7 +221,7 @@ class Attention(nn.Module):
 
     def _weights(self, call: Call) -> Tensor:
         if call.empty:
-            return paths.wide(call.q @ call.k.mT)
+            return wide(call.q @ call.k.mT)
         q, bias = self._biased(call)
         return paths.explicit_weights(q, call.k, bias, self._allowed(call))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genmodels.nn.attention.backend import masked_softmax, wide
+from genmodels.nn.attention.backend import masked_softmax
 from genmodels.nn.attention.scores import Score
 from genmodels.nn.attention.seq2seq import ScoredAttention
+from genmodels.nn.precision import wide
 from genmodels.random import Generator, uniform
 
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, pad
 
-from genmodels.nn.attention.backend import masked_softmax, wide
+from genmodels.nn.attention.backend import masked_softmax
 from genmodels.nn.attention.hashing import rotation_hash, sign_hash
 from genmodels.nn.attention.inputs import Inputs, split_heads
 from genmodels.nn.attention.mechanism import AtOnce
+from genmodels.nn.precision import wide
 from genmodels.random import normal
 
 HASHES = {"sign": sign_hash, "rotation": rotation_hash}

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from genmodels.nn.attention.backend import masked_softmax, wide
+from genmodels.nn.attention.backend import masked_softmax
 from genmodels.nn.attention.inputs import Inputs, admit, merge_heads, split_heads
 from genmodels.nn.attention.mechanism import Mechanism
 from genmodels.nn.attention.scores import Additive, Past, Score
+from genmodels.nn.precision import wide
 
 
 class Keys(NamedTuple):
