@@ -182,6 +182,15 @@ def test_two_accumulated_batches_resume_too(tmp_path):
     assert fingerprint(folder / "last.ckpt") == fingerprint(tmp_path / "whole" / "last.ckpt")
 
 
+def test_a_finished_run_that_goes_on_has_the_rows_of_a_longer_one(tmp_path):
+    words = ["model.optimizer.decay=none", "trainer.validate_every_n_steps=10"]
+    for folder, further in (("whole", ["trainer.max_steps=40"]), ("run", ["trainer.max_steps=20"]),
+                            ("run", ["trainer.max_steps=40", "resume=last"])):
+        done = train(tmp_path / folder, *words, *further)
+        assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
 @pytest.mark.parametrize(
     "words, said",
     [

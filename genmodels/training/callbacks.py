@@ -129,6 +129,8 @@ class Checkpointing(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         """Between two steps, when the metrics of the last one are logged: save if it is time, stop if asked to."""
+        # Lightning counts one step too many when a finished run goes on, and would log under the wrong numbers.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         if trainer.global_step == self.saved_step or pl_module.batches_seen % trainer.accumulate_grad_batches:
             return
         if self._due or self._stop is not None:
