@@ -119,7 +119,7 @@ def _read_table(path: Path) -> dict[str, np.ndarray]:
     first = next(iter(lines))
     delimiter = next((mark for mark in (",", ";", "\t") if mark in lines[first]), None)
     heading = [cell.strip() for cell in lines[first].split(delimiter)]
-    if all(map(_is_number, heading)):
+    if 2 * sum(map(_is_number, heading)) > len(heading):  # with a word or a gap among numbers it is a faulty item
         heading = []
     else:
         del lines[first]

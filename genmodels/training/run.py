@@ -165,6 +165,7 @@ class Log:
         logging.captureWarnings(True)
         handler = logging.FileHandler(path)
         handler.handleError = lambda record: None  # a full disk is told once, by whoever needs the space
+        handler.addFilter(lambda record: "Tip:" not in record.getMessage())  # Lightning's advertisements
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
         root.addHandler(handler)

@@ -211,6 +211,8 @@ def test_bad_files_give_one_line(tmp_path):
     assert "b.csv, line 4, column 2 (b): 'x' is no number" in line("b.csv", b"a,b\n\n1,2\n3, x\n")
     assert "b.csv, line 2: 3 cells, where the table has 2 columns" in line("b.csv", b"1,2\n3,4,\n")
     assert "b.csv, line 2, column 3 (c): the cell is empty" in line("b.csv", b"a,b,c\n1,2,\n")
+    assert "b.csv, line 1, column 2: the cell is empty" in line("b.csv", b"1,,3\n4,5,6\n")
+    assert "b.csv, line 1, column 1: 'NA' is no number" in line("b.csv", b"NA,2,3\n4,5,6\n")
     assert "c.csv, line 3: 1 cells, where the table has 2 columns" in line("c.csv", b"a,b\n1,2\n3\n")
     assert "d.txt, line 2, column 1: 'NA' is no number" in line("d.txt", b"1 2\nNA 4\n")
     np.savez_compressed(tmp_path / "flipped.npz", x=RNG.normal(size=(100, 10)))
