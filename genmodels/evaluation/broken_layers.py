@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from genmodels.flows.bijection import Bijection, positions
 from genmodels.flows.composition import Compose
+from genmodels.flows.scaling import Shift
 from genmodels.nn.blocks import hide
 
 
@@ -97,6 +98,15 @@ class HalfPrecisionSum(Stretch):
         for values in self.beside(self.log_scale, x).expand_as(x).half().flatten(1).unbind(1):
             total = total + values
         return total.to(x.dtype)
+
+
+class ClampedInput(Shift):
+    """What came in is clamped in place after its use: doing so again changes nothing more."""
+
+    def _forward(self, x, cond, mask):
+        result = super()._forward(x, cond, mask)
+        x.data.clamp_(-1, 1)
+        return result
 
 
 class HalfPrecisionVolume(Stretch):

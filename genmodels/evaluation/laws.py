@@ -222,13 +222,21 @@ class Laws:
         self, subject: Any, laws: Iterable[Law] | None = None, tolerances: Mapping[str, float] | None = None,
         watch: Callable[[Law], None] | None = None,
     ) -> Iterator[Verdict]:
-        """The verdict of each law, one after the other; `watch` is called before each."""
+        """The verdict of each law, one after the other; `watch` is called before each.
+
+        Every law meets the subject's tensors as they were: inputs that one law has let the subject spoil would hide
+        from the next what it does to them.
+        """
         given = dict(tolerances or {})
         self.choose(given)
+        tensors = [value for value in getattr(subject, "__dict__", {}).values() if hasattr(value, "copy_")]
+        kept = [value.clone() for value in tensors]
         for law in self.laws.values() if laws is None else laws:
             if watch is not None:
                 watch(law)
             yield judge(law, subject, given.get(law.name, law.tolerance))
+            for value, before in zip(tensors, kept, strict=True):
+                value.data.copy_(before)
 
 
 def judge(law: Law, subject: Any, tolerance: float) -> Verdict:

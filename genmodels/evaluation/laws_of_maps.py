@@ -94,7 +94,7 @@ def condition(s: Subject) -> Measured:
 @torch.no_grad()
 def sum_of_layers(s: Subject) -> Measured:
     """The layers one after the other, by `walk`, against the whole."""
-    steps = list(s.layer.walk(s.x, s.cond)) if hasattr(s.layer, "walk") else []
+    steps = list(s.layer.walk(s.x.clone(), s.cond)) if hasattr(s.layer, "walk") else []
     if len(steps) < 2:
         raise NotApplicable("a single layer")
     z, logdet = s.run(s.x)

@@ -69,6 +69,7 @@ PLANTED: dict[str, Planted] = {
     "log-det summed in float16": _planted(lambda: layers.HalfPrecisionSum(3, start=3.0), _IMAGE, "float32"),
     "shift before scaling in one direction": _planted(lambda: layers.ShiftFirst(3), _IMAGE, "round trip"),
     "input changed in place": _planted(lambda: layers.InPlace(3), _IMAGE, "nothing modified"),
+    "input clamped in place": _planted(lambda: layers.ClampedInput(0.5), _IMAGE, "nothing modified"),
     "cached inverse survives a load": _planted(lambda: layers.StaleInverse(3), _IMAGE, "save and load"),
     "flag not a buffer": _planted(lambda: layers.PlainFlag(3), _IMAGE, "save and load"),
     "initialised from padding": _planted(lambda: layers.UnmaskedStart(3), _SEQUENCE, "masked start"),
