@@ -142,6 +142,9 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
         spec: what the data are.
         label: what the line is called; the kind says more where it knows more.
         x: the items, where their exact density is known: for the paired gap to it.
+
+    Of log p(x | y), given the class, `class_cost` is log C in the line's unit: with classes drawn evenly p(x) is at
+    least p(x | y)/C, so that much more bounds the value of the items alone.
     """
     discrete, made = spec.levels is not None, likelihood.made
     scale = float(likelihood.dims.double().mean()) * math.log(2) if discrete else 1.0
@@ -167,6 +170,8 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
             upper = made.get("log_z_upper")
             found["bracket"] = {"lower": value + (made["log_z_lower"] - made["log_z"]) / scale,
                                 "upper": None if upper is None else value + (upper - made["log_z"]) / scale}
+    if made.get("given") == "class":
+        numbers["class_cost"] = math.log(spec.num_classes) / scale
     if spec.entropy is not None and value is not None:
         numbers |= {"entropy": spec.entropy, "kl_gap": value - spec.entropy, **paired_gap(likelihood, spec, x)}
     if likelihood.kind == "unnormalised":  # of no use beside others, so no figure that could stand beside theirs

@@ -65,6 +65,16 @@ def value_of(line: dict) -> float | None:
     return line.get({"nats": "nll", "nats_per_dim": "nll_per_dim"}.get(line["unit"], line["unit"]))
 
 
+def condition_of(line: dict) -> str:
+    """What the likelihood of a line is given beside the item: the class, the text, or nothing.
+
+    Example:
+        >>> condition_of({"made": {"given": "text, through its best alignment"}}), condition_of({"made": {}})
+        ('text', '')
+    """
+    return line["made"].get("given", "").split(",")[0]
+
+
 def make_table(
     reports: list[dict], arrays: Sequence[Mapping[str, Tensor]], *, rank: str = "kind", command: str = "",
     failures: Sequence[tuple[str, str]] = (),
@@ -131,13 +141,17 @@ def _rows(reports: list[dict], places: dict[int, int]) -> list[dict]:
 
 
 def _ranking(lines: list, reports: list[dict], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[dict]:
-    """The best row of each model in order within each kind; ties differ by less than two paired standard errors."""
-    groups: dict[str, list[int]] = {}
+    """The best row of each model in order; ties differ by less than two paired standard errors.
+
+    Within each kind, and apart for what is given: log p(x | y) is another quantity than log p(x).
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
     for number, (_, _, line) in enumerate(lines):
         if line["kind"] != "unnormalised" and value_of(line) is not None:
-            groups.setdefault("across" if rank == "across" else line["kind"], []).append(number)
+            group = "across" if rank == "across" else line["kind"]
+            groups.setdefault((group, condition_of(line)), []).append(number)
     ranking = []
-    for kind, members in groups.items():
+    for (kind, given), members in groups.items():
         if len({lines[number][0] for number in members}) < 2:
             continue  # one model alone has nobody to be ranked with
         best: dict[int, int] = {}  # of the lines of one model and kind, the best
@@ -150,7 +164,7 @@ def _ranking(lines: list, reports: list[dict], arrays: Sequence[Mapping[str, Ten
                 order[-1].append(number)
             else:
                 order.append([number])
-        ranking.append({"kind": kind, "unit": lines[members[0]][2]["unit"], "order": order})
+        ranking.append({"kind": kind, "given": given, "unit": lines[members[0]][2]["unit"], "order": order})
     return ranking
 
 
@@ -184,10 +198,11 @@ def proved(lines: list, reports: list[dict]) -> list[str]:
     found: dict[str, None] = {}
     for m, _, a in lines:
         for other, _, b in lines:
-            if m == other or a["unit"] != b["unit"]:
+            same = condition_of(a) == condition_of(b)
+            if m == other or a["unit"] != b["unit"] or not same and (condition_of(b) or "class_cost" not in a):
                 continue
             upper, lower = _side(a, 1), _side(b, 0)
-            if upper is not None and lower is not None and upper < lower:
+            if upper is not None and lower is not None and (upper := upper + (0 if same else a["class_cost"])) < lower:
                 unit = UNITS[a["unit"]]
                 found[f"{reports[m]['name']} is better than {reports[other]['name']}: at most {upper:.4f} against at "
                       f"least {lower:.4f} {unit} ({a['kind']}, {b['kind']})"] = None
@@ -224,6 +239,12 @@ def _notes(table: dict, rank: str) -> list[str]:
         kinds = {report["kind"] for model in models for report in model["likelihood"] if report["kind"] in ERRS}
         if len(kinds) > 1:
             notes |= dict.fromkeys(f"ranks mix kinds: {kind} {ERRS[kind]}" for kind in sorted(kinds))
+    lines = [line for model in models for line in model["likelihood"] if line["kind"] != "unnormalised"]
+    if len({condition_of(line) for line in lines}) > 1:
+        notes["values given the class are of another quantity, and ranked apart"] = None
+    if any(len(group["order"]) and sum(line["kind"] == group["kind"] for line in model["likelihood"]) > 1
+           for group in table["ranking"] for model in models):
+        notes["of several lines of one kind the best has the model's rank"] = None
     kinds = {line["kind"] for model in models for line in model["likelihood"]}
     if len(kinds - {"unnormalised"}) > 1 and rank != "across":
         notes["values of unlike kinds are not ranked: rank=across does it, and says how each may err"] = None
@@ -248,6 +269,10 @@ def _on_line(line: dict) -> list[str]:
         notes.append(f"optimistic: between {sides['lower']:.4f} and {sides['upper']:.4f}")
     if line.get("se_mc") is not None:
         notes.append(f"of the error, {line['se_mc']:.4f} comes from the draws alone")
+    if line.get("class_cost") is not None and value_of(line) is not None:
+        at_most = "at most " if line["kind"] in ("exact", "lower_bound") else "about at most "
+        notes.append(f"given the class; of items alone, classes drawn evenly, {at_most}"
+                     f"{value_of(line) + line['class_cost']:.4f} {UNITS[line['unit']]}")
     if line.get("kl_gap") is not None:
         bound = {"exact": "", "lower_bound": " at most"}.get(line["kind"], " about")
         error = f" (paired {line['kl_paired']:.4f} +- {line['se_gap']:.4f})" if "kl_paired" in line else ""

@@ -76,6 +76,7 @@ class DiffusionBound:
         )
         made |= {"noise": self.noise} if self.noise else {}
         made |= {"variance": self.variance, "weights": str(weights), "seed": seed}
+        made |= {"given": "class"} if self.conditional else {}
         parts = out.parts
         if self.spec.levels is None:
             parts["scale"] = self._log_scale(batch.mask).expand(len(index))

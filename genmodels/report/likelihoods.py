@@ -71,7 +71,8 @@ def main_table(table: dict, models: list[Model]) -> Markup | None:
             lines.append([cells[heading] or models[rows[k]["model"]].name, *([place] if own_rank else []),
                           *(cells[other] for other in others)])
         groups.append((f"{KINDS[kind][0]}: {KINDS[kind][1]}", lines))
-    said = "Each kind of likelihood is ranked by itself (equal ranks: no difference beyond two standard errors)"
+    said = ("Each kind of likelihood is ranked by itself, apart for what is given beside the item (equal ranks: no "
+            "difference beyond two standard errors)")
     if len(table.get("ranking") or []) == 1 and len(by_kind) > 1 and not own_rank:
         said = "Lines in groups of one kind; what a rank compares is said below"
     ranked = ["rank in its kind"] if own_rank else []

@@ -60,6 +60,41 @@ def test_models_that_are_equal_share_their_rank():
     assert table["ranking"][0]["order"] == [[0, 1], [2]]
 
 
+def test_values_given_the_class_are_ranked_apart(monkeypatch):
+    values = [nats(-100), nats(-101, 1), nats(-102, 2)]
+    given = {"made": {"given": "class"}, "class_cost": math.log2(10) / DIMS}
+
+    def ranking() -> list:
+        reports = [report("a", line("lower_bound", values[0], **given)), report("b", line("lower_bound", values[1])),
+                   report("c", line("lower_bound", values[2]))]
+        return make_table(reports, [{"nats_0": v} for v in values])
+
+    table = ranking()
+    (group,) = table["ranking"]
+    assert (group["kind"], group["given"], group["order"]) == ("lower_bound", "", [[1], [2]])
+    assert any("another quantity" in note for note in table["notes"])
+    at_most = -float(values[0].mean()) / DIMS / math.log(2) + math.log2(10) / DIMS
+    assert any(f"classes drawn evenly, at most {at_most:.4f} bits/dim" in note for note in table["notes"])
+    # One ranking for both quantities is seen.
+    monkeypatch.setattr("genmodels.evaluation.table.condition_of", lambda line: "")
+    assert ranking()["ranking"][0]["order"] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("given, worse, told", [
+    (("", ""), -81, True), (("class", "class"), -81, True), (("class", ""), -81, False), (("class", ""), -84, True),
+    (("", "class"), -84, False),
+])  # fmt: skip
+def test_a_bound_given_the_class_proves_less_by_the_logarithm_of_their_number(given, worse, told):
+    """log p(x) >= log p(x | y) - log 10, here 2.3 nats; what p(x | y) says of p(x) from above is nothing."""
+    reports, arrays = [], []
+    for kind, mean, what in zip(("lower_bound", "ais"), (-80, worse), given, strict=True):
+        values = mean + 0.01 * (nats(0) - nats(0).mean())
+        own = {"made": {"given": what}, "class_cost": math.log2(10) / DIMS} if what else {}
+        reports.append(report(f"{kind}.ckpt", line(kind, values, **own)))
+        arrays.append({"nats_0": values})
+    assert bool(make_table(reports, arrays)["proved"]) is told
+
+
 def test_a_line_that_stands_in_two_rankings_is_shown_in_both():
     values = nats(-100)
     said = {"rank": 1, "index": 0, "frames": 9, "nats_per_dim": 1.0, "z": None, "evidence": 0.5, "durations": [9]}
