@@ -189,6 +189,8 @@ def test_a_finished_run_that_goes_on_has_the_rows_of_a_longer_one(tmp_path):
         done = train(tmp_path / folder, *words, *further)
         assert done.returncode == 0, done.stderr
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    assert "was to take 20 steps and takes 40 now" in done.stdout
+    assert "max_steps: 40" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,12 @@ def run(
     try:
         steps = options.steps(len(datamodule.train_dataloader()))
         done = header.get("step", 0)
+        before = steps
         if resume is None:
             network.initialize(initial_batch(datamodule))
-            parts.write_config(folder, config)
+        else:
+            before = construct(TrainerOptions, **header["config"]["trainer"]).steps(len(datamodule.train_dataloader()))
+        parts.write_config(folder, config)
         drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
         drawn = drawn if options.sample_every_n_steps else []
         lightning = options.build(steps, [FiniteMetrics(), LossProfile(), *drawn, checkpointing], str(folder))
@@ -114,6 +117,9 @@ def run(
             f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
             + (f", resumed at step {done}" if resume else "")
         )
+        if before != steps:
+            parts.say(f"the run was to take {before} steps and takes {steps} now: from here on its learning rate is that "
+                      "of the new length")
         if options.compile and not network.compiled_parts():
             parts.say(f"trainer.compile: no part of a {network.family} is compiled, as it needs second derivatives")
         logging.getLogger("genmodels").info("started with %s", config)
