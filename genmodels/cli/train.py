@@ -118,8 +118,8 @@ def run(
             + (f", resumed at step {done}" if resume else "")
         )
         if before != steps:
-            parts.say(f"the run was to take {before} steps and takes {steps} now: from here on its learning rate is that "
-                      "of the new length")
+            parts.say(f"the run was to take {before} steps and takes {steps} now: from here on its learning rate is "
+                      "that of the new length")
         if options.compile and not network.compiled_parts():
             parts.say(f"trainer.compile: no part of a {network.family} is compiled, as it needs second derivatives")
         logging.getLogger("genmodels").info("started with %s", config)

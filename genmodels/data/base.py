@@ -14,6 +14,8 @@ from genmodels.data.spec import DataSpec
 from genmodels.errors import InputError
 
 SPLITS = ("train", "val", "test")
+_EXAMINED = 20_000  # items that are looked at for constant columns and copies
+_CONSTANT = "is constant"
 
 
 class DataModule(pl.LightningDataModule):
@@ -149,10 +151,22 @@ class DataModule(pl.LightningDataModule):
                     self.spec.check(batch)
                 except ValueError as error:
                     found.append(f"{name} split: {error}")
-        return found
+        return found + [fault for fault in self._faults() if _CONSTANT in fault]
 
     def warnings(self) -> list[str]:
         """One line per thing that does not stop a training, but should be looked at."""
+        return [fault for fault in self._faults() if _CONSTANT not in fault]
+
+    def _faults(self) -> list[str]:
+        """Why continuous vectors have no density, if that is so: training refuses constant columns alone."""
+        if self._loaded is None or self.spec.levels is not None or len(self.spec.event_shape) != 1:
+            return []
+        from genmodels.energy.guards import require_continuous
+
+        try:
+            require_continuous(next(iter(self.loader("train", _EXAMINED))).x)
+        except InputError as error:
+            return [f"{self.spec.name}: {error}"]
         return []
 
     def _share(self, split: str) -> Loader:

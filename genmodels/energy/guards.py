@@ -17,7 +17,7 @@ def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_re
 
     Arguments:
         x: (N, D) training rows, N > 1; only vectors are judged column by column.
-        names: of the columns.
+        names: of the columns; their numbers from 1 on by default.
         most_repeated: share of rows that may be copies of others.
 
     Errors: InputError naming the columns.
@@ -29,7 +29,7 @@ def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_re
         genmodels.errors.InputError: column age is constant: leave it out, or add noise
     """
     rows = x.flatten(1)
-    names = [str(i) for i in range(rows.shape[1])] if names is None else list(names)
+    names = [str(i + 1) for i in range(rows.shape[1])] if names is None else list(names)
     for name, column in zip(names, rows.T, strict=True):
         if bool((column == column[0]).all()):
             raise InputError(f"column {name} is constant: leave it out, or add noise")

@@ -158,7 +158,7 @@ class FlowModel(GenerativeModel):
         constant = std <= 1e-6 * mean.abs()
         if bool(constant.any()):
             kind = "column" if len(self.spec.event_shape) == 1 else "channel"
-            number = int(constant.nonzero()[0, 0])
+            number = int(constant.nonzero()[0, 0]) + 1
             raise InputError(f"{kind} {number} of {self.spec.name} is constant (its deviation is below a millionth of "
                              "its mean) and has no density: leave it out")
 

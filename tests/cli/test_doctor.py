@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import shutil
 
+import numpy as np
 import pytest
 
 from genmodels.cli import doctor
@@ -94,6 +95,23 @@ def test_data_are_read_and_checked(tmp_path):
         doctor.check_data(["data=image_folder", "data.rot=a"])
     with pytest.raises(Failed, match="nowhere"):
         doctor.check_data(["data=image_folder", f"data.root={tmp_path}/nowhere"])
+
+
+def test_tables_without_a_density(tmp_path, capsys):
+    """A constant column fails, as training refuses it; few values, copies and dependence are mentioned."""
+    x = np.random.default_rng(0).standard_normal((300, 3))
+    tables = {"sound": x, "constant": np.where([False, True, False], 2.0, x),
+              "levels": np.where([False, False, True], x.round(), x),
+              "copies": np.concatenate([x, x]), "sum": np.concatenate([x, x.sum(1, keepdims=True)], 1)}
+    said = {}
+    for name, table in tables.items():
+        np.save(tmp_path / f"{name}.npy", table.astype("float32"))
+        code = doctor.main(["data=arrays", f"data.file={tmp_path / name}.npy"])
+        said[name] = (code, capsys.readouterr().out.split(" data: ")[1])
+    assert said["sound"][0] == 0 and "look at" not in said["sound"][1]
+    assert said["constant"][0] == 1 and "constant: column 2 is constant: leave it out" in said["constant"][1]
+    for name, reason in (("levels", "column 3 has only"), ("copies", "are copies of others"), ("sum", "depend on")):
+        assert said[name][0] == 0 and "1 to look at" in said[name][1] and reason in said[name][1]
 
 
 def test_every_problem_of_the_data_is_listed(monkeypatch):

@@ -100,7 +100,7 @@ def test_initialize_takes_mean_and_deviation_of_continuous_data_only():
 
 def test_a_constant_column_is_refused():
     model = small(DataSpec("v", (3,), levels=None))
-    with pytest.raises(ValueError, match="column 1 of v is constant"):
+    with pytest.raises(ValueError, match="column 2 of v is constant"):
         model.initialize(Batch(torch.tensor([[1.0, 2.0, 3.0], [2.0, 2.0, 4.0]])))
 
 
