@@ -17,6 +17,7 @@ import yaml
 from torch import nn
 
 from genmodels.errors import InputError, RunError
+from genmodels.evaluation.report import with_error
 from genmodels.models.base import GenerativeModel
 from genmodels.nn.attention import Attention
 from genmodels.nn.attention.backend import choose
@@ -216,7 +217,7 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
         sample, evaluate = (f"python {shlex.quote(str(script.with_name(s)))}" for s in ("sample.py", "evaluate.py"))
     best = folder / "best.ckpt"
     ckpt = best if best.exists() else folder / "last.ckpt"
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in model.figures.items()) or "no figures"
+    figures = ", ".join(_figure(model, name) for name in model.figures) or "no figures"
     lines = [f"reached: step {model.trainer.global_step}, {figures}"]
     if best.exists():
         header = read_header(best, check=False)
@@ -227,6 +228,16 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
         f"sample:   {sample} {shlex.quote(f'ckpt={ckpt}')} {wanted}",
         f"evaluate: {evaluate} {shlex.quote(f'ckpt={ckpt}')}",
     ]
+
+
+def _figure(model: GenerativeModel, name: str) -> str:
+    """A figure of the last validation; of a likelihood its kind too, and its error over items and draws."""
+    value, found = model.figures[name], model.validated
+    errors = {"val/nll": "se_data_nats", "val/nll_per_dim": "se_data_nll_per_dim",
+              "val/bits_per_dim": "se_data_bits_per_dim"}
+    if found is None or name not in errors:
+        return f"{name} {value:.4f}"
+    return f"{name} {found.mark} {with_error(value, getattr(found, errors[name])())}"
 
 
 def keep_freed_memory() -> None:
