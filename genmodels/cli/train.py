@@ -96,6 +96,12 @@ def run(
     try:
         steps = options.steps(len(datamodule.train_dataloader()))
         done = header.get("step", 0)
+        millions = sum(p.numel() for p in network.core.parameters()) / 1e6
+        parts.say(
+            f"{network.family} with {millions:.2f} M parameters on {datamodule.spec.name} "
+            f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
+            + (f", resumed at step {done}" if resume else "")
+        )
         before = steps
         if resume is None:
             network.initialize(initial_batch(datamodule))
@@ -111,12 +117,6 @@ def run(
         if options.compile:
             parts.compile_network(network)
         log_config(loggers, config)
-        millions = sum(p.numel() for p in network.core.parameters()) / 1e6
-        parts.say(
-            f"{network.family} with {millions:.2f} M parameters on {datamodule.spec.name} "
-            f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
-            + (f", resumed at step {done}" if resume else "")
-        )
         if before != steps:
             parts.say(f"the run was to take {before} steps and takes {steps} now: from here on its learning rate is "
                       "that of the new length")
