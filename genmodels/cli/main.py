@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from importlib import import_module
 
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         near = nearest(command, (*CONFIGURED, *PLAIN))
         hint = f" did you mean {near!r}?" if near else ""
         return _fail("", f"unknown command {command!r}:{hint} (there are {', '.join((*CONFIGURED, *PLAIN))})", 2)
+    warnings.filterwarnings("ignore", "Guards may run slower")  # torch on Python 3.13.0, once for each compilation
     return guarded(command, lambda: _dispatch(command, argv[1:]))
 
 

@@ -154,6 +154,9 @@ def _find_parts(arrays: dict, file: Path) -> dict[str, tuple]:
     if not found or ("all" not in found and "train" not in found):
         listed = ", ".join(sorted(arrays)) or "nothing"
         raise InputError(f"{file} holds {listed}: name the items x (or images), or x_train, x_val, x_test")
+    unused = set(arrays) - {n for names in (_X, _Y) for n in names}
+    if set(found) == {"all"} and found["all"][1] is None and unused:
+        print(f"{file}: {', '.join(sorted(unused))} not read; labels are called y (or labels)")
     if "all" in found and len(found) > 1:
         raise InputError(f"{file} holds both undivided items and splits ({', '.join(found)}): keep one of the two")
     return found

@@ -57,5 +57,5 @@ def explain_nonfinite(model, batch, loss) -> str:
         place += f", in the gradient of {weights[0]}"
     return (
         f"step {step}: the {what} is not finite{place}; the weights were not changed and last.ckpt is still finite. "
-        "Try a lower model.optimizer.lr, more warmup_steps, or look at that item"
+        "Start anew with a lower model.optimizer.lr or more warmup_steps, or look at that item"
     )

@@ -188,7 +188,7 @@ def test_bad_arrays_give_one_line(name, container, tmp_path):
     assert module.problems() == [str(caught.value)]
 
 
-def test_bad_files_give_one_line(tmp_path):
+def test_bad_files_give_one_line(tmp_path, capsys):
     def line(name, content=None, **options):
         if content is not None:
             (tmp_path / name).write_bytes(content)
@@ -219,6 +219,9 @@ def test_bad_files_give_one_line(tmp_path):
     content = bytearray((tmp_path / "flipped.npz").read_bytes())
     content[len(content) // 2] ^= 255
     assert "cannot be read" in line("flipped.npz", bytes(content))
+    np.savez(tmp_path / "cond.npz", x=NHWC, cond=np.arange(len(NHWC)))
+    Arrays(file=str(tmp_path / "cond.npz")).prepare()
+    assert "cond not read; labels are called y" in capsys.readouterr().out
     np.savez(tmp_path / "d.npz", a=NHWC, b=NHWC)
     assert "holds a, b: name the items x" in line("d.npz")
     np.savez(tmp_path / "e.npz", x=NHWC, x_test=NHWC)
