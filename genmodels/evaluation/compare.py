@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -96,6 +97,7 @@ def compare(
 
 
 def _write(evaluation: Evaluation, target: Path) -> None:
+    _keep_fuller(target, set(evaluation.report["seconds"]))
     evaluation.report["arrays"] = arrays_target(target).name
     write_arrays(evaluation.arrays, arrays_target(target))
     write_report(evaluation.report, target)
@@ -103,6 +105,23 @@ def _write(evaluation: Evaluation, target: Path) -> None:
         place = target.with_name(f"{target.stem}_{name}.png")
         write_whole(place, lambda file, picture=picture: picture.save(file, format="PNG"))
         print(f"{name}: {place}")
+
+
+def _keep_fuller(target: Path, stages: set[str]) -> None:
+    """Set a report aside, with what belongs to it, that holds stages which the one in its place will not have."""
+    try:
+        held = json.loads(target.read_text(encoding="utf-8"))
+        further = set(held["seconds"]) - stages
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # there is none, or none of ours
+    if not further:
+        return
+    aside = target.with_stem(f"{target.stem}_before")
+    write_report(held | {"arrays": arrays_target(aside).name}, aside)
+    for suffix in (arrays_target(target).suffix, ".html"):
+        if target.with_suffix(suffix).exists():
+            target.with_suffix(suffix).replace(aside.with_suffix(suffix))
+    print(f"{target} held {', '.join(sorted(further))} too: kept as {aside.name}")
 
 
 def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]:

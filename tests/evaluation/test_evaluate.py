@@ -62,6 +62,19 @@ def truth(oracles) -> float:
     return -float(log_prob(x, *moments(MEAN, COVARIANCE, 3)).mean())
 
 
+def test_a_fuller_report_is_not_lost(oracles, tmp_path):
+    words = [f"ckpt={oracles}/flow", f"out={tmp_path}/a.json"]
+    evaluate(*words, "stages=[likelihood,cost]", cwd=tmp_path)
+    full = report(tmp_path / "a.json")
+    out, _ = evaluate(*words, "stages=[likelihood]", cwd=tmp_path)
+    assert "a.json held cost too: kept as a_before.json" in out
+    kept = report(tmp_path / "a_before.json")
+    assert full["sampling"] == kept["sampling"] and not report(tmp_path / "a.json")["sampling"]
+    assert kept["arrays"] == "a_before.npz" and all((tmp_path / f"a_before.{end}").exists() for end in ("npz", "html"))
+    out, _ = evaluate(*words, "stages=[likelihood]", cwd=tmp_path)
+    assert "kept as" not in out and report(tmp_path / "a_before.json") == kept
+
+
 def test_one_gaussian_as_flow_diffusion_and_energy_has_one_value(oracles, truth, tmp_path):
     out, _ = evaluate(f"ckpt=[{oracles}/flow,{oracles}/diffusion,{oracles}/energy]", *QUICK, f"out={tmp_path}/t",
                       cwd=tmp_path)
