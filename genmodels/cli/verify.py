@@ -255,6 +255,8 @@ def _own(
     torch.manual_seed(how.seed)
     try:
         return prove_bijection(make, shape, conditions, how)
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(f"{what}: {error}") from error
 

@@ -33,7 +33,9 @@ def interpolate(model, ends: Batch, frames: int, weights: str | float = "ema") -
         elif model.has_null_class:
             ends = Batch(ends.x)
         else:
-            raise InputError("interpolate: this model is conditional, choose two items of one class")
+            wrong = "pictures have no class" if ends.cond is None else "these are of two"
+            raise InputError(f"interpolate: this model always needs a class, and {wrong}: choose two items of one "
+                             "class of the test split, by number")
     latents = model.latents(ends, weights)
     between = latents.rows(slice(0, 1)).interpolate(latents.rows(slice(1, 2)), torch.linspace(0, 1, frames))
     return model.from_latents(between, cond, weights)

@@ -32,7 +32,8 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
     known = inspect.signature(model.sample).parameters
     for key in options:
         if key not in known:
-            raise InputError(f"{model.family} has no sampling option {key!r}")
+            own = ", ".join(name for name in known if name not in ("n", "start", "weights"))
+            raise InputError(f"{model.family} has no sampling option {key!r}; it has {own}")
     parts, bar = [], None
     try:
         for first in range(start, start + n, batch_size):

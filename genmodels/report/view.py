@@ -92,8 +92,8 @@ def number(value: Any, digits: int = 4) -> str:
     """A number for a cell; nothing for None, words stay words.
 
     Example:
-        >>> number(1.23456), number(None), number(1234567), number(True), number(1.5e-9), number("many")
-        ('1.2346', '', '1,234,567', 'yes', '1.50e-09', 'many')
+        >>> number(1.23456), number(None), number(1234567), number(True), number(1.5e-9), number(1.0, 0)
+        ('1.2346', '', '1,234,567', 'yes', '1.50e-09', '1')
     """
     if value is None:
         return ""
@@ -105,7 +105,7 @@ def number(value: Any, digits: int = 4) -> str:
         return str(value)
     if not math.isfinite(value):
         return "not finite"
-    small = value != 0 and abs(value) < 10.0 ** -(digits - 1)
+    small = value != 0 and abs(value) < 10.0 ** -max(digits - 1, 0)
     return f"{value:.2e}" if small or abs(value) >= 1e7 else f"{value:,.{digits}f}"
 
 
