@@ -163,8 +163,11 @@ class DataModule(pl.LightningDataModule):
             return []
         from genmodels.energy.guards import require_continuous
 
+        x = next(iter(self.loader("train", _EXAMINED))).x
+        if not bool(x.isfinite().all()):
+            return []  # told before, and nothing to reckon with
         try:
-            require_continuous(next(iter(self.loader("train", _EXAMINED))).x)
+            require_continuous(x)
         except InputError as error:
             return [f"{self.spec.name}: {error}"]
         return []
