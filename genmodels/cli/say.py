@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from pathlib import Path
 
@@ -21,15 +20,15 @@ def say(model, header: dict, ckpt_path, asked: dict, manner: dict, options: dict
     Raises:
         InputError: for texts that cannot be spoken, or files that cannot be read.
     """
+    from genmodels.evaluation.sampling import takes
     from genmodels.evaluation.sounding import vocoder_of
     from genmodels.evaluation.speaking import Manner, read_durations, speak, targets, write_spoken
     from genmodels.evaluation.streamed import speak_streamed
     from genmodels.speech.mel import MelConfig
     from genmodels.training.archive import checkpoint_hash
 
-    known = inspect.signature(model.sample).parameters
     for key in options:
-        if key not in known:
+        if not takes(model.sample, key):
             raise InputError(f"{key}: {header['family']} has no such option of sampling")
     if asked["text"] is not None and asked["text_file"] is not None:
         raise InputError("text and text_file: give one of the two")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 
 import torch
@@ -15,6 +14,7 @@ from genmodels.evaluation.classes import class_accuracy, likelihood_classifier
 from genmodels.evaluation.families import is_flow
 from genmodels.evaluation.features import FeatureNetwork, Items, dims_of, network_for
 from genmodels.evaluation.frame import Frame
+from genmodels.evaluation.sampling import takes
 from genmodels.evaluation.speech_stage import speech_of
 from genmodels.models.load import weights_of
 
@@ -161,7 +161,7 @@ class FidelityStage:
 
     def _sweep(self, key: str, network: FeatureNetwork, items: Items, real: Tensor) -> None:
         model = self.frame.opened.model
-        if key not in inspect.signature(model.sample).parameters:
+        if not takes(model.sample, key):
             self.frame.report["warnings"].append(f"no sweep over {key}: a {model.family} has no such option")
             return
         values = _TEMPERATURES

@@ -15,6 +15,7 @@ from genmodels.diffusion.ode import OdeDensity
 from genmodels.errors import InputError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.evaluation.opened import Opened
+from genmodels.evaluation.sampling import takes
 from genmodels.models.load import weights_of
 
 _AUTO_BUDGET = 100_000  # network evaluations that `draws=auto` spends on a bound, as far as 5 to 100 strata allow
@@ -86,8 +87,9 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
 def check_options(models: Sequence[Opened]) -> None:
     """Raise an InputError for an option that none of the models takes; in a table of many it is for those that do."""
     request = models[0].request
-    asked_of = [of for opened in models for of in (opened.model.log_likelihood, opened.model.sample)]
-    known = {name for of in asked_of for name in inspect.signature(of).parameters}
+    samplers = [opened.model.sample for opened in models]
+    known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
+    known |= {name for name in ("sampler", "steps") if any(takes(sampler, name) for sampler in samplers)}
     given = [
         ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
         ("bound", "bound", "diffusion bounds", request.bound != "auto"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from genmodels.data.utterances import joined
 from genmodels.errors import InputError, RunError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.evaluation.request import Request
-from genmodels.evaluation.sampling import draw
+from genmodels.evaluation.sampling import draw, takes
 from genmodels.evaluation.shares import blocks, in_processes, strided
 from genmodels.models.base import GenerativeModel, Samples
 
@@ -114,9 +113,8 @@ class Opened:
 
     def sampler_options(self) -> dict:
         """The sampler and its steps as asked for, where the model has such options: some in a table have none."""
-        known = inspect.signature(self.model.sample).parameters
         asked = {"sampler": self.request.sampler, "steps": self.request.steps}
-        return {key: value for key, value in asked.items() if value is not None and key in known}
+        return {key: value for key, value in asked.items() if value is not None and takes(self.model.sample, key)}
 
     def draw(self, n: int, *, progress: bool = True, start: int = 0, **options) -> Samples:
         """Samples `start` .. `start + n - 1` of the seed that was asked for.

@@ -29,11 +29,14 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
     """
     from genmodels.models.base import Samples
 
-    known = inspect.signature(model.sample).parameters
-    for key in options:
-        if key not in known:
-            own = ", ".join(name for name in known if name not in ("n", "start", "weights"))
-            raise InputError(f"{model.family} has no sampling option {key!r}; it has {own}")
+    for key in ("start", *options):
+        if not takes(model.sample, key):
+            if key in ("start", "weights", "seed", "temperature"):
+                raise InputError(f"{type(model).__name__}.sample does not take {key}=, as every model's must "
+                                 "(see GenerativeModel.sample)")
+            own = [name for name in inspect.signature(model.sample).parameters if name not in ("n", "start", "weights")]
+            raise InputError(f"{model.family} has no sampling option {key!r}; it has {', '.join(own)}")
+    tells = "progress" in inspect.signature(model.sample).parameters
     parts, bar = [], None
     try:
         for first in range(start, start + n, batch_size):
@@ -46,7 +49,7 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
                     bar = tqdm(desc="sampling", unit="step", total=-(-n // batch_size) * steps)
                 bar.update(before + done - bar.n)
 
-            hook = {"progress": report} if progress and "progress" in known else {}
+            hook = {"progress": report} if progress and tells else {}
             with refusals():
                 part = model.sample(count, start=first, **options, **hook)
             if part.x.is_floating_point() and not torch.isfinite(part.x).all():
@@ -60,6 +63,17 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
                 for name in ("x", "cond", "index", "mask", "durations")}
     path = None if parts[0].path is None else torch.cat([p.path.cpu() for p in parts], dim=1)
     return Samples(made=dict(parts[0].made), path=path, **together)
+
+
+def takes(function, name: str) -> bool:
+    """Whether a function takes that keyword argument: by its name, or with any other as `**options`.
+
+    Example:
+        >>> takes(lambda n, *, steps: n, "steps"), takes(lambda n, **options: n, "steps"), takes(lambda n: n, "steps")
+        (True, True, False)
+    """
+    known = inspect.signature(function).parameters
+    return name in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
 
 def check_target(target: Path, spec: DataSpec) -> str:

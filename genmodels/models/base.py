@@ -104,7 +104,10 @@ class GenerativeModel(pl.LightningModule):
         """Log-likelihood of each example in nats, of the data in its own units."""
         raise NotImplementedError
 
-    def sample(self, n: int, cond=None, temperature: float = 1.0, seed: int = 0, **options) -> Samples:
+    def sample(
+        self, n: int, cond=None, temperature: float = 1.0, seed: int = 0, *, start: int = 0,
+        weights: str | float = "ema", **options,
+    ) -> Samples:
         """Samples number `start` .. `start + n - 1` of a seed, each of them the same whatever n is."""
         raise NotImplementedError
 

@@ -223,11 +223,9 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
         header = read_header(best, check=False)
         lines[0] += f"; best.ckpt is step {header['step']}"
     wanted = "n=60" if model.spec.text is None else "text='Hello there.'"
-    return [
-        *lines,
-        f"sample:   {sample} {shlex.quote(f'ckpt={ckpt}')} {wanted}",
-        f"evaluate: {evaluate} {shlex.quote(f'ckpt={ckpt}')}",
-    ]
+    trust = model.run_config.get("trust")
+    named = [f"ckpt={ckpt}", *([f"trust=[{','.join(trust)}]"] if trust else [])]
+    return [*lines, f"sample:   {sample} {shlex.join(named)} {wanted}", f"evaluate: {evaluate} {shlex.join(named)}"]
 
 
 def _figure(model: GenerativeModel, name: str) -> str:

@@ -1,0 +1,75 @@
+"""A model and a data set outside genmodels, as docs/house.md shows them: trained, sampled, evaluated, resumed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from genmodels.cli import main as cli
+from genmodels.data.spec import DataSpec
+from genmodels.errors import InputError
+from genmodels.evaluation.sampling import draw
+from genmodels.models.base import GenerativeModel, Samples
+
+PAGE = (Path(__file__).parents[1] / "docs" / "house.md").read_text(encoding="utf-8")
+SOURCE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)
+COMMANDS = [line.split()[1:] for line in PAGE.splitlines() if line.startswith("genmodels ") and "trust=[mine]" in line]
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_the_example_of_the_docs_from_training_to_a_report(mine, capsys):
+    assert [command[0] for command in COMMANDS] == ["train", "sample", "evaluate"]
+    for command in COMMANDS:
+        assert cli.main(command) == 0, capsys.readouterr().err
+    told = capsys.readouterr().out
+    report = json.loads(Path("runs/mine/report.json").read_text())
+    (line,) = report["likelihood"]
+    assert line["kind"] == "exact" and 2.5 < line["nll"] < 3.6 and not report["failed"]
+    # What is printed to type next works as it stands.
+    following = [shlex.split(line.partition(":")[2])[1:] for line in told.splitlines() if line.startswith("sample: ")]
+    assert len(following) == 1 and "trust=[mine]" in following[0]
+    assert cli.main([*following[0], "out=next.npz"]) == 0
+    assert cli.main(["sample", "ckpt=runs/mine", "trust=[mine]", "n=1", "start=5", "out=one.npz"]) == 0
+    assert np.allclose(np.load("next.npz")["x"][5], np.load("one.npz")["x"][0], atol=1e-6)
+    assert cli.main([*COMMANDS[0], "resume=last", "trainer.max_steps=310"]) == 0
+    capsys.readouterr()
+    assert cli.main(["sample", "ckpt=runs/mine"]) == 2 and "trust=[mine]" in capsys.readouterr().err
+
+
+class Open(GenerativeModel):
+    """The contract to the letter: whatever else is asked arrives in `options`."""
+
+    family = "open"
+
+    def sample(self, n, cond=None, temperature=1.0, seed=0, **options):
+        index = self.numbered(n, options["start"])
+        return Samples(index[:, None].float() * options.get("steps", 1), None, index, {"seed": seed})
+
+
+class Closed(Open):
+    def sample(self, n, cond=None, temperature=1.0, seed=0, *, start=0):
+        return super().sample(n, seed=seed, start=start)
+
+
+def test_a_model_that_takes_any_option_is_given_them():
+    x = draw(Open(DataSpec("line", (1,))), 5, batch_size=2, start=3, weights="ema", steps=10, progress=False).x
+    assert torch.equal(x[:, 0], 10.0 * torch.arange(3, 8))
+
+
+def test_what_is_missing_of_the_contract_is_named():
+    with pytest.raises(InputError, match=r"Closed.sample does not take weights=, as every model's must"):
+        draw(Closed(DataSpec("line", (1,))), 2, weights="ema", progress=False)
+    with pytest.raises(InputError, match="open has no sampling option 'steps'; it has cond, temperature, seed"):
+        draw(Closed(DataSpec("line", (1,))), 2, steps=3, progress=False)
