@@ -61,6 +61,15 @@ def test_an_energy_of_points_has_an_exact_density_and_pictures(here, capsys):
     assert row["kind"] == "exact" and row["kl_gap"] == pytest.approx(row["nll"] - row["entropy"]) and row["kl_gap"] > 0
 
 
+@pytest.mark.parametrize("words", [
+    ["model=score", "model.net.hidden=8"], ["model=ddpm", "model.net.hidden=8", "model.num_steps=10"],
+], ids=["score", "ddpm"])  # fmt: skip
+def test_a_validation_after_the_last_step_draws_densities_too(here, words):
+    steps = ["trainer.max_steps=3", "trainer.validate_every_n_steps=2", "trainer.sample_every_n_steps=3"]
+    genmodels("train", *words, *SMALL, *QUICK, *steps, "run_dir=run")
+    assert sorted(p.name for p in Path("run/density").iterdir()) == ["step_000002.png", "step_000003.png"]
+
+
 def test_a_table_is_judged_by_annealed_importance_sampling(here, capsys):
     generator = np.random.default_rng(0)
     x = generator.normal(size=(400, 3)) @ np.array([[1, 0.5, 0], [0, 1, 0.3], [0, 0, 1]])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from genmodels.diffusion.masks import hide, spread
+from genmodels.nn.autograd import usable
 from genmodels.random import Generator, uniform
 
 Field = Callable[[Tensor], Tensor]
@@ -25,8 +26,9 @@ def exact_divergence(field: Field, x: Tensor, mask: Tensor | None = None) -> tup
         tensor([[3.],
                 [7.]])
     """
-    with torch.enable_grad():
-        x = hide(x, mask).detach().requires_grad_()
+    with torch.inference_mode(False), torch.enable_grad():
+        mask = usable(mask)
+        x = hide(usable(x), mask).detach().requires_grad_()
         y = hide(field(x), mask)
     # Where no example is valid at a place there is nothing to add, and its product is saved.
     units = torch.eye(x[0].numel(), dtype=x.dtype, device=x.device)
@@ -49,8 +51,9 @@ def hutchinson(field: Field, x: Tensor, probes: Tensor, mask: Tensor | None = No
         >>> hutchinson(lambda x: torch.stack([x[:, 0] + 3 * x[:, 1], x[:, 1]], 1), x, probes)[1]
         tensor([[-1.,  5.]])
     """
-    with torch.enable_grad():
-        x = hide(x, mask).detach().requires_grad_()
+    with torch.inference_mode(False), torch.enable_grad():
+        mask = usable(mask)
+        x = hide(usable(x), mask).detach().requires_grad_()
         y = hide(field(x), mask)
     probes = probes.to(x.dtype)
     estimates = []

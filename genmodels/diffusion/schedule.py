@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from genmodels.diffusion.process import alpha_sigma
 from genmodels.errors import InputError
+from genmodels.nn.autograd import usable
 
 
 def step_to_time(step: Tensor | int, num_steps: int, *, zero_based: bool = False) -> Tensor:
@@ -52,8 +53,8 @@ class NoiseSchedule(nn.Module):
     def log_snr_rate(self, t: Tensor) -> Tensor:
         """d lambda / dt (here by autograd)."""
         graph = torch.is_grad_enabled()
-        with torch.enable_grad():
-            t = _wide(t).detach().requires_grad_()
+        with torch.inference_mode(False), torch.enable_grad():
+            t = _wide(usable(t)).detach().requires_grad_()
             (rate,) = torch.autograd.grad(self.log_snr(t).sum(), t, create_graph=graph)
         return rate
 

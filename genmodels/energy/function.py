@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.errors import InputError
+from genmodels.nn.autograd import usable
 from genmodels.nn.precision import wide
 from genmodels.nn.smooth import require_independent, require_smooth
 
@@ -228,11 +229,6 @@ def require_energy(model: ScoreFunction, what: str) -> EnergyFunction:
     if not isinstance(model, EnergyFunction):
         raise InputError(f"{what} needs an energy, and {type(model).__name__} is a score alone: use an energy, or ULA")
     return model
-
-
-def usable(x: Tensor | None) -> Tensor | None:
-    """The same values as a tensor that autograd may keep: tensors made in inference mode may not be."""
-    return x.clone() if x is not None and x.is_inference() else x
 
 
 def _check(network: nn.Module | Callable[..., Tensor], second_derivatives: bool) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from genmodels.energy.function import usable
+from genmodels.nn.autograd import usable
 from genmodels.nn.blocks import hide
 from genmodels.nn.precision import wide
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from genmodels.energy.function import EnergyFunction, ScoreFunction, usable
+from genmodels.energy.function import EnergyFunction, ScoreFunction
 from genmodels.errors import InputError
+from genmodels.nn.autograd import usable
 from genmodels.nn.precision import wide
 
 Route = Literal["auto", "double_backward", "forward_over_reverse", "jet"]

@@ -36,6 +36,7 @@ from genmodels.models.matching import ScoreMatched
 from genmodels.models.normaliser import Normaliser, base_of, by_annealing, by_quadrature, unit_covariance
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.path import Path
+from genmodels.nn.autograd import outside_inference
 from genmodels.nn.deep_kernel import DeepKernelEnergy
 from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
 from genmodels.nn.unet_energy import UNetEnergy
@@ -189,6 +190,7 @@ class EnergyModel(ScoreMatched):
 
     # ---- likelihood ---------------------------------------------------------------------------------------------
 
+    @outside_inference()
     def normaliser(
         self, weights: str | float = "ema", seed: int = 0, method: str = "auto", chains: int = 256, steps: int = 1000
     ) -> Normaliser:
@@ -261,6 +263,7 @@ class EnergyModel(ScoreMatched):
 
     # ---- samples ------------------------------------------------------------------------------------------------
 
+    @outside_inference()
     def sample(
         self,
         n: int,

@@ -15,6 +15,7 @@ from genmodels.diffusion.solvers import SolverError
 from genmodels.errors import InputError, RunError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.flows.discrete import log_mean_exp
+from genmodels.nn.autograd import outside_inference
 from genmodels.random import KeyedGenerator
 
 
@@ -30,6 +31,7 @@ class OdeLikelihood:
 
     dequantisations: tuple[str, ...] = ("uniform",)
 
+    @outside_inference()  # the divergence is a derivative
     def ode_likelihood(
         self,
         batch: Batch,

@@ -96,6 +96,7 @@ class TrainerOptions:
                 check_val_every_n_epoch=None,
                 limit_val_batches=self.limit_validation,
                 num_sanity_val_steps=0,
+                inference_mode=False,  # what is drawn after a validation may need gradients
                 log_every_n_steps=self.log_every_n_steps,
                 enable_checkpointing=False,
                 enable_model_summary=False,

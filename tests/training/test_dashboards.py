@@ -22,7 +22,7 @@ pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not instal
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dashboards.md"
 FLOWS = {"nsf", "realnvp", "glow"}
-STEPS = ["data=toy", "trainer=smoke", "trainer.max_steps=4", "trainer.validate_every_n_steps=2", "logger=tensorboard",
+STEPS = ["data=toy", "trainer=smoke", "trainer.max_steps=5", "trainer.validate_every_n_steps=2", "logger=tensorboard",
          "trainer.sample_every_n_steps=4", "trainer.log_every_n_steps=1", "trainer.progress=false", "data.n_train=200",
          "data.n_val=100", "data.n_test=100"]  # fmt: skip
 RUNS = {
