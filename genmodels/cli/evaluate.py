@@ -67,7 +67,8 @@ def run(
         samples: how many samples are compared with as many items; auto is all items, at most 1,000.
         sampler: how they are drawn, as in sample.py; default each family's own.
         steps: number of sampling steps; default each sampler's own.
-        temperature: scale of the noise of samples.
+        temperature: factor on the standard deviation of the noise that samples of flows, diffusion and speech are drawn
+            with.
         features: the network whose features are compared; auto is a small classifier trained on the training split,
             random convolutions for images without labels, the coordinates themselves for vectors.
         force: compare fewer items than twice the number of features all the same.

@@ -23,6 +23,7 @@ def run(
     stream: bool = False,
     chunk: int | None = None,
     temperature: float | None = None,
+    inverse_temperature: float | None = None,
     sampler: str | None = None,
     steps: int | None = None,
     spacing: str | None = None,
@@ -69,8 +70,10 @@ def run(
             (hifigan) or many (hifigan_universal).
         stream: speak piece by piece, and tell when the first one was there; the result is the same.
         chunk: frames of a piece, 64 by default.
-        temperature: scale of the noise, 1 for the model's own distribution, which is the default but for texts: 0.667,
-            and 0 for model=tacotron.
+        temperature: factor on the standard deviation of the noise of flows, diffusion and speech; 1 for the model's own
+            distribution, which is the default but for texts: 0.667, and 0 for model=tacotron.
+        inverse_temperature: beta of the density p^beta that energies and scores are sampled from, 1 by default; above 1
+            for likelier samples.
         sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m or unipc for diffusion; annealed, hmc, mala or ula for energies;
             predictor_corrector or annealed_langevin for scores; those of diffusion or annealed_langevin for mels around
             the mean of a text.
@@ -130,6 +133,7 @@ def run(
     options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "churn": churn, "clip": clip}
     options |= {"guidance": guidance, "guidance_rescale": guidance_rescale, "guidance_interval": guidance_interval}
     options |= {"rounds": rounds, "strength": strength, "step_size": step_size, "size": size}
+    options |= {"inverse_temperature": inverse_temperature}
     options = {key: value for key, value in options.items() if value is not None}
     if model.spec.text is not None:
         from genmodels.cli.say import say

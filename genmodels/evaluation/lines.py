@@ -104,6 +104,11 @@ def check_options(models: Sequence[Opened]) -> None:
     for name, needed, families, asked in given:
         if asked and needed not in known:
             raise _nobody(name, families, models)
+    for opened in models:
+        if request.temperature != 1 and "inverse_temperature" in inspect.signature(opened.model.sample).parameters:
+            raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "
+                             f"and {opened.path} holds a model of another kind ({opened.model.family}): samples of one "
+                             "table are drawn alike, leave it out")
     if (request.ode is True or request.ode_options) and not by_ode:
         raise _nobody("ode", "diffusion models", models)
 

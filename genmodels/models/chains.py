@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import torch
@@ -22,20 +23,39 @@ STEP_SIZES = {"annealed": 0.1, "hmc": 0.1, "mala": 0.01, "ula": 0.001}
 
 
 class Tempered(EnergyFunction):
-    """p^(1/T): the energy divided by a temperature.
+    """p^beta: the energy times an inverse temperature.
 
     Example:
         >>> from genmodels.energy import Quadratic
-        >>> Tempered(Quadratic(torch.eye(1)), 2.0).energy(torch.tensor([[2.0]])).tolist()
+        >>> Tempered(Quadratic(torch.eye(1)), 0.5).energy(torch.tensor([[2.0]])).tolist()
         [1.0]
     """
 
-    def __init__(self, model: EnergyFunction, temperature: float):
+    def __init__(self, model: EnergyFunction, inverse_temperature: float):
         super().__init__()
-        self.model, self.temperature = model, temperature
+        self.model, self.inverse_temperature = model, inverse_temperature
 
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
-        return self.model.energy(x, cond) / self.temperature
+        return self.inverse_temperature * self.model.energy(x, cond)
+
+
+def check_tempering(inverse_temperature: float, temperature: float = 1.0) -> None:
+    """Raise a ValueError unless p^beta exists, or where the factor of other families' noise was asked for.
+
+    Example:
+        >>> check_tempering(1.0, temperature=0.5)
+        Traceback (most recent call last):
+        ...
+        ValueError: temperature=0.5 is a factor on the noise of flows and diffusion; this model samples p^beta by \
+inverse_temperature=beta (what was p^(1/T) by temperature=0.5 is inverse_temperature=2)
+    """
+    if temperature != 1:
+        known = temperature > 0 and math.isfinite(temperature)
+        former = f" (what was p^(1/T) by {temperature=:g} is inverse_temperature={1 / temperature:g})" if known else ""
+        raise ValueError(f"{temperature=:g} is a factor on the noise of flows and diffusion; this model samples p^beta "
+                         f"by inverse_temperature=beta{former}")
+    if not 0 < inverse_temperature < math.inf:
+        raise ValueError(f"inverse_temperature must be a positive number, beta of p^beta, got {inverse_temperature}")
 
 
 class Sampler:
@@ -52,7 +72,7 @@ class Sampler:
         name: `annealed`, `hmc`, `mala` or `ula`.
         steps: densities in between, or moves; None for the default of each.
         step_size: first step size, None for the default of each; it adapts, except for `ula`.
-        temperature: T of the density p^(1/T).
+        inverse_temperature: beta of the density p^beta.
 
     Raises:
         ValueError: for values that make no sense.
@@ -60,16 +80,15 @@ class Sampler:
 
     def __init__(
         self, model: EnergyFunction, base: GaussianBase, *, name: str = "annealed", steps: int | None = None,
-        step_size: float | None = None, temperature: float = 1.0,
+        step_size: float | None = None, inverse_temperature: float = 1.0,
     ):  # fmt: skip
         one_of("sampler", name, SAMPLERS)
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, for densities p^(1/T), got {temperature}")
+        check_tempering(inverse_temperature)
         self.steps = STEPS[name] if steps is None else steps
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
         wide = next(model.parameters()).device.type != "mps"
-        self.model = Tempered(copy.deepcopy(model).double() if wide else model, temperature)
+        self.model = Tempered(copy.deepcopy(model).double() if wide else model, inverse_temperature)
         self.base, self.name, self.dtype = base, name, torch.float64 if wide else torch.float32
         size = STEP_SIZES[name] if step_size is None else step_size
         kernel, mass = KERNELS.get(name, HMC), inverse_mass(base)

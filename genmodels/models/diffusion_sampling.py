@@ -72,7 +72,7 @@ class DiffusionSampling(DiffusionCourse):
         Arguments:
             n: how many.
             cond: class, classes (cycled), or None: every class in turn, or no class at all with `known` and `edit`.
-            temperature: scale of all noise, 1 for the model's own distribution.
+            temperature: factor on the standard deviation of all noise, 1 for the model's own distribution.
             seed: sample k of a seed depends on (seed, k) alone.
             start: number of the first sample.
             sampler: `ddpm` (ancestral), `ddim`, `euler`, `heun`, `edm`, `dpmpp_2m` (default) or `unipc`; with `known`

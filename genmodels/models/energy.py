@@ -30,7 +30,7 @@ from genmodels.evaluation.likelihood import Likelihood
 from genmodels.flows.discrete import log_mean_exp
 from genmodels.models.base import Loss, Samples
 from genmodels.models.build import construct
-from genmodels.models.chains import Sampler
+from genmodels.models.chains import Sampler, check_tempering
 from genmodels.models.encoding import MOST_PAIRS, Encoding, covariance_of
 from genmodels.models.matching import ScoreMatched
 from genmodels.models.normaliser import Normaliser, base_of, by_annealing, by_quadrature, unit_covariance
@@ -275,6 +275,7 @@ class EnergyModel(ScoreMatched):
         sampler: Literal["annealed", "hmc", "mala", "ula"] = "annealed",
         steps: int | None = None,
         step_size: float | None = None,
+        inverse_temperature: float = 1.0,
         weights: str | float = "ema",
         path: int = 0,
         progress=None,
@@ -284,24 +285,27 @@ class EnergyModel(ScoreMatched):
         Arguments:
             n: how many.
             cond: nothing, energies are unconditional.
-            temperature: T of the density p^(1/T), positive; 1 for the model's own.
+            temperature: 1; it is for families whose noise it scales.
             seed: sample k of a seed depends on (seed, k) alone.
             start: number of the first sample.
             sampler: `annealed` from a broad normal density to the model by HMC moves, or `hmc`, `mala`, `ula` at the
                 model itself, half of their steps a warm-up.
             steps: densities in between, or moves; default 100 (annealed), 200 (hmc), 1000 (mala, ula).
             step_size: first step size, in standard deviations of the data; it adapts, except for `ula`.
+            inverse_temperature: beta of the density p^beta, positive; 1 for the model's own.
             weights: `ema`, `raw`, or one of the decays kept.
             path: number of frames of the way from noise to data to keep, 0 for none.
             progress: called after every step with the number of steps done and their total.
         """
+        check_tempering(inverse_temperature, temperature)
         index = self.numbered(n, start)
         self.labels(cond, torch.zeros(1, dtype=torch.int64))
         core = self.weights(weights)
-        key = (weights, self.batches_seen, temperature, seed, sampler, steps, step_size)
+        key = (weights, self.batches_seen, inverse_temperature, seed, sampler, steps, step_size)
         if key not in self._samplers:
             base = base_of(self.mean, self.covariance)
-            chosen = Sampler(core, base, name=sampler, steps=steps, step_size=step_size, temperature=temperature)
+            chosen = Sampler(core, base, name=sampler, steps=steps, step_size=step_size,
+                             inverse_temperature=inverse_temperature)
             self._samplers = {key: chosen}
         chosen = self._samplers[key]
         seen = Path(path, chosen.steps, progress)
@@ -309,7 +313,7 @@ class EnergyModel(ScoreMatched):
             n, KeyedGenerator(seed, index, "sample"), lambda done, z: seen(done, lambda: self._decode(z))
         )
         made = {"sampler": sampler, "steps": chosen.steps, "seed": seed, "weights": str(weights)}
-        made |= {"temperature": temperature, **found}
+        made |= {"inverse_temperature": inverse_temperature, **found}
         return Samples(self._decode(z), None, index, made, seen.kept)
 
     def _decode(self, z: Tensor) -> Tensor:

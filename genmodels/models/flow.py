@@ -247,7 +247,8 @@ class FlowModel(GenerativeModel):
         Arguments:
             n: how many.
             cond: class, classes (cycled), or None for every class in turn.
-            temperature: scale of the latents, at every level; 1 for the model's own distribution, 0 for its mode.
+            temperature: factor on the standard deviation of the latents, at every level; 1 for the model's own
+                distribution, 0 for its mode.
             seed: sample k of a seed depends on (seed, k) alone.
             start: number of the first sample.
             lengths: numbers of valid frames of sequences, cycled; samples are silent beyond them.

@@ -31,14 +31,14 @@ _FEW = 16  # dimensions up to which a corrector harms: lengths of scores vary to
 
 
 class _Tempered(nn.Module):
-    """The scores of p^(1/T) at every level."""
+    """The scores of p^beta at every level."""
 
-    def __init__(self, model: NoiseConditionalScore, temperature: float):
+    def __init__(self, model: NoiseConditionalScore, inverse_temperature: float):
         super().__init__()
-        self.model, self.temperature = model, temperature
+        self.model, self.inverse_temperature = model, inverse_temperature
 
     def score_at(self, x: Tensor, sigma: Tensor, cond: Tensor | None = None) -> Tensor:
-        return self.model.score_at(x, sigma, cond) / self.temperature
+        return self.inverse_temperature * self.model.score_at(x, sigma, cond)
 
 
 def walk_levels(
@@ -50,7 +50,7 @@ def walk_levels(
     *,
     sampler: str,
     steps: int,
-    temperature: float = 1.0,
+    inverse_temperature: float = 1.0,
     cond: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
@@ -78,8 +78,8 @@ def walk_levels(
         options = {"corrector_steps": corrections}
         evaluations = (steps - 1) * (1 + corrections) + 1
     z = walk.function(
-        _Tempered(model, temperature), shape, sigmas, generator, denoise=False, cond=cond, dtype=dtype, device=device,
-        callback=lambda done, x: callback(done, x) if done < steps - 1 else None, **options,
+        _Tempered(model, inverse_temperature), shape, sigmas, generator, denoise=False, cond=cond, dtype=dtype,
+        device=device, callback=lambda done, x: callback(done, x) if done < steps - 1 else None, **options,
     )  # fmt: skip
     last = torch.full((len(z),), sigmas[-1], dtype=z.dtype, device=z.device)
     z = z + sigmas[-1] ** 2 * model.score_at(z, last, cond)

@@ -17,6 +17,7 @@ from genmodels.evaluation.likelihood import Likelihood
 from genmodels.flows.boundary import one_of
 from genmodels.models.base import GenerativeModel, Loss, Samples, gather
 from genmodels.models.build import construct
+from genmodels.models.chains import check_tempering
 from genmodels.models.encoding import Encoding
 from genmodels.models.levels import SAMPLERS, walk_levels
 from genmodels.models.optimizer import Optimizer
@@ -157,6 +158,7 @@ class ScoreModel(ScoreOde, GenerativeModel):
         start: int = 0,
         sampler: Literal["predictor_corrector", "annealed_langevin"] = "predictor_corrector",
         steps: int | None = None,
+        inverse_temperature: float = 1.0,
         weights: str | float = "ema",
         path: int = 0,
         progress=None,
@@ -166,19 +168,19 @@ class ScoreModel(ScoreOde, GenerativeModel):
         Arguments:
             n: how many.
             cond: class, classes (cycled), or None for every class in turn.
-            temperature: T of densities p^(1/T) at every level, positive: the score is divided by it.
+            temperature: 1; it is for families whose noise it scales.
             seed: sample k of a seed depends on (seed, k) alone.
             start: number of the first sample.
             sampler: `predictor_corrector` or `annealed_langevin`.
             steps: number of noise levels walked through; default 200 (predictor_corrector), 40 (annealed_langevin, with
                 ten Langevin steps at each).
+            inverse_temperature: positive factor of the score at every level; `annealed_langevin` then aims at p^beta.
             weights: `ema`, `raw`, or one of the decays kept.
             path: number of frames of the way from noise to data to keep, 0 for none.
             progress: called after every level with the number of levels done and their total.
         """
         index = self.numbered(n, start)
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, for densities p^(1/T), got {temperature}")
+        check_tempering(inverse_temperature, temperature)
         one_of("sampler", sampler, SAMPLERS)
         steps = SAMPLERS[sampler].steps if steps is None else steps
         if steps < 2:
@@ -188,13 +190,14 @@ class ScoreModel(ScoreOde, GenerativeModel):
         with torch.no_grad():
             z, evaluations = walk_levels(
                 self.weights(weights), (n, *self.spec.event_shape), float(self.largest), self.smallest,
-                KeyedGenerator(seed, index, "sample"), sampler=sampler, steps=steps, temperature=temperature,
-                cond=labels, dtype=self.encoding.scale.dtype, device=self.device,
+                KeyedGenerator(seed, index, "sample"), sampler=sampler, steps=steps,
+                inverse_temperature=inverse_temperature, cond=labels, dtype=self.encoding.scale.dtype,
+                device=self.device,
                 callback=lambda done, z: seen(done, lambda: self.encoding.decode(z)),
             )  # fmt: skip
             x = self.encoding.decode(z)
         made = {"sampler": sampler, "steps": steps, "evaluations": evaluations, "seed": seed}
-        made |= {"weights": str(weights), "temperature": temperature}
+        made |= {"weights": str(weights), "inverse_temperature": inverse_temperature}
         return Samples(x, labels, index, made, seen.kept)
 
     def pictures(self) -> dict[str, Image.Image]:

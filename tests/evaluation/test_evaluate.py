@@ -184,6 +184,7 @@ BAD = [
     ("ckpt=FLOW limit=0", 2, "limit must be at least 1"),
     ("ckpt=FLOW processes=0", 2, "processes must be at least 1"),
     ("ckpt=FLOW temperature=-1", 2, "temperature must not be negative"),
+    ("ckpt=[FLOW,ENERGY] temperature=0.7", 2, "temperature=0.7 is a factor on the noise of flows and diffusion, and"),
     ("ckpt=FLOW steps=0", 2, "steps must be at least 1"),
     ("ckpt=FLOW steps=3 stages=[fidelity]", 2, "steps is for models that are sampled in steps"),
     ("ckpt=FLOW importance_samples=0", 2, "importance_samples must be at least 1"),
@@ -210,7 +211,9 @@ BAD = [
 
 @pytest.mark.parametrize("words, code, said", BAD, ids=[words for words, _, _ in BAD])
 def test_bad_input_is_answered_in_one_line(oracles, digits, tmp_path, words, code, said):
-    words = words.replace("FLOW", f"{oracles}/flow").replace("DIGITS", str(digits)).split()
+    for name, path in (("FLOW", f"{oracles}/flow"), ("ENERGY", f"{oracles}/energy"), ("DIGITS", str(digits))):
+        words = words.replace(name, path)
+    words = words.split()
     out, err = evaluate(*words, cwd=tmp_path, code=code)
     told = [line for line in err.splitlines() if line.startswith("genmodels evaluate: ")]
     assert len(told) == 1 and said in told[0] and "Traceback" not in err, err

@@ -218,16 +218,28 @@ def test_chains_draw_from_the_density(sampler):
     assert found["evaluations"] > 0 and (sampler == "ula") == (found["acceptance"] is None)
 
 
+@pytest.mark.parametrize("sampler", ["annealed", "hmc", "mala"])
+def test_the_inverse_temperature_is_the_power_of_the_density(sampler):
+    """Of a Gaussian with precision A, p^beta has precision beta A: variances within five standard errors."""
+    energy = Quadratic(torch.tensor([[2.0, 0.5], [0.5, 1.0]]))
+    base = base_of(torch.zeros(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
+    steps = {"annealed": 20, "hmc": 40, "mala": 80}[sampler]
+    chains = Sampler(energy, base, name=sampler, steps=steps, inverse_temperature=4.0)
+    z, _ = chains(1500, keyed(1500, "sample"), lambda done, z: None)
+    variances = torch.linalg.inv(4.0 * energy.matrix.detach()).double().diagonal()
+    assert ((z.var(0) - variances).abs() < 5 * variances * math.sqrt(2 / 1500)).all()
+
+
 @pytest.mark.parametrize("name", ["plane", "counts"])
 @pytest.mark.parametrize("sampler", ["annealed", "mala"])
-def test_a_sample_is_the_same_alone_and_the_temperature_narrows(name, sampler):
+def test_a_sample_is_the_same_alone_and_a_low_temperature_narrows(name, sampler):
     model, _ = made(name)
     options = {"sampler": sampler, "steps": 12, "seed": 3}
     many = model.sample(6, **options, path=3)
     alone = model.sample(1, start=4, **options)
     torch.testing.assert_close(many.x[4].double(), alone.x[0].double(), rtol=1e-5, atol=1e-5)
     assert many.path.shape == (3, *many.x.shape) and many.made["sampler"] == sampler
-    cold = model.sample(64, temperature=0.1, **options).x.double()
+    cold = model.sample(64, inverse_temperature=10.0, **options).x.double()
     assert float(cold.std()) < float(model.sample(64, **options).x.double().std())
 
 
@@ -253,7 +265,10 @@ BAD = [
     (lambda: EnergyModel(PLANE, objective={"projektions": 2}), "projections"),
     (lambda: EnergyModel(PLANE, net={"activation": "relu"}), "relu"),
     (lambda: EnergyModel(TABLE, network="deep_kernel", loss="contrastive"), "deep_kernel"),
-    (lambda: made("plane")[0].sample(2, temperature=0), "positive"),
+    (lambda: made("plane")[0].sample(2, inverse_temperature=0), "positive"),
+    (lambda: made("plane")[0].sample(2, inverse_temperature=math.inf), "positive"),
+    (lambda: made("plane")[0].sample(2, temperature=0.5), "temperature=0.5 is inverse_temperature=2"),
+    (lambda: made("plane")[0].sample(2, temperature=math.nan), "temperature=nan is a factor on the noise"),
     (lambda: made("plane")[0].sample(2, sampler="ddpm"), "annealed"),
     (lambda: made("plane")[0].sample(2, cond=1), "unconditional"),
     (lambda: made("table, white")[0].log_likelihood(batch_of(TABLE), normaliser="quadrature"), "two dimensions"),
