@@ -122,5 +122,6 @@ def largest_distance(x: Tensor, chunk: int = 1024) -> float:
         >>> largest_distance(torch.tensor([[0.0, 0.0], [3.0, 4.0], [1.0, 1.0]]))
         5.0
     """
-    rows = x.flatten(1).to(torch.float32)
+    rows = x.flatten(1).double()
+    rows = rows - rows.mean(0)  # distances by products keep their digits about zero
     return max(float(torch.cdist(some, rows).max()) for some in rows.split(chunk))

@@ -8,7 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 24  # products computed at once
+from genmodels.evaluation.fidelity import distance
+
+_CHUNK = 1 << 22  # products computed at once
+_CANDIDATES = 8  # items by products that are compared by differences
 _SHARE, _LIMIT, _COPYING = 0.01, 0.05, -3.0
 
 
@@ -20,19 +23,33 @@ class Nearest(NamedTuple):
 
 
 def nearest(items: Tensor, train: Tensor) -> Nearest:
-    """The nearest training item of each of `items`, both (n, ...), by Euclidean distance.
+    """The nearest training item of each of `items`, both (n, ...), by Euclidean distance; the first one of equals.
+
+    Products of centred float64 values choose the candidates, differences decide among them; where more candidates lie
+    within the rounding of the products than are compared, differences search the whole row.
 
     Example:
         >>> nearest(torch.tensor([[0.9], [5.0]]), torch.tensor([[0.0], [1.0], [5.0]])).index.tolist()
         [1, 2]
     """
-    flat, others = items.flatten(1).float(), train.flatten(1).float()
-    norms = others.square().sum(1)
-    rows = max(1, _CHUNK // len(others))
-    index = torch.cat([(norms - 2 * part @ others.T).argmin(1) for part in flat.split(rows)])
-    # |b|^2 - 2ab loses digits near zero: the distance that is reported is that of the difference.
-    distance = (items.flatten(1).double() - train[index].flatten(1).double()).norm(dim=1)
-    return Nearest(distance, index)
+    flat, others = items.flatten(1).double(), train.flatten(1).double()
+    centre = others.mean(0)
+    centred = others - centre
+    norms = centred.square().sum(1)
+    most = min(_CANDIDATES, len(others))
+    found = []
+    for part in flat.split(max(1, _CHUNK // max(len(others), most * flat.shape[1]))):
+        own = part - centre
+        relative = norms - 2 * own @ centred.T  # the squared distance less |a|^2, to rounding
+        near, candidates = relative.topk(most, largest=False)
+        candidates = candidates.sort().values
+        distances, place = (part[:, None] - others[candidates]).norm(dim=2).min(1)
+        index = candidates.gather(1, place[:, None])[:, 0]
+        rounding = 4 * flat.shape[1] * torch.finfo(torch.float64).eps * (own.square().sum(1) + norms.max())
+        if most < len(others) and (unsure := near[:, -1] - near[:, 0] <= rounding).any():
+            distances[unsure], index[unsure] = distance(part[unsure], others).min(1)
+        found.append((distances, index))
+    return Nearest(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
 def smaller_than(found: Tensor, reference: Tensor) -> float:

@@ -73,7 +73,7 @@ class DeepKernelEnergy(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor | None = None, *, alpha: Tensor | None = None) -> Tensor:
         _check_event(self, x, cond)
-        squared = _squared_distance(self._phi(x), self._phi(self.points))
+        squared = _squared_distance(*_centred(self._phi(x), self._phi(self.points)))
         kernel = sum(rho * torch.exp(-c * squared) for rho, c in self._kernels())
         return self.confinement(x) - kernel @ (self.alpha if alpha is None else alpha)
 
@@ -98,8 +98,7 @@ class DeepKernelEnergy(nn.Module):
         count = len(directions)
         deep = propagate(self.features, Jet.line(x.repeat(count, 1), directions.flatten(0, 1))).triple()
         first, second = deep[1] + self.skip(directions.flatten(0, 1)), deep[2]
-        value = deep[0] + self.skip(x).repeat(count, 1)  # (M B, hidden)
-        centres = self._phi(self.points)
+        value, centres = _centred(deep[0] + self.skip(x).repeat(count, 1), self._phi(self.points))  # (M B, hidden)
         slope = 2 * ((value * first).sum(1, keepdim=True) - first @ centres.T)
         bend = 2 * (first.square() + value * second).sum(1, keepdim=True) - 2 * second @ centres.T
         slope, bend = slope.view(count, len(x), -1), bend.view(count, len(x), -1)
@@ -114,6 +113,12 @@ class DeepKernelEnergy(nn.Module):
     def _kernels(self):
         """(rho_r, 1/(2 scale_r^2)) for each kernel."""
         return zip(self.mixture.softmax(0), 0.5 * torch.exp(-2 * self.log_scales), strict=True)
+
+
+def _centred(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both less the mean of b, which no difference of the two notices: products of what lies far out lose digits."""
+    centre = b.detach().mean(0)
+    return a - centre, b - centre
 
 
 def _squared_distance(a: Tensor, b: Tensor) -> Tensor:

@@ -106,6 +106,8 @@ def test_levels():
     assert len(noise_levels(30.0, ratio=2.0)) < len(levels)
     x = torch.randn(70, 3, generator=seeded())
     assert largest_distance(x, chunk=16) == pytest.approx(float(torch.cdist(x, x).max()), rel=1e-5)
+    far = x.double() + 1e7  # no product of values out there holds a distance of this size
+    assert largest_distance(far, chunk=16) == pytest.approx(largest_distance(x), rel=1e-5)
     for wrong in ((0.01, 0.01), (1.0, -1.0)):
         with pytest.raises(ValueError, match="0 < smallest < largest"):
             noise_levels(*wrong)

@@ -45,3 +45,21 @@ def test_classes():
     assert found["confusion"] == [[1, 1, 0], [0, 1, 0], [0, 0, 1]]
     assert [each["accuracy"] for each in found["per_class"]] == [0.5, 1.0, 1.0]
     assert found["per_class"][1]["name"] == "b" and wilson(0, 0) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("offset, scale", [((2000.0, 5e4), (1.0, 1.0)), ((1e8, 0.0), (1.0, 1.0)),
+                                           ((0.0, 3e9), (1e9, 1e-3))], ids=["offsets", "far", "unlike scales"])
+def test_copies_are_found_wherever_the_data_lie(offset, scale):
+    generator = torch.Generator().manual_seed(0)
+    train = torch.randn(300, 2, generator=generator, dtype=torch.float64) * torch.tensor(scale) + torch.tensor(offset)
+    train = torch.cat([train, train[:1] + torch.tensor([0.0, 1e-3])])  # two that are all but equal
+    found = nearest(train[:100], train)
+    assert found.distance.tolist() == [0.0] * 100 and found.index.tolist() == list(range(100))
+
+
+def test_many_equal_training_items_and_many_all_but_equal_ones_are_searched_whole():
+    train = torch.tensor([[1e9, 0.0]], dtype=torch.float64).repeat(40, 1)
+    train[:, 1] = torch.arange(40) * 1e-6  # beside 1e9 no product of float64 holds these
+    items = torch.cat([train[[17]], train[[3]] + torch.tensor([1e8, 0.0]), train[[39]]])
+    found = nearest(items, torch.cat([train, -train]))
+    assert found.index[[0, 2]].tolist() == [17, 39] and found.distance.tolist() == [0.0, 1e8, 0.0]

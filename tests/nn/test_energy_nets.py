@@ -170,3 +170,19 @@ def test_errors():
         UNetEnergy((1, 4, 4), form="sum")
     with pytest.raises(ValueError, match=r"vectors \(D,\)"):
         DeepKernelEnergy((1, 4, 4))
+
+
+def test_the_deep_kernel_keeps_its_digits_where_features_lie_far_out():
+    torch.manual_seed(0)
+    net = DeepKernelEnergy((4,), inducing=50, hidden=8)
+    net.alpha.normal_()
+    x, v = torch.randn(64, 4), torch.randn(64, 4)
+    with torch.no_grad():
+        net.skip.weight.normal_(std=0.3)
+        truth = [part.detach() for part in (net.double()(x.double()), *net.kernel_jet(x.double(), v.double()))]
+        net.float()
+        bias = [module for module in net.features.modules() if hasattr(module, "bias")][-1].bias
+        bias += 3e3  # a shift of all features, to which distances are blind
+        found = [net(x), *net.kernel_jet(x, v)]
+    for one, true in zip(found, truth, strict=True):
+        assert (one - true).abs().max() < 2e-2 * (1 + true.abs().max()), (one - true).abs().max()
