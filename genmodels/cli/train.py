@@ -49,6 +49,7 @@ def run(
     from genmodels.training.dashboards import LearnedDensity, NoiseLevels
     from genmodels.training.loggers import LoggerOptions, close, log_config, run_id_of
     from genmodels.training.loss_profile import LossProfile
+    from genmodels.training.resume import check_same
     from genmodels.training.stream import initial_batch, training_stream
     from genmodels.training.trainer import TrainerOptions
 
@@ -78,11 +79,12 @@ def run(
     name = f"{network.family}-{datamodule.spec.name}"
     root = Path("runs")
     header: dict = {}
+    changed: list[str] = []
     if resume is not None:
         path = parts.find_resume(root, name, run_dir, resume)
         header = read_header(path)
         try:
-            parts.check_same(header, config, path)
+            changed = check_same(header, config, path)
         except InputError as error:
             from genmodels.cli.words import how_to_resume
 
@@ -100,7 +102,8 @@ def run(
         parts.say(
             f"{network.family} with {millions:.2f} M parameters on {datamodule.spec.name} "
             f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
-            + (f", resumed at step {done}" if resume else "")
+            + (f", resumed at step {done}" if resume else ""),
+            *changed,
         )
         before = steps
         if resume is None:

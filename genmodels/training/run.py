@@ -133,32 +133,6 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
     return path
 
 
-# What changes where the data lie or how fast they come, not what is learnt from them.
-_FREE = {"data.num_workers", "data.root", "data.download"}
-
-
-def check_same(header: dict, config: dict, path: Path) -> None:
-    """Refuse to resume under another model, other data or another seed: it would not be the same run.
-
-    Raises:
-        InputError: naming the first key that differs and both values.
-    """
-    for part in ("model", "data", "seed"):
-        then, now = _flat(header["config"].get(part), part), _flat(config.get(part), part)
-        for key in dict.fromkeys([*then, *now]):
-            if key not in _FREE and then.get(key) != now.get(key):
-                was, given = (f"is {d[key]!r}" if key in d else "is not set" for d in (then, now))
-                raise InputError(
-                    f"resume: {key} {was} in {path} but {given} here; a resumed run keeps its model, data and seed"
-                )
-
-
-def _flat(node, prefix: str) -> dict:
-    if not isinstance(node, dict):
-        return {prefix: node}
-    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}").items()}
-
-
 class Log:
     """Messages of Python's logging and warnings go to log.txt of the run folder, not to the terminal."""
 

@@ -86,21 +86,6 @@ def test_resume_finds_the_newest_run_a_folder_or_a_file(monkeypatch):
         run.find_resume(Path("runs"), "b", None, "last")
 
 
-SAME = {"model": {"_target_": "x", "net": {"channels": 8}}, "data": {"root": "/a", "num_workers": 0}, "seed": 0}
-
-
-def test_only_the_same_run_is_resumed():
-    header = {"config": SAME}
-    run.check_same(header, {**SAME, "trainer": {"max_steps": 9}}, Path("c"))
-    run.check_same(header, {**SAME, "data": {"root": "/elsewhere", "num_workers": 4}}, Path("c"))
-    for change, said in (
-        ({"seed": 1}, "seed is 0 in c but is 1 here"),
-        ({"model": {"_target_": "x", "net": {"channels": 9}}}, "model.net.channels is 8"),
-        ({"model": {"_target_": "x"}}, "model.net.channels is 8 in c but is not set here"),
-        ({"data": {**SAME["data"], "batch_size": 3}}, "data.batch_size is not set in c but is 3"),
-    ):
-        with pytest.raises(InputError, match=said):
-            run.check_same(header, {**SAME, **change}, Path("c"))
 def test_the_time_of_training_adds_up_over_resumes(tmp_path):
     assert run.training_time(tmp_path) == 0
     run.add_training_time(tmp_path, 2.5)
