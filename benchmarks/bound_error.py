@@ -45,8 +45,8 @@ def judged(model, parts: list, **options) -> tuple[float, float | None, float]:
         found = Likelihood.concatenate([model.log_likelihood(batch, **options) for batch in parts])
     seconds = time.perf_counter() - began
     if found.levels is None:
-        return -found.mean_nats(), found.se_mc_nats(), seconds
-    return found.mean_bits_per_dim(), found.se_mc_bits_per_dim(), seconds
+        return -found.mean_nats(), found.standard_error("nats").draws, seconds
+    return found.mean_bits_per_dim(), found.standard_error("bits_per_dim").draws, seconds
 
 
 def slope(draws: list[int], errors: list[float]) -> float:

@@ -78,7 +78,7 @@ def judge(folder: Path, given: argparse.Namespace) -> dict:
     indices = None if given.items is None else torch.arange(given.items)
     parts = [model.log_likelihood(batch, draws=given.draws) for batch in data.loader("test", 256, indices)]
     found = Likelihood.concatenate(parts)
-    row = {"bits_per_dim": found.mean_bits_per_dim(), "se_data": found.se_data_bits_per_dim()}
+    row = {"bits_per_dim": found.mean_bits_per_dim(), "se_data": found.standard_error("bits_per_dim").total}
     row |= {name: float(nats.mean() / (model.spec.dims * np.log(2))) for name, nats in found.parts.items()}
     test = pixels([batch.x for batch in data.loader("test", 2048)])
     if given.data == "digits":

@@ -54,6 +54,32 @@ class Profile:
         return self if other == 0 else self + other
 
 
+@dataclass(frozen=True)
+class StandardError:
+    """The standard error of a mean over items, in independent parts.
+
+        total^2 = items^2 + draws^2 + log_z^2
+
+    Arguments:
+        items: what other items would change; holds the draws too where these are not known apart.
+        draws: what other draws for the same items would change, or None.
+        log_z: error of the constant that all items share, which no number of items makes smaller.
+
+    Example:
+        >>> StandardError(0.3, 0.4, 1.2).total
+        1.3
+    """
+
+    items: float
+    draws: float | None = None
+    log_z: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The standard error."""
+        return math.hypot(self.items, self.draws or 0.0, self.log_z)
+
+
 @dataclass
 class Likelihood:
     """Log-likelihoods of a set of examples, with all that is needed to compare them.
@@ -72,7 +98,7 @@ class Likelihood:
 
     Example:
         >>> l = Likelihood(torch.tensor([-1800.0, -2000.0, -2200.0]), "lower_bound", 784, 256)
-        >>> round(l.mean_bits_per_dim(), 10), round(l.se_data_bits_per_dim(), 10)
+        >>> round(l.mean_bits_per_dim(), 10), round(l.standard_error("bits_per_dim").total, 10)
         (3.6803444921, 0.2124847883)
     """
 
@@ -134,44 +160,30 @@ class Likelihood:
             return None
         return float(bits_per_dim(self.nats.sum(), self.dims.sum(), self.levels))
 
-    def se_data_nats(self) -> float | None:
-        """Standard error of the mean over examples: std (n - 1) / sqrt(N); holds data and draws."""
-        if len(self.nonfinite) or len(self) < 2:
-            return None
-        return float(self.nats.std(unbiased=True) / math.sqrt(len(self)))
+    def standard_error(self, unit: str = "nats") -> StandardError | None:
+        """The standard error of the mean in its parts; None when it is not known, with one item or values not finite.
 
-    def se_data_nll_per_dim(self) -> float | None:
-        """Standard error of `mean_nll_per_dim`, a ratio of two sums: items that are long have no part in it by that.
+        S^2, the variance of the values over items, is that of the items and of the draws for them together: what is
+        left of S^2/N beside the error of the draws is that of the items. In units per dimension the mean is a ratio of
+        two sums, of which items that are long have no part by that:
 
-            se^2 = sum_i (n_i - r d_i)^2 / (N (N - 1)) / mean(d)^2,    r = sum n / sum d
+            S^2 = sum_i (n_i - r d_i)^2 / (N - 1) / mean(d)^2,   r = sum n / sum d
 
-        With items of one size it is `se_data_nats` over that size.
+        Arguments:
+            unit: `nats` of an item, `nats_per_dim` or `bits_per_dim`.
         """
         if len(self.nonfinite) or len(self) < 2:
             return None
-        dims = self.dims.double()
-        rest = self.nats - self.nats.sum() / dims.sum() * dims
-        return float(rest.square().sum().div(len(self) * (len(self) - 1)).sqrt() / dims.mean())
-
-    def se_mc_nats(self) -> float | None:
-        """Standard error of the mean of these same examples from the draws alone: sqrt(sum stderr^2) / N."""
-        if self.stderr is None:
-            return None
-        return float(self.stderr.square().sum().sqrt() / len(self))
-
-    def _in_bits(self, nats: float | None) -> float | None:
-        if nats is None or self.levels is None:
-            return None
-        return nats / (float(self.dims.double().mean()) * math.log(2))
-
-    def se_data_bits_per_dim(self) -> float | None:
-        """`se_data_nll_per_dim` in bits."""
-        error = self.se_data_nll_per_dim()
-        return None if error is None or self.levels is None else error / math.log(2)
-
-    def se_mc_bits_per_dim(self) -> float | None:
-        """`se_mc_nats` in bits/dim."""
-        return self._in_bits(self.se_mc_nats())
+        dims, n = self.dims.double(), len(self)
+        rest = self.nats - (self.nats.mean() if unit == "nats" else self.nats.sum() / dims.sum() * dims)
+        both = float(rest.square().sum()) / (n - 1) / n
+        draws = None if self.stderr is None else float(self.stderr.square().sum()) / n**2
+        items = both if draws is None else max(0.0, both - draws)
+        shared = (self.made.get("log_z_stderr") or 0.0) if self.kind == "ais" else 0.0
+        size = float(dims.mean())
+        scale = {"nats": 1.0, "nats_per_dim": size, "bits_per_dim": size * math.log(2)}[unit]
+        return StandardError(math.sqrt(items) / scale, None if draws is None else math.sqrt(draws) / scale,
+                             shared / scale)
 
     @classmethod
     def concatenate(cls, parts: list[Likelihood]) -> Likelihood:

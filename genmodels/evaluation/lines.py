@@ -155,21 +155,19 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
     """
     discrete, made = spec.levels is not None, likelihood.made
     scale = float(likelihood.dims.double().mean()) * math.log(2) if discrete else 1.0
-    mean, se_data, se_mc = likelihood.mean_nats(), likelihood.se_data_nats(), likelihood.se_mc_nats()
-    shared = made.get("log_z_stderr") if likelihood.kind == "ais" else None
-    if shared is not None and se_data is not None:
-        se_data = math.hypot(se_data, shared)  # one constant for all items: no mean makes its error small
+    mean = likelihood.mean_nats()
     value = None if mean is None else -mean / scale
     found: dict = {"label": _label(likelihood, label), "kind": likelihood.kind, "mark": likelihood.mark,
                    "unit": "bits_per_dim" if discrete else "nats", "mean_nats": mean}
     if spec.mel is not None:  # lengths differ: only the mean over cells can be compared
         found["unit"], scale = "nats_per_dim", float(likelihood.dims.double().mean())
-        error = likelihood.se_data_nll_per_dim()
-        se_data = None if error is None else error * scale
     numbers = {"bits_per_dim" if discrete else "nll": value}
     if not discrete:
         numbers["nll_per_dim"] = likelihood.mean_nll_per_dim()
-    numbers |= {"se_data": _over(se_data, scale), "se_mc": _over(se_mc, scale)}
+    error = likelihood.standard_error(found["unit"])
+    numbers |= {"se_data": None, "se_items": None, "se_mc": None} if error is None else {
+        "se_data": error.total, "se_items": error.items, "se_mc": error.draws}
+    shared = made.get("log_z_stderr") if likelihood.kind == "ais" else None
     if shared is not None:
         numbers["se_log_z"] = shared / scale
         found["optimistic"] = True
@@ -204,7 +202,8 @@ def paired_gap(likelihood: Likelihood, spec: DataSpec, x: torch.Tensor | None) -
     if x is None or not spec.name.startswith("toy_"):
         return {}
     gaps = density(spec.name).log_prob(x.double()) - likelihood.nats
-    return {"kl_paired": float(gaps.mean()), "se_gap": float(gaps.std() / math.sqrt(len(gaps)))}
+    shared = (likelihood.made.get("log_z_stderr") or 0.0) if likelihood.kind == "ais" else 0.0
+    return {"kl_paired": float(gaps.mean()), "se_gap": math.hypot(gaps.std() / math.sqrt(len(gaps)), shared)}
 
 
 def faults(found: dict) -> list[str]:
@@ -280,7 +279,3 @@ def _label(likelihood: Likelihood, label: str) -> str:
 def _told(likelihood: Likelihood, rows: torch.Tensor) -> list[dict]:
     index = torch.arange(len(likelihood)) if likelihood.index is None else likelihood.index
     return [{"index": int(index[i]), "nats": float(likelihood.nats[i])} for i in rows]
-
-
-def _over(value: float | None, scale: float) -> float | None:
-    return None if value is None else value / scale

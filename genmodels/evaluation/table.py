@@ -15,6 +15,7 @@ from genmodels.errors import InputError
 from genmodels.evaluation.audit import audit_notes
 from genmodels.evaluation.report import about_log_z, with_error
 from genmodels.evaluation.speech_stage import spoken_notes
+from genmodels.report.view import gap_of, parts_of_error
 
 COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Frechet", "precision",
            "recall", "evaluations", "samples/s"]
@@ -254,7 +255,7 @@ def _notes(table: dict, rank: str) -> list[str]:
         notes["<= means: the true value is at most this"] = None
     if "upper_bound" in kinds:
         notes[">= means: the true value is at least this"] = None
-    notes["in brackets: one standard error over the items, in the last digits shown"] = None
+    notes["in brackets: one standard error, in the last digits shown"] = None
     return rankings + list(notes)
 
 
@@ -267,16 +268,20 @@ def _on_line(line: dict) -> list[str]:
     if line.get("bracket", {}).get("upper") is not None:
         sides = line["bracket"]
         notes.append(f"optimistic: between {sides['lower']:.4f} and {sides['upper']:.4f}")
-    if line.get("se_mc") is not None:
-        notes.append(f"of the error, {line['se_mc']:.4f} comes from the draws alone")
+    parts = parts_of_error(line)
+    if len(parts) > 1:
+        notes.append(f"the error {line['se_data']:.4f} adds up, in squares, from "
+                     + ", ".join(f"{part:.4f} of {name}" for name, part in parts.items()))
     if line.get("class_cost") is not None and value_of(line) is not None:
         at_most = "at most " if line["kind"] in ("exact", "lower_bound") else "about at most "
         notes.append(f"given the class; of items alone, classes drawn evenly, {at_most}"
-                     f"{value_of(line) + line['class_cost']:.4f} {UNITS[line['unit']]}")
+                     f"{with_error(value_of(line) + line['class_cost'], line.get('se_data'))} {UNITS[line['unit']]}")
     if line.get("kl_gap") is not None:
         bound = {"exact": "", "lower_bound": " at most"}.get(line["kind"], " about")
-        error = f" (paired {line['kl_paired']:.4f} +- {line['se_gap']:.4f})" if "kl_paired" in line else ""
-        notes.append(f"exact entropy {line['entropy']:.4f} nats: KL gap{bound} {line['kl_gap']:.4f} nats{error}")
+        gap, error = gap_of(line)
+        error = "" if error is None else f" +- {error:.4f}"
+        paired = " (paired with the true density on these items)" if "kl_paired" in line else ""
+        notes.append(f"exact entropy {line['entropy']:.4f} nats: KL gap{bound} {gap:.4f}{error} nats{paired}")
     return notes
 
 

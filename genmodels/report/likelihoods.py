@@ -12,9 +12,11 @@ from genmodels.report.view import (
     UNITS,
     Model,
     facts,
+    gap_of,
     grouped,
     listing,
     number,
+    parts_of_error,
     typeset,
     unit_of,
     with_error,
@@ -184,9 +186,14 @@ def _items(model: Model, which: str, entries: list[dict]) -> Markup:
     return tag("figure", tag("figcaption", f"{which} likely ({unit})"), tag("ul", *shown, class_="items"))
 
 
+def _parts(line: dict) -> str:
+    parts = parts_of_error(line)
+    return ", ".join(f"{number(part)} {name}" for name, part in parts.items()) if len(parts) > 1 else ""
+
+
 def recipes(models: list[Model]) -> Markup | None:
     """Every likelihood with its kind, errors and how it was made."""
-    columns = ["model", "kind", "value", "error of the draws", "KL gap", "bracket", "items", "not finite", "parts",
+    columns = ["model", "kind", "value", "parts of the error", "KL gap", "bracket", "items", "not finite", "parts",
                "weights", "how it was made", "seconds"]
     rows = []
     for model in models:
@@ -196,7 +203,7 @@ def recipes(models: list[Model]) -> Markup | None:
             bracket = line.get("bracket") or {}
             rows.append([
                 f"{model.name}: {line['label']}" if line.get("label") else model.name, line["kind"].replace("_", " "),
-                with_mark(line), number(line.get("se_mc")), with_error(line.get("kl_gap"), line.get("se_gap")),
+                with_mark(line), _parts(line), with_error(*gap_of(line)),
                 f"{number(bracket.get('lower'))} to {number(bracket.get('upper'))}" if bracket else "",
                 number(line.get("n")), number(line.get("nonfinite") or None),
                 ", ".join(f"{name} {value:.1f}" for name, value in (line.get("parts_nats") or {}).items()),

@@ -166,6 +166,24 @@ def with_mark(line: dict) -> str:
     return f"{KINDS[line['kind']][2]} {value:.4f}{spread} {unit_of(line)}"
 
 
+def parts_of_error(line: dict) -> dict[str, float]:
+    """What the standard error of a line is made of, as far as it is known: the squares of the parts add up.
+
+    Example:
+        >>> parts_of_error({"se_data": 0.5, "se_items": 0.4, "se_mc": 0.3})
+        {'the items': 0.4, 'the draws': 0.3}
+    """
+    names = {"se_items": "the items", "se_mc": "the draws", "se_log_z": "log Z"}
+    return {name: line[key] for key, name in names.items() if line.get(key) is not None}
+
+
+def gap_of(line: dict) -> tuple[float | None, float | None]:
+    """The KL gap to the true density and its standard error: paired item by item where that density is known."""
+    if "kl_paired" in line:
+        return line["kl_paired"], line["se_gap"]
+    return line.get("kl_gap"), line.get("se_data")
+
+
 def typeset(words: str) -> str:
     """Words of the terminal with the marks of the page, which stay on the line of what they mark.
 

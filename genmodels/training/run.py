@@ -205,11 +205,11 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
 def _figure(model: GenerativeModel, name: str) -> str:
     """A figure of the last validation; of a likelihood its kind too, and its error over items and draws."""
     value, found = model.figures[name], model.validated
-    errors = {"val/nll": "se_data_nats", "val/nll_per_dim": "se_data_nll_per_dim",
-              "val/bits_per_dim": "se_data_bits_per_dim"}
-    if found is None or name not in errors:
+    units = {"val/nll": "nats", "val/nll_per_dim": "nats_per_dim", "val/bits_per_dim": "bits_per_dim"}
+    if found is None or name not in units:
         return f"{name} {value:.4f}"
-    return f"{name} {found.mark} {with_error(value, getattr(found, errors[name])())}"
+    error = found.standard_error(units[name])
+    return f"{name} {found.mark} {with_error(value, None if error is None else error.total)}"
 
 
 def keep_freed_memory() -> None:

@@ -20,7 +20,7 @@ def test_bits_per_dim_by_hand():
     assert math.isclose(float(bits_per_dim(torch.tensor(-2000.0), 784, 256)), 3.6803444921, rel_tol=1e-10)
     result = made([-1800.0, -2000.0, -2200.0])
     assert math.isclose(result.mean_bits_per_dim(), 3.6803444921, rel_tol=1e-10)
-    assert math.isclose(result.se_data_bits_per_dim(), 0.2124847883, rel_tol=1e-9)
+    assert math.isclose(result.standard_error("bits_per_dim").total, 0.2124847883, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("levels", [2, 17, 256, 65536])
@@ -51,7 +51,8 @@ def test_batches_do_not_matter():
     ]
     joined = Likelihood.concatenate(parts).in_index_order()
     assert torch.equal(joined.nats, whole.nats) and torch.equal(joined.index, whole.index)
-    assert joined.se_mc_nats() == whole.se_mc_nats() == math.sqrt(50) / 50
+    assert joined.standard_error() == whole.standard_error()
+    assert whole.standard_error().draws == pytest.approx(math.sqrt(50) / 50)
 
 
 @pytest.mark.parametrize("index", [[0, 1, 1], [0, 1, 3]])
@@ -69,12 +70,12 @@ def test_unlike_results_are_not_joined(change):
 def test_a_value_that_is_not_finite_is_reported_never_dropped():
     result = made([-1.0, math.nan, -3.0], index=torch.tensor([4, 5, 6]))
     assert result.nonfinite.tolist() == [5]
-    assert result.mean_nats() is None and result.mean_bits_per_dim() is None and result.se_data_nats() is None
+    assert result.mean_nats() is None and result.mean_bits_per_dim() is None and result.standard_error() is None
 
 
 def test_continuous_data_have_no_bits_per_dim():
     result = made([-1.0, -2.0], levels=None, dims=2)
-    assert result.mean_nats() == -1.5 and result.se_data_bits_per_dim() is None
+    assert result.mean_nats() == -1.5 and result.standard_error().total == pytest.approx(0.5)
     with pytest.raises(ValueError, match="integer data"):
         result.mean_bits_per_dim()
 
@@ -100,12 +101,54 @@ def test_the_error_of_items_of_unlike_length_is_that_of_a_ratio():
     each = 0.3 + 0.05 * torch.randn(4000, 30, generator=generator, dtype=torch.float64)
     found = [Likelihood(-rate * size, "exact", size) for rate, size in zip(each, dims, strict=True)]
     values = torch.tensor([one.mean_nll_per_dim() for one in found])
-    stated = torch.tensor([one.se_data_nll_per_dim() for one in found])
+    stated = torch.tensor([one.standard_error("nats_per_dim").total for one in found])
     # A mean of 4,000 stated errors beside the deviation of 4,000 values, itself known to 1/sqrt(8000).
     assert float(stated.mean() / values.std()) == pytest.approx(1, abs=0.05)
-    assert Likelihood(-0.3 * dims[0].double(), "exact", dims[0]).se_data_nll_per_dim() == pytest.approx(0, abs=1e-9)
+    assert Likelihood(-0.3 * dims[0].double(), "exact", dims[0]).standard_error("nats_per_dim").total < 1e-9
     # Taking every item for one of mean length is seen.
-    planted = found[0].se_data_nats() / float(dims[0].double().mean())
+    planted = found[0].standard_error().total / float(dims[0].double().mean())
     assert planted > 3 * float(stated.mean())
     same = made([-100.0, -120.0, -90.0])
-    assert same.se_data_nll_per_dim() == pytest.approx(same.se_data_nats() / float(same.dims[0]))
+    assert same.standard_error("nats_per_dim").total == pytest.approx(same.standard_error().total / float(same.dims[0]))
+
+
+def estimates(spread: float, noise: float, n: int = 40, trials: int = 2000, replicates: int = 2) -> list[Likelihood]:
+    """Values of items of a known spread, each the mean of replicates with a noise of its own size, as bounds are."""
+    generator = torch.Generator().manual_seed(0)
+    size = noise * (0.5 + torch.rand(trials, n, 1, generator=generator, dtype=torch.float64))
+    drawn = -100 + spread * torch.randn(trials, n, 1, generator=generator, dtype=torch.float64)
+    drawn = drawn + size * torch.randn(trials, n, replicates, generator=generator, dtype=torch.float64)
+    errors = drawn.std(2) / math.sqrt(replicates)
+    return [made(values, stderr=error) for values, error in zip(drawn.mean(2), errors, strict=True)]
+
+
+@pytest.mark.parametrize("spread, noise", [(3.0, 0.5), (3.0, 3.0), (1.0, 8.0), (0.0, 2.0)])
+def test_the_parts_of_an_error_add_up_and_none_is_larger_than_the_whole(spread, noise):
+    """Against the spread of the mean over new items and draws, and against its known parts."""
+    found = estimates(spread, noise)
+    parts = [one.standard_error() for one in found]
+    for one in parts:
+        assert one.total == pytest.approx(math.hypot(one.items, one.draws)) and one.draws <= one.total
+    means = torch.tensor([one.mean_nats() for one in found], dtype=torch.float64)
+    total = torch.tensor([one.total**2 for one in parts]).mean().sqrt()
+    assert 0.95 * means.std() < total < 1.1 * means.std()  # where the items vanish the larger of two estimates is taken
+    size = noise * math.sqrt(13 / 12 / 2)  # of the mean of two draws; E (1/2 + U)^2 = 13/12
+    draws = math.sqrt(sum(one.draws**2 for one in parts) / len(parts))
+    assert draws == pytest.approx(size / math.sqrt(40), rel=0.05)
+    if spread >= noise:
+        items = math.sqrt(sum(one.items**2 for one in parts) / len(parts))
+        assert items == pytest.approx(spread / math.sqrt(40), rel=0.05)
+
+
+def test_without_replicates_the_draws_are_in_the_part_of_the_items():
+    known = estimates(3.0, 3.0)[0]
+    alone = made(known.nats).standard_error()
+    assert alone.draws is None and alone.total == alone.items == pytest.approx(float(known.nats.std() / math.sqrt(40)))
+
+
+def test_the_error_of_a_constant_is_shared_by_all_items():
+    values = torch.linspace(-2, 2, 101)
+    of = {"levels": None, "dims": 1}
+    without = made(values, kind="exact", **of).standard_error().total
+    error = made(values, kind="ais", made={"log_z_stderr": 0.4}, **of).standard_error()
+    assert error.log_z == 0.4 and error.total == pytest.approx(math.hypot(without, 0.4))

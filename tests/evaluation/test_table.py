@@ -20,7 +20,7 @@ def line(kind: str, nats: torch.Tensor, **more) -> dict:
     return {"kind": kind, "mark": {"exact": "=", "lower_bound": "<=", "ais": "~?", "ode": "~"}.get(kind, "-"),
             "unit": "bits_per_dim", "mean_nats": float(nats.mean()), "bits_per_dim": -float(nats.mean()) / scale,
             "se_data": float(nats.std()) / math.sqrt(len(nats)) / scale, "se_mc": None, "how": "", "made": {},
-            "values": "nats_0", "nonfinite": 0, **more}
+            "values": "nats_0", "nonfinite": 0} | more
 
 
 def report(path: str, *lines: dict, **data) -> dict:
@@ -74,7 +74,7 @@ def test_values_given_the_class_are_ranked_apart(monkeypatch):
     assert (group["kind"], group["given"], group["order"]) == ("lower_bound", "", [[1], [2]])
     assert any("another quantity" in note for note in table["notes"])
     at_most = -float(values[0].mean()) / DIMS / math.log(2) + math.log2(10) / DIMS
-    assert any(f"classes drawn evenly, at most {at_most:.4f} bits/dim" in note for note in table["notes"])
+    assert any(f"classes drawn evenly, at most {at_most:.4f}(" in note for note in table["notes"])
     # One ranking for both quantities is seen.
     monkeypatch.setattr("genmodels.evaluation.table.condition_of", lambda line: "")
     assert ranking()["ranking"][0]["order"] == [[0], [1], [2]]
@@ -136,6 +136,12 @@ def test_the_same_cells_in_every_form():
         assert row["cells"] == written
         assert all(cell in text and cell in markdown for cell in row["cells"])
     assert "<= means" in text and "reference on digits: uniform 4.0875 bits/dim" in text
+
+
+def test_the_parts_of_an_error_are_told_and_add_up():
+    error = {"se_data": 0.05, "se_items": 0.03, "se_mc": 0.04}
+    table = make_table([report("a", line("lower_bound", nats(-90), **error))], [{"nats_0": nats(-90)}])
+    assert "1: the error 0.0500 adds up, in squares, from 0.0300 of the items, 0.0400 of the draws" in table["notes"]
 
 
 def test_a_model_without_a_likelihood_has_no_number():
