@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HOTTEST = 1e6
 
 
 class InputError(ValueError):
@@ -22,6 +28,46 @@ class Interrupted(RunError):
     """Stopped from outside (Ctrl-C, SIGTERM) after saving what there was. Exit code 130."""
 
     exit_code = 130
+
+
+class NotFinite(RunError):
+    """A sample that is not finite, and so is no value of the data; `row` is its place in the batch."""
+
+    def __init__(self, row: int, name: str | None = None):
+        super().__init__(f"{name or f'row {row}'} is not finite: try more steps, a lower temperature, or ema=true")
+        self.row = row
+
+
+def require_finite_rows(x: Tensor) -> Tensor:
+    """x (B, *event) itself, where every value is finite: asked before a cast to integers, which would hide it.
+
+    Raises:
+        NotFinite: naming the first row that is not.
+    """
+    finite = x.isfinite()
+    if not bool(finite.all()):
+        raise NotFinite(int((~finite.flatten(1).all(1)).nonzero()[0, 0]))
+    return x
+
+
+def check_temperature(value: float, name: str = "temperature", *, positive: bool = False) -> None:
+    """Raise InputError for a temperature that is no number from 0 to a million, beyond which samples overflow.
+
+    Arguments:
+        value: what is asked for.
+        name: of the option.
+        positive: whether 0 is refused too.
+
+    Example:
+        >>> check_temperature(float("inf"))
+        Traceback (most recent call last):
+        ...
+        genmodels.errors.InputError: temperature must be a finite number from 0 to 1e+06, got inf
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 <= value <= _HOTTEST and not (positive and value == 0)):
+        kind = "positive number up to" if positive else "finite number from 0 to"
+        raise InputError(f"{name} must be a {kind} {_HOTTEST:g}, got {value!r}")
 
 
 @contextmanager

@@ -104,8 +104,10 @@ def run(
     """
     from pathlib import Path
 
-    from genmodels.errors import InputError
+    from genmodels.errors import InputError, check_temperature
 
+    if temperature is not None:
+        check_temperature(temperature)
     for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("start", start, 0), ("frames", frames, 2),
                               ("chunk", chunk, 1)):
         if value is not None and value < least:

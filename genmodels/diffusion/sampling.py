@@ -18,7 +18,7 @@ from torch import Tensor
 from genmodels.diffusion.masks import hide
 from genmodels.diffusion.parameterisation import Prediction
 from genmodels.diffusion.schedule import NoiseSchedule
-from genmodels.errors import InputError
+from genmodels.errors import InputError, check_temperature
 from genmodels.random import Generator, at_step, normal
 
 
@@ -108,7 +108,7 @@ def sample(
         start: (B, *event) at times[0], in place of noise.
         callback: called after each step as callback(number from 0, x, estimate of x_0).
 
-    Errors: times that do not decrease within [0, 1].
+    Errors: times that do not decrease within [0, 1]; a temperature below 0 or not finite.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, DPMSolverPP2MSampler, GaussianDenoiser, uniform_log_snr
@@ -123,6 +123,7 @@ def sample(
     times = times.detach().to("cpu", torch.float64)
     if times.dim() != 1 or len(times) < 2 or bool((times.diff() >= 0).any()) or times[0] > 1 or times[-1] < 0:
         raise InputError("the times of a sampler must decrease within [0, 1], at least two of them")
+    check_temperature(temperature)
     counted = _Counted(denoiser, mask)
     if start is None:
         x = temperature * normal(shape, at_step(generator, 0), dtype=dtype, device=device)

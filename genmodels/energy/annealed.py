@@ -9,7 +9,7 @@ from torch import Tensor
 
 from genmodels.energy.function import NoiseConditionalScore
 from genmodels.energy.kernels import noise_like
-from genmodels.errors import InputError
+from genmodels.errors import InputError, check_temperature
 from genmodels.random import Generator, at_step
 
 Callback = Callable[[int, Tensor], None]
@@ -49,7 +49,7 @@ def annealed_langevin(
         start: (B, *event) in place of N(0, tau^2 sigma_1^2).
         callback: called after each level as callback(number from 0, x).
 
-    Errors: InputError for levels that do not decrease.
+    Errors: InputError for levels that do not decrease, a temperature below 0 or not finite.
     Source: Song and Ermon 2019, algorithm 1; the last step is technique 4 of Jolicoeur-Martineau et al. 2021.
 
     Example:
@@ -59,6 +59,7 @@ def annealed_langevin(
         [3.0, 3.0]
     """
     require_decreasing(sigmas)
+    check_temperature(temperature)
     x = _start(shape, temperature * sigmas[0], generator, start, dtype, device)
     smallest = sigmas[-1]
     c = 0.1 * smallest**2 if step is None else step

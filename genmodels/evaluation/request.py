@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from genmodels.errors import InputError
+from genmodels.errors import InputError, check_temperature
 
 #: What there is to judge, in the order in which it is done.
 STAGES = ("likelihood", "audit", "ood", "fidelity", "cost", "proofs", "sweeps")
@@ -74,8 +74,7 @@ class Request:
                 raise InputError(f"{key} must be at least {least}, got {value}")
         if self.importance_samples is not None and not self.importance_samples:
             raise InputError("importance_samples=[] names no number: give for example importance_samples=[1,64]")
-        if self.temperature < 0:
-            raise InputError(f"temperature must not be negative, got {self.temperature}")
+        check_temperature(self.temperature)
         if self.ood_data and not self.ood:
             raise InputError("ood_data holds options of another data set: say which by ood=<name>")
         for stage in self.stages or ():

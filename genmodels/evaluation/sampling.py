@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from genmodels.data.spec import DataSpec
 from genmodels.data.utterances import joined
-from genmodels.errors import InputError, RunError, refusals
+from genmodels.errors import InputError, NotFinite, refusals, require_finite_rows
 from genmodels.evaluation.pictures import columns_for, grid, images_of, picture_of
 from genmodels.training.archive import write_whole
 
@@ -50,11 +50,12 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
                 bar.update(before + done - bar.n)
 
             hook = {"progress": report} if progress and tells else {}
-            with refusals():
-                part = model.sample(count, start=first, **options, **hook)
-            if part.x.is_floating_point() and not torch.isfinite(part.x).all():
-                bad = (~torch.isfinite(part.x)).flatten(1).any(1).nonzero()[0, 0]
-                raise RunError(f"sample {int(part.index[bad])} is not finite: try more steps, or ema=true")
+            try:
+                with refusals():
+                    part = model.sample(count, start=first, **options, **hook)
+                require_finite_rows(part.x)
+            except NotFinite as error:
+                raise NotFinite(error.row, f"sample {first + error.row}") from error
             parts.append(part)
     finally:
         if bar is not None:

@@ -8,27 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from genmodels.errors import check_temperature
 from genmodels.flows.bijection import Shape, as_shape, per_example
 from genmodels.flows.elementwise import bounded
 from genmodels.nn.blocks import hide
 from genmodels.random import Generator, normal, uniform
 
 _LIMIT = 10.0  # of a log-scale that is learned directly
-_HOTTEST = 1e6
-
-
-def check_temperature(temperature: float) -> None:
-    """Raise ValueError for a temperature that is no number from 0 to a million, beyond which samples overflow.
-
-    Example:
-        >>> check_temperature(math.inf)
-        Traceback (most recent call last):
-        ...
-        ValueError: temperature must be a finite number from 0 to 1e+06, got inf
-    """
-    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not (number and 0 <= temperature <= _HOTTEST):
-        raise ValueError(f"temperature must be a finite number from 0 to {_HOTTEST:g}, got {temperature!r}")
 
 
 class Distribution(nn.Module):

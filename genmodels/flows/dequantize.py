@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from genmodels.errors import require_finite_rows
 from genmodels.flows.bijection import Bijection, Shape, per_example
 from genmodels.nn.blocks import hide
 from genmodels.nn.condition import Condition, require_condition
@@ -80,10 +81,14 @@ class Dequantize(nn.Module):
         return ((self._integers(x).double() + 0.5) / self.levels).to(self.low.dtype)
 
     def to_levels(self, v: Tensor) -> Tensor:
-        """The integers whose cells hold `v`, uint8 where they fit and int64 else; clamp(floor(L v), 0, L - 1)."""
+        """The integers whose cells hold `v`, uint8 where they fit and int64 else; clamp(floor(L v), 0, L - 1).
+
+        Raises:
+            NotFinite: where a row of v is not finite.
+        """
         kind = torch.uint8 if self.levels <= 256 else torch.int64
         # In float64 the product with a float32 number is exact, so that cells end where the clamp of v ends them.
-        return (v.double() * self.levels).floor().clamp(0, self.levels - 1).to(kind)
+        return (require_finite_rows(v).double() * self.levels).floor().clamp(0, self.levels - 1).to(kind)
 
     def initialize(
         self,

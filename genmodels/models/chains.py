@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from genmodels.energy import HMC, KERNELS, AnnealedImportanceSampling, EnergyFunction, GaussianBase, Start, run_chains
+from genmodels.errors import check_temperature
 from genmodels.flows.boundary import one_of
 from genmodels.models.normaliser import inverse_mass
 from genmodels.random import KeyedGenerator
@@ -49,13 +49,12 @@ def check_tempering(inverse_temperature: float, temperature: float = 1.0) -> Non
         ValueError: temperature=0.5 is a factor on the noise of flows and diffusion; this model samples p^beta by \
 inverse_temperature=beta (what was p^(1/T) by temperature=0.5 is inverse_temperature=2)
     """
+    check_temperature(temperature)
+    check_temperature(inverse_temperature, "inverse_temperature", positive=True)
     if temperature != 1:
-        known = temperature > 0 and math.isfinite(temperature)
-        former = f" (what was p^(1/T) by {temperature=:g} is inverse_temperature={1 / temperature:g})" if known else ""
+        former = temperature and f" (what was p^(1/T) by {temperature=:g} is inverse_temperature={1 / temperature:g})"
         raise ValueError(f"{temperature=:g} is a factor on the noise of flows and diffusion; this model samples p^beta "
-                         f"by inverse_temperature=beta{former}")
-    if not 0 < inverse_temperature < math.inf:
-        raise ValueError(f"inverse_temperature must be a positive number, beta of p^beta, got {inverse_temperature}")
+                         f"by inverse_temperature=beta{former or ''}")
 
 
 class Sampler:

@@ -12,7 +12,7 @@ from genmodels.data.spec import Batch, DataSpec
 from genmodels.diffusion import PARAMETERISATIONS, Denoiser
 from genmodels.diffusion.decoder import DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.masks import event_size, hide, spread
-from genmodels.errors import InputError
+from genmodels.errors import InputError, require_finite_rows
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import construct
 from genmodels.models.diffusion_bound import DiffusionBound
@@ -136,10 +136,14 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         return (x.to(self.location.dtype) - self.location) / self.scale
 
     def decode(self, x: Tensor) -> Tensor:
-        """The inverse of `encode`; integers are rounded and clipped to their range."""
+        """The inverse of `encode`; integers are rounded and clipped to their range.
+
+        Raises:
+            NotFinite: for integers, where x is not finite.
+        """
         if self.spec.levels is not None:
             kind = torch.uint8 if self.spec.levels <= 256 else torch.int64
-            return to_levels(x, self.spec.levels).to(kind)
+            return to_levels(require_finite_rows(x), self.spec.levels).to(kind)
         return x * self.scale + self.location
 
     def _filled(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:

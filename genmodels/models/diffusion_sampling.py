@@ -20,6 +20,7 @@ from genmodels.diffusion import (
     times_from,
 )
 from genmodels.diffusion import sample as run_sampler
+from genmodels.errors import check_temperature
 from genmodels.flows.multiscale import Latents
 from genmodels.models.base import Samples
 from genmodels.models.diffusion_course import DiffusionCourse, SamplerName
@@ -102,8 +103,7 @@ class DiffusionSampling(DiffusionCourse):
             progress: called after every step with the number of steps done and their total.
         """
         index = self.numbered(n, start)
-        if temperature < 0:
-            raise ValueError(f"temperature must not be negative, got {temperature}")
+        check_temperature(temperature)
         self._check_material(known, keep, edit, size)
         generator = KeyedGenerator(seed, index, "sample")
         name = sampler or ("dpmpp_2m" if known is None else "ddpm")

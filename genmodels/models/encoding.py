@@ -110,7 +110,7 @@ class Encoding(nn.Module):
         if self.dequantize is None:
             return y
         v = y if self.logit is None else self.logit.inverse(y)[0]
-        levels = self.dequantize.to_levels(v.clamp(0, 1))
+        levels = self.dequantize.to_levels(v)
         return levels.to(torch.uint8) if self.spec.levels <= 256 else levels
 
     def _continuous(self, x: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:

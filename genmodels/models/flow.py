@@ -12,9 +12,9 @@ from torch import Tensor
 from genmodels.data.base import spread_rows
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.energy.guards import require_continuous
-from genmodels.errors import InputError
+from genmodels.errors import InputError, check_temperature
 from genmodels.evaluation.likelihood import Likelihood
-from genmodels.flows.bases import BASES, check_temperature
+from genmodels.flows.bases import BASES
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.boundary import one_of
 from genmodels.flows.composition import Compose

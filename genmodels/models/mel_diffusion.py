@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -14,7 +13,7 @@ from genmodels.diffusion import Denoiser
 from genmodels.diffusion import sample as run_sampler
 from genmodels.diffusion.decoder import Gaussian
 from genmodels.diffusion.masks import hide
-from genmodels.errors import InputError
+from genmodels.errors import InputError, check_temperature
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.flows.boundary import one_of
 from genmodels.flows.composition import Compose
@@ -212,14 +211,12 @@ class MelDiffusion(DiffusionTraining, DiffusionBound, DiffusionCourse, AlignedMo
         """The mean of every frame of the texts, and what the denoiser sees beside the noise.
 
         Raises:
-            ValueError: for a negative temperature.
-            InputError: for texts or durations that cannot be spoken.
+            InputError: for a temperature below 0 or not finite, texts or durations that cannot be spoken.
         """
         frames, given = self.frames_of(seconds, asked, durations)
         said, voice = asked.said, core.voice(asked.said)
         with self.speakable(said, seconds):
-            if not 0 <= temperature < math.inf:
-                raise ValueError(f"temperature must be a number from 0 on, got {temperature}")
+            check_temperature(temperature)
             mean = core.tts.latent(said.tokens, said.mask, voice, generator=noise, temperature=0.0,
                                    speed=asked.speed(speed), frames=frames, durations=given)
         return mean, core.beside(mean.z, voice)

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from genmodels.errors import check_temperature
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose, Inverse
@@ -218,7 +219,7 @@ class GlowTTS(nn.Module):
             durations: whole frames (B, N) to use instead of predicted ones.
 
         Raises:
-            ValueError: for a speed that is not positive, a negative temperature, fewer frames than tokens.
+            ValueError: for a speed that is not positive, a temperature below 0 or not finite, fewer frames than tokens.
         """
         drawn = self.latent(tokens, text_mask, speaker, generator=generator, temperature=temperature, speed=speed,
                             frames=frames, durations=durations)
@@ -237,8 +238,7 @@ class GlowTTS(nn.Module):
         """What `sample` decodes, with the same arguments and errors: z = mu + temperature sigma eps of each frame."""
         if not bool((torch.as_tensor(speed) > 0).all()):
             raise ValueError(f"speed must be positive, got {speed}")
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature must be a number from 0 on, got {temperature}")
+        check_temperature(temperature)
         h, mu, log_sigma = self.encoder(tokens, text_mask, speaker)
         if durations is None:
             widths = hide((self.durations.frames(h, text_mask) / speed)[:, None], text_mask)[:, 0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, relu
 
+from genmodels.errors import check_temperature
 from genmodels.nn.attention.local_monotonic import LocalMonotonic
 from genmodels.nn.attention.scores import Additive, Location
 from genmodels.nn.attention.seq2seq import Keys, ScoredAttention, Stepwise
@@ -221,12 +222,13 @@ class Tacotron(nn.Module):
             threshold: probability of the stop from which on it is one.
 
         Raises:
-            ValueError: for a negative temperature, a threshold outside (0, 1), max_frames below 1.
+            ValueError: for a temperature below 0 or not finite, a threshold outside (0, 1), max_frames below 1.
         """
         most = torch.as_tensor(max_frames, device=tokens.device)
-        if temperature < 0 or not 0 < threshold < 1 or bool((most < 1).any()):
-            raise ValueError("temperature must not be negative, threshold lie in (0, 1) and max_frames be at least 1, "
-                             f"got {temperature}, {threshold} and {max_frames}")
+        check_temperature(temperature)
+        if not 0 < threshold < 1 or bool((most < 1).any()):
+            raise ValueError("threshold must lie in (0, 1) and max_frames be at least 1, "
+                             f"got {threshold} and {max_frames}")
         memory = self.remember(tokens, text_mask, speaker)
         state, frame = self.start(memory), memory.h.new_zeros(len(tokens), self.n_mels)
         limit = math.log(threshold / (1 - threshold))

@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.trainer.states import TrainerFn
 
-from genmodels.errors import Interrupted, RunError
+from genmodels.errors import Interrupted, NotFinite, RunError, require_finite_rows
 from genmodels.evaluation.pictures import columns_for, picture_of
 from genmodels.evaluation.sounding import sounds_of
 from genmodels.speech.mel import MelConfig
@@ -192,7 +192,11 @@ class SampleGrid(Callback):
         mode = pl_module.training
         try:
             samples = pl_module.sample(self._count(pl_module.spec), seed=0)
+            require_finite_rows(samples.x)
             further = pl_module.pictures()
+        except NotFinite as error:
+            pl_module.print(f"step {step}: sample {error.row} is not finite, so no samples are shown")
+            return
         finally:
             pl_module.train(mode)
         columns = columns_for(pl_module.spec, len(samples.x), samples.cond is not None)

@@ -21,10 +21,9 @@ def write_checkpoint(path: str | Path, state: dict) -> None:
         RunError: when the disk is full (the previous file is kept), or when the weights are not finite.
     """
     header = state["genmodels"]
-    for name, value in state["state_dict"].items():
-        if value.is_floating_point() and not torch.isfinite(value).all():
-            step, file_name = header.get("step"), Path(path).name
-            raise RunError(f"weight {name} is not finite at step {step}: {file_name} is not overwritten")
+    if (name := _nonfinite_weight(state)) is not None:
+        step, file_name = header.get("step"), Path(path).name
+        raise RunError(f"weight {name} is not finite at step {step}: {file_name} is not overwritten")
 
     def write(file) -> None:
         torch.save(state, file)
@@ -37,15 +36,25 @@ def read_checkpoint(path: str | Path, *, map_location="cpu", mmap: bool = False)
     """Read a checkpoint after its checksum has been tested; nothing in it is ever executed.
 
     Raises:
-        RunError: for a missing, cut, altered or foreign file, or one that holds more than tensors and plain types.
+        RunError: for a missing, cut, altered or foreign file, one that holds more than tensors and plain types, or
+            weights that are not finite.
     """
     archive.verify(path)
     try:
-        return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap or None)
+        state = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap or None)
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         what = f" ({found.group(1)})" if found else ""
         raise RunError(f"{path}: refused, it holds more than tensors and plain types{what}") from error
+    if (name := _nonfinite_weight(state)) is not None:
+        raise RunError(f"{path}: weight {name} is not finite, there is nothing to sample, evaluate or resume")
+    return state
+
+
+def _nonfinite_weight(state: dict) -> str | None:
+    """The name of the first weight that is not finite."""
+    weights = (state.get("state_dict") or {}).items()
+    return next((n for n, value in weights if value.is_floating_point() and not torch.isfinite(value).all()), None)
 
 
 class WholeFiles(CheckpointIO):

@@ -231,7 +231,7 @@ def test_speakers_by_name():
 @pytest.mark.parametrize("wrong, reason", [
     ({"sampler": "rk4"}, "sampler"), ({"steps": 9}, "steps must be at least 10 noise levels"),
     ({"sampler": "ddim", "steps": 13}, "steps must lie in 1..12"), ({"eta": 0.5}, "options of the other samplers"),
-    ({"temperature": -1.0}, "temperature"), ({"temperature": math.nan}, "temperature must be a number from 0 on"),
+    ({"temperature": -1.0}, "temperature"), ({"temperature": math.nan}, "temperature must be a finite number"),
     ({"seconds": 0.01}, "7 frames at least"),
 ])  # fmt: skip
 def test_what_cannot_be_sampled(wrong, reason):

@@ -120,6 +120,18 @@ def test_weights_that_are_not_finite_overwrite_nothing(pair):
     assert (pair / "last.ckpt").read_bytes() == before
 
 
+def test_weights_that_are_not_finite_are_not_read(tmp_path):
+    path, spoilt = tmp_path / "nan.ckpt", state(float("nan"))
+
+    def write(file):
+        torch.save(spoilt, file)
+        archive.seal(file, spoilt["genmodels"])
+
+    archive.write_whole(path, write)
+    with pytest.raises(RunError, match="nan.ckpt: weight w is not finite"):
+        read_checkpoint(path)
+
+
 def test_a_full_disk_loses_nothing(pair):
     script = f"""
         import resource, torch

@@ -1,0 +1,30 @@
+"""What happens beside the steps of a training."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from genmodels.data.spec import DataSpec
+from genmodels.models.ddpm import DDPM
+from genmodels.training.callbacks import SampleGrid
+
+SPECS = {"images": DataSpec("digits", (1, 8, 8), levels=17), "points": DataSpec("plane", (2,))}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_samples_that_are_not_finite_are_told_instead_of_shown(name, tmp_path, capsys):
+    options = {"images": {"channels": 8, "multipliers": [1], "blocks": 1}, "points": {"hidden": 8, "depth": 1}}[name]
+    model = DDPM(SPECS[name], net=options, num_steps=20, ema_decay=0.0)
+    trainer = model._trainer = SimpleNamespace(is_global_zero=True, loggers=[], progress_bar_callback=None)
+    grid = SampleGrid(tmp_path, 1, n=4)
+    grid.draw(trainer, model, 1)
+    assert len(list(tmp_path.rglob("*.png"))) == 1
+    with torch.no_grad():
+        next(model.core.parameters()).fill_(math.nan)
+    grid.draw(trainer, model, 2)
+    assert "step 2: sample 0 is not finite, so no samples are shown" in capsys.readouterr().out
+    assert len(list(tmp_path.rglob("*.png"))) == 1 and model.training
