@@ -56,12 +56,12 @@ def command(folder: Path, *words: str, base: list[str] = SMALL) -> list[str]:
 
 def train(folder: Path, *words: str, base: list[str] = SMALL) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command(folder, *words, base=base), capture_output=True, text=True, cwd=folder.parent, env=one_thread()
+        command(folder, *words, base=base), capture_output=True, text=True, cwd=folder.parent, env=on_cpu()
     )
 
 
-def one_thread() -> dict:
-    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def on_cpu() -> dict:
+    return os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def fingerprint(path: Path) -> str:
@@ -131,7 +131,7 @@ def test_killed_at_random_moments(straight, tmp_path, workers):
     stops, words = [], [option]
     for target in sorted(rng.sample(range(7, 50), 2)):
         with subprocess.Popen(
-            command(folder, *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()
+            command(folder, *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=tmp_path, env=on_cpu()
         ) as process:
             stops.append(kill_after(folder, process, target, extra=rng.uniform(0, 0.15)))
         words = [option, "resume=last"]
@@ -153,10 +153,10 @@ def test_the_fingerprint_sees_another_order_of_the_data(straight, tmp_path):
 def test_killed_at_the_end_of_an_epoch_then_stopped_by_a_signal(straight, tmp_path):
     """19 batches of 64 make an epoch of digits."""
     folder, rare = tmp_path / "run", "checkpoint.every_n_steps=19"
-    with subprocess.Popen(command(folder, rare), stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()) as run:
+    with subprocess.Popen(command(folder, rare), stderr=subprocess.PIPE, cwd=tmp_path, env=on_cpu()) as run:
         assert kill_after(folder, run, 19) in (19, 38)
     again = command(folder, "resume=last")
-    with subprocess.Popen(again, stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()) as run:
+    with subprocess.Popen(again, stderr=subprocess.PIPE, cwd=tmp_path, env=on_cpu()) as run:
         deadline = time.monotonic() + 120
         while read_header(folder / "last.ckpt", check=False)["step"] < 28 and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -175,7 +175,7 @@ def test_two_accumulated_batches_resume_too(tmp_path):
     whole = train(tmp_path / "whole", *words)
     assert whole.returncode == 0, whole.stderr
     folder = tmp_path / "run"
-    with subprocess.Popen(command(folder, *words), stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()) as process:
+    with subprocess.Popen(command(folder, *words), stderr=subprocess.PIPE, cwd=tmp_path, env=on_cpu()) as process:
         kill_after(folder, process, 6)
     again = train(folder, *words, "resume=last")
     assert again.returncode == 0, again.stderr
@@ -217,7 +217,7 @@ def stopped_once(tmp_path: Path, base: list[str], at: int, steps: int) -> None:
     assert whole.returncode == 0, whole.stderr
     folder = tmp_path / "run"
     begun = command(folder, base=base)
-    with subprocess.Popen(begun, stderr=subprocess.PIPE, cwd=tmp_path, env=one_thread()) as process:
+    with subprocess.Popen(begun, stderr=subprocess.PIPE, cwd=tmp_path, env=on_cpu()) as process:
         assert kill_after(folder, process, at) < steps
     again = train(folder, "resume=last", base=base)
     assert again.returncode == 0, again.stderr

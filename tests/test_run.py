@@ -51,7 +51,7 @@ def genmodels(command: str, *words: str, cwd: Path, code: int = 0) -> Done:
 
 def script(command: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
     """Run one of the scripts at the top of the repository as a user would."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, str(ROOT / f"{command}.py"), *words], capture_output=True, text=True, cwd=cwd, env=env
     )

@@ -375,7 +375,6 @@ def saturating_flow():
 
 def _train(rank: int, meet: str, out: str, parts, deaf: bool) -> None:
     """Two steps of one of two processes."""
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
     flow = set_memory(saturating_flow(), "inverse")
     if deaf:

@@ -58,6 +58,28 @@ def iterated_inverse(A: Tensor, iterations: int) -> Tensor:
     return Z
 
 
+def pseudo_inverse(A: Tensor) -> Tensor:
+    """The pseudo-inverse of square matrices, with derivatives as accurate as the inverse where they are regular.
+
+        dZ = -Z dA Z                                                    for regular A
+        dZ = -Z dA Z + Z Z^T dA^T (I - A Z) + (I - Z A) dA^T Z^T Z      else (constant rank)
+
+    The projections vanish for regular A, but not their rounding: it is multiplied by cond(A)^2 there.
+
+    Source: Golub and Pereyra 1973, equation 4.12.
+
+    Example:
+        >>> pseudo_inverse(torch.tensor([[[2.0, 0.0], [0.0, 4.0]], [[2.0, 0.0], [0.0, 0.0]]])).diagonal(dim1=1, dim2=2)
+        tensor([[0.5000, 0.2500],
+                [0.5000, 0.0000]])
+    """
+    with torch.no_grad():
+        regular = (torch.linalg.matrix_rank(A) == A.shape[-1])[..., None, None]
+    identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    inverse = torch.linalg.inv(torch.where(regular, A, identity))
+    return torch.where(regular, inverse, torch.linalg.pinv(torch.where(regular, identity, A)))
+
+
 def segments(valid: Tensor, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Which of `count` segments each valid position belongs to, as weights of a mean: `(B, count, L)`.
 
@@ -154,7 +176,12 @@ class Nystrom(AtOnce):
             q_there, k_there = q_mean.any(-1), k_mean.any(-1)[:, :, None]  # (B, 1, m), (B, 1, 1, m)
             middle = masked_softmax(qL @ kL.mT, k_there)
             middle = torch.where(q_there[..., None], middle, 0)  # an empty segment has neither row nor column
-            Z = torch.linalg.pinv(middle) if self.iterations is None else iterated_inverse(middle, self.iterations)
+            if self.iterations is None:
+                # Nothing reads the ones of segments that neither side has: they keep the matrix regular.
+                neither = ~(q_there[..., None] | k_there) & torch.eye(self.landmarks, dtype=torch.bool, device=q.device)
+                Z = pseudo_inverse(torch.where(neither, 1, middle))
+            else:
+                Z = iterated_inverse(middle, self.iterations)
             right = masked_softmax(qL @ k.mT, given.allowed) @ values
             return masked_softmax(q @ kL.mT, k_there) @ (Z @ right)
 

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from genmodels.nn.attention import Attention, Nystrom
-from genmodels.nn.attention.nystrom import iterated_inverse, nystrom, segments
+from genmodels.nn.attention import nystrom as nystrom_module
+from genmodels.nn.attention.nystrom import iterated_inverse, nystrom, pseudo_inverse, segments
 from tests.nn.attention.table import DOUBLE, draw, lengths, worst
+
+EPS = torch.finfo(DOUBLE).eps
 
 #: Queries times keys of two dimensions, five positions; printed by J. Tae (2021) on linear attention in Nystromformer.
 PUBLISHED = torch.tensor([
@@ -83,6 +86,47 @@ def test_with_a_landmark_for_every_position_it_is_attention():
     mask[1, 0, 7:] = False
     assert worst(full(x, mask=mask)[0], approximate(x, mask=mask)[0]) < 1e-10
     assert worst(full(x, x[:, :5])[0], approximate(x, x[:, :5])[0]) < 1e-10
+
+
+def gradient_error(scale, seed):
+    """Error of the gradients of the exact inverse, which are attention's, over eps * condition * largest gradient."""
+    full, approximate, x = pair(5, None, seed, dim=8)
+    x = (x[:1, :4] * scale).requires_grad_()  # a landmark more than positions
+    exact, found = (
+        torch.autograd.grad(module(x)[0].square().sum(), [x, *module.parameters()]) for module in (full, approximate)
+    )
+    projected = (project(x.detach()).unflatten(-1, (2, 4)) for project in (full.project_q, full.project_k))
+    q, k = (value.transpose(1, 2).detach() for value in projected)
+    condition = float(torch.linalg.cond((q @ k.mT / 2).softmax(-1)).max())
+    return max(map(worst, found, exact)) / (EPS * condition * max(float(g.abs().max()) for g in exact))
+
+
+def gradient_errors():
+    return max(gradient_error(scale, seed) for scale in (0.02, 0.1, 1, 2) for seed in range(4))
+
+
+def test_the_exact_inverse_has_the_gradients_of_attention():
+    """For conditions from 60 to 4e9, to the digits that each leaves; found: up to 4."""
+    assert gradient_errors() < 50
+
+
+def test_the_law_of_gradients_catches_the_square_of_the_condition(monkeypatch):
+    """Derivatives of `torch.linalg.pinv` contain terms of null spaces, whose rounding is multiplied by it."""
+    monkeypatch.setattr(nystrom_module, "pseudo_inverse", torch.linalg.pinv)
+    assert gradient_errors() > 1e4
+
+
+def test_the_derivatives_of_the_pseudo_inverse():
+    """Of regular and singular matrices together, to second order and in forward mode; at constant rank."""
+    a, b = draw(2, 4, 4).requires_grad_(), draw(2, 4, 4, seed=3).requires_grad_()
+    rank = (torch.arange(4) < torch.tensor([[4], [2]])).to(DOUBLE)[:, None]
+
+    def inverse(a, b):
+        return pseudo_inverse(a * rank @ b)
+
+    assert worst(inverse(a, b), torch.linalg.pinv(a * rank @ b)) < 1e-10
+    assert torch.autograd.gradcheck(inverse, (a, b), check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(inverse, (a, b), fast_mode=True)
 
 
 @torch.no_grad()

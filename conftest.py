@@ -1,4 +1,4 @@
-"""What all tests share: sane threads and a way to run commands as a user does."""
+"""What all tests and doctests share: threads, a cache, seeds, and a way to run commands as a user does."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parent
 
-# Before torch is imported anywhere: one thread, also in the processes that tests start; no windows.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("MPLBACKEND", "Agg")
+
+def limit_threads() -> None:
+    """One thread per process, or `GENMODELS_TEST_THREADS`, also in the processes that tests start.
+
+    Whatever the environment says of threads is replaced: several processes with all cores each wait for one another.
+    """
+    given = os.environ.get("GENMODELS_TEST_THREADS", "1")
+    if not (given.isascii() and given.isdigit() and int(given) > 0):
+        raise pytest.UsageError(f"GENMODELS_TEST_THREADS must be a number of threads from 1 on, got {given!r}")
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), given)
+    if "torch" in sys.modules:  # imported by a plugin: it has read the environment already
+        sys.modules["torch"].set_num_threads(int(given))
+
+
+limit_threads()
+os.environ.setdefault("MPLBACKEND", "Agg")  # no windows
 
 
 @pytest.fixture(scope="session", autouse=True)

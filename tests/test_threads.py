@@ -1,0 +1,53 @@
+"""A run of the tests has the threads it is given, and no others: here, in its workers, in what they start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+#: A plugin that imports torch before any conftest is read, and notes at the end what there is for it and for children.
+PROBE = """
+import os
+import torch
+
+def pytest_sessionfinish():
+    with open(os.environ["PROBE"], "a") as file:
+        file.write(f"{torch.get_num_threads()} {os.environ['OMP_NUM_THREADS']}\\n")
+"""
+
+
+def run_doctest(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
+    """pytest on one doctest of the package, with three threads asked for by the environment."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GENMODELS_TEST_"))}
+    env |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PROBE": str(folder / "threads"), "OMP_NUM_THREADS": "3"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "genmodels/errors.py"]
+    return subprocess.run(command, cwd=ROOT, env=env | environment, capture_output=True, text=True)
+
+
+def test_this_run_has_its_threads():
+    assert torch.get_num_threads() == int(os.environ.get("GENMODELS_TEST_THREADS", "1"))
+
+
+@pytest.mark.parametrize("words, environment, threads, processes", [
+    (["-n", "1"], {}, "1", 2),
+    ([], {"GENMODELS_TEST_THREADS": "2"}, "2", 1),
+])  # fmt: skip
+def test_one_thread_in_every_process_unless_told(words, environment, threads, processes, tmp_path):
+    """Though the environment says three, a plugin imports torch early, and no file of tests/ is among the arguments."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    done = run_doctest(tmp_path, "-p", "probe", *words, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "threads").read_text().splitlines() == [f"{threads} {threads}"] * processes
+
+
+@pytest.mark.parametrize("given", ["0", "two"])
+def test_a_number_of_threads_is_a_number(given, tmp_path):
+    done = run_doctest(tmp_path, GENMODELS_TEST_THREADS=given)
+    assert done.returncode == 4 and f"got {given!r}" in done.stderr and "Traceback" not in done.stderr
