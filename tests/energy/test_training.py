@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 
 import pytest
 import torch
@@ -51,10 +50,8 @@ def excess(model):
 @pytest.mark.parametrize("loss", [SlicedScoreMatchingVR(), SlicedScoreMatching(projections=4, projection_chunk=4)],
                          ids=["sliced_vr", "sliced"])  # fmt: skip
 def test_a_mixture_in_the_plane_is_learned(loss):
-    start = time.process_time()
     before, after = excess(train(loss, 0)), excess(train(loss, 700))
     assert after[0] < 0.1 < before[0] and after[1] < 0.2 * before[1]
-    assert time.process_time() - start < 60
 
 
 def test_law_catches_an_inverted_energy(monkeypatch):
