@@ -26,7 +26,8 @@ def pytest_sessionfinish():
 def run_doctest(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
     """pytest on one doctest of the package, with three threads asked for by the environment."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GENMODELS_TEST_"))}
-    env |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PROBE": str(folder / "threads"), "OMP_NUM_THREADS": "3"}
+    env |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PROBE": str(folder / "threads")}
+    env |= {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "genmodels/errors.py"]
     return subprocess.run(command, cwd=ROOT, env=env | environment, capture_output=True, text=True)
 
