@@ -1,4 +1,13 @@
-"""What is known of log Z from weighted chains."""
+"""What is known of log Z from weighted chains.
+
+E[log w] + log Z_q <= log Z bounds it from below, the mean of log w over reverse chains from above, and the logarithm of
+the mean weight estimates it. Each is a mean over few chains, so that each has an error of its own, and by these errors
+the estimate may lie beyond an upper bound that is close. The limits `least` and `most` hold all three together:
+
+    least = min over the three of (value - t se),    most = max over the three of (value + t se)
+
+with t the quantile 0.975 of Student's distribution for that many chains.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +15,17 @@ import math
 from dataclasses import dataclass
 
 import torch
+from scipy import stats
 from torch import Tensor
+
+_FEWEST = 20  # chains that must count: the error of log mean w holds from about here on, whatever the weights
+_SHARE = 0.05
+_DISAGREE = 3.0  # standard errors
 
 
 @dataclass(frozen=True)
 class LogPartition:
-    """An estimate of log Z between two bounds.
+    """An estimate of log Z between two bounds, each with its standard error over the chains.
 
     Arguments:
         log_z: log Z_q + log mean w, a lower bound in the mean, and close where the effective sample size is large.
@@ -26,8 +40,10 @@ class LogPartition:
     Example:
         >>> log_w = torch.tensor([0.0, 0.1, -0.1, 0.0], dtype=torch.float64)
         >>> found = LogPartition.of_weights(log_w, log_w + 0.2, 1.0, dims=2, steps=9, reverse="exact")
-        >>> round(found.lower, 4), round(found.log_z, 4), round(found.upper, 4), found.reliable
-        (1.0, 1.0025, 1.2, True)
+        >>> round(found.lower, 4), round(found.log_z, 4), round(found.upper, 4), found.note
+        (1.0, 1.0025, 1.2, 'unreliable: 4 of 4 chains count, at least 20 should: more chains=')
+        >>> round(found.least, 4), round(found.most, 4)
+        (0.8701, 1.3299)
     """
 
     log_z: float
@@ -72,24 +88,63 @@ class LogPartition:
         return None if self.upper is None else self.upper - self.lower
 
     @property
+    def least(self) -> float:
+        """The lower limit of log Z, at 97.5 % on its side."""
+        return min(value - error for value, error in self._spread())
+
+    @property
+    def most(self) -> float | None:
+        """The upper limit of log Z, at 97.5 % on its side; None without reverse chains."""
+        return None if self.upper is None else max(value + error for value, error in self._spread())
+
+    def _spread(self) -> list[tuple[float, float]]:
+        """Estimate and bounds, each with t times its standard error."""
+        t = float(stats.t.ppf(0.975, max(1, self.chains - 1)))
+        found = [(self.lower, self.lower_stderr), (self.log_z, self.stderr), (self.upper, self.upper_stderr)]
+        return [(value, t * error) for value, error in found if value is not None]
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the estimate is not above the upper bound by more than three standard errors of the difference."""
+        return self.upper is None or self.log_z - self.upper <= _DISAGREE * math.hypot(self.stderr, self.upper_stderr)
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why the estimate and its error cannot be relied on, and which option helps; empty where they can."""
+        few, allowed = f"{self.ess:.0f} of {self.chains} chains count", 1 + 0.02 * self.dims
+        doubts = [] if self.consistent else ["forward and reverse chains disagree: more densities="]
+        if self.ess < _SHARE * self.chains:
+            doubts.append(f"{few}, at least {_SHARE:.0%} should: more densities=")
+        elif self.ess < _FEWEST:
+            doubts.append(f"{few}, at least {_FEWEST} should: more chains=")
+        if self.width is None:
+            doubts.append("no upper bound")
+        elif not self.width <= allowed:
+            doubts.append(f"bounds {self.width:.2f} nats apart, at most {allowed:.2f} should be: more densities=")
+        return doubts
+
+    @property
     def reliable(self) -> bool:
-        """Whether the bracket is at most 1 + 0.02 D nats wide and at least 5 % of the chains count."""
-        narrow = self.width is not None and self.width <= 1 + 0.02 * self.dims
-        return narrow and self.ess >= 0.05 * self.chains
+        """Whether the estimate and its standard error can be relied on.
+
+        The two directions agree, the bounds are at most 1 + 0.02 D nats apart, and at least 20 and 5 % of the chains
+        count.
+        """
+        return not self.doubts
 
     @property
     def note(self) -> str:
         """What has to be said beside the number; empty where nothing has."""
-        notes = [] if self.reliable else ["unreliable"]
-        notes += ["no upper bound"] if self.reverse is None else []
+        notes = [f"unreliable: {'; '.join(self.doubts)}"] if self.doubts else []
         notes += ["reverse, approximate"] if self.reverse == "approximate" else []
         return "; ".join(notes)
 
     def made(self) -> dict[str, float | int | str | bool | None]:
         """Plain values for a `Likelihood` and for reports."""
-        names = ("log_z", "stderr", "lower", "lower_stderr", "upper", "upper_stderr", "ess", "chains", "steps", "grid",
-                 "kernel", "acceptance", "reverse", "reliable", "note")  # fmt: skip
-        return {f"log_z_{n}" if n in ("stderr", "lower", "upper") else n: getattr(self, n) for n in names}
+        names = ("log_z", "stderr", "lower", "lower_stderr", "upper", "upper_stderr", "least", "most", "ess", "chains",
+                 "steps", "grid", "kernel", "acceptance", "reverse", "consistent", "reliable", "note")  # fmt: skip
+        own = ("stderr", "lower", "upper", "least", "most")
+        return {f"log_z_{n}" if n in own else n: getattr(self, n) for n in names}
 
 
 def _mean(log_w: Tensor, log_base: float) -> tuple[float, float]:
@@ -97,4 +152,6 @@ def _mean(log_w: Tensor, log_base: float) -> tuple[float, float]:
 
 
 def _standard_error(values: Tensor) -> float:
-    return float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.inf
+    """Of a mean; infinite for one value, or where a chain met an infinite energy."""
+    error = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.inf
+    return error if math.isfinite(error) else math.inf

@@ -172,9 +172,11 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
         numbers["se_log_z"] = shared / scale
         found["optimistic"] = True
         if value is not None:
-            upper = made.get("log_z_upper")
-            found["bracket"] = {"lower": value + (made["log_z_lower"] - made["log_z"]) / scale,
-                                "upper": None if upper is None else value + (upper - made["log_z"]) / scale}
+            ends = {"lower": made["log_z_least"], "upper": made["log_z_most"]}
+            found["bracket"] = {side: None if end is None else value + (end - made["log_z"]) / scale
+                                for side, end in ends.items()}
+        if not made["reliable"]:
+            found["unreliable"] = made["note"]
     if made.get("given") == "class":
         numbers["class_cost"] = math.log(spec.num_classes) / scale
     if spec.entropy is not None and value is not None:
@@ -184,6 +186,9 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
         found["reason"] = made["reason"]
     elif mean is None:
         found["reason"] = "not finite"
+    elif not made.get("consistent", True):  # no value where both directions of log Z deny it: the bracket stands alone
+        numbers = dict.fromkeys(numbers)
+        found["reason"] = "forward and reverse chains disagree on log Z"
     samples = made.get("importance_samples", 1)
     if samples > 1 and likelihood.stderr is not None and mean is not None:
         found["ess_median"] = float((samples / (1 + (samples - 1) * likelihood.stderr.square())).median())

@@ -77,19 +77,23 @@ def with_error(value: float | None, error: float | None, digits: int = 4) -> str
 
 
 def about_log_z(made: dict) -> str:
-    """What is known of the constant of an energy, in words.
+    """What is known of the constant of an energy, in words: one statement, whose bracket holds the estimate.
 
     Example:
         >>> about_log_z({"estimate": "quadrature", "log_z": 1.25, "log_z_error": 1e-9})
         'log Z 1.2500 by quadrature'
-        >>> about_log_z({"estimate": "annealing", "log_z": 1.25, "log_z_stderr": 0.02, "ess": 40.2, "chains": 64,
-        ...              "log_z_lower": 1.1, "log_z_upper": 1.5, "note": "unreliable"})
-        'log Z 1.25 +- 0.02 between 1.10 and 1.50 nats by annealing, 40 of 64 chains count (unreliable)'
+        >>> made = {"estimate": "annealing", "log_z": 1.25, "log_z_stderr": 0.02, "ess": 40.2, "chains": 64,
+        ...         "log_z_least": 1.1, "log_z_most": 1.5, "consistent": True, "note": "reverse, approximate"}
+        >>> about_log_z(made)
+        'log Z 1.25 +- 0.02, in 1.10 to 1.50 nats by annealing, 40 of 64 chains count (reverse, approximate)'
+        >>> about_log_z(made | {"consistent": False, "note": "unreliable"})
+        'log Z in 1.10 to 1.50 nats by annealing, 40 of 64 chains count (unreliable)'
     """
     if "log_z_stderr" not in made:
         return f"log Z {made['log_z']:.4f} by {made['estimate']}"
-    upper = "?" if made["log_z_upper"] is None else f"{made['log_z_upper']:.2f}"
+    most = "?" if made["log_z_most"] is None else f"{made['log_z_most']:.2f}"
+    point = f" {made['log_z']:.2f} +- {made['log_z_stderr']:.2f}," if made["consistent"] else ""
     note = f" ({made['note']})" if made["note"] else ""
-    bracket = f"between {made['log_z_lower']:.2f} and {upper} nats by {made['estimate']}"
+    bracket = f"in {made['log_z_least']:.2f} to {most} nats by {made['estimate']}"
     count = f"{made['ess']:.0f} of {made['chains']} chains count"
-    return f"log Z {made['log_z']:.2f} +- {made['log_z_stderr']:.2f} {bracket}, {count}{note}"
+    return f"log Z{point} {bracket}, {count}{note}"

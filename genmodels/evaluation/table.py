@@ -124,10 +124,9 @@ def _rows(reports: list[dict], places: dict[int, int]) -> list[dict]:
             if line is None:
                 cells += [""] * 5
             else:
-                shown = "none" if line["kind"] == "unnormalised" else (
-                    f"{line['mark']} {with_error(value_of(line), line.get('se_data'))}")
+                shown = "none" if line["kind"] == "unnormalised" else f"{line['mark']} {_value(line)}"
                 unit = UNITS[line["unit"]]
-                kind = f"{line['kind']}, optimistic" if line.get("optimistic") else line["kind"]
+                kind = ", ".join([line["kind"], *(word for word in ("optimistic", "unreliable") if line.get(word))])
                 cells += [shown, unit, kind, line["how"], str(places.get(number, ""))]
             quality = ["", "", ""]
             if "frechet" in fidelity:
@@ -139,6 +138,14 @@ def _rows(reports: list[dict], places: dict[int, int]) -> list[dict]:
             cells += quality + speed if first else [""] * 5
             rows.append({"model": m, "likelihood": None if line is None else k, "first": first, "cells": cells})
     return rows
+
+
+def _value(line: dict) -> str:
+    """The value with its error; the bracket alone where there is no other."""
+    sides = line.get("bracket") or {}
+    if value_of(line) is None and sides.get("upper") is not None:
+        return f"{sides['lower']:.4f} to {sides['upper']:.4f}"
+    return with_error(value_of(line), line.get("se_data"))
 
 
 def _ranking(lines: list, reports: list[dict], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[dict]:
@@ -213,6 +220,8 @@ def proved(lines: list, reports: list[dict]) -> list[str]:
 def _side(line: dict, which: int) -> float | None:
     """The least (0) or the most (1) that the true value can be, with two standard errors; None if nothing is known."""
     value, error = value_of(line), line.get("se_data")
+    if value is not None and not which and line.get("bracket"):
+        value = line["bracket"]["lower"]  # of log Z itself too: an estimate from few chains may err upwards
     if value is None or error is None or not _SIDES.get(line["kind"], (False, False))[which]:
         return None
     return value + 2 * error if which else value - 2 * error
@@ -267,7 +276,8 @@ def _on_line(line: dict) -> list[str]:
         notes.append(about_log_z(line["made"]))
     if line.get("bracket", {}).get("upper") is not None:
         sides = line["bracket"]
-        notes.append(f"optimistic: between {sides['lower']:.4f} and {sides['upper']:.4f}")
+        notes.append(f"by log Z alone {sides['lower']:.4f} to {sides['upper']:.4f}, at 95 %; its estimate is low in "
+                     "the mean, which flatters the model")
     parts = parts_of_error(line)
     if len(parts) > 1:
         notes.append(f"the error {line['se_data']:.4f} adds up, in squares, from "

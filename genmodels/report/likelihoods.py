@@ -41,6 +41,7 @@ def headline(models: list[Model]) -> Markup:
         said = f"{_lower(title)}: {meaning}. "
         if line["kind"] != "unnormalised":
             said += (f"{recipe}. " if recipe else "") + f"{number(line.get('n'))} items, error over them."
+            said += f" {line['unreliable'].capitalize()}." if line.get("unreliable") else ""
         said = tag("span", said, class_="note")
         entries.append(tag("li", model.name, tag("b", with_mark(line)), said))
     return tag("ul", *entries, class_="headline")

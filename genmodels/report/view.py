@@ -159,7 +159,9 @@ def with_mark(line: dict) -> str:
         >>> with_mark({"kind": "lower_bound", "bits_per_dim": 2.12345, "se_data": 0.0123})
         '\u2264 2.1235 \u00b1 0.0123 bits/dim'
     """
-    value, error = value_of(line), line.get("se_data")
+    value, error, sides = value_of(line), line.get("se_data"), line.get("bracket") or {}
+    if value is None and sides.get("upper") is not None:
+        return f"{sides['lower']:.4f} to {sides['upper']:.4f} {unit_of(line)}"
     if line.get("kind") == "unnormalised" or value is None:
         return f"no number: {line.get('reason') or 'unknown up to a constant'}"
     spread = "" if error is None else f" \u00b1 {error:.4f}"

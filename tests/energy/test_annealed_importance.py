@@ -137,6 +137,79 @@ def test_the_standard_error_is_calibrated():
     assert ((z.abs() > 3).double().mean() < 0.03) and abs(float(z.mean())) < 0.35
 
 
+COUNTS = (4, 8, 32, 64)
+KNOWN = {
+    "gaussian": (NORMAL, BASE, TRUTH, lambda n: NORMAL.sample(n, seeded(98)), 60),
+    "mixture": (MIXTURE, BASE, 2.0, lambda n: MIXTURE.sample(n, seeded(98)), 60),
+    "double well": (DoubleWell(), GaussianBase(torch.zeros(2), 2 * torch.eye(2)), 1.63517997,
+                    lambda n: _rejection(2, n), 24),
+}
+
+
+def statements(name, *, reverse=None):
+    """[(chains, log Z, what was found)]: 4,096 chains of both directions, cut into estimates of few chains each."""
+    model, base, truth, exact, steps = KNOWN[name]
+    ais = AnnealedImportanceSampling(steps=steps, tune=0, kernel=HMC(step_size=0.3, leapfrog_steps=2))
+    sizes = ais.step_sizes(model, base, seeded())
+    forward = ais.forward(model, base, seeded(5), 4096, sizes, dtype=torch.float64).log_w
+    back = ais.reverse(model, base, seeded(6), (reverse or exact)(4096).double(), sizes).log_w
+    return [(chains, truth, LogPartition.of_weights(w, v, base.log_normaliser, dims=2, steps=steps))
+            for chains in COUNTS for w, v in zip(forward.split(chains), back.split(chains), strict=True)]
+
+
+def is_one_statement(found):
+    """For every number of chains: bounds are bounds in the mean; the limits hold the estimate always, and log Z as
+    often as they say; so does the error of estimates called reliable. Shares of 0.95, less three standard errors."""
+    for chains in COUNTS:
+        some = [one for count, _, one in found if count == chains]
+        truth = found[0][1]
+        for bound, sign in (("lower", 1), ("upper", -1)):
+            above = sign * (torch.tensor([getattr(one, bound) for one in some]) - truth)
+            assert float(above.mean()) < 3 * float(above.std()) / math.sqrt(len(some)), bound
+        assert all(one.least <= one.log_z <= one.most for one in some)
+        assert all(one.least <= one.lower and one.upper <= one.most for one in some)
+        held = [one.least <= truth <= one.most for one in some]
+        relied = [abs(one.log_z - truth) < 2 * one.stderr for one in some if one.reliable]
+        for share in (held, relied):
+            spread = math.sqrt(0.95 * 0.05 * len(share))
+            assert sum(share) >= 0.95 * len(share) - 3 * spread, (chains, sum(share), len(share))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_estimate_and_bracket_are_one_statement(name):
+    found = statements(name)
+    is_one_statement(found)
+    reliable = {chains: [one.reliable for count, _, one in found if count == chains] for chains in COUNTS}
+    assert not any(reliable[4] + reliable[8]) and sum(reliable[64]) > 0.7 * len(reliable[64])
+
+
+MUTANTS = {
+    "ends swapped": {"lower": property(lambda self: vars(self)["upper"]),
+                     "upper": property(lambda self: vars(self)["lower"])},
+    "ends without errors": {"least": property(lambda self: self.lower), "most": property(lambda self: self.upper)},
+    "few chains relied on": {"reliable": True},
+}
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_one_statement_catches(fault):
+    kind = type("Mutant", (LogPartition,), MUTANTS[fault])
+    found = statements("double well")
+    for _, _, one in found:
+        object.__setattr__(one, "__class__", kind)
+    with pytest.raises(AssertionError):
+        is_one_statement(found)
+
+
+def test_directions_that_disagree_leave_the_bracket_alone():
+    """Reverse chains that end a nat below the forward ones: no chance, no point."""
+    log_w = 0.3 * torch.randn(64, generator=seeded(), dtype=torch.float64)
+    near, far = (LogPartition.of_weights(log_w, log_w - by, 0.0, dims=2, steps=9, reverse="exact") for by in (0.05, 1))
+    assert near.consistent and near.reliable and near.log_z > near.upper and near.log_z < near.most
+    assert not far.consistent and far.least < far.upper < far.log_z < far.most
+    assert far.note == "unreliable: forward and reverse chains disagree: more densities="
+
+
 def test_an_event_of_any_shape():
     dims = 12
     flat = Quadratic(torch.eye(dims, dtype=torch.float64) * 2.0)
@@ -187,7 +260,7 @@ def test_without_samples_the_upper_side_is_approximate():
     assert found.reverse == "approximate" and found.note == "reverse, approximate" and found.reliable
     assert abs(found.log_z - 2) < 4 * found.stderr
     once = ais(MIXTURE, BASE, keyed(range(300)), chains=300, reverse=False, dtype=torch.float64)
-    assert once.upper is None and not once.reliable and once.note == "unreliable; no upper bound"
+    assert once.upper is None and not once.reliable and once.note == "unreliable: no upper bound"
     assert once.log_z == found.log_z
     made = found.made()
     assert made["reverse"] == "approximate" and made["log_z"] == found.log_z and made["kernel"] == "MALA"
@@ -196,7 +269,8 @@ def test_without_samples_the_upper_side_is_approximate():
 
 def test_what_is_unreliable_says_so():
     few = estimate(plain(1), Quadratic(400 * torch.eye(2, dtype=torch.float64)), chains=500)
-    assert not few.reliable and few.note == "unreliable"
+    assert not few.reliable and few.note.startswith("unreliable: ") and "nats apart, at most 1.04" in few.note
+    assert "more densities=" in few.note
 
 
 def test_float32():

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from genmodels.cli.main import main
 from genmodels.data.spec import DataSpec
+from genmodels.energy import LogPartition
 from genmodels.models.build import build
 from genmodels.models.oracle import GaussianDiffusion, GaussianEnergy, GaussianFlow, log_prob, moments, save
 from genmodels.models.realnvp import RealNVP
@@ -94,6 +96,35 @@ def test_one_gaussian_as_flow_diffusion_and_energy_has_one_value(oracles, truth,
 
 
 COLUMN = {"rank": 9}
+
+
+@pytest.mark.parametrize("chains, reliable", [(4, False), (64, True)])
+def test_log_z_is_told_in_one_statement(oracles, tmp_path, chains, reliable):
+    """The bracket that is printed holds the estimate that is printed, and too few chains are named everywhere."""
+    out, _ = evaluate(f"ckpt={oracles}/energy", f"chains={chains}", "densities=30", "stages=[likelihood]",
+                      f"out={tmp_path}/r.json", cwd=tmp_path)
+    z, least, most = map(float, re.search(r"log Z (\S+) \+- \S+, in (\S+) to (\S+) nats", out).groups())
+    value = float(re.search(r"~\? ([0-9.]+)\(", out).group(1))
+    low, high = map(float, re.search(r"by log Z alone (\S+) to (\S+), at 95 %", out).groups())
+    assert least < z < most and low < value < high
+    card = re.search(r'<ul class="headline">.*?</ul>', (tmp_path / "r.html").read_text(), re.S).group(0)
+    for place in (out, card):
+        assert ("nreliable: 4 of 4 chains count, at least 20 should: more chains=" in place) is not reliable
+    assert ("ais, optimistic, unreliable" in out) is not reliable
+
+
+def test_a_value_that_both_directions_deny_is_not_printed(oracles, tmp_path, monkeypatch):
+    """Reverse chains a nat too low: the bracket alone, no rank, and one proof that fails."""
+    found = LogPartition.of_weights
+    monkeypatch.setattr(LogPartition, "of_weights", lambda w, back, *given, **more: found(w, w - 1, *given, **more))
+    out, err = evaluate(f"ckpt=[{oracles}/energy,{oracles}/flow]", "chains=64", "densities=30", "cache=false",
+                        "stages=[likelihood]", "rank=across", f"out={tmp_path}/t", cwd=tmp_path)
+    table = report(tmp_path / "t" / "table.json")
+    (line,) = table["models"][0]["likelihood"]
+    assert line["nll"] is None and line["bracket"]["lower"] < line["bracket"]["upper"] and not table["ranking"]
+    shown = f"~? {line['bracket']['lower']:.4f} to {line['bracket']['upper']:.4f}"
+    assert shown in out and "log Z in " in out and "forward and reverse chains disagree: more densities=" in out
+    assert shown[3:] in (tmp_path / "t" / "report.html").read_text()
 
 
 def test_the_bound_of_infinitely_many_steps_has_a_line(oracles, truth, tmp_path):
