@@ -46,7 +46,8 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         num_steps: T, the number of steps of the ancestral sampler and of the bound.
         time_sampler: how training draws its times: `uniform`, `stratified`, `antithetic`, or `loss_aware` (more often
             where the loss has been large).
-        variance: variance of the reverse steps: `beta`, `beta_tilde`, or `learned` with `hybrid` and `vlb`.
+        variance: variance of the reverse steps: `beta`, exact for Gaussian data; `beta_tilde`, exact for a single
+            point; or `learned` with `hybrid` and `vlb`. By default beta for continuous data, beta_tilde for integers.
         decoder: how integers are read from the cleanest level: a normal law around the network's estimate, cut into
             levels (`gaussian`), or from the noisy data alone (`level_softmax`).
         self_conditioning: the network also sees its last estimate of the data.
@@ -81,7 +82,7 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         weighting: Literal["none", "min_snr", "p2", "edm", "sigmoid"] = "none",
         num_steps: int = 1000,
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
-        variance: Literal["beta", "beta_tilde", "learned"] = "beta_tilde",
+        variance: Literal["beta", "beta_tilde", "learned"] | None = None,
         decoder: Literal["gaussian", "level_softmax"] = "gaussian",
         self_conditioning: bool = False,
         class_conditional: bool = True,
@@ -98,6 +99,7 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         if not 0 <= cond_drop < 1:
             raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
         self.noise = noise if spec.mel is not None else 0.0
+        variance = variance or ("beta" if spec.levels is None else "beta_tilde")
         self.num_steps, self.variance, self.cond_drop = num_steps, variance, cond_drop
         self.conditional = class_conditional and spec.num_classes is not None
         if not isinstance(net, nn.Module):

@@ -59,7 +59,7 @@ class DiffusionTraining:
         if weighting != "none" and "weighting" not in takes:
             raise InputError(f"weighting={weighting} is for objective=simple and hybrid: {name} has its own")
         if self.variance == "learned" and name not in ("vlb", "hybrid"):
-            raise InputError(f"objective={name} trains no variance: choose hybrid or vlb, or variance=beta_tilde")
+            raise InputError(f"objective={name} trains no variance: choose hybrid or vlb, or variance=beta")
         given = {"weighting": weighting, "variance": self.variance, "time_sampler": time_sampler}
         self.objective = kind(self.decoder, self.bound_times(), **{k: v for k, v in given.items() if k in takes})
         self.objective.check(denoiser)

@@ -67,7 +67,7 @@ class MelDDPM(MelDiffusion):
         weighting: Literal["none", "min_snr", "p2", "edm", "sigmoid"] = "none",
         num_steps: int = 1000,
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
-        variance: Literal["beta", "beta_tilde", "learned"] = "beta_tilde",
+        variance: Literal["beta", "beta_tilde", "learned"] = "beta",
         self_conditioning: bool = False,
         net: UNet | dict | None = None,
         duration_channels: int = 256,

@@ -84,7 +84,7 @@ class MelEnergy(MelDiffusion):
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,
     ):
-        super().__init__(spec, noise=noise, num_steps=num_steps, variance="beta_tilde")
+        super().__init__(spec, noise=noise, num_steps=num_steps, variance="beta")
         self.save_hyperparameters(ignore=["spec"], logger=False)
         unet = self.make_unet(net, speaker_channels)
         if unet.unet.checkpointing:

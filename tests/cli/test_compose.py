@@ -9,6 +9,7 @@ import pytest
 from genmodels.cli.compose import composer
 from genmodels.cli.places import CONFIG_DIR, groups
 from genmodels.errors import InputError
+from genmodels.models.build import build
 
 GROUPS = groups()
 REQUIRED = {
@@ -55,6 +56,22 @@ def test_yaml_files_are_short(file):
 def test_presets_are_named_after_a_model_and_a_data_set():
     pairs = {f"{model}_{data}" for model in GROUPS["model"] for data in GROUPS["data"]}
     assert set(GROUPS["preset"]) <= pairs
+
+
+SHAPES = {"toy": (2,), "mnist": (1, 28, 28), "digits": (1, 8, 8)}
+
+
+@pytest.mark.parametrize(
+    "data, levels", [("toy", None), ("arrays", None), ("arrays", 256), ("mnist", 256), ("digits", 17)]
+)
+def test_every_ddpm_preset_makes_a_model_of_its_kind_of_data(data, levels):
+    from genmodels.data.spec import DataSpec
+
+    config = compose("model=ddpm", f"data={data}", *REQUIRED.get(data, []))
+    assert f"ddpm_{data}" in GROUPS["preset"] and config["trainer"]["max_steps"] <= 3000
+    shape = SHAPES.get(data, (5,) if levels is None else (3, 12, 9))
+    model = build(config["model"], DataSpec(data, shape, levels=levels))
+    assert model.variance in (("beta",) if levels is None else ("beta_tilde", "learned"))
 
 
 def test_keys_that_no_yaml_file_names_can_be_set():

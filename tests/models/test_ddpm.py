@@ -10,6 +10,7 @@ from torch.distributions import Normal
 
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.diffusion import GaussianDenoiser
+from genmodels.diffusion.process import VARIANCES, posterior
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.models.ddpm import DDPM
 from genmodels.random import KeyedGenerator
@@ -84,6 +85,38 @@ def test_that_law_catches_a_forgotten_volume():
     model.encode = lambda x: (x - 5.0) / 0.2
     gap, error = gap_to_exact(model, 5.0, 0.2)
     assert not -4 * error <= gap < 0.05 + 4 * error
+
+
+def excess(model, variance: float) -> float:
+    """Nats a scalar by which the bound of the best denoiser of N(0, variance) exceeds the entropy; closed form."""
+    log_snr = model.core.schedule.log_snr(model.bound_times()).detach()
+    error = variance / (1 + variance * torch.exp(log_snr))  # E |x_0 - x0_hat|^2
+    s, t, first, last = log_snr[:-1], log_snr[1:], log_snr[0], log_snr[-1]
+    c_0, _, v = posterior(s, t)
+    kernel = VARIANCES[model.variance]
+    ratio = v / kernel(s, t)
+    diffusion = (ratio - 1 - ratio.log() + c_0.square() * error[1:] / kernel(s, t)).sum() / 2
+    read = kernel(torch.full_like(first, math.inf), first)
+    reconstruction = (error[0] / read + torch.log(2 * math.pi * read)) / 2
+    alpha2, sigma2 = torch.sigmoid(last), torch.sigmoid(-last)
+    prior = (alpha2 * variance + sigma2 - 1 - sigma2.log()) / 2
+    return float(prior + diffusion + reconstruction) - math.log(2 * math.pi * math.e * variance) / 2
+
+
+@pytest.mark.parametrize("variance", [1.0, 0.1, 0.01])
+@pytest.mark.parametrize("shape", [(2,), (1, 8, 8)])
+def test_the_default_bound_of_continuous_data_is_within_a_hundredth_nat_of_the_entropy(shape, variance):
+    spec = DataSpec("gauss", shape, levels=None)
+    assert -1e-3 < excess(DDPM(spec, net=SMALL if len(shape) > 1 else None), variance) < 0.01
+    assert excess(DDPM(spec, net=SMALL if len(shape) > 1 else None, variance="beta_tilde"), variance) > 0.7
+
+
+def test_the_default_variance_is_that_of_the_kind_of_data():
+    kinds = {"beta_tilde": DIGITS, "beta": DataSpec("v", (3,), levels=None)}
+    for expected, spec in kinds.items():
+        model = small(spec)
+        found = model.log_likelihood(batch(spec=spec), weights="raw")
+        assert model.variance == expected == found.made["variance"]
 
 
 def test_initialize_takes_mean_and_deviation_of_continuous_data_only():
