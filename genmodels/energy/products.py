@@ -25,6 +25,10 @@ from genmodels.errors import InputError
 from genmodels.nn.autograd import usable
 from genmodels.nn.precision import wide
 
+#: Whether many gradients may be had in one backward pass. Up to torch 2.11 the second derivatives of a group norm are
+#: wrong so, some in silence.
+BATCHED = torch.__version__ >= "2.14"
+
 Route = Literal["auto", "double_backward", "forward_over_reverse", "jet"]
 
 
@@ -234,9 +238,9 @@ _ROUTES: dict[str, Callable[..., Directional]] = {
 
 def _gradients(score: Tensor, leaf: Tensor, basis: Tensor, training: bool) -> tuple[Tensor]:
     """Gradients of `basis[i] . score` for all i, (rows, B, *event)."""
-    if len(basis) == 1:
-        (one,) = torch.autograd.grad(score, leaf, basis[0], create_graph=training, retain_graph=True)
-        return (one[None],)
+    if len(basis) == 1 or not BATCHED:
+        rows = [torch.autograd.grad(score, leaf, v, create_graph=training, retain_graph=True)[0] for v in basis]
+        return (torch.stack(rows),)
     return torch.autograd.grad(score, leaf, basis, create_graph=training, retain_graph=True, is_grads_batched=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -160,6 +161,22 @@ def draw(*shape, seed=1, dtype=DOUBLE):
 
 def worst(a, b):
     return float((a - b).detach().abs().max())
+
+
+def half_error(attention, x, **given):
+    """Error under autocast, over the change that parameters and inputs rounded to bfloat16 make in single precision.
+
+    No computation in half precision can do much better than 1, whatever the condition of the module.
+    """
+    rounded = copy.deepcopy(attention)
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            parameter.copy_(parameter.bfloat16())
+        whole, inevitable = attention(x, **given)[0], rounded(x.bfloat16().float(), **given)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            y, a = attention(x, **given)[0], attention.weights(x, **given)
+    assert y.dtype == x.dtype and a.dtype == torch.float32
+    return worst(y, whole) / worst(inevitable, whole)
 
 
 def kinds(case):
