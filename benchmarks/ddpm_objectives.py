@@ -5,7 +5,7 @@
 
 Every run is `genmodels train model=ddpm data=... model.objective=...` in a folder of its own under --out; what is there
 already, run or figures, is not made again. Judged are the averaged weights: the bound of 1,000 steps on the test
-split, from --draws strata drawn twice, and --samples samples, each of two ways: Frechet distance of the pixels' mean
+split, from --draws strata drawn twice, and --samples samples, each of two ways: Fréchet distance of the pixels' mean
 and covariance to those of the test split, in levels (0 for equal Gaussians; both sets are finite, so that real data
 score above 0), and for digits the share that is read as its class by a support-vector machine (digits_quality.py).
 """

@@ -19,6 +19,8 @@ import statistics
 import time
 from pathlib import Path
 
+from genmodels.evaluation.table import MEASURES, on_scale
+
 #: What is trained on each data set: the model's name in the table, and what is said to `genmodels train`.
 RUNS = {
     "digits": {
@@ -129,8 +131,8 @@ def as_markdown(tables: list[dict], labels: list[str]) -> str:
     """The lines of one data set: a row for each likelihood of each model, means over the tables of all seeds."""
     data = tables[0]["data"]
     unit, key, places = ("bits/dim", "bits_per_dim", 3) if data["levels"] else ("nats", "nll", 4)
-    columns = ["model", unit, "kind, how", "SE over items", "Fréchet", "precision", "recall", "network evaluations",
-               "samples/s", "parameters", "steps", "minutes"]
+    columns = ["model", unit, "kind, how", "SE", "Fréchet", "kernel distance", "precision", "recall",
+               "network evaluations", "samples/s", "parameters", "steps", "minutes"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for m, label in enumerate(labels):
         models = [table["models"][m] for table in tables]
@@ -140,14 +142,12 @@ def as_markdown(tables: list[dict], labels: list[str]) -> str:
             cells = [label if k == 0 else "", f"{line['mark']} {value}" if value else "none",
                      line["kind"] + (f", {line['how']}" if line["how"] else ""),
                      mean_and_spread([found[0].get("se_data")], places)]
-            cells += _about(models) if k == 0 else [""] * 8
+            cells += _about(models) if k == 0 else [""] * 9
             lines.append("| " + " | ".join(cells) + " |")
-    scale, told = tables[0]["scale"], []
+    told = []
     for row in tables[0]["references"]:
         told.append(f"{row['name']} {row['value']:.4f} {'nats' if row['unit'] == 'nats' else 'bits/dim'}")
-    if scale is not None:
-        told.append(f"Fréchet distance ({scale['network']}) of training items {scale['train']:.2f}, of two halves of "
-                    f"real items {scale['floor']:.2f}, of noise {scale['noise']:.1f}")
+    told += on_scale(tables[0]["scale"])
     seeds = f"{len(tables)} seed{'s' if len(tables) > 1 else ''}"
     first = f"{data['items']:,} items of the {data['split']} split, {seeds}. {'; '.join(told)}."
     return "\n".join([first, "", *lines])
@@ -158,7 +158,7 @@ def _about(models: list[dict]) -> list[str]:
     from genmodels.training.run import training_time
 
     fidelity, cost = [model["fidelity"] for model in models], [model["sampling"] for model in models]
-    cells = [mean_and_spread([one.get(column) for one in fidelity], 2) for column in ("frechet", "precision", "recall")]
+    cells = [mean_and_spread([one.get(key) for one in fidelity], digits) for key, _, digits in MEASURES]
     cells += [mean_and_spread([one.get(column) for one in cost], 0) for column in ("evaluations", "samples_per_second")]
     heads = [model["checkpoint"] for model in models]
     minutes = mean_and_spread([training_time(Path(head["path"]).parent) / 60 or None for head in heads], 1)

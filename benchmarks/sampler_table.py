@@ -3,8 +3,8 @@
     python benchmarks/sampler_table.py CKPT [--n 2000] [--rows ddpm:1000 ddim:20 dpmpp_2m:20 ...] [--keep FOLDER]
 
 Every row draws the same n samples of seed 0, each class in turn, and compares them with the training split: the
-Frechet distance between features of the classifier that `evaluate` uses too, precision, recall, and the share of
-samples that this classifier reads as the class they were asked for. Frechet distances of other n or other features do
+Fréchet distance between features of the classifier that `evaluate` uses too, precision, recall, and the share of
+samples that this classifier reads as the class they were asked for. Fréchet distances of other n or other features do
 not compare. The first line gives the held-out items themselves as a scale. With --keep the samples are written to a
 folder in parts, and a run that was stopped goes on from there. Nothing is asserted.
 """

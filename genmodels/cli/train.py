@@ -98,9 +98,9 @@ def run(
     try:
         steps = options.steps(len(datamodule.train_dataloader()))
         done = header.get("step", 0)
-        millions = sum(p.numel() for p in network.core.parameters()) / 1e6
+        count = sum(p.numel() for p in network.core.parameters())
         parts.say(
-            f"{network.family} with {millions:.2f} M parameters on {datamodule.spec.name} "
+            f"{network.family} with {amount(count)} parameters on {datamodule.spec.name} "
             f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
             + (f", resumed at step {done}" if resume else ""),
             *changed,
@@ -158,3 +158,15 @@ def run(
         if resume is None:
             parts.discard_unused(folder)
 
+
+def amount(count: int) -> str:
+    """A count in three digits, in millions or thousands.
+
+    Example:
+        >>> amount(1_234_567), amount(54_321), amount(4_321), amount(999_999), amount(321)
+        ('1.23 million', '54.3 thousand', '4.32 thousand', '1 million', '321')
+    """
+    for size, name in ((10**6, "million"), (10**3, "thousand")):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g} {name}"
+    return str(count)

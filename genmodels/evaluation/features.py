@@ -36,6 +36,8 @@ class FeatureNetwork:
         accuracy: share of test items that it classifies rightly, None where it has no classes.
         classify: (B, *event) to (B, K) logits, or None.
         note: what has to be known of it.
+        moments: whether samples are compared by mean and covariance too (Fréchet); of plain coordinates these two say
+            next to nothing of the shape.
     """
 
     name: str
@@ -45,6 +47,7 @@ class FeatureNetwork:
     accuracy: float | None = None
     classify: Callable[[Tensor], Tensor] | None = None
     note: str = ""
+    moments: bool = True
 
     @torch.no_grad()
     def __call__(self, x: Tensor, rows: int = 256) -> Tensor:
@@ -208,7 +211,7 @@ def coordinates(items: Items) -> FeatureNetwork:
         raise InputError("features=coordinates is for vectors: images have features=classifier or random-conv")
     scaled = Scaled(items)
     return FeatureNetwork("coordinates", items.spec.dims, weights_hash(scaled), scaled,
-                          note="standardised by the training split")
+                          note="standardised by the training split", moments=False)
 
 
 def inception(items: Items) -> FeatureNetwork:

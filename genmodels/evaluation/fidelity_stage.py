@@ -42,8 +42,16 @@ class FidelityStage:
         opened, request = self.frame.opened, self.frame.request
         if opened.spec.text is not None:
             return 0, None
-        dims = dims_of(opened.spec, request.features)
-        return sample_quality.count_for(request.samples, opened.items, dims, request.force, request.features != "auto")
+        dims, items = dims_of(opened.spec, request.features), opened.items
+        if request.samples == "auto":
+            items = self._matched(items)
+        return sample_quality.count_for(request.samples, items, dims, request.force, request.features != "auto")
+
+    def _matched(self, items: int) -> int:
+        """As many items as there are others held out to compare them with, where that costs at most a tenth of them."""
+        names = {"val", "test", self.frame.request.split}
+        half = sum(len(self.frame.opened.datamodule.split(name)) for name in names) // 2
+        return half if 0.9 * items <= half < items else items
 
     def run(self) -> None:
         """Samples beside held-out items in features of one network; copies of training items; classes."""
@@ -57,16 +65,16 @@ class FidelityStage:
             return
         samples = self._drawn(max(n, _SHOWN))
         self._show(samples)
-        network, items, real = self._network()
-        real = real[sample_quality.chosen(len(real), n, "real")]
+        network, items = self._network()
+        real, other = self._real(n)
         generated = samples["x"][:n]
         if generated.shape[1:] != real.shape[1:]:
             raise InputError(f"samples of shape {tuple(generated.shape[1:])} cannot be compared with items of shape "
                              f"{tuple(real.shape[1:])}")
-        scale = self._scale(network, items, real)
+        scale = self._scale(network, items, real, other)
 
         def compute() -> dict:
-            found = sample_quality.fidelity_of(network, items, real, generated)
+            found = sample_quality.fidelity_of(network, real, generated)
             memory, pairs, arrays = sample_quality.copies(network, items, real, generated)
             classes = samples["cond"] is not None and network.classify is not None
             if classes:
@@ -77,9 +85,7 @@ class FidelityStage:
         settings = {**self.frame.sampling_settings(), "n": n, "network": network.sha256, "train": items.train_hash}
         done = self.frame.once("fidelity", settings, compute)
         self.frame.report["fidelity"] = {
-            "network": network.told(), **done["found"], "frechet_floor": scale["floor"],
-            "frechet_train": scale["train"], "frechet_noise": scale["noise"], "memorisation": done["memorisation"],
-            **self._asked_classes(),
+            "network": network.told(), **done["found"], "memorisation": done["memorisation"], **self._asked_classes(),
         }
         self.frame.report["neighbours"], self.frame.report["scale"] = done["pairs"], scale
         self.frame.arrays |= done["arrays"]
@@ -88,25 +94,37 @@ class FidelityStage:
         if done["memorisation"]["flagged"]:
             self.frame.report["warnings"].append(f"samples may be copies: {done['memorisation']['said']}")
 
-    def _scale(self, network: FeatureNetwork, items: Items, real: Tensor) -> dict:
-        """What training items, halves of real items and noise score against the same held-out items."""
+    def _scale(self, network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> dict:
+        """What other held-out items, training items and noise score against the same held-out items."""
         shared, cache, data = self.frame.shared, self.frame.cache, self.frame.report["data"]["item_hash"]
-        told = {"network": network.sha256, "n": len(real), "data": data, "train": items.train_hash}
+        told = {"network": network.sha256, "n": len(real), "data": data, "train": items.train_hash, "other": len(other)}
         name = ("scale", *told.values())
         if name not in shared:
             key = key_of(stage="scale", **told, code=code_hash())
-            shared[name] = cache.get(key) or cache.put(key, sample_quality.scale_of(network, items, real))
+            shared[name] = cache.get(key) or cache.put(key, sample_quality.scale_of(network, items, real, other))
         return shared[name]
 
-    def _network(self) -> tuple[FeatureNetwork, Items, Tensor]:
+    def _network(self) -> tuple[FeatureNetwork, Items]:
         frame, opened, shared = self.frame, self.frame.opened, self.frame.shared
-        key = ("network", id(opened.datamodule), frame.request.split, opened.items)
+        key = ("network", id(opened.datamodule))
         if key not in shared:
-            train, test, judged = opened.whole("train"), opened.whole("test"), opened.judged()
+            train, test = opened.whole("train"), opened.whole("test")
             items = Items(
                 opened.datamodule.spec, train.x, test.x, train.cond, test.cond, frame.hash_of("train"), frame.cache)
-            shared[key] = network_for(items, frame.request.features), items, judged.x
+            shared[key] = network_for(items, frame.request.features), items
         return shared[key]
+
+    def _real(self, n: int) -> tuple[Tensor, Tensor]:
+        """The n held-out items that everything is compared with, and others: of the same split, or of both if few."""
+        opened, split = self.frame.opened, self.frame.request.split
+        whole = opened.whole(split).x
+        rows = sample_quality.chosen(opened.items, n, "real")
+        left = torch.ones(len(whole), dtype=torch.bool)
+        left[rows] = False
+        other = whole[left]
+        if len(other) < n:
+            other = torch.cat([other, *(opened.whole(name).x for name in ("val", "test") if name != split)])
+        return whole[rows], other
 
     def _drawn(self, n: int) -> dict:
         """The samples that are judged and shown: the same seed and numbers for every model."""
@@ -152,14 +170,13 @@ class FidelityStage:
         opened, request = self.frame.opened, self.frame.request
         for key in request.sweeps:
             dims = dims_of(opened.spec, request.features)
-            n, reason = sample_quality.count_for("auto", min(_SWEPT, opened.items), dims, request.force)
+            n, reason = sample_quality.count_for("auto", min(_SWEPT, self._matched(opened.items)), dims, request.force)
             if reason is not None:
                 self.frame.report["warnings"].append(f"no sweep over {key}: {reason}")
                 continue
-            network, items, real = self._network()
-            self._sweep(key, network, items, real[sample_quality.chosen(len(real), n, "real")])
+            self._sweep(key, self._network()[0], self._real(n)[0])
 
-    def _sweep(self, key: str, network: FeatureNetwork, items: Items, real: Tensor) -> None:
+    def _sweep(self, key: str, network: FeatureNetwork, real: Tensor) -> None:
         model = self.frame.opened.model
         if not takes(model.sample, key):
             self.frame.report["warnings"].append(f"no sweep over {key}: a {model.family} has no such option")
@@ -168,8 +185,9 @@ class FidelityStage:
         if key == "steps":
             most = getattr(model, "num_steps", None)
             values = sorted({min(v, most) for v in (*_STEPS, most)}) if most else [10, 40, 160]
-        found: dict = {"key": key, "sampler": None, "values": list(values), "frechet": [], "precision": [],
-                       "recall": [], "evaluations": [], "samples_per_second": []}
+        measured = [name + part for name in ("frechet", "kernel", "precision", "recall") for part in ("", "_error")]
+        found: dict = {"key": key, "sampler": None, "n": len(real), "values": list(values),
+                       **{name: [] for name in (*measured, "evaluations", "samples_per_second")}}
         for value in values:
 
             def compute(value=value) -> dict:
@@ -178,14 +196,14 @@ class FidelityStage:
                 with counter:
                     samples = self.frame.opened.draw(len(real), **{key: value})
                 seconds = time.monotonic() - start
-                told = sample_quality.fidelity_of(network, items, real, samples.x)
+                told = sample_quality.fidelity_of(network, real, samples.x)
                 evaluations = cost.evaluations_per_sample(model, samples, counter.rows, len(real))
                 return {"told": told, "evaluations": evaluations, "rate": len(real) / seconds,
                         "sampler": samples.made.get("sampler")}
 
             settings = {**self.frame.sampling_settings(), key: value, "n": len(real), "network": network.sha256}
             done = self.frame.once("sweep", settings, compute)
-            for name in ("frechet", "precision", "recall"):
+            for name in measured:
                 found[name].append(done["told"][name])
             found["evaluations"].append(done["evaluations"])
             found["samples_per_second"].append(done["rate"])

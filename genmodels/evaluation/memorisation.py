@@ -99,7 +99,7 @@ def memorisation(samples: Nearest, held_out: Nearest, in_features: tuple[Nearest
     said = [f"{copies} of {n} samples are exact copies of training items ({natural} of {len(held_out.distance)} "
             "held-out items are)"] if copies or natural else []
     said += [f"{closer / n:.1%} of the samples lie closer to a training item than 99 % of held-out items do "
-             f"(1 % expected)"]
+             f"(99 % interval {interval.low:.1%} to {interval.high:.1%}, 1 % expected)"]
     said += [f"z = {z:.1f}: samples lie closer to training items than held-out items do"] if z < _COPYING else []
     return {
         "duplicates": copies, "duplicates_held_out": natural, "closer": closer / n,

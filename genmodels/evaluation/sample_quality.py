@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,14 @@ from genmodels.data.spec import DataSpec
 from genmodels.errors import InputError
 from genmodels.evaluation.classes import class_accuracy
 from genmodels.evaluation.features import FeatureNetwork, Items
-from genmodels.evaluation.fidelity import check_count, frechet_distance, kernel_distance_of_subsets, precision_recall
+from genmodels.evaluation.fidelity import (
+    check_count,
+    cubic_kernel,
+    frechet_with_error,
+    gaussian_kernel,
+    kernel_distance,
+    precision_recall,
+)
 from genmodels.evaluation.memorisation import memorisation, nearest
 from genmodels.random import KeyedGenerator, seed_of
 
@@ -61,31 +70,34 @@ def count_for(
     return n, None
 
 
-def scale_of(network: FeatureNetwork, items: Items, real: Tensor) -> dict:
-    """Fréchet distances that give those of models a meaning, all to the same n held-out items.
+def scale_of(network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> dict:
+    """What is measured of n items that are no samples, which gives the figures of models a meaning.
 
-    `floor`: between two halves of these items; `train`: as many training items; `noise`: as much noise.
+    Compared with the same n held-out items as samples are: n `other held-out items`, n `training items`, and `noise`;
+    those of which there are not n are left out. Distances depend on n, which is the same in all of them.
     """
-    features = network(real)
-    order = torch.randperm(len(real), generator=torch.Generator().manual_seed(seed_of("fidelity", "halves")))
-    first, second = order[: len(real) // 2], order[len(real) // 2 : len(real) // 2 * 2]
-    train = items.train[chosen(len(items.train), len(real), "train")]
-    return {
-        "network": network.told(), "n": len(real),
-        "floor": frechet_distance(features[first], features[second]),
-        "train": frechet_distance(network(train), features) if len(train) == len(real) else None,
-        "noise": frechet_distance(network(noise_like(real, items.spec)), features),
-    }
+    n = len(real)
+    compared = {"other held-out items": other, "training items": items.train, "noise": noise_like(real, items.spec)}
+    return {"network": network.told(), "n": n, "rows": {
+        name: fidelity_of(network, real, x[chosen(len(x), n, name)]) for name, x in compared.items() if len(x) >= n}}
 
 
-def fidelity_of(network: FeatureNetwork, items: Items, real: Tensor, generated: Tensor) -> dict:
-    """Fréchet distance, kernel distance, precision and recall of equally many samples and held-out items."""
+def fidelity_of(network: FeatureNetwork, real: Tensor, generated: Tensor) -> dict:
+    """Distances, precision and recall of equally many samples and held-out items, each with its standard error.
+
+    The Fréchet distance where features have `moments`, and the kernel distance: cubic of such features, Gaussian of
+    coordinates. Errors of precision and recall are those over the points that are counted.
+    """
     found, true = network(generated), network(real)
+    told: dict = {"n": len(found), "frechet": None, "frechet_error": None}
+    if network.moments:
+        told["frechet"], told["frechet_error"] = frechet_with_error(found, true)
+    kernel = cubic_kernel if network.moments else gaussian_kernel
+    told["kernel"], told["kernel_error"] = kernel_distance(found, true, kernel)
     most = min(_MOST, len(found))
-    mean, deviation = kernel_distance_of_subsets(found, true)
-    precision, recall = precision_recall(true[:most], found[:most])
-    return {"n": len(found), "frechet": frechet_distance(found, true), "kid": {"mean": mean, "std": deviation},
-            "precision": precision, "recall": recall}
+    for name, share in zip(("precision", "recall"), precision_recall(true[:most], found[:most]), strict=True):
+        told |= {name: share, f"{name}_error": math.sqrt(share * (1 - share) / most)}
+    return told
 
 
 def copies(network: FeatureNetwork, items: Items, real: Tensor, generated: Tensor) -> tuple[dict, dict, dict]:

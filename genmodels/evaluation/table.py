@@ -17,8 +17,11 @@ from genmodels.evaluation.report import about_log_z, with_error
 from genmodels.evaluation.speech_stage import spoken_notes
 from genmodels.report.view import gap_of, parts_of_error
 
-COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Frechet", "precision",
-           "recall", "evaluations", "samples/s"]
+COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Fréchet",
+           "kernel distance", "precision", "recall", "evaluations", "samples/s"]
+#: Measures of samples, each with its error beside it: key in a report, column of table.csv, digits shown.
+MEASURES = (("frechet", "frechet", 3), ("kernel", "kernel_distance", 4), ("precision", "precision", 3),
+            ("recall", "recall", 3))
 #: In which direction a value of each kind may err, for ranks across kinds.
 ERRS = {
     "exact": "has no error but that of the items", "lower_bound": "may be worse than the truth, never better",
@@ -28,6 +31,7 @@ ERRS = {
 #: Which sides of the truth a kind proves: the bits/dim are at least, at most.
 _SIDES = {"exact": (True, True), "lower_bound": (False, True), "upper_bound": (True, False), "ais": (True, False),
           "ode": (False, False)}
+_OF_LIKELIHOOD = ("value", "error", "unit", "kind", "low", "high", "given", "items", "how", "rank")  # in table.csv
 #: Units of values, in words.
 UNITS = {"bits_per_dim": "bits/dim", "nats": "nats", "nats_per_dim": "nats/dim"}
 
@@ -128,15 +132,14 @@ def _rows(reports: list[dict], places: dict[int, int]) -> list[dict]:
                 unit = UNITS[line["unit"]]
                 kind = ", ".join([line["kind"], *(word for word in ("optimistic", "unreliable") if line.get(word))])
                 cells += [shown, unit, kind, line["how"], str(places.get(number, ""))]
-            quality = ["", "", ""]
-            if "frechet" in fidelity:
-                quality = [f"{fidelity['frechet']:.3f}", f"{fidelity['precision']:.3f}", f"{fidelity['recall']:.3f}"]
+            quality = [_measured(fidelity, key, digits) for key, _, digits in MEASURES]
             speed = ["", ""]
             if sampling:
                 evaluations = sampling["evaluations"]
                 speed = ["" if evaluations is None else f"{evaluations:g}", f"{sampling['samples_per_second']:.1f}"]
-            cells += quality + speed if first else [""] * 5
-            rows.append({"model": m, "likelihood": None if line is None else k, "first": first, "cells": cells})
+            cells += quality + speed if first else [""] * 6
+            rows.append({"model": m, "likelihood": None if line is None else k, "first": first, "cells": cells,
+                         "rank": places.get(number)})
     return rows
 
 
@@ -146,6 +149,11 @@ def _value(line: dict) -> str:
     if value_of(line) is None and sides.get("upper") is not None:
         return f"{sides['lower']:.4f} to {sides['upper']:.4f}"
     return with_error(value_of(line), line.get("se_data"))
+
+
+def _measured(fidelity: dict, key: str, digits: int) -> str:
+    value = fidelity.get(key)
+    return "" if value is None else with_error(value, fidelity[f"{key}_error"], digits)
 
 
 def _ranking(lines: list, reports: list[dict], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[dict]:
@@ -244,7 +252,7 @@ def _notes(table: dict, rank: str) -> list[str]:
         if reference["unit"] != "nats" and reference["value"] is not None:
             name, unit = table["data"]["name"], UNITS[reference["unit"]]
             notes[f"reference on {name}: {reference['name']} {reference['value']:.4f} {unit}"] = None
-    notes |= dict.fromkeys(_on_scale(table["scale"]))
+    notes |= dict.fromkeys(on_scale(table["scale"]))
     if rank == "across" and table["ranking"]:
         kinds = {report["kind"] for model in models for report in model["likelihood"] if report["kind"] in ERRS}
         if len(kinds) > 1:
@@ -302,9 +310,8 @@ def _on_model(report: dict) -> list[str]:
         notes.append(f"samples were not compared: {fidelity['skipped']}")
     if "speech" in report:
         notes += spoken_notes(report["speech"])
-    if "frechet" in fidelity:
-        kid = fidelity["kid"]
-        notes.append(f"kernel distance {kid['mean']:.4f} +- {kid['std']:.4f}; {fidelity['memorisation']['said']}")
+    if "memorisation" in fidelity:
+        notes.append(f"{fidelity['n']} samples against as many held-out items; {fidelity['memorisation']['said']}")
     if "class_accuracy" in fidelity:
         classes = fidelity["class_accuracy"]
         low, high = classes["interval"]
@@ -326,18 +333,25 @@ def _on_model(report: dict) -> list[str]:
         notes.append(told + (f", open: {', '.join(open_)}" if open_ else ""))
     notes += [entry["said"] for entry in report["ood"]]
     for sweep in report["sweeps"]:
-        pairs = zip(sweep["values"], sweep["frechet"], sweep["samples_per_second"], strict=True)
-        told = ", ".join(f"{value:g}: {frechet:.2f} ({rate:.1f}/s)" for value, frechet, rate in pairs)
-        notes.append(f"Frechet distance by {sweep['key']} ({sweep['sampler']}): {told}")
+        key, digits = ("kernel", 4) if None in sweep["frechet"] else ("frechet", 2)
+        places = zip(sweep["values"], sweep[key], sweep[f"{key}_error"], sweep["samples_per_second"], strict=True)
+        told = ", ".join(f"{at:g}: {with_error(value, error, digits)} ({rate:.1f}/s)"
+                         for at, value, error, rate in places)
+        name = {"kernel": "kernel distance", "frechet": "Fréchet distance"}[key]
+        by = f"{sweep['key']} ({sweep['sampler']})" if sweep["sampler"] else sweep["key"]
+        notes.append(f"{name} by {by}, n = {sweep['n']}: {told}")
     return notes
 
 
-def _on_scale(scale: dict | None) -> list[str]:
-    if scale is None:
-        return []
-    train = "" if scale["train"] is None else f"{scale['train']:.3f} of training items, "
-    return [f"Frechet distance in features of {scale['network']} ({scale['n']} items): {train}{scale['floor']:.3f} "
-            f"between two halves of the held-out items, {scale['noise']:.3f} of noise"]
+def on_scale(scale: dict | None) -> list[str]:
+    """What is measured of items that are no samples, at the same n: distances are read beside it."""
+    notes = []
+    for key, name, digits in (("frechet", "Fréchet distance", 3), ("kernel", "kernel distance", 4)):
+        told = [f"{_measured(found, key, digits)} of {what}" for what, found in (scale or {"rows": {}})["rows"].items()
+                if found[key] is not None]
+        if told:
+            notes.append(f"{name} in features of {scale['network']}, n = {scale['n']} in each: {', '.join(told)}")
+    return notes
 
 
 def as_text(table: dict) -> str:
@@ -359,9 +373,31 @@ def as_markdown(table: dict) -> str:
 
 
 def as_csv(table: dict) -> str:
-    """The same cells, all columns, as comma separated values."""
+    """One line for each row as comma separated values for programs: numbers in full, what is not known left empty.
+
+    `value` is the mean in its unit, lower is better, `error` its standard error; `low` and `high` are what the true
+    value is at least and at most by what its kind bounds, two standard errors out. Distances have their errors too.
+    """
+    rows = []
+    for number, row in enumerate(table["rows"], 1):
+        report = table["models"][row["model"]]
+        checkpoint, fidelity, sampling = report["checkpoint"], report["fidelity"], report["sampling"] or {}
+        line = {} if row["likelihood"] is None else report["likelihood"][row["likelihood"]]
+        likelihood = {} if not line else {
+            "value": value_of(line), "error": line.get("se_data"), "unit": line["unit"], "kind": line["kind"],
+            "low": _side(line, 0), "high": _side(line, 1), "given": condition_of(line), "items": line.get("n"),
+            "how": line["how"], "rank": row["rank"]}
+        rows.append({
+            "row": number, "model": report["name"], "checkpoint": checkpoint["path"],
+            "parameters": checkpoint["parameters"], "step": checkpoint["step"], "weights": checkpoint["weights"],
+            **{key: likelihood.get(key) for key in _OF_LIKELIHOOD},
+            **{column + part: fidelity.get(key + part) for key, column, _ in MEASURES for part in ("", "_error")},
+            "samples": fidelity.get("n"), "evaluations": sampling.get("evaluations"),
+            "samples_per_second": sampling.get("samples_per_second")})
     text = io.StringIO()
-    csv.writer(text).writerows([["row", *table["columns"][1:]], *(row["cells"] for row in table["rows"])])
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
 
 

@@ -111,12 +111,6 @@ def _table(table: dict, models: list[Model]) -> list:
         if known.get("value") is not None and not any(f"{known.get('name')} " in note for note in told):
             unit = UNITS.get(known.get("unit"), known.get("unit"))
             notes.append(tag("li", f"Reference: {known.get('name')} {number(known['value'])} {unit}"))
-    scale = table.get("scale") or {}
-    if scale and not any("distance in features of" in note for note in told):
-        words = {"floor": "two real halves", "train": "training split to test split", "noise": "noise to test split"}
-        said = ", ".join(f"{words[key]} {number(scale[key], 3)}" for key in words if scale.get(key) is not None)
-        by = f"{scale.get('network')}, n = {number(scale.get('n'))}"
-        notes.append(tag("li", f"What Fr\u00e9chet distances mean ({by}): {said}"))
     return [body, tag("ul", *notes, class_="note") if notes else None]
 
 

@@ -10,8 +10,8 @@ from genmodels.report.raster import address, is_image, sheet, tiles
 from genmodels.report.view import Model, facts, grouped, listing, number, percent, with_error
 
 _SHOWN = 64
-_CURVES = {"frechet": "Fr\u00e9chet distance", "precision": "precision", "recall": "recall",
-           "samples_per_second": "samples per second"}
+_CURVES = {"frechet": "Fr\u00e9chet distance", "kernel": "kernel distance", "precision": "precision",
+           "recall": "recall", "samples_per_second": "samples per second"}
 
 
 def samples(models: list[Model]) -> list[Markup]:
@@ -60,21 +60,17 @@ def fidelity(models: list[Model], scale: dict | None) -> list[Markup]:
     """Distances of samples to data, one group for each network of features: other networks never share a column."""
     measured = [m for m in models if (m.get("fidelity") or {}).get("network")]
     parts = []
-    columns = ["model", "n", "Fr\u00e9chet", "floor (two real halves)", "training split", "noise", "KID", "precision",
-               "recall", "class accuracy", "p(y|x) accuracy", "memorisation"]
+    columns = ["model", "n", "Fr\u00e9chet distance", "kernel distance", "precision", "recall", "class accuracy",
+               "p(y|x) accuracy", "memorisation"]
     groups = []
     for (name, digest), some in grouped(measured, lambda m: _network(m)).items():
         rows = []
         for model in some:
             found = model.get("fidelity")
-            kid, copied = found.get("kid") or {}, found.get("memorisation") or {}
-            distances = ("frechet", "frechet_floor", "frechet_train", "frechet_noise")
-            rows.append([
-                model.name, number(found.get("n")), *(number(found.get(key), 3) for key in distances),
-                with_error(kid.get("mean"), kid.get("std")), number(found.get("precision"), 3),
-                number(found.get("recall"), 3), _accuracy(found.get("class_accuracy")),
-                _accuracy(found.get("likelihood_accuracy")), _copies(copied),
-            ])
+            rows.append([model.name, *_measures(found), _accuracy(found.get("class_accuracy")),
+                         _accuracy(found.get("likelihood_accuracy")), _copies(found.get("memorisation") or {})])
+        if (scale or {}).get("network") == name:  # what is no model's, measured alike
+            rows += [[what, *_measures(found), "", "", ""] for what, found in (scale.get("rows") or {}).items()]
         network = some[0].get("fidelity", "network")
         accuracy = network.get("accuracy")
         own = "" if accuracy is None else f", {percent(accuracy)} accurate on held-out items"
@@ -88,6 +84,12 @@ def fidelity(models: list[Model], scale: dict | None) -> list[Markup]:
             parts.append(tag("p", f"{model.name}: not measured, {model.get('fidelity', 'skipped')}", class_="note"))
     parts += [part for model in measured if (part := _confusion(model)) is not None]
     return parts
+
+
+def _measures(found: dict) -> list[str]:
+    shown = [with_error(found.get(key), found.get(f"{key}_error"), digits)
+             for key, digits in (("frechet", 3), ("kernel", 4), ("precision", 3), ("recall", 3))]
+    return [number(found.get("n")), *shown]
 
 
 def _network(model: Model) -> tuple[str, str]:
@@ -147,6 +149,7 @@ def neighbours(models: list[Model]) -> list[Markup]:
 def sweeps(models: list[Model]) -> list[Markup]:
     """Quality and cost over numbers of steps and temperatures; networks of features and devices are kept apart."""
     curves: dict[tuple, list[Series]] = {}
+    rules: dict[tuple, Rule] = {}
     for model in models:
         for sweep in model.get("sweeps") or []:
             for metric in _CURVES:
@@ -154,24 +157,26 @@ def sweeps(models: list[Model]) -> list[Markup]:
                 if not any(value is not None for value in values):
                     continue
                 apart = str(model.get("genmodels", "device")) if metric == "samples_per_second" else ""
-                if metric in ("frechet", "precision", "recall") and model.get("fidelity", "network"):
+                if metric != "samples_per_second" and model.get("fidelity", "network"):
                     apart = _network(model)[0]
                 name = f"{model.name}, {sweep['sampler']}" if sweep.get("sampler") else model.name
                 some = curves.setdefault((sweep.get("key", "steps"), metric, apart), [])
                 dash = sum(one.colour == model.number for one in some)
-                some.append(Series(name, sweep["values"], values, colour=model.number, dash=dash))
+                for what, found in [*(model.get("scale", "rows") or {}).items()][:1]:
+                    if found.get(metric) is not None and found["n"] == sweep.get("n"):
+                        rules[sweep.get("key", "steps"), metric, apart] = Rule(what, found[metric])
+                some.append(Series(name, sweep["values"], values, error=sweep.get(f"{metric}_error"),
+                                   colour=model.number, dash=dash))
     figures = []
     for (key, metric, apart), series in curves.items():
         heights = [y for one in series for y in one.y if y is not None]
         wide = metric in ("frechet", "samples_per_second") and min(heights) > 0 and max(heights) > 20 * min(heights)
         places = [x for one in series for x in one.x]
-        floors = {f for model in models if (f := model.get("fidelity", "frechet_floor")) is not None
-                  and _network(model)[0] == apart}
-        rules = [Rule("two real halves", floor) for floor in sorted(floors)[:1]] if metric == "frechet" else []
         title = f"{_CURVES[metric].capitalize()} over {key}" + (f" ({apart})" if apart else "")
         far = key == "steps" and min(places) > 0 and max(places) > 8 * min(places)
         label = "steps of the sampler" if key == "steps" else key
-        figures.append(plot(series, title, label, _CURVES[metric], log_x=far, log_y=wide, rules=rules))
+        figures.append(plot(series, title, label, _CURVES[metric], log_x=far, log_y=wide,
+                            rules=[rules[key, metric, apart]] if (key, metric, apart) in rules else []))
     return figures
 
 

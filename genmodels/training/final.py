@@ -8,7 +8,8 @@ from typing import Any
 COLUMNS = ["kind", "label", "value", "unit", "se_data", "se_mc", "items", "weights", "made"]
 #: Where single values stand in a report, by the names they are logged under.
 _SINGLE = {
-    "frechet": ("fidelity", "frechet"), "precision": ("fidelity", "precision"), "recall": ("fidelity", "recall"),
+    "frechet": ("fidelity", "frechet"), "kernel_distance": ("fidelity", "kernel"),
+    "precision": ("fidelity", "precision"), "recall": ("fidelity", "recall"),
     "class_accuracy": ("fidelity", "class_accuracy", "accuracy"),
     "samples_per_second": ("sampling", "samples_per_second"), "evaluations": ("sampling", "evaluations"),
 }  # fmt: skip

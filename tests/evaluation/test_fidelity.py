@@ -11,9 +11,11 @@ from genmodels.errors import InputError
 from genmodels.evaluation.fidelity import (
     Moments,
     check_count,
+    cubic_kernel,
     frechet_distance,
+    frechet_with_error,
+    gaussian_kernel,
     kernel_distance,
-    kernel_distance_of_subsets,
     precision_recall,
 )
 
@@ -86,14 +88,60 @@ def test_parity_of_the_frechet_distance_with_torchmetrics():
     assert ours == pytest.approx(float(metric.compute()), rel=1e-4)
 
 
-def test_the_kernel_distance_is_unbiased():
-    a = features(60)
-    pairs = [kernel_distance(a[i::12], a[j::12]) for i in range(12) for j in range(i)]
-    spread = torch.tensor(pairs, dtype=torch.float64)
-    assert abs(float(spread.mean())) < 4 * float(spread.std()) / math.sqrt(len(pairs) / 6)
-    mean, deviation = kernel_distance_of_subsets(features(300), features(300, seed=1) + 2, subsets=20)
-    assert mean > 3 * deviation > 0
-    assert kernel_distance_of_subsets(a, a + 1, seed=3) == kernel_distance_of_subsets(a, a + 1, seed=3)
+def gaussians(shift: float, scale: float, n: int, trials: int, dims: int = 4) -> list[tuple]:
+    """Pairs of n items of N(0, I) and N(shift, scale^2 I)."""
+    x = torch.randn(2, trials, n, dims, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return list(zip(x[0], shift + scale * x[1], strict=True))
+
+
+@pytest.mark.parametrize("shift, scale", [(0.0, 1.0), (0.3, 1.1), (2.0, 1.5)], ids=["equal", "near", "far"])
+@pytest.mark.parametrize("measure", ["frechet", "cubic", "gaussian"])
+def test_stated_errors_are_those_of_new_items(measure, shift, scale):
+    """Against the spread over 300 new pairs of sets; between equal distributions they may be larger, never smaller."""
+    compute = {"frechet": frechet_with_error, "cubic": lambda a, b: kernel_distance(a, b, cubic_kernel),
+               "gaussian": lambda a, b: kernel_distance(a, b, gaussian_kernel)}[measure]
+    found = [compute(a, b) for a, b in gaussians(shift, scale, 120, 300)]
+    values, stated = (torch.tensor(column, dtype=torch.float64) for column in zip(*found, strict=True))
+    ratio = float(stated.square().mean().sqrt() / values.std())
+    assert 0.85 < ratio < (1.6 if shift < 1 else 1.2), ratio  # a spread of 300 is known to 4 %
+    standard_error = float(values.std()) / math.sqrt(300)
+    if measure != "frechet":  # no bias
+        assert shift or abs(float(values.mean())) < 4 * standard_error
+    elif shift:  # the closed form, and a bias of the size of 1/n
+        truth = 4 * (shift**2 + (scale - 1) ** 2)
+        assert truth < float(values.mean()) < truth + 4 * 4 * (1 + scale**2) / 120
+
+
+def test_the_error_of_the_frechet_distance_holds_where_covariances_are_singular():
+    """Features that are dead or double change nothing."""
+    a, b = features(300), 1.2 * features(300, seed=1) + 0.5
+    found = frechet_with_error(a, b)
+    for dead in (torch.zeros, torch.ones):
+        wider = frechet_with_error(*(torch.cat([x, dead(300, 2, dtype=torch.float64)], 1) for x in (a, b)))
+        assert wider.value == pytest.approx(found.value, rel=1e-8)
+        assert wider.error == pytest.approx(found.error, rel=1e-6)
+
+
+def test_sums_over_pairs_are_those_of_loops(monkeypatch):
+    (a, b), = gaussians(0.4, 1.0, 7, 1)
+    monkeypatch.setattr("genmodels.evaluation.fidelity._CHUNK", 14)  # two rows at once
+    found = kernel_distance(a, b, gaussian_kernel)
+    widths = [2.0**k for k in range(-3, 2)]
+
+    def k(x, y):
+        return sum(math.exp(-float((x - y).square().sum()) / (2 * s**2 * 4)) for s in widths) / 5
+
+    h = {(i, j): k(a[i], a[j]) + k(b[i], b[j]) - k(a[i], b[j]) - k(a[j], b[i])
+         for i in range(7) for j in range(7) if i != j}
+    assert found.value == pytest.approx(sum(h.values()) / 42, rel=1e-10)
+    unlike = [(h[i, j], h[i, k]) for i, j in h for k in range(7) if k not in (i, j)]
+    apart = [h[p] * h[q] for p in h for q in h if len({*p, *q}) == 4]
+    squared = sum(apart) / len(apart)
+    covariance = max(0.0, sum(x * y for x, y in unlike) / len(unlike) - squared)
+    variance = max(0.0, sum(value**2 for value in h.values()) / 42 - squared)
+    assert found.error == pytest.approx(math.sqrt((4 * 5 * covariance + 2 * variance) / 42), rel=1e-9)
+    with pytest.raises(InputError, match="equally many"):
+        kernel_distance(a, b[:5])
 
 
 def test_a_missing_mode_lowers_recall_and_noise_lowers_precision():

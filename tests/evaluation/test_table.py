@@ -131,11 +131,29 @@ def test_unlike_items_are_refused(key, value):
 def test_the_same_cells_in_every_form():
     table = table_of(("lower_bound", nats(-100)), ("exact", nats(-90)))
     text, markdown = as_text(table), as_markdown(table)
-    rows = list(csv.reader(io.StringIO(as_csv(table))))
-    for row, written in zip(table["rows"], rows[1:], strict=True):
-        assert row["cells"] == written
+    for row in table["rows"]:
         assert all(cell in text and cell in markdown for cell in row["cells"])
     assert "<= means" in text and "reference on digits: uniform 4.0875 bits/dim" in text
+
+
+def test_the_values_for_programs_are_numbers_and_what_each_kind_bounds():
+    reports = [report("a.ckpt", line("lower_bound", nats(-100), n=200)),
+               report("b.ckpt", line("ais", nats(-90), n=200)),
+               report("c.ckpt", line("exact", nats(-95), n=200)), report("d.ckpt")]
+    reports[0]["fidelity"] = {
+        "n": 200, "frechet": 3.25, "frechet_error": 0.5, "kernel": -0.001, "kernel_error": 0.002, "precision": 0.5,
+        "precision_error": 0.03, "recall": 0.25, "recall_error": 0.02, "memorisation": {"said": ""}}
+    table = make_table(reports, [{"nats_0": nats(mean)} for mean in (-100, -90, -95, -1)])
+    bound, optimistic, exact, none = csv.DictReader(io.StringIO(as_csv(table)))
+    for row, (found,) in zip((bound, optimistic, exact), [r["likelihood"] for r in reports[:3]], strict=True):
+        assert float(row["value"]) == found["bits_per_dim"] and float(row["error"]) == found["se_data"]
+        low, high = (found["bits_per_dim"] + side * found["se_data"] for side in (-2, 2))
+        assert row["low"] == ("" if row is bound else str(low))
+        assert row["high"] == ("" if row is optimistic else str(high))
+    assert [row["kind"] for row in (bound, optimistic, exact, none)] == ["lower_bound", "ais", "exact", ""]
+    assert [bound[key] for key in ("frechet", "frechet_error", "kernel_distance", "samples", "parameters")] == [
+        "3.25", "0.5", "-0.001", "200", "9"]
+    assert exact["frechet"] == none["value"] == "" and exact["unit"] == "bits_per_dim" and exact["items"] == "200"
 
 
 def test_the_parts_of_an_error_are_told_and_add_up():
