@@ -48,10 +48,10 @@ class FidelityStage:
         return sample_quality.count_for(request.samples, items, dims, request.force, request.features != "auto")
 
     def _matched(self, items: int) -> int:
-        """As many items as there are others held out to compare them with, where that costs at most a tenth of them."""
+        """As many items as there are others held out to compare them with, where that leaves two thirds of them."""
         names = {"val", "test", self.frame.request.split}
         half = sum(len(self.frame.opened.datamodule.split(name)) for name in names) // 2
-        return half if 0.9 * items <= half < items else items
+        return half if 2 * items <= 3 * half < 3 * items else items
 
     def run(self) -> None:
         """Samples beside held-out items in features of one network; copies of training items; classes."""

@@ -80,6 +80,24 @@ class StandardError:
         return math.hypot(self.items, self.draws or 0.0, self.log_z)
 
 
+@dataclass(frozen=True)
+class SingleValues:
+    """The noise of the value of a single item, None where it is not known, and the spread of items, both in one unit.
+
+    Example:
+        >>> SingleValues(0.1, 0.4).shown, SingleValues(0.7, 0.4).shown, SingleValues(None, 0.4).shown
+        (True, False, False)
+    """
+
+    noise: float | None
+    spread: float
+
+    @property
+    def shown(self) -> bool:
+        """Whether single values mean something: noise is at most a third of the spread, a tenth of the variance."""
+        return self.noise is not None and 3 * self.noise <= self.spread
+
+
 @dataclass
 class Likelihood:
     """Log-likelihoods of a set of examples, with all that is needed to compare them.
@@ -184,6 +202,23 @@ class Likelihood:
         scale = {"nats": 1.0, "nats_per_dim": size, "bits_per_dim": size * math.log(2)}[unit]
         return StandardError(math.sqrt(items) / scale, None if draws is None else math.sqrt(draws) / scale,
                              shared / scale)
+
+    def single_values(self) -> SingleValues:
+        """How well the value of one item is known beside how much items differ, in nats per dimension.
+
+        The variance over items holds both; what is left of it beside the mean square of `stderr` is that of the items.
+        Continuous data of an exact kind have no draws, and no noise.
+        """
+        finite = torch.isfinite(self.nats)
+        values = (self.nats / self.dims)[finite]
+        exact = self.kind in ("exact", "ais", "unnormalised") or (
+            self.kind == "ode" and self.made.get("divergence") == "exact")
+        if self.stderr is not None:
+            noise = float((self.stderr / self.dims)[finite].square().mean().sqrt())
+        else:
+            noise = 0.0 if exact and self.levels is None and not self.made.get("noise") else None
+        both = float(values.var()) if len(values) > 1 else 0.0
+        return SingleValues(noise, math.sqrt(max(0.0, both - (noise or 0.0) ** 2)))
 
     @classmethod
     def concatenate(cls, parts: list[Likelihood]) -> Likelihood:

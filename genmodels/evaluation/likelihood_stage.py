@@ -58,12 +58,14 @@ class LikelihoodStage:
         return unpacked(stored)
 
     def _extreme_items(self) -> None:
-        first = self.frame.report["likelihood"][0]
-        if not first["worst"]:
-            return  # not one value is finite
-        self.frame.report["items"] = {"least": first["worst"], "most": first["best"]}
-        for name, rows in self.frame.report["items"].items():
-            index = torch.tensor([entry["index"] for entry in rows], dtype=torch.int64)
+        """The least and most likely items of the first line whose values of single items stand out of their noise."""
+        number = next((k for k, line in enumerate(self.frame.report["likelihood"]) if line["worst"]), None)
+        if number is None:
+            return
+        line = self.frame.report["likelihood"][number]
+        self.frame.report["items"] = {"line": number, "least": line["worst"], "most": line["best"]}
+        for name in ("least", "most"):
+            index = torch.tensor([entry["index"] for entry in self.frame.report["items"][name]], dtype=torch.int64)
             batch = next(iter(self.frame.opened.datamodule.loader(self.frame.request.split, len(index), index)))
             self.frame.arrays[f"{name}_x"], self.frame.arrays[f"{name}_index"] = batch.x, index
 

@@ -150,6 +150,7 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
         label: what the line is called; the kind says more where it knows more.
         x: the items, where their exact density is known: for the paired gap to it.
 
+    The extreme items are told only where values of single items stand out of their noise.
     Of log p(x | y), given the class, `class_cost` is log C in the line's unit: with classes drawn evenly p(x) is at
     least p(x | y)/C, so that much more bounds the value of the items alone.
     """
@@ -192,8 +193,12 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
     samples = made.get("importance_samples", 1)
     if samples > 1 and likelihood.stderr is not None and mean is not None:
         found["ess_median"] = float((samples / (1 + (samples - 1) * likelihood.stderr.square())).median())
+    single = likelihood.single_values()
+    size = 1.0 if spec.mel is not None else float(likelihood.dims.double().mean()) / scale
+    found["single"] = {"noise": None if single.noise is None else single.noise * size, "spread": single.spread * size,
+                       "shown": single.shown}
     order = (likelihood.nats / likelihood.dims).argsort()
-    order = order[torch.isfinite(likelihood.nats[order])]
+    order = order[torch.isfinite(likelihood.nats[order])] if single.shown else order[:0]
     return {
         **found, **numbers, "how": how(likelihood), "n": len(likelihood), "nonfinite": len(likelihood.nonfinite),
         "nonfinite_first": [int(i) for i in likelihood.nonfinite[:3]],
@@ -283,4 +288,5 @@ def _label(likelihood: Likelihood, label: str) -> str:
 
 def _told(likelihood: Likelihood, rows: torch.Tensor) -> list[dict]:
     index = torch.arange(len(likelihood)) if likelihood.index is None else likelihood.index
-    return [{"index": int(index[i]), "nats": float(likelihood.nats[i])} for i in rows]
+    errors = torch.zeros(len(likelihood)) if likelihood.stderr is None else likelihood.stderr
+    return [{"index": int(index[i]), "nats": float(likelihood.nats[i]), "error": float(errors[i])} for i in rows]

@@ -99,10 +99,15 @@ def histograms(models: list[Model], references: list[dict]) -> list[Markup]:
             nats = model.array(line.get("values"))
             if nats is not None:
                 lines.append((model, line, nats))
-    figures = []
-    for (kind, unit), some in grouped(lines, lambda one: (one[1]["kind"], unit_of(one[1]))).items():
+    hidden = [one for one in lines if not _single(one[1]).get("shown", True)]
+    figures = [tag("p", f"{_name(model, line, lines)}: not drawn, {noise_of(line)}. More draws= or "
+                   "importance_samples= make it smaller.", class_="note") for model, line, _ in hidden]
+    drawn = [one for one in lines if _single(one[1]).get("shown", True)]
+    for (kind, unit), some in grouped(drawn, lambda one: (one[1]["kind"], unit_of(one[1]))).items():
         costs = [model.per_item(nats)[0] for model, _, nats in some]
         names = [_name(model, line, some) for model, line, _ in some]
+        noises = [f"{name}: {noise_of(line)}." for name, (_, line, _) in zip(names, some, strict=True)
+                  if _single(line).get("noise")]
         if kind == "unnormalised":  # every energy has a zero of its own
             figures += [histogram([name], [cost], f"Energies of single items: {name}", "nats, up to a constant",
                                   [model.number]) for (model, _, _), name, cost in zip(some, names, costs, strict=True)]
@@ -114,8 +119,26 @@ def histograms(models: list[Model], references: list[dict]) -> list[Markup]:
         for start in range(0, len(some), 6):
             part = slice(start, start + 6)
             figures.append(histogram(names[part], costs[part], title, f"{unit} of an item (left: more likely)",
-                                     colours[part], known))
+                                     colours[part], known, " ".join(noises[part])))
     return figures
+
+
+def _single(line: dict) -> dict:
+    return line.get("single") or {}
+
+
+def noise_of(line: dict) -> str:
+    """The noise of the value of a single item beside the spread of items, in words.
+
+    Example:
+        >>> noise_of({"unit": "bits_per_dim", "single": {"noise": 0.7, "spread": 0.25}})
+        'the value of a single item has a noise of 0.7000 bits/dim, items differ by 0.2500'
+    """
+    found = _single(line)
+    if found.get("noise") is None:
+        return "the noise of the value of a single item, drawn once, is not known"
+    return (f"the value of a single item has a noise of {found['noise']:.4f} {unit_of(line)}, items differ by "
+            f"{found['spread']:.4f}")
 
 
 def _lower(title: str) -> str:
@@ -128,9 +151,9 @@ def _name(model: Model, line: dict, among: list) -> str:
 
 def histogram(
     names: list[str], values: list[np.ndarray], title: str, x_label: str, colours: list[int] | None = None,
-    rules: list[Rule] | None = None,
+    rules: list[Rule] | None = None, noise: str = "",
 ) -> Markup:
-    """Histograms on common bins, in percent of each one's items."""
+    """Histograms on common bins, in percent of each one's items; `noise` is said below."""
     finite = [v[np.isfinite(v)] for v in values]
     together = np.concatenate(finite)
     if not len(together):
@@ -148,7 +171,7 @@ def histogram(
                              colour=colours[k], dash=colours[:k].count(colours[k])))
     beyond = int(((together < edges[0]) | (together > edges[-1])).sum())
     lost = sum(len(v) for v in values) - len(together)
-    notes = [f"Beyond the ends, counted in the last bins: {beyond}." if beyond else "",
+    notes = [noise, f"Beyond the ends, counted in the last bins: {beyond}." if beyond else "",
              f"Not finite, left out: {lost}." if lost else ""]
     inside = [rule for rule in rules or [] if edges[0] <= rule.at <= edges[-1]]
     return plot(series, title, x_label, "percent of items", rules=inside, note=" ".join(filter(None, notes)))
@@ -173,18 +196,22 @@ def _items(model: Model, which: str, entries: list[dict]) -> Markup:
     pictures = tiles(x, model.data) if x is not None and is_image(model.data) else None
     nats = [np.nan if entry.get("nats") is None else entry["nats"] for entry in entries]
     costs, unit = model.per_item(np.array(nats))
-    if (model.likelihoods or [{}])[0].get("kind") == "unnormalised":
+    errors = -model.per_item(np.array([entry.get("error") or 0.0 for entry in entries]))[0]
+    lines, number_of = model.likelihoods, model.get("items", "line") or 0
+    line = lines[number_of] if number_of < len(lines) else {}
+    if line.get("kind") == "unnormalised":
         unit = "nats up to a constant"
+    said = f"{unit}, {line['label']}" if line.get("label") else unit
     shown = []
     for k, entry in enumerate(entries):
-        words = f"item {entry['index']}: {costs[k]:.3f}"
+        words = f"item {entry['index']}: {with_error(float(costs[k]), float(errors[k]) or None, 3)}"
         if pictures is not None and k < len(pictures):
             alt = f"{which} likely item number {k + 1}, test item {entry['index']}"
             words = [tag("img", src=address(pictures[k]), alt=alt), words]
         elif x is not None and k < len(x) and x[k].size <= 4:
             words += " at (" + ", ".join(f"{v:.2f}" for v in np.ravel(x[k])) + ")"
         shown.append(tag("li", words))
-    return tag("figure", tag("figcaption", f"{which} likely ({unit})"), tag("ul", *shown, class_="items"))
+    return tag("figure", tag("figcaption", f"{which} likely ({said})"), tag("ul", *shown, class_="items"))
 
 
 def _parts(line: dict) -> str:

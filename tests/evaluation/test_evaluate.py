@@ -196,13 +196,14 @@ def test_everything_of_one_model(digits, tmp_path):
     fidelity = found["fidelity"]
     assert fidelity["network"]["name"] == "classifier" and fidelity["network"]["accuracy"] > 0.95
     scale = found["scale"]["rows"]
+    # Of 180 + 359 held-out items half are compared with the other half.
     assert list(scale) == ["other held-out items", "training items", "noise"]
-    assert {row["n"] for row in (fidelity, *scale.values())} == {358}  # distances depend on n
+    assert {row["n"] for row in (fidelity, *scale.values())} == {269}  # distances depend on n
     for key in ("frechet", "kernel"):
         floor, train, noise = ((row[key], row[f"{key}_error"]) for row in scale.values())
         assert abs(floor[0] - train[0]) < 4 * math.hypot(floor[1], train[1])
         assert train[0] < fidelity[key] and train[0] + 5 * noise[1] < noise[0]
-    assert fidelity["n"] == 358 and not fidelity["memorisation"]["flagged"]
+    assert fidelity["n"] == 269 and not fidelity["memorisation"]["flagged"]
     assert 0 <= fidelity["class_accuracy"]["accuracy"] < 0.5 and fidelity["likelihood_accuracy"]["n"] == 359
     assert found["sampling"]["evaluations"] == 1 and found["sampling"]["samples_per_second"] > 0
     assert [entry["name"] for entry in found["ood"]] == ["noise", "shuffled"] and found["ood"][0]["auroc"] > 0.9
@@ -211,7 +212,7 @@ def test_everything_of_one_model(digits, tmp_path):
     assert len(found["sweeps"][0]["frechet"]) == 4
     assert arrays["samples_x"].shape == (64, 1, 8, 8) and arrays["nats_0"].shape == (359,)
     assert arrays["least_x"].shape == arrays["neighbours_train"].shape == (8, 1, 8, 8)
-    assert "Fréchet distance in features of classifier, n = 358" in out and "proofs hold" in out
+    assert "Fréchet distance in features of classifier, n = 269" in out and "proofs hold" in out
     again, _ = evaluate(f"ckpt={digits}", "ood=[noise,shuffled]", "sweeps=[temperature]", "importance_samples=4",
                         f"out={tmp_path}/again.json", cwd=tmp_path)
     assert report(tmp_path / "again.json")["sampling"] == found["sampling"]  # taken from the cache

@@ -152,3 +152,27 @@ def test_the_error_of_a_constant_is_shared_by_all_items():
     without = made(values, kind="exact", **of).standard_error().total
     error = made(values, kind="ais", made={"log_z_stderr": 0.4}, **of).standard_error()
     assert error.log_z == 0.4 and error.total == pytest.approx(math.hypot(without, 0.4))
+
+
+@pytest.mark.parametrize("spread, noise, shown", [(3.0, 0.5, True), (3.0, 3.0, False), (0.0, 2.0, False)])
+def test_values_of_single_items_are_shown_where_they_stand_out_of_their_noise(spread, noise, shown):
+    found = [one.single_values() for one in estimates(spread, noise, n=400, trials=50)]
+    size = noise * math.sqrt(13 / 12 / 2) / 784
+    assert math.sqrt(sum(one.noise**2 for one in found) / 50) == pytest.approx(size, rel=0.03)
+    assert math.sqrt(sum(one.spread**2 for one in found) / 50) == pytest.approx(spread / 784, rel=0.05, abs=0.6 * size)
+    assert {one.shown for one in found} == {shown}
+    from genmodels.data.spec import DataSpec
+    from genmodels.evaluation.lines import row
+
+    told = row(estimates(spread, noise, n=400, trials=1)[0], DataSpec("squares", (784,), levels=256))
+    assert bool(told["worst"]) == bool(told["best"]) == shown
+    assert told["single"]["noise"] == pytest.approx(size / math.log(2), rel=0.1)  # in bits/dim, the line's unit
+
+
+@pytest.mark.parametrize("options, noise", [
+    ({"kind": "exact", "levels": None}, 0.0), ({"kind": "exact", "levels": None, "made": {"noise": 0.1}}, None),
+    ({"kind": "lower_bound"}, None), ({"kind": "ode", "levels": None, "made": {"divergence": "exact"}}, 0.0),
+    ({"kind": "ode", "levels": None, "made": {"divergence": "rademacher"}}, None), ({"kind": "ais"}, None),
+])  # fmt: skip
+def test_noise_is_none_or_unknown_by_how_a_value_is_made(options, noise):
+    assert made([-100.0, -120.0, -90.0], **options).single_values().noise == noise

@@ -149,6 +149,20 @@ def test_a_histogram_counts_every_item_and_says_what_it_leaves_out():
     assert "Not finite, left out: 2." in page and "Beyond the ends" in page
 
 
+def test_values_of_single_items_are_drawn_only_where_they_stand_out_of_their_noise():
+    table, arrays = example.of_points()
+    line = table["models"][0]["likelihood"][0]
+    figure = "<figcaption>Likelihood of single items"
+    for single, drawn, said in (
+        ({"noise": 0.1, "spread": 1.0, "shown": True}, True, "noise of 0.1000 nats, items differ by 1.0000"),
+        ({"noise": 2.0, "spread": 1.0, "shown": False}, False, "drawn, the value of a single item has a noise of 2"),
+        ({"noise": None, "spread": 1.0, "shown": False}, False, "drawn once, is not known"),
+    ):
+        line["single"] = single
+        page = render(table, arrays)
+        assert (figure in page) is drawn and said in page
+
+
 def test_the_file_is_written_whole(tmp_path):
     write_page(*example.of_points(), tmp_path / "report.html")
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
