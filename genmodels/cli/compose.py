@@ -62,7 +62,7 @@ class Composer:
             return word
         if key not in self.hydra.config_loader.list_groups("") or isinstance(override.value(), dict):
             return "++" + word.lstrip("+")
-        if not override.is_sweep_override() and not isinstance(override.value(), str | list):
+        if not override.is_sweep_override() and not isinstance(override.value(), str):
             options = self.hydra.config_loader.get_group_options(key)
             raise InputError(_no_option(key, str(override.value()), options))
         if isinstance(override.value(), str) and not override.is_sweep_override():
@@ -135,6 +135,10 @@ class Composer:
             if not group:
                 raise InputError(" ".join(str(error).split())) from error
             raise InputError(_no_option(group, name, error.options or [])) from error
+        except yaml.YAMLError as error:
+            raise InputError(f"a configuration file is not YAML: {' '.join(str(error).split())}") from error
+        except OSError as error:
+            raise InputError(f"a configuration file cannot be read: {error.filename}: {error.strerror}") from error
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
             text = str(error).split("full_key")[0] + (f" {str(cause).split('full_key')[0]}" if cause else "")

@@ -92,12 +92,15 @@ def run(
     import sys
     from pathlib import Path
 
+    from genmodels.cli.places import check_writable
     from genmodels.errors import InputError, RunError
     from genmodels.evaluation.request import Request
 
     paths = [Path(p) for p in ([ckpt] if isinstance(ckpt, str) else ckpt)]
     if not paths:
         raise InputError("ckpt=[] names no checkpoint")
+    if out is not None:
+        check_writable("out", Path(out))
     partition = {"normaliser": normaliser, "chains": chains, "densities": densities}
     counts = [importance_samples] if isinstance(importance_samples, int) else importance_samples
     others = [ood] if isinstance(ood, str) else ood

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,15 +200,23 @@ def _accept_scalar(value: Any, name: str) -> tuple[bool, Any]:
         return value is None, value
     if value is None or isinstance(value, bool):
         return name == "bool" and value is not None, value
+    if name in ("int", "float") and isinstance(value, int | float) and not usable(value):
+        return False, value
     if name == "int":
         whole = isinstance(value, float) and value.is_integer()
-        return isinstance(value, int) or whole, int(value) if whole else value
+        ok = isinstance(value, int) or (whole and usable(int(value)))
+        return ok, int(value) if whole else value
     if name == "float":
         return isinstance(value, int | float), value
     if name == "str":
         number = isinstance(value, int)
         return isinstance(value, str) or number, str(value) if number else value
     return False, value
+
+
+def usable(value: float) -> bool:
+    """Whether a number means something to whoever takes it: finite, and an integer of 64 bits if it is one."""
+    return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
 
 
 def _exact_first(value: Any, alternatives: tuple) -> list[Kind]:

@@ -68,9 +68,8 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
     text = str(error)
     if "torchvision::nms" in text:
         return "torch and torchvision are not of the same build: genmodels doctor says what to do", 1
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in text and (
-        "out of memory" in text or "can't allocate memory" in text
-    )):
+    too_large = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(one in text for one in too_large)):
         key = "data.batch_size or the model" if command == "train" else "batch_size"
         return f"out of memory: make {key} smaller", 1
     return None

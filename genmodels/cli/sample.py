@@ -104,6 +104,7 @@ def run(
     """
     from pathlib import Path
 
+    from genmodels.cli.places import check_writable
     from genmodels.errors import InputError, check_temperature
 
     if temperature is not None:
@@ -119,6 +120,9 @@ def run(
                                        ("chunk", "stream", chunk, stream or None)):
         if ours is not None and theirs is None:
             raise InputError(f"{key}={ours} goes with {partner}=: give both")
+    for key, place in (("out", out), ("path", path)):
+        if place is not None:
+            check_writable(key, Path(place))
     ckpt_path = Path(ckpt) / "best.ckpt" if Path(ckpt).is_dir() else Path(ckpt)
 
     from genmodels.training.archive import verify
@@ -155,6 +159,7 @@ def run(
     given |= {"temperature": None if temperature == 1 else temperature, "ema": None if ema is True else ema}
     target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec, given)
     check_target(target, model.spec)
+    check_writable("out", target)
     if path is not None and Path(path).suffix.lower() == ".png" and not model.spec.is_image:
         raise InputError("path: a strip shows images; for points use path=path.gif")
     if interpolate is not None:

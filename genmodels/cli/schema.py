@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from genmodels.cli.kinds import Anything, Choice, Kind, Node, Several, Table, fit, kinds, show
+from genmodels.cli.kinds import Anything, Choice, Kind, Node, Several, Table, fit, kinds, show, usable
 from genmodels.cli.signatures import ROOT, Key, Target, target
 from genmodels.errors import InputError, nearest
 
@@ -94,6 +94,8 @@ class Schema:
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
             items = tuple(k for several in alternatives if isinstance(several, Several) for k in several.items)
             return [self._value(item, items or (Anything(),), f"{path}.{i}") for i, item in enumerate(value)]
+        if value == "":
+            raise InputError(f"{path}= is empty ({self.where(path)}): give a value, or leave {path} out")
         ok, converted = fit(value, alternatives)
         if not ok:
             raise InputError(self._wrong(value, alternatives, path))
@@ -142,6 +144,8 @@ class Schema:
         choices = [v for kind in alternatives if isinstance(kind, Choice) for v in kind.values]
         near = nearest(value, choices) if isinstance(value, str) else None
         hint = f": did you mean {near!r}?" if near else ""
+        if isinstance(value, int | float) and not usable(value):
+            hint = ": numbers are finite, and integers have at most 64 bits"
         return f"{path} must be {expected}, got {show(value)!r} ({self.where(path)}){hint}"
 
 

@@ -103,7 +103,7 @@ def run(
             f"{network.family} with {amount(count)} parameters on {datamodule.spec.name} "
             f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
             + (f", resumed at step {done}" if resume else ""),
-            *changed,
+            *(f"note: {line}" for line in [*changed, *datamodule.warnings()]),
         )
         before = steps
         if resume is None:

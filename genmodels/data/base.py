@@ -16,6 +16,7 @@ from genmodels.errors import InputError
 SPLITS = ("train", "val", "test")
 _EXAMINED = 20_000  # items that are looked at for constant columns and copies
 _CONSTANT = "is constant"
+_FAR = 1e4  # interquartile ranges from the median: no heavy tail of a table that can be modelled reaches that far
 
 
 class DataModule(pl.LightningDataModule):
@@ -155,7 +156,28 @@ class DataModule(pl.LightningDataModule):
 
     def warnings(self) -> list[str]:
         """One line per thing that does not stop a training, but should be looked at."""
-        return [fault for fault in self._faults() if _CONSTANT not in fault]
+        found = [fault for fault in self._faults() if _CONSTANT not in fault]
+        items = len(self.split("train"))
+        if self.batch_size > items:
+            found.append(f"data.batch_size={self.batch_size} is more than the {items} training items: "
+                         f"every step takes all {items}")
+        return found + self._outliers()
+
+    def _outliers(self) -> list[str]:
+        """Continuous vectors with values far beyond all others, to whose scale everything would be standardised."""
+        if self.spec.levels is not None or len(self.spec.event_shape) != 1:
+            return []
+        found, data = [], self.split("train")
+        x = data.__getitems__(torch.arange(len(data))).x.double()
+        for k, column in enumerate(x.T, 1):
+            ordered = column.sort().values
+            low, middle, high = (float(ordered[int(share * (len(ordered) - 1))]) for share in (0.25, 0.5, 0.75))
+            far = (column - middle).abs()
+            item = int(far.argmax())
+            if high > low and float(far[item]) > _FAR * (high - low):
+                found.append(f"{self.spec.name}: column {k} of training item {item} is {float(column[item]):.3g}, half of "
+                             f"the column lies between {low:.3g} and {high:.3g}: drop it if it is a mistake")
+        return found
 
     def _faults(self) -> list[str]:
         """Why continuous vectors have no density, if that is so: training refuses constant columns alone."""
@@ -231,7 +253,7 @@ def data_root(root: str) -> str:
 
 def check_fractions(val_fraction: float, test_fraction: float) -> None:
     """An InputError unless something is left for training."""
-    if val_fraction < 0 or test_fraction < 0 or val_fraction + test_fraction >= 1:
+    if not (val_fraction >= 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
         got = f"{val_fraction} and {test_fraction}"
         raise InputError(f"data.val_fraction and data.test_fraction must be >= 0 with a sum below 1, got {got}")
 

@@ -98,6 +98,10 @@ class Speech(DataModule):
         check_choice("symbols", symbols, FORMS)
         check_choice("statistics", statistics, ("global", "band"))
         check_fractions(val_fraction, test_fraction)
+        if max_seconds is not None and not max_seconds > 0:
+            raise InputError(f"data.max_seconds must be above 0, got {max_seconds}")
+        if rate is not None and rate < 1:
+            raise InputError(f"data.rate must be at least 1, got {rate}")
         self.root = None if root is None else Path(data_root(root))
         self.layout, self.mel, self.rate, self.language = layout, mel_config(mel or {}), rate, language
         self.form, self.symbols = symbols, Symbols(table_of(symbols), blanks=blanks, on_unknown=on_unknown)

@@ -107,7 +107,7 @@ def noise_levels(largest: float, smallest: float = 0.01, ratio: float = 1.3) -> 
         >>> [round(sigma, 3) for sigma in noise_levels(1.0, 0.4)]
         [1.0, 0.795, 0.632, 0.503, 0.4]
     """
-    if not 0 < smallest < largest or ratio <= 1:
+    if not 0 < smallest < largest < math.inf or not 1 < ratio < math.inf:
         raise InputError(f"noise levels need 0 < smallest < largest and ratio > 1, got {smallest}, {largest}, {ratio}")
     steps = math.ceil(math.log(largest / smallest) / math.log(ratio) - 1e-9)
     return tuple(largest * (smallest / largest) ** (i / steps) for i in range(steps + 1))

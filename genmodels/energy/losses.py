@@ -145,7 +145,7 @@ class SlicedScoreMatching:
         projection_chunk: int = 1,
     ):
         self.projection, self.projections = projection_law(projection), _at_least_one(projections)
-        self.route, self.projection_chunk = route, projection_chunk
+        self.route, self.projection_chunk = route, _at_least_one(projection_chunk, "projection_chunk")
 
     def __call__(self, model: ScoreFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
         x = wide(x)
@@ -222,7 +222,8 @@ class FiniteDifferenceScoreMatching:
         if step <= 0 or scale <= 0:
             raise InputError(f"step = {step} and scale = {scale} must be positive")
         self.projection, self.projections = projection_law(projection), _at_least_one(projections)
-        self.step, self.scale, self.projection_chunk = step, scale, projection_chunk
+        self.step, self.scale = step, scale
+        self.projection_chunk = _at_least_one(projection_chunk, "projection_chunk")
 
     def __call__(self, model: EnergyFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
         model, x = require_energy(model, "finite-difference score matching"), wide(x)
@@ -249,7 +250,7 @@ def _directions(law, count: int, x: Tensor, generator: Generator) -> Tensor:
     return torch.stack([law.draw(x.shape, generator, dtype=x.dtype, device=x.device) for _ in range(count)])
 
 
-def _at_least_one(projections: int) -> int:
-    if projections < 1:
-        raise InputError(f"projections = {projections} must be at least 1")
-    return projections
+def _at_least_one(number: int, name: str = "projections") -> int:
+    if number < 1:
+        raise InputError(f"{name} = {number} must be at least 1")
+    return number

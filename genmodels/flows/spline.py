@@ -43,8 +43,8 @@ class RationalQuadraticSpline(ElementTransform):
 
     def __init__(self, *, bins: int = 8, bound: float = 3.0, min_size: float = 1e-3):
         super().__init__()
-        if bins < 1 or bound <= 0:
-            raise ValueError(f"a spline needs at least one bin and a positive bound, got {bins} and {bound}")
+        if bins < 1 or not 0 < bound < math.inf:
+            raise ValueError(f"a spline needs at least one bin and a positive, finite bound, got {bins} and {bound}")
         if not 0 < bins * min_size < 1:
             raise ValueError(
                 f"{bins} bins of at least {min_size} of the width leave nothing to learn: "

@@ -174,6 +174,8 @@ class GenerativeModel(pl.LightningModule):
             raise ValueError(f"n must be at least 1, got {n}")
         if start < 0:
             raise ValueError(f"start must be at least 0, got {start}")
+        if start + n > 2**63 - 1:
+            raise ValueError(f"samples are numbered by 64 bits: start + n must be below 2**63, got {start} + {n}")
         return torch.arange(start, start + n, device=self.device)
 
     # ---- Lightning's hooks --------------------------------------------------------------------------------------

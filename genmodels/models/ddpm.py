@@ -98,6 +98,8 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
             raise ValueError(f"num_steps must be at least 2, got {num_steps}")
         if not 0 <= cond_drop < 1:
             raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
+        if not noise >= 0:
+            raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
         self.noise = noise if spec.mel is not None else 0.0
         variance = variance or ("beta" if spec.levels is None else "beta_tilde")
         self.num_steps, self.variance, self.cond_drop = num_steps, variance, cond_drop

@@ -90,6 +90,8 @@ class FlowModel(GenerativeModel):
         self.conditional = class_conditional and spec.num_classes is not None
         self.dequantisation, self.preprocess, self.alpha, self.base, self.memory = (
             dequantisation, preprocess, alpha, base, memory)
+        if not noise >= 0:
+            raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
         self.noise = noise if spec.mel is not None else 0.0
         self._finish = (optimizer, ema_decay)
         self._probe: Batch | None = None

@@ -48,7 +48,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # meta holds no numbers
     except (RuntimeError, AssertionError) as error:
         first = str(error).strip().splitlines()[0]
         raise InputError(f"device={name} is not available here ({first}); use device=auto or device=cpu") from error

@@ -50,8 +50,10 @@ class Optimizer:
         if self.half_life < 1:
             raise ValueError(f"optimizer.half_life must be at least 1, got {self.half_life}")
         for key in ("lr", "weight_decay", "warmup_steps", "clip"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"optimizer.{key} must not be negative, got {getattr(self, key)}")
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"optimizer.{key} must be finite and not negative, got {getattr(self, key)}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must be two numbers in [0, 1), got {list(self.betas)}")
 
     def factor(self, step: int, total: int) -> float:
         """The learning rate at a step (counted from 0), as a multiple of `lr`."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, fold, interpolate, silu
 
+from genmodels.nn.dropout import Dropout
 from genmodels.nn.norm import GroupNorm
 
 CONVOLUTION = {1: nn.Conv1d, 2: nn.Conv2d}
@@ -55,7 +56,7 @@ class ResidualBlock(nn.Module):
         self.norm_1 = GroupNorm(channels)
         self.conv_1 = convolution(channels, out_channels, 3, padding=1)
         self.norm_2 = GroupNorm(out_channels, affine=False)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.conv_2 = zeroed(convolution(out_channels, out_channels, 3, padding=1))
         self.skip = nn.Identity() if channels == out_channels else convolution(channels, out_channels, 1)
 

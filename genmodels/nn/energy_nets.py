@@ -32,8 +32,8 @@ class Confinement(nn.Module):
 
     def __init__(self, spread: float = 1.0):
         super().__init__()
-        if spread <= 0:
-            raise InputError(f"the spread of the confinement must be positive, got {spread}")
+        if not 0 < spread < math.inf:
+            raise InputError(f"the spread of the confinement must be positive and finite, got {spread}")
         self.log_spread = nn.Parameter(torch.tensor(math.log(spread)))
 
     @property

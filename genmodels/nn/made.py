@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from genmodels.nn.blocks import zeroed
 from genmodels.nn.condition import Condition, modulate
+from genmodels.nn.dropout import Dropout
 from genmodels.nn.net import Net
 from genmodels.nn.perceptron import ACTIVATION
 
@@ -100,7 +101,7 @@ class MADE(Net):
         self.layers = nn.ModuleList(
             MaskedLinear(inner[:, None] >= inner) for _ in range(2 * depth if residual else depth - 1)
         )
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.head = zeroed(MaskedLinear(degrees.repeat(params_per_dim)[:, None] > inner))
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, silu
 
 from genmodels.nn.blocks import zeroed
+from genmodels.nn.dropout import Dropout
 from genmodels.nn.embedding import ConditionEmbedding
 
 
@@ -66,7 +67,7 @@ class MLPDenoiser(nn.Module):
         self.stem = nn.Linear(dims * (1 + 2 * frequencies), hidden)
         self.inner = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
         self.outer = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.head = zeroed(nn.Linear(hidden, math.prod(self.out_shape)))
 
     def forward(self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:

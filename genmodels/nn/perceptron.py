@@ -10,6 +10,7 @@ from torch.nn.functional import relu, silu
 
 from genmodels.nn.blocks import zeroed
 from genmodels.nn.condition import Condition, modulate
+from genmodels.nn.dropout import Dropout
 from genmodels.nn.net import Net
 
 ACTIVATION = {"silu": silu, "relu": relu}
@@ -54,7 +55,7 @@ class MLP(Net):
         self.activation = _activation(activation)
         self.stem = nn.Linear(in_channels, hidden)
         self.layers = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth - 1))
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.dropout = Dropout(dropout) if dropout else nn.Identity()
         self.head = zeroed(nn.Linear(hidden, out_channels))
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
@@ -113,7 +114,7 @@ class ResidualMLP(Net):
         self.stem = nn.Linear(in_channels, hidden)
         self.inner = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
         self.outer = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.dropout = Dropout(dropout) if dropout else nn.Identity()
         self.head = zeroed(nn.Linear(hidden, out_channels))
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:

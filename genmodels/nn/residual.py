@@ -10,6 +10,7 @@ from torch.nn.functional import relu
 from genmodels.nn.blocks import CONVOLUTION, hide, zeroed
 from genmodels.nn.channel_norm import ChannelNorm
 from genmodels.nn.condition import Condition, Modulation, modulate
+from genmodels.nn.dropout import Dropout
 from genmodels.nn.net import Net
 from genmodels.nn.spatial_attention import AttentionKind
 
@@ -41,7 +42,7 @@ class NormedResidual(nn.Module):
         self.norm_1, self.norm_2 = ChannelNorm(channels), ChannelNorm(channels)
         self.conv_1 = convolution(channels, channels, 3, padding=1)
         self.conv_2 = convolution(channels, channels, 3, padding=1)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, modulation: Modulation = None, mask: Tensor | None = None) -> Tensor:
         h = self.conv_1(hide(relu(self.norm_1(x)), mask))

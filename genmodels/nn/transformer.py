@@ -8,6 +8,7 @@ from torch.nn.functional import relu
 from genmodels.nn.attention import Attention, Shaw
 from genmodels.nn.blocks import hide
 from genmodels.nn.channel_norm import ChannelNorm
+from genmodels.nn.dropout import Dropout
 
 
 class TransformerLayer(nn.Module):
@@ -53,7 +54,7 @@ class TransformerLayer(nn.Module):
         self.attention = Attention(channels, heads, position, dropout=dropout)
         self.conv_1 = nn.Conv1d(channels, hidden, kernel_size, padding=kernel_size // 2)
         self.conv_2 = nn.Conv1d(hidden, channels, kernel_size, padding=kernel_size // 2)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = hide(x, mask)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from genmodels.nn.blocks import hide, zeroed
 from genmodels.nn.condition import Condition, modulate
+from genmodels.nn.dropout import Dropout
 from genmodels.nn.net import Net
 from genmodels.nn.spatial_attention import AttentionKind
 
@@ -77,7 +78,7 @@ class WaveNet(Net):
         # Nothing follows the residual stream of the last layer: it has none.
         self.branches = nn.ModuleList(nn.Conv1d(hidden, 2 * hidden, 1) for _ in range(depth - 1))
         self.last = nn.Conv1d(hidden, hidden, 1)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.head = zeroed(nn.Conv1d(hidden, out_channels, 1))
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from genmodels.nn.blocks import hide, zeroed
 from genmodels.nn.channel_norm import ChannelNorm
+from genmodels.nn.dropout import Dropout
 
 
 class PostNet(nn.Module):
@@ -40,7 +41,7 @@ class PostNet(nn.Module):
             nn.Conv1d(width, channels, kernel_size, padding=kernel_size // 2) for width in widths[:-1]
         )
         self.norms = nn.ModuleList(ChannelNorm(channels) for _ in self.convolutions)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.last = zeroed(nn.Conv1d(channels, n_mels, kernel_size, padding=kernel_size // 2))
 
     def forward(self, mean: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from genmodels.nn.attention.local_monotonic import LocalMonotonic
 from genmodels.nn.attention.scores import Additive, Location
 from genmodels.nn.attention.seq2seq import Keys, ScoredAttention, Stepwise
 from genmodels.nn.blocks import hide
+from genmodels.nn.dropout import checked
 from genmodels.random import Generator, KeyedGenerator, uniform
 from genmodels.speech.postnet import PostNet
 from genmodels.speech.text_encoder import TextEncoder
@@ -132,8 +133,9 @@ class Tacotron(nn.Module):
         postnet: int = 0,
     ):
         super().__init__()
-        if not 0 <= dropout < 1 or postnet < 0:
-            raise ValueError(f"dropout must lie in [0, 1) and postnet not be negative, got {dropout} and {postnet}")
+        checked(dropout)
+        if postnet < 0:
+            raise ValueError(f"postnet must not be negative, got {postnet}")
         self.encoder, self.n_mels, self.hidden, self.dropout = encoder, encoder.n_mels, hidden, dropout
         encoder.head.requires_grad_(False)
         dim = encoder.channels

@@ -8,6 +8,7 @@ from torch.nn.functional import relu
 
 from genmodels.nn.blocks import hide, zeroed
 from genmodels.nn.channel_norm import ChannelNorm
+from genmodels.nn.dropout import Dropout
 from genmodels.nn.transformer import Transformer
 
 _KEPT = 0.99  # of what was seen of durations, after each further batch
@@ -34,7 +35,7 @@ class Prenet(nn.Module):
             nn.Conv1d(channels, channels, kernel_size, padding=kernel_size // 2) for _ in range(depth)
         )
         self.norms = nn.ModuleList(ChannelNorm(channels) for _ in range(depth))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.project = zeroed(nn.Conv1d(channels, channels, 1))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -135,7 +136,7 @@ class DurationPredictor(nn.Module):
             nn.Conv1d(width, hidden, kernel_size, padding=kernel_size // 2) for width in widths
         )
         self.norms = nn.ModuleList(ChannelNorm(hidden) for _ in widths)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.head = nn.Conv1d(hidden, 1, 1)
         self.register_buffer("seen", torch.ones(2))  # frames that tokens had, frames that exp(log d) gave them
 

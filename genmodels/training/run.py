@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import json
@@ -81,12 +82,16 @@ def claim(folder: Path):
 
     Raises:
         InputError: when another run holds it.
+        RunError: when nothing can be written in it.
     """
     try:
         import fcntl
     except ImportError:
         return None
-    lock = open(folder / _LOCK, "w")
+    try:
+        lock = open(folder / _LOCK, "w")
+    except OSError as error:
+        raise RunError(f"cannot write in the run folder {folder}: {os.strerror(error.errno)}") from error
     try:
         # A POSIX lock belongs to this process alone: loader workers that outlive a killed run do not hold it.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,15 +104,19 @@ def claim(folder: Path):
 
 
 def discard_unused(folder: Path) -> None:
-    """Remove what a run that never began has left in its folder, and the folder if that empties it."""
+    """Remove what a run that never began has left in its folder, and the folder if that empties it.
+
+    What cannot be removed stays: a folder that is a mount of its own, say.
+    """
     if (folder / "last.ckpt").exists():
         return
-    for name in ("log.txt", "config.yaml", _LOCK):
-        (folder / name).unlink(missing_ok=True)
-    for empty in (folder, folder.parent, folder.parent.parent):
-        if empty == Path(".") or any(empty.iterdir()):
-            return
-        empty.rmdir()
+    with contextlib.suppress(OSError):
+        for name in ("log.txt", "config.yaml", _LOCK):
+            (folder / name).unlink(missing_ok=True)
+        for empty in (folder, folder.parent, folder.parent.parent):
+            if empty == Path(".") or any(empty.iterdir()):
+                return
+            empty.rmdir()
 
 
 def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path:

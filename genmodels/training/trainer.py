@@ -63,6 +63,8 @@ class TrainerOptions:
         for key in ("accumulate", "num_nodes", "log_every_n_steps"):
             if getattr(self, key) < 1:
                 raise ValueError(f"trainer.{key} must be at least 1, got {getattr(self, key)}")
+        if isinstance(self.devices, int) and self.devices < 1 and self.devices != -1:
+            raise ValueError(f"trainer.devices must be at least 1, or -1 for all, got {self.devices}")
         for key in ("validate_every_n_steps", "sample_every_n_steps"):
             if getattr(self, key) < 0:
                 raise ValueError(f"trainer.{key} must not be negative, got {getattr(self, key)}")
@@ -108,6 +110,6 @@ class TrainerOptions:
                 logger=False,
                 plugins=[WholeFiles()],
             )
-        except (ValueError, RuntimeError, ImportError, MisconfigurationException) as error:
+        except (ValueError, TypeError, OverflowError, RuntimeError, ImportError, MisconfigurationException) as error:
             first = str(error).strip().splitlines()[0]
             raise InputError(f"trainer: {first}") from error

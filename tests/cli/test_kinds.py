@@ -13,7 +13,10 @@ from genmodels.cli.signatures import load
 REFUSED = object()
 TABLE = [
     ("int", 3, 3), ("int", 1e4, 10_000), ("int", 1.5, REFUSED), ("int", "abc", REFUSED), ("int", True, REFUSED),
-    ("int", None, REFUSED), ("int", math.inf, REFUSED),
+    ("int", None, REFUSED), ("int", math.inf, REFUSED), ("int", 2**63, REFUSED), ("int", 1e30, REFUSED),
+    ("int", 2**62, 2**62),
+    ("float", math.nan, REFUSED), ("float", -math.inf, REFUSED), ("float", 10**400, REFUSED), ("float", 1e30, 1e30),
+    ("list[float]", [1.0, math.nan], REFUSED),
     ("float", 3, 3), ("float", 0.5, 0.5), ("float", "0.5x", REFUSED), ("float", False, REFUSED),
     ("bool", True, True), ("bool", 1, REFUSED), ("bool", "true", REFUSED),
     ("str", "a", "a"), ("str", 7, "7"), ("str", 1.5, REFUSED), ("str", None, REFUSED), ("str", True, REFUSED),

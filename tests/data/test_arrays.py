@@ -240,3 +240,14 @@ def test_bad_files_give_one_line(tmp_path, capsys):
 def test_bad_options(options):
     with pytest.raises(InputError, match=f"data.{next(iter(options))}"):
         Arrays(file="a.npy", **options)
+
+
+def test_a_value_far_beyond_all_others_and_a_batch_of_more_than_all_are_mentioned(tmp_path):
+    x = np.random.default_rng(1).standard_cauchy((300, 2))  # a heavy tail is none
+    np.save(tmp_path / "plain.npy", x)
+    assert Arrays(file=str(tmp_path / "plain.npy"), batch_size=8).prepare().warnings() == []
+    x[:, 1] = np.where(np.arange(300) % 100 == 7, 1e18, x[:, 1])
+    np.save(tmp_path / "far.npy", x)
+    outlier, *rest = reversed(Arrays(file=str(tmp_path / "far.npy"), batch_size=400).prepare().warnings())
+    assert "column 2 of training item" in outlier and "1e+18" in outlier
+    assert any("data.batch_size=400 is more than the" in line for line in rest)

@@ -30,8 +30,11 @@ def test_the_rate_follows_the_formula(decay, warmup):
     [
         ({"name": "sgd"}, "adam, adamw"),
         ({"decay": "linear"}, "cosine"),
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"clip": float("nan")}, "clip must not be negative"),
+        ({"lr": -1.0}, "lr must be finite and not negative"),
+        ({"lr": math.inf}, "lr must be finite"),
+        ({"clip": float("nan")}, "clip must be finite and not negative"),
+        ({"betas": (2, 3)}, "two numbers in"),
+        ({"betas": (0.9, float("nan"))}, "two numbers in"),
     ],
 )
 def test_errors(options, said):

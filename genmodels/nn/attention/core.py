@@ -11,6 +11,7 @@ from genmodels.nn.attention import backend as paths
 from genmodels.nn.attention.call import Cache, Call, check_call, joined
 from genmodels.nn.attention.mask import Reach, check_full, check_padding, hide_rows
 from genmodels.nn.attention.position import Position, Space, head_width
+from genmodels.nn.dropout import checked
 from genmodels.nn.precision import wide
 
 SMALLEST_BLOCK = 128
@@ -72,8 +73,7 @@ class Attention(nn.Module):
         if (self.position.dim, self.position.heads) != (dim, heads):
             sizes = (self.position.dim, self.position.heads)
             raise ValueError(f"{type(position).__name__} has (dim, heads) = {sizes}, the attention {(dim, heads)}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        checked(dropout)
         self.reach = Reach(causal or self.position.past_only, window, chunk)
         if self.position.dims == 2 and not self.reach.everywhere:
             raise ValueError(f"{type(position).__name__} is for maps: window, chunk and causal are for sequences")

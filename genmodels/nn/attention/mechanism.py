@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from genmodels.nn.attention.backend import Path
 from genmodels.nn.attention.inputs import Inputs, admit, merge_heads, split_heads
 from genmodels.nn.attention.position import head_width
+from genmodels.nn.dropout import checked
 
 
 class Mechanism(nn.Module):
@@ -26,8 +27,7 @@ class Mechanism(nn.Module):
     def __init__(self, dim: int, heads: int, dropout: float = 0.0):
         super().__init__()
         self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        checked(dropout)
         self.dropout = dropout
 
     def explain(
