@@ -185,10 +185,11 @@ def test_sample_writes_a_grid_with_its_provenance(trained):
     done = genmodels("sample", f"ckpt={folder / 'best.ckpt'}", "n=20", "steps=3", cwd=cwd)
     path = Path(done.stdout.split(": ")[-1].strip())
     with Image.open(path) as picture:
-        assert picture.size == (10 * 34 + 2, 2 * 34 + 2) and picture.getextrema() != (0, 0)
+        assert 10 * 66 + 2 < picture.width < 11 * 66 and 2 * 66 + 2 < picture.height < 2 * 66 + 20
+        assert picture.getextrema() == (0, 255)
         assert picture.text["genmodels.checkpoint"] == checkpoint_hash(folder / "best.ckpt")
-        found = {key: picture.text[f"genmodels.{key}"] for key in ("seed", "index", "sampler", "steps")}
-        assert found == {"seed": "0", "index": "0-19", "sampler": "dpmpp_2m", "steps": "3"}
+        found = {key: picture.text[f"genmodels.{key}"] for key in ("seed", "index", "sampler", "steps", "cond")}
+        assert found == {"seed": "0", "index": "0-19", "sampler": "dpmpp_2m", "steps": "3", "cond": str([*range(10)])}
 
 
 def test_samples_are_addressable_through_the_command(trained, tmp_path):
@@ -219,10 +220,10 @@ def test_single_pictures_raw_weights_and_the_path(trained, tmp_path):
     with Image.open(tmp_path / "singles" / names[0]) as one:
         assert one.size == (8, 8) and one.text["genmodels.cond"] == "3" and one.text["genmodels.weights"] == "raw"
     with Image.open(tmp_path / "way.gif") as film:
-        assert film.n_frames == 4
+        assert film.n_frames == 4 and json.loads(film.info["comment"])["cond"] == [3]
     genmodels("sample", *words[:3], f"path={tmp_path}/way.png", f"out={tmp_path}/x.png", cwd=tmp_path)
     with Image.open(tmp_path / "way.png") as strip:
-        assert strip.size == (4 * 34 + 2, 3 * 34 + 2)
+        assert 4 * 66 + 2 < strip.width < 5 * 66 and 3 * 66 + 2 < strip.height < 3 * 66 + 20
 
 
 def test_evaluate_reports_the_likelihood_with_its_kind_and_error(trained):
@@ -324,11 +325,11 @@ def test_the_way_between_two_items(tmp_path):
     assert "from item 3 to item 17" in done.stdout
     with Image.open(tmp_path / "strip.png") as strip:
         assert strip.info["genmodels.between"] == "3 and 17" and strip.info["genmodels.family"] == "glow"
-        assert strip.size == (5 * 34 + 2, 36)
-        strip.crop((2, 2, 34, 34)).save(tmp_path / "first.png")
+        assert strip.size == (5 * 66 + 2, 15 + 68)
+        strip.crop((2, 17, 66, 81)).save(tmp_path / "first.png")
     genmodels("sample", "ckpt=run", "interpolate=[first.png,17]", "frames=3", "out=again.png", cwd=tmp_path)
     with Image.open(tmp_path / "strip.png") as strip, Image.open(tmp_path / "again.png") as again:
-        assert strip.crop((2, 2, 34, 34)).tobytes() == again.crop((2, 2, 34, 34)).tobytes()
+        assert strip.crop((2, 17, 66, 81)).tobytes() == again.crop((2, 17, 66, 81)).tobytes()
     for words, told in ((["interpolate=[3]"], "two items"), (["interpolate=[3,9999]"], "indices must lie"),
                         (["interpolate=[3,no.png]"], "no file no.png"),
                         (["interpolate=[3,4]", "out=strip.npz"], "end it in .png"), (["cond=[]"], "unconditional"),

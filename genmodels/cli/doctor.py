@@ -33,11 +33,14 @@ def main(words: list[str]) -> int:
             raise InputError("--fix-list names a file for the items that data=... cannot use: --fix-list bad.txt")
         fix_list = Path(words[place + 1])
         del words[place : place + 2]
-    checks = [*CHECKS.items(), *([("data", lambda: check_data(words, fix_list))] if words else [])]
-    for name, check in checks:
+    read: dict = {}
+    of_words = [("data", lambda: check_data(words, fix_list, read)), ("training", lambda: check_training(read))]
+    for name, check in [*CHECKS.items(), *(of_words if words else [])]:
         try:
             if name in NEED_TORCH and "torch" in failed:
                 raise Failed("not checked, it needs torch")
+            if name == "training" and "data" in failed:
+                raise Failed("not checked, it needs the data")
             print(f"OK    {name}: {check()}", flush=True)
         except Failed as error:
             failed.append(name)
@@ -139,10 +142,11 @@ def check_device() -> str:
     return f"{torch.cuda.device_count()} x {name}, {memory:.0f} GB, {bf16}; {threads}"
 
 
-def check_data(words: list[str], fix_list: Path | None = None) -> str:
+def check_data(words: list[str], fix_list: Path | None = None, read: dict | None = None) -> str:
     """The data set that training with these words would read: that it is there and that its items are sound.
 
-    What is wrong is listed item by item, then what should be looked at; `fix_list` is a file for the former.
+    What is wrong is listed item by item, then what should be looked at; `fix_list` is a file for the former, `read`
+    takes the configuration and the data for `check_training`.
     """
     from genmodels.cli.compose import composer
     from genmodels.models.build import build
@@ -153,6 +157,8 @@ def check_data(words: list[str], fix_list: Path | None = None) -> str:
         datamodule = build(config["data"], trust=config.get("trust") or [])
     except InputError as error:
         raise Failed(str(error)) from error
+    if read is not None:
+        read.update(config=config, data=datamodule)
     problems = datamodule.problems()
     if fix_list is not None:
         fix_list.write_text("".join(f"{problem}\n" for problem in problems), encoding="utf-8")
@@ -164,6 +170,27 @@ def check_data(words: list[str], fix_list: Path | None = None) -> str:
     return f"{spec.name}, {' x '.join(map(str, spec.event_shape))}, " + ", ".join(
         f"{len(datamodule.split(split)):,} {split}" for split in ("train", "val", "test")
     ) + told
+
+
+def check_training(read: dict) -> str:
+    """What `train` does with the same words before its first step: the same refusals in the same words."""
+    import torch
+
+    from genmodels.models.build import build, construct
+    from genmodels.training.stream import initial_batch
+    from genmodels.training.trainer import TrainerOptions
+
+    config, datamodule = read["config"], read["data"]
+    try:
+        options = construct(TrainerOptions, **(config.get("trainer") or {}))
+        torch.manual_seed(0)
+        network = build(config["model"], datamodule.spec, trust=config.get("trust") or [])
+        steps = options.steps(len(datamodule.train_dataloader()))
+        network.initialize(initial_batch(datamodule))
+    except InputError as error:
+        raise Failed(str(error)) from error
+    count = sum(p.numel() for p in network.core.parameters())
+    return f"{network.family} with {count:,} parameters, {steps:,} steps of {datamodule.batch_size}"
 
 
 def to_look_at(warnings: list[str]) -> str:
@@ -190,4 +217,4 @@ CHECKS: dict[str, Callable[[], str]] = {
     "folder": check_folder,
     "device": check_device,
 }
-NEED_TORCH = ("device", "data")
+NEED_TORCH = ("device", "data", "training")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from genmodels.cli.kinds import show
+from genmodels.cli.schema import Schema
 from genmodels.errors import InputError, RunError, nearest
 from genmodels.training.archive import read_header
 
@@ -91,7 +92,9 @@ def _data(spec: dict) -> str:
 def _settings(config: dict, model: dict, full: bool) -> str:
     """What differs from the defaults of the classes, as one would type it; with `full` every option of the model."""
     shown = {**config, "model": {**(config.get("model") or {}), **model}} if full else config
-    pairs = [f"{key}={show(value)}" for key, value in flat(shown) if full or not key.endswith("_target_")]
+    usual = Schema("genmodels.cli.train.run").defaults(config)
+    pairs = [f"{key}={show(value)}" for key, value in flat(shown)
+             if full or not (key.endswith("_target_") or key in usual and usual[key] == value)]
     return ("\n" + " " * 15).join(pairs) if full else " ".join(pairs)
 
 

@@ -35,8 +35,11 @@ def main(argv: list[str] | None = None) -> int:
         near = nearest(command, (*CONFIGURED, *PLAIN))
         hint = f" did you mean {near!r}?" if near else ""
         return _fail("", f"unknown command {command!r}:{hint} (there are {', '.join((*CONFIGURED, *PLAIN))})", 2)
-    warnings.filterwarnings("ignore", "Guards may run slower")  # torch on Python 3.13.0, once for each compilation
-    return guarded(command, lambda: _dispatch(command, argv[1:]))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Guards may run slower")  # torch on Python 3.13.0, once for each compilation
+        warnings.showwarning = lambda message, *_: print(f"genmodels {command}: {' '.join(str(message).split())}",
+                                                         file=sys.stderr, flush=True)
+        return guarded(command, lambda: _dispatch(command, argv[1:]))
 
 
 def guarded(command: str, work: Callable[[], int]) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+_CANDIDATES = 8  # frames of the way from noise to data that are made for each one shown
+
 
 def run(
     *,
@@ -55,7 +57,8 @@ def run(
         ckpt: the checkpoint (or a run folder: its best.ckpt).
         n: number of samples, 64 by default; with text the number of takes, 1 by default.
         seed: sample k of a seed is the same alone, in any batch, on any number of processes.
-        out: a .png (one grid), a .npz (arrays), or a folder (one PNG each); default a grid in the run folder.
+        out: a .png (one grid), a .npz (arrays), a .csv (a table of vectors), or a folder (one PNG each); default a
+            grid, or a table where the columns of the data have names, in the run folder.
         cond: class, or classes that are cycled; default every class in turn, none with inpaint and edit. The speaker
             of a text.
         text: what a model of speech says: out is a .wav, with the mel (.png) and the durations (.json) beside it; a
@@ -177,18 +180,30 @@ def run(
         raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=")
     named = {"inpaint": inpaint, "mask": mask, "edit": edit}
     materials, told = material(model, header, named, trust or [])
-    if path is not None:
-        options["path"] = frames
+    if path is not None:  # many frames, of which those are shown between which as much changes
+        options["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * n * model.spec.dims))))
     samples = draw(
         model, n, cond=cond, temperature=temperature, seed=seed, start=start, batch_size=batch_size,
         weights=weights_of(ema), **options, **materials,
     )
     samples.made |= {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
     samples.made |= {key: str(value) for key, value in named.items() if value is not None}
-    for line in told + write_samples(samples, model.spec, target) + unmixed(samples.made):
+    told += write_samples(samples, model.spec, target, sources(materials, model.spec))
+    for line in told + unmixed(samples.made):
         print(line)
     if path is not None:
-        print(write_path(samples, model.spec, Path(path)))
+        print(write_path(samples, model.spec, Path(path), frames))
+
+
+def sources(materials: dict, spec) -> dict:
+    """What samples were made from, as images that can stand over them."""
+    if not spec.is_image:
+        return {}
+    shown = {"original": materials.get("known", materials.get("edit"))}
+    if "keep" in materials:
+        white = (spec.levels or 2) - 1
+        shown["mask"] = materials["keep"].expand(spec.event_shape) * white
+    return {name: image for name, image in shown.items() if image is not None}
 
 
 def unmixed(made: dict) -> list[str]:
@@ -246,9 +261,11 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
     Raises:
         InputError: for a model without latents, data that are not images, or items that do not exist.
     """
+    from pathlib import Path
+
     from genmodels.errors import InputError
     from genmodels.evaluation.interpolation import interpolate, read_ends
-    from genmodels.evaluation.pictures import grid, images_of
+    from genmodels.evaluation.pictures import LEGIBLE, grid, images_of
     from genmodels.evaluation.sampling import save_png
     from genmodels.models.build import build
     from genmodels.models.load import weights_of
@@ -265,7 +282,9 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
     if target is None:
         words = "-".join("".join(c if c.isalnum() else "-" for c in str(end)) for end in ends)
         target = ckpt_path.parent / "samples" / f"{ckpt_path.stem}_between-{words}.png"
-    sheet = grid(images_of(pictures.cpu(), model.spec, smallest=32), columns=frames)
+    words = [f"item {end}" if str(end).isdigit() else Path(end).stem for end in ends]
+    names = [words[0], *[""] * (frames - 2), words[1]]
+    sheet = grid(images_of(pictures.cpu(), model.spec, smallest=LEGIBLE), columns=frames, names=names)
     made = {"between": f"{ends[0]} and {ends[1]}", "frames": frames, "weights": weights_of(ema)}
     made |= {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
     save_png(sheet, target, made)
@@ -277,7 +296,8 @@ def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):
 
     The name holds all that was asked for, so that no other samples are overwritten.
     """
-    suffix = ".png" if spec.is_image or spec.mel is not None or spec.event_shape == (2,) else ".npz"
+    drawn = spec.is_image or spec.mel is not None or spec.event_shape == (2,)
+    suffix = ".csv" if spec.columns else ".png" if drawn else ".npz"
     words = [f"{key}-{str(value).removesuffix('.png')}" for key, value in given.items() if value is not None]
     words = ["".join(c if c.isalnum() or c in "-." else "-" for c in word) for word in words]
     return ckpt.parent / "samples" / ("_".join([ckpt.stem, f"seed{seed}", f"{start}-{start + n - 1}", *words]) + suffix)

@@ -7,6 +7,7 @@ that takes it; the top level against the keyword arguments of the command's `run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from genmodels.cli.kinds import Anything, Choice, Kind, Node, Several, Table, fit, kinds, show, usable
@@ -70,6 +71,62 @@ class Schema:
         """The classes that a mapping may configure: the one it names, else those of the annotation."""
         names = [value[TARGET]] if TARGET in value else [k.dotted for k in alternatives if isinstance(k, Node)]
         return [found for name in names if (found := target(str(name)))]
+
+    def complete(self, config: dict, built: Iterable[type] = ()) -> dict:
+        """The configuration with the defaults of all that nobody gave, so that it keeps its meaning when they change.
+
+        Arguments:
+            config: what was given, checked; top-level keys that it lacks stay away.
+            built: the classes that were made of it; they tell which of several a group of options was for, where
+                its keys do not. A group that neither tells is left as it was given.
+
+        Example:
+            >>> Schema("genmodels.cli.train.run").complete({"checkpoint": {"keep_best": False}})
+            {'checkpoint': {'keep_best': False, 'every_n_steps': 500}}
+        """
+        names = {f"{one.__module__}.{one.__qualname__}" for one in built}
+        keys = {name: key for name, key in self.top.keys.items() if name in config}
+        return self._completed(config, Target(self.top.name, self.top.file, self.top.summary, keys), names)
+
+    def _completed(self, config: dict, taker: Target, built: set[str]) -> dict:
+        whole = dict(config)
+        for key in taker.keys.values():
+            if key.name not in config:
+                try:
+                    whole[key.name] = key.default_value()
+                except ValueError:  # no plain value: it can only change with the class itself
+                    continue
+            alternatives = kinds(key.annotation, key.module)
+            value = whole[key.name]
+            if value is None and any(isinstance(kind, Table) for kind in alternatives):
+                value = {}  # options of a class of which nobody gave any
+            if not isinstance(value, dict):
+                continue
+            inner = self._meant(value, alternatives, built)
+            if inner is not None:
+                whole[key.name] = self._completed(value, inner, built)
+        return whole
+
+    def defaults(self, config: dict) -> dict:
+        """The default of every key that its classes take, by dotted path, where it is a plain value."""
+        return dict(self._defaults(config, self.top, ""))
+
+    def _defaults(self, config: dict, taker: Target, path: str) -> Iterator[tuple[str, Any]]:
+        for key in taker.keys.values():
+            with suppress(ValueError):
+                yield _join(path, key.name), key.default_value()
+            value = config.get(key.name)
+            inner = self._meant(value, kinds(key.annotation, key.module), set()) if isinstance(value, dict) else None
+            if inner is not None:
+                yield from self._defaults(value, inner, _join(path, key.name))
+
+    def _meant(self, value: dict, alternatives: tuple[Kind, ...], built: set[str]) -> Target | None:
+        """The one class whose options these are, or None where that is open."""
+        names = [str(value[TARGET])] if TARGET in value else [k.dotted for k in alternatives if isinstance(k, Node)]
+        if len(names) > 1:
+            names = [name for name in names if name in built] or names
+        fitting = [found for name in names if (found := target(name)) and value.keys() <= {TARGET, *found.keys}]
+        return fitting[0] if len(fitting) == 1 else None
 
     def _keys(self, config: dict, takers: list[Target], path: str) -> dict:
         checked = {}

@@ -13,6 +13,7 @@ import textwrap
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,6 +27,21 @@ class Key:
     default: str | None
     module: Module
     meaning: str = ""
+
+    def default_value(self) -> Any:
+        """The default as configuration has it, lists for tuples.
+
+        Raises:
+            ValueError: when it must be given, or is no plain value.
+        """
+        text = "" if self.default is None else self.default
+        if text.isidentifier() and (found := self.module.lookup(text)) and isinstance(found[1], ast.expr):
+            text = ast.unparse(found[1])
+        try:
+            value = {"list()": [], "dict()": {}}[text] if text in ("list()", "dict()") else ast.literal_eval(text)
+        except (ValueError, SyntaxError) as error:
+            raise ValueError(f"{self.name} has no plain default") from error
+        return _as_lists(value)
 
     @property
     def type_text(self) -> str:
@@ -78,6 +94,10 @@ class Module:
         if isinstance(bound, str):
             return find(bound)
         return None if bound is None else (self, bound)
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _statements(body: list[ast.stmt]):

@@ -78,8 +78,32 @@ def _alone(command: str, words: list[str]) -> Iterator[None]:
             distributed.destroy_process_group()
 
 
+def table_of(points: list[tuple[str, object]]) -> list[str]:
+    """The figures that the points of a sweep returned, one line each; nothing where none returned any.
+
+    Example:
+        >>> for line in table_of([("seed=0", {"val/nll": "= 1.25(3)"}), ("seed=1", Failure("out of memory"))]):
+        ...     print(line)
+        <BLANKLINE>
+        point   val/nll
+        ------  ---------
+        seed=0  = 1.25(3)
+        seed=1  failed
+    """
+    names = list(dict.fromkeys(name for _, found in points if isinstance(found, dict) for name in found))
+    if not names:
+        return []
+    rows = [["point", *names]]
+    for title, found in points:
+        cells = [str(found.get(name, "")) for name in names] if isinstance(found, dict) else [""] * len(names)
+        rows.append([title, *(["failed", *cells[1:]] if isinstance(found, Failure) else cells)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return ["", *("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+
+
 def sweep(composer: Composer, overrides: list[str]) -> int:
-    """Run every point, whatever becomes of the others; 1 if any failed.
+    """Run every point, whatever becomes of the others, and tell their figures in a table; 1 if any failed.
 
     Raises:
         InputError: when a point is wrong, before any has started.
@@ -95,6 +119,8 @@ def sweep(composer: Composer, overrides: list[str]) -> int:
     for job in failed:
         what = task.title(job.overrides)
         print(f"genmodels {composer.command}: failed: {what} ({job.return_value.message})", file=sys.stderr)
+    for line in table_of([(task.title(job.overrides), job.return_value) for job in jobs]):
+        print(line)
     if points:
         print(f"\n{len(points) - len(failed)} of {len(points)} points done", flush=True)
     return 1 if failed else 0

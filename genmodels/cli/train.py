@@ -21,7 +21,7 @@ def run(
     resume: str | None = None,
     run_dir: str | None = None,
     trust: list[str] | None = None,
-) -> None:
+) -> dict[str, str]:
     """Train a model on a data set.
 
     Arguments:
@@ -41,13 +41,14 @@ def run(
     import time
     from pathlib import Path
 
+    from genmodels.cli.schema import TARGET, Schema
     from genmodels.errors import InputError, RunError
     from genmodels.models.build import build, construct
     from genmodels.training import run as parts
     from genmodels.training.archive import read_header
     from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid
     from genmodels.training.dashboards import LearnedDensity, NoiseLevels
-    from genmodels.training.loggers import LoggerOptions, close, log_config, run_id_of
+    from genmodels.training.loggers import LoggerOptions, close, log_config
     from genmodels.training.loss_profile import LossProfile
     from genmodels.training.resume import check_same
     from genmodels.training.stream import initial_batch, training_stream
@@ -74,7 +75,11 @@ def run(
     datamodule.setup("fit")
     torch.manual_seed(seed_of(seed, "weights"))
     network = build(model, datamodule.spec, trust=trust or [])
+    whole = Schema("genmodels.cli.train.run", trust=trust or []).complete
+    built = {type(part) for part in (*network.modules(), *vars(network).values())}
+    config = whole(config, built)
     network.seed, network.run_config = seed, config
+    network.hparams.update({key: value for key, value in config["model"].items() if key != TARGET})
 
     name = f"{network.family}-{datamodule.spec.name}"
     root = Path("runs")
@@ -84,7 +89,7 @@ def run(
         path = parts.find_resume(root, name, run_dir, resume)
         header = read_header(path)
         try:
-            changed = check_same(header, config, path)
+            changed = check_same(header | {"config": whole(header["config"], built)}, config, path)
         except InputError as error:
             from genmodels.cli.words import how_to_resume
 
@@ -114,12 +119,12 @@ def run(
         drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
         drawn = drawn if options.sample_every_n_steps else []
         lightning = options.build(steps, [FiniteMetrics(), LossProfile(), *drawn, checkpointing], str(folder))
-        lightning.loggers = loggers = logging_options.build(folder, run_id_of(folder), done)
+        lightning.loggers = loggers = logging_options.build(folder, network.family, datamodule.spec.name, done)
         if lightning.strategy.root_device.type == "cpu":
             parts.keep_freed_memory()
         if options.compile:
             parts.compile_network(network)
-        log_config(loggers, config)
+        log_config(loggers, config | parts.described(network, datamodule))
         if before != steps:
             parts.say(f"the run was to take {before} steps and takes {steps} now: from here on its learning rate is "
                       "that of the new length")
@@ -142,6 +147,7 @@ def run(
         if not validated or not network.figures:
             lightning.validate(network, datamodule.val_dataloader(), verbose=False)
         parts.say(f"trained in {time.monotonic() - start:.0f} s", *parts.summary(network, folder))
+        return {**parts.figures_of(network), "step": str(lightning.global_step), "run": str(folder)}
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -12,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from genmodels.cli.compose import Composer, composer
 from genmodels.cli.places import CONFIG_DIR, groups
+from genmodels.cli.schema import Schema
 from genmodels.errors import InputError
 
 #: What a training run is made of, with what stands for nothing said; folders and loggers may differ when it goes on.
@@ -46,16 +47,16 @@ def words_of(config: dict) -> list[str] | None:
         >>> words_of(config)
         ['model=glow', 'data=digits', 'model.levels=1', 'seed=3']
     """
-    wanted = _parts(config)
+    wanted, usual = _parts(config), Schema("genmodels.cli.train.run").defaults(config)
     models, sets = (_of_class(group, config.get(group) or {}) for group in ("model", "data"))
     starts = [[f"model={model}", f"data={data}"] for model in models for data in sets]
     published = [[f"experiment={name}"] for name in groups()["experiment"]]
     with composer("train") as hydra:
-        found = [[*start, *_differences(hydra.plain(start), wanted)] for start in starts]
+        found = [[*start, *_differences(hydra.plain(start), wanted, usual)] for start in starts]
         if min(map(len, found), default=_MANY) >= _MANY:  # composing takes a while
-            found += [[*start, *_differences(hydra.plain(start), wanted)] for start in published]
+            found += [[*start, *_differences(hydra.plain(start), wanted, usual)] for start in published]
         for words in sorted(found, key=len):
-            if _composes(hydra, words, wanted):
+            if _composes(hydra, words, wanted, usual):
                 return words
     return None
 
@@ -66,19 +67,22 @@ def _of_class(group: str, config: dict) -> list[str]:
     return [name for name, text in files.items() if yaml.safe_load(text).get("_target_") == config.get("_target_")]
 
 
-def _differences(plain: dict, wanted: dict) -> list[str]:
-    """Words that lead from one composed configuration to another."""
+def _differences(plain: dict, wanted: dict, usual: dict) -> list[str]:
+    """Words that lead from one composed configuration to another, which may name defaults that the first leaves out."""
     now, then = map(_flat, (_parts(plain), wanted))
     gone = [f"~{key}" for key in now if key not in then]
-    return gone + [f"{key}={_shown(value)}" for key, value in then.items() if key not in now or now[key] != value]
+    return gone + [f"{key}={_shown(value)}" for key, value in then.items()
+                   if (now[key] != value if key in now else key not in usual or usual[key] != value)]
 
 
-def _composes(hydra: Composer, words: list[str], wanted: dict) -> bool:
+def _composes(hydra: Composer, words: list[str], wanted: dict, usual: dict) -> bool:
     try:
         found = hydra.compose(words)
     except InputError:
         return False
-    return _flat(_parts(found)) == _flat(wanted)
+    now, then = map(_flat, (_parts(found), wanted))
+    left_out = {key: usual[key] for key in then if key not in now and key in usual}
+    return now | left_out == then
 
 
 def _parts(config: dict) -> dict:

@@ -111,25 +111,52 @@ def _read_npz(path: Path) -> dict[str, np.ndarray | MappedArray]:
     return arrays
 
 
+def columns_of(path: Path) -> tuple[str, ...]:
+    """The names that the heading of a table gives its columns; none where the file has no heading, or is no table."""
+    if path.suffix.lower() not in TABLES:
+        return ()
+    with open(path, encoding="utf-8-sig") as file:
+        return tuple(_heading(next(line for line in file if line.strip()))[0])
+
+
+def _heading(line: str) -> tuple[list[str], str | None]:
+    """The names in the first line of a table, none if it is an item; and what stands between its cells."""
+    delimiter = next((mark for mark in (",", ";", "\t") if mark in line), None)
+    cells = [cell.strip().strip('"') for cell in line.split(delimiter)]
+    # With a word or a gap among numbers it is a faulty item.
+    return ([] if 2 * sum(map(_is_number, cells)) > len(cells) else cells), delimiter
+
+
 def _read_table(path: Path) -> dict[str, np.ndarray]:
     with open(path, encoding="utf-8-sig") as file:
         lines = {number: line for number, line in enumerate(file, 1) if line.strip()}
     if not lines:
         raise InputError(f"data.file={path} is empty")
     first = next(iter(lines))
-    delimiter = next((mark for mark in (",", ";", "\t") if mark in lines[first]), None)
-    heading = [cell.strip() for cell in lines[first].split(delimiter)]
-    if 2 * sum(map(_is_number, heading)) > len(heading):  # with a word or a gap among numbers it is a faulty item
-        heading = []
-    else:
+    heading, delimiter = _heading(lines[first])
+    if heading:
         del lines[first]
     if not lines:
         raise InputError(f"data.file={path} holds a heading and no items")
+    cells = {number: line.split(delimiter) for number, line in lines.items()}
     try:
-        return {"arr_0": np.loadtxt(list(lines.values()), delimiter=delimiter, ndmin=2, comments=None)}
+        table = np.loadtxt(list(lines.values()), delimiter=delimiter, ndmin=2, comments=None)
     except ValueError as error:
-        cells = {number: line.split(delimiter) for number, line in lines.items()}
         raise InputError(f"data.file={path}{_fault(cells, heading) or f' cannot be read: {error}'}") from None
+    if heading and len(heading) != table.shape[1]:
+        raise InputError(f"data.file={path}, line {first}: {len(heading)} names, where the table has {table.shape[1]} "
+                         "columns")
+    with np.errstate(over="ignore"):  # what overflows float32 is not finite for the model either
+        bad = np.argwhere(~np.isfinite(table.astype(np.float32)))
+    if len(bad):
+        (number, row), column = list(cells.items())[bad[0][0]], int(bad[0][1])
+        raise InputError(f"data.file={path}{_place(number, column, heading)}: {row[column].strip()} is not a finite number "
+                         "of single precision; complete it or leave that column or line out")
+    return {"arr_0": table}
+
+
+def _place(line: int, column: int, heading: list[str]) -> str:
+    return f", line {line}, column {column + 1}" + (f" ({heading[column]})" if heading else "")
 
 
 def _fault(lines: dict[int, list[str]], heading: list[str]) -> str | None:
@@ -138,11 +165,10 @@ def _fault(lines: dict[int, list[str]], heading: list[str]) -> str | None:
     for number, cells in lines.items():
         if len(cells) != width:
             return f", line {number}: {len(cells)} cells, where the table has {width} columns"
-        for column, cell in enumerate(map(str.strip, cells), 1):
+        for column, cell in enumerate(map(str.strip, cells)):
             if not _is_number(cell):
-                name = f" ({heading[column - 1]})" if heading else ""
                 found = f"{cell!r} is no number" if cell else "the cell is empty"
-                return f", line {number}, column {column}{name}: {found}; a table holds numbers alone, complete it or " \
+                return f"{_place(number, column, heading)}: {found}; a table holds numbers alone, complete it or " \
                        "leave that column or line out"
     return None
 

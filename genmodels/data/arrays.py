@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genmodels.data.array_files import MappedArray, MappedData, read_arrays
+from genmodels.data.array_files import MappedArray, MappedData, columns_of, read_arrays
 from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, split_rows
 from genmodels.data.loading import BatchDataset, TensorData
 from genmodels.data.spec import DataSpec
@@ -93,7 +93,8 @@ class Arrays(DataModule):
         for name, (x, _) in parts.items():
             _check_values(x, kind.levels, f"{self.file}" + ("" if name == "all" else f" ({name})"))
             sources[name] = (x, labels[name])
-        spec = DataSpec(self.file.stem, kind.event(first.shape), kind.levels, classes, names)
+        spec = DataSpec(self.file.stem, kind.event(first.shape), kind.levels, classes, names,
+                        columns=columns_of(self.file))
         return spec, self._splits(sources, kind)
 
     def _splits(self, sources: dict, kind: _Kind) -> dict[str, BatchDataset]:

@@ -189,7 +189,7 @@ class DataModule(pl.LightningDataModule):
         if not bool(x.isfinite().all()):
             return []  # told before, and nothing to reckon with
         try:
-            require_continuous(x)
+            require_continuous(x, self.spec.names_of_columns)
         except InputError as error:
             return [f"{self.spec.name}: {error}"]
         return []

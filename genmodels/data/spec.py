@@ -105,6 +105,7 @@ class DataSpec:
             median length of an item (`frames`).
         text: the symbols that texts are written in, how they are brought into that form, and a few examples.
         speakers: names of the speakers, empty where nobody asks.
+        columns: names of the columns of vectors, empty where they have none.
 
     Example:
         >>> DataSpec("digits", (1, 8, 8), levels=17, num_classes=10).dims
@@ -121,15 +122,19 @@ class DataSpec:
     statistics: dict | None = None
     text: dict | None = None
     speakers: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "event_shape", tuple(int(n) for n in self.event_shape))
         object.__setattr__(self, "class_names", tuple(self.class_names))
         object.__setattr__(self, "speakers", tuple(self.speakers))
+        object.__setattr__(self, "columns", tuple(self.columns))
         if not self.event_shape or min(self.event_shape) < 1:
             raise ValueError(f"event_shape must hold positive sizes, got {self.event_shape}")
         if self.levels is not None and self.levels < 2:
             raise ValueError(f"levels must be at least 2 or None, got {self.levels}")
+        if self.columns and self.event_shape != (len(self.columns),):
+            raise ValueError(f"{len(self.columns)} columns for events of shape {self.event_shape}")
         if self.class_names and len(self.class_names) != self.num_classes:
             raise ValueError(f"{len(self.class_names)} class names for num_classes = {self.num_classes}")
 
@@ -137,6 +142,20 @@ class DataSpec:
     def dims(self) -> int:
         """Number of scalars in one event."""
         return math.prod(self.event_shape)
+
+    def column(self, place: int) -> str:
+        """What column `place` (from 0) of vectors is called in messages, where they are counted from 1.
+
+        Example:
+            >>> DataSpec("people", (2,), columns=("age", "height")).column(1), DataSpec("points", (2,)).column(0)
+            ('2 (height)', '1')
+        """
+        return f"{place + 1} ({self.columns[place]})" if self.columns else str(place + 1)
+
+    @property
+    def names_of_columns(self) -> list[str]:
+        """What all scalars of an event are called in messages."""
+        return [self.column(place) for place in range(self.dims)]
 
     @property
     def is_image(self) -> bool:
@@ -147,7 +166,7 @@ class DataSpec:
         """Plain types only, for a checkpoint or a report."""
         plain = asdict(self)
         return {**plain, "event_shape": list(self.event_shape), "class_names": list(self.class_names),
-                "speakers": list(self.speakers)}
+                "speakers": list(self.speakers), "columns": list(self.columns)}
 
     @classmethod
     def from_dict(cls, plain: dict) -> DataSpec:

@@ -31,8 +31,8 @@ def mel_image(mel: Tensor, width: int = 1, height: int = 2) -> Image.Image:
     return Image.fromarray(np.repeat(np.repeat(colours, height, 0), width, 1))
 
 
-def mel_sheet(x: Tensor, columns: int | None = None) -> Image.Image:
-    """Several log-mels (N, n_mels, T) on one sheet.
+def mel_sheet(x: Tensor, columns: int | None = None, **told) -> Image.Image:
+    """Several log-mels (N, n_mels, T) on one sheet, with `names` and `numbers` as in `grid`.
 
     Example:
         >>> from torch import zeros
@@ -40,7 +40,7 @@ def mel_sheet(x: Tensor, columns: int | None = None) -> Image.Image:
         'RGB'
     """
     columns = columns or max(1, round(math.sqrt(len(x)) * 160 / max(160, x.shape[2])))
-    return grid([mel_image(mel) for mel in x], columns, gap=4)
+    return grid([mel_image(mel) for mel in x], columns, gap=4, **told)
 
 
 def spoken(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import io
 import json
@@ -9,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
 from genmodels.data.spec import DataSpec
 from genmodels.data.utterances import joined
 from genmodels.errors import InputError, NotFinite, refusals, require_finite_rows
-from genmodels.evaluation.pictures import columns_for, grid, images_of, picture_of
+from genmodels.evaluation.pictures import LEGIBLE, class_name, grid, images_of, in_turn, picture_of, stack
 from genmodels.training.archive import write_whole
 
 
@@ -84,18 +85,29 @@ def check_target(target: Path, spec: DataSpec) -> str:
         InputError: when samples of these data cannot be written in that form.
     """
     suffix = target.suffix.lower()
-    if suffix not in (".png", ".npz", ""):
-        raise InputError(f"out={target}: end it in .png (a grid), .npz (arrays), or nothing (a folder of single PNGs)")
+    if suffix not in (".png", ".npz", ".csv", ""):
+        raise InputError(f"out={target}: end it in .png (a grid), .npz (arrays), .csv (a table of vectors), or nothing "
+                         "(a folder of single PNGs)")
     drawn = spec.is_image or spec.mel is not None
+    if suffix == ".csv":
+        if len(spec.event_shape) != 1:
+            raise InputError(f"samples of shape {spec.event_shape} are no table: use out=samples.npz")
+        return suffix
     if suffix != ".npz" and not drawn and (suffix == "" or spec.event_shape != (2,)):
         raise InputError(f"samples of shape {spec.event_shape} are not pictures: use out=samples.npz")
     return suffix
 
 
-def write_samples(samples, spec: DataSpec, target: Path) -> list[str]:
+def write_samples(samples, spec: DataSpec, target: Path, beside: dict[str, torch.Tensor] | None = None) -> list[str]:
     """Write samples to a .png (grid), a .npz (arrays) or a folder (single PNGs); returns what to tell the user.
 
-    Every file carries the checkpoint's hash, seed, indices, sampler and steps.
+    Every file carries the checkpoint's hash, seed, indices, sampler and steps, a grid its classes too.
+
+    Arguments:
+        samples: what was drawn.
+        spec: what they are.
+        target: the file or folder.
+        beside: images (C, H, W) by name that stand over a grid, what the samples were made from.
 
     Raises:
         InputError: when the data cannot be drawn as asked.
@@ -107,9 +119,15 @@ def write_samples(samples, spec: DataSpec, target: Path) -> list[str]:
             arrays["cond"] = samples.cond.numpy()
         write_whole(target, lambda file: np.savez_compressed(file, **arrays))
         return [f"{len(samples.x)} samples {tuple(samples.x.shape[1:])} {samples.x.dtype}: {target}"]
+    if suffix == ".csv":
+        return write_table(samples, spec, target)
     if suffix == ".png":
-        picture = picture_of(samples.x, spec, columns_for(spec, len(samples.x), samples.cond is not None))
-        save_png(picture, target, samples.made | {"index": _span(samples.index)})
+        picture = picture_of(samples.x, spec, samples.cond, samples.index)
+        if beside:
+            sources = images_of(torch.stack(list(beside.values())).to(samples.x.dtype), spec, smallest=LEGIBLE)
+            sources = [ImageOps.expand(image, 1, 128) for image in sources]  # a mask is white on white
+            picture = stack([grid(sources, len(sources), names=list(beside)), picture])
+        save_png(picture, target, samples.made | {"index": _span(samples.index)} | _classes(samples))
         return [f"{len(samples.x)} samples: {target}"]
     if spec.mel is not None:
         return write_sounds(samples, spec, target)
@@ -118,6 +136,22 @@ def write_samples(samples, spec: DataSpec, target: Path) -> list[str]:
         number = int(samples.index[k])
         save_png(image, target / f"{number:06d}.png", samples.made | {"index": number} | label)
     return [f"{len(samples.x)} samples as single images: {target}"]
+
+
+def write_table(samples, spec: DataSpec, target: Path) -> list[str]:
+    """Vectors as a table with the names of its columns, their classes in a last one; how they were made in a .json."""
+    names = list(spec.columns) or [f"x{k + 1}" for k in range(spec.dims)]
+    rows = [[f"{value:.9g}" for value in row] for row in samples.x.tolist()]  # nine digits are all of float32
+    if samples.cond is not None:
+        names, told = [*names, "class"], [class_name(spec, label) for label in samples.cond.tolist()]
+        rows = [[*row, name] for row, name in zip(rows, told, strict=True)]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([names, *rows])
+    made = samples.made | {"index": _span(samples.index)} | _classes(samples)
+    write_whole(target, lambda file: file.write(text.getvalue()), mode="w")
+    write_whole(target.with_suffix(".json"), lambda file: json.dump(made, file, indent=1), mode="w")
+    return [f"{len(rows)} samples of {', '.join(names)}: {target} (how they were made: "
+            f"{target.with_suffix('.json').name})"]
 
 
 def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
@@ -148,29 +182,62 @@ def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
     return [f"{len(samples.x)} samples as .wav and .png: {target}", *silent]
 
 
-def write_path(samples, spec: DataSpec, target: Path) -> str:
+def evenly_changing(path: torch.Tensor, frames: int) -> torch.Tensor:
+    """Which of many frames (steps, n, *event) to show so that as much changes from each to the next.
+
+    Change is the distance to the last frame, a mean over the samples, which noise that comes and goes on the way does
+    not lengthen; the first and the last frame are always shown.
+
+    Example:
+        >>> evenly_changing(torch.tensor([0.0, 0.1, 0.2, 1.0, 3.0, 3.9, 4.0])[:, None, None], 5).tolist()
+        [0, 3, 4, 5, 6]
+    """
+    count, frames = len(path), min(frames, len(path))
+    far = torch.stack([(one.float() - path[-1].float()).flatten(1).square().mean(1).sqrt().mean() for one in path])
+    far = far.cummin(0).values
+    chosen = [int((far <= far[0] * (1 - k / (frames - 1))).int().argmax()) if k else 0 for k in range(frames)]
+    chosen[-1] = count - 1 if frames > 1 else 0
+    for k in range(1, frames):  # each later than the one before, and early enough for those that follow
+        chosen[k] = min(max(chosen[k], chosen[k - 1] + 1), count - frames + k)
+    return torch.tensor(chosen)
+
+
+def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
     """Write the way from noise to data as a strip (.png: one row a sample, at most 8) or a film (.gif).
+
+    Of the frames that the samples have, as many are shown as asked for, spaced by how much changes.
 
     Raises:
         InputError: when the data are not images or points.
     """
-    frames = samples.path
+    steps = samples.made.get("steps", len(samples.path))
+    of_steps = torch.linspace(0, steps - 1, len(samples.path)).round().int() + 1
+    chosen = evenly_changing(samples.path, frames)
+    frames = samples.path[chosen]
     if target.suffix.lower() == ".gif":
-        pictures = [picture_of(frame, spec) for frame in frames]
+        pictures = [picture_of(frame, spec, samples.cond, samples.index) for frame in frames]
         if pictures[0] is None:
             raise InputError(f"samples of shape {spec.event_shape} have no picture")
         size = (max(p.width for p in pictures), max(p.height for p in pictures))
         pictures = [p.convert("P" if p.mode == "L" else "RGB").resize(size) for p in pictures]
         waits = [120] * (len(pictures) - 1) + [1500]
         first, rest = pictures[0], pictures[1:]
-        write_whole(
-            target, lambda f: first.save(f, format="GIF", save_all=True, append_images=rest, duration=waits, loop=0)
-        )
+        made = json.dumps(samples.made | {"index": _span(samples.index)} | _classes(samples))
+        write_whole(target, lambda file: first.save(file, format="GIF", save_all=True, append_images=rest,
+                                                    duration=waits, loop=0, comment=made.encode()))
         return f"path of {frames.shape[1]} samples in {len(frames)} frames: {target}"
     rows = min(8, frames.shape[1])
-    tiles = [image for k in range(rows) for image in images_of(frames[:, k], spec, smallest=32)]
-    save_png(grid(tiles, columns=len(frames)), target, samples.made | {"index": _span(samples.index[:rows])})
+    tiles = [image for k in range(rows) for image in images_of(frames[:, k], spec, smallest=LEGIBLE)]
+    names = [f"step {int(of_steps[k])}" for k in chosen] * rows
+    numbers = [int(i) for i in samples.index[:rows] for _ in chosen]
+    sheet = grid(tiles, columns=len(frames), names=names, numbers=numbers)
+    save_png(sheet, target, samples.made | {"index": _span(samples.index[:rows])} | _classes(samples))
     return f"path of {rows} samples in {len(frames)} steps: {target}"
+
+
+def _classes(samples) -> dict:
+    """The classes of samples, as `cond=` takes them to draw the same again."""
+    return {} if samples.cond is None else {"cond": in_turn(samples.cond.tolist(), samples.index.tolist())}
 
 
 def _span(index: torch.Tensor) -> str:

@@ -128,7 +128,7 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         if self.spec.levels is None:
             mean, deviation = _moments(self._filled(batch).double(), batch.mask)
             if not bool((deviation > 0).all()):
-                column = int((deviation <= 0).flatten().nonzero()[0, 0]) + 1
+                column = self.spec.column(int((deviation <= 0).flatten().nonzero()[0, 0]))
                 raise InputError(f"column {column} of {self.spec.name} is constant and has no density: leave it out")
             self.location.copy_(mean)
             self.scale.copy_(deviation)

@@ -139,6 +139,8 @@ class DiffusionSampling(DiffusionCourse):
             )
         made |= {"evaluations": out.evaluations, "seed": seed, "weights": str(weights), "temperature": temperature}
         made |= {"clip": self._threshold(clip) or "none"} | ({"guidance": guidance} if guidance != 1 else {})
+        made |= {"guidance_rescale": guidance_rescale} if guidance_rescale else {}
+        made |= {} if guidance_interval is None else {"guidance_interval": list(guidance_interval)}
         return Samples(finished(out.x), labels, index, made, seen.kept, mask=mask)
 
     def _check_material(self, known: Tensor | None, keep: Tensor | None, edit: Tensor | None, size) -> None:

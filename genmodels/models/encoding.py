@@ -84,7 +84,7 @@ class Encoding(nn.Module):
         together = len(self.spec.event_shape) > 1
         location, deviation = (y.mean(), y.std()) if together else (y.mean(0), y.std(0))
         if not bool((deviation > 0).all()):
-            column = int((deviation <= 0).flatten().nonzero()[0, 0]) + 1
+            column = self.spec.column(int((deviation <= 0).flatten().nonzero()[0, 0]))
             raise InputError(f"column {column} of {self.spec.name} is constant and has no density: leave it out")
         self.location.copy_(location)
         self.scale.copy_(deviation)

@@ -138,7 +138,7 @@ class EnergyModel(ScoreMatched):
         z = self.points(batch.x, noise)
         if self.spec.levels is None and self.spec.dims <= MOST_PAIRS:
             try:
-                require_continuous(z)
+                require_continuous(z, self.spec.names_of_columns)
             except InputError as error:
                 raise InputError(f"{self.spec.name}: {error} (model.gaps=true, or model.noise=0.05)") from error
         self.mean.copy_(z.double().mean(0))

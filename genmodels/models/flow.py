@@ -160,8 +160,8 @@ class FlowModel(GenerativeModel):
         constant = std <= 1e-6 * mean.abs()
         if bool(constant.any()):
             kind = "column" if len(self.spec.event_shape) == 1 else "channel"
-            number = int(constant.nonzero()[0, 0]) + 1
-            raise InputError(f"{kind} {number} of {self.spec.name} is constant (its deviation is below a millionth of "
+            name = self.spec.column(int(constant.nonzero()[0, 0]))
+            raise InputError(f"{kind} {name} of {self.spec.name} is constant (its deviation is below a millionth of "
                              "its mean) and has no density: leave it out")
 
     def _mention_thin_data(self, batch: Batch) -> None:
@@ -169,7 +169,7 @@ class FlowModel(GenerativeModel):
         if len(self.spec.event_shape) != 1 or self._rank_world[0] > 0:
             return
         try:
-            require_continuous(batch.x)
+            require_continuous(batch.x, self.spec.names_of_columns)
         except InputError as error:
             fault = str(error).split(":")[0]
             print(f"{self.spec.name}: {fault}. Such data have no density: a flow can raise their likelihood without "

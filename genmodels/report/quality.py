@@ -24,14 +24,13 @@ def samples(models: list[Model]) -> list[Markup]:
         made = model.get("samples", "made") or {}
         recipe = facts(made)
         index = model.array(model.get("samples", "index"))
-        shown = slice(0, _SHOWN if is_image(model.data) else None)
-        which = "" if index is None else f"samples {int(index.min())} to {int(index[shown].max())}, "
         if is_image(model.data):
-            figures.append(_sheet(model, x[:_SHOWN], which + recipe))
+            figures.append(_sheet(model, x[:_SHOWN], index, recipe, len(models) == 1))
         elif model.data.get("event_shape") == [2]:
             points = Series(model.name, x[:, 0].tolist(), x[:, 1].tolist(), "dots", colour=model.number)
             title = f"{len(x):,} samples of {model.name}"
-            figures.append(plot([points], title, "", "", field=_around(x, models), note=which + recipe))
+            note = _numbered(index, len(x)) + recipe
+            figures.append(plot([points], title, "", "", field=_around(x, models), note=note))
     return figures
 
 
@@ -43,17 +42,23 @@ def _around(x: np.ndarray, models: list[Model]) -> Field:
     return Field("data:,", (low[0] - room[0], high[0] + room[0], low[1] - room[1], high[1] + room[1]))
 
 
-def _sheet(model: Model, x: np.ndarray, recipe: str) -> Markup:
+def _numbered(index: np.ndarray | None, count: int) -> str:
+    return "" if index is None else f"samples {int(index[0])} to {int(index[count - 1])}, "
+
+
+def _sheet(model: Model, x: np.ndarray, index: np.ndarray | None, recipe: str, alone: bool) -> Markup:
     cond = model.array(model.get("samples", "cond"))
     classes = model.data.get("num_classes") or 0
     turns = cond is not None and 2 <= classes <= 12 and len(x) > classes
     columns = classes if turns else int(np.ceil(np.sqrt(len(x))))
+    if alone and len(x) >= 2 * columns:  # a model by itself has the whole width of the page
+        columns *= 2
     pictures = tiles(x[: len(x) // columns * columns] if turns else x, model.data)
-    order = "a column for each class" if turns else "row by row"
+    order = f"{'two columns' if columns > classes else 'a column'} for each class" if turns else "row by row"
     alt = f"{len(pictures)} samples of {model.name} in {columns} columns, {order}"
     return tag("figure", tag("figcaption", model.name),
                tag("img", src=address(sheet(pictures, columns)), alt=alt, class_="sheet"),
-               tag("p", f"{order}; {recipe}", class_="note"), class_="grid")
+               tag("p", f"{order}; {_numbered(index, len(pictures))}{recipe}", class_="note"), class_="grid")
 
 
 def fidelity(models: list[Model], scale: dict | None) -> list[Markup]:

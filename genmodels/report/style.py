@@ -50,6 +50,15 @@ nav ul{display:flex;flex-wrap:wrap;gap:.2rem .9rem;font-size:.9rem}
 .gallery{display:grid;gap:1rem 1.4rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,20.5rem),1fr));
  margin:.6rem 0}
 figure{margin:0;min-width:0}
+.gallery>figure:only-child{grid-column:1/-1}
+.gallery>.grid:only-child .sheet{max-width:none}
+@media screen and (min-width:60rem){
+ .gallery>.plot:only-child{display:grid;grid-template-columns:minmax(0,36rem) minmax(0,1fr);column-gap:1.4rem;
+  grid-template-rows:repeat(5,auto) 1fr}
+ .gallery>.plot:only-child>figcaption{grid-column:1/-1}
+ .gallery>.plot:only-child>svg{grid-column:1;grid-row:2/7;max-width:36rem}
+ .gallery>.plot:only-child>:not(svg,figcaption){grid-column:2}
+}
 figcaption{font-weight:600;font-size:.9rem;margin-bottom:.2rem}
 svg{display:block;width:100%;height:auto;max-width:32rem}
 svg text{font:11px system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:var(--soft)}

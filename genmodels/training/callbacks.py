@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.trainer.states import TrainerFn
 
 from genmodels.errors import Interrupted, NotFinite, RunError, require_finite_rows
-from genmodels.evaluation.pictures import columns_for, picture_of
+from genmodels.evaluation.pictures import picture_of
 from genmodels.evaluation.sounding import sounds_of
 from genmodels.speech.mel import MelConfig
 from genmodels.training.loggers import play, show
@@ -199,8 +199,8 @@ class SampleGrid(Callback):
             return
         finally:
             pl_module.train(mode)
-        columns = columns_for(pl_module.spec, len(samples.x), samples.cond is not None)
-        picture = picture_of(samples.x.cpu(), pl_module.spec, columns)
+        cond = samples.cond.cpu() if isinstance(samples.cond, torch.Tensor) else None
+        picture = picture_of(samples.x.cpu(), pl_module.spec, cond, samples.index.cpu())
         pictures = {} if picture is None else {"samples": picture}
         for name, drawn in (pictures | further).items():
             show(self.run_dir, trainer.loggers, name, drawn, step)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import logging
 import netrc
 import os
+import re
+import secrets
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -33,7 +35,9 @@ class LoggerOptions:
         wandb: `offline` (a run file in the folder, no login, no network), `online`, or `off`.
         tensorboard: write event files too (needs the extra `tensorboard`).
         project: the W&B project.
-        name: the W&B run's name; default the run folder's.
+        name: the W&B run's name; default <model>-<data>-<time>.
+        group: the W&B group; default <model>-<data>.
+        tags: W&B tags; default the model and the data.
     """
 
     csv: bool = True
@@ -41,14 +45,16 @@ class LoggerOptions:
     tensorboard: bool = False
     project: str = "genmodels"
     name: str | None = None
+    group: str | None = None
+    tags: list[str] | None = None
 
-    def build(self, run_dir: Path, run_id: str, resume_step: int = 0) -> list[Logger]:
-        """The loggers of a run folder; after a resume they go on where the checkpoint stood."""
-        loggers: list[Logger] = []
+    def build(self, run_dir: Path, model: str, data: str, resume_step: int = 0) -> list[Logger]:
+        """The loggers of a run folder, for a model on a data set; after a resume they go on where it stood."""
+        loggers: list[Logger] = [LogLines()]
         if self.csv:
             loggers.append(CSVLogger(run_dir / "metrics.csv", resume_step))
         if self.wandb != "off":
-            loggers.append(self._wandb(run_dir, run_id))
+            loggers.append(self._wandb(run_dir, model, data))
         if self.tensorboard:
             try:
                 loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
@@ -56,18 +62,21 @@ class LoggerOptions:
                 raise InputError("logger.tensorboard needs TensorBoard: pip install tensorboard") from error
         return loggers
 
-    def _wandb(self, run_dir: Path, run_id: str) -> Logger:
+    def _wandb(self, run_dir: Path, model: str, data: str) -> Logger:
         online = self.wandb == "online"
         if online and not _logged_in():
             raise InputError("logger=wandb is online and needs 'wandb login' first; logger=default stays offline")
-        run = self.wandb_run(run_dir, run_id) if rank_zero_only.rank == 0 else None
+        run = self.wandb_run(run_dir, model, data) if rank_zero_only.rank == 0 else None
         return WandbLogger(experiment=run, project=self.project, save_dir=str(run_dir), offline=not online)
 
-    def wandb_run(self, run_dir: Path, run_id: str):
-        """The W&B run of a run folder, open for writing; training and evaluation write to one run by its id."""
+    def wandb_run(self, run_dir: Path, model: str, data: str):
+        """The W&B run of a run folder, open for writing; training, resumes and evaluations write to one run."""
         wandb = quiet_wandb()
+        run_id, time = identity_of(run_dir)
         return wandb.init(
-            name=self.name or run_dir.name,
+            name=self.name or f"{model}-{data}-{time}",
+            group=self.group or f"{model}-{data}",
+            tags=[model, data] if self.tags is None else self.tags,
             project=self.project,
             dir=str(run_dir),
             id=run_id,
@@ -97,6 +106,23 @@ def quiet_wandb():
 
     logging.getLogger("wandb").setLevel(logging.ERROR)
     return wandb
+
+
+class LogLines(Logger):
+    """Figures as lines of Python's logging, which is log.txt of a run: losses, validations, what is monitored."""
+
+    name, version = "log", ""
+
+    def log_hyperparams(self, params, *args, **kwargs) -> None:
+        """The configuration has its own file, config.yaml."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """One line; single noise levels are left to metrics.csv."""
+        shown = [f"{key} {value:.5g}" for key, value in metrics.items()
+                 if key != "epoch" and key.split("/")[0] not in ("noise", "train_noise", "train_noise_variance")]
+        if shown:
+            logging.getLogger("genmodels").info("step %s: %s", step, ", ".join(shown))
 
 
 class CSVLogger(Logger):
@@ -205,7 +231,7 @@ def play(run_dir: Path, loggers: list[Logger], name: str, waves: list[Tensor], r
 
 @rank_zero_only
 def log_config(loggers: list[Logger], config: dict) -> None:
-    """Send the configuration to every logger that keeps one."""
+    """Send the whole configuration, and what else describes the run, to every logger that keeps such."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             logger.experiment.config.update(config, allow_val_change=True)
@@ -215,9 +241,15 @@ def log_config(loggers: list[Logger], config: dict) -> None:
             logger.experiment.add_text("config", f"```\n{yaml.safe_dump(config, sort_keys=False)}\n```")
 
 
-def run_id_of(run_dir: Path) -> str:
-    """An identifier of the run for loggers that continue a run by id: of its folder, so that it is found again."""
-    return hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=4).hexdigest()
+def identity_of(run_dir: Path) -> tuple[str, str]:
+    """The W&B id of a run folder and the time when its run began: those of its first W&B record, else new ones.
+
+    W&B puts both into the record's name, `offline-run-<time>-<id>`; so they are found again wherever the folder goes.
+    """
+    records = sorted(found.groups() for path in (run_dir / "wandb").glob("*run-*")
+                     if (found := re.fullmatch(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)", path.name)))
+    begun = datetime.strptime(records[0][0], "%Y%m%d_%H%M%S") if records else datetime.now()
+    return records[0][1] if records else secrets.token_hex(4), begun.strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def log_evaluation(run_dir: Path, options: LoggerOptions, report: dict) -> bool:
@@ -237,7 +269,7 @@ def log_evaluation(run_dir: Path, options: LoggerOptions, report: dict) -> bool:
                 writer.add_scalar(key, value, step)
     if options.wandb == "off" or not (run_dir / "wandb").is_dir():
         return False
-    run, wandb = options.wandb_run(run_dir, run_id_of(run_dir)), quiet_wandb()
+    run, wandb = options.wandb_run(run_dir, report["name"], report["data"]["name"]), quiet_wandb()
     table = wandb.Table(columns=COLUMNS)
     for row in rows_of(report):
         table.add_data(*row)

@@ -8,15 +8,16 @@ import errno
 import json
 import logging
 import os
+import re
 import shlex
 import sys
-import warnings
 from pathlib import Path
 
 import torch
 import yaml
 from torch import nn
 
+from genmodels.data.base import SPLITS, DataModule
 from genmodels.errors import InputError, RunError
 from genmodels.evaluation.report import with_error
 from genmodels.models.base import GenerativeModel
@@ -142,14 +143,25 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
     return path
 
 
+#: What Lightning tells every run, and what concerns no user of genmodels.
+_IDLE = re.compile("in eval mode at the start of training|does not have many workers|`weights_only` was not set|"
+                   "no logger configured|isinstance.treespec, LeafSpec|GPU available but not used")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record belongs into log.txt: all of genmodels' own, warnings of others that are not idle."""
+    own = record.name.split(".")[0] == "genmodels"
+    return own or (record.levelno >= logging.WARNING and not _IDLE.search(record.getMessage()))
+
+
 class Log:
-    """Messages of Python's logging and warnings go to log.txt of the run folder, not to the terminal."""
+    """What happens goes to log.txt of the run folder: figures, and warnings, which are kept from the terminal."""
 
     def __init__(self, path: Path):
         logging.captureWarnings(True)
         handler = logging.FileHandler(path)
         handler.handleError = lambda record: None  # a full disk is told once, by whoever needs the space
-        handler.addFilter(lambda record: "Tip:" not in record.getMessage())  # Lightning's advertisements
+        handler.addFilter(_is_news)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
         root.addHandler(handler)
@@ -158,8 +170,6 @@ class Log:
             logger = logging.getLogger(name)
             logger.handlers.clear()
             logger.propagate = True
-        warnings.filterwarnings("ignore", ".*in eval mode at the start of training.*")
-        warnings.filterwarnings("ignore", ".*does not have many workers.*")
         self.handler = handler
 
     def close(self) -> None:
@@ -170,9 +180,19 @@ class Log:
 
 
 def say(*lines: str) -> None:
-    """Print on the first process only."""
+    """Print, and keep in log.txt, on the first process only."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(*lines, sep="\n", flush=True)
+        for line in lines:
+            logging.getLogger("genmodels").info("%s", line)
+
+
+def described(model: GenerativeModel, datamodule: DataModule) -> dict:
+    """What a run is about beside its configuration: numbers of parameters, of the parts too, and a card of the data."""
+    parts = dict(model.core.named_children())
+    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in {"all": model.core, **parts}.items()}
+    sizes = {name: len(datamodule.split(name)) for name in SPLITS}
+    return {"family": model.family, "parameters": counts, "data_card": {**model.spec.to_dict(), "items": sizes}}
 
 
 def write_config(folder: Path, config: dict) -> None:
@@ -200,7 +220,7 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
         sample, evaluate = (f"python {shlex.quote(str(script.with_name(s)))}" for s in ("sample.py", "evaluate.py"))
     best = folder / "best.ckpt"
     ckpt = best if best.exists() else folder / "last.ckpt"
-    figures = ", ".join(_figure(model, name) for name in model.figures) or "no figures"
+    figures = ", ".join(f"{name} {value}" for name, value in figures_of(model).items()) or "no figures"
     lines = [f"reached: step {model.trainer.global_step}, {figures}"]
     if best.exists():
         header = read_header(best, check=False)
@@ -211,14 +231,18 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
     return [*lines, f"sample:   {sample} {shlex.join(named)} {wanted}", f"evaluate: {evaluate} {shlex.join(named)}"]
 
 
+def figures_of(model: GenerativeModel) -> dict[str, str]:
+    """The figures of the last validation; of a likelihood its kind too, and its error over items and draws."""
+    return {name: _figure(model, name) for name in model.figures}
+
+
 def _figure(model: GenerativeModel, name: str) -> str:
-    """A figure of the last validation; of a likelihood its kind too, and its error over items and draws."""
     value, found = model.figures[name], model.validated
     units = {"val/nll": "nats", "val/nll_per_dim": "nats_per_dim", "val/bits_per_dim": "bits_per_dim"}
     if found is None or name not in units:
-        return f"{name} {value:.4f}"
+        return f"{value:.4f}"
     error = found.standard_error(units[name])
-    return f"{name} {found.mark} {with_error(value, None if error is None else error.total)}"
+    return f"{found.mark} {with_error(value, None if error is None else error.total)}"
 
 
 def keep_freed_memory() -> None:

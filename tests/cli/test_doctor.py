@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from genmodels.cli import doctor
+from genmodels.cli.compose import composer
 from genmodels.cli.doctor import Failed
+from genmodels.data.arrays import Arrays
 
 VERSIONS = {"pytorch-lightning": "2.6.6", "hydra-core": "1.3.8", "omegaconf": "2.3.1", "wandb": "0.31.0"}
 
@@ -52,7 +54,7 @@ def test_nothing_that_needs_torch_is_tried_without_it(monkeypatch, capsys):
     broken_import(monkeypatch, "torch", ImportError("No module named 'torch'"))
     assert doctor.main(["data=digits"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("FAIL")] == ["torch:", "device:", "data:"]
+    assert [line.split()[1] for line in lines if line.startswith("FAIL")] == ["torch:", "device:", "data:", "training:"]
 
 
 @pytest.mark.parametrize(
@@ -120,3 +122,29 @@ def test_every_problem_of_the_data_is_listed(monkeypatch):
     monkeypatch.setattr(Digits, "problems", lambda self: ["first", "second", "third"])
     with pytest.raises(Failed, match=r"first \(and 2 more:\n +second\n +third\)"):
         doctor.check_data(["data=digits"])
+
+
+@pytest.mark.parametrize("model", ["ddpm", "nsf", "energy", "score"])
+def test_what_training_refuses_is_told_in_its_words(model, tmp_path, capsys):
+    table = np.random.default_rng(0).standard_normal((60, 3))
+    table[:, 1] = 2.5
+    path = tmp_path / "people.csv"
+    np.savetxt(path, table, delimiter=",", header="age,height,weight", comments="")
+    assert doctor.main([f"model={model}", "data=arrays", f"data.file={path}"]) == 1
+    assert "people: column 2 (height) is constant" in capsys.readouterr().out
+    datamodule = Arrays(file=str(path)).prepare()
+    with composer("train") as hydra:
+        config = hydra.compose([f"model={model}", "data=arrays", f"data.file={path}"])
+    with pytest.raises(Failed, match=r"column 2 \(height\) .*is constant"):
+        doctor.check_training({"config": config, "data": datamodule})
+
+
+def test_a_sound_start_is_told_with_its_length(capsys):
+    assert doctor.main(["model=nsf", "data=toy", "data.batch_size=100", "trainer.max_steps=7"]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith("OK    training: nsf with ") and told.endswith(" parameters, 7 steps of 100")
+
+
+def test_a_model_that_does_not_fit_its_data_is_found(capsys):
+    assert doctor.main(["model=maf", "data=digits", "model.layers=0"]) == 1
+    assert "FAIL  training: " in capsys.readouterr().out

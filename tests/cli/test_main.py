@@ -116,3 +116,13 @@ def test_help_of_every_command(capsys):
     cli.main(["train", "--help"])
     text = capsys.readouterr().out
     assert "ddpm (default)" in text and "digits (default)" in text and "checkpoint.every_n_steps=" in text
+
+
+def test_a_warning_is_one_line(monkeypatch, capsys):
+    import warnings
+
+    from genmodels.cli import info
+
+    monkeypatch.setattr(info, "main", lambda words: warnings.warn("look\n  at this", stacklevel=1))
+    assert cli.main(["info", "x.ckpt"]) == 0
+    assert capsys.readouterr().err == "genmodels info: look at this\n"

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from genmodels.cli.sample import run
+from genmodels.cli.sample import default_target, run
+from genmodels.data.arrays import Arrays
+from genmodels.data.base import SPLITS
 from genmodels.data.digits import Digits
+from genmodels.data.spec import DataSpec
+from genmodels.evaluation.pictures import images_of
+from genmodels.evaluation.sampling import check_target, write_samples
+from genmodels.models.base import Samples
 from genmodels.models.ddpm import DDPM
 from genmodels.training.checkpoint import write_checkpoint
 
@@ -48,7 +58,22 @@ def test_inpainting_keeps_what_the_mask_shows_white(folder, capsys):
     run(ckpt=str(folder), inpaint=3, mask=str(folder / "mask.png"), n=2, steps=4, rounds=2, cond=7, out=str(picture))
     with Image.open(picture) as image:
         told = {key.removeprefix("genmodels."): value for key, value in image.text.items()}
-    assert told["sampler"] == "ddpm" and told["rounds"] == "2" and told["inpaint"] == "3"
+    assert told["sampler"] == "ddpm" and told["rounds"] == "2" and told["inpaint"] == "3" and told["cond"] == "[7]"
+    with Image.open(picture) as image:  # the original and the mask stand over the samples
+        pixels = np.asarray(image)
+    shown = np.asarray(images_of(torch.from_numpy(item(3))[None], Digits().prepare().spec, 64)[0])
+    assert (pixels[18:82, 3:67] == shown).all()
+    assert (pixels[18:82, 71:103] == 255).all() and (pixels[18:82, 103:135] == 0).all()
+
+
+def test_a_grid_carries_its_guidance_and_its_classes(folder):
+    out = folder / "guided.png"
+    options = {"guidance": 2.0, "guidance_interval": [-4.0, 8.0], "guidance_rescale": 0.5}
+    run(ckpt=str(folder), n=4, start=1, cond=[3, 8], steps=2, out=str(out), **options)
+    with Image.open(out) as image:
+        told = {key.removeprefix("genmodels."): value for key, value in image.text.items()}
+    assert {key: ast.literal_eval(told[key]) for key in options} == options
+    assert told["cond"] == "[3, 8]" and told["index"] == "1-4"
 
 
 def test_a_picture_file_is_an_item_too(folder):
@@ -96,3 +121,22 @@ def test_the_way_between_two_items(folder):
 def test_what_does_not_go_together_is_one_line(folder, options, said):
     with pytest.raises(ValueError, match=said):
         run(ckpt=str(folder), n=2 if "interpolate" not in options else 64, out=None, **options)
+
+
+def test_vectors_become_a_table_that_is_read_back(tmp_path):
+    spec = DataSpec("people", (3,), num_classes=2, class_names=("a", "b"), columns=("age", "height", "weight"))
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-8, 1.0, 1e8])
+    samples = Samples(x, torch.tensor([0, 1, 0, 1]), torch.arange(8, 12), {"seed": 3})
+    assert default_target(tmp_path / "best.ckpt", 0, 0, 4, spec, {}).suffix == ".csv"
+    write_samples(samples, spec, tmp_path / "people.csv")
+    lines = (tmp_path / "people.csv").read_text().splitlines()
+    assert lines[0] == "age,height,weight,class" and [line[-1] for line in lines[1:]] == ["a", "b", "a", "b"]
+    assert json.loads((tmp_path / "people.json").read_text()) == {"seed": 3, "index": "8-11", "cond": [0, 1]}
+    write_samples(replace(samples, cond=None), spec, tmp_path / "plain.csv")
+    read = Arrays(file=str(tmp_path / "plain.csv"), val_fraction=0.25, test_fraction=0.25).prepare()
+    assert read.spec.columns == spec.columns and DataSpec.from_dict(read.spec.to_dict()) == read.spec
+    parts = [read.split(name) for name in SPLITS]
+    again = torch.cat([part.__getitems__(range(len(part))).x for part in parts])
+    assert sorted(again.tolist()) == sorted(x.tolist())
+    with pytest.raises(ValueError, match="no table"):
+        check_target(tmp_path / "pictures.csv", DataSpec("digits", (1, 8, 8), levels=17))

@@ -27,6 +27,7 @@ def points(monkeypatch, tmp_path):
             raise RunError("the loss is not finite")
         if config["seed"] == 2:
             raise ZeroDivisionError("a bug")
+        return {"val/nll": f"= {config['seed']}.25(3)", "run": f"runs/{config['seed']}"}
 
     module.run = run
     monkeypatch.setitem(sys.modules, "genmodels.cli.train", module)
@@ -43,6 +44,9 @@ def test_every_point_runs_and_the_exit_code_tells(points, capsys):
     told = capsys.readouterr()
     assert "failed: seed=1 (the loss is not finite)" in told.err and "ZeroDivisionError: a bug" in told.err
     assert "2 of 4 points done" in told.out
+    table = [line.split() for line in told.out.splitlines()[-8:-2]]
+    assert table[0] == ["point", "val/nll", "run"] and table[2] == ["seed=0", "=", "0.25(3)", "runs/0"]
+    assert table[3:] == [["seed=1", "failed"], ["seed=2", "failed"], ["seed=3", "=", "3.25(3)", "runs/3"]]
 
 
 def test_combinations_of_choices_and_keys(points):

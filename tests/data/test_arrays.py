@@ -215,6 +215,9 @@ def test_bad_files_give_one_line(tmp_path, capsys):
     assert "b.csv, line 1, column 1: 'NA' is no number" in line("b.csv", b"NA,2,3\n4,5,6\n")
     assert "c.csv, line 3: 1 cells, where the table has 2 columns" in line("c.csv", b"a,b\n1,2\n3\n")
     assert "d.txt, line 2, column 1: 'NA' is no number" in line("d.txt", b"1 2\nNA 4\n")
+    assert "b.csv, line 4, column 2 (b): nan is not a finite" in line("b.csv", b"a,b\n\n1,2\n3, nan\n")
+    assert "b.csv, line 2, column 1: 1e300 is not a finite" in line("b.csv", b"1,2\n1e300,4\n")
+    assert "c.csv, line 1: 3 names, where the table has 2 columns" in line("c.csv", b"a,b,c\n1,2\n")
     np.savez_compressed(tmp_path / "flipped.npz", x=RNG.normal(size=(100, 10)))
     content = bytearray((tmp_path / "flipped.npz").read_bytes())
     content[len(content) // 2] ^= 255

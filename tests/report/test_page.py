@@ -224,3 +224,13 @@ def test_a_hostile_name_runs_nothing_and_fetches_nothing(browser, tmp_path):
     assert browser.requests() == [page.as_uri()] and browser.complaints() == []
     assert browser.value("document.scripts.length") == 0
     assert "<script>alert(1)" in browser.value("document.body.innerText")
+
+
+def test_captions_count_the_samples_that_are_shown():
+    """Of 64 samples 60 stand in whole columns of ten classes; a model by itself has the page's width for them."""
+    table, arrays = example.of_digits()
+    alone = render({"models": table["models"][:1]}, arrays[:1])
+    for page, columns, models in ((page_of("digits"), 10, 3), (alone, 20, 1)):
+        assert page.count("samples 0 to 59") == models and "0 to 63" not in page
+        assert page.count(f"60 samples of ddpm in {columns} columns") == 1
+    assert ".gallery>figure:only-child{grid-column:1/-1}" in alone

@@ -53,5 +53,5 @@ def test_going_online_needs_a_login(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="wandb login"):
-        LoggerOptions(wandb="online").build(tmp_path / "run", "id")
+        LoggerOptions(wandb="online").build(tmp_path / "run", "ddpm", "digits")
     assert not (tmp_path / "run").exists()

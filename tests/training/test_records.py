@@ -1,0 +1,136 @@
+"""What a run leaves of itself: a whole configuration, one W&B run that evaluations join, and a log with its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from genmodels.cli.compose import composer
+from genmodels.cli.main import main
+from genmodels.cli.schema import Schema
+from genmodels.cli.signatures import target
+from genmodels.cli.words import words_of
+from genmodels.data.digits import Digits
+from genmodels.data.spec import DataSpec
+from genmodels.models.build import build
+from genmodels.training.archive import read_header
+
+WORDS = ["model=nsf", "data=toy", "trainer=smoke", "trainer.max_steps=4", "trainer.validate_every_n_steps=2",
+         "trainer.sample_every_n_steps=0", "trainer.log_every_n_steps=1", "trainer.progress=false", "data.n_train=200",
+         "data.n_val=50", "data.n_test=50", "model.hidden=16", "model.optimizer.lr=0.002"]  # fmt: skip
+
+OPTIMIZER = "genmodels.models.optimizer.Optimizer"
+
+
+def command(*words: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as told:
+        assert main(list(words)) == 0, told.getvalue()
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a short run that was moved, resumed and evaluated; what its training printed."""
+    folder, before = tmp_path_factory.mktemp("run"), Path.cwd()
+    os.chdir(folder)
+    try:
+        told = command("train", *WORDS, "run_dir=first")
+        Path("first").rename("moved")
+        told += command("train", *WORDS, "trainer.max_steps=5", "run_dir=moved", "resume=last")
+        command("evaluate", "ckpt=moved/last.ckpt", "stages=[likelihood]", "limit=20")
+    finally:
+        os.chdir(before)
+    return folder / "moved", told
+
+
+def started(folder: Path) -> list:
+    from tests.test_run import offline_records
+
+    return [record.run for record in offline_records(folder) if record.HasField("run")]
+
+
+def test_training_resume_and_evaluation_are_one_run_of_wandb(run):
+    records = started(run[0])
+    assert len({one.run_id for one in records}) == 1 and len(list((run[0] / "wandb").glob("offline-run-*"))) == 3
+    (name,) = {one.display_name for one in records}
+    assert re.fullmatch(r"nsf-toy_\w+-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", name)
+    assert {(one.run_group, *one.tags) for one in records} == {(name[:-20], "nsf", name[4:-20])}
+
+
+def test_wandb_has_the_whole_configuration_and_what_it_made(run):
+    from tests.test_run import offline_records
+
+    found = {}
+    for record in offline_records(run[0]):
+        updates = [*record.config.update, *record.run.config.update]
+        found |= {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in updates}
+    assert found["model"]["optimizer"]["betas"] == [0.9, 0.999] and found["model"]["optimizer"]["lr"] == 0.002
+    assert found["trainer"]["precision"] == "32-true" and found["data"]["batch_size"]
+    assert found["parameters"]["all"] == read_header(run[0] / "last.ckpt")["parameters"] > 0
+    assert found["data_card"]["event_shape"] == [2]
+    assert found["data_card"]["items"] == {"train": 200, "val": 50, "test": 50}
+
+
+def test_the_configuration_and_the_checkpoint_name_every_default(run):
+    config = yaml.safe_load((run[0] / "config.yaml").read_text())
+    header = read_header(run[0] / "last.ckpt")
+    assert header["config"] == config and header["model"] == config["model"]
+    for node, dotted in ((config["model"], config["model"]["_target_"]), (config["data"], config["data"]["_target_"]),
+                         (config["model"]["optimizer"], OPTIMIZER),
+                         (config["trainer"], "genmodels.training.trainer.TrainerOptions"),
+                         (config["logger"], "genmodels.training.loggers.LoggerOptions")):
+        assert set(node) - {"_target_"} == set(target(dotted).keys)
+
+
+def test_a_whole_configuration_still_has_few_words(run):
+    found = words_of(yaml.safe_load((run[0] / "config.yaml").read_text()))
+    assert found[:2] == ["model=nsf", "data=toy"] and len(found) <= 15  # of more than 50 keys
+    with composer("train") as hydra:
+        assert hydra.compose(found)["model"]["optimizer"]["lr"] == 0.002
+
+
+def test_the_log_holds_the_figures_and_no_advertisements(run):
+    folder, told = run
+    log = (folder / "log.txt").read_text()
+    for step in range(5):  # counted from 0, as in metrics.csv
+        assert re.search(rf"step {step}: .*train/loss -?\d", log), step
+    assert re.search(r"step 3: .*val/nll -?\d", log)
+    for line in told.splitlines():
+        assert line in log
+    for idle in ("Tip", "weights_only", "GPU available", "TPU", "Trainer.fit", "litlogger", "pip install"):
+        assert idle not in log, idle
+
+
+@pytest.mark.parametrize("words", [
+    ["model=ddpm"], ["model=ddpm", "data=toy"], ["model=score", "data=toy"], ["model=energy", "data=toy"],
+    ["model=energy", "model.network=unet", "~preset"], ["model=realnvp"], ["model=glow"], ["model=maf", "data=toy"],
+])  # fmt: skip
+def test_a_whole_configuration_builds_the_same_model(words):
+    with composer("train") as hydra:
+        config = hydra.compose(words)
+    spec = Digits().prepare().spec if "Digits" in config["data"]["_target_"] else DataSpec("toy_moons", (2,))
+
+    def made(node):
+        torch.manual_seed(0)
+        return build(node, spec)
+
+    given = made(config["model"])
+    built = {type(part) for part in (*given.modules(), *vars(given).values())}
+    schema = Schema("genmodels.cli.train.run")
+    whole = schema.complete(config, built)
+    assert "clip" in whole["model"]["optimizer"] and len(whole["model"]) > len(config["model"])
+    for group in ("net", "objective"):
+        assert group not in whole["model"] or len(whole["model"][group]) > 2
+    again = made(json.loads(json.dumps(whole["model"]))).state_dict()
+    assert {k: v.shape for k, v in given.state_dict().items()} == {k: v.shape for k, v in again.items()}
+    assert all(torch.equal(v, again[k]) for k, v in given.state_dict().items())
+    assert schema.complete(whole) == whole
+    assert set(whole["model"]["optimizer"]) == set(target(OPTIMIZER).keys)
