@@ -18,6 +18,8 @@ class Inpainting:
 
     The two parts were drawn apart and need not fit. So each step is repeated `rounds` times, with fresh noise from s
     back up to t in between, and the drawn part settles to the known one (Lugmayr et al., "RePaint", 2022, algorithm 1).
+    What is drawn is exact in the limit of many rounds and many steps, with an inner kernel that is exact there
+    (`DDPMSampler(variance="beta")`); with few it is biased towards the unconditional distribution.
     At the clean end the known part is returned bit for bit. Start from pure noise; the inner sampler sees no memory,
     because the estimates of the steps before belong to another x.
 

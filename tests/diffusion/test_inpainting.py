@@ -17,7 +17,7 @@ from genmodels.diffusion import (
     uniform_log_snr,
     uniform_t,
 )
-from genmodels.diffusion.process import q_sample, renoise
+from genmodels.diffusion.process import kernel_variance, q_sample, renoise
 from genmodels.diffusion.sampling import log_snrs
 from genmodels.random import KeyedGenerator, normal
 from tests.diffusion.table import INSTANCES, keyed
@@ -59,6 +59,29 @@ def settles(kind=Inpainting):
     assert errors[1] + slack < errors[0] and errors[1] < 0.25 * errors[0] + slack
     assert errors[2] < 0.06 + 3 * math.sqrt(float(covariance.trace()) / n)
     assert (torch.cov(many.T) - covariance).abs().max() < 0.04
+
+
+def closed_form(variance, steps, rounds, known=1.5, correlation=0.8):
+    """Mean and variance of the unknown of a pair with unit variances: RePaint on a Gaussian is linear in every step."""
+    covariance = torch.tensor([[1.0, correlation], [correlation, 1.0]], dtype=torch.float64)
+    oracle = GaussianDenoiser.from_covariance(CosineSchedule(), torch.zeros(2, dtype=torch.float64), covariance)
+    inner, eye = DDPMSampler(variance=variance), torch.eye(2, dtype=torch.float64)
+    mean, spread = torch.zeros(2, dtype=torch.float64), eye
+    times = uniform_t(oracle.schedule, steps)
+    for t, s in zip(times[:-1], times[1:], strict=True):
+        log_snr_s, log_snr_t = log_snrs(oracle.schedule, t, s)
+        step = inner(oracle, eye, t, s, None, keyed(2), None, 0.0)[0].T  # linear, without its noise
+        clean = bool(s == 0)
+        own = 0.0 if clean else float(kernel_variance(inner.variance, None)(log_snr_s, log_snr_t))
+        alpha2 = 1.0 if clean else float(torch.sigmoid(log_snr_s))
+        shrink = float(torch.sigmoid(log_snr_t)) / alpha2  # alpha_t^2 / alpha_s^2
+        for done in range(1 if clean else rounds):
+            if done:
+                mean, spread = shrink**0.5 * mean, shrink * spread + (1 - shrink) * eye
+            mean, spread = step @ mean, step @ spread @ step.T + own * eye
+            mean[0], spread[0, :], spread[:, 0] = alpha2**0.5 * known, 0, 0
+            spread[0, 0] = 1 - alpha2
+    return float(mean[1]), float(spread[1, 1])
 
 
 class LateNoise(Inpainting):
@@ -138,3 +161,38 @@ def test_bad_options():
         Inpainting(DDPMSampler(), KNOWN, MASK, rounds=0)
     with pytest.raises(ValueError, match="must be boolean"):
         Inpainting(DDPMSampler(), KNOWN, MASK.float())
+
+
+#: (variance of the inner kernel, steps, rounds): (mean, variance) of what is drawn; the truth is 1.2 and 0.36.
+BIAS = {
+    ("beta", 25, 1): (0.717, 0.525), ("beta", 25, 10): (1.132, 0.383), ("beta", 50, 1): (0.733, 0.510),
+    ("beta", 50, 10): (1.145, 0.377), ("beta", 50, 30): (1.180, 0.367), ("beta_tilde", 50, 10): (1.145, 0.291),
+    ("beta_tilde", 50, 30): (1.180, 0.258),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variance, steps, rounds", BIAS)
+def test_the_bias_that_is_documented(variance, steps, rounds):
+    assert closed_form(variance, steps, rounds) == pytest.approx(BIAS[variance, steps, rounds], abs=6e-4)
+
+
+def test_samples_have_the_bias_of_the_closed_form():
+    """Both the wide and the narrow kernel, 5 rounds of 25 steps, within four standard errors."""
+    n, pair = 4000, torch.tensor([[1.0, 0.8], [0.8, 1.0]], dtype=torch.float64)
+    oracle = GaussianDenoiser.from_covariance(CosineSchedule(), torch.zeros(2, dtype=torch.float64), pair)
+    known, mask = torch.tensor([1.5, 0.0], dtype=torch.float64), torch.tensor([True, False])
+    for variance in ("beta", "beta_tilde"):
+        sampler = Inpainting(DDPMSampler(variance=variance), known, mask, rounds=5)
+        x = sample(oracle, (n, 2), uniform_t(oracle.schedule, 25), sampler, keyed(n), dtype=torch.float64).x[:, 1]
+        mean, spread = closed_form(variance, 25, 5)
+        assert abs(float(x.mean()) - mean) < 4 * math.sqrt(spread / n)
+        assert abs(float(x.var()) - spread) < 4 * spread * math.sqrt(2 / n)
+
+
+def test_many_rounds_and_steps_are_exact():
+    """The errors of mean and variance fall with the rounds, and further with the steps; one without the other stays."""
+    errors = [[abs(v - w) for v, w in zip(closed_form("beta", *how), (1.2, 0.36), strict=True)]
+              for how in ((25, 1), (25, 10), (25, 60), (100, 60))]
+    for worse, better in zip(errors[:-1], errors[1:], strict=True):
+        assert better[0] < worse[0] and better[1] < worse[1]
+    assert errors[-1][0] < 0.012 and errors[-1][1] < 0.005
