@@ -205,7 +205,7 @@ def _mass(trial: Trial) -> Iterator[Proof]:
     """In the plane: the density on a grid that covers the samples integrates to one, and a finer grid agrees."""
     mass, finer = mass_of(trial)
     error = max(abs(finer - 1), abs(finer - mass))
-    where = f"{mass:.5f} on a grid, {finer:.5f} on one twice as fine"
+    where = f"{mass:.5f} on a grid over the samples and beyond, {finer:.5f} on one twice as fine"
     yield Proof.below("density integrates to one", error, 1e-3, where)
 
 

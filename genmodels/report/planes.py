@@ -31,8 +31,9 @@ def densities(models: list[Model]) -> list[Markup]:
     if truth:
         figures.append(_map(truth[1], truth[0], top, "The true density", scale))
     for model in shown:
-        mass = model.get("density", "mass")
-        said = f"Its integral over a large box is {mass:.5f}. " if mass is not None else ""
+        check = next((c for c in model.get("proofs") or [] if c["name"] == "density integrates to one"), None)
+        said = "" if check is None or check["value"] is None else (
+            f"Its integral is {check['where']}: {'one' if check['passed'] else 'not one, the check FAILED'}. ")
         line = next(iter(model.likelihoods), None)
         value = f"{with_mark(line)}. " if line else ""
         figures.append(_map(model.array("density"), model, top, f"The density of {model.name}", value + said + scale))

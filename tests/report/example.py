@@ -154,11 +154,13 @@ def of_points() -> tuple[dict, list[dict]]:
         if kind == "exact":
             own |= {"nats_0": nats, "density": true + rng.normal(0, 0.1, true.shape), "density_true": true,
                     "density_data": data, "least_x": data[:8], "most_x": data[8:16]}  # fmt: skip
-            density = {"extent": [-3, 3, -3, 3], "kind": kind, "unit": "nats", "mass": 0.9998}
+            density = {"extent": [-3, 3, -3, 3], "kind": kind, "unit": "nats"}
         items = {w: [{"index": k, "nats": float(nats[k])} for k in range(8)] for w in ("least", "most")}
         reports.append({"name": family, "data": PLANE, "likelihood": [row], "density": density, "genmodels": MACHINE,
                         "items": items if kind == "exact" else {}, "fidelity": {"skipped": "points have no network"},
-                        "samples": {"x": "samples_x", "cond": None, "index": "samples_index", "made": {"seed": 0}}})
+                        "samples": {"x": "samples_x", "cond": None, "index": "samples_index", "made": {"seed": 0}},
+                        "proofs": [{"name": "density integrates to one", "value": 0.07, "threshold": 1e-3,
+                                    "passed": False, "where": "1.07000 on a grid"}] if density else []})
         arrays.append(own)
     rows = [{"model": m, "likelihood": 0, "first": True, "cells": [r["name"], "= 2.4(5)" if m == 0 else "none", "nats"]}
             for m, r in enumerate(reports)]
