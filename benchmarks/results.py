@@ -158,7 +158,8 @@ def _about(models: list[dict]) -> list[str]:
     from genmodels.training.run import training_time
 
     fidelity, cost = [model["fidelity"] for model in models], [model["sampling"] for model in models]
-    cells = [mean_and_spread([one.get(key) for one in fidelity], digits) for key, _, digits in MEASURES]
+    cells = [mean_and_spread([one.get(key) for one in fidelity], 4 if key == "kernel" else 2)
+             for key, _ in MEASURES]
     cells += [mean_and_spread([one.get(column) for one in cost], 0) for column in ("evaluations", "samples_per_second")]
     heads = [model["checkpoint"] for model in models]
     minutes = mean_and_spread([training_time(Path(head["path"]).parent) / 60 or None for head in heads], 1)

@@ -19,9 +19,8 @@ from genmodels.report.view import gap_of, parts_of_error
 
 COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Fréchet",
            "kernel distance", "precision", "recall", "evaluations", "samples/s"]
-#: Measures of samples, each with its error beside it: key in a report, column of table.csv, digits shown.
-MEASURES = (("frechet", "frechet", 3), ("kernel", "kernel_distance", 4), ("precision", "precision", 3),
-            ("recall", "recall", 3))
+#: Measures of samples, each with its error beside it: key in a report, column of table.csv.
+MEASURES = (("frechet", "frechet"), ("kernel", "kernel_distance"), ("precision", "precision"), ("recall", "recall"))
 #: In which direction a value of each kind may err, for ranks across kinds.
 ERRS = {
     "exact": "has no error but that of the items", "lower_bound": "may be worse than the truth, never better",
@@ -132,7 +131,7 @@ def _rows(reports: list[dict], places: dict[int, int]) -> list[dict]:
                 unit = UNITS[line["unit"]]
                 kind = ", ".join([line["kind"], *(word for word in ("optimistic", "unreliable") if line.get(word))])
                 cells += [shown, unit, kind, line["how"], str(places.get(number, ""))]
-            quality = [_measured(fidelity, key, digits) for key, _, digits in MEASURES]
+            quality = [measured(fidelity.get(key), fidelity.get(f"{key}_error")) for key, _ in MEASURES]
             speed = ["", ""]
             if sampling:
                 evaluations = sampling["evaluations"]
@@ -151,9 +150,15 @@ def _value(line: dict) -> str:
     return with_error(value_of(line), line.get("se_data"))
 
 
-def _measured(fidelity: dict, key: str, digits: int) -> str:
-    value = fidelity.get(key)
-    return "" if value is None else with_error(value, fidelity[f"{key}_error"], digits)
+def measured(value: float | None, error: float | None) -> str:
+    """A value with its error in two digits, nothing for None.
+
+    Example:
+        >>> measured(17.7981, 2.449), measured(0.00251, 0.00083), measured(70.3, 12.4), measured(1.0, 0.0)
+        ('17.8(24)', '0.00251(83)', '70(12)', '1.000(0)')
+    """
+    digits = max(0, 1 - math.floor(math.log10(error))) if error else 3
+    return "" if value is None else with_error(value, error, digits)
 
 
 def _ranking(lines: list, reports: list[dict], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[dict]:
@@ -251,7 +256,8 @@ def _notes(table: dict, rank: str) -> list[str]:
     for reference in table["references"]:
         if reference["unit"] != "nats" and reference["value"] is not None:
             name, unit = table["data"]["name"], UNITS[reference["unit"]]
-            notes[f"reference on {name}: {reference['name']} {reference['value']:.4f} {unit}"] = None
+            value = with_error(reference["value"], reference.get("error"))
+            notes[f"reference on {name}: {reference['name']} {value} {unit}"] = None
     notes |= dict.fromkeys(on_scale(table["scale"]))
     if rank == "across" and table["ranking"]:
         kinds = {report["kind"] for model in models for report in model["likelihood"] if report["kind"] in ERRS}
@@ -289,7 +295,8 @@ def _on_line(line: dict) -> list[str]:
     parts = parts_of_error(line)
     if len(parts) > 1:
         notes.append(f"the error {line['se_data']:.4f} adds up, in squares, from "
-                     + ", ".join(f"{part:.4f} of {name}" for name, part in parts.items()))
+                     + ", ".join(f"{part:.4f} of {name}" if part else f"too little to be seen of {name}"
+                                 for name, part in parts.items()))
     if line.get("class_cost") is not None and value_of(line) is not None:
         at_most = "at most " if line["kind"] in ("exact", "lower_bound") else "about at most "
         notes.append(f"given the class; of items alone, classes drawn evenly, {at_most}"
@@ -319,7 +326,9 @@ def _on_model(report: dict) -> list[str]:
         notes.append(f"class of the samples found right: {classes['accuracy']:.1%} ({low:.1%} to {high:.1%}{real})")
     if "likelihood_accuracy" in fidelity:
         classes = fidelity["likelihood_accuracy"]
-        notes.append(f"class of test items by p(y|x): {classes['accuracy']:.1%} of {classes['n']}")
+        low, high = classes["interval"]
+        notes.append(f"class of test items by p(y|x): {classes['accuracy']:.1%} of {classes['n']} right "
+                     f"({low:.1%} to {high:.1%})")
     if sampling:
         wait = sampling["latency"]
         memory = "" if sampling["peak_memory"] is None else f", peak memory {sampling['peak_memory'] / 2**20:.0f} MiB"
@@ -333,9 +342,9 @@ def _on_model(report: dict) -> list[str]:
         notes.append(told + (f", open: {', '.join(open_)}" if open_ else ""))
     notes += [entry["said"] for entry in report["ood"]]
     for sweep in report["sweeps"]:
-        key, digits = ("kernel", 4) if None in sweep["frechet"] else ("frechet", 2)
+        key = "kernel" if None in sweep["frechet"] else "frechet"
         places = zip(sweep["values"], sweep[key], sweep[f"{key}_error"], sweep["samples_per_second"], strict=True)
-        told = ", ".join(f"{at:g}: {with_error(value, error, digits)} ({rate:.1f}/s)"
+        told = ", ".join(f"{at:g}: {measured(value, error)} ({rate:.1f}/s)"
                          for at, value, error, rate in places)
         name = {"kernel": "kernel distance", "frechet": "Fréchet distance"}[key]
         by = f"{sweep['key']} ({sweep['sampler']})" if sweep["sampler"] else sweep["key"]
@@ -346,8 +355,9 @@ def _on_model(report: dict) -> list[str]:
 def on_scale(scale: dict | None) -> list[str]:
     """What is measured of items that are no samples, at the same n: distances are read beside it."""
     notes = []
-    for key, name, digits in (("frechet", "Fréchet distance", 3), ("kernel", "kernel distance", 4)):
-        told = [f"{_measured(found, key, digits)} of {what}" for what, found in (scale or {"rows": {}})["rows"].items()
+    for key, name in (("frechet", "Fréchet distance"), ("kernel", "kernel distance")):
+        rows = {} if scale is None else scale["rows"]
+        told = [f"{measured(found[key], found[f'{key}_error'])} of {what}" for what, found in rows.items()
                 if found[key] is not None]
         if told:
             notes.append(f"{name} in features of {scale['network']}, n = {scale['n']} in each: {', '.join(told)}")
@@ -391,7 +401,7 @@ def as_csv(table: dict) -> str:
             "row": number, "model": report["name"], "checkpoint": checkpoint["path"],
             "parameters": checkpoint["parameters"], "step": checkpoint["step"], "weights": checkpoint["weights"],
             **{key: likelihood.get(key) for key in _OF_LIKELIHOOD},
-            **{column + part: fidelity.get(key + part) for key, column, _ in MEASURES for part in ("", "_error")},
+            **{column + part: fidelity.get(key + part) for key, column in MEASURES for part in ("", "_error")},
             "samples": fidelity.get("n"), "evaluations": sampling.get("evaluations"),
             "samples_per_second": sampling.get("samples_per_second")})
     text = io.StringIO()

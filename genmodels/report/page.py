@@ -11,7 +11,7 @@ import yaml
 from genmodels.report import likelihoods, planes, profiles, quality, surprise
 from genmodels.report.markup import Markup, tag
 from genmodels.report.style import sheet_of_style
-from genmodels.report.view import UNITS, Model, facts, listing, number, typeset
+from genmodels.report.view import UNITS, Model, facts, listing, number, typeset, with_error
 from genmodels.training.archive import write_whole
 
 #: A browser that keeps to this loads nothing from anywhere and runs no script, whatever a name in a table says.
@@ -110,7 +110,8 @@ def _table(table: dict, models: list[Model]) -> list:
     for known in table.get("references") or []:
         if known.get("value") is not None and not any(f"{known.get('name')} " in note for note in told):
             unit = UNITS.get(known.get("unit"), known.get("unit"))
-            notes.append(tag("li", f"Reference: {known.get('name')} {number(known['value'])} {unit}"))
+            value = with_error(known["value"], known.get("error"))
+            notes.append(tag("li", f"Reference: {known.get('name')} {value} {unit}"))
     return [body, tag("ul", *notes, class_="note") if notes else None]
 
 

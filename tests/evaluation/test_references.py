@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from genmodels.evaluation.references import PixelHistogram, best_histogram, uniform_bits_per_dim
+from genmodels.data.digits import Digits
+from genmodels.evaluation.references import PixelHistogram, best_histogram, references, uniform_bits_per_dim
 
 
 def test_the_histogram_counts():
@@ -38,3 +39,12 @@ def test_smoothing_is_chosen_on_validation_data():
 
 def test_uniform():
     assert uniform_bits_per_dim(256) == 8
+
+
+def test_the_histogram_has_its_error_over_the_items():
+    data = Digits().prepare()
+    uniform, found = references(data, "test", data.spec, 100)
+    train, val, test = (torch.cat([b.x for b in data.loader(name, 4096)]) for name in ("train", "val", "test"))
+    bits = -best_histogram(train, val, 17).log_prob(test[:100]) / 64 / math.log(2)
+    assert math.isclose(found["value"], float(bits.mean()), rel_tol=1e-12)
+    assert math.isclose(found["error"], float(bits.std() / 10), rel_tol=1e-9) and "error" not in uniform
