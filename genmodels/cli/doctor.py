@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
             raise InputError("--fix-list names a file for the items that data=... cannot use: --fix-list bad.txt")
         fix_list = Path(words[place + 1])
         del words[place : place + 2]
-    read: dict = {}
+    read: dict = {"named": any(word.startswith(("model", "experiment")) for word in words)}
     of_words = [("data", lambda: check_data(words, fix_list, read)), ("training", lambda: check_training(read))]
     for name, check in [*CHECKS.items(), *(of_words if words else [])]:
         try:
@@ -181,6 +181,8 @@ def check_training(read: dict) -> str:
     from genmodels.training.trainer import TrainerOptions
 
     config, datamodule = read["config"], read["data"]
+    if datamodule.spec.text is not None and not read["named"]:  # the default model is for other data
+        return "not checked, data with texts need one of their own models: name it, for example model=glow_tts"
     try:
         options = construct(TrainerOptions, **(config.get("trainer") or {}))
         torch.manual_seed(0)

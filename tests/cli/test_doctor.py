@@ -136,13 +136,20 @@ def test_what_training_refuses_is_told_in_its_words(model, tmp_path, capsys):
     with composer("train") as hydra:
         config = hydra.compose([f"model={model}", "data=arrays", f"data.file={path}"])
     with pytest.raises(Failed, match=r"column 2 \(height\) .*is constant"):
-        doctor.check_training({"config": config, "data": datamodule})
+        doctor.check_training({"config": config, "data": datamodule, "named": True})
 
 
 def test_a_sound_start_is_told_with_its_length(capsys):
     assert doctor.main(["model=nsf", "data=toy", "data.batch_size=100", "trainer.max_steps=7"]) == 0
     told = capsys.readouterr().out.splitlines()[-1]
     assert told.startswith("OK    training: nsf with ") and told.endswith(" parameters, 7 steps of 100")
+
+
+def test_data_with_texts_are_sound_without_a_model_named(capsys):
+    assert doctor.main(["data=speech"]) == 0
+    assert "training: not checked, data with texts" in capsys.readouterr().out
+    assert doctor.main(["data=speech", "model=ddpm"]) == 1
+    assert "FAIL  training: " in capsys.readouterr().out
 
 
 def test_a_model_that_does_not_fit_its_data_is_found(capsys):
