@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from genmodels.report.likelihoods import histogram
+from genmodels.report.likelihoods import histogram, noise_of
 from genmodels.report.markup import Markup, tag
 from genmodels.report.raster import address, is_image, tiles
 from genmodels.report.view import KINDS, Model, listing, number
@@ -29,8 +29,10 @@ def out_of_distribution(models: list[Model]) -> list[Markup]:
             if found.get("auroc") is not None:
                 title += f", AUROC {found['auroc']:.3f}"
             legend = [f"{model.data.get('name')} (test)", name]
-            figures.append(tag("div", histogram(legend, values, title, f"{unit} of an item (left: more likely)"),
-                               tag("p", KINDS[kind][1] + ".", class_="note"), _likely(model, k, name)))
+            line = next(iter(model.likelihoods), {})  # the line that other data are evaluated by
+            noise = "" if line.get("single", {}).get("noise", 0.0) == 0 else f"Of the test items {noise_of(line)}."
+            shown = histogram(legend, values, title, f"{unit} of an item (left: more likely)", noise=noise)
+            figures.append(tag("div", shown, tag("p", KINDS[kind][1] + ".", class_="note"), _likely(model, k, name)))
     if not rows:
         return []
     columns = ["model", "kind", "likelihood", "AUROC", "mean inside", "mean outside", "unit", "items", "verdict"]

@@ -161,6 +161,10 @@ def test_values_of_single_items_are_drawn_only_where_they_stand_out_of_their_noi
         line["single"] = single
         page = render(table, arrays)
         assert (figure in page) is drawn and said in page
+    table, arrays = example.of_digits()
+    table["models"][0]["likelihood"][0]["single"] = {"noise": 0.7, "spread": 0.25, "shown": False}
+    outside = render(table, arrays).split('id="outside"')[1]
+    assert "Of the test items the value of a single item has a noise of 0.7000 bits/dim" in outside
 
 
 def test_the_file_is_written_whole(tmp_path):
