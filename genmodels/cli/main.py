@@ -44,8 +44,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def guarded(command: str, work: Callable[[], int]) -> int:
     """The exit code of `work`, with every foreseen failure told in one line."""
+    from genmodels.training.processes import stoppable
+
     try:
-        return work() or 0
+        with stoppable():
+            return work() or 0
     except KeyboardInterrupt:
         return _fail(command, "interrupted", 130)
     except Exception as error:
@@ -69,6 +72,13 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk ({error.filename or 'while writing'}): free some and go on", 1
     text = str(error)
+    if "DataLoader worker" in text:
+        return ("a worker process that loads data was killed or ended (often for want of memory): lower "
+                "data.num_workers or data.batch_size; resume=last goes on"), 1
+    if any(one in text for one in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")) and (
+        isinstance(error, RuntimeError)
+    ):
+        return "another process of the run has ended; the same command with resume=last goes on", 1
     if "torchvision::nms" in text:
         return "torch and torchvision are not of the same build: genmodels doctor says what to do", 1
     too_large = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")

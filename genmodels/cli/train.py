@@ -50,6 +50,7 @@ def run(
     from genmodels.training.dashboards import LearnedDensity, NoiseLevels
     from genmodels.training.loggers import LoggerOptions, close, log_config
     from genmodels.training.loss_profile import LossProfile
+    from genmodels.training.processes import watched
     from genmodels.training.resume import check_same
     from genmodels.training.stream import initial_batch, training_stream
     from genmodels.training.trainer import TrainerOptions
@@ -59,6 +60,7 @@ def run(
     config |= {"checkpoint": checkpoint or {}, "seed": seed, "trust": trust or []}
     options = construct(TrainerOptions, **(trainer or {}))
     logging_options = construct(LoggerOptions, **(logger or {}))
+    logging_options.check()
     checkpoints = construct(CheckpointOptions, **(checkpoint or {}))
 
     import torch
@@ -134,13 +136,14 @@ def run(
         for line in parts.attention_paths(network.core, lightning.strategy.root_device.type):
             logging.getLogger("genmodels").info("attention %s", line)
         start = time.monotonic()
-        lightning.fit(
-            network,
-            train_dataloaders=training_stream(datamodule, header.get("batches_seen", 0)),
-            val_dataloaders=datamodule.val_dataloader(),
-            ckpt_path=None if path is None else str(path),
-            weights_only=True,
-        )
+        with watched(lambda: getattr(lightning.strategy.launcher, "procs", [])):
+            lightning.fit(
+                network,
+                train_dataloaders=training_stream(datamodule, header.get("batches_seen", 0)),
+                val_dataloaders=datamodule.val_dataloader(),
+                ckpt_path=None if path is None else str(path),
+                weights_only=True,
+            )
         if lightning.global_step < steps:
             raise RunError(f"stopped at step {lightning.global_step} of {steps}")
         validated = options.validate_every_n_steps and steps % min(options.validate_every_n_steps, steps) == 0

@@ -91,12 +91,16 @@ class Checkpointing(Callback):
         if trainer.is_global_zero:
             for stale in self.run_dir.glob(".*.tmp"):
                 stale.unlink(missing_ok=True)
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         if trainer.global_step == 0:
             self.save(trainer, "last.ckpt")
-        self.saved_step = trainer.global_step
+        self.saved_step, self._seen = trainer.global_step, pl_module.batches_seen
+        self._model = pl_module
+        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def _on_signal(self, number, frame) -> None:
+        if self._model.batches_seen == self._seen:  # the first step may take minutes, and all before it is saved
+            raise Interrupted(f"interrupted before the step after {self.saved_step}, which is saved; the same command "
+                              "with resume=last goes on")
         if self._stop is not None:
             raise Interrupted("interrupted at once; resume=last goes on from the last checkpoint")
         self._stop = number

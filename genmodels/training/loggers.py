@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 import logging
 import netrc
@@ -48,6 +49,19 @@ class LoggerOptions:
     group: str | None = None
     tags: list[str] | None = None
 
+    def check(self) -> None:
+        """Find out before a run has a folder whether its loggers can be built.
+
+        Raises:
+            InputError: for a package that is not installed, or W&B online without a login.
+        """
+        for wanted, package, name in ((self.tensorboard, "tensorboard", "TensorBoard"),
+                                      (self.wandb != "off", "wandb", "W&B")):
+            if wanted and importlib.util.find_spec(package) is None:
+                raise InputError(f"logger.{package} needs {name}: pip install {package}")
+        if self.wandb == "online" and not _logged_in():
+            raise InputError("logger=wandb is online and needs 'wandb login' first; logger=default stays offline")
+
     def build(self, run_dir: Path, model: str, data: str, resume_step: int = 0) -> list[Logger]:
         """The loggers of a run folder, for a model on a data set; after a resume they go on where it stood."""
         loggers: list[Logger] = [LogLines()]
@@ -56,16 +70,11 @@ class LoggerOptions:
         if self.wandb != "off":
             loggers.append(self._wandb(run_dir, model, data))
         if self.tensorboard:
-            try:
-                loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
-            except ModuleNotFoundError as error:
-                raise InputError("logger.tensorboard needs TensorBoard: pip install tensorboard") from error
+            loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
         return loggers
 
     def _wandb(self, run_dir: Path, model: str, data: str) -> Logger:
         online = self.wandb == "online"
-        if online and not _logged_in():
-            raise InputError("logger=wandb is online and needs 'wandb login' first; logger=default stays offline")
         run = self.wandb_run(run_dir, model, data) if rank_zero_only.rank == 0 else None
         return WandbLogger(experiment=run, project=self.project, save_dir=str(run_dir), offline=not online)
 

@@ -19,6 +19,9 @@ FAILURES = [
     (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee docs"), 1, "data.batch_size or the model"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 1, "or the model"),
     (MemoryError(), 1, "data.batch_size or the model"),
+    (RuntimeError("Storage size calculation overflowed with sizes=[4611686018427387904]"), 1, "out of memory"),
+    (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), 1, "lower data.num_workers"),
+    (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4"), 1, "another process of the run has ended"),
     (RuntimeError("operator torchvision::nms does not exist"), 1, "genmodels doctor"),
 ]
 

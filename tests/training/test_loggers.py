@@ -53,5 +53,19 @@ def test_going_online_needs_a_login(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="wandb login"):
-        LoggerOptions(wandb="online").build(tmp_path / "run", "ddpm", "digits")
-    assert not (tmp_path / "run").exists()
+        LoggerOptions(wandb="online").check()
+
+
+@pytest.mark.parametrize("words, said", [
+    (["logger=tensorboard"], "pip install tensorboard"), (["logger=wandb"], "wandb login"),
+])  # fmt: skip
+def test_what_a_logger_lacks_is_found_before_there_is_a_run_folder(tmp_path, monkeypatch, capsys, words, said):
+    from genmodels.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    if "tensorboard" in said:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["train", "model=nsf", "data=toy", *words]) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
