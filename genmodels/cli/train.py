@@ -110,7 +110,7 @@ def run(
             f"{network.family} with {amount(count)} parameters on {datamodule.spec.name} "
             f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
             + (f", resumed at step {done}" if resume else ""),
-            *(f"note: {line}" for line in [*changed, *datamodule.warnings()]),
+            *(f"note: {line}" for line in [*changed, *datamodule.notes()]),
         )
         before = steps
         if resume is None:

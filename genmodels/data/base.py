@@ -156,12 +156,14 @@ class DataModule(pl.LightningDataModule):
 
     def warnings(self) -> list[str]:
         """One line per thing that does not stop a training, but should be looked at."""
-        found = [fault for fault in self._faults() if _CONSTANT not in fault]
+        return [fault for fault in self._faults() if _CONSTANT not in fault] + self.notes()
+
+    def notes(self) -> list[str]:
+        """The few lines of the warnings that a training says by itself: what it does that its settings do not say."""
         items = len(self.split("train"))
-        if self.batch_size > items:
-            found.append(f"data.batch_size={self.batch_size} is more than the {items} training items: "
-                         f"every step takes all {items}")
-        return found + self._outliers()
+        large = [f"data.batch_size={self.batch_size} is more than the {items} training items: every step takes all "
+                 f"{items}"]
+        return (large if self.batch_size > items else []) + self._outliers()
 
     def _outliers(self) -> list[str]:
         """Continuous vectors with values far beyond all others, to whose scale everything would be standardised."""
