@@ -202,11 +202,13 @@ def _bracket(trial: Trial) -> Iterator[Proof]:
 
 
 def _mass(trial: Trial) -> Iterator[Proof]:
-    """In the plane: the density on a grid that covers the samples integrates to one, and a finer grid agrees."""
-    mass, finer = mass_of(trial)
-    error = max(abs(finer - 1), abs(finer - mass))
-    where = f"{mass:.5f} on a grid over the samples and beyond, {finer:.5f} on one twice as fine"
-    yield Proof.below("density integrates to one", error, 1e-3, where)
+    """In the plane: the density integrates to one; open where the integral does not settle."""
+    mass, error, points = mass_of(trial)
+    name, where = "density integrates to one", f"{mass:.5f} +- {error:.5f} over the plane, {points} points"
+    if error > 1e-3:
+        yield Proof(name, abs(mass - 1), 1e-3, None if abs(mass - 1) <= error + 1e-3 else False, where)
+    else:
+        yield Proof.below(name, abs(mass - 1), 1e-3, where)
 
 
 def _flow(trial: Trial) -> Iterator[Proof]:

@@ -10,6 +10,7 @@ from genmodels.report.raster import address, density_map
 from genmodels.report.view import Model, with_mark
 
 _POINTS = 1500
+_VERDICTS = {True: "one", False: "not one, the check FAILED", None: "not settled"}
 
 
 def densities(models: list[Model]) -> list[Markup]:
@@ -33,7 +34,7 @@ def densities(models: list[Model]) -> list[Markup]:
     for model in shown:
         check = next((c for c in model.get("proofs") or [] if c["name"] == "density integrates to one"), None)
         said = "" if check is None or check["value"] is None else (
-            f"Its integral is {check['where']}: {'one' if check['passed'] else 'not one, the check FAILED'}. ")
+            f"Its integral is {check['where']}: {_VERDICTS[check['passed']]}. ")
         line = next(iter(model.likelihoods), None)
         value = f"{with_mark(line)}. " if line else ""
         figures.append(_map(model.array("density"), model, top, f"The density of {model.name}", value + said + scale))
