@@ -227,14 +227,24 @@ def split_rows(
     """
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
     groups = [order] if labels is None else [order[labels[order] == label] for label in labels.unique()]
-    parts: list[list[Tensor]] = [[], [], []]
+    counts: list[list[int]] = []
     seen = 0
     for group in groups:
         # Rounding running totals instead of each class keeps the sum exact.
         before, seen = seen, seen + len(group)
         val, test = (round(fraction * seen) - round(fraction * before) for fraction in fractions[1:])
-        for part, rows in zip(parts, group.split([len(group) - val - test, val, test]), strict=True):
-            part.append(rows)
+        counts.append([len(group) - val - test, val, test])
+
+    def excess(k: int, part: int) -> float:
+        return counts[k][part] - fractions[part] * len(groups[k])
+
+    for k in (k for k, count in enumerate(counts) if count[0] < 0):
+        # Val and test were rounded up at the same small class: another one gives the item that this one has not.
+        swaps = [(part, o) for part in (1, 2) for o, count in enumerate(counts) if counts[k][part] and count[0] > 0]
+        part, other = min(swaps, key=lambda swap: max(1 - excess(k, swap[0]), 1 + excess(swap[1], swap[0])))
+        for row, item in ((k, 1), (other, -1)):
+            counts[row][0], counts[row][part] = counts[row][0] + item, counts[row][part] - item
+    parts = zip(*(group.split(count) for group, count in zip(groups, counts, strict=True)), strict=True)
     return tuple(torch.cat(part).sort().values for part in parts)
 
 

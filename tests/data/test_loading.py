@@ -248,3 +248,21 @@ def test_splits_are_disjoint_complete_and_stratified(labels):
         for part, share in zip(parts[1:], (0.1, 0.2), strict=True):
             counts = labels[part].bincount(minlength=7)
             assert (counts - share * labels.bincount()).abs().max() <= 1
+
+
+def test_classes_of_few_items_are_split_too():
+    """2,000 random label sets, and folders of one picture each: complete, with the totals and shares promised."""
+    generator = torch.Generator().manual_seed(0)
+    sets = [torch.arange(6)]
+    for classes in torch.randint(1, 20, (2000,), generator=generator).tolist():
+        size = int(torch.randint(1, 60, (1,), generator=generator))
+        sets.append(torch.randint(classes, (size,), generator=generator))
+    fractions = [(0.8, 0.1, 0.1), (0.7, 0.1, 0.2), (0.0, 0.45, 0.5), (0.9, 0.1, 0.0)]
+    for k, labels in enumerate(sets):
+        shares = fractions[k % 4]
+        parts = split_rows(labels, len(labels), shares, seed=k)
+        assert sorted(torch.cat(parts).tolist()) == list(range(len(labels)))
+        for part, share in zip(parts[1:], shares[1:], strict=True):
+            assert len(part) == round(share * len(labels))
+            counts = labels[part].bincount(minlength=int(labels.max()) + 1)
+            assert (counts - share * labels.bincount()).abs().max() <= 1 + 1e-6
