@@ -207,10 +207,11 @@ def _mean(parts: list[Design]) -> Design:
 
 
 def _solve(found: Design, network: DeepKernelEnergy) -> Tensor:
-    """alpha (L,), solved in float64: the kernels of neighbouring points are nearly alike."""
+    """alpha (L,), solved in float64: the kernels of neighbouring points are nearly alike; NaN where none is defined."""
     linear, gram, pull = (part.to(torch.float64) for part in found)
     ridge = network.log_ridge.exp().to(torch.float64) * torch.eye(len(linear), dtype=torch.float64, device=gram.device)
-    return torch.linalg.solve(gram + ridge, pull - linear).to(network.alpha.dtype)
+    solved, fault = torch.linalg.solve_ex(gram + ridge, pull - linear)
+    return torch.where(fault == 0, solved, torch.nan).to(network.alpha.dtype)
 
 
 def _halves(generator: Generator, half: int) -> tuple[Generator, Generator]:

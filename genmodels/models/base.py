@@ -15,7 +15,7 @@ from genmodels.data.spec import Batch, DataSpec, TextCondition
 from genmodels.errors import InputError, RunError
 from genmodels.evaluation.likelihood import Likelihood
 from genmodels.models.breakdown import breakdown
-from genmodels.models.diagnosis import explain_nonfinite
+from genmodels.models.diagnosis import explain_failure, explain_nonfinite
 from genmodels.models.ema import EMA
 from genmodels.models.optimizer import Optimizer
 from genmodels.random import KeyedGenerator, seed_of
@@ -194,7 +194,10 @@ class GenerativeModel(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """One micro-batch: the loss under keyed noise; dropout too restarts from a key at every step."""
         torch.manual_seed(seed_of(self.seed, "dropout", self.batches_seen, self._rank_world[0]))
-        loss = self.loss(batch, self.training_generator(len(batch)))
+        try:
+            loss = self.loss(batch, self.training_generator(len(batch)))
+        except torch.linalg.LinAlgError as error:
+            raise RunError(explain_failure(self, error)) from error
         self.batches_seen += 1
         self.latest = (batch, loss)
         world = self._rank_world[1]

@@ -7,6 +7,9 @@ import contextlib
 import torch
 from torch import Tensor, nn
 
+_KEPT = "the weights were not changed and last.ckpt is still finite"
+_ADVICE = "Start anew with a lower model.optimizer.lr or more warmup_steps"
+
 
 @contextlib.contextmanager
 def _first_nonfinite(module: nn.Module):
@@ -35,11 +38,12 @@ def explain_nonfinite(model, batch, loss) -> str:
     step = model.trainer.global_step
     bad = (~torch.isfinite(loss.per_example)).nonzero().flatten()
     what = "loss" if len(bad) else "gradient"
-    place = ""
+    place, advice = "", _ADVICE
     if len(bad):
         k = int(bad[0])
         if batch.index is not None:
             place = f" for item {int(batch.index[k])} of {model.spec.name}"
+            advice += ", or look at that item"
         if loss.times is not None:
             t = loss.times[k]
             place += f" at t = {float(t):.4f}"
@@ -47,15 +51,23 @@ def explain_nonfinite(model, batch, loss) -> str:
             if schedule is not None:
                 place += f" (log-SNR {float(schedule.log_snr(t[None])[0]):.2f})"
     model.batches_seen -= 1  # the same noise again
-    with torch.no_grad(), _first_nonfinite(model.core) as layers:
-        model.loss(batch, model.training_generator(len(batch)))
-    model.batches_seen += 1
+    try:
+        with torch.no_grad(), _first_nonfinite(model.core) as layers:
+            model.loss(batch, model.training_generator(len(batch)))
+    except Exception:
+        # A loss that cannot be taken a second time, watched and without gradients, names no layer; the rest is told.
+        pass
+    finally:
+        model.batches_seen += 1
     weights = [n for n, p in model.core.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
     if layers:
         place += f", first in layer {layers[0]}"
     elif weights:
         place += f", in the gradient of {weights[0]}"
-    return (
-        f"step {step}: the {what} is not finite{place}; the weights were not changed and last.ckpt is still finite. "
-        "Start anew with a lower model.optimizer.lr or more warmup_steps, or look at that item"
-    )
+    return f"step {step}: the {what} is not finite{place}; {_KEPT}. {advice}"
+
+
+def explain_failure(model, error: Exception) -> str:
+    """One line for a loss that could not be computed at all, such as one with a singular matrix in it."""
+    reason = " ".join(str(error).split()).rstrip(".")
+    return f"step {model.trainer.global_step}: the loss cannot be computed ({reason}); {_KEPT}. {_ADVICE}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch
 from genmodels.data.densities import density
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.energy import LOSSES, Energy, Quadratic
-from genmodels.errors import InputError
+from genmodels.errors import InputError, RunError
 from genmodels.models.chains import Sampler
+from genmodels.models.diagnosis import explain_nonfinite
 from genmodels.models.encoding import Encoding
 from genmodels.models.energy import EnergyModel
 from genmodels.models.normaliser import base_of, by_annealing, by_quadrature
@@ -256,6 +259,41 @@ def test_the_law_of_samples_catches_noise_of_the_batch(sampler, monkeypatch):
     monkeypatch.setattr("genmodels.models.energy.KeyedGenerator", of_the_batch)
     alone = model.sample(1, start=4, **options)
     assert float((many.x[4] - alone.x[0]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loss_that_is_not_finite_is_explained(name):
+    """Also where watching the layers closes the way that the loss goes, as with the second derivatives of a kernel."""
+    model, batch = made(name)
+    batch = replace(batch, index=batch.index + 100)
+    model._trainer = SimpleNamespace(global_step=7, global_rank=0, world_size=1)
+    with torch.no_grad():
+        next(model.core.parameters()).fill_(math.nan)
+    for index, said in ((batch.index, "for item 1"), (None, "")):
+        loss = model.loss(replace(batch, index=index), model.training_generator(len(batch)))
+        model.batches_seen = 1
+        line = explain_nonfinite(model, replace(batch, index=index), loss)
+        assert model.batches_seen == 1 and line.startswith(f"step 7: the loss is not finite{' ' * bool(said)}{said}")
+        assert ("look at that item" in line) == ("for item" in line) == bool(said)
+
+
+def test_a_loss_that_cannot_be_computed_is_one_line(monkeypatch):
+    model, batch = made("deep kernel")
+    model._trainer = SimpleNamespace(global_step=7, global_rank=0, world_size=1)
+    monkeypatch.setattr(model, "loss", lambda batch, generator: torch.linalg.cholesky(-torch.eye(2)))
+    with pytest.raises(RunError, match=r"step 7: the loss cannot be computed \(linalg.cholesky: .*weights were not"):
+        model.training_step(batch, 0)
+
+
+def test_a_kernel_without_a_solution_is_not_finite():
+    model, batch = made("deep kernel")
+    core = model.core.network
+    with torch.no_grad():
+        core.log_ridge.fill_(-1e6)
+        for raw in core.parameters():
+            if raw.dim() > 1:
+                raw.zero_()
+    assert not model.loss(batch, keyed(len(batch))).value.isfinite()
 
 
 BAD = [
