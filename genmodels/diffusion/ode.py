@@ -100,6 +100,13 @@ class OdeDensity:
         """Whether events of this many scalars get the exact divergence."""
         return self.divergence == "exact" or (self.divergence == "auto" and dims <= EXACT_UP_TO)
 
+    def coarser(self) -> OdeDensity:
+        """The same with ten times the tolerance, or half the steps: how far it is off bounds the error of this one."""
+        options = {"tolerance": lambda value: 10 * value, "steps": lambda value: max(1, value // 2)}
+        solver = {name: options[name](value) for name, value in self.solver_options.items()}
+        return OdeDensity(divergence=self.divergence, probes=self.probes, solver=self.solver_name, rows=self.rows,
+                          **solver)
+
     def made(self, dims: int) -> dict:
         """How a density of this many scalars is made, plain values."""
         trace = {"divergence": "exact"} if self.exact(dims) else {"divergence": "hutchinson", "probes": self.probes}

@@ -113,6 +113,7 @@ class Likelihood:
         parts: named summands of the cost -nats, (N,) each (prior, diffusion, reconstruction of a bound).
         profile: the cost by noise level, for diffusion.
         evaluations: (N,) calls of the network for each example, where they differ, or None.
+        solver_change: (N,) by how much a coarser solution of an ODE differs, NaN where none was made, or None.
 
     Example:
         >>> l = Likelihood(torch.tensor([-1800.0, -2000.0, -2200.0]), "lower_bound", 784, 256)
@@ -130,6 +131,7 @@ class Likelihood:
     parts: dict[str, Tensor] = field(default_factory=dict)
     profile: Profile | None = None
     evaluations: Tensor | None = None
+    solver_change: Tensor | None = None
 
     def __post_init__(self):
         if self.kind not in MARKS:
@@ -147,7 +149,7 @@ class Likelihood:
 
     def cpu(self) -> Likelihood:
         """The same values on the CPU."""
-        names = ("nats", "dims", "stderr", "index", "evaluations")
+        names = ("nats", "dims", "stderr", "index", "evaluations", "solver_change")
         moved = {name: None if (value := getattr(self, name)) is None else value.cpu() for name in names}
         parts = {name: value.detach().cpu() for name, value in self.parts.items()}
         profile = None if self.profile is None else self.profile.cpu()
@@ -235,7 +237,8 @@ class Likelihood:
             values = [getattr(part, name) for part in parts]
             return None if any(v is None for v in values) else torch.cat(values)
 
-        joined = {name: together(name) for name in ("nats", "dims", "stderr", "index", "evaluations")}
+        names = ("nats", "dims", "stderr", "index", "evaluations", "solver_change")
+        joined = {name: together(name) for name in names}
         names = set.intersection(*(set(part.parts) for part in parts))
         summands = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts if name in names}
         profile = None if any(part.profile is None for part in parts) else sum(part.profile for part in parts)
@@ -251,7 +254,7 @@ class Likelihood:
             seen = self.index.bincount(minlength=len(self))
             missing, repeated = (seen == 0).nonzero().flatten().tolist(), (seen > 1).nonzero().flatten().tolist()
             raise RunError(f"evaluation lost items: missing {missing[:3]}, repeated {repeated[:3]}")
-        names = ("nats", "dims", "stderr", "evaluations")
+        names = ("nats", "dims", "stderr", "evaluations", "solver_change")
         sort = {name: None if (v := getattr(self, name)) is None else v[order] for name in names}
         parts = {name: value[order] for name, value in self.parts.items()}
         same = {name: getattr(self, name) for name in ("kind", "levels", "made", "profile")}
@@ -263,7 +266,7 @@ def packed(likelihood: Likelihood) -> dict:
     profile = likelihood.profile
     return {
         **{name: getattr(likelihood, name) for name in ("nats", "kind", "dims", "levels", "stderr", "made", "index",
-                                                        "parts")},
+                                                        "parts", "solver_change")},
         "profile": None if profile is None else (profile.edges, profile.nats, profile.items),
     }
 

@@ -11,16 +11,18 @@ from genmodels.flows.elementwise import bounded, unbounded
 from genmodels.flows.initialization import DataInitialized
 
 _LIMIT = 10.0
+_STEEP = 9.0  # log-scales up to here are left to the bounded parameter: its slope is 0.2 there, and vanishes beyond
 
 
 class ActNorm(DataInitialized):
     """A learned scale and shift of every channel.
 
-        z = (x + b) exp(s),    log |det| = n_pos sum_c s_c,    s = 10 tanh(raw / 10)
+        z = (x + b) exp(s),    log |det| = n_pos sum_c s_c,    s = o + 10 tanh(raw / 10)
 
     It starts as the identity; `initialize` sets b = -mean and s = -log std, so that the batch leaves with mean 0 and
-    variance 1 over examples and valid positions. Channels with a deviation below 1e-3 get s = 0 and are named in one
-    warning.
+    variance 1 over examples and valid positions. Channels with a standard deviation below 1e-3 get s = 0 and are named
+    in one warning. The offset o is a buffer: of the log-scales of channels wider than e^9 it takes what exceeds 9, and
+    is 0 for others.
 
     Arguments:
         channels: number of channels C; of dimensions for vectors.
@@ -41,17 +43,25 @@ class ActNorm(DataInitialized):
         super().__init__(channels)
         self.bias = nn.Parameter(torch.zeros(channels))
         self.raw_log_scale = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("offset", torch.zeros(channels))
 
     def log_scale(self) -> Tensor:
-        """s, between -10 and 10."""
-        return bounded(self.raw_log_scale, _LIMIT)
+        """s, less than 10 from the offset."""
+        return self.offset + bounded(self.raw_log_scale, _LIMIT)
 
     def _is_constant(self, mean: Tensor, std: Tensor) -> Tensor:
         return std < 1e-3
 
     def _take(self, mean: Tensor, std: Tensor) -> None:
         self.bias.copy_(-mean)
-        self.raw_log_scale.copy_(unbounded(-torch.log(std), _LIMIT))
+        log_scale = -torch.log(std)
+        learned = log_scale.clamp(-_STEEP, _STEEP)
+        self.offset.copy_(log_scale - learned)
+        self.raw_log_scale.copy_(unbounded(learned, _LIMIT))
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
+        state_dict.setdefault(f"{prefix}offset", torch.zeros_like(self.offset))  # files from before there was one
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _forward(self, x, cond, mask):
         bias, log_scale = self.bias.to(x.dtype), self.log_scale().to(x.dtype)

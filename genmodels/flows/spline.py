@@ -73,6 +73,7 @@ class RationalQuadraticSpline(ElementTransform):
         root = (b.square() - 4 * a * c).clamp(min=torch.finfo(z.dtype).tiny).sqrt()
         # Two forms of the same solution: the one that does not cancel for this sign of b.
         xi = torch.where(b > 0, 2 * c, root - b) / torch.where(b > 0, -b - root, 2 * a)
+        xi = xi.clamp(0, 1)  # at a knot rounding may leave the bin, where the slope can be negative
         _, log_derivative = _inside_bin(xi, slope, y_k, h, d, d_next)
         return self._with_tails(z, x_k + w * xi, -log_derivative)
 

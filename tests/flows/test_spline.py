@@ -180,6 +180,24 @@ def test_round_trip_is_as_good_as_the_slope_allows(dtype):
     assert ((again - x).abs() <= 20 * allowed).all()
 
 
+@pytest.mark.parametrize("scale", [1, 5, 10, 30])
+def test_an_inverse_stays_in_its_bin(scale):
+    """At the knots, one rounding beside them and at values that the map itself gives, whatever the parameters."""
+    spline, generator = RationalQuadraticSpline(bins=8), torch.Generator().manual_seed(0)
+    params = scale * torch.randn(40_000, spline.params_per_dim, 1, generator=generator)
+    knots = spline.knots(params)[1]
+    knot = knots.gather(1, torch.randint(9, (len(params), 1, 1), generator=generator))[:, 0]
+    x = 3 * (2 * torch.rand(len(params), 1, generator=generator) - 1)
+    for z in (spline(x, params)[0], knot, *(knot.nextafter(torch.tensor(end)) for end in (-9.0, 9.0))):
+        back, log_derivative = spline.inverse(z, params)
+        assert back.isfinite().all() and log_derivative.isfinite().all()
+        inside = z.abs() < spline.bound
+        k = (z[:, None] >= knots[:, 1:-1]).sum(1, keepdim=True)
+        first, last = (spline.knots(params)[0].gather(1, k + end)[:, 0] for end in (0, 1))
+        rounding = 4 * torch.finfo(z.dtype).eps * spline.bound
+        assert ((back >= first - rounding) & (back <= last + rounding))[inside].all()
+
+
 def test_order_is_kept():
     spline, params = random_spline(count=1)
     x = torch.linspace(-4, 4, 10001, dtype=torch.float64)[:, None]

@@ -12,6 +12,7 @@ from genmodels.data.spec import Batch, DataSpec
 from genmodels.diffusion import GaussianDenoiser, MixtureDenoiser, alpha_sigma
 from genmodels.errors import InputError, RunError
 from genmodels.evaluation.likelihood import Likelihood
+from genmodels.evaluation.lines import how
 from genmodels.models import diffusion_ode
 from genmodels.models.ddpm import DDPM
 
@@ -185,3 +186,29 @@ def test_a_path_that_fails_names_the_item():
     model.ema.average().forward = broken
     with pytest.raises(RunError, match="item 4: the ODE failed: the derivative is not finite at log-SNR"):
         model.ode_likelihood(items)
+
+
+@pytest.mark.parametrize("options, coarser", [
+    ({"solver": "heun", "steps": 128}, {"solver": "heun", "steps": 64}), ({"tolerance": 1e-4}, {"tolerance": 1e-3}),
+])  # fmt: skip
+def test_a_coarser_solution_says_how_far_to_trust_the_value(options, coarser):
+    """A network that was never trained varies quickly with the noise level, and coarse steps miss that."""
+    torch.manual_seed(0)
+    model = DDPM(DataSpec("plane", (2,)), ema_decay=0.0, net={"hidden": 8, "depth": 1}).double()
+    with torch.no_grad():
+        for weight in model.core.parameters():
+            weight.add_(0.2 * torch.randn(weight.shape))
+    items = Batch(torch.randn(9, 2, dtype=torch.float64), index=torch.arange(9))
+    found = model.ode_likelihood(items, **options)
+    checked = torch.tensor([0, 8])
+    assert (~found.solver_change.isnan()).nonzero().flatten().tolist() == checked.tolist()
+    rough, fine = (model.ode_likelihood(items.rows(checked), **other) for other in (coarser, {"solver": "rk4",
+                                                                                              "steps": 256}))
+    change = found.solver_change[checked]
+    assert torch.allclose(change, found.nats[checked] - rough.nats, atol=1e-12)
+    error = found.nats[checked] - fine.nats
+    assert 0 < float(error.square().mean()) < float(change.square().mean())
+    again = Likelihood.concatenate([model.ode_likelihood(items.rows(part), **options) for part in
+                                    (torch.arange(4, 9), torch.arange(4))]).in_index_order().cpu()
+    assert torch.allclose(again.solver_change, found.solver_change, equal_nan=True, atol=1e-12)
+    assert "nats an item)" in how(again) and again.made["coarser"].items() <= coarser.items()
