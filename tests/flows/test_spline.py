@@ -226,7 +226,7 @@ def test_extreme_parameters():
         ({"bins": 10, "min_size": 0.1}, "bins . min_size = 1 must be below 1"),
         ({"bins": 1000}, "below 1"),
         ({"bins": 0}, "at least one bin"),
-        ({"bound": 0.0}, "positive bound"),
+        ({"bound": 0.0}, "positive, finite bound"),
         ({"min_size": 0.0}, "below 1"),
     ],
 )
