@@ -99,3 +99,13 @@ def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
 
     found = difflib.get_close_matches(str(name), [str(n) for n in names], n=1, cutoff=cutoff)
     return found[0] if found else None
+
+
+def printable(text: str) -> str:
+    """Text from a file as one line for a terminal: characters that are not shown, line feeds too, are escaped.
+
+    Example:
+        >>> printable("name: \x1b]0;title\x07 \u202eexe")
+        'name: \\x1b]0;title\\x07 \\u202eexe'
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from genmodels.errors import InputError
+from genmodels.cli.places import check_writable
+from genmodels.errors import InputError, printable
+from genmodels.files import kind_of, write_whole
 
 GIGABYTE = 1e9
 PAIR = "pip uninstall -y torch torchvision && pip install torch torchvision"
@@ -33,6 +35,9 @@ def main(words: list[str]) -> int:
             raise InputError("--fix-list names a file for the items that data=... cannot use: --fix-list bad.txt")
         fix_list = Path(words[place + 1])
         del words[place : place + 2]
+        if fix_list.exists() and not fix_list.is_file():
+            raise InputError(f"--fix-list={fix_list} is {kind_of(fix_list)}, not a file")
+        check_writable("--fix-list", fix_list)
     read: dict = {"named": any(word.startswith(("model", "experiment")) for word in words)}
     of_words = [("data", lambda: check_data(words, fix_list, read)), ("training", lambda: check_training(read))]
     for name, check in [*CHECKS.items(), *(of_words if words else [])]:
@@ -156,12 +161,12 @@ def check_data(words: list[str], fix_list: Path | None = None, read: dict | None
             config = hydra.compose(words)
         datamodule = build(config["data"], trust=config.get("trust") or [])
     except InputError as error:
-        raise Failed(str(error)) from error
+        raise Failed(printable(str(error))) from error
     if read is not None:
         read.update(config=config, data=datamodule)
-    problems = datamodule.problems()
+    problems = [printable(problem) for problem in datamodule.problems()]
     if fix_list is not None:
-        fix_list.write_text("".join(f"{problem}\n" for problem in problems), encoding="utf-8")
+        write_whole(fix_list, lambda file: file.writelines(f"{problem}\n" for problem in problems), mode="w")
     if problems:
         more = f" (and {len(problems) - 1} more:" + "".join(f"\n        {p}" for p in problems[1:]) + ")"
         raise Failed(problems[0] + (more if len(problems) > 1 else "") + to_look_at(datamodule.warnings()))
@@ -203,7 +208,7 @@ def to_look_at(warnings: list[str]) -> str:
         ; 1 to look at:
             a.wav: silent
     """
-    return f"; {len(warnings)} to look at:" + "".join(f"\n        {w}" for w in warnings) if warnings else ""
+    return f"; {len(warnings)} to look at:" + "".join(f"\n        {printable(w)}" for w in warnings) if warnings else ""
 
 
 def _first_line(error: BaseException) -> str:

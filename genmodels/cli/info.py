@@ -9,7 +9,7 @@ from typing import Any
 
 from genmodels.cli.kinds import show
 from genmodels.cli.schema import Schema
-from genmodels.errors import InputError, RunError, nearest
+from genmodels.errors import InputError, RunError, nearest, printable
 from genmodels.training.archive import read_header
 
 
@@ -49,7 +49,7 @@ def run(*, ckpt: list[str], full: bool = False) -> int:
         try:
             text = describe(Path(name).expanduser(), full)
         except RunError as error:
-            print(f"genmodels info: {error}", file=sys.stderr)
+            print(printable(f"genmodels info: {error}"), file=sys.stderr)
             code = error.exit_code
             continue
         print(("\n" if number else "") + text)
@@ -69,7 +69,7 @@ def describe(path: Path, full: bool = False) -> str:
     written = datetime.datetime.fromtimestamp(stat.st_mtime).strftime("%Y-%m-%d %H:%M:%S")
     config = header.get("config") or {}
     lines = [
-        ("file", f"{path} ({stat.st_size / 1e6:.1f} MB, written {written})"),
+        ("file", f"{printable(str(path))} ({stat.st_size / 1e6:.1f} MB, written {written})"),
         ("family", header.get("family")),
         ("data", _data(header.get("data") or {})),
         ("parameters", f"{header.get('parameters', 0):,}"),
@@ -86,14 +86,14 @@ def describe(path: Path, full: bool = False) -> str:
 def _data(spec: dict) -> str:
     kind = f"{spec['levels']} levels" if spec.get("levels") else "continuous"
     classes = f", {spec['num_classes']} classes" if spec.get("num_classes") else ""
-    return f"{spec.get('name')}, {' x '.join(map(str, spec.get('event_shape', [])))}, {kind}{classes}"
+    return f"{printable(spec['name'])}, {' x '.join(map(str, spec.get('event_shape', [])))}, {kind}{classes}"
 
 
 def _settings(config: dict, model: dict, full: bool) -> str:
     """What differs from the defaults of the classes, as one would type it; with `full` every option of the model."""
     shown = {**config, "model": {**(config.get("model") or {}), **model}} if full else config
     usual = Schema("genmodels.cli.train.run").defaults(config)
-    pairs = [f"{key}={show(value)}" for key, value in flat(shown)
+    pairs = [printable(f"{key}={show(value)}") for key, value in flat(shown)
              if full or not (key.endswith("_target_") or key in usual and usual[key] == value)]
     return ("\n" + " " * 15).join(pairs) if full else " ".join(pairs)
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from importlib import import_module
 
-from genmodels.errors import InputError, RunError, nearest
+from genmodels.errors import InputError, RunError, nearest, printable
 
 #: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
 CONFIGURED = ("train", "sample", "evaluate", "verify")
@@ -89,7 +89,7 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
 
 
 def _fail(command: str, message: str, code: int) -> int:
-    print(f"genmodels{' ' if command else ''}{command}: {message}", file=sys.stderr)
+    print(printable(f"genmodels{' ' if command else ''}{command}: {message}"), file=sys.stderr)
     return code
 
 

@@ -105,6 +105,7 @@ def run(
         device: auto, cpu, cuda, ...
         trust: further packages whose classes the checkpoint may name.
     """
+    import math
     from pathlib import Path
 
     from genmodels.cli.places import check_writable
@@ -175,11 +176,16 @@ def run(
         for line in strip(model, header, interpolate, frames, ema, place, ckpt_path, trust or []):
             print(line)
         return
-    gigabytes = n * model.spec.dims * (1 if model.spec.levels else 4) / 1e9
+    values = math.prod(model.spec.event_shape if size is None else (model.spec.event_shape[0], *size))
+    gigabytes = n * values * (1 if model.spec.levels else 4) / 1e9
+    at_once = min(n, batch_size) * values * 16 / 1e9  # samples, noise, the estimate and a first layer, in float32
+    if at_once > 8:
+        raise InputError(f"{min(n, batch_size)} samples of {values:,} values at once would take {at_once:,.0f} GB or "
+                         "more: lower batch_size" + ("" if size is None else f", or size={list(size)}"))
     if gigabytes > 8:
         raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=")
     named = {"inpaint": inpaint, "mask": mask, "edit": edit}
-    materials, told = material(model, header, named, trust or [])
+    materials, told = material(model, header, named, ckpt_path, trust or [])
     if path is not None:  # many frames, of which those are shown between which as much changes
         options["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * n * model.spec.dims))))
     samples = draw(
@@ -224,7 +230,7 @@ def unmixed(made: dict) -> list[str]:
     return said
 
 
-def material(model, header: dict, named: dict, trust: list[str]) -> tuple[dict, list[str]]:
+def material(model, header: dict, named: dict, ckpt_path, trust: list[str]) -> tuple[dict, list[str]]:
     """The tensors that `inpaint`, `mask` and `edit` name, as options of `sample`, and what to tell the user.
 
     Raises:
@@ -235,6 +241,7 @@ def material(model, header: dict, named: dict, trust: list[str]) -> tuple[dict, 
     from genmodels.errors import InputError
     from genmodels.evaluation.items import read_items, read_mask
     from genmodels.models.build import build
+    from genmodels.models.load import data_options
 
     asked = [key for key in ("inpaint", "edit") if named[key] is not None]
     if not asked:
@@ -243,7 +250,10 @@ def material(model, header: dict, named: dict, trust: list[str]) -> tuple[dict, 
         raise InputError(f"{asked[0]}: a {header['family']} cannot begin with an item; it is for diffusion models")
 
     def item(key: str):
-        return read_items([named[key]], lambda: build(header["config"]["data"], trust=trust).prepare(), model.spec, key)
+        def data():
+            return build(data_options(header, ckpt_path), trust=trust).prepare()
+
+        return read_items([named[key]], data, model.spec, key)
 
     tensors = {"edit": item("edit").x[0]} if named["edit"] is not None else {}
     if named["inpaint"] is None:
@@ -268,7 +278,7 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
     from genmodels.evaluation.pictures import LEGIBLE, grid, images_of
     from genmodels.evaluation.sampling import save_png
     from genmodels.models.build import build
-    from genmodels.models.load import weights_of
+    from genmodels.models.load import data_options, weights_of
     from genmodels.training.archive import checkpoint_hash
 
     if target is not None and target.suffix.lower() != ".png":
@@ -277,7 +287,7 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
         raise InputError(f"interpolate: a {header['family']} has no latents to go through; flows and diffusion have")
     if not (model.spec.is_image and model.spec.levels):
         raise InputError(f"interpolate shows images; these data have events of shape {model.spec.event_shape}")
-    batch = read_ends(ends, lambda: build(header["config"]["data"], trust=trust).prepare(), model.spec)
+    batch = read_ends(ends, lambda: build(data_options(header, ckpt_path), trust=trust).prepare(), model.spec)
     pictures = interpolate(model, batch.to(model.device), frames, weights_of(ema))
     if target is None:
         words = "-".join("".join(c if c.isalnum() else "-" for c in str(end)) for end in ends)

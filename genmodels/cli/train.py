@@ -47,6 +47,7 @@ def run(
     from genmodels.training import run as parts
     from genmodels.training.archive import read_header
     from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid
+    from genmodels.training.checkpoint import restoring
     from genmodels.training.dashboards import LearnedDensity, NoiseLevels
     from genmodels.training.loggers import LoggerOptions, close, log_config
     from genmodels.training.loss_profile import LossProfile
@@ -116,7 +117,8 @@ def run(
         if resume is None:
             network.initialize(initial_batch(datamodule))
         else:
-            before = construct(TrainerOptions, **header["config"]["trainer"]).steps(len(datamodule.train_dataloader()))
+            then = construct(TrainerOptions, **header["config"].get("trainer") or {})
+            before = then.steps(len(datamodule.train_dataloader()))
         parts.write_config(folder, config)
         drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
         drawn = drawn if options.sample_every_n_steps else []
@@ -136,7 +138,8 @@ def run(
         for line in parts.attention_paths(network.core, lightning.strategy.root_device.type):
             logging.getLogger("genmodels").info("attention %s", line)
         start = time.monotonic()
-        with watched(lambda: getattr(lightning.strategy.launcher, "procs", [])):
+        with (restoring(path, lambda: checkpointing.saved_step is not None),
+              watched(lambda: getattr(lightning.strategy.launcher, "procs", []))):
             lightning.fit(
                 network,
                 train_dataloaders=training_stream(datamodule, header.get("batches_seen", 0)),

@@ -134,7 +134,7 @@ def _write(findings, out: str | None, ckpt: str | None) -> None:
     import json
     from pathlib import Path
 
-    from genmodels.training.archive import write_whole
+    from genmodels.files import write_whole
 
     if out is None and ckpt is None:
         return
@@ -185,7 +185,7 @@ def _model(
     from genmodels.data.spec import DataSpec
     from genmodels.evaluation.proofs import prove
     from genmodels.models.build import build
-    from genmodels.models.load import choose_device, load_model, weights_of
+    from genmodels.models.load import choose_device, data_options, load_model, weights_of
     from genmodels.random import seed_of
     from genmodels.training.stream import initial_batch
 
@@ -196,7 +196,7 @@ def _model(
         path = Path(ckpt).expanduser()
         path = path / "best.ckpt" if path.is_dir() else path
         network, header = load_model(path, device=device, trust=trust)
-        datamodule = build(header["config"]["data"], trust=trust).prepare()
+        datamodule = build(data_options(header, path), trust=trust).prepare()
         node, spec = header["model"], DataSpec.from_dict(header["data"])
         try:
             network.core.load_state_dict(network.weights(weights_of(ema)).state_dict())

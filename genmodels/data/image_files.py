@@ -18,6 +18,8 @@ from torch.utils.data import Dataset
 
 from genmodels.data.spec import Batch
 from genmodels.errors import RunError
+from genmodels.files import kind_of, write_whole
+from genmodels.user_cache import cache_folder
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .jp2".split())
 INDEX_NAME = ".genmodels-index.json"
@@ -45,6 +47,8 @@ def decode(path: Path, size: int, channels: int) -> Tensor:
     Transparent parts lie on white, 16-bit values are divided by 257, palettes, CMYK and the camera's orientation are
     resolved. A ValueError or OSError says why a file cannot be used.
     """
+    if not path.is_file() and path.exists():
+        raise ValueError(f"is {kind_of(path)}, not a file")
     with Image.open(path) as image:
         frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format not in _SINGLE_PICTURE:
@@ -79,7 +83,7 @@ def try_decode(path: Path, size: int, channels: int) -> Tensor | str:
 
 
 def _reason(path: Path, error: Exception) -> str:
-    if path.exists() and path.stat().st_size == 0:
+    if path.is_file() and path.stat().st_size == 0:
         return "empty file"
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image"
@@ -118,33 +122,31 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _index_places(root: Path) -> list[Path]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "genmodels"
-    return [root / INDEX_NAME, cache / f"index-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.json"]
+    return [root / INDEX_NAME, cache_folder() / f"index-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.json"]
 
 
 def _read_index(root: Path) -> dict[str, list]:
     for place in _index_places(root):
         try:
-            content = json.loads(place.read_text(encoding="utf-8"))
-            if content["format"] == 1:
-                return dict(content["files"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+            if place.is_file():
+                content = json.loads(place.read_text(encoding="utf-8"))
+                if content["format"] == 1 and all(map(_is_entry, content["files"].values())):
+                    return content["files"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue  # cut, or written by something else: every file is looked at again
     return {}
+
+
+def _is_entry(entry) -> bool:
+    size, time, reason = entry
+    return type(size) is type(time) is int and (reason is None or type(reason) is str)
 
 
 def _write_index(root: Path, files: dict[str, list]) -> None:
     text = json.dumps({"format": 1, "files": files})
     for place in _index_places(root):
-        beside = place.with_name(f"{place.name}.{os.getpid()}")
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(text, encoding="utf-8")
-            os.replace(beside, place)
-            return
-        except OSError:
-            with contextlib.suppress(OSError):
-                beside.unlink()
+        with contextlib.suppress(RunError):  # the next place, or none: then every file is looked at again
+            return write_whole(place, lambda file: file.write(text), mode="w")
 
 
 class FileData(Dataset):

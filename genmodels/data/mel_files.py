@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import os
+import zipfile
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from genmodels.errors import RunError
+from genmodels.files import kind_of, write_whole
 from genmodels.speech.audio import AudioError, read_wav, resample
 from genmodels.speech.mel import MelConfig, log_mel
 from genmodels.user_cache import cache_folder
@@ -22,6 +26,8 @@ FORMAT = 1
 _FULL = 0.999  # share of full scale from which a sample counts as cut
 _QUIET = 1e-10  # mean square of what is called silence, so that its level is a number
 _G722_RATE = 16000
+#: What reading a kept file raises that a full disk has cut, or something else has written.
+_DAMAGED = (OSError, ValueError, KeyError, EOFError, TypeError, RecursionError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,16 @@ class Recording:
         return self.samples / self.rate
 
     def mel(self) -> Tensor:
-        """(n_mels, T) float32."""
-        with np.load(self.place) as kept:
-            return torch.from_numpy(kept["mel"])
+        """(n_mels, T) float32.
+
+        Raises:
+            RunError: when the kept file is damaged or gone.
+        """
+        try:
+            with np.load(self.place) as kept:
+                return torch.from_numpy(kept["mel"])
+        except _DAMAGED as error:
+            raise RunError(f"{self.place} is damaged ({error}): remove it, and the mel is computed again") from error
 
 
 class MelFiles:
@@ -88,6 +101,8 @@ class MelFiles:
         Raises:
             AudioError: when it cannot be read.
         """
+        if path.exists() and not path.is_file():
+            raise AudioError(f"{path}: it is {kind_of(path)}, not a file")
         try:
             digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
         except OSError as error:
@@ -109,7 +124,7 @@ class MelFiles:
             try:
                 with np.load(place) as kept:
                     return Recording(digest, place, *(kind(kept[name]) for name, kind in _FACTS.items()))
-            except (OSError, ValueError, KeyError, EOFError):
+            except _DAMAGED:
                 place.unlink(missing_ok=True)  # cut short by a full disk: as good as none
         wave, rate = read_sound(path)
         facts = {"rate": rate, "samples": len(wave), "frames": 0,
@@ -121,7 +136,7 @@ class MelFiles:
         else:
             mel = np.zeros((self.config.n_mels, 0), np.float32)
         facts["frames"] = mel.shape[1]
-        _write(place, lambda file: np.savez(file, mel=mel, **facts))
+        write_whole(place, lambda file: np.savez(file, mel=mel, **facts))
         return Recording(digest, place, **facts)
 
     def statistics(self, recordings: list[Recording], per: str) -> dict:
@@ -134,10 +149,11 @@ class MelFiles:
             digest.update(name.encode())
         place = self.folder / f"statistics-{digest.hexdigest()}.json"
         try:
-            return json.loads(place.read_text())
-        except (OSError, ValueError):
+            kept = json.loads(place.read_text())
+            return {"per": per, "mean": kept["mean"], "std": kept["std"]}
+        except _DAMAGED:
             found = cell_statistics((recording.mel() for recording in recordings), per)
-            _write(place, lambda file: file.write(json.dumps(found).encode()))
+            write_whole(place, lambda file: file.write(json.dumps(found).encode()))
             return found
 
 
@@ -179,15 +195,3 @@ def read_sound(path: Path) -> tuple[Tensor, int]:
 
 
 _FACTS = {"rate": int, "samples": int, "frames": int, "level": float, "clipped": float}
-
-
-def _write(place: Path, write) -> None:
-    """A file that is whole or not there."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    half = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-    try:
-        with open(half, "wb") as file:
-            write(file)
-        os.replace(half, place)
-    finally:
-        half.unlink(missing_ok=True)

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from genmodels.errors import printable
+
 
 @dataclass
 class TextCondition:
@@ -126,9 +128,10 @@ class DataSpec:
 
     def __post_init__(self):
         object.__setattr__(self, "event_shape", tuple(int(n) for n in self.event_shape))
-        object.__setattr__(self, "class_names", tuple(self.class_names))
-        object.__setattr__(self, "speakers", tuple(self.speakers))
-        object.__setattr__(self, "columns", tuple(self.columns))
+        # Names come from files and folders of anybody, and are shown on terminals.
+        object.__setattr__(self, "name", printable(self.name))
+        for key in ("class_names", "speakers", "columns"):
+            object.__setattr__(self, key, tuple(printable(str(name)) for name in getattr(self, key)))
         if not self.event_shape or min(self.event_shape) < 1:
             raise ValueError(f"event_shape must hold positive sizes, got {self.event_shape}")
         if self.levels is not None and self.levels < 2:

@@ -14,6 +14,7 @@ from genmodels.data.base import DataModule, data_root, split_rows
 from genmodels.data.loading import TensorData
 from genmodels.data.spec import DataSpec
 from genmodels.errors import InputError
+from genmodels.files import open_lock
 
 _TIMEOUT = 15.0  # seconds without an answer after which a server counts as unreachable
 
@@ -166,7 +167,7 @@ def _one_at_a_time(root: Path):
         return
     root.mkdir(parents=True, exist_ok=True)
     lock = root / ".download-lock"
-    with open(lock, "w") as file:
+    with open_lock(lock) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield

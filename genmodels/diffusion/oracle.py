@@ -198,7 +198,7 @@ class MixtureDenoiser(_Oracle):
         offset = x[:, None] - alpha * self.means
         variance = (alpha.square() * self.variances + sigma.square()).expand_as(offset)
         return self.log_weights + _log_normal(offset.flatten(0, 1), variance.flatten(0, 1)).view(
-            len(offset), -1
+            offset.shape[:2]
         ), offset, variance, alpha
 
     def _moments(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor]:

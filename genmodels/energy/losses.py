@@ -13,6 +13,7 @@ J = -Hess E, so the first is E[-tr Hess E + 1/2 |grad E|^2]: with + tr Hess E it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -77,7 +78,7 @@ def finite_difference(
     for some in directions.split(chunk):
         moved = step * some
         points = torch.cat([x[None], x + moved, x - moved])  # (1 + 2 chunk, B, *event)
-        values = log_density(points.flatten(0, 1)).view(len(points), -1)
+        values = log_density(points.flatten(0, 1)).view(len(points), len(x))
         ahead, behind = values[1:].chunk(2)
         bend = (ahead + behind - 2 * values[:1]) / step**2
         total = total + (bend + (ahead - behind).square() / (8 * step**2)).sum(0)
@@ -106,7 +107,7 @@ class ExactScoreMatching:
     def __call__(
         self, model: ScoreFunction, x: Tensor, generator: Generator | None = None, cond: Tensor | None = None
     ) -> Tensor:
-        dims = x[0].numel()
+        dims = math.prod(x.shape[1:])
         if dims > _MOST_EXACT and not self.confirm:
             raise InputError(
                 f"exact score matching in {dims} dimensions costs about {(4 + 8 * dims) // 3} plain steps: use "

@@ -11,6 +11,7 @@ Only v^T J v is taken, so a J that is not symmetric (a free score network) is le
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import cache
@@ -149,12 +150,12 @@ def trace(model: ScoreFunction, x: Tensor, cond: Tensor | None = None, *, chunk:
         x, cond = usable(wide(x)), usable(cond)
         leaf = x if training and x.requires_grad else x.detach().requires_grad_()
         score = model.score(leaf, cond)
-        batch, dims = len(x), x[0].numel()
+        batch, dims = len(x), math.prod(x.shape[1:])
         total = score.new_zeros(batch)
         for start in range(0, dims, chunk):
             rows = torch.arange(start, min(start + chunk, dims), device=x.device)
             basis = torch.nn.functional.one_hot(rows, dims).to(score.dtype)  # (rows, D)
-            basis = basis[:, None].expand(-1, batch, -1).reshape(-1, *score.shape)
+            basis = basis[:, None].expand(-1, batch, -1).reshape(len(rows), *score.shape)
             (jacobian,) = _gradients(score, leaf, basis, training)
             total = total + jacobian.flatten(2).gather(2, rows[:, None, None].expand(-1, batch, 1)).sum((0, 2))
     return (total, score) if training else (total.detach(), score.detach())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from genmodels.training.archive import write_whole
+from genmodels.files import write_whole
 
 #: Raised when the layout of stored results changes.
 FORMAT = 1

@@ -15,8 +15,9 @@ from genmodels.evaluation.opened import Opened
 from genmodels.evaluation.report import arrays_target, plain, report_target, write_arrays, write_report
 from genmodels.evaluation.request import Request
 from genmodels.evaluation.table import as_csv, as_markdown, as_text, labelled, make_table, same_items
+from genmodels.files import write_whole
+from genmodels.models.build import construct
 from genmodels.report.page import write_page
-from genmodels.training.archive import write_whole
 from genmodels.training.loggers import LoggerOptions, log_evaluation
 from genmodels.user_cache import cache_folder
 
@@ -73,7 +74,7 @@ def compare(
         raise first if len(failures) == 1 else RunError("; ".join(failures.values()))
     for evaluation, target in done:
         _write(evaluation, target)
-        options = LoggerOptions(**evaluation.report["config"].get("logger", {}))
+        options = construct(LoggerOptions, **evaluation.report["config"].get("logger") or {})
         log_evaluation(evaluation.opened.path.parent, options, evaluation.report)
     table = make_table(
         [evaluation.report for evaluation, _ in done], [evaluation.arrays for evaluation, _ in done], rank=rank,

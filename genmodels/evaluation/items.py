@@ -12,6 +12,7 @@ from torch import Tensor
 
 from genmodels.data.spec import Batch, DataSpec
 from genmodels.errors import InputError
+from genmodels.files import kind_of
 
 
 def read_items(names: list[int | str], datamodule: Callable, spec: DataSpec, key: str) -> Batch:
@@ -62,6 +63,8 @@ def _picture(path: Path, spec: DataSpec, key: str) -> Tensor:
 def _pixels(path: Path, spec: DataSpec, mode: str, key: str) -> Tensor:
     """(H, W, channels) float32 of 0 to 255, in the size of the model's images."""
     _, height, width = spec.event_shape
+    if path.exists() and not path.is_file():
+        raise InputError(f"{key}: {path} is {kind_of(path)}, not a picture")
     try:
         with Image.open(path) as image:
             # Means of whole boxes, so that a picture enlarged by whole pixels comes back as it was.

@@ -47,12 +47,10 @@ class Opened:
             InputError, RunError: one line, as the commands want it.
         """
         from genmodels.models.build import build
-        from genmodels.models.load import load_model
+        from genmodels.models.load import data_options, load_model
 
         model, header = load_model(path, device=request.device, trust=request.trust)
-        node = header["config"].get("data")
-        if not node:
-            raise RunError(f"{path}: it does not say which data it was trained on; give data._target_ and its options")
+        node = data_options(header, path)
         held = {} if held is None else held
         key = repr(sorted({**node, **request.data}.items()))
         if key not in held:
@@ -61,7 +59,7 @@ class Opened:
         fits(model, datamodule.spec)
         limit = request.limit
         if limit is None:
-            limit = header["config"].get("trainer", {}).get("limit_evaluation")
+            limit = (header["config"].get("trainer") or {}).get("limit_evaluation")
         size = len(datamodule.split(request.split))
         items = size if limit in (None, "all") else min(limit, size)
         return cls(path, model, header, datamodule, request, items)

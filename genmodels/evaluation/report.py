@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from genmodels.training.archive import write_whole
+from genmodels.files import write_whole
 
 
 def report_target(checkpoint: Path, out: str | None, several: bool, split: str = "test", limit: int | None = None):

@@ -18,7 +18,7 @@ from genmodels.data.spec import DataSpec
 from genmodels.data.utterances import joined
 from genmodels.errors import InputError, NotFinite, refusals, require_finite_rows
 from genmodels.evaluation.pictures import LEGIBLE, class_name, grid, images_of, in_turn, picture_of, stack
-from genmodels.training.archive import write_whole
+from genmodels.files import write_whole
 
 
 def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool = True, **options):

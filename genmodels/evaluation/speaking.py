@@ -18,10 +18,10 @@ from genmodels.evaluation.markup import phrases
 from genmodels.evaluation.mel_pictures import spoken
 from genmodels.evaluation.sampling import save_png
 from genmodels.evaluation.sounding import FLOOR, SPOKEN, sound_of, vocoder_of
+from genmodels.files import write_whole
 from genmodels.speech.audio import write_wav
 from genmodels.speech.mel import MelConfig
 from genmodels.speech.streaming import Vocoder
-from genmodels.training.archive import write_whole
 
 _TOGETHER = 16  # sentences in one pass
 _MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature")  # what files say of how a mel was sampled

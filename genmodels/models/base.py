@@ -288,6 +288,13 @@ class GenerativeModel(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         """The inverse of `on_save_checkpoint`."""
         header = checkpoint["genmodels"]
+        parameters = list(self.core.parameters())
+        for number, kept in checkpoint["optimizer_states"][0]["state"].items():
+            for value in kept.values():
+                if isinstance(value, Tensor) and value.dim() and value.shape != parameters[number].shape:
+                    was, now = tuple(value.shape), tuple(parameters[number].shape)
+                    raise RunError(f"the optimiser's state of weight {number} has shape {was}, the weight {now}: no "
+                                   "run can go on from this checkpoint")
         self.batches_seen, self.seed = header["batches_seen"], header["seed"]
         self.figures, self.finished = dict(header["figures"]), header["finished"]
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from genmodels.data.spec import DataSpec
 from genmodels.errors import InputError, RunError
 from genmodels.models.base import GenerativeModel
 from genmodels.models.build import build
 from genmodels.training.checkpoint import read_checkpoint
+
+_SLACK = 2**28  # bytes of tensors that a model computes for itself, beside what its checkpoint holds
+_OVERHEAD = 2**14  # bytes that a parameter or a module takes by itself, about
 
 
 def load_model(
@@ -26,7 +35,16 @@ def load_model(
     """
     state = read_checkpoint(path, mmap=True)
     header = state["genmodels"]
-    model = build(header["model"], DataSpec.from_dict(header["data"]), trust=trust)
+    try:
+        with _no_larger_than(2 * Path(path).stat().st_size + _SLACK):
+            model = build(header["model"], DataSpec.from_dict(header["data"]), trust=trust)
+    except (InputError, RunError) as error:
+        raise type(error)(f"{path}: {error}") from error
+    except Exception as error:  # its options were written by anybody: constructors raise whatever they trip over
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise RunError(f"{path}: no {header['model']['_target_']} can be built from its options ({reason})") from error
+    if not isinstance(model, GenerativeModel):
+        raise RunError(f"{path}: {header['model']['_target_']} is not a model")
     try:
         model.load_state_dict(state["state_dict"])
     except RuntimeError as error:
@@ -36,6 +54,42 @@ def load_model(
     model.batches_seen, model.finished = header["batches_seen"], header["finished"]
     model.figures = dict(header["figures"])
     return model.to(choose_device(device)).eval(), header
+
+
+def data_options(header: dict, path: str | Path) -> dict:
+    """The configuration of the data that a checkpoint was trained on.
+
+    Raises:
+        RunError: when it does not say.
+    """
+    options = header["config"].get("data")
+    if not options:
+        raise RunError(f"{path}: it does not say which data it was trained on; give data._target_ and its options")
+    return options
+
+
+@contextmanager
+def _no_larger_than(most: int) -> Iterator[None]:
+    """Stop the construction of a model that takes more memory than what is to be loaded into it, before it is filled.
+
+    A header of a few bytes may ask for terabytes; a tensor is registered before its memory is touched.
+    """
+    taken = 0
+
+    def count(module, name, value) -> None:
+        nonlocal taken
+        taken += _OVERHEAD + (value.nbytes if isinstance(value, torch.Tensor) else 0)
+        if taken > most:
+            raise RunError(f"its options describe a model of more than {most / 1e9:.1f} GB, which its weights are not")
+
+    hooks = (register_module_parameter_registration_hook, register_module_buffer_registration_hook,
+             register_module_module_registration_hook)
+    handles = [register(count) for register in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def choose_device(name: str) -> torch.device:

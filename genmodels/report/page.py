@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from genmodels.files import write_whole
 from genmodels.report import likelihoods, planes, profiles, quality, surprise
 from genmodels.report.markup import Markup, tag
 from genmodels.report.style import sheet_of_style
 from genmodels.report.view import UNITS, Model, facts, listing, number, typeset, with_error
-from genmodels.training.archive import write_whole
 
 #: A browser that keeps to this loads nothing from anywhere and runs no script, whatever a name in a table says.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

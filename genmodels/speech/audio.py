@@ -14,6 +14,10 @@ from scipy.io import wavfile
 from scipy.signal import resample_poly
 from torch import Tensor
 
+from genmodels.files import kind_of
+
+#: Sizes from here on are written where the length was not yet known, to a pipe, or stand in another chunk (RF64).
+_UNKNOWN = 2**32 - 2**16
 #: What one stands for in each kind of integer that a wav file may hold.
 _FULL_SCALE = {np.dtype(np.int16): 2.0**15, np.dtype(np.int32): 2.0**31, np.dtype(np.uint8): 2.0**7}
 
@@ -34,6 +38,7 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
         AudioError: for a file that is missing, unreadable, empty or not finite, with its path.
     """
     try:
+        _check_whole(Path(path))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", wavfile.WavFileWarning)  # chunks beside the sound, such as titles
             rate, samples = wavfile.read(path)
@@ -51,6 +56,23 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
         raise AudioError(f"{path}: sample {int(np.flatnonzero(~np.isfinite(wave))[0])} is not finite")
     wanted = rate if sample_rate is None else sample_rate
     return resample(torch.from_numpy(wave), rate, wanted).float(), wanted
+
+
+def _check_whole(path: Path) -> None:
+    """Raise an AudioError where a wav file is shorter than the sound that it declares: scipy reads what there is."""
+    if path.exists() and not path.is_file():
+        raise AudioError(f"{path}: it is {kind_of(path)}, not a file")
+    with open(path, "rb") as file:
+        order = ">" if file.read(12)[:4] == b"RIFX" else "<"
+        while len(chunk := file.read(8)) == 8:
+            size = struct.unpack(f"{order}I", chunk[4:])[0]
+            if chunk[:4] != b"data":
+                file.seek(size + size % 2, 1)
+                continue
+            held = path.stat().st_size - file.tell()
+            if held < size < _UNKNOWN:
+                raise AudioError(f"{path}: cut short, {held} of the {size} bytes of sound that it declares are there")
+            return
 
 
 def resample(wave: Tensor, rate: int, wanted: int) -> Tensor:

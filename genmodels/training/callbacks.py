@@ -80,7 +80,10 @@ class Checkpointing(Callback):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """The inverse of `state_dict`."""
-        self.best = state_dict["best"]
+        best = state_dict["best"]
+        if not (best is None or isinstance(best, float) and math.isfinite(best)):
+            raise RunError(f"the best figure so far is {best!r}: no run can go on from this checkpoint")
+        self.best = best
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint: dict) -> None:
         """Give the loop state one meaning."""

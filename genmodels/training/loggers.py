@@ -22,8 +22,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from genmodels.errors import InputError, RunError
+from genmodels.files import write_whole
 from genmodels.speech.audio import write_wav
-from genmodels.training.archive import write_whole
 from genmodels.training.final import COLUMNS, as_markdown, rows_of, values_of
 
 

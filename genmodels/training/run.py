@@ -20,10 +20,11 @@ from torch import nn
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.errors import InputError, RunError
 from genmodels.evaluation.report import with_error
+from genmodels.files import open_lock, write_whole
 from genmodels.models.base import GenerativeModel
 from genmodels.nn.attention import Attention
 from genmodels.nn.attention.backend import choose
-from genmodels.training.archive import read_header, write_whole
+from genmodels.training.archive import read_header
 
 _FOLDER = "GENMODELS_RUN_DIR"  # tells the processes of one run their common folder
 _LOCK = ".lock"
@@ -66,15 +67,15 @@ def add_training_time(folder: Path, seconds: float) -> None:
     place = folder / "training.json"
     try:
         write_whole(place, lambda file: json.dump({"seconds": training_time(folder) + seconds}, file), mode="w")
-    except OSError as error:
-        logging.getLogger("genmodels").warning("%s was not written: %s", place, error)
+    except RunError as error:
+        logging.getLogger("genmodels").warning("%s", error)
 
 
 def training_time(folder: Path) -> float:
     """Seconds that training has taken in this folder, over all resumes; 0 where nothing says so."""
     try:
         return float(json.loads((folder / "training.json").read_text())["seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0.0
 
 
@@ -90,7 +91,7 @@ def claim(folder: Path):
     except ImportError:
         return None
     try:
-        lock = open(folder / _LOCK, "w")
+        lock = open_lock(folder / _LOCK)
     except OSError as error:
         raise RunError(f"cannot write in the run folder {folder}: {os.strerror(error.errno)}") from error
     try:

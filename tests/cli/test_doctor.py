@@ -11,6 +11,7 @@ import pytest
 from genmodels.cli import doctor
 from genmodels.cli.compose import composer
 from genmodels.cli.doctor import Failed
+from genmodels.cli.main import main
 from genmodels.data.arrays import Arrays
 
 VERSIONS = {"pytorch-lightning": "2.6.6", "hydra-core": "1.3.8", "omegaconf": "2.3.1", "wandb": "0.31.0"}
@@ -155,3 +156,26 @@ def test_data_with_texts_are_sound_without_a_model_named(capsys):
 def test_a_model_that_does_not_fit_its_data_is_found(capsys):
     assert doctor.main(["model=maf", "data=digits", "model.layers=0"]) == 1
     assert "FAIL  training: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["/proc/x", "/dev/null", ".", "/dev/null/list.txt"])
+def test_a_list_that_cannot_be_written_is_said_before_anything_is_checked(name, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "CHECKS", {"x": lambda: pytest.fail("checked")})
+    assert main(["doctor", "data=toy", "--fix-list", name]) in (1, 2)
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1 and f"--fix-list={name}" in told.err and told.out == ""
+
+
+def test_problems_do_not_control_the_terminal(monkeypatch, tmp_path):
+    class Data:
+        def problems(self):
+            return ["\x1b[2J.png: empty\nOK    data: fine"]
+
+        def warnings(self):
+            return ["\x07.png: small"]
+
+    monkeypatch.setattr("genmodels.models.build.build", lambda *args, **options: Data())
+    with pytest.raises(Failed) as caught:
+        doctor.check_data(["data=toy"], tmp_path / "bad.txt")
+    assert all(line.isprintable() for line in str(caught.value).split("\n")) and "\nOK" not in str(caught.value)
+    assert (tmp_path / "bad.txt").read_text() == "\\x1b[2J.png: empty\\nOK    data: fine\n"

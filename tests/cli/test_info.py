@@ -13,7 +13,8 @@ from genmodels.cli.main import main
 from genmodels.training.archive import seal
 
 HEADER = {
-    "format": 1, "family": "ddpm", "genmodels": "0.1.0", "torch": "2.15.0", "step": 1500, "seed": 3,
+    "format": 1, "family": "ddpm", "genmodels": "0.1.0", "torch": "2.15.0", "step": 1500,
+    "batches_seen": 1500, "seed": 3,
     "parameters": 702753,
     "model": {"_target_": "genmodels.models.ddpm.DDPM", "num_steps": 1000, "net": {"channels": 32}},
     "config": {"model": {"_target_": "genmodels.models.ddpm.DDPM", "net": {"channels": 32}}, "seed": 3, "trust": []},

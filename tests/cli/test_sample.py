@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from genmodels.data.arrays import Arrays
 from genmodels.data.base import SPLITS
 from genmodels.data.digits import Digits
 from genmodels.data.spec import DataSpec
+from genmodels.errors import InputError
 from genmodels.evaluation.pictures import images_of
 from genmodels.evaluation.sampling import check_target, write_samples
 from genmodels.models.base import Samples
@@ -140,3 +142,15 @@ def test_vectors_become_a_table_that_is_read_back(tmp_path):
     assert sorted(again.tolist()) == sorted(x.tolist())
     with pytest.raises(ValueError, match="no table"):
         check_target(tmp_path / "pictures.csv", DataSpec("digits", (1, 8, 8), levels=17))
+
+
+@pytest.mark.parametrize("options", [{"size": [100_000, 100_000]}, {"size": [100_000, 100_000], "n": 1}])
+def test_sizes_beyond_any_memory_are_refused_at_once(folder, options, tmp_path):
+    with pytest.raises(InputError, match=r"at once would take [\d,]+ GB or more: lower batch_size, or size=\[100000"):
+        run(ckpt=str(folder), out=str(tmp_path / "x.npz"), steps=1, **options)
+
+
+def test_a_pipe_is_no_picture_to_wait_for(folder, tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(InputError, match="edit: .*pipe.png is a pipe, not a picture"):
+        run(ckpt=str(folder), edit=str(tmp_path / "pipe.png"), n=1, steps=1, out=str(tmp_path / "x.npz"))

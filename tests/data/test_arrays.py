@@ -254,3 +254,28 @@ def test_a_value_far_beyond_all_others_and_a_batch_of_more_than_all_are_mentione
     outlier, *rest = reversed(Arrays(file=str(tmp_path / "far.npy"), batch_size=400).prepare().warnings())
     assert "column 2 of training item" in outlier and "1e+18" in outlier
     assert any("data.batch_size=400 is more than the" in line for line in rest)
+
+
+@pytest.mark.parametrize("container", ["npz", "compressed"])
+def test_a_flipped_bit_anywhere_in_the_items_is_found(container, tmp_path):
+    file = save(tmp_path, container, NHWC)
+    with open(file, "rb") as opened:
+        whole = opened.read()
+    for place in np.linspace(300, len(whole) - 300, 12).astype(int):
+        altered = bytearray(whole)
+        altered[place] ^= 1
+        with open(file, "wb") as opened:
+            opened.write(altered)
+        with pytest.raises(InputError, match="cannot be read: ") as caught:
+            Arrays(file=file).prepare()
+        assert "\n" not in str(caught.value)
+
+
+def test_an_array_may_not_reach_beyond_its_own_record(tmp_path):
+    file = tmp_path / "a.npz"
+    np.savez(file, x=NHWC, y=np.zeros(50, np.int64))
+    content = file.read_bytes()
+    assert content.count(b"(50, 6, 7, 3)") == 1
+    file.write_bytes(content.replace(b"(50, 6, 7, 3)", b"(51, 6, 7, 3)"))
+    with pytest.raises(InputError, match="not the size that its header declares"):
+        Arrays(file=str(file)).prepare()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import warnings
 
 import numpy as np
@@ -204,11 +205,50 @@ def test_what_was_examined_is_remembered_until_a_file_changes(folder, monkeypatc
 
 
 def test_the_index_moves_to_the_cache_where_the_folder_cannot_be_written(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("GENMODELS_CACHE", str(tmp_path / "cache"))
     (folder / INDEX_NAME).mkdir()  # cannot be replaced by a file, whoever runs this
     assert find_problems(folder, image_files(folder), 8, 3) == {}
-    assert len(list((tmp_path / "cache" / "genmodels").glob("index-*.json"))) == 1
+    assert len(list((tmp_path / "cache").glob("index-*.json"))) == 1
     assert not [p for p in folder.iterdir() if p.is_file()]
+
+
+def test_an_index_that_something_else_wrote_is_written_anew(folder):
+    files = image_files(folder)
+    (folder / files[4]).write_bytes(b"")
+    place, entry = folder / INDEX_NAME, list(range(3))
+    wrong = [None, [], 3, {"format": 1}, {"format": 1, "files": []}, {"format": 1, "files": {files[0]: 3}},
+             {"format": 1, "files": {files[0]: None}}, {"format": 1, "files": {files[0]: []}},
+             {"format": 1, "files": {files[0]: [*image_files_stamp(folder / files[0]), entry]}},
+             {"format": 1, "files": {files[0]: image_files_stamp(folder / files[0])}}]  # fmt: skip
+    for content in [*map(json.dumps, wrong), "[" * 100_000, "\0", "{" * 9]:
+        place.write_text(content)
+        assert find_problems(folder, files, 8, 3) == {files[4]: "empty file"}
+        assert set(json.loads(place.read_text())["files"]) == set(files)
+    place.unlink()
+    os.mkfifo(place)
+    assert find_problems(folder, files, 8, 3) == {files[4]: "empty file"}
+
+
+def image_files_stamp(path) -> list[int]:
+    return [path.stat().st_size, path.stat().st_mtime_ns]
+
+
+@pytest.mark.parametrize("cache", ["memory", "none"])
+def test_what_is_no_file_is_not_waited_for(folder, cache):
+    os.mkfifo(folder / "cat" / "pipe.png")
+    (folder / "cat" / "nested.png").mkdir()
+    os.symlink("/dev/zero", folder / "cat" / "device.png")
+    os.symlink(folder / "nowhere", folder / "cat" / "gone.png")
+    held = socket.socket(socket.AF_UNIX)
+    here = os.getcwd()
+    os.chdir(folder / "cat")  # the path of a socket is short
+    held.bind("socket.png")
+    os.chdir(here)
+    problems = ImageFolder(root=str(folder), size=8, cache=cache).problems()
+    held.close()
+    said = {os.path.basename(line.split(": ")[0]): line for line in problems}
+    assert sorted(said) == ["device.png", "gone.png", "pipe.png", "socket.png"]
+    assert all(f"is a {name}, not a file" in said[f"{name}.png"] for name in ("pipe", "socket", "device"))
 
 
 def test_an_image_that_breaks_during_training_is_named(folder):

@@ -166,3 +166,12 @@ def test_mmse_is_the_error_of_the_mean():
 def test_unlike_variances_have_no_single_reverse_variance():
     with pytest.raises(ValueError, match="unlike variances"):
         oracles(CosineSchedule())["diagonal"].reverse_variance(torch.zeros(1), -torch.ones(1))
+
+
+@pytest.mark.parametrize("name", ["scalar", "diagonal", "full", "mixture"])
+def test_an_empty_batch_has_empty_predictions(name):
+    oracle, x, t = oracles(CosineSchedule())[name], torch.zeros(0, 3), torch.zeros(0)
+    prediction = oracle(x, t)
+    assert prediction.x0.shape == prediction.score.shape == prediction.output.shape == (0, 3)
+    assert oracle.log_prob(x).shape == oracle.marginal_log_prob(x, t).shape == (0,)
+    assert oracle.sample(0, torch.Generator().manual_seed(0)).shape == (0, 3)

@@ -13,6 +13,13 @@ from genmodels.errors import InputError
 from genmodels.training import run
 from genmodels.training.checkpoint import write_checkpoint
 
+HEADER = {
+    "format": 1, "family": "ddpm", "genmodels": "0.1.0", "torch": "2.6.0",
+    "model": {"_target_": "genmodels.models.ddpm.DDPM"}, "config": {},
+    "data": {"name": "digits", "event_shape": [1, 8, 8]}, "parameters": 500, "step": 3, "batches_seen": 3,
+    "seed": 0, "figures": {}, "finished": False,
+}  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, tmp_path):
@@ -26,7 +33,7 @@ def forget(monkeypatch):
 
 def checkpoint(path: Path, **header) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(path, {"genmodels": {"format": 1, **header}, "state_dict": {}})
+    write_checkpoint(path, {"genmodels": HEADER | header, "state_dict": {}})
     return path
 
 

@@ -1,0 +1,96 @@
+"""Files that are written whole or not at all, through no link of somebody else's, and the locks beside them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from genmodels.errors import RunError
+
+
+def write_whole(path: str | Path, write: Callable, *, mode: str = "w+b") -> None:
+    """Write a file so that `path` holds either its old content or the new one, whatever happens in between.
+
+    `write(file)` fills a temporary file beside the target, which is fsynced and then moved into place.
+
+    Raises:
+        RunError: when the disk is full, the folder cannot be written, or the target is a device or a pipe; the target
+            is untouched.
+    """
+    path = Path(path)
+    # Nobody can know the name in advance and plant a link there; opened exclusively, a link would not be followed.
+    temporary = _beside(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise RunError(f"cannot write {path}: it is {kind_of(path)}, not a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        _remove(temporary)
+        raise _explain(error, path) from error
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+def kind_of(path: str | Path) -> str:
+    """What there is, where it should have been a file: reading a pipe or a device may never end.
+
+    Example:
+        >>> kind_of("/dev/null"), kind_of(".")
+        ('a device', 'a folder')
+    """
+    path = Path(path)
+    kinds = (("a folder", path.is_dir), ("a pipe", path.is_fifo), ("a socket", path.is_socket),
+             ("a device", path.is_char_device), ("a device", path.is_block_device), ("a file", path.is_file))
+    return next((name for name, holds in kinds if holds()), "nothing")
+
+
+def open_lock(path: str | Path):
+    """A file to lock, made where there is none; it is never emptied, and a link in its place is not followed.
+
+    Raises:
+        OSError: when it cannot be opened.
+    """
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666), "r+")
+
+
+def _beside(path: Path) -> Path:
+    return path.parent / f".{path.name[:100]}.{secrets.token_hex(8)}.tmp"
+
+
+def _remove(temporary: Path) -> None:
+    try:
+        temporary.unlink(missing_ok=True)
+    except OSError:  # its folder is not one, or is gone: what has failed is told by the error that led here
+        pass
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:  # some network file systems cannot sync a folder; the move itself has happened
+        pass
+    finally:
+        os.close(handle)
+
+
+def _explain(error: Exception, path: Path) -> Exception:
+    number = getattr(error, "errno", None)
+    # torch's zip writer hides the errno of a short write in its message.
+    full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "file write failed" in str(error)
+    if full or "unexpected pos" in str(error):
+        kept = f"the previous {path.name} is kept" if path.exists() else "nothing was overwritten"
+        return RunError(f"no space left to write {path}: {kept}; free some space, then resume with resume=last")
+    if isinstance(error, OSError):
+        return RunError(f"cannot write {path}: {os.strerror(number) if number else error}")
+    return error
