@@ -171,7 +171,7 @@ UNBUILDABLE = {
     "hidden": [0, -1, "x", 8, 10**6, {"a": 1}],
     "depth": ["x", 2, 10**6],
     "preprocess": ["unheard", 1, {"_target_": "os.system"}],
-    "optimizer": [[], {"lr": "fast"}, {"unheard": 1}],
+    "optimizer": [[1], {"lr": "fast"}, {"unheard": 1}],
     "unheard": [1],
 }  # fmt: skip
 
