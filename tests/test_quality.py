@@ -1,4 +1,7 @@
-"""What the README promises of its first command. Several minutes: run with `pytest -m slow tests/test_quality.py`."""
+"""What the README promises of its first command, and the bound of MNIST's preset.
+
+Minutes, and most of an hour for MNIST: run with `pytest -m slow tests/test_quality.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,18 @@ def test_the_default_model_draws_digits_and_beats_the_pixel_histogram(tmp_path, 
     assert read["svm_on_real_test"] >= 0.98
     assert read["dpmpp_2m_20"] >= 0.9 and read["ddpm_all"] >= 0.9
     assert main(["evaluate", "ckpt=run"]) == 0
+    report = json.loads(Path("run/report.json").read_text())
+    histogram = next(r["value"] for r in report["references"] if "histogram" in r["name"])
+    row = report["likelihood"][0]
+    assert row["bits_per_dim"] + 4 * row["se_data"] < histogram
+
+
+@pytest.mark.slow
+def test_the_preset_of_mnist_beats_the_pixel_histogram(tmp_path, monkeypatch, shared_data):
+    monkeypatch.chdir(tmp_path)
+    train = ["model=ddpm", "data=mnist", f"data.root={shared_data}", "run_dir=run", "logger=csv"]
+    assert main(["train", *train, "trainer.sample_every_n_steps=0", "trainer.progress=false"]) == 0
+    assert main(["evaluate", "ckpt=run", "stages=[likelihood]", "ode=false", "limit=1000", "draws=20"]) == 0
     report = json.loads(Path("run/report.json").read_text())
     histogram = next(r["value"] for r in report["references"] if "histogram" in r["name"])
     row = report["likelihood"][0]

@@ -38,6 +38,8 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         spec: the data set this model is built for.
         schedule: noise schedule; `cosine` is the continuous one with log-SNR in [-15, 15], `learned` is trained with
             the network, by the objectives `continuous` and `vlb`.
+        log_snr_ends: log-SNR at t = 0 and at t = 1, for the schedules `cosine`, `linear_log_snr` and `learned`; by default
+            their own.
         zero_terminal_snr: change the schedule so that no signal is left at t = 1.
         parameterisation: what the network predicts: `eps`, `x0`, `v` or `edm` (F of Karras et al. 2022).
         objective: `simple` (mean squared error), `vlb` (the bound itself), `hybrid` (simple, and the bound for learned
@@ -76,6 +78,7 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         spec: DataSpec,
         *,
         schedule: ScheduleName = "cosine",
+        log_snr_ends: list[float] | None = None,
         zero_terminal_snr: bool = False,
         parameterisation: Literal["eps", "x0", "v", "edm"] = "v",
         objective: Literal["simple", "vlb", "hybrid", "continuous"] = "simple",
@@ -113,7 +116,7 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         kind = LevelSoftmax if decoder == "level_softmax" else DiscretisedGaussian
         self.decoder = Gaussian() if spec.levels is None else kind(spec.levels)
         self.core = Denoiser(
-            net, self.make_schedule(schedule, zero_terminal_snr), PARAMETERISATIONS[parameterisation](),
+            net, self.make_schedule(schedule, zero_terminal_snr, log_snr_ends), PARAMETERISATIONS[parameterisation](),
             learned_variance=variance == "learned", self_conditioning=self_conditioning,
         )
         self.train_by(self.core, objective, weighting, time_sampler)

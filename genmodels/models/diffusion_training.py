@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -32,15 +33,27 @@ class DiffusionTraining:
     `decoder` and the times of `DiffusionBound`.
     """
 
-    def make_schedule(self, name: ScheduleName, zero_terminal_snr: bool = False) -> NoiseSchedule:
+    def make_schedule(
+        self, name: ScheduleName, zero_terminal_snr: bool = False, ends: Sequence[float] | None = None
+    ) -> NoiseSchedule:
         """The noise schedule of this name for this model's number of steps and its data.
 
         Arguments:
             name: an entry of SCHEDULES.
             zero_terminal_snr: change it so that no signal is left at t = 1.
+            ends: log-SNR at t = 0 and at t = 1.
+
+        Raises:
+            InputError: for ends of a schedule that has its own, or not two of them.
         """
         kind = SCHEDULES[name]
-        if issubclass(kind, DiscreteSchedule):
+        if ends is not None:
+            if "log_snr_max" not in keywords(kind):
+                raise InputError(f"log_snr_ends is for schedule=cosine, linear_log_snr and learned: {name} has its own")
+            if len(ends) != 2:
+                raise InputError(f"log_snr_ends are two log-SNRs, at t = 0 and at t = 1, got {list(ends)}")
+            schedule = kind(log_snr_max=float(ends[0]), log_snr_min=float(ends[1]))
+        elif issubclass(kind, DiscreteSchedule):
             schedule = kind(num_steps=self.num_steps)
         elif issubclass(kind, LearnedSchedule):
             schedule = kind(log_snr_max=self._finest, log_snr_min=-15.0)

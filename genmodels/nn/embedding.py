@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,29 @@ def log_snr_features(log_snr: Tensor, width: int) -> Tensor:
     index = torch.arange(half, dtype=log_snr.dtype, device=log_snr.device)
     angle = position[:, None] * torch.exp(-math.log(10000) / half * index)
     return torch.cat([angle.cos(), angle.sin()], dim=1)
+
+
+def fourier_features(x: Tensor, log_snr: Tensor, octaves: Sequence[int]) -> Tensor:
+    """Sines and cosines of the noisy data, for what a network tells apart below the scale at which it sees them.
+
+        sin(w x / alpha) d,  cos(w x / alpha) d,   w = 2^n pi,   d = exp(-w^2 / (2 SNR)),   n in octaves
+
+    These are the means of sin(w x_0) and cos(w x_0) given x = alpha x_0 + sigma eps under a flat prior: a frequency
+    fades where the noise hides it. The log-SNR is clipped to [-20, 20].
+
+    Shapes: `x (B, C, *space)`, `log_snr (B,)` to `(B, 2 C len(octaves), *space)`, float32 or wider whatever the
+    autocast.
+    Source: Kingma et al., "Variational diffusion models", 2021, appendix C, there without d and of x.
+
+    Example:
+        >>> fourier_features(torch.full((1, 1, 1), 0.25), torch.tensor([30.0]), [0]).flatten()
+        tensor([0.7071, 0.7071])
+    """
+    x, log_snr = wide(x), wide(log_snr).clamp(*LOG_SNR_RANGE).reshape(-1, *[1] * (x.dim() - 1))
+    clean = x / torch.sigmoid(log_snr).sqrt()
+    angles = torch.cat([2.0**n * math.pi * clean for n in octaves], dim=1)
+    fading = torch.cat([torch.exp(-(4.0**n) * math.pi**2 / 2 * torch.exp(-log_snr)).expand_as(x) for n in octaves], 1)
+    return torch.cat([angles.sin() * fading, angles.cos() * fading], dim=1)
 
 
 class ConditionEmbedding(nn.Module):

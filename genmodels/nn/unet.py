@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from genmodels.nn.blocks import CONVOLUTION, Downsample, NarrowConv2d, ResidualBlock, Upsample, hide, zeroed
-from genmodels.nn.embedding import ConditionEmbedding
+from genmodels.nn.embedding import ConditionEmbedding, fourier_features
 from genmodels.nn.norm import GroupNorm
 from genmodels.nn.spatial_attention import AttentionKind, check_kind, make_attention
 
@@ -36,6 +36,7 @@ class UNet(nn.Module):
         attention: kind of attention, an entry of `ATTENTION`; plain is content only, without positions.
         heads: heads of each attention; divides the channels wherever there is attention.
         dropout: probability of dropping a value inside the residual blocks.
+        fourier: octaves n whose features sin and cos(2^n pi x) come in beside x, see `fourier_features`.
         channels_last: keep images in channels-last memory format.
         checkpointing: recompute the blocks in the backward pass instead of storing their activations.
 
@@ -64,6 +65,7 @@ class UNet(nn.Module):
         attention: AttentionKind = "plain",
         heads: int = 4,
         dropout: float = 0.0,
+        fourier: list[int] | tuple[int, ...] = (),
         channels_last: bool = False,
         checkpointing: bool = False,
     ):
@@ -80,6 +82,7 @@ class UNet(nn.Module):
             raise ValueError(f"channels = {channels} must be even: the noise-level features come in pairs")
         check_kind(attention, dims)
         self.dims, self.in_channels, self.levels = dims, in_channels + extra_channels, len(multipliers)
+        self.fourier = tuple(fourier)
         self.channels_last, self.checkpointing = channels_last and dims == 2, checkpointing
         self._check_size(space)
         attends = _attending_levels(space[0], len(multipliers), attention_at)
@@ -92,7 +95,7 @@ class UNet(nn.Module):
         widths = [channels * m for m in multipliers]
         condition = 5 * channels // 2
         self.embedding = ConditionEmbedding(channels, 4 * channels, condition, num_classes)
-        self.stem = convolution(self.in_channels, channels, 3, padding=1)
+        self.stem = convolution(self.in_channels * (1 + 2 * len(self.fourier)), channels, 3, padding=1)
 
         # Down: the stem, every block and every downsampling leave a map for the way up.
         current, skips = channels, [channels]
@@ -149,7 +152,11 @@ class UNet(nn.Module):
         masks = _masks(mask, self.dims, self.levels)
         # Scale and shift of every block from one product.
         modulation = iter(self.modulation(silu(self.embedding(log_snr, cond))).split(self._modulation_widths, dim=1))
-        h = self.stem(hide(x, masks[0]))
+        seen = hide(x, masks[0])
+        if self.fourier:
+            features = fourier_features(seen, log_snr, self.fourier).to(x.dtype)
+            seen = torch.cat([seen, hide(features, masks[0])], dim=1)
+        h = self.stem(seen)
         if self.channels_last:
             # After the stem: a map of one channel has no memory format of its own to pass on.
             h = h.contiguous(memory_format=torch.channels_last)

@@ -26,6 +26,7 @@ OPTIONS = {
     "continuous": {"objective": "continuous"},
     "learned schedule": {"objective": "continuous", "schedule": "learned"},
     "learned schedule, bound": {"objective": "vlb", "schedule": "learned", "variance": "learned"},
+    "ends": {"schedule": "linear_log_snr", "log_snr_ends": [7, -10], "objective": "hybrid", "variance": "learned"},
     "edm": {"parameterisation": "edm", "weighting": "edm"},
     "zero terminal": {"zero_terminal_snr": True, "weighting": "p2"},
     "a table without signal at its end": {"schedule": "linear", "zero_terminal_snr": True, "num_steps": 30},
@@ -97,6 +98,31 @@ def test_the_bound_of_a_learned_schedule_starts_where_levels_become_certain():
     assert float(made.bound_times()[0]) == 0 and len(made.bound_times()) == 12
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear_log_snr", "learned"])
+def test_the_ends_of_a_schedule_can_be_chosen(schedule):
+    made = model(schedule=schedule, log_snr_ends=[6.5, -9], objective="continuous")
+    times = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert made.core.schedule.log_snr(times).tolist() == pytest.approx([6.5, -9])
+    assert float(made.bound_times()[0]) == 0  # less noise than that tells of no further level
+
+
+@pytest.mark.parametrize("data, shape, levels", [("digits", (1, 8, 8), 17), ("mnist", (1, 28, 28), 256)])
+def test_presets_of_images_train_and_bound_all_noise_levels_alike(data, shape, levels):
+    from genmodels.cli.compose import composer
+    from genmodels.models.build import build
+
+    with composer("train", None) as hydra:
+        options = hydra.compose(["model=ddpm", f"data={data}"])["model"]
+    made = build(options, DataSpec(data, shape, levels=levels, num_classes=10))
+    log_snr = made.core.schedule.log_snr(made.bound_times())
+    # Steps alike in log-SNR down to where levels become certain: no term of the bound and no draw outweighs the others.
+    assert float(log_snr[0]) == pytest.approx(2 * math.log(2 * (levels - 1)), abs=0.02)
+    assert float(-log_snr.diff().max()) > 0.9 * float(-log_snr.diff().min())
+    drawn = made.loss(batch(made.spec, 64), KeyedGenerator(0, torch.arange(64), "train")).times
+    fine = made.core.schedule.log_snr(drawn) > 6
+    assert float(fine.double().mean()) > 0.9 * float((log_snr > 6).double().mean()) - 1 / 64
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
@@ -107,6 +133,9 @@ def test_the_bound_of_a_learned_schedule_starts_where_levels_become_certain():
         ({"schedule": "learned"}, "a learned schedule needs the bound"),
         ({"parameterisation": "eps", "zero_terminal_snr": True}, "eps carries no signal at SNR 0: choose v or x0"),
         ({"parameterisation": "eps", "schedule": "sigmoid"}, "eps carries no signal at SNR 0"),
+        ({"schedule": "linear", "num_steps": 30, "log_snr_ends": [7, -10]}, "log_snr_ends is for schedule=cosine"),
+        ({"log_snr_ends": [7.0]}, "two log-SNRs"),
+        ({"log_snr_ends": [-7, 3]}, "must be greater"),
         ({"time_sampler": "often"}, "loss_aware"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from genmodels.nn import ConditionEmbedding, log_snr_features
+from genmodels.nn.embedding import fourier_features
 
 
 def closest(features, spacing: float) -> float:
@@ -53,6 +54,30 @@ def test_features_stay_wide_under_autocast():
         assert log_snr_features(torch.zeros(2), 8).dtype == torch.float32
     assert log_snr_features(torch.zeros(2, dtype=torch.bfloat16), 8).dtype == torch.float32
     assert log_snr_features(torch.zeros(2, dtype=torch.float64), 8).dtype == torch.float64
+
+
+@pytest.mark.parametrize("log_snr", [-3.0, 0.5, 4.0])
+def test_fourier_features_are_means_given_the_noisy_data(log_snr):
+    # Under a flat prior x_0 given x is N(x / alpha, 1 / SNR): the means of sin and cos by quadrature.
+    x = torch.tensor([[[-0.9, 0.2, 1.1]]], dtype=torch.float64)
+    found = fourier_features(x, torch.tensor([log_snr], dtype=torch.float64), [0, 2])
+    alpha, width = 1 / math.sqrt(1 + math.exp(-log_snr)), math.exp(-log_snr / 2)
+    z = torch.linspace(-9, 9, 4001, dtype=torch.float64)
+    weight = torch.exp(-z.square() / 2) / torch.exp(-z.square() / 2).sum()
+    for i, value in enumerate(x.flatten().tolist()):
+        points = value / alpha + width * z
+        means = [(weight * f(2**n * math.pi * points)).sum() for f in (torch.sin, torch.cos) for n in (0, 2)]
+        assert found[0, :, i].tolist() == pytest.approx([float(m) for m in means], abs=1e-9)
+
+
+def test_fourier_features_of_channels_at_the_ends_and_under_autocast():
+    x = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fourier_features(x, torch.tensor([-math.inf, 3.0, math.inf]), [3, 7])
+    assert found.shape == (3, 8, 5) and found.dtype == torch.float32 and bool(found.isfinite().all())
+    assert bool((found[0] == 0).all())  # nothing but noise
+    angles = torch.cat([8 * math.pi * x[2:], 128 * math.pi * x[2:]], 1)
+    assert torch.allclose(found[2:], torch.cat([angles.sin(), angles.cos()], 1), atol=1e-3)
 
 
 def test_no_condition_is_the_null_class():

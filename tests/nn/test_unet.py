@@ -161,13 +161,15 @@ MASKED = [
 ]
 
 
+@pytest.mark.parametrize("fourier", [(), (1, 3)])
 @pytest.mark.parametrize("event_shape, lengths", MASKED)
-def test_padding_has_no_influence(event_shape, lengths):
-    assert not padding_matters(build(event_shape), event_shape, lengths)
+def test_padding_has_no_influence(event_shape, lengths, fourier):
+    assert not padding_matters(build(event_shape, fourier=fourier), event_shape, lengths)
 
 
-def test_gradients_of_dirty_padding_are_clean():
-    net = build((2, 16))
+@pytest.mark.parametrize("fourier", [(), (1, 3)])
+def test_gradients_of_dirty_padding_are_clean(fourier):
+    net = build((2, 16), fourier=fourier)
     x, log_snr, _ = inputs((2, 16))
     x = x.masked_fill(~mask_of((9, 16), 16), math.nan).requires_grad_()
     net(x, log_snr, mask=mask_of((9, 16), 16)).square().sum().backward()
@@ -327,6 +329,17 @@ def test_extra_channels_come_in_and_do_not_go_out():
     other = torch.cat([x, torch.randn_like(x)], 1)
     y = net(other, log_snr)
     assert y.shape == x.shape and not torch.allclose(y, net(torch.cat([x, torch.zeros_like(x)], 1), log_snr))
+
+
+def test_fourier_features_come_in_beside_the_event_and_tell_near_levels_apart():
+    x, _, _ = inputs((3, 8, 8))
+    net, log_snr = build((3, 8, 8), fourier=[2, 5]), torch.full((2,), 12.0, dtype=torch.float64)
+    assert net.stem.in_channels == 3 * (1 + 2 * 2) and net(x, log_snr).shape == x.shape
+    with torch.no_grad():  # a shift by 2^-6 turns the finest features by half a period
+        net.stem.weight[:, :3] = 0
+        moved = (net(x + 2.0**-6, log_snr) - net(x, log_snr)).abs().mean()
+        whole = (net(x + 2.0**-1, log_snr) - net(x, log_snr)).abs().mean()  # and by 2^-1 not at all
+    assert float(moved) > 100 * float(whole)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
