@@ -38,8 +38,8 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         spec: the data set this model is built for.
         schedule: noise schedule; `cosine` is the continuous one with log-SNR in [-15, 15], `learned` is trained with
             the network, by the objectives `continuous` and `vlb`.
-        log_snr_ends: log-SNR at t = 0 and at t = 1, for the schedules `cosine`, `linear_log_snr` and `learned`; by default
-            their own.
+        log_snr_ends: log-SNR at t = 0 and at t = 1 of the schedules `cosine`, `linear_log_snr` and `learned`; their own
+            by default.
         zero_terminal_snr: change the schedule so that no signal is left at t = 1.
         parameterisation: what the network predicts: `eps`, `x0`, `v` or `edm` (F of Karras et al. 2022).
         objective: `simple` (mean squared error), `vlb` (the bound itself), `hybrid` (simple, and the bound for learned

@@ -19,16 +19,28 @@ from genmodels.random import KeyedGenerator
 class DiffusionBound:
     """The likelihood of a diffusion model, mixed into a GenerativeModel with `encode`, `core` and `decoder`."""
 
-    def bound_times(self, num_terms: int | None = None) -> Tensor:
-        """Times t_0 < ... < t_K = 1 of the bound; (K + 1,) float64.
+    def bound_times(self) -> Tensor:
+        """Times t_0 < ... < t_K = 1 of the bound, evenly spaced in log-SNR; (T,) float64.
+
+        There a denoiser costs about the same in each step, which makes the bound of T steps and its estimate from few
+        draws tight. The steps of a table are its own. A log-SNR below -20 at the end counts as -20 for the spacing.
+        """
+        times, schedule = self.training_times(), self.core.schedule
+        if schedule.num_steps is not None:
+            return times
+        first, last = schedule.log_snr(times[[0, -1]]).detach().clamp(min=-20.0)
+        even = schedule.time_of(torch.linspace(float(first), float(last), len(times), dtype=torch.float64)).to(times)
+        return torch.cat([times[:1], even[1:-1], times[-1:]])
+
+    def training_times(self) -> Tensor:
+        """Times t_0 < ... < t_K = 1, evenly spaced, of the objectives that draw steps; (T,) float64.
 
         A discrete schedule has DDPM's t_0 = 1/T. A continuous one starts where the noise first becomes smaller than the
         distance between levels, log SNR = 2 log(2 (L - 1)): below that the integers are certain and each further step
         would only charge for what the decoder gives away. Every t_0 yields a bound; this one is near the tightest. It
         is 0 where the schedule has no less noise than that.
         """
-        steps = num_terms or self.num_steps
-        schedule = self.core.schedule
+        steps, schedule = self.num_steps, self.core.schedule
         first = 1.0 / steps
         if schedule.num_steps is None:
             ahead = schedule.log_snr(torch.tensor([0.0, first], dtype=torch.float64)).detach()

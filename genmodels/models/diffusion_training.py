@@ -74,7 +74,7 @@ class DiffusionTraining:
         if self.variance == "learned" and name not in ("vlb", "hybrid"):
             raise InputError(f"objective={name} trains no variance: choose hybrid or vlb, or variance=beta")
         given = {"weighting": weighting, "variance": self.variance, "time_sampler": time_sampler}
-        self.objective = kind(self.decoder, self.bound_times(), **{k: v for k, v in given.items() if k in takes})
+        self.objective = kind(self.decoder, self.training_times(), **{k: v for k, v in given.items() if k in takes})
         self.objective.check(denoiser)
         if isinstance(self.objective.time_sampler, nn.Module):
             self.time_sampler = self.objective.time_sampler  # registered, so that checkpoints hold its history

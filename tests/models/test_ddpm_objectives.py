@@ -106,21 +106,21 @@ def test_the_ends_of_a_schedule_can_be_chosen(schedule):
     assert float(made.bound_times()[0]) == 0  # less noise than that tells of no further level
 
 
-@pytest.mark.parametrize("data, shape, levels", [("digits", (1, 8, 8), 17), ("mnist", (1, 28, 28), 256)])
-def test_presets_of_images_train_and_bound_all_noise_levels_alike(data, shape, levels):
-    from genmodels.cli.compose import composer
-    from genmodels.models.build import build
+@pytest.mark.parametrize(
+    "schedule", ["cosine", "linear_continuous", "grad_tts", "sigmoid", "linear_log_snr", "learned"]
+)
+@pytest.mark.parametrize("zero_terminal_snr", [False, True])
+def test_the_steps_of_the_bound_are_even_in_log_snr(schedule, zero_terminal_snr):
+    made = model(schedule=schedule, zero_terminal_snr=zero_terminal_snr, objective="continuous", num_steps=200)
+    times, drawn = made.bound_times(), made.training_times()
+    steps = made.core.schedule.log_snr(times)[:-1].diff().detach()
+    assert bool((times.diff() > 0).all()) and float(steps.min()) == pytest.approx(float(steps.max()), rel=1e-3)
+    assert len(times) == len(drawn) == 200 and torch.equal(times[[0, -1]], drawn[[0, -1]])
 
-    with composer("train", None) as hydra:
-        options = hydra.compose(["model=ddpm", f"data={data}"])["model"]
-    made = build(options, DataSpec(data, shape, levels=levels, num_classes=10))
-    log_snr = made.core.schedule.log_snr(made.bound_times())
-    # Steps alike in log-SNR down to where levels become certain: no term of the bound and no draw outweighs the others.
-    assert float(log_snr[0]) == pytest.approx(2 * math.log(2 * (levels - 1)), abs=0.02)
-    assert float(-log_snr.diff().max()) > 0.9 * float(-log_snr.diff().min())
-    drawn = made.loss(batch(made.spec, 64), KeyedGenerator(0, torch.arange(64), "train")).times
-    fine = made.core.schedule.log_snr(drawn) > 6
-    assert float(fine.double().mean()) > 0.9 * float((log_snr > 6).double().mean()) - 1 / 64
+
+def test_the_steps_of_a_table_are_its_own():
+    made = model(schedule="linear", num_steps=200)
+    assert torch.allclose(made.bound_times() * 200, torch.arange(1, 201, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
