@@ -19,9 +19,9 @@ import time
 
 import torch
 
-from genmodels.evaluation.likelihood import Likelihood
+from genmodels.core.likelihood import Likelihood
 from genmodels.models.build import build
-from genmodels.models.load import load_model
+from genmodels.models.checkpoint import load_model
 
 _BATCH = 250
 

@@ -34,7 +34,7 @@ SAMPLERS = {"dpmpp_2m_20": {"sampler": "dpmpp_2m", "steps": 20}, "ddpm_50": {"sa
 def train(folder: Path, name: str, seed: int, given: argparse.Namespace) -> float:
     """Train, or go on with what was begun, unless that has been done; seconds."""
     from genmodels.cli.main import main
-    from genmodels.training.archive import read_header
+    from genmodels.core.checkpoint import read_header
 
     last = folder / "last.ckpt"
     begun = last.exists()
@@ -68,10 +68,10 @@ def frechet(a: np.ndarray, b: np.ndarray) -> float:
 
 def judge(folder: Path, given: argparse.Namespace) -> dict:
     """The figures of a finished run."""
-    from genmodels.evaluation.likelihood import Likelihood
-    from genmodels.evaluation.sampling import draw
+    from genmodels.core.likelihood import Likelihood
+    from genmodels.evaluation.samples import draw
     from genmodels.models.build import build
-    from genmodels.models.load import load_model
+    from genmodels.models.checkpoint import load_model
 
     model, header = load_model(folder / "last.ckpt", device="cpu")
     data = build(header["config"]["data"]).prepare()

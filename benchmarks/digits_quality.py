@@ -16,9 +16,9 @@ import json
 import torch
 from sklearn.svm import SVC
 
-from genmodels.data.digits import Digits
-from genmodels.evaluation.sampling import draw
-from genmodels.models.load import load_model
+from genmodels.data.vision import Digits
+from genmodels.evaluation.samples import draw
+from genmodels.models.checkpoint import load_model
 
 #: Options of sampling for each family.
 WAYS: dict[str, dict[str, dict]] = {

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from genmodels.core.errors import InputError
 from genmodels.data.loading import ResumableBatchSampler, TensorData, training_loader
 from genmodels.data.vision import MNIST
-from genmodels.errors import InputError
 
 
 def bare_index(x: torch.Tensor, labels: torch.Tensor, batch: int) -> Iterable:

@@ -31,7 +31,7 @@ from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import InvertibleLinear
 from genmodels.flows.squeeze import Squeeze2d
-from genmodels.nn.convolutional import ConvNet
+from genmodels.nn.coupling_networks import ConvNet
 
 MODES = ("store", "inverse")
 

@@ -82,7 +82,7 @@ def run(command: str, words: list[str]) -> None:
 
 def train(folder: Path, words: list[str], seed: int) -> None:
     """Train, or go on with what was begun, unless that has been done."""
-    from genmodels.training.archive import read_header
+    from genmodels.core.checkpoint import read_header
 
     last = folder / "last.ckpt"
     begun = last.exists()

@@ -20,9 +20,9 @@ import torch
 
 from genmodels.evaluation.features import FeatureNetwork, Items, network_for
 from genmodels.evaluation.fidelity import frechet_distance, precision_recall
-from genmodels.evaluation.sampling import draw
+from genmodels.evaluation.samples import draw
 from genmodels.models.build import build
-from genmodels.models.load import load_model
+from genmodels.models.checkpoint import load_model
 
 ROWS = (
     "ddpm:1000", *(f"{name}:{n}" for n in (5, 10, 20, 50) for name in ("ddim", "dpmpp_2m")),

@@ -16,7 +16,7 @@ import torch
 from _timing import interleaved
 from unet_step import Setting, build_peer
 
-from genmodels.data.spec import DataSpec
+from genmodels.core.data import DataSpec
 from genmodels.models.ddpm import DDPM
 
 SETTINGS = {

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from _timing import interleaved
 
-from genmodels.random import KeyedGenerator
+from genmodels.core.random import KeyedGenerator
+from genmodels.speech.audio import MelConfig
 from genmodels.speech.glow_tts import GlowTTS, mel_decoder
 from genmodels.speech.hifigan import HiFiGAN
 from genmodels.speech.measures import real_time_factor
-from genmodels.speech.mel import MelConfig
 from genmodels.speech.streaming import collect, stream, stream_sound
 from genmodels.speech.tacotron import Tacotron
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder

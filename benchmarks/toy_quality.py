@@ -16,10 +16,10 @@ import json
 import torch
 from torch import Tensor
 
-from genmodels.data.densities import density
-from genmodels.data.spec import Batch
-from genmodels.evaluation.sampling import draw
-from genmodels.models.load import load_model
+from genmodels.core.data import Batch
+from genmodels.data.toy import density
+from genmodels.evaluation.samples import draw
+from genmodels.models.checkpoint import load_model
 
 _WIDTH = 0.3  # of the kernel, in standard deviations of the data
 _TEST = 10_000

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from genmodels.data.spec import DataSpec
+from genmodels.core.data import DataSpec
+from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
     LOSSES,
     AnnealedImportanceSampling,
@@ -31,9 +32,8 @@ from genmodels.energy import (
     ExactScoreMatching,
     GaussianBase,
 )
-from genmodels.models.encoding import Encoding
-from genmodels.nn.deep_kernel import DeepKernelEnergy
-from genmodels.random import KeyedGenerator
+from genmodels.models.score_matching import Encoding
+from genmodels.nn.energy_nets import DeepKernelEnergy
 
 OPTIONS = {"exact": {}, "sliced": {}, "sliced_vr": {}, "denoising": {"sigma": 0.1}, "finite_difference": {"step": 0.1}}
 _NOISE = 0.05

@@ -3,4 +3,4 @@
 Importing this package imports nothing heavy: torch is loaded by the rooms that need it.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from genmodels.cli.main import main
-from genmodels.errors import RunError
-from genmodels.training.archive import read_header
+from genmodels.core.checkpoint import read_header
+from genmodels.core.errors import RunError
+from genmodels.models.checkpoint import read_checkpoint
 from genmodels.training.callbacks import Checkpointing
-from genmodels.training.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["trainer.max_steps=8", "trainer.validate_every_n_steps=4", "trainer.sample_every_n_steps=0", "logger=csv",

@@ -1,4 +1,4 @@
-"""A model and a data set outside genmodels, as docs/house.md shows them: trained, sampled, evaluated, resumed."""
+"""A model and a data set outside genmodels, as docs/extending.md shows them: trained, sampled, evaluated, resumed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from genmodels.cli import main as cli
-from genmodels.data.spec import DataSpec
-from genmodels.errors import InputError
-from genmodels.evaluation.sampling import draw
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
+from genmodels.evaluation.samples import draw
 from genmodels.models.base import GenerativeModel, Samples
 
-PAGE = (Path(__file__).parents[1] / "docs" / "house.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 SOURCE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)
 COMMANDS = [line.split()[1:] for line in PAGE.splitlines() if line.startswith("genmodels ") and "trust=[mine]" in line]
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from genmodels.cli.main import main
-from genmodels.training.archive import read_header
-from genmodels.training.checkpoint import read_checkpoint
+from genmodels.core.checkpoint import read_header
+from genmodels.models.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).parents[1]
 SMALL = [

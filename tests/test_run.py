@@ -20,7 +20,7 @@ import yaml
 from PIL import Image
 
 from genmodels.cli.main import main
-from genmodels.training.archive import checkpoint_hash, read_header
+from genmodels.core.checkpoint import checkpoint_hash, read_header
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["trainer=smoke", "trainer.max_steps=12", "trainer.validate_every_n_steps=6", "trainer.sample_every_n_steps=6"]
@@ -286,7 +286,7 @@ def test_training_on_two_processes_is_training_on_one(tmp_path, model):
     one, two = (read_header(tmp_path / name / "last.ckpt") for name in ("one", "two"))
     assert one["step"] == two["step"] == 12 and one["batches_seen"] == two["batches_seen"]
     assert one["figures"]["val/bits_per_dim"] == pytest.approx(two["figures"]["val/bits_per_dim"], abs=2e-3)
-    from genmodels.training.checkpoint import read_checkpoint
+    from genmodels.models.checkpoint import read_checkpoint
 
     a, b = (read_checkpoint(tmp_path / name / "last.ckpt")["state_dict"] for name in ("one", "two"))
     moved = max(float((a[k] - b[k]).abs().max()) for k in a if a[k].is_floating_point())

@@ -12,7 +12,7 @@ import pytest
 from scipy.io import wavfile
 
 from genmodels.cli.main import main
-from genmodels.data.densities import DENSITIES
+from genmodels.data.toy import DENSITIES
 
 TABLES = ("nsf", "realnvp", "maf")
 UCI = {"red wine": "winequality-red.csv", "white wine": "winequality-white.csv", "parkinsons": "parkinsons_updrs.data"}

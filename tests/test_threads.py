@@ -28,7 +28,7 @@ def run_doctest(folder: Path, *words: str, **environment: str) -> subprocess.Com
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GENMODELS_TEST_"))}
     env |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PROBE": str(folder / "threads")}
     env |= {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "genmodels/errors.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "genmodels/core/errors.py"]
     return subprocess.run(command, cwd=ROOT, env=env | environment, capture_output=True, text=True)
 
 

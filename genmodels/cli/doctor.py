@@ -10,9 +10,8 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from genmodels.cli.places import check_writable
-from genmodels.errors import InputError, printable
-from genmodels.files import kind_of, write_whole
+from genmodels.core.errors import InputError, printable
+from genmodels.core.files import check_writable, kind_of, write_whole
 
 GIGABYTE = 1e9
 PAIR = "pip uninstall -y torch torchvision && pip install torch torchvision"
@@ -182,8 +181,7 @@ def check_training(read: dict) -> str:
     import torch
 
     from genmodels.models.build import build, construct
-    from genmodels.training.stream import initial_batch
-    from genmodels.training.trainer import TrainerOptions
+    from genmodels.training.trainer import TrainerOptions, initial_batch
 
     config, datamodule = read["config"], read["data"]
     if datamodule.spec.text is not None and not read["named"]:  # the default model is for other data

@@ -92,9 +92,9 @@ def run(
     import sys
     from pathlib import Path
 
-    from genmodels.cli.places import check_writable
-    from genmodels.errors import InputError, RunError
-    from genmodels.evaluation.request import Request
+    from genmodels.core.errors import InputError, RunError
+    from genmodels.core.files import check_writable
+    from genmodels.evaluation.checkpoint import Request
 
     paths = [Path(p) for p in ([ckpt] if isinstance(ckpt, str) else ckpt)]
     if not paths:
@@ -113,7 +113,7 @@ def run(
         audit=audit, data=data or {}, trust=trust or [],
     )  # fmt: skip
 
-    from genmodels.training.archive import verify
+    from genmodels.core.checkpoint import verify
 
     paths = [p / "best.ckpt" if p.is_dir() else p for p in paths]
     failures: dict[str, str] = {}
@@ -127,7 +127,7 @@ def run(
     for message in failures.values():  # at once, for the others may take long
         print(f"{message}; going on with the others", file=sys.stderr, flush=True)
 
-    from genmodels.evaluation.compare import compare
+    from genmodels.report.compare import compare
 
     whole = [path for path in paths if str(path) not in failures]
     failed = compare(whole, request, out=out, rank=rank, keep=cache, several=len(paths) > 1, failures=failures)

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from genmodels.cli.kinds import show
-from genmodels.cli.schema import Schema
-from genmodels.errors import InputError, RunError, nearest, printable
-from genmodels.training.archive import read_header
+from genmodels.cli.schema import Schema, show
+from genmodels.core.checkpoint import read_header
+from genmodels.core.errors import InputError, RunError, nearest, printable
 
 
 def main(words: list[str]) -> int:

@@ -6,13 +6,12 @@ be carried out as it stands; 130 interrupted. Every foreseen failure is one line
 
 from __future__ import annotations
 
-import errno
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from importlib import import_module
 
-from genmodels.errors import InputError, RunError, nearest, printable
+from genmodels.core.errors import InputError, explain, nearest, printable
 
 #: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
 CONFIGURED = ("train", "sample", "evaluate", "verify")
@@ -56,36 +55,6 @@ def guarded(command: str, work: Callable[[], int]) -> int:
         if known is None:
             raise
         return _fail(command, *known)
-
-
-def explain(command: str, error: BaseException) -> tuple[str, int] | None:
-    """The line and the exit code for a foreseen failure, None for a programming error.
-
-    Example:
-        >>> explain("train", RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))[1]
-        1
-        >>> explain("train", ZeroDivisionError()) is None
-        True
-    """
-    if isinstance(error, InputError | RunError):
-        return " ".join(str(error).split()), error.exit_code
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left on the disk ({error.filename or 'while writing'}): free some and go on", 1
-    text = str(error)
-    if "DataLoader worker" in text:
-        return ("a worker process that loads data was killed or ended (often for want of memory): lower "
-                "data.num_workers or data.batch_size; resume=last goes on"), 1
-    if any(one in text for one in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")) and (
-        isinstance(error, RuntimeError)
-    ):
-        return "another process of the run has ended; the same command with resume=last goes on", 1
-    if "torchvision::nms" in text:
-        return "torch and torchvision are not of the same build: genmodels doctor says what to do", 1
-    too_large = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(one in text for one in too_large)):
-        key = "data.batch_size or the model" if command == "train" else "batch_size"
-        return f"out of memory: make {key} smaller", 1
-    return None
 
 
 def _fail(command: str, message: str, code: int) -> int:

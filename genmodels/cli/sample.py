@@ -108,8 +108,8 @@ def run(
     import math
     from pathlib import Path
 
-    from genmodels.cli.places import check_writable
-    from genmodels.errors import InputError, check_temperature
+    from genmodels.core.errors import InputError, check_temperature
+    from genmodels.core.files import check_writable
 
     if temperature is not None:
         check_temperature(temperature)
@@ -129,13 +129,13 @@ def run(
             check_writable(key, Path(place))
     ckpt_path = Path(ckpt) / "best.ckpt" if Path(ckpt).is_dir() else Path(ckpt)
 
-    from genmodels.training.archive import verify
+    from genmodels.core.checkpoint import verify
 
     verify(ckpt_path)
 
-    from genmodels.evaluation.sampling import check_target, draw, write_path, write_samples
-    from genmodels.models.load import load_model, weights_of
-    from genmodels.training.archive import checkpoint_hash
+    from genmodels.core.checkpoint import checkpoint_hash
+    from genmodels.evaluation.samples import check_target, draw, write_path, write_samples
+    from genmodels.models.checkpoint import load_model, weights_of
 
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
     manner = {"speed": speed, "seconds": seconds, "durations": durations, "pause": pause, "on_unknown": on_unknown}
@@ -238,10 +238,10 @@ def material(model, header: dict, named: dict, ckpt_path, trust: list[str]) -> t
     """
     import inspect
 
-    from genmodels.errors import InputError
-    from genmodels.evaluation.items import read_items, read_mask
+    from genmodels.core.errors import InputError
+    from genmodels.evaluation.samples import read_items, read_mask
     from genmodels.models.build import build
-    from genmodels.models.load import data_options
+    from genmodels.models.checkpoint import data_options
 
     asked = [key for key in ("inpaint", "edit") if named[key] is not None]
     if not asked:
@@ -273,13 +273,12 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
     """
     from pathlib import Path
 
-    from genmodels.errors import InputError
-    from genmodels.evaluation.interpolation import interpolate, read_ends
-    from genmodels.evaluation.pictures import LEGIBLE, grid, images_of
-    from genmodels.evaluation.sampling import save_png
+    from genmodels.core.checkpoint import checkpoint_hash
+    from genmodels.core.errors import InputError
+    from genmodels.evaluation.samples import interpolate, read_ends, save_png
     from genmodels.models.build import build
-    from genmodels.models.load import data_options, weights_of
-    from genmodels.training.archive import checkpoint_hash
+    from genmodels.models.checkpoint import data_options, weights_of
+    from genmodels.plots.images import LEGIBLE, grid, images_of
 
     if target is not None and target.suffix.lower() != ".png":
         raise InputError(f"out={target}: the way between two items is one strip, end it in .png")

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import io
+import json
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from genmodels.errors import InputError
+import numpy as np
+import torch
+from torch import Tensor
+
+from genmodels.core.errors import InputError, RunError, refusals
+from genmodels.core.files import write_whole
+from genmodels.evaluation.samples import save_png
+from genmodels.models.glow_tts import check_streams, stream_text
+from genmodels.models.text_model import TextReader
+from genmodels.plots.images import spoken
+from genmodels.speech.audio import MelConfig, write_wav
+from genmodels.speech.markup import phrases
+from genmodels.speech.streaming import Vocoder, collect, stream_sound
+from genmodels.speech.vocoder import FLOOR, SPOKEN, phases, sound_of, vocoder_of
 
 
 def say(model, header: dict, ckpt_path, asked: dict, manner: dict, options: dict) -> list[str]:
@@ -20,12 +37,10 @@ def say(model, header: dict, ckpt_path, asked: dict, manner: dict, options: dict
     Raises:
         InputError: for texts that cannot be spoken, or files that cannot be read.
     """
-    from genmodels.evaluation.sampling import takes
-    from genmodels.evaluation.sounding import vocoder_of
-    from genmodels.evaluation.speaking import Manner, read_durations, speak, targets, write_spoken
-    from genmodels.evaluation.streamed import speak_streamed
-    from genmodels.speech.mel import MelConfig
-    from genmodels.training.archive import checkpoint_hash
+    from genmodels.core.checkpoint import checkpoint_hash
+    from genmodels.evaluation.samples import takes
+    from genmodels.speech.audio import MelConfig
+    from genmodels.speech.vocoder import vocoder_of
 
     for key in options:
         if not takes(model.sample, key):
@@ -64,3 +79,302 @@ def say(model, header: dict, ckpt_path, asked: dict, manner: dict, options: dict
     lines = [f"{what} of {seconds:.2f} s in {took:.2f} s (real-time factor {took / seconds:.3f}, {model.device})"]
     return lines + times + [line for one, place in zip(told, places, strict=True)
                     for line in write_spoken(one, model.spec, place, how, made, vocoder)]
+
+
+_TOGETHER = 16  # sentences in one pass
+_MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature")  # what files say of how a mel was sampled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How texts are spoken.
+
+    Arguments:
+        speaker: name or number; None for the first.
+        temperature: factor of the noise's deviation; None for what the model usually has.
+        speed: above 1 is faster.
+        seconds: total time of a text, which is then spoken as one sentence.
+        pause: seconds of silence between sentences, where no mark `[pause=0.3]` says otherwise.
+        durations: for each sentence the frames of its tokens, instead of predicted ones.
+        vocoder: one of `genmodels.speech.vocoder.VOCODERS`.
+        seed, weights, on_unknown: see the model's `sample`.
+        options: what else the model's `sample` is told, such as sampler and steps of a diffusion.
+
+    Raises:
+        InputError: for a pause that is negative, a vocoder that does not exist, or durations beside a speed.
+    """
+
+    speaker: int | str | None = None
+    temperature: float | None = None
+    speed: float = 1.0
+    seconds: float | None = None
+    pause: float = 0.2
+    durations: list[list[int]] | None = None
+    vocoder: str = "griffin_lim"
+    seed: int = 0
+    weights: str | float = "ema"
+    on_unknown: str = "error"
+    options: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        if not self.pause >= 0:
+            raise InputError(f"pause is seconds of silence, 0 or more, got {self.pause}")
+        if self.vocoder not in SPOKEN:
+            raise InputError(f"vocoder is one of {', '.join(SPOKEN)}, got {self.vocoder!r}")
+        if self.durations is not None and self.speed != 1:
+            raise InputError("durations already say how long every token lasts: leave out speed, or durations")
+
+    @property
+    def of_model(self) -> dict:
+        """What of it a model's `sample` is told."""
+        own = ("temperature", "speed", "seconds", "durations", "seed", "weights", "on_unknown")
+        told = {name: getattr(self, name) for name in own} | self.options
+        return {name: value for name, value in told.items() if name != "temperature" or value is not None}
+
+
+@dataclass
+class Spoken:
+    """One text, spoken.
+
+    Attributes:
+        text: as it was written.
+        parts: for each sentence its normal form, tokens, durations and mel (n_mels, T).
+        gaps: frames of silence before each of them.
+        mel: all of them with pauses between, (n_mels, T).
+        wave: the sound (N,), None before a vocoder has run.
+        made: how the mel was sampled: sampler, steps, temperature.
+    """
+
+    text: str
+    parts: list[tuple[str, list[int], list[int], Tensor]] = field(default_factory=list)
+    gaps: list[int] = field(default_factory=list)
+    mel: Tensor | None = None
+    wave: Tensor | None = None
+    made: dict = field(default_factory=dict)
+
+
+def in_parts(texts: Sequence[str], manner: Manner, mel: dict) -> list[list[tuple[str, int]]]:
+    """The sentences of each text with the frames of silence before each; a text with an exact total time is one.
+
+    Raises:
+        InputError: for no text at all, marks that cannot be followed, or durations of another number of sentences.
+    """
+    marked = [phrases(text, manner.pause) for text in texts]
+    if manner.seconds is not None:
+        if any("[pause=" in text for text in texts):
+            raise InputError("seconds is the time of one sentence: leave the [pause=] out, or give no seconds")
+        marked = [[(text, 0.0)] for text in texts]
+    split = [[(part, round(gap * mel["sample_rate"] / mel["hop"])) for part, gap in parts] for parts in marked]
+    count = sum(map(len, split))
+    if not count:
+        raise InputError("there is no text to speak")
+    if manner.durations is not None and len(manner.durations) != count:
+        raise InputError(f"durations hold {len(manner.durations)} sentences, the text has {count}")
+    return split
+
+
+def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start: int = 0) -> list[Spoken]:
+    """Mels of texts, each `takes` times, long ones sentence by sentence; in the order of takes, then of texts.
+
+    A sentence has the same mel in whatever text, batch or process it is spoken: its noise is keyed by the seed, the
+    sentence and the number of the take.
+
+    Raises:
+        InputError: for texts that cannot be spoken.
+    """
+    from genmodels.models.text_model import TextReader
+
+    reader = TextReader(model.spec, manner.on_unknown)
+    split = in_parts(texts, manner, model.spec.mel)
+    flat = [sentence for parts in split for sentence, _ in parts]
+    options, found = manner.of_model, []
+    for take in range(start, start + takes):
+        mels = []
+        for first in range(0, len(flat), _TOGETHER):
+            count = min(_TOGETHER, len(flat) - first)
+            with refusals():
+                drawn = model.sample(count, manner.speaker, start=take * len(flat) + first, text=flat, **options)
+            if not bool(drawn.x.isfinite().all()):
+                raise RunError("a mel is not finite: lower temperature, or ema=true")
+            for k in range(count):
+                frames, tokens = int(drawn.mask[k].sum()), int(drawn.cond.mask[k].sum())
+                mels.append((reader.normal_form(flat[first + k]), drawn.cond.tokens[k, :tokens].tolist(),
+                             drawn.durations[k, :tokens].tolist(), drawn.x[k, :, :frames].cpu()))
+        for text, parts in zip(texts, split, strict=True):
+            own, mels = mels[: len(parts)], mels[len(parts) :]
+            gaps = [gap for _, gap in parts]
+            pieces = [piece for part, gap in zip(own, gaps, strict=True) for piece in (silence(part[3], gap), part[3])]
+            made = {key: drawn.made[key] for key in _MADE if key in drawn.made} | {"take": take}
+            found.append(Spoken(text, own, gaps, torch.cat(pieces, 1), made=made))
+    return found
+
+
+def silence(like: Tensor, frames: int) -> Tensor:
+    """A mel (n_mels, frames) of silence."""
+    return like.new_full((like.shape[0], frames), FLOOR)
+
+
+def read_durations(path: Path) -> list[list[int]]:
+    """The durations in a file that `write_spoken` has written, or a plain list of them.
+
+    Raises:
+        InputError: for a file that holds no durations, or other than whole numbers.
+    """
+    try:
+        rows = _rows_of(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(f"durations={path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:  # no JSON, or JSON of another form
+        raise InputError(f"durations={path} holds no durations in whole numbers of frames: it wants the .json that "
+                         "sample.py writes, or [[3, 5, 2]]") from error
+    return rows
+
+
+def _rows_of(found) -> list[list[int]]:
+    rows = [part["durations"] for part in found["sentences"]] if isinstance(found, dict) else found
+    rows = [rows] if isinstance(rows, list) and all(isinstance(d, int) for d in rows) else rows
+    if not all(isinstance(row, list) and row and all(isinstance(d, int) for d in row) for row in rows) or not rows:
+        raise ValueError("no lists of whole numbers")
+    return rows
+
+
+def write_spoken(
+    told: Spoken, spec, target: Path, manner: Manner, made: dict, vocoder: Vocoder | None = None
+) -> list[str]:
+    """Write one text: .wav with .png and .json beside it, or a .npz; what to tell the user.
+
+    Arguments:
+        vocoder: that of `manner`, if it is loaded already; used where the text has no sound yet.
+    """
+    config = MelConfig(**spec.mel)
+    about = {"text": told.text, "seed": manner.seed, **told.made, "speed": manner.speed, "vocoder": manner.vocoder,
+             **made}
+    if target.suffix.lower() == ".npz":
+        arrays = {"mel": told.mel.numpy(), "tokens": np.concatenate([part[1] for part in told.parts]),
+                  "durations": np.concatenate([part[2] for part in told.parts]), "made": json.dumps(about, default=str)}
+        write_whole(target, lambda file: np.savez_compressed(file, **arrays))
+        return [f"mel {tuple(told.mel.shape)}: {target}"]
+    took = ""
+    if told.wave is None:
+        start = time.monotonic()
+        vocoder = vocoder_of(manner.vocoder, config) if vocoder is None else vocoder
+        told.wave = sound_of(told.mel, vocoder, manner.seed, manner.seconds)
+        if not bool(told.wave.isfinite().all()):
+            raise RunError(f"the mel of this text goes up to {float(told.mel.max()):.4g} in log units, louder than any "
+                           f"sound: train longer, or lower temperature=; out={target.with_suffix('.npz')} keeps it")
+        took = f" ({SPOKEN[manner.vocoder]} took {time.monotonic() - start:.1f} s)"
+    held = io.BytesIO()
+    factor = write_wav(held, told.wave, config.sample_rate)
+    write_whole(target, lambda file: file.write(held.getvalue()))
+    seconds = len(told.wave) / config.sample_rate
+    lines = [f"{seconds:.2f} s of sound{took}: {target}"]
+    if factor < 1:
+        lines.append(f"it was too loud and was made quieter as a whole, by a factor of {factor:.2g}")
+    tokens, durations = _joined(told)
+    save_png(spoken(told.mel, spec, tokens, durations, told.text[:120]), target.with_suffix(".png"), about)
+    plain = about | {"sample_rate": config.sample_rate, "hop": config.hop, "sentences": [
+        {"text": text, "tokens": [spec.text["symbols"][t] for t in tokens], "durations": durations}
+        for text, tokens, durations, _ in told.parts
+    ]}
+    write_whole(target.with_suffix(".json"),
+                lambda file: file.write(json.dumps(plain, indent=1, default=str) + "\n"), mode="w")
+    return [*lines, f"its mel with tokens: {target.with_suffix('.png')}; durations: {target.with_suffix('.json')}"]
+
+
+def _joined(told: Spoken) -> tuple[list[int], list[int]]:
+    """Tokens and frames of the whole text, each pause as padding."""
+    tokens, durations = [], []
+    for (_, own, frames, _), gap in zip(told.parts, told.gaps, strict=True):
+        if gap:
+            tokens, durations = [*tokens, 0], [*durations, gap]
+        tokens, durations = tokens + own, durations + frames
+    return tokens, durations
+
+
+def targets(out: Path | None, folder: Path, stem: str, told: Sequence[Spoken], seed: int) -> list[Path]:
+    """A file for each text: `out` itself for one, files in the folder `out` for several, else files of the run.
+
+    Raises:
+        InputError: for one file and several texts, or a form that is not written.
+    """
+    if out is not None and out.suffix.lower() in (".wav", ".npz"):
+        if len(told) > 1:
+            raise InputError(f"out={out} is one file and there are {len(told)} texts: give a folder")
+        return [out]
+    if out is not None and out.suffix:
+        raise InputError(f"out={out}: end it in .wav (with .png and .json beside it), .npz, or nothing (a folder)")
+    place = out or folder
+    return [place / f"{stem}_seed{seed}_{k}_{_words(one.text)}.wav" for k, one in enumerate(told)]
+
+
+def _words(text: str) -> str:
+    """The beginning of a text as a file name has it.
+
+    Example:
+        >>> _words("Turn right, at 130 Prospect Street!")
+        'turn-right-at-130-prospect'
+    """
+    kept = "".join(c if c.isalnum() else " " for c in text.lower()).split()
+    return "-".join(kept[:5])[:40] or "text"
+
+
+def speak_streamed(
+    model, texts: Sequence[str], manner: Manner, vocoder: Vocoder | None, *, chunk: int = 64, takes: int = 1,
+    start: int = 0, clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[Spoken], list[str]]:  # fmt: skip
+    """What `speak` gives, and its sound where there is a vocoder, made in pieces; and the times of each, in words.
+
+    A sentence is begun when the one before it is over: the first piece waits for the text of the first one alone.
+
+    Raises:
+        InputError: for texts or models that cannot be streamed.
+    """
+    check_streams(model)
+    split = in_parts(texts, manner, model.spec.mel)
+    listed = iter(manner.durations or [None] * sum(map(len, split)))
+    durations = [[next(listed) for _ in parts] for parts in split]
+    found, lines = [], []
+    for take in range(start, start + takes):
+        for text, parts, own in zip(texts, split, durations, strict=True):
+            told, kept, began = Spoken(text), [], clock()
+            pieces = _noted(_mels(model, told, list(zip(parts, own, strict=True)), manner, take, chunk), kept, clock)
+            if vocoder is None:
+                whole = collect(pieces, clock)
+            else:
+                whole = collect(stream_sound(vocoder, pieces, phases(manner.seed)), clock)
+                cut = None if manner.seconds is None else round(manner.seconds * vocoder.config.sample_rate)
+                told.wave = whole.whole[:cut]
+            told.mel = torch.cat([piece for _, piece in kept], 1)
+            found.append(told)
+            sound = "" if vocoder is None else f", of its sound after {whole.first_packet:.3f} s"
+            waited, size = kept[0][0] - began, kept[0][1].shape[1]
+            lines.append(f"first packet of the mel ({size} frames) after {waited:.3f} s{sound}, the last after "
+                         f"{whole.seconds:.3f} s")
+    return found, lines
+
+
+def _mels(
+    model, told: Spoken, sentences: list[tuple[tuple[str, int], list[int] | None]], manner: Manner, take: int,
+    chunk: int,
+) -> Iterator[Tensor]:  # fmt: skip
+    """The pieces of a text's mel with the pauses between sentences; what was spoken is noted in `told`."""
+    reader = TextReader(model.spec, manner.on_unknown)
+    for (sentence, gap), durations in sentences:
+        if gap:
+            yield torch.full((model.spec.event_shape[0], gap), FLOOR)
+        said = stream_text(model, sentence, manner.speaker, take=take, chunk=chunk,
+                           **manner.of_model | {"durations": durations})
+        pieces = []
+        for piece in said.pieces:
+            pieces.append(piece.cpu())
+            yield pieces[-1]
+        told.gaps.append(gap)
+        told.made = said.made
+        told.parts.append((reader.normal_form(sentence), said.tokens, said.durations, torch.cat(pieces, 1)))
+
+
+def _noted(pieces: Iterator[Tensor], kept: list[tuple[float, Tensor]], clock: Callable[[], float]) -> Iterator[Tensor]:
+    """The same pieces, each kept with the time at which it was there."""
+    for piece in pieces:
+        kept.append((clock(), piece))
+        yield piece

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from genmodels.core.moved import present_name
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -144,11 +146,11 @@ def find(dotted: str) -> tuple[Module, ast.AST] | None:
     """The definition that a dotted name leads to, or None.
 
     Example:
-        >>> module, node = find("genmodels.errors.InputError")
+        >>> module, node = find("genmodels.core.errors.InputError")
         >>> node.name, module.file
-        ('InputError', 'genmodels/errors.py')
+        ('InputError', 'genmodels/core/errors.py')
     """
-    place, _, name = dotted.rpartition(".")
+    place, _, name = present_name(dotted).rpartition(".")
     module = load(place) if place else None
     return module.lookup(name) if module else None
 

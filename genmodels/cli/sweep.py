@@ -14,8 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from genmodels.cli.compose import Composer
-from genmodels.cli.main import explain
 from genmodels.cli.schema import Schema
+from genmodels.core.errors import explain
 
 
 @dataclass(frozen=True)

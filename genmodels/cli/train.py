@@ -42,19 +42,16 @@ def run(
     from pathlib import Path
 
     from genmodels.cli.schema import TARGET, Schema
-    from genmodels.errors import InputError, RunError
+    from genmodels.core.checkpoint import read_header
+    from genmodels.core.errors import InputError, RunError
     from genmodels.models.build import build, construct
+    from genmodels.models.checkpoint import restoring
     from genmodels.training import run as parts
-    from genmodels.training.archive import read_header
     from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid
-    from genmodels.training.checkpoint import restoring
-    from genmodels.training.dashboards import LearnedDensity, NoiseLevels
+    from genmodels.training.dashboards import LearnedDensity, LossProfile, NoiseLevels
     from genmodels.training.loggers import LoggerOptions, close, log_config
-    from genmodels.training.loss_profile import LossProfile
     from genmodels.training.processes import watched
-    from genmodels.training.resume import check_same
-    from genmodels.training.stream import initial_batch, training_stream
-    from genmodels.training.trainer import TrainerOptions
+    from genmodels.training.trainer import TrainerOptions, check_same, initial_batch, training_stream
 
     os.environ.pop("GENMODELS_RUN_DIR", None) if "LOCAL_RANK" not in os.environ else None
     config = {"model": model, "data": data, "trainer": trainer or {}, "logger": logger or {}}
@@ -66,7 +63,7 @@ def run(
 
     import torch
 
-    from genmodels.random import seed_of
+    from genmodels.core.random import seed_of
 
     datamodule = build(data, trust=trust or [])
     if isinstance(options.devices, int) and options.devices > 0:
@@ -94,7 +91,7 @@ def run(
         try:
             changed = check_same(header | {"config": whole(header["config"], built)}, config, path)
         except InputError as error:
-            from genmodels.cli.words import how_to_resume
+            from genmodels.cli.compose import how_to_resume
 
             raise InputError(f"{error}: {how_to_resume(header['config'], path)}") from None
         folder = path.parent

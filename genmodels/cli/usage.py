@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import textwrap
 
-from genmodels.cli.kinds import Choice, Node, kinds, show
-from genmodels.cli.places import CONFIG_DIR, groups
+from genmodels.cli.schema import Choice, Node, kinds, show
 from genmodels.cli.signatures import Key, find, target
+from genmodels.core.files import CONFIG_DIR, groups
 
 OPTIONS = """\
   --keys             list every key this choice takes, with type, value and meaning
@@ -21,7 +21,7 @@ EXAMPLES = {
               "model=ddpm trainer=smoke", "model=ddpm resume=last"],
     "sample": ["ckpt=runs/ddpm-digits/<time>/best.ckpt n=64 sampler=ddim steps=50 seed=0"],
     "evaluate": ["ckpt=runs/ddpm-digits/<time>/best.ckpt", "'ckpt=[runs/a/best.ckpt,runs/b/best.ckpt]'"],
-    "verify": ["model=glow data=digits", "ckpt=runs/glow-digits/<time>/best.ckpt", "self_test=true",
+    "verify": ["model=glow data=digits", "ckpt=runs/glow-digits/<time>/best.ckpt",
                "what=mypackage.layers:MyLayer shape=[3,8,8] options.channels=3 trust=[mypackage]",
                "what=attention", "what=attention object=mypackage.layers:factory capabilities=[relative,cache,causal] "
                "trust=[mypackage]"],

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import chain
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
+
+from genmodels.core.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from genmodels.evaluation.findings import Findings, Options
+    from genmodels.verification.check import Findings, Options
+
 
 _ROWS = 3
 _INITIAL = 1024
@@ -26,7 +30,6 @@ def run(
     options: dict | None = None,
     cond: str | None = None,
     out: str | None = None,
-    self_test: bool = False,
     verbose: bool = False,
     seed: int = 0,
     compiler: Literal["aot_eager", "eager", "inductor", "none"] = "aot_eager",
@@ -55,7 +58,6 @@ def run(
         options: arguments of the class that what or object names.
         cond: condition of what, labels:10, vector:4 or map:2 for classes, length or channels.
         out: file for the verdicts; default verify.json beside a checkpoint, none otherwise.
-        self_test: show that every law notices the errors planted for it; with what=attention those of attention.
         verbose: every law of every layer, also those that do not apply.
         seed: seed of parameters and inputs.
         compiler: backend for the law on torch.compile, none to leave it out.
@@ -69,15 +71,15 @@ def run(
         logger: not used here.
         checkpoint: not used here.
     """
-    from genmodels.errors import InputError, RunError
-    from genmodels.evaluation.findings import Options
+    from genmodels.core.errors import InputError, RunError
+    from genmodels.verification.check import Options
 
     attention = what == "attention"
-    chosen = {"model": model, "ckpt": ckpt, "what": what, "self_test": (self_test and not attention) or None}
+    chosen = {"model": model, "ckpt": ckpt, "what": what}
     given = [key for key, value in chosen.items() if value is not None]
     if len(given) != 1:
         said = f"got {' and '.join(given)}" if given else "nothing was named"
-        raise InputError(f"{said}: give one of model=glow, ckpt=<file>, what=package.module:Class or self_test=true")
+        raise InputError(f"{said}: give one of model=glow, ckpt=<file> or what=package.module:Class")
     for key, value in (("shape", shape), ("options", options), ("cond", cond)):
         if value is not None and what is None:
             raise InputError(f"{key} goes with what=package.module:Class")
@@ -97,32 +99,27 @@ def run(
     start = time.monotonic()
     backend = None if compiler == "none" else compiler
     how = Options(model is not None, max_dims, patience, backend, seed, progress)
-    if self_test:
-        findings = _planted(backend, verbose, attention)
-    elif attention:
-        from genmodels.cli import verify_attention
-
+    if attention:
         chosen_how = {"compiler": backend, "seed": seed, "progress": progress}
         if object is None:
-            findings = verify_attention.every_mechanism(**chosen_how)
+            findings = every_mechanism(**chosen_how)
         else:
             maker = _located(object, trust or [], "object")
-            findings = verify_attention.own(maker, object, capabilities or [], shape, options or {}, **chosen_how)
+            findings = own_attention(maker, object, capabilities or [], shape, options or {}, **chosen_how)
     elif what is not None:
         findings = _own(what, shape, options or {}, cond, trust or [], how)
     else:
         findings = _model(model, data, ckpt, ema, device, trust or [], how)
-    if findings is not None:
-        print(findings.text(verbose))
-        _write(findings, out, ckpt)
-        if findings.failures:
-            more = f" and {len(findings.failures) - 6} more" if len(findings.failures) > 6 else ""
-            count = f"{len(findings.failures)} law{'' if len(findings.failures) == 1 else 's'} broken"
-            raise RunError(f"{count}: {', '.join(findings.failures[:6])}{more}{_not_proven('; ', findings)}")
-        if not findings.passed:
-            raise RunError(f"no law is broken, but {_not_proven('', findings)}")
-        checks = sum(v.error is not None for report in findings.reports for v in report.verdicts)
-        print(f"\nevery law holds: {checks} checks in {time.monotonic() - start:.0f} s")
+    print(findings.text(verbose))
+    _write(findings, out, ckpt)
+    if findings.failures:
+        more = f" and {len(findings.failures) - 6} more" if len(findings.failures) > 6 else ""
+        count = f"{len(findings.failures)} law{'' if len(findings.failures) == 1 else 's'} broken"
+        raise RunError(f"{count}: {', '.join(findings.failures[:6])}{more}{_not_proven('; ', findings)}")
+    if not findings.passed:
+        raise RunError(f"no law is broken, but {_not_proven('', findings)}")
+    checks = sum(v.error is not None for report in findings.reports for v in report.verdicts)
+    print(f"\nevery law holds: {checks} checks in {time.monotonic() - start:.0f} s")
 
 
 def _not_proven(before: str, findings: Findings) -> str:
@@ -134,7 +131,7 @@ def _write(findings, out: str | None, ckpt: str | None) -> None:
     import json
     from pathlib import Path
 
-    from genmodels.files import write_whole
+    from genmodels.core.files import write_whole
 
     if out is None and ckpt is None:
         return
@@ -143,33 +140,6 @@ def _write(findings, out: str | None, ckpt: str | None) -> None:
     text = json.dumps({"format": 1, **findings.to_dict()}, indent=1, allow_nan=False)
     write_whole(target, lambda file: file.write(text + "\n"), mode="w")
     print(f"verdicts: {target}")
-
-
-def _planted(compiler: str | None, verbose: bool, attention: bool) -> None:
-    """The planted errors, one line for each; a RunError if one goes unnoticed."""
-    from genmodels.errors import RunError
-
-    if attention:
-        from genmodels.evaluation.planted_attention import self_test
-    else:
-        from genmodels.evaluation.planted import self_test
-
-    missed = []
-    found = self_test(compiler)
-    if not attention:
-        from genmodels.evaluation import planted_diffusion, planted_kinds
-
-        tables = planted_kinds.PLANTED, planted_diffusion.PLANTED
-        found = chain(found, *map(planted_kinds.self_test, tables))
-    for name, planted, report, right in found:
-        told = ", ".join(report.broken) or "every law holds"
-        print(f"{'as it must' if right else 'WRONG':<11} {name:<40} {told}", flush=True)
-        if verbose:
-            print(f"{report}\n")
-        if not right:
-            missed.append(f"{name} (expected {', '.join(sorted(planted.broken)) or 'no law broken'})")
-    if missed:
-        raise RunError(f"the laws are wrong about {'; '.join(missed)}")
 
 
 def _model(
@@ -181,13 +151,13 @@ def _model(
 
     import torch
 
+    from genmodels.core.data import DataSpec
+    from genmodels.core.random import seed_of
     from genmodels.data.base import spread_rows
-    from genmodels.data.spec import DataSpec
-    from genmodels.evaluation.proofs import prove
     from genmodels.models.build import build
-    from genmodels.models.load import choose_device, data_options, load_model, weights_of
-    from genmodels.random import seed_of
-    from genmodels.training.stream import initial_batch
+    from genmodels.models.checkpoint import choose_device, data_options, load_model, weights_of
+    from genmodels.training.trainer import initial_batch
+    from genmodels.verification.models import prove
 
     if ckpt is None:
         datamodule = build(data, trust=trust).prepare()
@@ -201,7 +171,7 @@ def _model(
         try:
             network.core.load_state_dict(network.weights(weights_of(ema)).state_dict())
         except ValueError as error:
-            from genmodels.errors import InputError
+            from genmodels.core.errors import InputError
 
             raise InputError(str(error)) from error
 
@@ -221,12 +191,11 @@ def _own(
     what: str, shape: list[int] | None, options: dict, cond: str | None, trust: list[str], how: Options
 ) -> Findings:
     """The proof of something of a user's own."""
-    from genmodels.cli import verify_kinds
-    from genmodels.errors import InputError
+    from genmodels.core.errors import InputError
 
     maker = _located(what, trust)
     condition = None if cond is None else lambda: _condition(cond, shape, how.seed)
-    other = verify_kinds.own(maker, what, shape, options, condition, how.seed)
+    other = own_kind(maker, what, shape, options, condition, how.seed)
     if other is not None:
         return other
     if not shape:
@@ -236,7 +205,7 @@ def _own(
 
     import torch
 
-    from genmodels.evaluation.proofs_of_flows import prove_bijection
+    from genmodels.verification.flows import prove_bijection
 
     def make() -> nn.Module:
         try:
@@ -275,7 +244,7 @@ def _located(what: str, trust: list[str], key: str = "what"):
     import os
     import sys
 
-    from genmodels.errors import InputError
+    from genmodels.core.errors import InputError
 
     module_name, _, name = what.replace(":", ".").rpartition(".")
     package = module_name.split(".")[0]
@@ -296,7 +265,7 @@ def _condition(cond: str | None, shape: list[int], seed: int) -> Tensor | None:
     """Unlike conditions for a few rows, of a kind and size given as `labels:10`."""
     import torch
 
-    from genmodels.errors import InputError
+    from genmodels.core.errors import InputError
 
     if cond is None:
         return None
@@ -307,3 +276,133 @@ def _condition(cond: str | None, shape: list[int], seed: int) -> Tensor | None:
         return torch.arange(_ROWS) % int(size)
     space = shape[1:] if kind == "map" else []
     return torch.randn(_ROWS, int(size), *space, generator=torch.Generator().manual_seed(seed))
+
+
+_DIM, _HEADS = 8, 2
+
+
+def every_mechanism(*, compiler: str | None, seed: int, progress: bool):
+    """The verdicts on all mechanisms of the package."""
+    from genmodels.verification.attention import LAWS, MECHANISMS, Survey
+    from genmodels.verification.check import counting
+
+    findings = Survey()
+    with counting(len(MECHANISMS) * len(LAWS.laws), progress) as watch:
+        for name, mechanism in MECHANISMS.items():
+            findings.wholes.append(mechanism.judge(name, compiler=compiler, seed=seed, watch=watch))
+    return findings
+
+
+def own_attention(
+    maker: Callable, what: str, capabilities: list[str], space: list[int] | None, options: dict,
+    *, compiler: str | None, seed: int, progress: bool,
+):  # fmt: skip
+    """The verdicts on the module of a user's factory, `factory(dim, heads, ...)`."""
+    import torch
+
+    from genmodels.verification.attention import LAWS, check
+    from genmodels.verification.check import Findings, counting
+
+    sizes = {"dim": _DIM, "heads": _HEADS, **options}
+    dim, heads = sizes.pop("dim"), sizes.pop("heads")
+    if space is not None and (len(space) != 2 or min(space) < 1):
+        raise InputError(f"shape is that of a map here, as in shape=[2,3], got {space}")
+
+    def make(**more):
+        try:
+            made = maker(dim, heads, **{**sizes, **more})
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{what}: {error}") from error
+        if not isinstance(made, torch.nn.Module):
+            raise InputError(f"{what} makes a {type(made).__name__}, not a module (x, mask) -> y")
+        return made
+
+    fresh = None
+    longest = inspect.signature(maker).parameters.get("max_len")
+    if longest is not None:
+        usual = sizes.get("max_len", longest.default)
+        if isinstance(usual, int):
+
+            def fresh():
+                return make(max_len=2 * usual)
+
+    torch.manual_seed(seed)
+    module = make()
+    with counting(len(LAWS.laws), progress) as watch:
+        try:
+            report = check(
+                module, dim, capabilities=capabilities, space=None if space is None else tuple(space), fresh=fresh,
+                compiler=compiler, seed=seed, watch=watch,
+            )  # fmt: skip
+        except ValueError as error:
+            raise InputError(f"{what}: {error}") from error
+    return Findings([report])
+
+
+_HAS = ("log_snr", "energy", "schedule", "at_log_snr")
+
+
+def own_kind(
+    maker: Callable, what: str, shape: list[int] | None, options: dict, condition: Callable | None, seed: int
+):
+    """The verdicts on a user's noise schedule, energy, denoiser or sampler; None for what is none of them.
+
+    Arguments:
+        maker: a class, a function that makes one, or a sampler that is a function.
+        what, shape, options: as they were given to the command.
+        condition: makes conditions of a few rows, for a denoiser; None for none.
+        seed: of everything drawn.
+
+    Raises:
+        InputError: when it cannot be made, or a shape is missing or of no use.
+    """
+    from genmodels.verification.check import Findings
+    from genmodels.verification.diffusion import check_sampler, is_sampler
+
+    if is_sampler(maker):
+        _without("a sampler", shape, condition)
+        return Findings([check_sampler(_made(maker, what, options, seed) if isinstance(maker, type) else maker)])
+    if isinstance(maker, type) and not any(hasattr(maker, name) for name in _HAS):
+        return None
+    made = _made(maker, what, options, seed)
+    if is_sampler(made):
+        _without("a sampler", shape, condition)
+        return Findings([check_sampler(made)])
+    if not any(hasattr(made, name) for name in _HAS):
+        return None
+    import torch
+
+    if not isinstance(made, torch.nn.Module):
+        raise InputError(f"{what} makes a {type(made).__name__}, not a torch module")
+    if hasattr(made, "log_snr"):
+        from genmodels.verification.densities import check_schedule
+
+        _without("a noise schedule", shape, condition)
+        return Findings([check_schedule(made)])
+    if not shape or min(shape) < 1:
+        raise InputError("shape is missing, the event shape of x: add for example shape=[2]")
+    if hasattr(made, "schedule"):
+        from genmodels.verification.diffusion import check_denoiser
+
+        return Findings([check_denoiser(made, shape, cond=None if condition is None else condition(), seed=seed)])
+    from genmodels.verification.densities import check_energy
+
+    _without("an energy", None, condition)
+    return Findings([check_energy(made, shape, seed=seed)])
+
+
+def _made(maker: Callable, what: str, options: dict, seed: int):
+    import torch
+
+    torch.manual_seed(seed)
+    try:
+        return maker(**options)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what}: {error}") from error
+
+
+def _without(kind: str, shape: list[int] | None, condition: Callable | None) -> None:
+    if shape:
+        raise InputError(f"{kind} has no shape: leave shape={shape} out")
+    if condition is not None:
+        raise InputError(f"{kind} is judged without a condition: leave cond out")

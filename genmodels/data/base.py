@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, SequentialBatches, training_loader
-from genmodels.data.spec import DataSpec
-from genmodels.errors import InputError
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
 
 SPLITS = ("train", "val", "test")
 _EXAMINED = 20_000  # items that are looked at for constant columns and copies

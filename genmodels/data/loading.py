@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from genmodels.data.spec import Batch
-from genmodels.errors import InputError
-from genmodels.random import seed_of
+from genmodels.core.data import Batch
+from genmodels.core.errors import InputError
+from genmodels.core.random import seed_of
 
 
 class BatchDataset(Protocol):

@@ -1,23 +1,21 @@
 """Diffusion models as a plain library: noise schedules, denoisers, the bound term by term, samplers."""
 
-from genmodels.diffusion.altered import AlteredDenoiser, require_unaltered
 from genmodels.diffusion.bound import ElboTerms, ddpm_times, elbo, vdm_times
-from genmodels.diffusion.bound_path import PathTerms, path_terms
 from genmodels.diffusion.continuous import Continuous, continuous_elbo
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
-from genmodels.diffusion.denoiser import Denoiser
-from genmodels.diffusion.divergence import exact_divergence, hutchinson, rademacher
-from genmodels.diffusion.editing import invert, noised_start, times_from
-from genmodels.diffusion.guidance import GuidedDenoiser
-from genmodels.diffusion.hybrid import Hybrid
-from genmodels.diffusion.inpainting import Inpainting
-from genmodels.diffusion.loss_aware import LossAwareTimes
-from genmodels.diffusion.multistep import DPMSolverPP2MSampler, UniPCMemory, UniPCSampler
-from genmodels.diffusion.objectives import Objective, ObjectiveOutput, Simple, Vlb
-from genmodels.diffusion.ode import OdeDensity, OdeLogProb
-from genmodels.diffusion.ode_steps import EDMSampler, EulerSampler, HeunSampler
-from genmodels.diffusion.oracle import GaussianDenoiser, MixtureDenoiser
-from genmodels.diffusion.parameterisation import EDM, PARAMETERISATIONS, X0, Eps, Parameterisation, Prediction, V
+from genmodels.diffusion.denoiser import EDM, PARAMETERISATIONS, X0, Denoiser, Eps, Parameterisation, Prediction, V
+from genmodels.diffusion.editing import Inpainting, invert, noised_start, times_from
+from genmodels.diffusion.exact import GaussianDenoiser, MixtureDenoiser
+from genmodels.diffusion.guidance import (
+    THRESHOLDS,
+    AlteredDenoiser,
+    GuidedDenoiser,
+    Threshold,
+    ThresholdedDenoiser,
+    require_unaltered,
+)
+from genmodels.diffusion.objectives import Hybrid, Objective, ObjectiveOutput, Simple, Vlb
+from genmodels.diffusion.ode import OdeDensity, OdeLogProb, exact_divergence, hutchinson, rademacher
 from genmodels.diffusion.process import (
     VARIANCES,
     alpha_sigma,
@@ -30,11 +28,34 @@ from genmodels.diffusion.process import (
     renoise,
     sigma2_ts,
 )
-from genmodels.diffusion.samplers import SAMPLERS, DDIMSampler, DDPMSampler
-from genmodels.diffusion.sampling import Memory, Sampler, SampleResult, sample
+from genmodels.diffusion.samplers import (
+    SAMPLERS,
+    DDIMSampler,
+    DDPMSampler,
+    DPMSolverPP2MSampler,
+    EDMSampler,
+    EulerSampler,
+    HeunSampler,
+    UniPCMemory,
+    UniPCSampler,
+)
+from genmodels.diffusion.sampling import (
+    SPACINGS,
+    Memory,
+    Sampler,
+    SampleResult,
+    integer_leading,
+    integer_trailing,
+    karras,
+    karras_sigmas,
+    sample,
+    uniform_log_snr,
+    uniform_t,
+)
 from genmodels.diffusion.schedule import (
     CosineSchedule,
     GradTTSSchedule,
+    LearnedSchedule,
     LinearContinuousSchedule,
     LinearLogSnrSchedule,
     NoiseSchedule,
@@ -48,20 +69,8 @@ from genmodels.diffusion.schedule_discrete import (
     ZeroTerminalSchedule,
     rescale_zero_terminal,
 )
-from genmodels.diffusion.schedule_learned import LearnedSchedule
 from genmodels.diffusion.solvers import SOLVERS, SolverError
-from genmodels.diffusion.spacing import (
-    SPACINGS,
-    integer_leading,
-    integer_trailing,
-    karras,
-    karras_sigmas,
-    uniform_log_snr,
-    uniform_t,
-)
-from genmodels.diffusion.thresholding import THRESHOLDS, Threshold, ThresholdedDenoiser
-from genmodels.diffusion.time_sampling import TIME_SAMPLERS, TimeSampler
-from genmodels.diffusion.weighting import WEIGHTINGS, Weighting
+from genmodels.diffusion.weighting import TIME_SAMPLERS, WEIGHTINGS, LossAwareTimes, TimeSampler, Weighting
 
 SCHEDULES: dict[str, type[NoiseSchedule]] = {
     "linear": LinearSchedule,
@@ -126,7 +135,6 @@ __all__ = [
     "OdeDensity",
     "OdeLogProb",
     "Parameterisation",
-    "PathTerms",
     "Prediction",
     "SampleResult",
     "Sampler",
@@ -156,7 +164,6 @@ __all__ = [
     "kernel_variance",
     "learned_variance",
     "noised_start",
-    "path_terms",
     "posterior",
     "posterior_variance",
     "q_sample",

@@ -13,15 +13,14 @@ import math
 import torch
 from torch import Tensor
 
-from genmodels.diffusion.altered import require_unaltered
-from genmodels.diffusion.bound import ElboTerms, check_grid, rows_for
+from genmodels.core.errors import InputError
+from genmodels.core.random import Generator, KeyedGenerator, normal, uniform
+from genmodels.core.tensors import event_size, event_sum
+from genmodels.diffusion.bound import ElboTerms, check_grid, prior_term, reconstruction_term, rows_for
 from genmodels.diffusion.decoder import Decoder
-from genmodels.diffusion.masks import event_size, event_sum
+from genmodels.diffusion.guidance import require_unaltered
 from genmodels.diffusion.objectives import Objective, ObjectiveOutput, is_learned, predict, twice
 from genmodels.diffusion.process import kernel_variance, q_sample
-from genmodels.diffusion.terms import prior_term, reconstruction_term
-from genmodels.errors import InputError
-from genmodels.random import Generator, KeyedGenerator, normal, uniform
 
 #: Where the path of a schedule without signal at its end is cut: beyond, an example costs less than 1e-8 nats.
 _NOISIEST = -20.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.special import log_ndtr
 
-from genmodels.errors import InputError
+from genmodels.core.errors import InputError
 
 
 def to_unit(k: Tensor, levels: int, *, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from genmodels.errors import InputError
+from genmodels.core.errors import InputError
 
 
 def alpha_sigma(log_snr: Tensor) -> tuple[Tensor, Tensor]:

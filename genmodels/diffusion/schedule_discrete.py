@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from genmodels.core.errors import InputError
 from genmodels.diffusion.process import alpha_sigma
 from genmodels.diffusion.schedule import NoiseSchedule, _wide, step_to_time
-from genmodels.errors import InputError
 
 
 class DiscreteSchedule(NoiseSchedule):

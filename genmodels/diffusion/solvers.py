@@ -16,7 +16,7 @@ import torch
 from scipy.integrate import RK45, solve_ivp
 from torch import Tensor
 
-from genmodels.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError
 
 Derivative = Callable[[Tensor, Tensor, Tensor], Tensor]
 

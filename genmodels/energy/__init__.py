@@ -1,18 +1,23 @@
 """Energy models as a plain library: score-matching losses, Langevin samplers, partition functions."""
 
-from genmodels.energy.adaptation import DualAveraging
 from genmodels.energy.annealed import annealed_langevin, predictor_corrector
-from genmodels.energy.annealed_importance import GRIDS, AnnealedImportanceSampling
-from genmodels.energy.base import GaussianBase
-from genmodels.energy.chains import ChainResult, ChainState, Start, run_chains
-from genmodels.energy.contrastive import ContrastiveDivergence
+from genmodels.energy.annealed_importance import GRIDS, AnnealedImportanceSampling, LogPartition
+from genmodels.energy.chains import (
+    ChainResult,
+    ChainState,
+    DualAveraging,
+    Start,
+    effective_sample_size,
+    run_chains,
+    split_r_hat,
+)
 from genmodels.energy.denoising import (
+    ContrastiveDivergence,
     DenoisingScoreMatching,
     MultiScaleDenoising,
     largest_distance,
     noise_levels,
 )
-from genmodels.energy.diagnostics import effective_sample_size, split_r_hat
 from genmodels.energy.function import (
     Energy,
     EnergyFunction,
@@ -24,22 +29,23 @@ from genmodels.energy.function import (
     require_energy,
 )
 from genmodels.energy.guards import DivergenceGuard, require_continuous, require_finite
-from genmodels.energy.hamiltonian import HMC, leapfrog
 from genmodels.energy.integrals import Quadrature, expectation, quadrature
 from genmodels.energy.kernel_fit import DeepKernel, DeepKernelLoss
-from genmodels.energy.kernels import MALA, ULA, Kernel, Move, Point, Target
-from genmodels.energy.known import DoubleWell, NormalMixture, Quadratic
-from genmodels.energy.log_partition import LogPartition
+from genmodels.energy.kernels import HMC, MALA, ULA, Kernel, Move, Point, Target, leapfrog
+from genmodels.energy.known import DoubleWell, GaussianBase, NormalMixture, Potential, Quadratic
 from genmodels.energy.losses import (
+    PROJECTIONS,
     ExactScoreMatching,
     FiniteDifferenceScoreMatching,
+    Gaussian,
     Loss,
+    Projection,
+    Rademacher,
     SlicedScoreMatching,
     SlicedScoreMatchingVR,
+    Sphere,
 )
-from genmodels.energy.potential import Potential
 from genmodels.energy.products import cheapest_route, curl, directional, measure_routes, trace
-from genmodels.energy.projections import PROJECTIONS, Gaussian, Projection, Rademacher, Sphere
 
 LOSSES: dict[str, type[Loss]] = {
     "exact": ExactScoreMatching,

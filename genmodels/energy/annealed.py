@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from genmodels.core.errors import InputError, check_temperature
+from genmodels.core.random import Generator, at_step
 from genmodels.energy.function import NoiseConditionalScore
 from genmodels.energy.kernels import noise_like
-from genmodels.errors import InputError, check_temperature
-from genmodels.random import Generator, at_step
 
 Callback = Callable[[int, Tensor], None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,12 +10,127 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genmodels.energy.adaptation import DualAveraging
-from genmodels.energy.diagnostics import effective_sample_size, split_r_hat
+from genmodels.core.errors import InputError, RunError
+from genmodels.core.random import Generator, at_step
 from genmodels.energy.function import ScoreFunction, require_energy
 from genmodels.energy.kernels import Kernel, Target, noise_like
-from genmodels.errors import InputError, RunError
-from genmodels.random import Generator, at_step
+
+
+class DualAveraging(NamedTuple):
+    """Dual averaging of the logarithm of the step size, one for every chain.
+
+        H_t = (1 - 1/(t + t0)) H_{t-1} + (wanted - acceptance_t)/(t + t0)
+        log h_{t+1} = mu - sqrt(t)/gamma H_t,   log h_bar = t^-kappa log h + (1 - t^-kappa) log h_bar
+
+    Each chain adapts by its own acceptance alone, so that it is the same in any batch. Use `step_size` while adapting
+    and `averaged` afterwards, unchanged: a chain whose step follows its past does not leave the target invariant.
+
+    Shapes: all `(B,)` float64, `count` an integer.
+    Source: Hoffman and Gelman 2014, section 3.2.1, with its constants.
+
+    Example:
+        >>> state = DualAveraging.start(0.1, 1)
+        >>> for _ in range(500):  # an acceptance that falls with the step: .65 at h = .35
+        ...     state = state.update(1 - state.step_size, wanted=0.65)
+        >>> round(float(state.averaged), 2)
+        0.35
+    """
+
+    error: Tensor
+    log_step: Tensor
+    log_averaged: Tensor
+    centre: Tensor
+    count: int
+
+    @classmethod
+    def start(cls, step_size: float, chains: int, device=None) -> DualAveraging:
+        """Before the first step; the step size is drawn towards ten times the one given."""
+        log_step = torch.full((chains,), math.log(step_size), dtype=torch.float64, device=device)
+        return cls(torch.zeros_like(log_step), log_step, log_step.clone(), log_step + math.log(10), 0)
+
+    @property
+    def step_size(self) -> Tensor:
+        """(B,) for the next step of the warm-up."""
+        return self.log_step.exp()
+
+    @property
+    def averaged(self) -> Tensor:
+        """(B,) for all steps after the warm-up."""
+        return self.log_averaged.exp()
+
+    def update(self, acceptance: Tensor, *, wanted: float) -> DualAveraging:
+        """The state after a step with that probability of acceptance (B,)."""
+        t = self.count + 1
+        share = 1 / (t + 10)
+        error = (1 - share) * self.error + share * (wanted - acceptance.to(torch.float64))
+        log_step = self.centre - math.sqrt(t) / 0.05 * error
+        weight = t**-0.75
+        return DualAveraging(error, log_step, torch.lerp(self.log_averaged, log_step, weight), self.centre, t)
+
+
+def split_r_hat(draws: Tensor) -> Tensor | None:
+    """Split R-hat of each quantity: the spread over halves of chains against the spread within them; 1 when mixed.
+
+        R = sqrt(((n - 1)/n W + B/n) / W)
+
+    with B/n the variance of the means of the half-chains and W the mean of their variances.
+
+    Shapes: `draws (N, B, K)` for N draws of B chains; the result is `(K,)`, or None for fewer than 4 draws.
+    Source: Gelman et al. 2013, "Bayesian data analysis", section 11.4.
+
+    Example:
+        >>> draws = torch.randn(1000, 4, 1, generator=torch.Generator().manual_seed(0))
+        >>> bool((split_r_hat(draws) < 1.01).all()), bool((split_r_hat(draws + torch.arange(4)[:, None]) > 1.3).all())
+        (True, True)
+    """
+    if len(draws) < 4:
+        return None
+    halves = _halves(draws.to(torch.float64))
+    n = len(halves)
+    within = halves.var(0).mean(0)
+    between = halves.mean(0).var(0)
+    return (((n - 1) / n * within + between) / within).sqrt()
+
+
+def effective_sample_size(draws: Tensor) -> Tensor | None:
+    """Number of independent draws that would know the mean of each quantity as well.
+
+        ESS = N B / (1 + 2 sum_t rho_t),   rho_t = 1 - (W - mean autocovariance at lag t) / var_plus
+
+    The sum ends where the sum of a pair of neighbouring rho is no longer positive, and pairs do not increase.
+
+    Shapes: `draws (N, B, K)`; the result is `(K,)`, or None for fewer than 4 draws.
+    Source: Geyer 1992 (initial monotone sequence); Vehtari et al. 2021, section 3 (several chains, split).
+
+    Example:
+        >>> draws = torch.randn(1000, 4, 1, generator=torch.Generator().manual_seed(0))
+        >>> 3200 < float(effective_sample_size(draws)) < 4800
+        True
+    """
+    if len(draws) < 4:
+        return None
+    halves = _halves(draws.to(torch.float64))
+    n, chains, _ = halves.shape
+    centred = halves - halves.mean(0)
+    # Autocovariances by the Fourier transform, padded so that the ends do not meet.
+    spectrum = torch.fft.rfft(centred, n=2 * n, dim=0)
+    covariance = torch.fft.irfft(spectrum.abs().square(), n=2 * n, dim=0)[:n].mean(1) / n  # (n, K)
+    within = covariance[0] * n / (n - 1)
+    plus = covariance[0] + (halves.mean(0).var(0) if chains > 1 else 0)
+    rho = 1 - (within - covariance) / plus
+    rho[0] = 1
+    pairs = rho[: n // 2 * 2].view(n // 2, 2, -1).sum(1)  # rho_{2k} + rho_{2k + 1}
+    positive = (pairs > 0).long().cumprod(0)
+    pairs = pairs.cummin(0).values * positive
+    length = (2 * pairs.sum(0) - 1).clamp(min=1 / torch.tensor(float(n * chains)).log10())
+    return n * chains / length
+
+
+def _halves(draws: Tensor) -> Tensor:
+    """(N, B, K) to (N // 2, 2 B, K)."""
+    half = len(draws) // 2
+    return torch.cat([draws[:half], draws[half : 2 * half]], dim=1)
+
 
 #: Events of more coordinates than this are judged by their energy alone.
 _MOST_COORDINATES = 64
@@ -125,8 +241,8 @@ def run_chains(
 
     Example:
         >>> from genmodels.energy import LogDensity
-        >>> from genmodels.energy.hamiltonian import HMC
-        >>> from genmodels.random import KeyedGenerator
+        >>> from genmodels.energy.kernels import HMC
+        >>> from genmodels.core.random import KeyedGenerator
         >>> normal = LogDensity(lambda x: -0.5 * x.square().sum(1))
         >>> keyed = KeyedGenerator(0, torch.arange(64), "chains")
         >>> result = run_chains(normal, HMC(), torch.zeros(64, 2), keyed, steps=100, warm_up=50)

@@ -12,10 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from genmodels.errors import InputError
-from genmodels.nn.autograd import usable
-from genmodels.nn.precision import wide
-from genmodels.nn.smooth import require_independent, require_smooth
+from genmodels.core.errors import InputError
+from genmodels.core.tensors import usable, wide
+from genmodels.nn.jet import require_independent, require_smooth
 
 
 def log_density_of(energy: Tensor) -> Tensor:
@@ -189,7 +188,7 @@ class NoiseConditionalScore(nn.Module):
     """The scores of the data with noise N(0, sigma^2), for every sigma, by one network.
 
     Arguments:
-        network: `(x, sigma (B,), cond)` to a tensor like x, as `genmodels.nn.noise_conditional.NoiseConditionalNet`.
+        network: `(x, sigma (B,), cond)` to a tensor like x, as `genmodels.models.score.NoiseConditionalNet`.
 
     Example:
         >>> def network(x, sigma, cond=None):  # the exact one of a point mass at zero

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from genmodels.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError
 
 
 def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_repeated: float = 0.01) -> None:
@@ -26,7 +26,7 @@ def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_re
         >>> require_continuous(torch.tensor([[1.0, 2.0], [1.0, 3.0]]), ["age", "height"])
         Traceback (most recent call last):
         ...
-        genmodels.errors.InputError: column age is constant: leave it out, or add noise
+        genmodels.core.errors.InputError: column age is constant: leave it out, or add noise
     """
     rows = x.flatten(1)
     names = [str(i + 1) for i in range(rows.shape[1])] if names is None else list(names)
@@ -56,7 +56,7 @@ def require_finite(what: str, values: Tensor, step: int, index: Tensor | None = 
         >>> require_finite("energy", torch.tensor([0.0, float("nan")]), 7, torch.tensor([40, 41]))
         Traceback (most recent call last):
         ...
-        genmodels.errors.RunError: the energy of item 41 is nan at step 7: lower the learning rate, or look at the item
+        genmodels.core.errors.RunError: the energy of item 41 is nan at step 7: ...
     """
     bad = (~values.detach().flatten(1).isfinite().all(1) if values.dim() > 1 else ~values.detach().isfinite()).nonzero()
     if len(bad):
@@ -84,7 +84,7 @@ class DivergenceGuard:
         >>> guard.check(1, torch.tensor([-1e9]), torch.tensor([3.0]))
         Traceback (most recent call last):
         ...
-        genmodels.errors.RunError: energy diverges at step 1: add noise, confinement or a lower learning rate
+        genmodels.core.errors.RunError: energy diverges at step 1: add noise, confinement or a lower learning rate
     """
 
     def __init__(self, dims: int, *, patience: int = 100):

@@ -12,8 +12,8 @@ import torch
 from scipy.integrate import cubature
 from torch import Tensor
 
+from genmodels.core.errors import InputError, RunError
 from genmodels.energy.function import EnergyFunction, require_energy
-from genmodels.errors import InputError, RunError
 
 Limits = Sequence[tuple[float, float]]
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from genmodels.core.errors import InputError
+from genmodels.core.random import Generator, KeyedGenerator, normal
 from genmodels.energy.denoising import DenoisingScoreMatching
 from genmodels.energy.function import EnergyFunction, log_density_of
 from genmodels.energy.losses import (
@@ -22,9 +24,7 @@ from genmodels.energy.losses import (
     SlicedScoreMatching,
     SlicedScoreMatchingVR,
 )
-from genmodels.errors import InputError
-from genmodels.nn.deep_kernel import DeepKernelEnergy
-from genmodels.random import Generator, KeyedGenerator, normal
+from genmodels.nn.energy_nets import DeepKernelEnergy
 
 #: (linear (L,), gram (L, L), pull (L,)), means over a batch.
 Design = tuple[Tensor, Tensor, Tensor]

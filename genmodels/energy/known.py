@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from genmodels.core.errors import InputError
+from genmodels.core.random import Generator, uniform
+from genmodels.core.tensors import usable, wide
 from genmodels.energy.function import EnergyFunction, NoiseConditionalScore, log_density_of
 from genmodels.energy.kernels import noise_like
-from genmodels.random import Generator, uniform
+from genmodels.nn.blocks import hide
 
 
 class Quadratic(EnergyFunction):
@@ -116,3 +121,104 @@ class NormalMixture(EnergyFunction):
             return (share[..., None] * offset).sum(1) / variance
 
         return NoiseConditionalScore(score)
+
+
+class GaussianBase(EnergyFunction):
+    """A normal density with its energy, its normalising constant and draws, in float64.
+
+        E(x) = 1/2 (x - m)^T C^-1 (x - m),   log Z = D/2 log(2 pi) + 1/2 log |C|
+
+    Arguments:
+        mean: event-shaped.
+        covariance: (D, D), over the flattened event.
+
+    Errors: InputError for a covariance that is not positive definite.
+
+    Example:
+        >>> base = GaussianBase(torch.zeros(2), 4 * torch.eye(2))
+        >>> round(base.log_normaliser, 6) == round(math.log(2 * math.pi * 4), 6)
+        True
+    """
+
+    def __init__(self, mean: Tensor, covariance: Tensor):
+        super().__init__()
+        lower, fault = torch.linalg.cholesky_ex(covariance.to(torch.float64))
+        if int(fault):
+            raise InputError("the covariance of the base is not positive definite: drop columns that depend on others")
+        self.register_buffer("mean", mean.to(torch.float64))
+        self.register_buffer("lower", lower)
+        self.register_buffer("precision", torch.cholesky_inverse(lower))
+        self.log_normaliser = float(0.5 * len(lower) * math.log(2 * math.pi) + lower.diagonal().log().sum())
+
+    @classmethod
+    def fit(cls, x: Tensor, *, widen: float = 2.0) -> GaussianBase:
+        """From training data, with `widen` times their covariance: broad, so that weights stay bounded.
+
+        Directions in which the data hardly vary get 1e-6 of the largest variance.
+        """
+        rows = x.flatten(1).to(torch.float64)
+        covariance = widen * torch.cov(rows.T).reshape(rows.shape[1], -1)
+        floor = 1e-6 * covariance.diagonal().max() * torch.eye(len(covariance), dtype=torch.float64, device=x.device)
+        return cls(x.to(torch.float64).mean(0), covariance + floor)
+
+    def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        offset = (x.to(torch.float64) - self.mean).flatten(1)
+        return 0.5 * (offset @ self.precision * offset).sum(1)
+
+    def sample(self, n: int, generator: Generator, *, dtype=torch.float64) -> Tensor:
+        """(n, *event) draws."""
+        z = noise_like(self.mean.new_empty(n, *self.mean.shape), generator)
+        return (self.mean + (z.flatten(1) @ self.lower.T).view_as(z)).to(dtype)
+
+
+class Potential(nn.Module):
+    """The gradient of a scalar made of a network f, as the velocity of a diffusion x = alpha x_0 + sigma eps.
+
+        Phi(x) = sum x f(x),    v = grad Phi
+        E(x) = 1/2 |x|^2 + (alpha/sigma) Phi(x),    score = -grad E = -x - (alpha/sigma) v
+
+    Any v gives a score; one that is a gradient gives a score with an energy. f is usually zero at the start, where E is
+    that of a standard normal density at every noise level. Calls are float32 or wider whatever the autocast, and make
+    the graph they need also where the caller has gradients off.
+
+    Arguments:
+        network: `(x, log_snr, cond)`, with a mask as fourth argument where there is one, to a tensor like x with second
+            derivatives.
+
+    Shapes: `x (B, *event)`, `log_snr (B,)`, `mask (B, 1, T)` bool or None; the gradient is like x, zero where the mask
+    is False, energies are `(B,)`.
+    Source: the product form of Salimans and Ho 2021, "Should EBMs model the energy or the score?", section 3.
+
+    Example:
+        >>> field = Potential(lambda x, log_snr, cond: 2 * x)
+        >>> x = torch.tensor([[1.0, 3.0]])
+        >>> field(x, torch.zeros(1)).tolist(), field.energy(x, torch.zeros(1)).tolist()
+        ([[4.0, 12.0]], [25.0])
+    """
+
+    def __init__(self, network: Callable[..., Tensor]):
+        super().__init__()
+        self.network = network
+
+    def energy(
+        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(B,) E(x), whose differences at one noise level are those of -log p."""
+        x = hide(wide(x), mask)
+        return 0.5 * x.square().flatten(1).sum(1) + torch.exp(0.5 * log_snr) * self._scalar(x, log_snr, cond, mask)
+
+    def forward(
+        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        training = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.enable_grad():
+            x, log_snr, cond, mask = (usable(value) for value in (wide(x), log_snr, cond, mask))
+            x = x if training and x.requires_grad else x.detach().requires_grad_()
+            scalar = self._scalar(hide(x, mask), log_snr, cond, mask)
+            return torch.autograd.grad(scalar.sum(), x, create_graph=training)[0]
+
+    def _scalar(self, x: Tensor, log_snr: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
+        # The fused kernels of attention have no second derivative; the plain one has.
+        with sdpa_kernel(SDPBackend.MATH), torch.autocast(x.device.type, enabled=False):
+            f = self.network(x, log_snr, cond, *(() if mask is None else (mask,)))
+        return (x * f).flatten(1).sum(1)

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from genmodels.core.errors import InputError
+from genmodels.core.tensors import usable, wide
 from genmodels.energy.function import EnergyFunction, ScoreFunction
-from genmodels.errors import InputError
-from genmodels.nn.autograd import usable
-from genmodels.nn.precision import wide
 
 #: Whether many gradients may be had in one backward pass. Up to torch 2.11 the second derivatives of a group norm are
 #: wrong so, some in silence.

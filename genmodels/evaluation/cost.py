@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from genmodels.evaluation.families import is_diffusion, is_flow
+from genmodels.models.density import is_diffusion, is_flow
 
 _WARM_UPS, _REPEATS, _FEWEST = 2, 20, 3
 

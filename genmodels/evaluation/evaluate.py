@@ -10,21 +10,18 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from genmodels.errors import Interrupted
+from genmodels.core.errors import Interrupted
 from genmodels.evaluation import cost
-from genmodels.evaluation.audit import audit, picture_of_audit, require_texts
 from genmodels.evaluation.cache import Cache
-from genmodels.evaluation.checkpoint_proofs import Trial, prove_checkpoint
-from genmodels.evaluation.families import is_flow
-from genmodels.evaluation.fidelity_stage import FidelityStage
-from genmodels.evaluation.flow_proofs import drift_of, layers_of
-from genmodels.evaluation.frame import Frame
-from genmodels.evaluation.likelihood_stage import LikelihoodStage
-from genmodels.evaluation.ood_stage import OtherDataStage
-from genmodels.evaluation.opened import Opened
+from genmodels.evaluation.checkpoint import Frame, Opened, Request
+from genmodels.evaluation.likelihood import LikelihoodStage
+from genmodels.evaluation.out_of_distribution import OtherDataStage
 from genmodels.evaluation.references import references
-from genmodels.evaluation.request import Request
-from genmodels.models.load import weights_of
+from genmodels.evaluation.sample_quality import FidelityStage
+from genmodels.evaluation.speech import audit, picture_of_audit, require_texts
+from genmodels.models.checkpoint import weights_of
+from genmodels.models.density import is_flow
+from genmodels.verification.checkpoints import Trial, prove_checkpoint
 
 _PROOFS = 60.0  # seconds that proofs may take unless proofs=full
 
@@ -121,6 +118,8 @@ class Evaluation:
 
     def proofs(self) -> None:
         """What is proved of this checkpoint, and the layers of a flow one by one."""
+        from genmodels.verification.trained_flows import drift_of, layers_of  # here, since other families need no flows
+
         model, request = self.opened.model, self.frame.request
         weights = weights_of(request.ema)
         batch = self.opened.judged(64).to(model.device)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from genmodels.data.spec import DataSpec
-from genmodels.errors import InputError
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
+from genmodels.core.random import seed_of
 from genmodels.evaluation.cache import Cache, key_of
-from genmodels.random import seed_of
 
 #: Dimensions of the features of every network here but Inception.
 WIDTH = 64

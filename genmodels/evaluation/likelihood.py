@@ -1,277 +1,414 @@
-"""The one result type for likelihoods, and the one function that turns nats into bits/dim."""
+"""The likelihood lines of a model: which there are, how each is made, and what stands in the report of it."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import dataclass, field
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from genmodels.errors import RunError
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
+from genmodels.core.likelihood import Likelihood, packed, unpacked
+from genmodels.data.toy import density
+from genmodels.diffusion.ode import OdeDensity
+from genmodels.evaluation.checkpoint import Frame, Opened
+from genmodels.evaluation.samples import takes
+from genmodels.models.checkpoint import weights_of
+from genmodels.models.density import extent_of, midpoints, on_grid
 
-#: What a value of each kind means, and the mark printed before it (a bits/dim `<=` bounds the truth from above).
-MARKS = {"exact": "=", "lower_bound": "<=", "upper_bound": ">=", "ode": "~", "ais": "~?", "unnormalised": "-"}
-
-
-def bits_per_dim(nats: Tensor, dims: Tensor | int, levels: int | None) -> Tensor:
-    """Bits per dimension of integer data: -nats / (dims ln 2).
-
-    `nats` is the log-mass on the integers 0..levels-1, with every volume term (dequantisation, logit, scaling) already
-    inside; continuous data (levels None) have no bits/dim and raise.
-
-    Example:
-        >>> bits_per_dim(torch.tensor(-2000.0, dtype=torch.float64), 784, 256)
-        tensor(3.6803, dtype=torch.float64)
-    """
-    if levels is None:
-        raise ValueError("bits/dim is for integer data: continuous data have a density, report nll in nats")
-    dims = dims.to(torch.float64) if isinstance(dims, Tensor) else float(dims)
-    return -nats.to(torch.float64) / (dims * math.log(2))
-
-
-@dataclass
-class Profile:
-    """Cost in nats by noise level: `nats[i]` is what all examples together pay between `edges[i]` and `edges[i + 1]`.
-
-    Shapes: `edges (n + 1,)` increasing log-SNR, `nats (n,)` float64 sums over `items` examples.
-    """
-
-    edges: Tensor
-    nats: Tensor
-    items: int
-
-    def cpu(self) -> Profile:
-        """The same values on the CPU."""
-        return Profile(self.edges.cpu(), self.nats.cpu(), self.items)
-
-    def __add__(self, other: Profile) -> Profile:
-        if not torch.equal(self.edges, other.edges):
-            raise ValueError("profiles over different log-SNR bins cannot be added")
-        return Profile(self.edges, self.nats + other.nats, self.items + other.items)
-
-    def __radd__(self, other):
-        return self if other == 0 else self + other
+_AUTO_BUDGET = 100_000  # network evaluations that `draws=auto` spends on a bound, as far as 5 to 100 strata allow
+_TEXT_BUDGET = 6_400_000  # scalars of mels with texts that it sends through the network instead
+_ODE_BUDGET = 50_000  # scalars of vectors that `ode=auto` follows
+_IMPORTANCE_SAMPLES = (1, 8)
 
 
 @dataclass(frozen=True)
-class StandardError:
-    """The standard error of a mean over items, in independent parts.
+class Line:
+    """One likelihood of a model: what it is called in tables, the model's method, and its options."""
 
-        total^2 = items^2 + draws^2 + log_z^2
+    label: str
+    method: str
+    options: dict
+
+
+def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
+    """The lines of a model under a request, and notes on what was left out.
+
+    Raises:
+        InputError: for more terms of a bound than there are.
+    """
+    request, model, path = opened.request, opened.model, opened.path
+    known = inspect.signature(model.log_likelihood).parameters
+    options: dict = {"weights": weights_of(request.ema), "seed": request.seed}
+    lines, notes = [], []
+    if "draws" in known:
+        draws = request.draws
+        if draws == "auto":
+            texts = model.spec.text is not None
+            budget = _TEXT_BUDGET // model.spec.dims if texts else _AUTO_BUDGET
+            draws = automatic_draws(opened.items, model.num_steps - 1, request.replicates, budget)
+        if isinstance(draws, int) and draws >= model.num_steps:
+            raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the bound, got {draws}")
+        own = {"draws": None if draws == "all" else draws, "replicates": request.replicates}
+        if "alignment" in known:  # the other one, along the best path, would be ranked beside bounds on the sum
+            own["alignment"] = "marginal"
+        usual = known["bound"].default
+        for bound in {"auto": (usual,), "both": ("discrete", "continuous")}.get(request.bound, (request.bound,)):
+            label = "bound" if bound == "discrete" else "bound, continuous time"
+            lines.append(Line(label, "log_likelihood", options | own | ({} if bound == usual else {"bound": bound})))
+    elif "alignment" in known:
+        lines += [Line("given the text", "log_likelihood", options | {"alignment": "marginal"}),
+                  Line("along the best alignment", "log_likelihood", options | {"alignment": "best"})]
+    if "normaliser" in known:
+        options |= chosen_partition(request.partition, opened.limited)
+    if "importance_samples" in known:
+        # An exact density needs no importance samples: one line says it all.
+        counts = sorted({1, *(request.importance_samples or _IMPORTANCE_SAMPLES)}) if model.spec.levels else [1]
+        lines += [Line(f"K = {k}" if model.spec.levels else "exact", "log_likelihood",
+                       options | {"importance_samples": k}) for k in counts]
+    if hasattr(model, "ode_likelihood"):
+        scalars = opened.items * model.spec.dims
+        vectors = len(model.spec.event_shape) == 1
+        if request.ode is True or (request.ode == "auto" and vectors and scalars <= _ODE_BUDGET):
+            own = {"weights": options["weights"], "seed": request.seed, **request.ode_options}
+            # Probes are noise, which the logarithm of a mean over K would turn into a gain.
+            exact = OdeDensity(divergence=request.ode_options.get("divergence", "auto")).exact(model.spec.dims)
+            wanted = request.importance_samples if exact else None
+            counts = sorted(set(wanted or [1])) if model.spec.levels else []
+            lines += [Line(f"probability-flow ODE, K = {k}", "ode_likelihood", {"importance_samples": k} | own)
+                      for k in counts] or [Line("probability-flow ODE", "ode_likelihood", own)]
+        elif request.ode == "auto":
+            notes.append(f"the probability-flow ODE of {path} was left out, it takes long: ode=true adds it")
+    return lines or [Line("", "log_likelihood", options)], notes
+
+
+def check_options(models: Sequence[Opened]) -> None:
+    """Raise an InputError for an option that none of the models takes; in a table of many it is for those that do."""
+    request = models[0].request
+    samplers = [opened.model.sample for opened in models]
+    known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
+    known |= {name for name in ("sampler", "steps") if any(takes(sampler, name) for sampler in samplers)}
+    given = [
+        ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
+        ("bound", "bound", "diffusion bounds", request.bound != "auto"),
+        (", ".join(request.partition), "normaliser", "energies", bool(request.partition)),
+        ("importance_samples", "importance_samples", "flows and energies", request.importance_samples is not None),
+        ("sampler", "sampler", "models with several samplers", request.sampler is not None),
+        ("steps", "steps", "models that are sampled in steps", request.steps is not None),
+    ]
+    by_ode = any(hasattr(opened.model, "ode_likelihood") for opened in models)
+    if by_ode and request.ode is not False:
+        known.add("importance_samples")
+    for name, needed, families, asked in given:
+        if asked and needed not in known:
+            raise _nobody(name, families, models)
+    for opened in models:
+        if request.temperature != 1 and "inverse_temperature" in inspect.signature(opened.model.sample).parameters:
+            raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "
+                             f"and {opened.path} holds a model of another kind ({opened.model.family}): samples of one "
+                             "table are drawn alike, leave it out")
+    if (request.ode is True or request.ode_options) and not by_ode:
+        raise _nobody("ode", "diffusion models", models)
+
+
+def _nobody(name: str, families: str, models: Sequence[Opened]) -> InputError:
+    held = ", ".join(f"{opened.path} holds a {opened.model.family}" for opened in models)
+    return InputError(f"{name} is for {families}: {held}")
+
+
+def automatic_draws(items: int, terms: int, replicates: int, budget: int = _AUTO_BUDGET) -> int | str:
+    """`all` terms of a bound where that is cheap, else the number of strata that fits the budget, from 5 to 100.
+
+    Example:
+        >>> automatic_draws(50, 999, 2), automatic_draws(360, 999, 2), automatic_draws(10_000, 999, 2)
+        ('all', 100, 5)
+    """
+    if items * terms <= budget:
+        return "all"
+    return min(terms, max(5, min(100, budget // (items * replicates))))
+
+
+def chosen_partition(given: dict, limited: bool) -> dict:
+    """How log Z is found, where it needs annealed importance sampling: with less effort where few items are judged.
+
+    Example:
+        >>> chosen_partition({"chains": 32}, True)
+        {'normaliser': 'auto', 'chains': 32, 'densities': 50}
+    """
+    usual = {"chains": 64, "densities": 50} if limited else {"chains": 256, "densities": 1000}
+    return {"normaliser": "auto", **usual, **given}
+
+
+def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor | None = None) -> dict:
+    """One likelihood as plain values: mean, errors, the extreme items, the named parts, and how it was made.
 
     Arguments:
-        items: what other items would change; holds the draws too where these are not known apart.
-        draws: what other draws for the same items would change, or None.
-        log_z: error of the constant that all items share, which no number of items makes smaller.
+        likelihood: of all items in index order.
+        spec: what the data are.
+        label: what the line is called; the kind says more where it knows more.
+        x: the items, where their exact density is known: for the paired gap to it.
 
-    Example:
-        >>> StandardError(0.3, 0.4, 1.2).total
-        1.3
+    The extreme items are told only where values of single items stand out of their noise.
+    Of log p(x | y), given the class, `class_cost` is log C in the line's unit: with classes drawn evenly p(x) is at
+    least p(x | y)/C, so that much more bounds the value of the items alone.
     """
-
-    items: float
-    draws: float | None = None
-    log_z: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """The standard error."""
-        return math.hypot(self.items, self.draws or 0.0, self.log_z)
-
-
-@dataclass(frozen=True)
-class SingleValues:
-    """The noise of the value of a single item, None where it is not known, and the spread of items, both in one unit.
-
-    Example:
-        >>> SingleValues(0.1, 0.4).shown, SingleValues(0.7, 0.4).shown, SingleValues(None, 0.4).shown
-        (True, False, False)
-    """
-
-    noise: float | None
-    spread: float
-
-    @property
-    def shown(self) -> bool:
-        """Whether single values mean something: noise is at most a third of the spread, a tenth of the variance."""
-        return self.noise is not None and 3 * self.noise <= self.spread
-
-
-@dataclass
-class Likelihood:
-    """Log-likelihoods of a set of examples, with all that is needed to compare them.
-
-    Arguments:
-        nats: (N,) natural logarithms, made float64; log-mass for integer data, log-density for continuous data.
-        kind: exact, lower_bound, upper_bound, ode, ais or unnormalised.
-        dims: (N,) number of valid dimensions of each example, or one int for all.
-        levels: number of integer levels, None for continuous data.
-        stderr: (N,) Monte-Carlo standard error of each value (the draws alone), or None.
-        made: how it was made, plain values: steps, draws, solver, tolerances, weights, seed, ...
-        index: (N,) positions in the split, or None.
-        parts: named summands of the cost -nats, (N,) each (prior, diffusion, reconstruction of a bound).
-        profile: the cost by noise level, for diffusion.
-        evaluations: (N,) calls of the network for each example, where they differ, or None.
-        solver_change: (N,) by how much a coarser solution of an ODE differs, NaN where none was made, or None.
-
-    Example:
-        >>> l = Likelihood(torch.tensor([-1800.0, -2000.0, -2200.0]), "lower_bound", 784, 256)
-        >>> round(l.mean_bits_per_dim(), 10), round(l.standard_error("bits_per_dim").total, 10)
-        (3.6803444921, 0.2124847883)
-    """
-
-    nats: Tensor
-    kind: str
-    dims: Tensor | int
-    levels: int | None = None
-    stderr: Tensor | None = None
-    made: dict = field(default_factory=dict)
-    index: Tensor | None = None
-    parts: dict[str, Tensor] = field(default_factory=dict)
-    profile: Profile | None = None
-    evaluations: Tensor | None = None
-    solver_change: Tensor | None = None
-
-    def __post_init__(self):
-        if self.kind not in MARKS:
-            raise ValueError(f"kind {self.kind!r} is not one of {', '.join(MARKS)}")
-        self.nats = self.nats.detach().to(torch.float64)
-        if self.nats.dim() != 1:
-            raise ValueError(f"nats must be one number per example (N,), got shape {tuple(self.nats.shape)}")
-        if not isinstance(self.dims, Tensor):
-            self.dims = torch.full(self.nats.shape, int(self.dims), device=self.nats.device)
-        if self.stderr is not None:
-            self.stderr = self.stderr.detach().to(torch.float64)
-
-    def __len__(self) -> int:
-        return len(self.nats)
-
-    def cpu(self) -> Likelihood:
-        """The same values on the CPU."""
-        names = ("nats", "dims", "stderr", "index", "evaluations", "solver_change")
-        moved = {name: None if (value := getattr(self, name)) is None else value.cpu() for name in names}
-        parts = {name: value.detach().cpu() for name, value in self.parts.items()}
-        profile = None if self.profile is None else self.profile.cpu()
-        return Likelihood(kind=self.kind, levels=self.levels, made=self.made, parts=parts, profile=profile, **moved)
-
-    @property
-    def mark(self) -> str:
-        """The sign printed before a value of this kind."""
-        return MARKS[self.kind]
-
-    @property
-    def nonfinite(self) -> Tensor:
-        """Positions (indices where known) of the examples whose value is not finite."""
-        bad = (~torch.isfinite(self.nats)).nonzero().flatten()
-        return bad if self.index is None else self.index[bad]
-
-    def mean_nats(self) -> float | None:
-        """Mean log-likelihood of an example; None when a value is not finite (never a silent nanmean)."""
-        return None if len(self.nonfinite) else float(self.nats.mean())
-
-    def mean_nll_per_dim(self) -> float | None:
-        """-sum(nats) / sum(dims): the mean over dimensions, also when examples differ in length."""
-        return None if len(self.nonfinite) else float(-self.nats.sum() / self.dims.sum())
-
-    def mean_bits_per_dim(self) -> float | None:
-        """sum(nats) / sum(dims) in bits: the mean over dimensions, also when examples differ in length."""
-        if len(self.nonfinite):
-            return None
-        return float(bits_per_dim(self.nats.sum(), self.dims.sum(), self.levels))
-
-    def standard_error(self, unit: str = "nats") -> StandardError | None:
-        """The standard error of the mean in its parts; None when it is not known, with one item or values not finite.
-
-        S^2, the variance of the values over items, is that of the items and of the draws for them together: what is
-        left of S^2/N beside the error of the draws is that of the items. In units per dimension the mean is a ratio of
-        two sums, of which items that are long have no part by that:
-
-            S^2 = sum_i (n_i - r d_i)^2 / (N - 1) / mean(d)^2,   r = sum n / sum d
-
-        Arguments:
-            unit: `nats` of an item, `nats_per_dim` or `bits_per_dim`.
-        """
-        if len(self.nonfinite) or len(self) < 2:
-            return None
-        dims, n = self.dims.double(), len(self)
-        rest = self.nats - (self.nats.mean() if unit == "nats" else self.nats.sum() / dims.sum() * dims)
-        both = float(rest.square().sum()) / (n - 1) / n
-        draws = None if self.stderr is None else float(self.stderr.square().sum()) / n**2
-        items = both if draws is None else max(0.0, both - draws)
-        shared = (self.made.get("log_z_stderr") or 0.0) if self.kind == "ais" else 0.0
-        size = float(dims.mean())
-        scale = {"nats": 1.0, "nats_per_dim": size, "bits_per_dim": size * math.log(2)}[unit]
-        return StandardError(math.sqrt(items) / scale, None if draws is None else math.sqrt(draws) / scale,
-                             shared / scale)
-
-    def single_values(self) -> SingleValues:
-        """How well the value of one item is known beside how much items differ, in nats per dimension.
-
-        The variance over items holds both; what is left of it beside the mean square of `stderr` is that of the items.
-        Continuous data of an exact kind have no draws, and no noise.
-        """
-        finite = torch.isfinite(self.nats)
-        values = (self.nats / self.dims)[finite]
-        exact = self.kind in ("exact", "ais", "unnormalised") or (
-            self.kind == "ode" and self.made.get("divergence") == "exact")
-        if self.stderr is not None:
-            noise = float((self.stderr / self.dims)[finite].square().mean().sqrt())
-        else:
-            noise = 0.0 if exact and self.levels is None and not self.made.get("noise") else None
-        both = float(values.var()) if len(values) > 1 else 0.0
-        return SingleValues(noise, math.sqrt(max(0.0, both - (noise or 0.0) ** 2)))
-
-    @classmethod
-    def concatenate(cls, parts: list[Likelihood]) -> Likelihood:
-        """One result from many batches; they must agree in kind, levels and how they were made."""
-        if not parts:
-            raise ValueError("no likelihoods to concatenate")
-        first = parts[0]
-        for part in parts[1:]:
-            for what in ("kind", "levels", "made"):
-                if getattr(part, what) != getattr(first, what):
-                    raise ValueError(f"unlike likelihoods: {what} {getattr(first, what)!r} and {getattr(part, what)!r}")
-
-        def together(name):
-            values = [getattr(part, name) for part in parts]
-            return None if any(v is None for v in values) else torch.cat(values)
-
-        names = ("nats", "dims", "stderr", "index", "evaluations", "solver_change")
-        joined = {name: together(name) for name in names}
-        names = set.intersection(*(set(part.parts) for part in parts))
-        summands = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts if name in names}
-        profile = None if any(part.profile is None for part in parts) else sum(part.profile for part in parts)
-        return cls(
-            kind=first.kind, levels=first.levels, made=dict(first.made), parts=summands, profile=profile, **joined
-        )
-
-    def in_index_order(self) -> Likelihood:
-        """The same values sorted by index; raises when one of 0 .. N-1 is missing or repeated."""
-        order = self.index.argsort()
-        expected = torch.arange(len(self), device=self.index.device)
-        if not torch.equal(self.index[order], expected):
-            seen = self.index.bincount(minlength=len(self))
-            missing, repeated = (seen == 0).nonzero().flatten().tolist(), (seen > 1).nonzero().flatten().tolist()
-            raise RunError(f"evaluation lost items: missing {missing[:3]}, repeated {repeated[:3]}")
-        names = ("nats", "dims", "stderr", "evaluations", "solver_change")
-        sort = {name: None if (v := getattr(self, name)) is None else v[order] for name in names}
-        parts = {name: value[order] for name, value in self.parts.items()}
-        same = {name: getattr(self, name) for name in ("kind", "levels", "made", "profile")}
-        return Likelihood(index=expected, parts=parts, **same, **sort)
-
-
-def packed(likelihood: Likelihood) -> dict:
-    """Tensors and plain types, for the cache."""
-    profile = likelihood.profile
+    discrete, made = spec.levels is not None, likelihood.made
+    scale = float(likelihood.dims.double().mean()) * math.log(2) if discrete else 1.0
+    mean = likelihood.mean_nats()
+    value = None if mean is None else -mean / scale
+    found: dict = {"label": _label(likelihood, label), "kind": likelihood.kind, "mark": likelihood.mark,
+                   "unit": "bits_per_dim" if discrete else "nats", "mean_nats": mean}
+    if spec.mel is not None:  # lengths differ: only the mean over cells can be compared
+        found["unit"], scale = "nats_per_dim", float(likelihood.dims.double().mean())
+    numbers = {"bits_per_dim" if discrete else "nll": value}
+    if not discrete:
+        numbers["nll_per_dim"] = likelihood.mean_nll_per_dim()
+    error = likelihood.standard_error(found["unit"])
+    numbers |= {"se_data": None, "se_items": None, "se_mc": None} if error is None else {
+        "se_data": error.total, "se_items": error.items, "se_mc": error.draws}
+    shared = made.get("log_z_stderr") if likelihood.kind == "ais" else None
+    if shared is not None:
+        numbers["se_log_z"] = shared / scale
+        found["optimistic"] = True
+        if value is not None:
+            ends = {"lower": made["log_z_least"], "upper": made["log_z_most"]}
+            found["bracket"] = {side: None if end is None else value + (end - made["log_z"]) / scale
+                                for side, end in ends.items()}
+        if not made["reliable"]:
+            found["unreliable"] = made["note"]
+    if made.get("given") == "class":
+        numbers["class_cost"] = math.log(spec.num_classes) / scale
+    if spec.entropy is not None and value is not None:
+        numbers |= {"entropy": spec.entropy, "kl_gap": value - spec.entropy, **paired_gap(likelihood, spec, x)}
+    if likelihood.kind == "unnormalised":  # of no use beside others, so no figure that could stand beside theirs
+        numbers = dict.fromkeys(numbers)
+        found["reason"] = made["reason"]
+    elif mean is None:
+        found["reason"] = "not finite"
+    elif not made.get("consistent", True):  # no value where both directions of log Z deny it: the bracket stands alone
+        numbers = dict.fromkeys(numbers)
+        found["reason"] = "forward and reverse chains disagree on log Z"
+    samples = made.get("importance_samples", 1)
+    if samples > 1 and likelihood.stderr is not None and mean is not None:
+        found["ess_median"] = float((samples / (1 + (samples - 1) * likelihood.stderr.square())).median())
+    single = likelihood.single_values()
+    size = 1.0 if spec.mel is not None else float(likelihood.dims.double().mean()) / scale
+    found["single"] = {"noise": None if single.noise is None else single.noise * size, "spread": single.spread * size,
+                       "shown": single.shown}
+    order = (likelihood.nats / likelihood.dims).argsort()
+    order = order[torch.isfinite(likelihood.nats[order])] if single.shown else order[:0]
     return {
-        **{name: getattr(likelihood, name) for name in ("nats", "kind", "dims", "levels", "stderr", "made", "index",
-                                                        "parts", "solver_change")},
-        "profile": None if profile is None else (profile.edges, profile.nats, profile.items),
+        **found, **numbers, "how": how(likelihood), "n": len(likelihood), "nonfinite": len(likelihood.nonfinite),
+        "nonfinite_first": [int(i) for i in likelihood.nonfinite[:3]],
+        "worst": _told(likelihood, order[:8]), "best": _told(likelihood, order.flip(0)[:8]),
+        "parts_nats": {name: float(part.double().mean()) for name, part in likelihood.parts.items()}, "made": made,
     }
 
 
-def unpacked(stored: dict) -> Likelihood:
-    """What `packed` made plain."""
-    profile = stored["profile"]
-    return Likelihood(**{**stored, "profile": None if profile is None else Profile(*profile)})
+def paired_gap(likelihood: Likelihood, spec: DataSpec, x: torch.Tensor | None) -> dict:
+    """The mean of log p_true - log q over the items and its standard error, where the true density is known."""
+    if x is None or not spec.name.startswith("toy_"):
+        return {}
+    gaps = density(spec.name).log_prob(x.double()) - likelihood.nats
+    shared = (likelihood.made.get("log_z_stderr") or 0.0) if likelihood.kind == "ais" else 0.0
+    return {"kl_paired": float(gaps.mean()), "se_gap": math.hypot(gaps.std() / math.sqrt(len(gaps)), shared)}
+
+
+def faults(found: dict) -> list[str]:
+    """What of a line makes the whole evaluation fail.
+
+    Example:
+        >>> faults({"kind": "exact", "nonfinite": 0, "kl_paired": -0.5, "se_gap": 0.1, "label": "exact"})
+        ['exact: better than the truth by 0.5000 +- 0.1000 nats: a fault of the evaluation']
+    """
+    told = []
+    if found["nonfinite"] and found["kind"] != "unnormalised":
+        listed = ", ".join(map(str, found["nonfinite_first"]))
+        told.append(f"{found['nonfinite']} of {found['n']} likelihoods are not finite (first items: {listed})")
+    gap, error = found.get("kl_paired"), found.get("se_gap")
+    if found["kind"] in ("exact", "lower_bound") and gap is not None and gap < -3 * error:
+        told.append(f"{found['label']}: better than the truth by {-gap:.4f} +- {error:.4f} nats: a fault of the "
+                    "evaluation")
+    return told
+
+
+def notes_on(found: dict) -> list[str]:
+    """What has to be said beside a line.
+
+    Example:
+        >>> notes_on({"label": "K = 8", "ess_median": 1.4, "made": {"importance_samples": 8}})
+        ['K = 8: of 8 importance samples 1.4 count in the median: the bound is loose']
+    """
+    few = found.get("ess_median")
+    if few is not None and few < 2 and found["made"]["importance_samples"] >= 8:
+        k = found["made"]["importance_samples"]
+        return [f"{found['label']}: of {k} importance samples {few:.1f} count in the median: the bound is loose"]
+    return []
+
+
+def how(likelihood: Likelihood) -> str:
+    """The recipe of a line in a few words.
+
+    Example:
+        >>> how(Likelihood(torch.zeros(1), "lower_bound", 1, 2, made={"terms": 999, "draws": 20}))
+        '20 of 999 terms'
+    """
+    made, words = likelihood.made, []
+    if "terms" in made:
+        words.append(f"{made.get('draws', 'all')} of {made['terms']} terms")
+    elif "draws" in made:
+        words.append(f"continuous time, {made['draws']} strata")
+    if "importance_samples" in made:
+        words.append(f"K = {made['importance_samples']}, {made['dequantisation']}")
+    if likelihood.kind == "ode":
+        trace = made["divergence"] if made["divergence"] == "exact" else f"{made['probes']} probes"
+        words.append(f"{made['solver']}, {trace}")
+        words += _solved(likelihood)
+    if "log_z" in made and likelihood.kind == "exact":
+        words.append("log Z by quadrature")
+    if likelihood.kind == "ais":
+        words.append(f"{made['chains']} chains, {made['steps']} densities")
+    if "noise" in made:
+        words.append(f"mels with noise of width {made['noise']:g}")
+    if "given" in made:
+        words.append(f"given the {made['given']}")
+    return ", ".join(words)
+
+
+def _solved(likelihood: Likelihood) -> list[str]:
+    """How finely an ODE was solved, and what a coarser solution changes: the root mean square over the items checked.
+
+    Example:
+        >>> change, made = torch.tensor([-3e-3, math.nan]), {"steps": 64, "coarser": {"steps": 32}}
+        >>> _solved(Likelihood(torch.zeros(2), "ode", 1, made=made, solver_change=change))
+        ['64 steps (32 differ by 0.003 nats an item)']
+    """
+    change = likelihood.solver_change
+    change = None if change is None else change[~change.isnan()]
+    if change is None or not len(change):
+        return []
+    (name, fine), = ((key, likelihood.made[key]) for key in likelihood.made["coarser"])
+    coarse, size = likelihood.made["coarser"][name], float(change.double().square().mean().sqrt())
+    if name == "steps":
+        return [f"{fine} steps ({coarse} differ by {size:.2g} nats an item)"]
+    return [f"tolerance {fine:g} ({coarse:g} differs by {size:.2g} nats an item)"]
+
+
+def _label(likelihood: Likelihood, label: str) -> str:
+    if likelihood.kind == "ais":
+        return "annealed importance sampling" + (f", {label}" if label.startswith("K") else "")
+    if likelihood.kind == "unnormalised":
+        return "no likelihood"
+    if likelihood.kind == "exact" and "log_z" in likelihood.made:
+        return "quadrature"
+    return label or likelihood.kind
+
+
+def _told(likelihood: Likelihood, rows: torch.Tensor) -> list[dict]:
+    index = torch.arange(len(likelihood)) if likelihood.index is None else likelihood.index
+    errors = torch.zeros(len(likelihood)) if likelihood.stderr is None else likelihood.stderr
+    return [{"index": int(index[i]), "nats": float(likelihood.nats[i]), "error": float(errors[i])} for i in rows]
+
+
+_GRID = 160  # cells a side of a density map
+
+
+class LikelihoodStage:
+    """Likelihoods of the items judged, one line for each way a model has to tell them."""
+
+    def __init__(self, frame: Frame):
+        self.frame = frame
+        self.lines, self.notes = lines_of(frame.opened)
+        self.first: Likelihood | None = None
+
+    def run(self) -> None:
+        """Every line; then what the first one says of items, noise levels and, in the plane, of the density."""
+        opened, spec = self.frame.opened, self.frame.opened.spec
+        self.frame.report["warnings"] += self.notes
+        x = opened.judged().x if spec.entropy is not None else None
+        for number, line in enumerate(self.lines):
+            start = time.monotonic()
+            found = self._judged(line)
+            told = row(found, spec, line.label, x) | {"values": f"nats_{number}"}
+            self.frame.report["likelihood"].append(told | {"seconds": time.monotonic() - start})
+            self.frame.arrays[f"nats_{number}"] = found.nats
+            self.frame.report["failed"] += faults(told)
+            self.frame.report["warnings"] += notes_on(told)
+            if number == 0:
+                self.first = found
+            self.frame.report["profile"] |= profile_of(found)
+        self._extreme_items()
+        if spec.event_shape == (2,) and spec.levels is None:
+            self._density()
+
+    def of_first_line(self) -> tuple[Line, Likelihood]:
+        """The first line and its likelihood, which is computed if it was not."""
+        if self.first is None:
+            self.first = self._judged(self.lines[0])
+            self.frame.arrays["nats_0"] = self.first.nats
+        return self.lines[0], self.first
+
+    def _judged(self, line: Line) -> Likelihood:
+        stored = self.frame.once("likelihood", {"method": line.method, **line.options}, lambda: packed(
+            self.frame.opened.likelihood(line.method, line.options, line.label)))
+        return unpacked(stored)
+
+    def _extreme_items(self) -> None:
+        """The least and most likely items of the first line whose values of single items stand out of their noise."""
+        number = next((k for k, line in enumerate(self.frame.report["likelihood"]) if line["worst"]), None)
+        if number is None:
+            return
+        line = self.frame.report["likelihood"][number]
+        self.frame.report["items"] = {"line": number, "least": line["worst"], "most": line["best"]}
+        for name in ("least", "most"):
+            index = torch.tensor([entry["index"] for entry in self.frame.report["items"][name]], dtype=torch.int64)
+            batch = next(iter(self.frame.opened.datamodule.loader(self.frame.request.split, len(index), index)))
+            self.frame.arrays[f"{name}_x"], self.frame.arrays[f"{name}_index"] = batch.x, index
+
+    def _density(self) -> None:
+        """The density in the plane by the best line that has one, beside the truth and the data."""
+        kinds = [entry["kind"] for entry in self.frame.report["likelihood"]]
+        usable = [k for k, kind in enumerate(kinds) if kind in ("exact", "ode")]
+        if not usable or self.frame.request.limit not in (None, "all") or self.frame.opened.limited:
+            return
+        line, model = self.lines[usable[0]], self.frame.opened.model
+        points = self.frame.opened.judged(2000).x
+        extent = extent_of(points)
+        size = _GRID if kinds[usable[0]] == "exact" else _GRID // 2
+
+        def compute() -> dict:
+            log_density, _ = on_grid(model, extent, size, method=line.method, **line.options)
+            return {"log_density": log_density.float()}
+
+        settings = {"method": line.method, **line.options, "extent": extent, "size": size}
+        found = self.frame.once("density", settings, compute)
+        self.frame.arrays["density"], self.frame.arrays["density_data"] = found["log_density"], points
+        truth = true_density(self.frame.opened.spec, extent, size)
+        if truth is not None:
+            self.frame.arrays["density_true"] = truth
+        # The map is a window: what lies inside is no check. Whether all of it is one is checked among the proofs.
+        self.frame.report["density"] = {"extent": extent, "kind": kinds[usable[0]], "unit": "nats"}
+
+
+def profile_of(likelihood: Likelihood) -> dict:
+    """The bound by noise level: mean nats of an item that each log-SNR bin costs."""
+    if likelihood.profile is None:
+        return {}
+    profile = likelihood.profile
+    return {"diffusion": {
+        "log_snr_edges": profile.edges.tolist(),
+        "nats": (profile.nats / profile.items).tolist(),
+    }}
+
+
+def true_density(spec: DataSpec, extent: list[float], size: int) -> Tensor | None:
+    """The exact log-density on a grid, where it is known."""
+    if not spec.name.startswith("toy_"):
+        return None
+    points, _ = midpoints(extent, size)
+    return density(spec.name).log_prob(points.double()).float().view(size, size)

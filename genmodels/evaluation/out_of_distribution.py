@@ -11,11 +11,14 @@ import math
 import torch
 from torch import Tensor
 
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError, nearest
+from genmodels.core.likelihood import Likelihood, packed, unpacked
+from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.data.base import DataModule
 from genmodels.data.loading import TensorData
-from genmodels.data.spec import DataSpec
-from genmodels.errors import InputError, nearest
-from genmodels.random import KeyedGenerator, seed_of
+from genmodels.evaluation.checkpoint import Frame, fits, item_hash
+from genmodels.evaluation.likelihood import LikelihoodStage
 
 
 def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
@@ -91,7 +94,7 @@ def other_data(name: str, overrides: dict, source: DataModule, trust: list[str])
     """
     import yaml
 
-    from genmodels.cli.places import CONFIG_DIR
+    from genmodels.core.files import CONFIG_DIR
     from genmodels.models.build import build
 
     if name in ALTERATIONS:
@@ -119,3 +122,64 @@ def told(name: str, area: float, error: float, kind: str) -> str:
     if area - 2 * error > 0.5:
         return f"{name} is found less likely than the test items {figure}{constant}"
     return f"{name} is found as likely as the test items {figure}{constant}"
+
+
+class OtherDataStage:
+    """Other data sets under the first line of a model: histograms and the probability to tell an item of each apart."""
+
+    def __init__(self, frame: Frame, likelihood: LikelihoodStage):
+        self.frame, self.likelihood = frame, likelihood
+
+    def run(self) -> None:
+        """Judge each of them."""
+        line, _ = self.likelihood.of_first_line()
+        spec = self.frame.opened.spec
+        for number, name in enumerate(self.frame.request.ood):
+            other = self._other(name)
+            count = min(self.frame.opened.items, len(other.split(self.frame.request.split)))
+            digest = self._other_hash(name, other, count)
+
+            def compute(other=other, name=name, count=count) -> dict:
+                return packed(self.frame.opened.likelihood(line.method, line.options, name, other, count))
+
+            found = unpacked(self.frame.once("ood", {"name": name, "items": digest, **line.options}, compute))
+            self.frame.report["ood"].append(self._told_ood(name, number, found, count, spec))
+            order = found.nats.argsort(descending=True)[:8]
+            self.frame.arrays[f"ood_{number}_nats"] = found.nats
+            self.frame.arrays[f"ood_{number}_x"] = next(iter(other.loader(self.frame.request.split, 8, order))).x
+
+    def _other(self, name: str) -> DataModule:
+        key = ("ood", name, id(self.frame.opened.datamodule))
+        if key not in self.frame.shared:
+            trust = list(self.frame.request.trust)
+            self.frame.shared[key] = other_data(
+                name, self.frame.request.ood_data, self.frame.opened.datamodule, trust)
+        try:
+            fits(self.frame.opened.model, self.frame.shared[key].spec)
+        except InputError as error:
+            raise InputError(f"ood={name}: {error}") from error
+        return self.frame.shared[key]
+
+    def _other_hash(self, name: str, other: DataModule, count: int) -> str:
+        key = ("hash", id(other), count)
+        if key not in self.frame.shared:
+            self.frame.shared[key] = item_hash(other, self.frame.request.split, count)
+        return self.frame.shared[key]
+
+    def _told_ood(self, name: str, number: int, found: Likelihood, count: int, spec: DataSpec) -> dict:
+        line, own = self.likelihood.of_first_line()
+        inside, outside = own.nats, found.nats
+        entry = {"name": name, "overrides": self.frame.request.ood_data, "n": count, "kind": found.kind,
+                 "label": line.label, "values": f"ood_{number}_nats", "inside": "nats_0"}
+        finite = bool(torch.isfinite(inside).all() and torch.isfinite(outside).all())
+        unit = "unnormalised nats" if found.kind == "unnormalised" else "bits_per_dim" if spec.levels else "nats"
+        if not finite:
+            reason = found.made.get("reason", "values that are not finite")
+            return {**entry, "value": unit, "auroc": None, "reason": reason, "said": f"{name}: {reason}"}
+        area, error = auroc(inside, outside)
+        means = {}
+        for key, likelihood in (("mean_in", own), ("mean_out", found)):
+            bits = unit == "bits_per_dim"
+            means[key] = likelihood.mean_bits_per_dim() if bits else -likelihood.mean_nats()
+        return {**entry, "value": unit, "auroc": area, "se": error, **means,
+                "said": told(name, area, error, found.kind)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from genmodels.files import write_whole
+from genmodels.core.files import write_whole
 
 
 def report_target(checkpoint: Path, out: str | None, several: bool, split: str = "test", limit: int | None = None):
@@ -61,21 +61,6 @@ def plain(value):
     return value
 
 
-def with_error(value: float | None, error: float | None, digits: int = 4) -> str:
-    """A value with its standard error in the last digits.
-
-    Example:
-        >>> with_error(2.12342, 0.0123)
-        '2.1234(123)'
-        >>> with_error(2.5, None), with_error(None, 0.1)
-        ('2.5000', 'not finite')
-    """
-    if value is None:
-        return "not finite"
-    shown = f"{value:.{digits}f}"
-    return shown if error is None else f"{shown}({round(error * 10**digits)})"
-
-
 def about_log_z(made: dict) -> str:
     """What is known of the constant of an energy, in words: one statement, whose bracket holds the estimate.
 
@@ -97,3 +82,21 @@ def about_log_z(made: dict) -> str:
     bracket = f"in {made['log_z_least']:.2f} to {most} nats by {made['estimate']}"
     count = f"{made['ess']:.0f} of {made['chains']} chains count"
     return f"log Z{point} {bracket}, {count}{note}"
+
+
+def parts_of_error(line: dict) -> dict[str, float]:
+    """What the standard error of a line is made of, as far as it is known: the squares of the parts add up.
+
+    Example:
+        >>> parts_of_error({"se_data": 0.5, "se_items": 0.4, "se_mc": 0.3})
+        {'the items': 0.4, 'the draws': 0.3}
+    """
+    names = {"se_items": "the items", "se_mc": "the draws", "se_log_z": "log Z"}
+    return {name: line[key] for key, name in names.items() if line.get(key) is not None}
+
+
+def gap_of(line: dict) -> tuple[float | None, float | None]:
+    """The KL gap to the true density and its standard error: paired item by item where that density is known."""
+    if "kl_paired" in line:
+        return line["kl_paired"], line["se_gap"]
+    return line.get("kl_gap"), line.get("se_data")

@@ -11,11 +11,10 @@ from datetime import datetime, timezone
 import torch
 from torch import Tensor
 
-from genmodels.errors import InputError
-from genmodels.evaluation.audit import audit_notes
-from genmodels.evaluation.report import about_log_z, with_error
-from genmodels.evaluation.speech_stage import spoken_notes
-from genmodels.report.view import gap_of, parts_of_error
+from genmodels.core.errors import InputError
+from genmodels.core.likelihood import with_error
+from genmodels.evaluation.report import about_log_z, gap_of, parts_of_error
+from genmodels.evaluation.speech import audit_notes, spoken_notes
 
 COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Fréchet",
            "kernel distance", "precision", "recall", "evaluations", "samples/s"]
@@ -43,7 +42,7 @@ def same_items(reports: Sequence[dict]) -> None:
         >>> same_items([a, {"checkpoint": {"path": "b"}, "data": {"name": "toy", "levels": None}}])
         Traceback (most recent call last):
         ...
-        genmodels.errors.InputError: a and b cannot stand in one table: their data name differ, digits and toy
+        genmodels.core.errors.InputError: a and b cannot stand in one table: their data name differ, digits and toy
     """
     for other in reports[1:]:
         for key in ("name", "split", "levels", "units", "mel", "event_shape", "items", "item_hash"):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from genmodels.errors import check_temperature
+from genmodels.core.errors import check_temperature
+from genmodels.core.random import Generator, normal, uniform
 from genmodels.flows.bijection import Shape, as_shape, per_example
 from genmodels.flows.elementwise import bounded
 from genmodels.nn.blocks import hide
-from genmodels.random import Generator, normal, uniform
 
 _LIMIT = 10.0  # of a log-scale that is learned directly
 

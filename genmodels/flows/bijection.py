@@ -10,8 +10,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genmodels.flows.undo import undone_on_failure
 from genmodels.nn.blocks import hide
+
+
+@contextlib.contextmanager
+def undone_on_failure(module: nn.Module) -> Iterator[None]:
+    """A block that leaves parameters and buffers as they were if it raises.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> before = layer.bias.detach().clone()
+        >>> try:
+        ...     with undone_on_failure(layer):
+        ...         _ = nn.init.constant_(layer.bias, 9.0)
+        ...         raise ValueError
+        ... except ValueError:
+        ...     bool((layer.bias == before).all())
+        True
+    """
+    before = {name: value.clone() for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    try:
+        yield
+    except BaseException:
+        module.load_state_dict(before, strict=False)
+        raise
+
 
 Shape = tuple[int | None, ...]
 
@@ -235,3 +258,94 @@ class Channelwise(Bijection):
 
     def in_shape(self, shape: Shape) -> Shape:
         return self.out_shape(shape)
+
+
+class Around(Bijection):
+    """Another bijection at work, with its shapes, masks and static facts; a subclass changes one thing about it.
+
+    Arguments:
+        bijection: the map inside.
+    """
+
+    def __init__(self, bijection: Bijection):
+        super().__init__()
+        self.bijection = bijection
+        self.constant_logdet, self.uses_cond = bijection.constant_logdet, bijection.uses_cond
+        self.exact_inverse, self.inverse_cost = bijection.exact_inverse, bijection.inverse_cost
+        self.strict_cond = bijection.strict_cond
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return self.bijection.out_shape(shape)
+
+    def in_shape(self, shape: Shape) -> Shape:
+        return self.bijection.in_shape(shape)
+
+    def out_mask(self, mask: Tensor) -> Tensor:
+        return self.bijection.out_mask(mask)
+
+    def in_mask(self, mask: Tensor) -> Tensor:
+        return self.bijection.in_mask(mask)
+
+    def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
+        self.bijection.initialize(x, cond, mask, force=force)
+
+    def _forward(self, x, cond, mask):
+        return self.bijection(x, cond, mask)
+
+    def _inverse(self, z, cond, mask):
+        return self.bijection.inverse(z, cond, mask)
+
+
+class Inverse(Around):
+    """A bijection run backwards: `forward` and `inverse` swapped.
+
+    Arguments:
+        bijection: the map to invert.
+
+    Example:
+        >>> from genmodels.flows import Shift
+        >>> Inverse(Shift(torch.tensor([2.0])))(torch.tensor([[5.0]]))[0]
+        tensor([[3.]])
+    """
+
+    def out_shape(self, shape: Shape) -> Shape:
+        return self.bijection.in_shape(shape)
+
+    def in_shape(self, shape: Shape) -> Shape:
+        return self.bijection.out_shape(shape)
+
+    def out_mask(self, mask: Tensor) -> Tensor:
+        return self.bijection.in_mask(mask)
+
+    def in_mask(self, mask: Tensor) -> Tensor:
+        return self.bijection.out_mask(mask)
+
+    def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
+        for name in self.uninitialized(self.place):
+            raise RuntimeError(f"Inverse: {name} takes its start from data going forward; initialise it before that")
+
+    def _forward(self, x, cond, mask):
+        return self.bijection.inverse(x, cond, mask)
+
+    def _inverse(self, z, cond, mask):
+        return self.bijection(z, cond, mask)
+
+
+class Freeze(Around):
+    """A bijection whose parameters do not train; gradients still pass through it.
+
+    Arguments:
+        bijection: the map to freeze.
+
+    Example:
+        >>> from genmodels.flows import ActNorm
+        >>> any(p.requires_grad for p in Freeze(ActNorm(2)).parameters())
+        False
+    """
+
+    def __init__(self, bijection: Bijection):
+        super().__init__(bijection.requires_grad_(False))
+
+    def requires_grad_(self, requires_grad: bool = True) -> Freeze:
+        """Stay frozen when asked to train; only a direct change of the parameters thaws them."""
+        return self

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
-from genmodels.flows.bijection import Bijection, Shape, Step, as_shape, joined
+from genmodels.flows.bijection import Bijection, Freeze, Inverse, Shape, Step, as_shape, joined
+from genmodels.flows.replay import Autocast, DriftGauge, Known, Noise, Walk, hooks_at_rest
 
 
 class Compose(Bijection):
@@ -19,7 +23,7 @@ class Compose(Bijection):
         layers: the bijections, in the order of `forward`.
         event_shape: shape of x, None for a length left open; the layers are checked against it.
         memory: `store` keeps activations for the backward pass; `inverse` recomputes them from the outputs (see
-            `genmodels.flows.memory`).
+            `genmodels.flows.composition`).
 
     Errors: ValueError naming both layers and the shape between them when they do not fit.
 
@@ -67,7 +71,6 @@ class Compose(Bijection):
 
     @memory.setter
     def memory(self, memory: str) -> None:
-        from genmodels.flows.memory import gauge_for
 
         if memory not in ("store", "inverse"):
             raise ValueError(f"memory must be store or inverse, got {memory!r}")
@@ -100,7 +103,6 @@ class Compose(Bijection):
 
     def _forward(self, x, cond, mask):
         if self.memory == "inverse" and torch.is_grad_enabled():
-            from genmodels.flows.memory import run_inverting
 
             return run_inverting(self, x, cond, mask)
         logdet = x.new_zeros(len(x))
@@ -136,92 +138,234 @@ class Compose(Bijection):
             mask = None if mask is None else layer.out_mask(mask)
 
 
-class Around(Bijection):
-    """Another bijection at work, with its shapes, masks and static facts; a subclass changes one thing about it.
+class Recomputes(Protocol):
+    """A layer with a cheaper way than `inverse` and then `forward`, because both need the same expensive part."""
 
-    Arguments:
-        bijection: the map inside.
+    def recompute(self, z: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """`(x, z', logdet)` of a known output z, called with gradients on.
+
+        x is found without a graph and then made to require gradients; z' and logdet are `forward(x)`, equal to z up to
+        rounding, with their graph. What the layer keeps unchanged may be taken from z, which requires gradients too:
+        the gradient of x is the sum of both. The mask is that of z; hidden positions of x and z' are zero.
+        """
+
+
+def flattened(compose: Compose) -> Iterator[Bijection]:
+    """The layers of a composition in the order they act; compositions inside it are taken apart."""
+    for layer in compose.layers:
+        while isinstance(layer, Freeze):
+            layer = layer.bijection
+        if isinstance(layer, Compose):
+            yield from flattened(layer)
+        else:
+            yield layer
+
+
+def gauge_for(compose: Compose) -> DriftGauge:
+    """A gauge for the layers of a composition that is going to recompute its activations.
+
+    Raises:
+        ValueError: naming a layer with batch statistics, which running it a second time would update twice.
     """
-
-    def __init__(self, bijection: Bijection):
-        super().__init__()
-        self.bijection = bijection
-        self.constant_logdet, self.uses_cond = bijection.constant_logdet, bijection.uses_cond
-        self.exact_inverse, self.inverse_cost = bijection.exact_inverse, bijection.inverse_cost
-        self.strict_cond = bijection.strict_cond
-
-    def out_shape(self, shape: Shape) -> Shape:
-        return self.bijection.out_shape(shape)
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.bijection.in_shape(shape)
-
-    def out_mask(self, mask: Tensor) -> Tensor:
-        return self.bijection.out_mask(mask)
-
-    def in_mask(self, mask: Tensor) -> Tensor:
-        return self.bijection.in_mask(mask)
-
-    def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
-        self.bijection.initialize(x, cond, mask, force=force)
-
-    def _forward(self, x, cond, mask):
-        return self.bijection(x, cond, mask)
-
-    def _inverse(self, z, cond, mask):
-        return self.bijection.inverse(z, cond, mask)
+    layers = list(flattened(compose))
+    for layer in layers:
+        for name, module in layer.named_modules(prefix=layer.place):
+            statistics = getattr(module, "running_mean", None) is not None
+            if statistics or isinstance(module, nn.modules.batchnorm._BatchNorm):
+                raise ValueError(
+                    f"memory='inverse' runs every layer twice, and {name} ({type(module).__name__}) keeps statistics "
+                    "of the batches it sees: use ActNorm, a norm of each example by itself, or memory='store'"
+                )
+    return DriftGauge(len(layers))
 
 
-class Inverse(Around):
-    """A bijection run backwards: `forward` and `inverse` swapped.
+def _inside(layer: Bijection) -> Iterator[nn.Module]:
+    """A layer and all the modules in it. As `modules()`, which takes a tenth of a step because it makes up names."""
+    found = [layer]
+    while found:
+        module = found.pop()
+        yield module
+        found.extend(child for child in module._modules.values() if child is not None)
 
-    Arguments:
-        bijection: the map to invert.
+
+def _by_itself(layer: Bijection) -> bool:
+    """Whether a layer looks after its memory by itself, as a MultiScale does whose stages recompute."""
+    recomputing = any(isinstance(module, Compose) and module.memory == "inverse" for module in _inside(layer))
+    return recomputing and not isinstance(layer, Inverse)
+
+
+def _trained(layer: Bijection) -> list[Parameter]:
+    parameters = (p for module in _inside(layer) for p in module._parameters.values())
+    return list({id(p): p for p in parameters if p is not None and p.requires_grad}.values())
+
+
+@torch.compiler.disable
+def run_inverting(compose: Compose, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`forward` of a composition that keeps its output and no activations; the backward pass goes from last to first:
+
+        x_i = inverse(z_i) without a graph,    z_i, logdet_i = forward(x_i) with one,
+        (dL/dx_i, dL/dparameters, dL/dcond) from (dL/dz_i, dL/dlogdet),    z_{i-1} = x_i
+
+    So memory holds one layer's activations however many layers there are, for one more evaluation of every network
+    (two, where a layer has no `recompute`). Random numbers and autocast are those of the forward pass. Layers store
+    their input instead of finding it again where the inverse is an iteration or takes D passes, and where the gauge
+    has found that the inverse loses too much (see `DriftGauge`). Only `forward` works this way, `inverse` stores.
+
+    Shapes: as those of `compose`.
+    Errors: RuntimeError on a second derivative; RunError from the gauge.
+    Source: Gomez et al. 2017, "The Reversible Residual Network", section 3.2.
 
     Example:
-        >>> from genmodels.flows import Shift
-        >>> Inverse(Shift(torch.tensor([2.0])))(torch.tensor([[5.0]]))[0]
-        tensor([[3.]])
+        >>> from genmodels.flows.scaling import Scale
+        >>> flow = Compose([Scale(torch.tensor([2.0]))], (1,), memory="inverse")
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> flow(x)[0].backward()
+        >>> x.grad
+        tensor([[2.]])
     """
-
-    def out_shape(self, shape: Shape) -> Shape:
-        return self.bijection.in_shape(shape)
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.bijection.out_shape(shape)
-
-    def out_mask(self, mask: Tensor) -> Tensor:
-        return self.bijection.in_mask(mask)
-
-    def in_mask(self, mask: Tensor) -> Tensor:
-        return self.bijection.out_mask(mask)
-
-    def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
-        for name in self.uninitialized(self.place):
-            raise RuntimeError(f"Inverse: {name} takes its start from data going forward; initialise it before that")
-
-    def _forward(self, x, cond, mask):
-        return self.bijection.inverse(x, cond, mask)
-
-    def _inverse(self, z, cond, mask):
-        return self.bijection(z, cond, mask)
+    logdet, row, first = x.new_zeros(len(x)), [], 0
+    for number, layer in enumerate([*flattened(compose), None]):
+        alone = layer is not None and _by_itself(layer)
+        if layer is not None and not alone:
+            row.append(layer)
+            continue
+        if row:
+            x, change, mask = _run(_Row(row, compose.gauge, first, compose.training), x, cond, mask)
+            logdet = logdet + change
+        if alone:
+            x, change = layer(x, cond if layer.uses_cond else None, mask)
+            logdet, mask = logdet + change, None if mask is None else layer.out_mask(mask)
+        row, first = [], number + 1
+    return x, logdet
 
 
-class Freeze(Around):
-    """A bijection whose parameters do not train; gradients still pass through it.
+class _Row(NamedTuple):
+    """Layers that are run, and later inverted, together: numbers first, first + 1, ... of the gauge."""
 
-    Arguments:
-        bijection: the map to freeze.
+    layers: list[Bijection]
+    gauge: DriftGauge
+    first: int
+    training: bool
 
-    Example:
-        >>> from genmodels.flows import ActNorm
-        >>> any(p.requires_grad for p in Freeze(ActNorm(2)).parameters())
-        False
-    """
+    def stores(self, k: int) -> bool:
+        """Whether layer k keeps its input instead of finding it again."""
+        return self.layers[k].inverse_cost != "same" or self.gauge.stores[self.first + k]
 
-    def __init__(self, bijection: Bijection):
-        super().__init__(bijection.requires_grad_(False))
 
-    def requires_grad_(self, requires_grad: bool = True) -> Freeze:
-        """Stay frozen when asked to train; only a direct change of the parameters thaws them."""
-        return self
+def _run(row: _Row, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    masks = [mask]
+    for layer in row.layers:
+        masks.append(None if mask is None else layer.out_mask(masks[-1]))
+    owned = [_trained(layer) for layer in row.layers]
+    parameters = {id(p): p for own in owned for p in own}  # one that several layers share stands here once
+    z, logdet = _Inverting.apply(row, owned, masks, x, cond, *parameters.values())
+    return z, logdet, masks[-1]
+
+
+class _Inverting(torch.autograd.Function):
+    """The parameters are inputs and their gradients outputs, so that what watches them (DDP) sees each just once."""
+
+    @staticmethod
+    def forward(ctx, row: _Row, owned: list[list[Parameter]], masks: list[Tensor | None], x, cond, *parameters):
+        ctx.row, ctx.owned, ctx.masks, ctx.noise = row, owned, masks, []
+        ctx.autocast = Autocast.now(x.device.type)
+        stored, kept, logdet, noise = [], [], x.new_zeros(len(x)), Noise(x.device)
+        with ctx.autocast.again():
+            for k, layer in enumerate(row.layers):
+                stored.append(x if row.stores(k) else None)
+                kept.append(None if row.stores(k) else row.gauge.keep(x))
+                x, change = layer(x, cond if layer.uses_cond else None, masks[k])
+                before, noise = noise, Noise(x.device)
+                ctx.noise.append(None if before == noise else before)
+                logdet = logdet + change
+        ctx.save_for_backward(x, cond, *stored, *kept, *parameters)
+        return x, logdet
+
+    @staticmethod
+    def backward(ctx, grad, grad_logdet):
+        if torch.is_grad_enabled():
+            raise RuntimeError("memory='inverse' has no second derivatives: use memory='store' to train by scores")
+        row, masks, n = ctx.row, ctx.masks, len(ctx.row.layers)
+        *_, wants_x, wants_cond = ctx.needs_input_grad[:5]
+        state, cond, *saved = ctx.saved_tensors
+        stored, kept, parameters = saved[:n], saved[n : 2 * n], saved[2 * n :]
+        cond = None if cond is None else cond.detach().requires_grad_(wants_cond)
+        walk, sums = Walk(row.gauge, row.first, n, state), _Sums()
+        with ctx.autocast.again(), hooks_at_rest(parameters):
+            for k in reversed(range(n)):
+                if not (wants_x or wants_cond or any(ctx.owned[: k + 1])):
+                    break  # nothing from here down is asked for
+                layer, own = row.layers[k], cond if row.layers[k].uses_cond else None
+                if [*map(id, _trained(layer))] != [*map(id, ctx.owned[k])]:  # their gradients would be lost silently
+                    raise RuntimeError(f"{layer.place}: its parameters are not those of the forward pass any more")
+                replay = contextlib.nullcontext if ctx.noise[k] is None else ctx.noise[k].again
+                # `state` is the layer's output, then its input: bound anew, it lets go of what it was.
+                from_output = stored[k] is None and hasattr(layer, "recompute")
+                if stored[k] is not None:
+                    state = stored[k]
+                elif not from_output:
+                    with replay():
+                        state, _ = layer.inverse(state, own, masks[k + 1])
+                with torch.enable_grad(), replay():
+                    rerun = _from_output if from_output else _from_input
+                    ends = rerun(layer, state, own, masks[k + from_output])
+                state = ends.x.detach()
+                if kept[k] is not None:
+                    walk.compare(k, state, kept[k])
+                others = [*ctx.owned[k], *([own] if wants_cond and own is not None else [])]
+                grad, found = ends.pull_back(grad, grad_logdet, others)
+                del ends
+                sums.add(others, found)
+
+        def known(k: int) -> Known:
+            given = cond if row.layers[k].uses_cond else None, masks[k]
+            return Known(row.layers[k], kept[k], *(None if v is None else row.gauge.keep(v) for v in given))
+
+        walk.judge(known, row.training)
+        own = [sums.of(parameter) for parameter in parameters]
+        return None, None, None, grad if wants_x else None, sums.of(cond) if wants_cond else None, *own
+
+
+class _Ends(NamedTuple):
+    """A layer's input x, and its output with a graph that begins at x and at `leaf`, which may be x itself."""
+
+    x: Tensor
+    leaf: Tensor
+    z: Tensor
+    logdet: Tensor
+
+    def pull_back(self, grad: Tensor, grad_logdet: Tensor, others: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+        """Gradients of x and of others, from those of z and the log-determinant; the graph is gone afterwards."""
+        starts = [self.x] if self.leaf is self.x else [self.x, self.leaf]
+        ends = [(end, g) for end, g in ((self.z, grad), (self.logdet, grad_logdet)) if end.requires_grad]
+        outputs, gradients = zip(*ends, strict=True)
+        found = torch.autograd.grad(outputs, [*starts, *others], gradients, allow_unused=True)
+        of_x = [g for g in found[: len(starts)] if g is not None]
+        return sum(of_x[1:], of_x[0]), list(found[len(starts) :])
+
+
+def _from_input(layer: Bijection, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> _Ends:
+    x = x.detach().requires_grad_()
+    return _Ends(x, x, *layer(x, cond, mask))
+
+
+def _from_output(layer: Recomputes, z: Tensor, cond: Tensor | None, mask: Tensor | None) -> _Ends:
+    z = z.detach().requires_grad_()
+    x, again, logdet = layer.recompute(z, cond, mask)
+    return _Ends(x, z, again, logdet)
+
+
+class _Sums:
+    """Gradients added up over the layers that share a tensor."""
+
+    def __init__(self):
+        self.found: dict[int, Tensor] = {}
+
+    def add(self, tensors: list[Tensor], gradients: list[Tensor | None]) -> None:
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            if gradient is not None:
+                before = self.found.get(id(tensor))
+                self.found[id(tensor)] = gradient if before is None else before + gradient
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        return self.found.get(id(tensor))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from genmodels.flows.bijection import Bijection, Shape, per_example
 from genmodels.flows.elementwise import ElementTransform
 from genmodels.nn.blocks import hide
+from genmodels.nn.perceptron import MADE
 
 
 class ChannelSplit:
@@ -158,7 +159,7 @@ class Coupling(Bijection):
     def recompute(self, z, cond, mask):
         """The input of an output z, then that output with its graph; one run of the network serves both ways.
 
-        See `genmodels.flows.memory.Recomputes`: what the network sees is in z as it was in x.
+        See `genmodels.flows.composition.Recomputes`: what the network sees is in z as it was in x.
         """
         seen, z2, squares = self.split.take(z)
         params = self._params(seen, z, cond, mask)
@@ -195,13 +196,14 @@ def check_network(
     """Raise ValueError unless a network (and a transform built for `channels`) fit what a layer changes.
 
     Raises:
-        TypeError: for a network that does not offer what `genmodels.nn.net.Net` does.
+        TypeError: for a network that does not offer what `genmodels.nn.condition.Net` does.
     """
     name = type(layer).__name__
     missing = [offer for offer in _OFFERS if not hasattr(net, offer)]
     if missing:
         kind = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
-        raise TypeError(f"{name} needs a network that offers {', '.join(_OFFERS)} (see genmodels.nn.net.Net); {kind} "
+        raise TypeError(f"{name} needs a network that offers {', '.join(_OFFERS)} "
+                        f"(see genmodels.nn.condition.Net); {kind} "
                         f"has no {', '.join(missing)}")
     if channels not in (None, changed):
         raise ValueError(f"{name} changes {changed} channels, but its transform was built for {channels}")
@@ -213,3 +215,65 @@ def check_network(
             f"{name} needs a network with {expected} channels out ({params_per_dim} parameters for each of {changed}), "
             f"got {net.out_channels}"
         )
+
+
+class MaskedAutoregressive(Bijection):
+    """Each dimension goes through a map whose parameters depend on the dimensions before it.
+
+        z_i = f(x_i; made(x_<i, cond)),    log |det| = sum_i log df/dx_i
+
+    One pass gives z, since all of x is known; the inverse takes D passes, one for each dimension. Its `Inverse` is the
+    inverse autoregressive flow (IAF), quick to sample and slow to score.
+
+    Arguments:
+        features: number of dimensions D.
+        transform: the elementwise map f; `MeanScale` makes the masked autoregressive flow (MAF) of the paper.
+        made: masked network from D to `transform.params_per_dim * D` outputs; it knows the order. Its output bias is
+            set so that training starts at `transform.start`.
+
+    Shapes: events `(D,)`, `cond` as the network's.
+    Errors: ValueError when network and transform do not fit, or for an event of another shape.
+    Source: Papamakarios et al. 2017 (MAF), section 3; Kingma et al. 2016 (IAF), section 3.
+
+    Example:
+        >>> from genmodels.flows.elementwise import MeanScale
+        >>> layer = MaskedAutoregressive(3, MeanScale(), MADE(3, 2, hidden=8))
+        >>> layer.inverse(torch.tensor([[1.0, 2.0, 3.0]]))[0].detach()
+        tensor([[1., 2., 3.]])
+    """
+
+    strict_cond = True
+
+    def __init__(self, features: int, transform: ElementTransform, made: MADE):
+        super().__init__()
+        check_network(self, made, features, transform.params_per_dim, features, transform.channels)
+        self.features, self.transform, self.net = features, transform, made
+        self.uses_cond = made.uses_cond
+        self.exact_inverse, self.constant_logdet = transform.exact_inverse, transform.constant_logdet
+        self.inverse_cost = "D passes" if transform.exact_inverse else "iterative"
+        made.set_output_bias(transform.start(features).flatten())
+
+    def out_shape(self, shape: Shape) -> Shape:
+        if shape != (self.features,):
+            raise self._misfit(f"({self.features},)", shape)
+        return shape
+
+    def in_shape(self, shape: Shape) -> Shape:
+        return self.out_shape(shape)
+
+    def _params(self, x: Tensor, cond: Tensor | None) -> Tensor:
+        params = self.net(x, cond).to(x.dtype)
+        return params.view(len(x), self.transform.params_per_dim, self.features)
+
+    def _forward(self, x, cond, mask):
+        z, log_derivative = self.transform(x, self._params(x, cond))
+        return z, per_example(hide(log_derivative, mask))
+
+    def _inverse(self, z, cond, mask):
+        x = log_derivative = torch.zeros_like(z)
+        for turn in range(self.features):
+            change, log_derivative = self.transform.inverse(z, self._params(x, cond))
+            # Dimensions whose turn has not come stay zero: what they are given until then may be anything.
+            x = torch.where(self.net.order == turn, hide(change, mask), x)
+        # In the last pass every parameter is that of its own turn, since it sees nothing that came later.
+        return x, per_example(hide(log_derivative, mask))

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from genmodels.errors import require_finite_rows
+from genmodels.core.errors import require_finite_rows
+from genmodels.core.random import Generator, normal, uniform
 from genmodels.flows.bijection import Bijection, Shape, per_example
 from genmodels.nn.blocks import hide
 from genmodels.nn.condition import Condition, require_condition
-from genmodels.random import Generator, normal, uniform
 
 
 class Dequantize(nn.Module):

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from genmodels.flows.boundary import label_count, labels_fault, levels_fault, mask_fault, refuse, require_tensor
+from genmodels.core.likelihood import log_mean_exp
+from genmodels.core.random import Generator, KeyedGenerator
+from genmodels.flows.bijection import undone_on_failure
 from genmodels.flows.dequantize import Dequantize
-from genmodels.flows.flow import Flow, class_posterior, require_classes, require_initialized
-from genmodels.flows.undo import undone_on_failure
-from genmodels.random import Generator, KeyedGenerator
+from genmodels.flows.flow import (
+    Flow,
+    class_posterior,
+    label_count,
+    labels_fault,
+    levels_fault,
+    mask_fault,
+    refuse,
+    require_classes,
+    require_initialized,
+    require_tensor,
+)
 
 
 class DiscreteFlow(nn.Module):
@@ -177,23 +187,6 @@ class DiscreteFlow(nn.Module):
         return self.dequantize.noise(tuple(x.shape), generator)
 
 
-def log_mean_exp(log_weights: Tensor) -> tuple[Tensor, Tensor | None]:
-    """log of the mean weight of each row, (B,), and its standard error by the delta method (None for one column).
-
-        nats = log (1/K) sum_k exp(w_k),    stderr = std_k(exp(w_k)) / (sqrt(K) mean_k exp(w_k))
-
-    Example:
-        >>> log_mean_exp(torch.tensor([[-10.0, -11.0, -13.0]], dtype=torch.float64))[0]
-        tensor([-10.7496], dtype=torch.float64)
-    """
-    samples = log_weights.shape[1]
-    nats = log_weights.logsumexp(1) - math.log(samples)
-    if samples == 1:
-        return nats, None
-    ratio = torch.exp(log_weights.detach() - nats.detach()[:, None])
-    return nats, ratio.std(1, unbiased=True) / math.sqrt(samples)
-
-
 def effective_samples(log_weights: Tensor) -> Tensor:
     """How many of the K samples count, (B,): (sum e^w)^2 / sum e^2w, between 1 and K.
 
@@ -219,3 +212,52 @@ def _passes(items: int, samples: int, rows: int) -> Iterator[list[tuple[int, sli
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class ContinuousFlow(nn.Module):
+    """An exact density: `log p(x) = log base(f(x)) + log |det df/dx|`.
+
+    Arguments:
+        flow: the flow, in the data's own units.
+
+    Shapes: `x (B, *event)`; log-densities `(B,)` in nats.
+
+    Example:
+        >>> from genmodels.flows import Flow, StandardNormal, Flip
+        >>> density = ContinuousFlow(Flow(Flip(2), StandardNormal((2,))))
+        >>> density.log_prob(torch.zeros(1, 2))
+        (tensor([-1.8379]), None)
+    """
+
+    kind = "exact"
+
+    def __init__(self, flow: Flow):
+        super().__init__()
+        self.flow = flow
+
+    def initialize(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
+                   *, generator: Generator | None = None) -> None:
+        """Data-dependent initialisation of the bijection; no noise is needed."""
+        self.flow.initialize(x, cond, mask)
+
+    def log_prob(
+        self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
+        *, generator: Generator | None = None, samples: int = 1, rows: int | None = None,
+    ) -> tuple[Tensor, None]:
+        """`(nats (B,), None)`: exact, hence without noise, importance samples or standard error."""
+        return self.flow.log_prob(x, cond, mask), None
+
+    def sample(
+        self, n: int, cond: Tensor | None = None, *, temperature: float = 1.0, generator: Generator,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """`(n, *event)` in the data's own units; of sequences only the frames of the mask."""
+        return self.flow.sample(n, cond, temperature=temperature, generator=generator, mask=mask)
+
+    def middle(self, x: Tensor) -> Tensor:
+        """The point that stands for an item: itself."""
+        return x.to(next((p.dtype for p in self.parameters()), torch.float32))
+
+    def quantise(self, v: Tensor) -> Tensor:
+        """The item that a point stands for: itself."""
+        return v

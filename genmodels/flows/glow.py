@@ -6,20 +6,19 @@ from typing import Literal
 
 import torch
 
+from genmodels.core.errors import one_of
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Shape, as_shape
-from genmodels.flows.boundary import one_of
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
-from genmodels.flows.elementwise import Additive, Affine
+from genmodels.flows.elementwise import Additive, Affine, LogisticMixture
 from genmodels.flows.linear import InvertibleLinear
-from genmodels.flows.mixture import LogisticMixture
 from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.spline import RationalQuadraticSpline
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
+from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.condition import Condition, require_condition
-from genmodels.nn.convolutional import ConvNet
-from genmodels.nn.spatial_attention import AttentionKind
+from genmodels.nn.coupling_networks import ConvNet
 
 _SQUEEZE = {1: Squeeze1d, 2: Squeeze2d}
 _MOST_LEVELS = 3

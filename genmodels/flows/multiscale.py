@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.data import Latents
 from genmodels.flows.bijection import Bijection, Shape, Step, as_shape, per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import bounded
@@ -231,64 +231,6 @@ class MultiScale(Bijection):
                 continue
             z = Latents((*scales, x)).flatten()
             yield Step(".".join(filter(None, [name, "latents"])), self.latents, z, z, z.new_zeros(len(z)), None, flat)
-
-
-@dataclass(frozen=True, eq=False)
-class Latents:
-    """All of a latent, fine to coarse: what left at each scale and what stayed to the end.
-
-    Arguments:
-        scales: tensors `(B, *scale)`.
-
-    Example:
-        >>> latents = Latents.unflatten(torch.arange(6.0)[None], [(2,), (2, 2)])
-        >>> len(latents), latents[1].shape, bool((latents.flatten() == torch.arange(6.0)).all())
-        (2, torch.Size([1, 2, 2]), True)
-    """
-
-    scales: tuple[Tensor, ...]
-
-    def __len__(self) -> int:
-        return len(self.scales)
-
-    def __getitem__(self, number: int) -> Tensor:
-        return self.scales[number]
-
-    def rows(self, selection) -> Latents:
-        """Some of the examples."""
-        return Latents(tuple(scale[selection] for scale in self.scales))
-
-    def flatten(self) -> Tensor:
-        """One vector for each example, (B, D)."""
-        return torch.cat([scale.flatten(1) for scale in self.scales], dim=1)
-
-    @staticmethod
-    def unflatten(z: Tensor, shapes: Sequence[Shape]) -> Latents:
-        """The inverse of `flatten`, from the shapes of the scales."""
-        sizes = [math.prod(shape) for shape in shapes]
-        if tuple(z.shape[1:]) != (sum(sizes),):
-            raise ValueError(f"scales {list(shapes)} hold {sum(sizes)} values, but z has shape {tuple(z.shape)}")
-        parts = z.split(sizes, dim=1)
-        return Latents(tuple(part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)))
-
-    def interpolate(self, other: Latents, weights: Tensor | float) -> Latents:
-        """The way from these latents to others, along which the norm of a standard normal vector is kept.
-
-            z(w) = ((1 - w) z_0 + w z_1) / sqrt((1 - w)^2 + w^2)
-
-        z(0) and z(1) are the ends themselves. A single weight gives B latents; N weights give B strips of N, one after
-        the other, (B N, *scale).
-        """
-        if [scale.shape for scale in self.scales] != [scale.shape for scale in other.scales]:
-            raise ValueError("latents of unlike shapes have nothing between them")
-
-        def between(start: Tensor, end: Tensor) -> Tensor:
-            w = torch.as_tensor(weights, dtype=start.dtype, device=start.device)
-            w = w.reshape(1, -1, *[1] * (start.dim() - 1))
-            mixed = (1 - w) * start[:, None] + w * end[:, None]
-            return (mixed / ((1 - w).square() + w.square()).sqrt()).flatten(0, 1)
-
-        return Latents(tuple(between(*pair) for pair in zip(self.scales, other.scales, strict=True)))
 
 
 def fits(expected: Shape, shape: Shape) -> bool:

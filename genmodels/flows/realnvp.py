@@ -6,19 +6,18 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from genmodels.core.errors import one_of
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Shape, as_shape
-from genmodels.flows.boundary import one_of
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.squeeze import Squeeze2d
+from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.condition import Condition
-from genmodels.nn.gated import GatedConvNet
+from genmodels.nn.coupling_networks import GatedConvNet, ResidualConvNet
 from genmodels.nn.perceptron import MLP
-from genmodels.nn.residual import ResidualConvNet
-from genmodels.nn.spatial_attention import AttentionKind
 
 NETS = {"residual": ResidualConvNet, "gated": GatedConvNet}
 #: The paper's two scales; `split` sends half of the channels to the latents.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from genmodels.core.errors import RunError
+from genmodels.flows.bijection import Bijection
 
 
 class Autocast(NamedTuple):
@@ -97,3 +101,159 @@ def hooks_at_rest(tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for tensor, hooks in resting:
             tensor._backward_hooks = hooks
+
+
+class Known(NamedTuple):
+    """A layer, and the true input of a few examples with their condition and mask."""
+
+    layer: Bijection
+    x: Tensor
+    cond: Tensor | None = None
+    mask: Tensor | None = None
+
+    def __str__(self) -> str:
+        return f"{self.layer.place} ({type(self.layer).__name__})"
+
+
+class DriftGauge(nn.Module):
+    """Compares recomputed inputs with the true ones of a few examples, and names the layers that lose too much.
+
+        drift_i = max |x_i' - x_i| / (1 + max |x_i|)
+
+    x_i' is found from the output of the whole flow, so an error made by one layer reaches all layers before it. Hence
+    a layer is blamed when its drift is above the threshold and that of the layer after it is not. From the next step
+    on it stores its input, and recomputation starts afresh there. Which layers do so is a buffer, kept in checkpoints;
+    several processes decide together, on the largest drift of all of them.
+
+    Arguments:
+        layers: number of layers watched.
+        threshold: largest drift that is let pass; `math.inf` switches the gauge off.
+        examples: how many examples of each batch keep their true inputs, the first ones.
+
+    Attributes:
+        switched: (layers,) bool, the layers that store their input.
+        stores: the same as a Python list, which costs no synchronisation to read.
+
+    Errors: RunError when recomputed values are not finite though the output of the flow is.
+
+    Example:
+        >>> gauge = DriftGauge(3)
+        >>> gauge.blamed([2e-3, 2e-3, 0.0])
+        [1]
+    """
+
+    def __init__(self, layers: int, *, threshold: float = 1e-3, examples: int = 2):
+        super().__init__()
+        self.threshold, self.examples = threshold, examples
+        self.register_buffer("switched", torch.zeros(layers, dtype=torch.bool))
+        self.stores = [False] * layers
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
+        # A model that was trained with memory="store" has no switches: none is on.
+        state_dict.setdefault(prefix + "switched", torch.zeros_like(self.switched))
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self.stores = self.switched.tolist()
+
+    def keep(self, values: Tensor) -> Tensor:
+        """The rows of the examples that are watched, in memory of their own: a view would keep all the others alive."""
+        return values[: self.examples].detach().clone()
+
+    def blamed(self, drifts: Sequence[float]) -> list[int]:
+        """Positions of the layers that lose too much, from the drifts of layers in a row (nothing follows the last)."""
+        after = [*drifts[1:], 0.0]
+        return [k for k, (own, later) in enumerate(zip(drifts, after, strict=True)) if own > self.threshold >= later]
+
+    def switch(self, layers: Sequence[int]) -> None:
+        """From now on these layers store their input."""
+        if layers:
+            self.switched[list(layers)] = True
+            self.stores = [stored or i in layers for i, stored in enumerate(self.stores)]
+
+
+class Walk:
+    """What one backward pass finds out about recomputed inputs; nothing is read from the device before `judge`.
+
+    Arguments:
+        gauge: the gauge that is told.
+        first: number of the first layer of this pass among those of the gauge.
+        layers: number of layers of this pass.
+        z: output of the last one.
+    """
+
+    def __init__(self, gauge: DriftGauge, first: int, layers: int, z: Tensor):
+        self.gauge, self.first = gauge, first
+        nothing = z.new_zeros(())
+        self.lost, self.size = [nothing] * layers, [nothing] * layers
+        self.extremes = [nothing, nothing] * layers + list(z.detach().aminmax() if len(z) else (nothing, nothing))
+
+    def compare(self, k: int, x: Tensor, true: Tensor) -> None:
+        """Note the input that was recomputed for layer k of this pass, beside a few true examples."""
+        if not len(x):
+            return  # an empty share of a batch: the other processes still want to hear that nothing is wrong
+        self.lost[k] = torch.dist(x[: len(true)], true, torch.inf)
+        self.size[k] = torch.linalg.vector_norm(true, torch.inf)
+        self.extremes[2 * k : 2 * k + 2] = x.aminmax()
+
+    @torch.no_grad()
+    def judge(self, known: Callable[[int], Known], training: bool) -> None:
+        """Switch the layers that lose too much, with a warning for each, and stop at what is not finite.
+
+        Arguments:
+            known: gives layer k of this pass with the few true examples.
+            training: outside training nothing is switched, and other processes are not asked.
+
+        Raises:
+            RunError: naming the layer whose recomputed input is not finite.
+        """
+        drifts = torch.stack(self.lost) / (1 + torch.stack(self.size))
+        broken = ~torch.isfinite(torch.stack(self.extremes)).view(-1, 2).all(1)
+        found = torch.cat([drifts.nan_to_num(0.0), broken])
+        together = training and torch.distributed.is_available() and torch.distributed.is_initialized()
+        if together:
+            # In the backward pass, not at the next step: a checkpoint written in between holds the decision.
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+        found = found.tolist()  # the one synchronisation
+        drifts, (*broken, overflow) = found[: len(self.lost)], found[len(self.lost) :]
+        if overflow:
+            return  # the flow itself is not finite: its loss says so, recomputation is not to blame
+        for k in reversed(range(len(self.lost))):
+            if broken[k]:
+                raise RunError(
+                    f"{known(k)}: its input, recomputed from its output, is not finite (smallest scale about "
+                    f"{smallest_scale(known(k)):.1e}); train with memory='store'"
+                )
+        blamed = self.gauge.blamed(drifts)
+        if training:
+            self.gauge.switch([self.first + k for k in blamed])
+        if together and torch.distributed.get_rank():
+            return
+        then = "from the next step on its input is stored" if training else "memory='store' gives exact ones"
+        for k in blamed:
+            warnings.warn(
+                f"{known(k)}: its input, recomputed from its output, is off by {drifts[k]:.1e}, more than "
+                f"{self.gauge.threshold:.0e} (smallest scale about {smallest_scale(known(k)):.1e}); the gradients of "
+                f"this step are not exact, {then}",
+                stacklevel=2,
+            )
+
+
+def smallest_scale(known: Known, rounds: int = 8) -> float:
+    """About the least factor by which a layer scales anything at the given input, by power iteration with J^-T.
+
+        u <- J^-T u / |u|,    scale = 1 / |u|
+
+    Where J is triangular, as in a coupling, this is the smallest scale on its diagonal.
+
+    Example:
+        >>> from genmodels.flows.scaling import Scale
+        >>> round(smallest_scale(Known(Scale(torch.tensor([0.25, 3.0])), torch.ones(1, 2))), 4)
+        0.25
+    """
+    layer, x, cond, mask = known
+    u = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
+    with Noise(x.device).again(), torch.enable_grad():  # dropout in a network draws nothing that others would miss
+        z = layer(x, cond, mask)[0].detach().requires_grad_()
+        again, _ = layer.inverse(z, cond, None if mask is None else layer.out_mask(mask))
+        for _ in range(rounds):
+            u = torch.autograd.grad(again, z, (u / u.norm()).view_as(again), retain_graph=True)[0]
+    return float(1 / u.norm())

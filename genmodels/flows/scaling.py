@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from genmodels.flows.actnorm import DataInitialized
 from genmodels.flows.bijection import Bijection, Shape, at_each_position, per_example
 from genmodels.flows.elementwise import per_channel
-from genmodels.flows.initialization import DataInitialized
 from genmodels.nn.blocks import hide
 
 

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from genmodels.errors import InputError, nearest
+from genmodels.core.errors import InputError, nearest
+from genmodels.core.moved import present_name
 
 TARGET = "_target_"
 
@@ -27,12 +28,13 @@ def locate(name: str, trust: Iterable[str] = ()) -> type:
         >>> locate("os.system")
         Traceback (most recent call last):
         ...
-        genmodels.errors.InputError: 'os.system' is not a class of genmodels; to allow it add its package: trust=[os]
+        genmodels.core.errors.InputError: 'os.system' is not a class of genmodels; ...
     """
-    package = str(name).split(".")[0]
+    name = present_name(str(name))
+    package = name.split(".")[0]
     if package not in {"genmodels", *trust}:
         raise InputError(f"{name!r} is not a class of genmodels; to allow it add its package: trust=[{package}]")
-    module_name, _, attribute = str(name).rpartition(".")
+    module_name, _, attribute = name.rpartition(".")
     try:
         module = importlib.import_module(module_name)
         found = vars(module)[attribute]

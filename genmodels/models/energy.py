@@ -8,8 +8,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError
+from genmodels.core.likelihood import Likelihood, log_mean_exp
+from genmodels.core.random import KeyedGenerator
+from genmodels.core.tensors import outside_inference
 from genmodels.data.base import spread_rows
-from genmodels.data.spec import Batch, DataSpec
 from genmodels.energy import (
     LOSSES,
     ContrastiveDivergence,
@@ -24,23 +28,22 @@ from genmodels.energy import (
     SlicedScoreMatchingVR,
     require_continuous,
 )
-from genmodels.errors import InputError
-from genmodels.evaluation.fields import picture_of_fields
-from genmodels.evaluation.likelihood import Likelihood
-from genmodels.flows.discrete import log_mean_exp
 from genmodels.models.base import Loss, Samples
 from genmodels.models.build import construct
-from genmodels.models.chains import Sampler, check_tempering
-from genmodels.models.encoding import MOST_PAIRS, Encoding, covariance_of
-from genmodels.models.matching import ScoreMatched
-from genmodels.models.normaliser import Normaliser, base_of, by_annealing, by_quadrature, unit_covariance
+from genmodels.models.energy_sampling import (
+    Normaliser,
+    Sampler,
+    base_of,
+    by_annealing,
+    by_quadrature,
+    check_tempering,
+    unit_covariance,
+)
 from genmodels.models.optimizer import Optimizer
-from genmodels.models.path import Path
-from genmodels.nn.autograd import outside_inference
-from genmodels.nn.deep_kernel import DeepKernelEnergy
-from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
-from genmodels.nn.unet_energy import UNetEnergy
-from genmodels.random import KeyedGenerator
+from genmodels.models.score_matching import MOST_PAIRS, Encoding, ScoreMatched, covariance_of
+from genmodels.models.trajectory import Path
+from genmodels.nn.energy_nets import DeepKernelEnergy, EnergyConv, EnergyMLP, UNetEnergy
+from genmodels.plots.densities import picture_of_fields
 
 NETWORKS = {"mlp": EnergyMLP, "conv": EnergyConv, "unet": UNetEnergy, "deep_kernel": DeepKernelEnergy}
 _FIT_ROWS = 8192  # training items that the last weights of a deep kernel are solved on

@@ -9,22 +9,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from genmodels.core.data import Batch, DataSpec, Latents
+from genmodels.core.errors import InputError, check_temperature, one_of
+from genmodels.core.likelihood import Likelihood
+from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import spread_rows
-from genmodels.data.spec import Batch, DataSpec
 from genmodels.energy.guards import require_continuous
-from genmodels.errors import InputError, check_temperature
-from genmodels.evaluation.likelihood import Likelihood
+from genmodels.flows.actnorm import channel_moments
 from genmodels.flows.bases import BASES
 from genmodels.flows.bijection import Bijection
-from genmodels.flows.boundary import one_of
 from genmodels.flows.composition import Compose
-from genmodels.flows.continuous import ContinuousFlow
 from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize
-from genmodels.flows.discrete import DiscreteFlow
+from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow
 from genmodels.flows.flow import Flow
-from genmodels.flows.initialization import channel_moments
 from genmodels.flows.monitor import Health, examine
-from genmodels.flows.multiscale import Latents
 from genmodels.flows.realnvp import dequantisation_flow
 from genmodels.flows.scaling import Logit, Shift, Standardise
 from genmodels.flows.squeeze import Flatten
@@ -32,7 +30,6 @@ from genmodels.models.base import GenerativeModel, Loss, Samples
 from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn.condition import Condition
-from genmodels.random import KeyedGenerator
 
 #: Scalars that the first forward pass of an initialisation may hold; more would only fill the memory.
 _INITIAL_SCALARS = 2_000_000

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from genmodels.data.spec import DataSpec
+from genmodels.core.data import DataSpec
 from genmodels.flows.glow import glow
 from genmodels.models.flow import FlowModel
-from genmodels.nn.spatial_attention import AttentionKind
+from genmodels.nn.attention_block import AttentionKind
 
 
 class Glow(FlowModel):
@@ -33,7 +33,7 @@ class Glow(FlowModel):
 
     Example:
         >>> import torch
-        >>> from genmodels.data.spec import Batch
+        >>> from genmodels.core.data import Batch
         >>> model = Glow(DataSpec("digits", (1, 8, 8), levels=17), steps=2, hidden=8)
         >>> model.initialize(Batch(torch.randint(0, 17, (32, 1, 8, 8), dtype=torch.uint8)))
         >>> model.sample(2, temperature=0.7).x.shape

@@ -6,9 +6,9 @@ from typing import Literal
 
 from torch import nn
 
-from genmodels.data.spec import DataSpec
+from genmodels.core.data import DataSpec
 from genmodels.diffusion import PARAMETERISATIONS, Denoiser
-from genmodels.models.diffusion_training import ScheduleName
+from genmodels.models.ddpm import ScheduleName
 from genmodels.models.mel_diffusion import MelDiffusion
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import UNet

@@ -7,12 +7,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.data.spec import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError
 from genmodels.diffusion import Denoiser, V, alpha_sigma
 from genmodels.energy import Potential
-from genmodels.errors import InputError
-from genmodels.models.mel_diffusion import MelDiffusion
-from genmodels.models.mel_langevin import FINEST
+from genmodels.models.mel_diffusion import FINEST, MelDiffusion
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import UNet
 from genmodels.speech.text_encoder import TextEncoder

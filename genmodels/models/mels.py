@@ -7,11 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from genmodels.data.spec import Batch, DataSpec
-from genmodels.errors import InputError
-from genmodels.flows.squeeze import PadToMultiple
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError
+from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator, uniform
 from genmodels.nn.blocks import hide
-from genmodels.random import FrameKeyedGenerator, KeyedGenerator, uniform
 
 #: Width of the noise, in log units, where nobody says otherwise.
 NOISE = 0.05
@@ -94,6 +93,8 @@ def even_lengths(batch: Batch) -> Batch:
         mask = torch.ones(len(batch), 1, batch.x.shape[2], dtype=torch.bool, device=batch.x.device)
     if batch.x.shape[2] % 2 == 0 and not bool((mask.sum(2) % 2).any()):
         return Batch(batch.x, batch.cond, mask, batch.index)
+    from genmodels.flows.squeeze import PadToMultiple  # here, since only flows of mels need it
+
     x, mask = PadToMultiple(2, floor=math.log(1e-5))(batch.x, mask)
     return Batch(x, batch.cond, mask, batch.index)
 

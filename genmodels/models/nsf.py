@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from genmodels.data.spec import DataSpec
-from genmodels.flows.neural_spline import neural_spline
+from genmodels.core.data import DataSpec
+from genmodels.flows.spline import neural_spline
 from genmodels.models.flow import FlowModel
 
 

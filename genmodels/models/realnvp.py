@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from genmodels.data.spec import DataSpec
+from genmodels.core.data import DataSpec
 from genmodels.flows.realnvp import LAYOUT, realnvp_image, realnvp_vector
 from genmodels.models.flow import FlowModel
-from genmodels.nn.spatial_attention import AttentionKind
+from genmodels.nn.attention_block import AttentionKind
 
 
 class RealNVP(FlowModel):

@@ -2,30 +2,209 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError, one_of
+from genmodels.core.likelihood import Likelihood
+from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import spread_rows
-from genmodels.data.spec import Batch, DataSpec
-from genmodels.energy import MultiScaleDenoising, NoiseConditionalScore, largest_distance, noise_levels
-from genmodels.errors import InputError
-from genmodels.evaluation.fields import picture_of_fields
-from genmodels.evaluation.likelihood import Likelihood
-from genmodels.flows.boundary import one_of
+from genmodels.diffusion import LinearLogSnrSchedule
+from genmodels.diffusion.denoiser import Prediction
+from genmodels.diffusion.process import alpha_sigma, expand
+from genmodels.energy import (
+    MultiScaleDenoising,
+    NoiseConditionalScore,
+    annealed_langevin,
+    largest_distance,
+    noise_levels,
+    predictor_corrector,
+)
 from genmodels.models.base import GenerativeModel, Loss, Samples, gather
 from genmodels.models.build import construct
-from genmodels.models.chains import check_tempering
-from genmodels.models.encoding import Encoding
-from genmodels.models.levels import SAMPLERS, walk_levels
+from genmodels.models.diffusion_likelihood import OdeLikelihood
+from genmodels.models.energy_sampling import check_tempering
 from genmodels.models.optimizer import Optimizer
-from genmodels.models.path import Path
-from genmodels.models.score_ode import ScoreOde
+from genmodels.models.score_matching import Encoding
+from genmodels.models.trajectory import Path
 from genmodels.nn import MLPDenoiser, UNet
-from genmodels.nn.noise_conditional import NoiseConditionalNet
-from genmodels.random import KeyedGenerator
+from genmodels.plots.densities import picture_of_fields
+
+
+class _Walk(NamedTuple):
+    """A sampler: its function, the default number of levels, and its evaluations at each level."""
+
+    function: Callable[..., Tensor]
+    steps: int
+    evaluations: int
+
+
+#: Langevin steps at each level of `annealed_langevin`.
+_EACH = 10
+#: What `sampler=` may be for score models.
+SAMPLERS = {
+    "predictor_corrector": _Walk(predictor_corrector, 200, 2),
+    "annealed_langevin": _Walk(annealed_langevin, 40, _EACH),
+}
+_FEW = 16  # dimensions up to which a corrector harms: lengths of scores vary too much there
+
+
+class _Tempered(nn.Module):
+    """The scores of p^beta at every level."""
+
+    def __init__(self, model: NoiseConditionalScore, inverse_temperature: float):
+        super().__init__()
+        self.model, self.inverse_temperature = model, inverse_temperature
+
+    def score_at(self, x: Tensor, sigma: Tensor, cond: Tensor | None = None) -> Tensor:
+        return self.inverse_temperature * self.model.score_at(x, sigma, cond)
+
+
+def walk_levels(
+    model: NoiseConditionalScore,
+    shape: tuple[int, ...],
+    largest: float,
+    smallest: float,
+    generator: KeyedGenerator,
+    *,
+    sampler: str,
+    steps: int,
+    inverse_temperature: float = 1.0,
+    cond: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    callback: Callable[[int, Tensor], None],
+) -> tuple[Tensor, int]:
+    """(samples like `shape`, evaluations of the network), by `steps` levels that fall geometrically.
+
+    It ends with the mean of the clean data given the last point; `callback(number, x)` is called `steps` times.
+
+    Example:
+        >>> exact = NoiseConditionalScore(lambda x, sigma, cond=None: (3 - x) / sigma[:, None] ** 2)  # data: 3
+        >>> keyed = KeyedGenerator(0, torch.arange(2), "sample")
+        >>> x, evaluations = walk_levels(exact, (2, 1), 4.0, 0.1, keyed, sampler="annealed_langevin", steps=5,
+        ...                              callback=lambda done, x: None)
+        >>> [round(value, 4) for value in x.flatten().tolist()], evaluations
+        ([3.0, 3.0], 102)
+    """
+    walk = SAMPLERS[sampler]
+    sigmas = torch.logspace(0, 1, steps, base=smallest / largest, dtype=torch.float64).mul(largest).tolist()
+    if sampler == "annealed_langevin":
+        options: dict = {"steps_per_level": _EACH}
+        evaluations = steps * _EACH + 1
+    else:
+        corrections = 0 if torch.Size(shape[1:]).numel() <= _FEW else 1
+        options = {"corrector_steps": corrections}
+        evaluations = (steps - 1) * (1 + corrections) + 1
+    z = walk.function(
+        _Tempered(model, inverse_temperature), shape, sigmas, generator, denoise=False, cond=cond, dtype=dtype,
+        device=device, callback=lambda done, x: callback(done, x) if done < steps - 1 else None, **options,
+    )  # fmt: skip
+    last = torch.full((len(z),), sigmas[-1], dtype=z.dtype, device=z.device)
+    z = z + sigmas[-1] ** 2 * model.score_at(z, last, cond)
+    callback(steps - 1, z)
+    return z, evaluations * len(z)
+
+
+class NoiseConditionalNet(nn.Module):
+    """The score of data with noise N(0, sigma^2), for every sigma, by a network f that is told the noise level.
+
+        s(x, sigma) = f(x / sqrt(1 + sigma^2), log sigma) / sigma
+
+    Dividing by sigma gives f the same scale at all levels, since |score| is about sqrt(D)/sigma; the input is brought
+    to unit scale for data of unit scale.
+
+    Arguments:
+        network: `(x, log_snr (B,), cond) -> like x`, as `MLPDenoiser` and `UNet`; it is told log_snr = -2 log sigma.
+
+    Shapes: `x (B, *event)`, `sigma (B,)` positive, `cond` as the network takes it; the result is like `x`.
+    Source: Song and Ermon 2019, section 4.2 (division by sigma), and 2020, technique 3.
+
+    Example:
+        >>> from genmodels.nn.perceptron import MLPDenoiser
+        >>> net = NoiseConditionalNet(MLPDenoiser((2,), hidden=16, depth=1))
+        >>> net(torch.randn(3, 2), torch.tensor([0.1, 1.0, 10.0])).shape
+        torch.Size([3, 2])
+    """
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, sigma: Tensor, cond: Tensor | None = None) -> Tensor:
+        if sigma.shape != x.shape[:1]:
+            raise ValueError(f"one sigma for each of {len(x)} examples is needed, got shape {tuple(sigma.shape)}")
+        sigma = sigma.to(x.dtype)
+        scale = sigma.reshape(-1, *(1,) * (x.dim() - 1))
+        return self.network(x * torch.rsqrt(1 + scale.square()), -2 * sigma.log(), cond) / scale
+
+
+class ScoreAsDenoiser(nn.Module):
+    """A field of scores at every noise level as the denoiser of a diffusion that scales its data down.
+
+        y = x / alpha,   sigma_bar = sigma / alpha = exp(-lambda / 2)
+        eps = -sigma_bar s(y, sigma_bar),   x0 = y - sigma_bar eps
+
+    Arguments:
+        core: the scores.
+        largest, smallest: the noise levels sigma_bar it was trained on; the log-SNR is linear in time between them.
+
+    Example:
+        >>> exact = NoiseConditionalScore(lambda y, sigma, cond=None: -y / (1 + sigma[:, None] ** 2))  # of N(0, 1)
+        >>> denoiser = ScoreAsDenoiser(exact, 50.0, 0.01)
+        >>> found = denoiser(torch.tensor([[0.6]]), torch.tensor([0.5]))
+        >>> abs(round(float(found.v), 6))  # of unit variance at every level nothing flows
+        0.0
+    """
+
+    def __init__(self, core: NoiseConditionalScore, largest: float, smallest: float):
+        super().__init__()
+        self.core = core
+        self.schedule = LinearLogSnrSchedule(log_snr_max=-2 * math.log(smallest), log_snr_min=-2 * math.log(largest))
+
+    def forward(self, x: Tensor, t: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Prediction:
+        log_snr = self.schedule.log_snr(t).to(x.device)
+        alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
+        y, sigma_bar = x / alpha, torch.exp(-0.5 * log_snr)
+        width = next((p.dtype for p in self.core.parameters()), x.dtype)
+        score = self.core.score_at(y.to(width), sigma_bar.to(width), cond).to(x.dtype)
+        eps = -expand(sigma_bar, x) * score
+        x0 = y - expand(sigma_bar, x) * eps
+        return Prediction(eps, sigma, x0=lambda: x0, eps=lambda: eps, v=lambda: alpha * eps - sigma * x0)
+
+
+class ScoreOde(OdeLikelihood):
+    """What a score model has instead of an energy: the density at its smallest noise level, by the probability flow.
+
+        log p(x) = log p_0(z) + log |det dz/dx|,   z the encoded data, integers dequantised
+        p at the largest level: N(0, (1 + largest^2) I)
+
+    That density is of the data with the smallest noise on them. Source: Song et al., "Score-based generative modeling
+    through stochastic differential equations", 2021, section 4.3.
+    """
+
+    def _denoiser(self, weights: str | float) -> ScoreAsDenoiser:
+        return ScoreAsDenoiser(self.weights(weights), float(self.largest), self.smallest)
+
+    def _first_log_snr(self) -> float:
+        return -2 * math.log(self.smallest)
+
+    def _start(
+        self, denoiser, x: Tensor, mask: Tensor | None, cond: Tensor | None, noise: KeyedGenerator, dequantisation: str,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        """alpha_0 z, and how volumes change till there."""
+        z, volume = self.encoding(x, noise.child("dequantise"))
+        first = torch.tensor(self._first_log_snr(), dtype=torch.float64, device=x.device)
+        alpha, _ = alpha_sigma(first)
+        return alpha * z.double(), volume.double() + self.spec.dims * torch.log(alpha)
+
 
 _ITEMS = 4096  # items among which the largest distance is sought
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from genmodels.data.spec import Batch, DataSpec, TextCondition
-from genmodels.errors import InputError
-from genmodels.evaluation.likelihood import Likelihood
+from genmodels.core.data import Batch, DataSpec, TextCondition
+from genmodels.core.errors import InputError
+from genmodels.core.likelihood import Likelihood
+from genmodels.core.random import KeyedGenerator
 from genmodels.models.base import Loss, Samples
 from genmodels.models.build import construct
 from genmodels.models.mels import even_lengths
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.text_model import TextModel, Voices
-from genmodels.random import KeyedGenerator
 from genmodels.speech.measures import read_faults, words_of_tokens
 from genmodels.speech.tacotron import AttentionKind, Said, Spoken
 from genmodels.speech.tacotron import Tacotron as Decoder

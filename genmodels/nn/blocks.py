@@ -2,12 +2,86 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, fold, interpolate, silu
+from torch.nn.functional import conv2d, fold, interpolate, layer_norm, silu
 
+from genmodels.core.tensors import wide
 from genmodels.nn.dropout import Dropout
-from genmodels.nn.norm import GroupNorm
+
+
+def group_count(channels: int, most: int = 32, least_width: int = 4) -> int:
+    """The largest divisor of `channels` that is at most 32 and leaves at least 4 channels to each group, else 1.
+
+    Example:
+        >>> [group_count(n) for n in (3, 20, 32, 64, 96, 128, 1024)]
+        [1, 5, 8, 16, 24, 32, 32]
+    """
+    fitting = (n for n in range(1, min(channels, most) + 1) if channels % n == 0 and channels // n >= least_width)
+    return max(fitting, default=1)
+
+
+class GroupNorm(nn.Module):
+    """Group normalisation whose scale and shift are its own, or come from a condition.
+
+        y = (x - mean_g) / sqrt(var_g + eps) * a + b,   (a, b) learned, or (1 + scale, shift) given per example
+
+    Mean and variance run over the channels of a group and its valid positions; with a mask, positions outside are zero.
+
+    Arguments:
+        channels: channels of the map; `group_count` makes the groups.
+        affine: whether (a, b) are learned; False when scale and shift are given.
+        eps: added to the variance.
+
+    Shapes: `x (B, C, *space)` to the same; `scale`, `shift` `(B, C)`; `mask` bool, broadcastable to `(B, 1, *space)`.
+    Source: Wu and He 2018; scale and shift as in Nichol and Dhariwal 2021, section 3.
+
+    Example:
+        >>> y = GroupNorm(8)(torch.randn(2, 8, 5, 5))
+        >>> bool(y.view(2, 2, -1).mean(-1).abs().max() < 1e-6)
+        True
+    """
+
+    def __init__(self, channels: int, *, affine: bool = True, eps: float = 1e-5):
+        super().__init__()
+        self.groups, self.eps = group_count(channels), eps
+        self.weight = nn.Parameter(torch.ones(channels)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(channels)) if affine else None
+
+    def forward(
+        self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        a, b = (self.weight, self.bias) if scale is None else (1 + scale, shift)
+        if mask is not None:
+            return self._masked(x, a, b, mask)
+        if scale is None:
+            return nn.functional.group_norm(x, self.groups, a, b, self.eps)
+        batch, channels, *space = x.shape
+        if x.is_contiguous():
+            # Each (example, channel) becomes a channel of one big example: the kernel then applies scale and shift in
+            # the pass that normalises, instead of two more passes over the map in each direction.
+            wide = x.reshape(1, batch * channels, *space)
+            y = nn.functional.group_norm(wide, batch * self.groups, a.reshape(-1), b.reshape(-1), self.eps)
+            return y.view(x.shape)
+        y = nn.functional.group_norm(x, self.groups, eps=self.eps)
+        per_channel = (batch, channels) + (1,) * len(space)
+        return torch.addcmul(b.reshape(per_channel), y, a.reshape(per_channel))
+
+    def _masked(self, x: Tensor, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+        batch, channels, *space = x.shape
+        valid = mask.expand(batch, 1, *space).to(x.dtype).flatten(2)[:, :, None]  # (B, 1, 1, L)
+        grouped = x.reshape(batch, self.groups, channels // self.groups, -1)
+        count = (valid.sum(-1, keepdim=True) * (channels // self.groups)).clamp(min=1)
+        mean = (grouped * valid).sum((2, 3), keepdim=True) / count
+        centred = (grouped - mean) * valid
+        variance = centred.square().sum((2, 3), keepdim=True) / count
+        y = (centred * torch.rsqrt(variance + self.eps)).reshape(x.shape)
+        per_channel = (-1, channels) + (1,) * len(space)
+        return torch.addcmul(b.reshape(per_channel), y, a.reshape(per_channel)) * mask
+
 
 CONVOLUTION = {1: nn.Conv1d, 2: nn.Conv2d}
 
@@ -180,3 +254,125 @@ def _merge_taps(weight: Tensor, axis: int) -> Tensor:
     """Three taps along a (negative) axis to the pairs for even and for odd positions: (.., 3, ..) to (2, .., 2, ..)."""
     first, middle, last = weight.unbind(axis)
     return torch.stack([torch.stack([first, middle + last], axis), torch.stack([first + middle, last], axis)])
+
+
+class ChannelNorm(nn.Module):
+    """Layer normalisation over the channels of each position, which no other position or example enters.
+
+        y[:, p] = (x[:, p] - mean_c x[c, p]) / sqrt(var_c x[c, p] + eps) * weight + bias
+
+    Arguments:
+        channels: channels of the map.
+        eps: added to the variance.
+
+    Shapes: `x (B, C, *space)` to the same.
+    Source: Ba, Kiros, Hinton 2016, over the channels alone.
+
+    Example:
+        >>> ChannelNorm(2)(torch.tensor([[[1.0, 5.0], [3.0, 5.0]]]))
+        tensor([[[-1.0000,  0.0000],
+                 [ 1.0000,  0.0000]]], grad_fn=<PermuteBackward0>)
+    """
+
+    def __init__(self, channels: int, *, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The kernel wants the channels last; for a map in that memory format neither turn copies anything.
+        y = layer_norm(x.movedim(1, -1), self.weight.shape, self.weight, self.bias, self.eps)
+        return y.movedim(-1, 1)
+
+
+#: Log-SNR beyond these ends is as good as clean or as pure noise; it also makes +-inf legal.
+LOG_SNR_RANGE = (-20.0, 20.0)
+
+
+def log_snr_features(log_snr: Tensor, width: int) -> Tensor:
+    """Sinusoids of the log-SNR, clipped to [-20, 20] and mapped affinely to p in [0, 1000].
+
+        features = [cos(p w_i), sin(p w_i)],   w_i = 10000^(-i/m),   i = 0 .. m-1,   m = width/2
+
+    Shapes: `log_snr (B,)` to `(B, width)`, float32 or wider whatever the autocast; `width` is even.
+    Source: Vaswani et al. 2017, section 3.5, with the step number of DDPM (Ho et al. 2020) replaced by the log-SNR.
+
+    Example:
+        >>> log_snr_features(torch.tensor([-float("inf"), 0.0, 30.0]), 4)[:, 0]
+        tensor([ 1.0000, -0.8838,  0.5624])
+    """
+    half = width // 2
+    low, high = LOG_SNR_RANGE
+    log_snr = wide(log_snr)
+    position = (log_snr.clamp(low, high) - low) * (1000 / (high - low))
+    index = torch.arange(half, dtype=log_snr.dtype, device=log_snr.device)
+    angle = position[:, None] * torch.exp(-math.log(10000) / half * index)
+    return torch.cat([angle.cos(), angle.sin()], dim=1)
+
+
+def fourier_features(x: Tensor, log_snr: Tensor, octaves: Sequence[int]) -> Tensor:
+    """Sines and cosines of the noisy data, for what a network tells apart below the scale at which it sees them.
+
+        sin(w x / alpha) d,  cos(w x / alpha) d,   w = 2^n pi,   d = exp(-w^2 / (2 SNR)),   n in octaves
+
+    These are the means of sin(w x_0) and cos(w x_0) given x = alpha x_0 + sigma eps under a flat prior: a frequency
+    fades where the noise hides it. The log-SNR is clipped to [-20, 20].
+
+    Shapes: `x (B, C, *space)`, `log_snr (B,)` to `(B, 2 C len(octaves), *space)`, float32 or wider whatever the
+    autocast.
+    Source: Kingma et al., "Variational diffusion models", 2021, appendix C, there without d and of x.
+
+    Example:
+        >>> fourier_features(torch.full((1, 1, 1), 0.25), torch.tensor([30.0]), [0]).flatten()
+        tensor([0.7071, 0.7071])
+    """
+    x, log_snr = wide(x), wide(log_snr).clamp(*LOG_SNR_RANGE).reshape(-1, *[1] * (x.dim() - 1))
+    clean = x / torch.sigmoid(log_snr).sqrt()
+    angles = torch.cat([2.0**n * math.pi * clean for n in octaves], dim=1)
+    fading = torch.cat([torch.exp(-(4.0**n) * math.pi**2 / 2 * torch.exp(-log_snr)).expand_as(x) for n in octaves], 1)
+    return torch.cat([angles.sin() * fading, angles.cos() * fading], dim=1)
+
+
+class ConditionEmbedding(nn.Module):
+    """One vector per example from its noise level and its class.
+
+        e = W_2 silu(W_1 features(log_snr)) + class_table[cond]
+
+    Arguments:
+        features: width of the sinusoidal features, even.
+        hidden: width between the two linear layers.
+        width: width of the result.
+        num_classes: number of classes, None for an unconditional network. The table has one more row, the null
+            class `num_classes`: it stands for "no condition", is used when `cond` is None, and may be given as a label.
+
+    Shapes: `log_snr (B,)`, `cond (B,)` int64 or None; the result is `(B, width)`.
+    Errors: ValueError when labels reach a network without classes, or are not integers of shape (B,).
+
+    Example:
+        >>> embedding = ConditionEmbedding(8, 32, 16, num_classes=3)
+        >>> embedding(torch.zeros(2), torch.tensor([0, 3])).shape
+        torch.Size([2, 16])
+    """
+
+    def __init__(self, features: int, hidden: int, width: int, num_classes: int | None = None):
+        super().__init__()
+        if features < 2 or features % 2:
+            raise ValueError(f"the noise-level features need an even width of at least 2, got {features}")
+        self.features, self.num_classes = features, num_classes
+        self.inner = nn.Linear(features, hidden)
+        self.outer = nn.Linear(hidden, width)
+        self.classes = None if num_classes is None else nn.Embedding(num_classes + 1, width)
+
+    def forward(self, log_snr: Tensor, cond: Tensor | None = None) -> Tensor:
+        features = log_snr_features(log_snr, self.features).to(self.inner.weight.dtype)
+        embedding = self.outer(nn.functional.silu(self.inner(features)))
+        if self.classes is None:
+            if cond is not None:
+                raise ValueError("this network was built without classes: pass cond=None or set num_classes")
+            return embedding
+        if cond is None:
+            return embedding + self.classes.weight[self.num_classes]
+        if cond.dim() != 1 or cond.is_floating_point():
+            raise ValueError(f"cond must be integer labels (B,), got {cond.dtype} of shape {tuple(cond.shape)}")
+        return embedding + self.classes(cond)

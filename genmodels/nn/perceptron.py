@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import relu, silu
+from torch.nn.functional import layer_norm, linear, relu, silu
 
-from genmodels.nn.blocks import zeroed
-from genmodels.nn.condition import Condition, modulate
+from genmodels.nn.blocks import ConditionEmbedding, zeroed
+from genmodels.nn.condition import Condition, Net, modulate
 from genmodels.nn.dropout import Dropout
-from genmodels.nn.net import Net
 
 ACTIVATION = {"silu": silu, "relu": relu}
 
@@ -136,3 +137,194 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 def _refuse(mask: Tensor | None) -> None:
     if mask is not None:
         raise ValueError("a perceptron takes vectors of one length: use a convolutional network for masked sequences")
+
+
+class MaskedLinear(nn.Linear):
+    """A linear layer of which some weights are zero and stay so.
+
+        y = (W * mask) x + b
+
+    Arguments:
+        mask: (outputs, inputs) bool, True where an output may see an input.
+
+    Example:
+        >>> layer = MaskedLinear(torch.tensor([[True, False]]))
+        >>> bool((layer(torch.tensor([[1.0, 2.0]])) == layer(torch.tensor([[1.0, 9.0]]))).all())
+        True
+    """
+
+    def __init__(self, mask: Tensor):
+        super().__init__(mask.shape[1], mask.shape[0])
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight * self.mask, self.bias)
+
+
+class MADE(Net):
+    """A masked perceptron: several outputs for every dimension, which depend on the dimensions before it alone.
+
+    Inputs and outputs have the degrees 1 .. D in the given order, hidden units degrees between; a hidden unit sees what
+    has its own degree or a lower one, an output what has a lower one: d output_i / d x_j = 0 unless j comes before i.
+    The condition feeds all hidden units. With one, some have degree 0: they see it alone, and every output sees them.
+
+    Arguments:
+        features: number of dimensions D.
+        params_per_dim: number of outputs P for each dimension.
+        hidden: width of the hidden layers.
+        depth: number of hidden layers, or of residual blocks of two layers each.
+        residual: whether the layers are those of a residual perceptron (see `ResidualMLP`).
+        order: the turn of each dimension, a permutation of 0 .. D - 1; the dimension with turn 0 depends on nothing.
+        activation: `silu` or `relu`.
+        dropout: probability of dropping a hidden value.
+        cond: what the network is conditioned on, labels or a vector.
+        conditioning: `concat` or `film`.
+
+    Shapes: `x (B, D)`, `cond` as `cond` says; the result is `(B, P D)`, the first output of every dimension first. A
+    mask is refused.
+    Errors: ValueError for an order that is no permutation, no hidden layer, and whatever `Net` refuses.
+    Source: Germain et al. 2015 (MADE), sections 3 and 4; residual blocks: Durkan et al. 2019, appendix B.1.
+
+    Example:
+        >>> made = MADE(3, 2, hidden=16)
+        >>> made(torch.randn(5, 3)).shape
+        torch.Size([5, 6])
+    """
+
+    def __init__(
+        self,
+        features: int,
+        params_per_dim: int,
+        *,
+        hidden: int = 256,
+        depth: int = 2,
+        residual: bool = False,
+        order: Sequence[int] | None = None,
+        activation: Literal["silu", "relu"] = "silu",
+        dropout: float = 0.0,
+        cond: Condition | None = None,
+        conditioning: Literal["concat", "film"] = "concat",
+    ):
+        order = list(range(features)) if order is None else [int(turn) for turn in order]
+        if sorted(order) != list(range(features)):
+            raise ValueError(f"MADE: order must be a permutation of 0 .. {features - 1}, got {order}")
+        if depth < 1 or activation not in ACTIVATION:
+            raise ValueError(
+                f"MADE needs depth >= 1 and an activation out of {', '.join(ACTIVATION)}, got {depth}, {activation!r}"
+            )
+        widths = [hidden] * (1 + depth if residual else depth)
+        super().__init__(
+            features, params_per_dim * features, hidden, widths,
+            cond=cond, conditioning=conditioning, dims=0, everywhere=True,
+        )  # fmt: skip
+        self.residual, self.activation = residual, ACTIVATION[activation]
+        self.register_buffer("order", torch.tensor(order))
+        degrees, inner = self.order + 1, hidden_degrees(features, hidden, self.uses_cond)
+        self.stem = MaskedLinear(inner[:, None] >= degrees)
+        self.layers = nn.ModuleList(
+            MaskedLinear(inner[:, None] >= inner) for _ in range(2 * depth if residual else depth - 1)
+        )
+        self.dropout = Dropout(dropout)
+        self.head = zeroed(MaskedLinear(degrees.repeat(params_per_dim)[:, None] > inner))
+
+    def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            raise ValueError("MADE takes vectors of one length: a mask has no place in it")
+        x, (first, *rest) = self.enter(x, cond, None)
+        h = modulate(self.stem(x), first)
+        if self.residual:
+            for inner, outer, modulation in zip(self.layers[::2], self.layers[1::2], rest, strict=True):
+                inside = modulate(inner(self.activation(h)), modulation)
+                h = h + outer(self.dropout(self.activation(inside)))
+            return self.head(h)
+        for layer, modulation in zip(self.layers, rest, strict=True):
+            h = modulate(layer(self.dropout(self.activation(h))), modulation)
+        return self.head(self.dropout(self.activation(h)))
+
+
+def hidden_degrees(features: int, hidden: int, conditional: bool) -> Tensor:
+    """Degrees of the hidden units, as evenly spread as their number allows, up to the highest that is of any use.
+
+    Example:
+        >>> hidden_degrees(4, 6, conditional=False).tolist(), hidden_degrees(4, 6, conditional=True).tolist()
+        ([1, 1, 2, 2, 3, 3], [0, 1, 1, 2, 3, 3])
+    """
+    lowest = 0 if conditional or features == 1 else 1
+    spread = features - lowest
+    return lowest - 1 + torch.tensor([-(-(k + 1) * spread // hidden) for k in range(hidden)])
+
+
+class MLPDenoiser(nn.Module):
+    """Residual perceptron from a noisy event and its log-SNR to an event of the same shape.
+
+        h_0 = W_in [x, cos(pi 2^j x), sin(pi 2^j x)]
+        h_{i+1} = h_i + W_i' silu(W_i (norm(h_i) (1 + scale_i) + shift_i))
+
+    Scale and shift are linear in the embedding of noise level and class. The output is zero at the start.
+
+    Arguments:
+        event_shape: any shape; the event is flattened.
+        num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
+        double_output: twice the entries of the event's first axis in the output, as learned variances need.
+        extra_channels: entries of the first axis that come in and do not go out, as self-conditioning needs.
+        hidden: width of the residual stream, even.
+        depth: number of residual blocks.
+        frequencies: octaves of Fourier features of each coordinate, which sharpen edges in few dimensions; 0 is none.
+        dropout: probability of dropping a value inside the blocks.
+
+    Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None; the result is like `x`. A mask is refused.
+    Errors: ValueError for events of another shape, an odd width, or a mask.
+    Source: residual blocks with scale and shift as in Nichol and Dhariwal 2021; Fourier features of Tancik et al. 2020.
+
+    Example:
+        >>> mlp = MLPDenoiser((2,), hidden=16, depth=2)
+        >>> mlp(torch.randn(5, 2), torch.zeros(5)).abs().max()
+        tensor(0., grad_fn=<MaxBackward1>)
+    """
+
+    def __init__(
+        self,
+        event_shape: tuple[int, ...],
+        num_classes: int | None = None,
+        double_output: bool = False,
+        extra_channels: int = 0,
+        *,
+        hidden: int = 256,
+        depth: int = 4,
+        frequencies: int = 3,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        if hidden < 2 or hidden % 2:
+            raise ValueError(f"hidden = {hidden} must be even and positive: the noise-level features come in pairs")
+        if depth < 1 or frequencies < 0:
+            raise ValueError(f"depth = {depth} must be at least 1 and frequencies = {frequencies} at least 0")
+        first, *rest = event_shape
+        self.event_shape, self.frequencies = (first + extra_channels, *rest), frequencies
+        self.out_shape = (first * (2 if double_output else 1), *rest)
+        dims = math.prod(self.event_shape)
+        self.embedding = ConditionEmbedding(min(hidden, 64), hidden, hidden, num_classes)
+        self.modulation = nn.Linear(hidden, 2 * hidden * depth)
+        self.stem = nn.Linear(dims * (1 + 2 * frequencies), hidden)
+        self.inner = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
+        self.outer = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))
+        self.dropout = Dropout(dropout)
+        self.head = zeroed(nn.Linear(hidden, math.prod(self.out_shape)))
+
+    def forward(self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        if tuple(x.shape[1:]) != self.event_shape:
+            raise ValueError(f"the MLP was built for events of shape {self.event_shape}, got {tuple(x.shape[1:])}")
+        if mask is not None:
+            raise ValueError("the MLP takes events of one fixed size: use the U-Net for masked sequences")
+        modulation = self.modulation(silu(self.embedding(log_snr, cond))).chunk(2 * len(self.inner), dim=1)
+        h = self.stem(self._features(x.flatten(1)))
+        for i, (inner, outer) in enumerate(zip(self.inner, self.outer, strict=True)):
+            scale, shift = modulation[2 * i], modulation[2 * i + 1]
+            normed = layer_norm(h, h.shape[-1:]) * (1 + scale) + shift
+            h = h + outer(self.dropout(silu(inner(normed))))
+        h = self.head(silu(layer_norm(h, h.shape[-1:])))
+        return h.reshape(len(x), *self.out_shape).to(x.dtype)
+
+    def _features(self, x: Tensor) -> Tensor:
+        octaves = [math.pi * 2.0**j * x for j in range(self.frequencies)]
+        return torch.cat([x, *(angle.cos() for angle in octaves), *(angle.sin() for angle in octaves)], dim=1)

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from genmodels.nn.attention import Attention, Shaw
-from genmodels.nn.blocks import hide
-from genmodels.nn.channel_norm import ChannelNorm
+from genmodels.nn.blocks import ChannelNorm, hide
 from genmodels.nn.dropout import Dropout
 
 

@@ -9,10 +9,19 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
-from genmodels.nn.blocks import CONVOLUTION, Downsample, NarrowConv2d, ResidualBlock, Upsample, hide, zeroed
-from genmodels.nn.embedding import ConditionEmbedding, fourier_features
-from genmodels.nn.norm import GroupNorm
-from genmodels.nn.spatial_attention import AttentionKind, check_kind, make_attention
+from genmodels.nn.attention_block import AttentionKind, check_kind, make_attention
+from genmodels.nn.blocks import (
+    CONVOLUTION,
+    ConditionEmbedding,
+    Downsample,
+    GroupNorm,
+    NarrowConv2d,
+    ResidualBlock,
+    Upsample,
+    fourier_features,
+    hide,
+    zeroed,
+)
 
 
 class UNet(nn.Module):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from genmodels.report.markup import Markup, tag
-from genmodels.report.plot import Rule, Series, plot
-from genmodels.report.raster import address, is_image, tiles
+from genmodels.evaluation.report import gap_of, parts_of_error
+from genmodels.report.plot import Field, Rule, Series, plot
 from genmodels.report.view import (
     KINDS,
     UNITS,
+    Markup,
     Model,
+    address,
+    density_map,
     facts,
-    gap_of,
     grouped,
+    is_image,
     listing,
     number,
-    parts_of_error,
+    tag,
+    tiles,
     typeset,
     unit_of,
     with_error,
@@ -241,3 +244,84 @@ def recipes(models: list[Model]) -> Markup | None:
         return None
     return listing(columns, [(None, rows)], "Every likelihood with its kind, its errors and how it was made "
                                             "(parts in nats of an item)")
+
+
+def out_of_distribution(models: list[Model]) -> list[Markup]:
+    """Histograms with the area under the ROC curve; 0.5 is chance, below it the other data are the likelier ones."""
+    rows, figures = [], []
+    for model in models:
+        for k, found in enumerate(model.get("ood") or []):
+            name, kind = str(found.get("name")), str(found.get("kind") or "unnormalised")
+            unit = {"bits_per_dim": "bits/dim"}.get(found.get("value"), str(found.get("value") or "nats"))
+            rows.append([f"{model.name} on {name}", kind.replace("_", " "), found.get("label"),
+                         number(found.get("auroc")), number(found.get("mean_in")), number(found.get("mean_out")), unit,
+                         number(found.get("n")), found.get("said")])
+            inside, outside = model.array(found.get("inside")), model.array(found.get("values"))
+            if inside is None or outside is None:
+                continue
+            bits = unit == "bits/dim"
+            values = [model.per_item(v)[0] if bits else -np.asarray(v, dtype=np.float64) for v in (inside, outside)]
+            title = f"{model.name}: {model.data.get('name')} against {name}"
+            if found.get("auroc") is not None:
+                title += f", AUROC {found['auroc']:.3f}"
+            legend = [f"{model.data.get('name')} (test)", name]
+            line = next(iter(model.likelihoods), {})  # the line that other data are evaluated by
+            noise = "" if line.get("single", {}).get("noise", 0.0) == 0 else f"Of the test items {noise_of(line)}."
+            shown = histogram(legend, values, title, f"{unit} of an item (left: more likely)", noise=noise)
+            figures.append(tag("div", shown, tag("p", KINDS[kind][1] + ".", class_="note"), _likely(model, k, name)))
+    if not rows:
+        return []
+    columns = ["model", "kind", "likelihood", "AUROC", "mean inside", "mean outside", "unit", "items", "verdict"]
+    caption = "Whether the likelihood tells other data from the test items: AUROC 1 always, 0.5 by chance, 0 never"
+    return [listing(columns, [(None, rows)], caption), tag("div", *figures, class_="gallery") if figures else None]
+
+
+def _likely(model: Model, k: int, name: str) -> Markup | None:
+    x = model.array(f"ood_{k}_x")
+    if x is None or not is_image(model.data) or list(x.shape[1:]) != list(model.data["event_shape"]):
+        return None
+    shown = [tag("li", tag("img", src=address(tile), alt=f"likely item {i + 1} of {name}"))
+             for i, tile in enumerate(tiles(x, model.data))]
+    return tag("figure", tag("figcaption", f"the most likely items of {name}"), tag("ul", *shown, class_="items"))
+
+
+_POINTS = 1500
+_VERDICTS = {True: "one", False: "not one, the check FAILED", None: "not settled"}
+
+
+def densities(models: list[Model]) -> list[Markup]:
+    """The test points, the true density where it is known, and the density of every model."""
+    shown = [model for model in models if model.array("density") is not None and model.get("density", "extent")]
+    if not shown:
+        return []
+    first = shown[0]
+    truth = next(((model, a) for model in shown if (a := model.array("density_true")) is not None), None)
+    top = _top(truth[1]) if truth else max(_top(model.array("density")) for model in shown)
+    scale = f"Colours from 0 (dark) to {top:.3g} and above (light), per unit of area; the same in all maps."
+    figures = []
+    points = first.array("density_data")
+    if points is not None:
+        points = points[:_POINTS]
+        dots = Series("test items", points[:, 0].tolist(), points[:, 1].tolist(), "dots")
+        empty = Field("data:,", tuple(first.get("density", "extent")))
+        figures.append(plot([dots], f"The data: {len(points):,} test items", "", "", field=empty))
+    if truth:
+        figures.append(_map(truth[1], truth[0], top, "The true density", scale))
+    for model in shown:
+        check = next((c for c in model.get("proofs") or [] if c["name"] == "density integrates to one"), None)
+        said = "" if check is None or check["value"] is None else (
+            f"Its integral is {check['where']}: {_VERDICTS[check['passed']]}. ")
+        line = next(iter(model.likelihoods), None)
+        value = f"{with_mark(line)}. " if line else ""
+        figures.append(_map(model.array("density"), model, top, f"The density of {model.name}", value + said + scale))
+    return figures
+
+
+def _top(log_density: np.ndarray) -> float:
+    finite = log_density[np.isfinite(log_density)]
+    return float(np.exp(finite.max())) if finite.size else 1.0
+
+
+def _map(log_density: np.ndarray, model: Model, top: float, title: str, note: str) -> Markup:
+    field = Field(address(density_map(log_density, top)), tuple(model.get("density", "extent")))
+    return plot([], title, "", "", field=field, note=note)

@@ -2,14 +2,74 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from PIL import Image
 
-from genmodels.report.markup import Markup, tag
+from genmodels.core.data import DataSpec
+from genmodels.plots.images import images_of
+
+#: Elements that have no content and no end tag.
+_VOID = {"meta", "link", "img", "br", "hr", "col"}
+
+
+class Markup(str):
+    """Text that is markup already, made by this module alone: everything else is escaped when it is put in."""
+
+    __slots__ = ()
+
+
+def text(value: object) -> Markup:
+    """Any value as markup: what is markup stays, the rest is escaped; None is nothing, a list is its items in turn.
+
+    Example:
+        >>> text("a < b"), text(tag("b", "fat")), text(["x", None, 3])
+        ('a &lt; b', '<b>fat</b>', 'x3')
+    """
+    if value is None:
+        return Markup("")
+    if isinstance(value, Markup):
+        return value
+    if isinstance(value, list | tuple):
+        return Markup("".join(text(each) for each in value))
+    return Markup(escape(_legal(str(value)), quote=True))
+
+
+def tag(name: str, /, *content: object, **attributes: object) -> Markup:
+    """An element; in names of attributes `_` stands for `-`, and a trailing one is dropped (`class_`).
+
+    An attribute that is None or False is left out, one that is True stands without a value.
+
+    Example:
+        >>> tag("p", "1 < 2", class_="note", hidden=False)
+        '<p class="note">1 &lt; 2</p>'
+        >>> tag("img", src="data:,", alt='a "picture"')
+        '<img src="data:," alt="a &quot;picture&quot;">'
+    """
+    shown = []
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        key = key.rstrip("_").replace("_", "-")
+        shown.append(key if value is True else f'{key}="{escape(_legal(str(value)), quote=True)}"')
+    start = " ".join([name, *shown])
+    if name in _VOID:
+        return Markup(f"<{start}>")
+    return Markup(f"<{start}>{text(list(content))}</{name}>")
+
+
+def _legal(words: str) -> str:
+    """Characters that no HTML document may hold, shown as what they are: one that is out of place."""
+    return "".join("\ufffd" if (ord(c) < 32 and c not in "\t\n") or 0xD800 <= ord(c) < 0xE000 else c for c in words)
+
 
 Item = TypeVar("Item")
 
@@ -168,24 +228,6 @@ def with_mark(line: dict) -> str:
     return f"{KINDS[line['kind']][2]} {value:.4f}{spread} {unit_of(line)}"
 
 
-def parts_of_error(line: dict) -> dict[str, float]:
-    """What the standard error of a line is made of, as far as it is known: the squares of the parts add up.
-
-    Example:
-        >>> parts_of_error({"se_data": 0.5, "se_items": 0.4, "se_mc": 0.3})
-        {'the items': 0.4, 'the draws': 0.3}
-    """
-    names = {"se_items": "the items", "se_mc": "the draws", "se_log_z": "log Z"}
-    return {name: line[key] for key, name in names.items() if line.get(key) is not None}
-
-
-def gap_of(line: dict) -> tuple[float | None, float | None]:
-    """The KL gap to the true density and its standard error: paired item by item where that density is known."""
-    if "kl_paired" in line:
-        return line["kl_paired"], line["se_gap"]
-    return line.get("kl_gap"), line.get("se_data")
-
-
 def typeset(words: str) -> str:
     """Words of the terminal with the marks of the page, which stay on the line of what they mark.
 
@@ -231,3 +273,54 @@ def listing(columns: list[str], groups: list[tuple[object, list[list[object]]]],
     table = tag("table", tag("caption", caption), tag("thead", head, role="rowgroup"), *bodies, role="table",
                 class_="cards", **attributes)
     return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=caption)
+
+
+def address(picture: Image.Image) -> str:
+    """A picture as a `data:` address, PNG inside.
+
+    Example:
+        >>> address(Image.new("L", (1, 1)))[:22]
+        'data:image/png;base64,'
+    """
+    file = io.BytesIO()
+    picture.save(file, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def is_image(data: dict) -> bool:
+    """Whether items of a data set (its description in a report) can be seen."""
+    shape = data.get("event_shape") or []
+    return len(shape) == 3 and shape[0] in (1, 3)
+
+
+def tiles(x: np.ndarray, data: dict, smallest: int = 32) -> list[Image.Image]:
+    """Items (n, C, H, W) in the data's own units as pictures, enlarged by whole pixels."""
+    spec = DataSpec(str(data.get("name")), tuple(data["event_shape"]), levels=data.get("levels"))
+    return images_of(torch.as_tensor(np.ascontiguousarray(x)), spec, smallest)
+
+
+def sheet(pictures: list[Image.Image], columns: int, gap: int = 2) -> Image.Image:
+    """Pictures of one size in rows, with nothing between them: the page shows through.
+
+    Example:
+        >>> sheet([Image.new("L", (8, 8), 255)] * 3, columns=2).size
+        (18, 18)
+    """
+    width, height = pictures[0].size
+    rows = math.ceil(len(pictures) / columns)
+    mode = "RGBA" if pictures[0].mode == "RGB" else "LA"
+    whole = Image.new(mode, (columns * (width + gap) - gap, rows * (height + gap) - gap))
+    for k, picture in enumerate(pictures):
+        whole.paste(picture, (k % columns * (width + gap), k // columns * (height + gap)))
+    return whole
+
+
+def density_map(log_density: np.ndarray, top: float) -> Image.Image:
+    """Densities (H, W), row 0 at the bottom, as colours from 0 (dark) to `top` (light); what is not finite is red."""
+    from matplotlib import colormaps
+
+    with np.errstate(over="ignore"):
+        values = np.exp(np.asarray(log_density, dtype=np.float64))
+    colours = (colormaps["viridis"](np.clip(np.nan_to_num(values / top), 0, 1))[..., :3] * 255).round().astype(np.uint8)
+    colours[np.isnan(values)] = (220, 30, 30)
+    return Image.fromarray(colours[::-1])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import struct
 import warnings
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
 from scipy.io import wavfile
 from scipy.signal import resample_poly
 from torch import Tensor
+from torch.nn.functional import pad
 
-from genmodels.files import kind_of
+from genmodels.core.files import kind_of
 
 #: Sizes from here on are written where the length was not yet known, to a pipe, or stand in another chunk (RF64).
 _UNKNOWN = 2**32 - 2**16
@@ -107,3 +110,159 @@ def write_wav(path: str | Path | BinaryIO, wave: Tensor, sample_rate: int) -> fl
     samples = (wave.detach().double().cpu() * (factor * (2**15 - 1))).round().to(torch.int16)
     wavfile.write(path, sample_rate, samples.numpy())
     return factor
+
+
+@dataclass(frozen=True)
+class MelConfig:
+    """What must be known of a mel-spectrogram to compare it with another, or to turn it back into sound.
+
+    Arguments:
+        sample_rate: samples per second.
+        n_fft: length of the Hann window and of its Fourier transform.
+        hop: samples from one frame to the next.
+        n_mels: number of mel bands.
+        f_min, f_max: lowest and highest frequency of the bands, in Hz.
+        padding: `hifigan`: (n_fft - hop)/2 samples on either side, so that N samples are floor(N / hop) frames;
+            `tacotron`: n_fft/2, one frame more.
+
+    Errors: ValueError for sizes that do not fit together, or bands so narrow that no frequency falls into one.
+
+    Example:
+        >>> MelConfig().frames(22050), MelConfig(padding="tacotron").frames(22050)
+        (86, 87)
+    """
+
+    sample_rate: int = 22050
+    n_fft: int = 1024
+    hop: int = 256
+    n_mels: int = 80
+    f_min: float = 0.0
+    f_max: float = 8000.0
+    padding: Literal["hifigan", "tacotron"] = "hifigan"
+
+    def __post_init__(self):
+        if min(self.sample_rate, self.hop, self.n_mels) < 1 or self.n_fft < 2 or self.n_fft < self.hop:
+            raise ValueError(f"a mel needs positive sizes and n_fft >= hop, got {self}")
+        if (self.n_fft - self.hop) % 2 or self.n_fft % 2:
+            raise ValueError(f"n_fft and n_fft - hop must be even, got n_fft = {self.n_fft}, hop = {self.hop}")
+        if not 0 <= self.f_min < self.f_max <= self.sample_rate / 2:
+            raise ValueError(f"0 <= f_min < f_max <= {self.sample_rate / 2} Hz (half the rate), got {self.f_min}, "
+                             f"{self.f_max}")
+        if self.padding not in ("hifigan", "tacotron"):
+            raise ValueError(f"padding must be hifigan or tacotron, got {self.padding!r}")
+        filter_bank(self)
+
+    @property
+    def padded(self) -> int:
+        """Samples that are reflected on either side."""
+        return (self.n_fft - self.hop) // 2 if self.padding == "hifigan" else self.n_fft // 2
+
+    @property
+    def shortest(self) -> int:
+        """The fewest samples of a clip: a reflection needs one sample more than it is long."""
+        return self.padded + 1
+
+    def frames(self, samples: int) -> int:
+        """Number of frames of so many samples."""
+        return 1 + (samples + 2 * self.padded - self.n_fft) // self.hop
+
+    def differences(self, other: MelConfig) -> list[str]:
+        """The fields in which another configuration differs, each with both values."""
+        return [f"{name}: {value} and {getattr(other, name)}"
+                for name, value in vars(self).items() if value != getattr(other, name)]
+
+
+_FLOOR = 1e-9  # under the root of the magnitude, whose slope is infinite at zero
+_CLAMP = 1e-5  # silence is log 1e-5 = -11.5129
+
+
+def slaney_mel(frequency: np.ndarray | float) -> np.ndarray:
+    """Mels of Hz on Slaney's scale: linear below 1,000 Hz (200/3 Hz a mel), logarithmic above (27 mels to 6,400 Hz).
+
+    Example:
+        >>> slaney_mel(np.array([0.0, 200.0, 1000.0, 6400.0])).tolist()
+        [0.0, 3.0, 15.0, 42.0]
+    """
+    frequency = np.asarray(frequency, dtype=np.float64)
+    above = 15 + 27 * np.log(np.maximum(frequency, 1000) / 1000) / np.log(6.4)
+    return np.where(frequency < 1000, 3 * frequency / 200, above)
+
+
+def slaney_hz(mel: np.ndarray | float) -> np.ndarray:
+    """The inverse of `slaney_mel`.
+
+    Example:
+        >>> slaney_hz(np.array([3.0, 42.0])).round(6).tolist()
+        [200.0, 6400.0]
+    """
+    mel = np.asarray(mel, dtype=np.float64)
+    return np.where(mel < 15, 200 * mel / 3, 1000 * np.exp(np.log(6.4) * (np.maximum(mel, 15) - 15) / 27))
+
+
+@lru_cache(maxsize=32)
+def filter_bank(config: MelConfig) -> np.ndarray:
+    """Triangular bands of equal area in Hz, (n_mels, n_fft/2 + 1), float64: Slaney's scale and normalisation.
+
+    Raises:
+        ValueError: for a band into which no frequency of the transform falls.
+
+    Example:
+        >>> bank = filter_bank(MelConfig())
+        >>> bank.shape, round(float(bank.sum()), 6)
+        ((80, 513), 3.713688)
+    """
+    frequency = np.arange(config.n_fft // 2 + 1) * config.sample_rate / config.n_fft
+    edges = slaney_hz(np.linspace(slaney_mel(config.f_min), slaney_mel(config.f_max), config.n_mels + 2))
+    low, centre, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
+    rise, fall = (frequency - low) / (centre - low), (high - frequency) / (high - centre)
+    bank = np.maximum(0, np.minimum(rise, fall)) * 2 / (high - low)
+    empty = np.flatnonzero(bank.max(1) == 0)
+    if len(empty):
+        raise ValueError(f"mel band {empty[0]} of {config.n_mels} is empty: fewer n_mels, or a larger n_fft")
+    bank.setflags(write=False)
+    return bank
+
+
+def log_mel(wave: Tensor, config: MelConfig | None = None) -> Tensor:
+    """The log-mel-spectrogram of sound.
+
+        mel = log max(F sqrt(|STFT|^2 + 1e-9), 1e-5),    Hann window, reflected at the ends
+
+    Arguments:
+        wave: samples between -1 and 1 at the rate of the configuration.
+        config: the settings, those of HiFi-GAN at 22,050 Hz when None.
+
+    Shapes: `wave (..., N)` float32 or float64, which is the width of the computation; the result is
+        `(..., n_mels, T)`, natural log.
+    Errors: ValueError for sound too short to reflect, or not floating point, or not finite.
+    Source: Kong et al. 2020 (HiFi-GAN), on its mel-spectrograms.
+
+    Example:
+        >>> silence = log_mel(torch.zeros(22050))
+        >>> silence.shape, round(float(silence.max()), 6)
+        (torch.Size([80, 86]), -11.512925)
+    """
+    config = MelConfig() if config is None else config
+    if wave.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"sound is float32 or float64 between -1 and 1, got {wave.dtype}")
+    if wave.shape[-1] < config.shortest:
+        raise ValueError(f"a clip of {wave.shape[-1]} samples is too short: {config.shortest} is the least")
+    if not bool(wave.isfinite().all()):
+        raise ValueError("the sound is not finite")
+    bank = torch.tensor(filter_bank(config), dtype=wave.dtype, device=wave.device)
+    return (bank @ magnitude(wave, config)).clamp(min=_CLAMP).log()
+
+
+def magnitude(wave: Tensor, config: MelConfig) -> Tensor:
+    """sqrt(|STFT|^2 + 1e-9), (..., N) to (..., n_fft/2 + 1, T).
+
+    Example:
+        >>> magnitude(torch.zeros(22050), MelConfig()).shape
+        torch.Size([513, 86])
+    """
+    flat = wave.reshape(-1, wave.shape[-1])
+    flat = pad(flat[:, None], (config.padded, config.padded), mode="reflect")[:, 0]
+    window = torch.hann_window(config.n_fft, dtype=wave.dtype, device=wave.device)
+    bins = torch.stft(flat, config.n_fft, config.hop, window=window, center=False, return_complex=True)
+    found = torch.view_as_real(bins).square().sum(-1).add(_FLOOR).sqrt()
+    return found.reshape(*wave.shape[:-1], *found.shape[1:])

@@ -9,21 +9,20 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genmodels.errors import check_temperature
+from genmodels.core.errors import check_temperature
+from genmodels.core.random import Generator, normal
+from genmodels.core.tensors import wide
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection
-from genmodels.flows.composition import Compose, Inverse
+from genmodels.flows.bijection import Bijection, Inverse
+from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import GroupedLinear
 from genmodels.flows.squeeze import Squeeze1d
 from genmodels.nn.blocks import hide
 from genmodels.nn.condition import Condition
-from genmodels.nn.precision import wide
-from genmodels.nn.wavenet import WaveNet
-from genmodels.random import Generator, normal
-from genmodels.speech.alignment import log_mean_over_paths, monotonic_alignment_search
-from genmodels.speech.durations import integer_durations, path_of
+from genmodels.nn.coupling_networks import WaveNet
+from genmodels.speech.alignment import integer_durations, log_mean_over_paths, monotonic_alignment_search, path_of
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder, duration_loss
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import leaky_relu
 
-from genmodels.random import Generator
-from genmodels.speech.mel import MelConfig
+from genmodels.core.random import Generator
+from genmodels.speech.audio import MelConfig
 
 _SLOPE = 0.1
 

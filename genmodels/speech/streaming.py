@@ -9,16 +9,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from genmodels.core.random import Generator
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection
-from genmodels.flows.composition import Compose, Inverse
+from genmodels.flows.bijection import Bijection, Inverse
+from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.linear import GroupedLinear, InvertibleLinear
 from genmodels.flows.squeeze import Squeeze1d
-from genmodels.nn.wavenet import WaveNet
-from genmodels.random import Generator
+from genmodels.nn.coupling_networks import WaveNet
+from genmodels.speech.audio import MelConfig
 from genmodels.speech.glow_tts import GlowTTS, Latent
-from genmodels.speech.mel import MelConfig
 
 
 class Reach(NamedTuple):

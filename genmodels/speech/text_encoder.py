@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from genmodels.nn.blocks import hide, zeroed
-from genmodels.nn.channel_norm import ChannelNorm
+from genmodels.nn.blocks import ChannelNorm, hide, zeroed
 from genmodels.nn.dropout import Dropout
 from genmodels.nn.transformer import Transformer
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import fold, pad
 
-from genmodels.random import Generator, KeyedGenerator, uniform
-from genmodels.speech.mel import MelConfig, filter_bank
+from genmodels.core.errors import InputError
+from genmodels.core.random import Generator, KeyedGenerator, uniform
+from genmodels.speech.audio import MelConfig, filter_bank
+
+if TYPE_CHECKING:
+    from genmodels.speech.streaming import Vocoder
 
 
 class GriffinLim:
@@ -27,7 +32,7 @@ class GriffinLim:
     Source: Griffin and Lim 1984; Perraudin, Balazs and Sondergaard 2013 (momentum).
 
     Example:
-        >>> from genmodels.speech.mel import log_mel
+        >>> from genmodels.speech.audio import log_mel
         >>> tone = torch.sin(torch.arange(8192) / 10)
         >>> GriffinLim(iterations=4)(log_mel(tone)).shape
         torch.Size([8192])
@@ -141,4 +146,65 @@ def magnitudes(mel: Tensor, config: MelConfig, iterations: int = 100) -> Tensor:
     found = wanted
     for _ in range(iterations):
         found = found * wanted / (bank.mT @ (bank @ found)).clamp(min=torch.finfo(mel.dtype).tiny)
+    return found
+
+
+#: Names of the vocoders as users give them, and as they are told.
+SPOKEN = {"griffin_lim": "Griffin-Lim", "hifigan": "HiFi-GAN", "hifigan_universal": "HiFi-GAN of many voices"}
+#: A log-mel of silence.
+FLOOR = math.log(1e-5)
+
+
+def vocoder_of(name: str, config: MelConfig) -> Vocoder:
+    """The vocoder of that name for mels of these settings.
+
+    Raises:
+        InputError: where its weights are not installed, or were made for other mels: each field that differs.
+
+    Example:
+        >>> vocoder_of("griffin_lim", MelConfig()).context
+        183
+    """
+    if name == "griffin_lim":
+        return GriffinLim(config)
+    from genmodels.speech.hifigan import HiFiGAN
+
+    try:
+        return HiFiGAN("universal" if name == "hifigan_universal" else "LJSpeech", config)
+    except ValueError as error:
+        raise InputError(f"vocoder={name}: {error}") from error
+
+
+def phases(seed: int) -> KeyedGenerator:
+    """The noise that a vocoder begins with: the same for the whole of a mel and for its pieces."""
+    return KeyedGenerator(seed, torch.zeros(1, dtype=torch.int64), "phases")
+
+
+def sound_of(mel: Tensor, vocoder: Vocoder, seed: int, seconds: float | None = None) -> Tensor:
+    """The sound (N,) of a mel (n_mels, T), cut to exactly so many seconds.
+
+    Example:
+        >>> sound_of(torch.full((80, 30), -3.0), GriffinLim(iterations=2), 0, seconds=0.3).shape
+        torch.Size([6615])
+    """
+    wave = vocoder(mel, phases(seed))
+    return wave if seconds is None else wave[: round(seconds * vocoder.config.sample_rate)]
+
+
+def sounds_of(x: Tensor, mask: Tensor | None, config: MelConfig, *, count: int, seconds: float) -> list[Tensor]:
+    """The first mels of a sheet (n, n_mels, T) as sound by Griffin-Lim, each of so many seconds at most.
+
+    Those of which nothing can be heard, since a value is not finite, are left out.
+
+    Example:
+        >>> [len(wave) for wave in sounds_of(torch.zeros(3, 80, 9), None, MelConfig(), count=2, seconds=0.05)]
+        [1024, 1024]
+    """
+    found, longest = [], int(seconds * config.sample_rate / config.hop)
+    for k, mel in enumerate(x[:count].float().cpu()):
+        mel = mel if mask is None else mel[:, mask[k, 0].cpu()]
+        mel = mel[:, :longest]
+        if bool(mel.isfinite().all()):
+            wave = sound_of(mel, GriffinLim(config), 0)
+            found += [wave] if bool(wave.isfinite().all()) else []
     return found

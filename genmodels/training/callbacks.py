@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.callbacks import Callback, ProgressBar
 from pytorch_lightning.trainer.states import TrainerFn
+from tqdm import tqdm
 
-from genmodels.errors import Interrupted, NotFinite, RunError, require_finite_rows
-from genmodels.evaluation.pictures import picture_of
-from genmodels.evaluation.sounding import sounds_of
-from genmodels.speech.mel import MelConfig
+from genmodels.core.errors import Interrupted, NotFinite, RunError, require_finite_rows
+from genmodels.plots.images import picture_of
 from genmodels.training.loggers import play, show
 
 _SOUNDS, _SECONDS = 2, 5.0  # samples that are heard, and how long at most: Griffin-Lim takes a third of that time
@@ -212,6 +212,9 @@ class SampleGrid(Callback):
         for name, drawn in (pictures | further).items():
             show(self.run_dir, trainer.loggers, name, drawn, step)
         if spec.mel is not None:
+            from genmodels.speech.audio import MelConfig
+            from genmodels.speech.vocoder import sounds_of
+
             config = MelConfig(**spec.mel)
             waves = sounds_of(samples.x, samples.mask, config, count=_SOUNDS, seconds=_SECONDS)
             play(self.run_dir, trainer.loggers, "samples", waves, config.sample_rate, step)
@@ -228,3 +231,68 @@ class FiniteMetrics(Callback):
                     f"step {trainer.global_step}: {name} is not finite; last.ckpt keeps the last saved step. "
                     "Look at the validation data, or lower model.optimizer.lr"
                 )
+
+
+class StepBar(ProgressBar):
+    """One bar from the resumed step to the last one; in a log file it prints a line every half minute."""
+
+    def __init__(self):
+        super().__init__()
+        self._bar: tqdm | None = None
+        self._enabled = True
+        self._loss: float | None = None
+
+    def disable(self) -> None:
+        """Called by Lightning on processes other than the first."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """The opposite of `disable`."""
+        self._enabled = True
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        """Open the bar."""
+        terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=trainer.max_steps,
+            initial=trainer.global_step,
+            desc="training",
+            unit="step",
+            dynamic_ncols=terminal,
+            mininterval=0.2 if terminal else 30,
+            disable=not self._enabled,
+        )
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        """Advance to the current step; the loss shown is a running mean."""
+        if self._bar is None or self._bar.disable or trainer.global_step == self._bar.n:
+            return
+        if trainer.global_step % 10 == 0 or self._loss is None:
+            loss = float(outputs["loss"].detach())
+            self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
+            shown = {key.split("/")[-1]: f"{value:.3f}" for key, value in pl_module.figures.items()}
+            self._bar.set_postfix(loss=f"{self._loss:.4f}", **shown, refresh=False)
+        self._bar.update(trainer.global_step - self._bar.n)
+
+    def on_validation_start(self, trainer, pl_module) -> None:
+        """Say what is going on."""
+        if self._bar is not None and not trainer.sanity_checking:
+            self._bar.set_description("validating")
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        """Back to training."""
+        if self._bar is not None:
+            self._bar.set_description("training")
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        """Close the bar."""
+        self._close()
+
+    def on_exception(self, trainer, pl_module, exception) -> None:
+        """Close the bar before the message."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from genmodels.errors import Interrupted
+from genmodels.core.errors import Interrupted
 
 _POLL = 0.2  # seconds between two looks at the other processes
 _GRACE = 3.0  # seconds in which this process may end with words of its own

@@ -17,14 +17,14 @@ import torch
 import yaml
 from torch import nn
 
+from genmodels.core.checkpoint import read_header
+from genmodels.core.errors import InputError, RunError
+from genmodels.core.files import open_lock, write_whole
+from genmodels.core.likelihood import with_error
 from genmodels.data.base import SPLITS, DataModule
-from genmodels.errors import InputError, RunError
-from genmodels.evaluation.report import with_error
-from genmodels.files import open_lock, write_whole
 from genmodels.models.base import GenerativeModel
 from genmodels.nn.attention import Attention
 from genmodels.nn.attention.backend import choose
-from genmodels.training.archive import read_header
 
 _FOLDER = "GENMODELS_RUN_DIR"  # tells the processes of one run their common folder
 _LOCK = ".lock"

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch.utils.data import Sampler
 
-from genmodels.errors import InputError
-from genmodels.training.checkpoint import WholeFiles
-from genmodels.training.progress import StepBar
+from genmodels.core.data import Batch
+from genmodels.core.errors import InputError
+from genmodels.data.base import DataModule
+from genmodels.data.loading import Loader, ResumableBatchSampler, training_loader
+from genmodels.models.build import construct
+from genmodels.models.checkpoint import WholeFiles
+from genmodels.training.callbacks import StepBar
 
 
 @dataclass(kw_only=True)
@@ -113,3 +121,110 @@ class TrainerOptions:
         except (ValueError, TypeError, OverflowError, RuntimeError, ImportError, MisconfigurationException) as error:
             first = str(error).strip().splitlines()[0]
             raise InputError(f"trainer: {first}") from error
+
+
+class EndlessBatchSampler(Sampler):
+    """Epoch after epoch of a `ResumableBatchSampler`, starting after `done` batches of the run; it has no length.
+
+    Example:
+        >>> def first(done, n):
+        ...     batches = iter(EndlessBatchSampler(ResumableBatchSampler(7, 2, order_seed=1), done))
+        ...     return [next(batches)[1].tolist() for _ in range(n)]
+        >>> first(0, 8)[5:] == first(5, 3)
+        True
+    """
+
+    def __init__(self, epochs: ResumableBatchSampler, done: int = 0):
+        self.epochs, self.done = epochs, done
+
+    def __iter__(self) -> Iterator:
+        epoch, position = divmod(self.done, len(self.epochs))
+        while True:
+            self.epochs.set_position(epoch, position)
+            yield from self.epochs
+            epoch, position = epoch + 1, 0
+
+
+def training_stream(datamodule: DataModule, batches_seen: int = 0) -> Loader:
+    """This process's batches for training, for ever, after `batches_seen` batches of the run.
+
+    One stream without epochs has one meaning for "where was I": a number. Workers keep running across epochs, and what
+    they fetched ahead when a run was killed is fetched again.
+    """
+    loader = datamodule.train_dataloader()
+    sampler = EndlessBatchSampler(loader.batch_sampler, batches_seen)
+    return training_loader(
+        datamodule.split("train"), loader.batch_sampler, datamodule.flip, loader.num_workers, loader.pin_memory, sampler
+    )
+
+
+def initial_batch(datamodule: DataModule, largest: int = 20_000) -> Batch:
+    """Training items for data-dependent initialisation: all of them, or `largest` spread evenly.
+
+    A data set of large items says itself how many make a batch, by `most_at_once`.
+    """
+    data = datamodule.split("train")
+    largest = getattr(data, "most_at_once", largest)
+    positions = torch.linspace(0, len(data) - 1, min(len(data), largest), dtype=torch.float64).round().long()
+    return data.__getitems__(positions)
+
+
+#: Where the data lie, how fast they come, when something is looked at: nothing of what is learnt. The length may
+#: change too; the command tells it in steps.
+FREE = {
+    "trainer.max_steps", "trainer.max_epochs",
+    "data.num_workers", "data.root", "data.download", "trainer.validate_every_n_steps", "trainer.limit_evaluation",
+    "trainer.sample_every_n_steps", "trainer.log_every_n_steps", "trainer.progress",
+}  # fmt: skip
+_ROUNDING = "from here on its numbers are the same up to rounding, not bit for bit"
+#: What may change, and what that does. Whatever stands in neither table belongs to the run, and may not.
+TOLD = {
+    "trainer.limit_validation": "the best figure so far is of other items than those to come",
+    "trainer.accelerator": _ROUNDING,
+    "trainer.devices": f"{_ROUNDING}, and dropout draws anew",
+    "trainer.num_nodes": f"{_ROUNDING}, and dropout draws anew",
+    "trainer.strategy": _ROUNDING,
+    "trainer.compile": _ROUNDING,
+    "trainer.deterministic": _ROUNDING,
+}
+
+
+def check_same(header: dict, config: dict, path: Path) -> list[str]:
+    """What to tell of a run that goes on under other settings; a setting that makes it another run is refused.
+
+    Arguments:
+        header: of the checkpoint.
+        config: the configuration given now.
+        path: the checkpoint.
+
+    Raises:
+        InputError: naming the first such key and both values.
+    """
+    told = []
+    for part in ("model", "data", "seed", "trainer"):
+        then, now = _flat(header["config"], part), _flat(config, part)
+        for key in dict.fromkeys([*then, *now]):
+            if key in FREE or then.get(key) == now.get(key):
+                continue
+            was, given = (f"is {d[key]!r}" if key in d else "is not set" for d in (then, now))
+            if key not in TOLD:
+                raise InputError(
+                    f"resume: {key} {was} in {path} but {given} here; a resumed run keeps its model, data, seed, "
+                    "precision and accumulation"
+                )
+            told.append(f"resume: {key} {was} in the checkpoint and {given} here: {TOLD[key]}")
+    if header.get("torch", torch.__version__) != torch.__version__:
+        told.append(f"resume: the checkpoint is of torch {header['torch']}, this is {torch.__version__}: {_ROUNDING}")
+    return told
+
+
+def _flat(config: dict, part: str) -> dict:
+    """The settings of a part by dotted key; those of the trainer with their defaults."""
+    node = config.get(part)
+    return _leaves(vars(construct(TrainerOptions, **(node or {}))) if part == "trainer" else node, part)
+
+
+def _leaves(node, prefix: str) -> dict:
+    if not isinstance(node, dict):
+        return {prefix: node}
+    return {k: v for key, value in node.items() for k, v in _leaves(value, f"{prefix}.{key}").items()}

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from genmodels.cli.compose import composer
-from genmodels.cli.main import explain, main
-from genmodels.cli.places import check_writable
+from genmodels.cli.main import main
 from genmodels.cli.schema import Schema
-from genmodels.data.spec import DataSpec
-from genmodels.errors import InputError, RunError
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError, RunError, explain
+from genmodels.core.files import check_writable
 from genmodels.models.build import build, construct
 from genmodels.nn.dropout import Dropout
 from genmodels.training.callbacks import CheckpointOptions
@@ -111,7 +111,7 @@ def test_of_data_sets(name):
 
 def test_the_table_finds_what_is_taken_and_what_is_a_traceback(monkeypatch):
     config = config_of("model=score", "data=toy", "~preset", "model.net.hidden=4")
-    monkeypatch.setattr("genmodels.cli.kinds.usable", lambda value: True)
+    monkeypatch.setattr("genmodels.cli.schema.usable", lambda value: True)
     monkeypatch.setattr(Dropout, "__init__", lambda self, p=0.5: torch.nn.Dropout.__init__(self, p))
     found = faults(config, ("model",))
     assert "model.net.dropout=nan is taken" in found

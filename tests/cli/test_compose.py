@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import shlex
+from pathlib import Path
 
 import pytest
 
-from genmodels.cli.compose import composer
-from genmodels.cli.places import CONFIG_DIR, groups
-from genmodels.errors import InputError
+from genmodels.cli.compose import composer, how_to_resume, words_of
+from genmodels.core.errors import InputError
+from genmodels.core.files import CONFIG_DIR, groups
 from genmodels.models.build import build
 
 GROUPS = groups()
@@ -65,7 +67,7 @@ SHAPES = {"toy": (2,), "mnist": (1, 28, 28), "digits": (1, 8, 8)}
     "data, levels", [("toy", None), ("arrays", None), ("arrays", 256), ("mnist", 256), ("digits", 17)]
 )
 def test_every_ddpm_preset_makes_a_model_of_its_kind_of_data(data, levels):
-    from genmodels.data.spec import DataSpec
+    from genmodels.core.data import DataSpec
 
     config = compose("model=ddpm", f"data={data}", *REQUIRED.get(data, []))
     assert f"ddpm_{data}" in GROUPS["preset"] and config["trainer"]["max_steps"] <= 3000
@@ -100,7 +102,7 @@ def test_an_experiment_replaces_choices_and_the_command_line_wins_over_it():
 
 
 def test_a_folder_of_ones_own(tmp_path):
-    for name, text in {"data/mine": "_target_: genmodels.data.digits.Digits\nbatch_size: 9\n",
+    for name, text in {"data/mine": "_target_: genmodels.data.vision.Digits\nbatch_size: 9\n",
                        "experiment/bad": "# @package _global_\nmodel: {net: {chanels: 3}}\n"}.items():
         file = tmp_path / f"{name}.yaml"
         file.parent.mkdir(exist_ok=True)
@@ -165,3 +167,42 @@ def test_commands_that_start_from_a_checkpoint(command):
     assert line(command=command).startswith("ckpt is missing")
     assert compose("ckpt=a.ckpt", command=command) == {"ckpt": "a.ckpt"}
     assert "did you mean 'ckpt'?" in line("cktp=a.ckpt", command=command)
+
+
+def composed(words: list[str]) -> dict:
+    with composer("train") as hydra:
+        return hydra.compose(words)
+
+
+@pytest.mark.parametrize("words", [
+    ["model=glow", "data=mnist", "data.root='/a b/it\\'s'", "seed=2"],
+    ["model=energy", "data=toy", "~model.net.activation", "model.network=deep_kernel"],
+    ["model=realnvp", "data=digits", "model.layout=['checkerboard*1',squeeze,'channel*2']", "model.hidden=[8,9]"],
+    ["model=ddpm", "data=spoken_digits", "data.root=fsdd", "model.cond_drop=0"],
+    ["experiment=ddpm_mnist", "seed=1"],
+])
+def test_words_lead_back_to_their_configuration(words):
+    config = composed(words)
+    found = words_of(config)
+    again = composed(found)
+    assert all(again.get(part) == config.get(part) for part in ("model", "data", "trainer", "seed"))
+    assert len(found) <= len(words) and found[0] == words[0]
+
+
+def test_a_class_of_ones_own_has_no_words():
+    config = composed(["model=ddpm"])
+    config["model"] = {"_target_": "mine.Model"}
+    assert words_of(config) is None
+    assert how_to_resume(config, Path("runs/a/last.ckpt")) == "its own are in runs/a/config.yaml"
+
+
+def test_an_option_that_is_null_stays_so():
+    config = composed(["model=realnvp", "data=digits", "model.hidden=null"])
+    assert words_of(config) == ["model=realnvp", "data=digits", "model.hidden=null"]
+
+
+def test_what_to_type_is_ready_for_a_shell():
+    config = composed(["model=maf", "data=arrays", "data.file='a b.csv'"])
+    told = how_to_resume(config, Path("runs/a/last.ckpt"))
+    words = shlex.split(told.removeprefix("go on by genmodels train"))
+    assert words == ["model=maf", "data=arrays", "data.file='a b.csv'", "resume=runs/a/last.ckpt"]

@@ -118,7 +118,7 @@ def test_tables_without_a_density(tmp_path, capsys):
 
 
 def test_every_problem_of_the_data_is_listed(monkeypatch):
-    from genmodels.data.digits import Digits
+    from genmodels.data.vision import Digits
 
     monkeypatch.setattr(Digits, "problems", lambda self: ["first", "second", "third"])
     with pytest.raises(Failed, match=r"first \(and 2 more:\n +second\n +third\)"):

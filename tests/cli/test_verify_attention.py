@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from genmodels.cli.main import main
-from genmodels.evaluation import mechanisms, planted_attention
-from genmodels.evaluation.mechanisms import MECHANISMS
-from genmodels.evaluation.planted_attention import PLANTED
+from genmodels.verification import attention as mechanisms
+from genmodels.verification.attention import MECHANISMS
 
 MINE = '''
 import torch
@@ -98,13 +97,6 @@ def test_every_mechanism(capsys, monkeypatch):
     assert all(name in told for name in few) and "every law holds" in told
 
 
-def test_the_planted_errors(capsys, monkeypatch):
-    few = {name: PLANTED[name] for name in ("nothing (explicit)", "mask ignored")}
-    monkeypatch.setattr(planted_attention, "PLANTED", few)
-    assert verify("self_test=true") == 0
-    assert "as it must" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("words, said", [
     (["object=myattention.number", "trust=[myattention]"], "makes a int, not a module"),
     (["object=myattention.absent", "trust=[myattention]"], "object=myattention.absent cannot be found"),
@@ -124,7 +116,7 @@ def test_what_is_refused(mine, capsys, words, said):
 
 
 def test_object_goes_with_attention(mine, capsys):
-    assert main(["verify", "self_test=true", "object=myattention.table", *QUICK]) == 2
+    assert main(["verify", "model=glow", "object=myattention.table", *QUICK]) == 2
     assert "object goes with what=attention" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from genmodels.cli.main import main
-from genmodels.errors import InputError
+from genmodels.core.errors import InputError
 
 MINE = """
 import torch

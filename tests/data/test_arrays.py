@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from genmodels.data import arrays
-from genmodels.data.array_files import MappedArray, MappedData
+from genmodels.data.arrays import MappedArray, MappedData
 from genmodels.data.arrays import Arrays
 from genmodels.data.loading import TensorData
-from genmodels.errors import InputError
+from genmodels.core.errors import InputError
 
 RNG = np.random.default_rng(0)
 NHWC = RNG.integers(0, 256, (50, 6, 7, 3), dtype=np.uint8)

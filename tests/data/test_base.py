@@ -12,12 +12,12 @@ import torch
 
 from genmodels.data.arrays import Arrays
 from genmodels.data.base import DataModule
-from genmodels.data.digits import Digits
+from genmodels.data.vision import Digits
 from genmodels.data.image_folder import ImageFolder
 from genmodels.data.loading import TensorData
-from genmodels.data.spec import DataSpec
+from genmodels.core.data import DataSpec
 from genmodels.data.toy import Toy
-from genmodels.errors import InputError
+from genmodels.core.errors import InputError
 
 SPLITS = ("train", "val", "test")
 

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from genmodels.data import image_folder
-from genmodels.data.image_files import INDEX_NAME, decode, find_problems, image_files
+from genmodels.data.image_folder import INDEX_NAME, decode, find_problems, image_files
 from genmodels.data.image_folder import ImageFolder
-from genmodels.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError
 
 
 def picture(number: int, size=(12, 10)) -> Image.Image:

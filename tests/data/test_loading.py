@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from genmodels.data.base import split_rows
 from genmodels.data.loading import Loader, ResumableBatchSampler, SequentialBatches, TensorData, training_loader
-from genmodels.errors import InputError
+from genmodels.core.errors import InputError
 
 SIZE, BATCH = 53, 8
 

@@ -12,7 +12,7 @@ from torchvision import datasets
 
 from genmodels.data import vision
 from genmodels.data.vision import CIFAR10, MNIST, FashionMNIST
-from genmodels.errors import InputError
+from genmodels.core.errors import InputError
 
 
 def write_idx(folder, name: str, values: np.ndarray) -> None:

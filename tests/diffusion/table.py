@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
     DDIMSampler,
     DDPMSampler,
@@ -13,7 +14,6 @@ from genmodels.diffusion import (
     HeunSampler,
     UniPCSampler,
 )
-from genmodels.random import KeyedGenerator
 
 INSTANCES = {
     "ddpm, beta": DDPMSampler(),

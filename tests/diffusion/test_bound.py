@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+from genmodels.core.likelihood import bits_per_dim
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
     CosineSchedule,
     Denoiser,
@@ -21,7 +23,6 @@ from genmodels.diffusion import (
     V,
     ddpm_times,
     elbo,
-    path_terms,
     posterior,
     q_sample,
     sigma2_ts,
@@ -30,9 +31,8 @@ from genmodels.diffusion import (
     to_unit,
     vdm_times,
 )
-from genmodels.diffusion.terms import diffusion_term, prior_term
-from genmodels.evaluation.likelihood import bits_per_dim
-from genmodels.random import KeyedGenerator
+from genmodels.diffusion.bound import diffusion_term, prior_term
+from tests.diffusion.bound_path import path_terms
 
 
 class Signs(KeyedGenerator):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
     PARAMETERISATIONS,
     Continuous,
@@ -26,7 +27,6 @@ from genmodels.diffusion import (
     vdm_times,
 )
 from genmodels.diffusion import continuous as module
-from genmodels.random import KeyedGenerator
 
 ENDS = {"log_snr_max": 10.0, "log_snr_min": -10.0}
 START = torch.tensor([0.0, 1.0], dtype=torch.float64)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
     PARAMETERISATIONS,
     CosineSchedule,
@@ -19,7 +20,6 @@ from genmodels.diffusion import (
     to_levels,
     to_unit,
 )
-from genmodels.random import KeyedGenerator
 
 LEVELS = [2, 3, 17, 32, 256, 65536]
 MEANS = [-1.7, -1.0, -0.3, 0.0, 0.004, 0.9, 1.0, 2.5]

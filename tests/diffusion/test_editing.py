@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
     CosineSchedule,
     DDPMSampler,
@@ -20,7 +21,6 @@ from genmodels.diffusion import (
     uniform_log_snr,
     uniform_t,
 )
-from genmodels.random import KeyedGenerator
 from tests.diffusion.table import keyed
 
 MEAN, DEVIATION = torch.tensor([0.5, -0.2], dtype=torch.float64), 0.4

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator, normal
 from genmodels.diffusion import (
     CosineSchedule,
     DDIMSampler,
@@ -19,7 +20,6 @@ from genmodels.diffusion import (
 )
 from genmodels.diffusion.process import kernel_variance, q_sample, renoise
 from genmodels.diffusion.sampling import log_snrs
-from genmodels.random import KeyedGenerator, normal
 from tests.diffusion.table import INSTANCES, keyed
 
 POSITION = torch.arange(6)

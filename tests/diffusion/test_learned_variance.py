@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
     CosineSchedule,
     DDPMSampler,
@@ -25,13 +26,12 @@ from genmodels.diffusion import (
     elbo,
     kernel_variance,
     learned_variance,
-    path_terms,
     posterior_variance,
     sample,
     sigma2_ts,
     vdm_times,
 )
-from genmodels.random import KeyedGenerator
+from tests.diffusion.bound_path import path_terms
 
 
 def wide(*values):

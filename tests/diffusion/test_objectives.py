@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
     OBJECTIVES,
     PARAMETERISATIONS,
@@ -25,7 +26,6 @@ from genmodels.diffusion import (
     ddpm_times,
     elbo,
 )
-from genmodels.random import KeyedGenerator
 
 
 def oracle(parameterisation="v", schedule=None):

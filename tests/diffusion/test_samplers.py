@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from genmodels.core.random import normal
 from genmodels.diffusion import (
     CosineSchedule,
     DDIMSampler,
@@ -25,7 +26,6 @@ from genmodels.diffusion import (
     uniform_log_snr,
     uniform_t,
 )
-from genmodels.random import normal
 from tests.diffusion.table import INSTANCES, keyed, seeded
 
 MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)

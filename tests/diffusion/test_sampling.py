@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator, normal
 from genmodels.diffusion import (
     SAMPLERS,
     CosineSchedule,
@@ -19,7 +20,6 @@ from genmodels.diffusion import (
     uniform_log_snr,
     uniform_t,
 )
-from genmodels.random import KeyedGenerator, normal
 from tests.diffusion.table import INSTANCES, calls, keyed, seeded
 
 MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)

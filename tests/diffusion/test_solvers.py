@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from genmodels.core.errors import InputError
 from genmodels.diffusion import solvers
 from genmodels.diffusion.solvers import RK4, SOLVERS, AdaptiveRK45, Heun, ScipyRK45, SolverError
-from genmodels.errors import InputError
 
 
 def uneven(s, y, rows):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import genmodels.energy.annealed as annealed_module
+from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
     ULA,
     NoiseConditionalScore,
@@ -15,7 +16,6 @@ from genmodels.energy import (
     predictor_corrector,
     run_chains,
 )
-from genmodels.random import KeyedGenerator
 
 # Two modes five standard deviations apart on either side.
 MIXTURE = NormalMixture(torch.tensor([0.3, 0.7]).double(), torch.tensor([[-2.5, 0.0], [2.5, 0.0]]).double(), 0.5)

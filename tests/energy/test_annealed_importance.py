@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
     HMC,
     MALA,
@@ -20,7 +21,6 @@ from genmodels.energy import (
     ScoreNetwork,
 )
 from genmodels.energy.annealed_importance import GRIDS, Bridge, Run
-from genmodels.random import KeyedGenerator
 
 COVARIANCE = torch.tensor([[2.0, 0.6], [0.6, 1.0]], dtype=torch.float64)
 NORMAL = Quadratic(torch.linalg.inv(COVARIANCE), torch.tensor([1.0, -1.0], dtype=torch.float64))

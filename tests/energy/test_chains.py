@@ -1,10 +1,11 @@
-"""Running chains: the same alone and in a batch, resumed as never stopped, adapted and then frozen, told about."""
+"""Dual averaging finds the step of a wanted acceptance, each chain its own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
     HMC,
     MALA,
@@ -15,10 +16,26 @@ from genmodels.energy import (
     Quadratic,
     ScoreNetwork,
     Start,
+    effective_sample_size,
     run_chains,
+    split_r_hat,
 )
 from genmodels.nn.energy_nets import EnergyMLP
-from genmodels.random import KeyedGenerator
+
+
+def test_each_chain_finds_its_own_step():
+    scales = torch.tensor([0.01, 1.0, 30.0], dtype=torch.float64)
+    state = DualAveraging.start(0.1, 3)
+    for _ in range(1000):
+        state = state.update(torch.exp(-state.step_size / scales), wanted=0.5)
+    torch.testing.assert_close(state.averaged, 0.6931 * scales, rtol=0.03, atol=0)
+
+
+def test_pure():
+    state = DualAveraging.start(0.1, 2)
+    state.update(torch.ones(2), wanted=0.5)
+    assert state.count == 0 and (state.step_size - 0.1).abs().max() < 1e-12
+
 
 KERNELS = {"ula": ULA(step_size=0.05), "mala": MALA(), "hmc": HMC(leapfrog_steps=3)}
 NORMAL = Quadratic(torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64))
@@ -147,3 +164,41 @@ def test_callback_and_condition():
                         warm_up=100, cond=cond, callback=lambda i, x: seen.append(i))  # fmt: skip
     assert seen == list(range(300))
     assert ((result.draws.mean(0)[:, 0] - cond).abs() < 0.1).all()
+
+
+def autoregression(rho, draws=4000, chains=8, seed=0):
+    noise = torch.randn(draws, chains, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = [noise[0]]
+    for step in noise[1:]:
+        x.append(rho * x[-1] + (1 - rho**2) ** 0.5 * step)
+    return torch.stack(x)
+
+
+@pytest.mark.parametrize("rho", [-0.5, 0.0, 0.5, 0.9])
+def test_effective_sample_size(rho):
+    found = float(effective_sample_size(autoregression(rho))) / (4000 * 8)
+    assert found == pytest.approx((1 - rho) / (1 + rho), rel=0.15)
+
+
+def test_effective_sample_size_sees_chains_that_disagree():
+    apart = autoregression(0.5) + torch.arange(8, dtype=torch.float64)[:, None]
+    assert float(effective_sample_size(apart)) < 40
+
+
+def test_r_hat():
+    mixed = autoregression(0.5)
+    assert float(split_r_hat(mixed)) < 1.01
+    assert float(split_r_hat(mixed + torch.arange(8)[:, None])) > 1.5
+    # A drift that all chains share is seen by their halves alone.
+    drifting = mixed + torch.linspace(0, 3, 4000, dtype=torch.float64)[:, None, None]
+    assert float(split_r_hat(drifting)) > 1.2
+
+
+def test_too_few_draws():
+    assert split_r_hat(torch.zeros(3, 2, 1)) is None and effective_sample_size(torch.zeros(3, 2, 1)) is None
+
+
+def test_quantities_are_judged_one_by_one():
+    both = torch.cat([autoregression(0.0), autoregression(0.9, seed=1)], dim=2)
+    ess = effective_sample_size(both)
+    assert ess.shape == (2,) and ess[0] > 10 * ess[1]

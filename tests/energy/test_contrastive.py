@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.energy import ContrastiveDivergence, Energy, Quadratic, ScoreNetwork
 from genmodels.nn.energy_nets import EnergyMLP
-from genmodels.random import KeyedGenerator
 
 
 def keyed(step, n=64):

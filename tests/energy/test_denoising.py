@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
     DenoisingScoreMatching,
     ExactScoreMatching,
@@ -17,7 +18,6 @@ from genmodels.energy import (
     largest_distance,
     noise_levels,
 )
-from genmodels.random import KeyedGenerator
 
 A = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from genmodels.core.errors import InputError, RunError
 from genmodels.energy import DivergenceGuard, Energy, require_continuous, require_finite
-from genmodels.errors import InputError, RunError
 from genmodels.nn.energy_nets import EnergyMLP
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
     DeepKernel,
     DeepKernelLoss,
@@ -20,9 +21,7 @@ from genmodels.energy import (
     trace,
 )
 from genmodels.energy.kernel_fit import _solve, design
-from genmodels.nn.deep_kernel import DeepKernelEnergy
-from genmodels.nn.energy_nets import EnergyMLP
-from genmodels.random import KeyedGenerator
+from genmodels.nn.energy_nets import DeepKernelEnergy, EnergyMLP
 
 LOSSES = {
     "exact": ExactScoreMatching(),

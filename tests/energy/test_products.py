@@ -19,9 +19,7 @@ from genmodels.energy import (
     measure_routes,
     trace,
 )
-from genmodels.nn.deep_kernel import DeepKernelEnergy
-from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
-from genmodels.nn.unet_energy import UNetEnergy
+from genmodels.nn.energy_nets import DeepKernelEnergy, EnergyConv, EnergyMLP, UNetEnergy
 
 ROUTES = ["double_backward", "forward_over_reverse", "jet"]
 

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.energy import LOSSES, Energy, NormalMixture, SlicedScoreMatching, SlicedScoreMatchingVR, quadrature
 from genmodels.nn.energy_nets import EnergyMLP
-from genmodels.random import KeyedGenerator
 
 TRUTH = NormalMixture(
     torch.tensor([0.3, 0.4, 0.3]), torch.tensor([[-1.0, -0.5], [0.2, 0.8], [1.2, -0.6]]), 0.4

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torchvision.models
 
-from genmodels.data.spec import DataSpec
-from genmodels.errors import InputError
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
 from genmodels.evaluation.features import Items, dims_of, network_for
 
 SHAPES = {"images": (1, 8, 8), "large images": (3, 20, 24), "sequences": (5, 12), "vectors": (3,)}

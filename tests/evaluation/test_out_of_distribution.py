@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.data.digits import Digits
-from genmodels.errors import InputError
+from genmodels.core.errors import InputError
+from genmodels.data.vision import Digits
 from genmodels.evaluation.out_of_distribution import auroc, other_data
 
 

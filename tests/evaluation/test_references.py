@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from genmodels.data.digits import Digits
+from genmodels.data.vision import Digits
 from genmodels.evaluation.references import PixelHistogram, best_histogram, references, uniform_bits_per_dim
 
 

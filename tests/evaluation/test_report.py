@@ -6,7 +6,8 @@ import json
 import math
 from pathlib import Path
 
-from genmodels.evaluation.report import report_target, with_error, write_report
+from genmodels.core.likelihood import with_error
+from genmodels.evaluation.report import report_target, write_report
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from genmodels.data.spec import DataSpec
+from genmodels.core.data import DataSpec
 from genmodels.data.toy import Toy
 from genmodels.evaluation.features import FeatureNetwork, Items, coordinates
 from genmodels.evaluation.sample_quality import fidelity_of, scale_of

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from genmodels.errors import InputError
+from genmodels.core.errors import InputError
 from genmodels.evaluation.table import as_csv, as_markdown, as_text, make_table, paired, same_items
 
 DIMS, LEVELS = 64, 17

@@ -9,28 +9,20 @@ import torch
 from torch import Tensor
 
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.autoregressive import MaskedAutoregressive
-from genmodels.flows.bijection import Bijection
-from genmodels.flows.composition import Compose, Freeze, Inverse
-from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
-from genmodels.flows.elementwise import Additive, Affine, ElementTransform, MeanScale
+from genmodels.flows.bijection import Bijection, Freeze, Inverse
+from genmodels.flows.composition import Compose
+from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling, MaskedAutoregressive
+from genmodels.flows.elementwise import Additive, Affine, ElementTransform, LogisticMixture, MeanScale
 from genmodels.flows.glow import glow
-from genmodels.flows.linear import GroupedLinear, InvertibleLinear
-from genmodels.flows.mixture import LogisticMixture
+from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Permute
 from genmodels.flows.multiscale import FactorOut, MultiScale
-from genmodels.flows.neural_spline import neural_spline
-from genmodels.flows.permute import Flip, Permute
 from genmodels.flows.realnvp import dequantisation_flow, realnvp_image, realnvp_vector
 from genmodels.flows.scaling import Logit, Scale, Shift, Standardise
-from genmodels.flows.spline import RationalQuadraticSpline
+from genmodels.flows.spline import RationalQuadraticSpline, neural_spline
 from genmodels.flows.squeeze import Flatten, Squeeze1d, Squeeze2d
 from genmodels.nn.condition import Condition
-from genmodels.nn.convolutional import ConvNet
-from genmodels.nn.gated import GatedConvNet
-from genmodels.nn.made import MADE
-from genmodels.nn.perceptron import MLP, ResidualMLP
-from genmodels.nn.residual import ResidualConvNet
-from genmodels.nn.wavenet import WaveNet
+from genmodels.nn.coupling_networks import ConvNet, GatedConvNet, ResidualConvNet, WaveNet
+from genmodels.nn.perceptron import MADE, MLP, ResidualMLP
 
 LABELS, VECTOR, MAP = Condition("labels", 4), Condition("vector", 2), Condition("map", 2)
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.evaluation.bijections import check_bijection
-from genmodels.flows import initialization
-from genmodels.flows.actnorm import ActNorm
+from genmodels.flows import actnorm as initialization
+from genmodels.flows.actnorm import ActNorm, channel_moments
 from genmodels.flows.composition import Compose
-from genmodels.flows.initialization import channel_moments
-from genmodels.flows.permute import Flip
+from genmodels.flows.linear import Flip
+from genmodels.verification.bijections import check_bijection
 
 
 def gaussian(*shape, seed=0):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.evaluation.bijections import check_bijection
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.nn import ATTENTION, ConvNet, GatedConvNet, ResidualConvNet
+from genmodels.verification.bijections import check_bijection
 
 #: A coupling network does not know the height of its maps, and `none` is the business of other tests.
 KINDS = [name for name in ATTENTION if name not in ("none", "mel")]

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.flows.autoregressive import MaskedAutoregressive
-from genmodels.flows.composition import Inverse
-from genmodels.flows.elementwise import Affine, MeanScale, unbounded
-from genmodels.flows.mixture import LogisticMixture
+from genmodels.flows.bijection import Inverse
+from genmodels.flows.coupling import MaskedAutoregressive
+from genmodels.flows.elementwise import Affine, LogisticMixture, MeanScale, unbounded
 from genmodels.flows.spline import RationalQuadraticSpline
 from genmodels.nn.condition import Condition
-from genmodels.nn.made import MADE
+from genmodels.nn.perceptron import MADE
 
 ORDER = [2, 0, 3, 1]
 LAYERS = {

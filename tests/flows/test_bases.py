@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import distributions as truth
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.flows import bases
 from genmodels.flows.bases import BASES, ClassNormal, DiagonalNormal, Logistic, Mixture, StandardNormal, Uniform
-from genmodels.random import KeyedGenerator
 
 
 def source(seed=0):

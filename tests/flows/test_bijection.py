@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.evaluation.bijections import check_bijection
 from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection, at_each_position, per_example, positions
-from genmodels.flows.composition import Compose, Freeze, Inverse
-from genmodels.flows.linear import GroupedLinear, InvertibleLinear
-from genmodels.flows.permute import Flip
+from genmodels.flows.bijection import Bijection, Freeze, Inverse, at_each_position, per_example, positions
+from genmodels.flows.composition import Compose
+from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear
 from genmodels.flows.scaling import Logit, Scale, Shift
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
+from genmodels.verification.bijections import check_bijection
 
 
 def gaussian(*shape, seed=0):

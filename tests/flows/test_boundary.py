@@ -15,10 +15,10 @@ from genmodels.flows.discrete import DiscreteFlow
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.flow import Flow
 from genmodels.flows.glow import glow
-from genmodels.flows.neural_spline import neural_spline
-from genmodels.flows.permute import Flip
+from genmodels.flows.linear import Flip
 from genmodels.flows.realnvp import dequantisation_flow, realnvp_image, realnvp_vector
 from genmodels.flows.scaling import Shift
+from genmodels.flows.spline import neural_spline
 from genmodels.flows.squeeze import PadToMultiple
 from genmodels.nn import MADE, MLP, Condition
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
-from genmodels.flows.elementwise import Additive, Affine
-from genmodels.flows.mixture import LogisticMixture
+from genmodels.flows.elementwise import Additive, Affine, LogisticMixture
 from genmodels.flows.spline import RationalQuadraticSpline
 from genmodels.nn.blocks import hide
 

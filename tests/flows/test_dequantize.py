@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, per_example
 from genmodels.flows.composition import Compose
@@ -15,9 +16,8 @@ from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize,
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.scaling import Logit
 from genmodels.nn.condition import Condition
-from genmodels.nn.convolutional import ConvNet
+from genmodels.nn.coupling_networks import ConvNet
 from genmodels.nn.perceptron import MLP
-from genmodels.random import KeyedGenerator
 
 LEVELS = [2, 3, 17, 100, 255, 256, 1000, 65536]
 

@@ -8,22 +8,23 @@ import pytest
 import torch
 from scipy.special import ndtr
 
+from genmodels.core.likelihood import log_mean_exp
+from genmodels.core.random import KeyedGenerator
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bases import ClassNormal, Logistic, StandardNormal
 from genmodels.flows.bijection import Bijection, NotInitialized
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize, noise_condition
-from genmodels.flows.discrete import DiscreteFlow, effective_samples, log_mean_exp
+from genmodels.flows.discrete import DiscreteFlow, effective_samples
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.flow import Flow
 from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.scaling import Logit, Shift
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.condition import Condition
-from genmodels.nn.convolutional import ConvNet
+from genmodels.nn.coupling_networks import ConvNet
 from genmodels.nn.perceptron import MLP
-from genmodels.random import KeyedGenerator
 
 #: Small enough that no noise of float64 comes near it, so that the cells cover the line to 1e-9.
 ALPHA = 1e-12

@@ -12,13 +12,13 @@ from genmodels.flows.elementwise import (
     SCALES,
     Additive,
     Affine,
+    LogisticMixture,
     MeanScale,
     TanhScale,
     TiedScale,
     bounded,
     unbounded,
 )
-from genmodels.flows.mixture import LogisticMixture
 from genmodels.flows.spline import RationalQuadraticSpline
 
 CHANNELS = 2

@@ -8,21 +8,22 @@ import pytest
 import torch
 from torch import nn
 
+from genmodels.core.data import Latents
+from genmodels.core.random import KeyedGenerator
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bases import ClassNormal, DiagonalNormal, StandardNormal, Uniform
-from genmodels.flows.bijection import Bijection, NotInitialized
-from genmodels.flows.composition import Compose, Freeze, Inverse
+from genmodels.flows.bijection import Bijection, Freeze, Inverse, NotInitialized
+from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.flow import Flow, reference
-from genmodels.flows.multiscale import FactorOut, Latents, MultiScale
-from genmodels.flows.permute import Flip
+from genmodels.flows.linear import Flip
+from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.scaling import Scale, Shift
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.condition import Condition
-from genmodels.nn.convolutional import ConvNet
+from genmodels.nn.coupling_networks import ConvNet
 from genmodels.nn.perceptron import MLP
-from genmodels.random import KeyedGenerator
 
 
 def source(seed=0):

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import genmodels.flows
-from genmodels.evaluation.bijections import LAWS, check_bijection
-from genmodels.flows.bijection import Bijection, Channelwise
-from genmodels.flows.composition import Around
+from genmodels.flows.actnorm import DataInitialized
+from genmodels.flows.bijection import Around, Bijection, Channelwise
 from genmodels.flows.elementwise import ElementTransform
-from genmodels.flows.initialization import DataInitialized
+from genmodels.verification.bijections import LAWS, check_bijection
 from tests.flows.table import INSTANCES
 
 #: Many layers take long to trace, and each of them is traced by itself.

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from genmodels.evaluation.bijections import check_bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.linear import GroupedLinear, InvertibleLinear
 from genmodels.flows.matrix import MATRICES, FullMatrix, HouseholderMatrix, LUMatrix, random_rotation
+from genmodels.verification.bijections import check_bijection
 
 KINDS = list(MATRICES)
 W = torch.tensor([[2.0, 1.0], [1.0, -3.0]], dtype=torch.float64)

@@ -8,9 +8,8 @@ import torch
 from scipy.optimize import brentq
 from scipy.special import log_expit, logsumexp
 
-from genmodels.flows import mixture as module
-from genmodels.flows.elementwise import unbounded
-from genmodels.flows.mixture import LogisticMixture
+from genmodels.flows import elementwise as module
+from genmodels.flows.elementwise import LogisticMixture, unbounded
 
 NUMBERS = [  # x, z, log dz/dx for pi (0.3, 0.7), mu (-1, 2), s (0, log 0.5), h 0.2, t -0.1
     (0.0, -1.5627143512, -0.5551199461),

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.flows.bijection import Bijection, per_example
-from genmodels.flows.composition import Compose, Freeze, Inverse
-from genmodels.flows.multiscale import FactorOut, Latents, MultiScale
-from genmodels.flows.permute import Flip
+from genmodels.core.data import Latents
+from genmodels.flows.bijection import Bijection, Freeze, Inverse, per_example
+from genmodels.flows.composition import Compose
+from genmodels.flows.linear import Flip
+from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.condition import Condition
-from genmodels.nn.convolutional import ConvNet
+from genmodels.nn.coupling_networks import ConvNet
 from genmodels.nn.perceptron import MLP
 
 

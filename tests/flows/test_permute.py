@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.evaluation.bijections import check_bijection
-from genmodels.flows.permute import Flip, Permute
+from genmodels.flows.linear import Flip, Permute
+from genmodels.verification.bijections import check_bijection
 
 
 def generator(seed=0):

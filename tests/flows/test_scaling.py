@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from genmodels.evaluation.bijections import check_bijection
 from genmodels.flows.bijection import per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.scaling import Logit, Scale, Shift, Standardise
+from genmodels.verification.bijections import check_bijection
 
 
 def gaussian(*shape, seed=0):

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from genmodels.evaluation.bijections import check_bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.squeeze import Flatten, PadToMultiple, Squeeze1d, Squeeze2d
+from genmodels.verification.bijections import check_bijection
 
 
 @pytest.mark.parametrize("layer, shape", [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from genmodels.data.spec import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.nsf import NSF

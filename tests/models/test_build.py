@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from genmodels.errors import InputError
+from genmodels.core.errors import InputError
 from genmodels.models.build import build, locate
 
 OPTIMIZER = "genmodels.models.optimizer.Optimizer"

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from genmodels.data.spec import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.likelihood import Likelihood
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import GaussianDenoiser
 from genmodels.diffusion.process import VARIANCES, posterior
-from genmodels.evaluation.likelihood import Likelihood
 from genmodels.models.ddpm import DDPM
-from genmodels.random import KeyedGenerator
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)

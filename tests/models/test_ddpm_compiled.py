@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.data.spec import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import Denoiser, q_sample
 from genmodels.models.ddpm import DDPM
 from genmodels.nn import attention as attention_room
-from genmodels.nn import spatial_attention
-from genmodels.random import KeyedGenerator
+from genmodels.nn import attention_block as spatial_attention
 
 SMALL = {"channels": 16, "multipliers": [1, 2], "blocks": 1, "heads": 2}
 IMAGES = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from genmodels.cli.main import main
-from genmodels.data.spec import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import LearnedSchedule, LossAwareTimes
 from genmodels.models.base import GenerativeModel
+from genmodels.models.checkpoint import read_checkpoint
 from genmodels.models.ddpm import DDPM
-from genmodels.random import KeyedGenerator
-from genmodels.training.checkpoint import read_checkpoint
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from genmodels.data.spec import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import OdeDensity
 from genmodels.models.ddpm import DDPM
-from genmodels.random import KeyedGenerator
 
 SIZE, CHANNELS = 12, 2
 NET = {"channels": 16, "multipliers": [1, 2], "blocks": 1, "heads": 2}

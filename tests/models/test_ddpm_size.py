@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.data.spec import DataSpec
+from genmodels.core.data import DataSpec
 from genmodels.models.ddpm import DDPM
 from genmodels.nn import ATTENTION
 

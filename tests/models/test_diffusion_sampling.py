@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.data.spec import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import SAMPLERS
-from genmodels.evaluation.interpolation import interpolate
+from genmodels.evaluation.samples import interpolate
 from genmodels.models.ddpm import DDPM
-from genmodels.models.diffusion_course import USUAL
-from genmodels.random import KeyedGenerator
+from genmodels.models.diffusion_sampling import USUAL
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 POINTS = DataSpec("points", (3,), levels=None)

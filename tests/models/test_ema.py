@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from genmodels.models.ema import EMA
+from genmodels.models.optimizer import EMA
 
 
 def by_hand(values: list[float], decay: float) -> float:

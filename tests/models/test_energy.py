@@ -9,16 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from genmodels.data.densities import density
-from genmodels.data.spec import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError, RunError
+from genmodels.core.random import KeyedGenerator
+from genmodels.data.toy import density
 from genmodels.energy import LOSSES, Energy, Quadratic
-from genmodels.errors import InputError, RunError
-from genmodels.models.chains import Sampler
-from genmodels.models.diagnosis import explain_nonfinite
-from genmodels.models.encoding import Encoding
+from genmodels.models.base import explain_nonfinite
 from genmodels.models.energy import EnergyModel
-from genmodels.models.normaliser import base_of, by_annealing, by_quadrature
-from genmodels.random import KeyedGenerator
+from genmodels.models.energy_sampling import Sampler, base_of, by_annealing, by_quadrature
+from genmodels.models.score_matching import Encoding
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 PLANE = DataSpec("plane", (2,))

@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from genmodels.data.spec import Batch, DataSpec
-from genmodels.errors import InputError
-from genmodels.evaluation.interpolation import interpolate
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError
+from genmodels.core.random import KeyedGenerator
+from genmodels.evaluation.samples import interpolate
 from genmodels.flows.bijection import NotInitialized
 from genmodels.flows.elementwise import Affine
 from genmodels.models.glow import Glow
 from genmodels.models.maf import MAF
 from genmodels.models.nsf import NSF
 from genmodels.models.realnvp import RealNVP
-from genmodels.random import KeyedGenerator
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 COLOURS = DataSpec("colours", (3, 8, 8), levels=256)

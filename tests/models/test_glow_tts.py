@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from genmodels.data.spec import DataSpec, TextCondition
+from genmodels.core.data import DataSpec, TextCondition
+from genmodels.core.errors import InputError
+from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.data.utterances import FLOOR
-from genmodels.errors import InputError
 from genmodels.models import glow_tts
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.mels import MelUnits, with_noise
-from genmodels.random import FrameKeyedGenerator, KeyedGenerator
 from tests.models.texts import ENCODER, N_MELS, alone, batch, scattered, spec
 
 SMALL = {"encoder": ENCODER, "steps": 2, "hidden": 8, "depth": 1,

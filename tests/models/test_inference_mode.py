@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.data.spec import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.nsf import NSF
@@ -58,7 +58,7 @@ def test_answers_are_those_without_inference_mode(name):
 
 def test_derivatives_of_masked_fields_and_schedules():
     from genmodels.diffusion import CosineSchedule, NoiseSchedule
-    from genmodels.diffusion.divergence import exact_divergence, hutchinson
+    from genmodels.diffusion.ode import exact_divergence, hutchinson
 
     class Numerically(CosineSchedule):
         log_snr_rate = NoiseSchedule.log_snr_rate

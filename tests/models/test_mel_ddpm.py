@@ -7,16 +7,16 @@ import math
 import pytest
 import torch
 
-from genmodels.data.spec import DataSpec
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
+from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
+from genmodels.core.tensors import event_sum
 from genmodels.data.utterances import FLOOR
 from genmodels.diffusion import SAMPLERS, GaussianDenoiser, SampleResult
-from genmodels.diffusion.masks import event_sum
-from genmodels.errors import InputError
 from genmodels.models import mel_diffusion
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.mel_ddpm import MelDDPM
 from genmodels.models.mels import even_lengths
-from genmodels.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.speech.alignment import log_paths
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
 from tests.models.texts import ENCODER, N_MELS, alone, batch, parts_of_training, scattered, spec

@@ -7,14 +7,15 @@ import math
 import pytest
 import torch
 
+from genmodels.core.errors import InputError
+from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.diffusion import Denoiser, GaussianDenoiser, V, alpha_sigma
 from genmodels.energy import Potential
-from genmodels.errors import InputError
-from genmodels.models import mel_diffusion, mel_langevin
+from genmodels.models import mel_diffusion
+from genmodels.models import mel_diffusion as mel_langevin
+from genmodels.models.mel_diffusion import langevin_levels
 from genmodels.models.mel_energy import MelEnergy
-from genmodels.models.mel_langevin import langevin_levels
 from genmodels.models.mels import even_lengths
-from genmodels.random import FrameKeyedGenerator, KeyedGenerator
 from tests.models.test_mel_ddpm import bound_error, mean_of, worst_difference
 from tests.models.texts import ENCODER, N_MELS, alone, batch, parts_of_training, scattered, spec
 

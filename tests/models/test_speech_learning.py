@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from genmodels.cli.main import main
+from genmodels.core.random import KeyedGenerator
 from genmodels.data.speech import Speech
-from genmodels.evaluation.audit import suspects
+from genmodels.evaluation.speech import suspects
 from genmodels.models.glow_tts import GlowTTS
-from genmodels.random import KeyedGenerator
 from genmodels.speech.text import Symbols
 from genmodels.speech.text_encoder import TextEncoder
 

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from genmodels.data.spec import Batch, DataSpec, TextCondition
-from genmodels.errors import InputError
+from genmodels.core.data import Batch, DataSpec, TextCondition
+from genmodels.core.errors import InputError
+from genmodels.core.random import KeyedGenerator
 from genmodels.models.tacotron import Tacotron
-from genmodels.random import KeyedGenerator
 from genmodels.speech.text import CHARACTERS
 from tests.speech.test_streaming import awake
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from genmodels.data.spec import Batch, DataSpec, TextCondition
+from genmodels.core.data import Batch, DataSpec, TextCondition
+from genmodels.core.random import KeyedGenerator
 from genmodels.data.utterances import FLOOR, padded_tokens
-from genmodels.random import KeyedGenerator
 from genmodels.speech.text import CHARACTERS
 
 N_MELS = 6  # not 4: plain keyed noise comes in four runs, which would hide what frames are for

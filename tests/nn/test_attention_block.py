@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from genmodels.evaluation.attention_oracle import attention_oracle
 from genmodels.nn import ATTENTION, AttentionBlock, AttentionKind, ConvNet, UNet
 from genmodels.nn.attention import Attention
-from genmodels.nn.attention_block import Places
-from genmodels.nn.spatial_attention import make_attention
+from genmodels.nn.attention_block import Places, make_attention
+from genmodels.verification.attention_reference import attention_oracle
 
 KINDS = [name for name in ATTENTION if name != "none"]
 CASES = [(name, dims) for name in KINDS for dims in ATTENTION[name].dims]

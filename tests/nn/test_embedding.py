@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genmodels.nn import ConditionEmbedding, log_snr_features
-from genmodels.nn.embedding import fourier_features
+from genmodels.nn.blocks import fourier_features
 
 
 def closest(features, spacing: float) -> float:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.nn.deep_kernel import DeepKernelEnergy
-from genmodels.nn.energy_nets import Confinement, EnergyConv, EnergyMLP
-from genmodels.nn.mlp import MLPDenoiser
-from genmodels.nn.noise_conditional import NoiseConditionalNet
-from genmodels.nn.unet_energy import UNetEnergy
+from genmodels.models.score import NoiseConditionalNet
+from genmodels.nn.energy_nets import Confinement, DeepKernelEnergy, EnergyConv, EnergyMLP, UNetEnergy
+from genmodels.nn.perceptron import MLPDenoiser
 
 NETS = {
     "mlp": (lambda: EnergyMLP((2, 3), hidden=(8, 8)), (2, 3)),

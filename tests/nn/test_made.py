@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genmodels.nn.condition import Condition
-from genmodels.nn.made import MADE, MaskedLinear, hidden_degrees
+from genmodels.nn.perceptron import MADE, MaskedLinear, hidden_degrees
 
 NETWORKS = {
     "plain": lambda **options: MADE(4, 2, hidden=12, depth=2, **options),

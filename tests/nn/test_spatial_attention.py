@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from genmodels.nn import ATTENTION, SpatialAttention
-from genmodels.nn.unet_energy import UNetEnergy
+from genmodels.nn.energy_nets import UNetEnergy
 
 
 def example(space=(3, 4), channels=8, heads=2):

@@ -11,7 +11,7 @@ import pytest
 
 from genmodels.report import render, write_page
 from genmodels.report.likelihoods import histogram
-from genmodels.report.style import DARK, LIGHT
+from genmodels.report.page import DARK, LIGHT
 from tests.report import example
 from tests.report.browser import CHROMIUM, Browser
 
@@ -68,7 +68,7 @@ def check_closed(page: str) -> None:
 
 
 def test_a_page_that_did_not_escape_would_be_caught(monkeypatch):
-    from genmodels.report import markup
+    from genmodels.report import view as markup
 
     monkeypatch.setattr(markup, "escape", lambda words, quote=True: words)
     with pytest.raises(AssertionError):

@@ -8,8 +8,14 @@ import math
 import pytest
 import torch
 
-from genmodels.speech.alignment import IMPLEMENTATIONS, explain, forward_sum, log_paths, monotonic_alignment_search
-from genmodels.speech.durations import path_of
+from genmodels.speech.alignment import (
+    IMPLEMENTATIONS,
+    explain,
+    forward_sum,
+    log_paths,
+    monotonic_alignment_search,
+    path_of,
+)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -187,7 +193,7 @@ def test_the_vector_of_the_sum():
 def test_a_search_leaves_the_number_of_threads_alone(threads, implementation, monkeypatch):
     """numba shares OpenMP's number with torch, whose kernels round otherwise with another one."""
     if implementation == "numba":
-        from genmodels.speech import alignment_numba
+        from genmodels.speech import alignment as alignment_numba
 
         own = alignment_numba.compiled()
         # What numba does in some processes: it leaves the number that its loops had.

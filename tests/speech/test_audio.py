@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import os
 import struct
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.io import wavfile
 
-from genmodels.speech.audio import AudioError, read_wav
+from genmodels.speech.audio import (
+    AudioError,
+    MelConfig,
+    filter_bank,
+    log_mel,
+    read_wav,
+    resample,
+    slaney_hz,
+    slaney_mel,
+    write_wav,
+)
 
 WAVE = np.random.default_rng(0).normal(size=4000)
 KINDS = {
@@ -51,3 +63,157 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
     for name, kind in (("a.wav", "a pipe"), ("b.wav", "a folder")):
         with pytest.raises(AudioError, match=f"{name}: it is {kind}, not a file"):
             read_wav(tmp_path / name)
+
+
+CLIPS = Path(__file__).resolve().parents[3] / "shared" / "data" / "LJSpeech-sample" / "wavs"
+
+
+def speechlike(samples: int = 30000, seed: int = 0) -> torch.Tensor:
+    """A glide with overtones in noise of changing loudness, float64."""
+    t = torch.arange(samples, dtype=torch.float64) / 22050
+    noise = torch.randn(samples, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    phase = 2 * torch.pi * (120 * t + 40 * t**2)
+    tone = sum(torch.sin(k * phase) / k for k in range(1, 20))
+    return 0.2 * tone * torch.sin(3 * t).abs() + 0.01 * noise * torch.cos(2 * t).abs()
+
+
+def test_frames():
+    config = MelConfig()
+    tacotron = replace(config, padding="tacotron")
+    assert config.frames(22050) == 86 and tacotron.frames(22050) == 87
+    for samples in (385, 512, 1000, 22050, 22051):
+        assert log_mel(torch.zeros(samples)).shape[-1] == config.frames(samples) == samples // 256
+    assert log_mel(torch.zeros(22050), tacotron).shape[-1] == 87
+    with pytest.raises(ValueError, match="384 samples is too short: 385"):
+        log_mel(torch.zeros(384))
+
+
+def test_silence_and_a_tone():
+    assert log_mel(torch.zeros(5000, dtype=torch.float64)).sub(np.log(1e-5)).abs().max() < 1e-12
+    tone = 0.5 * torch.sin(2 * torch.pi * 1000 * torch.arange(22050, dtype=torch.float64) / 22050)
+    assert int(log_mel(tone).mean(1).argmax()) == 26
+
+
+def test_bands():
+    bank = filter_bank(MelConfig())
+    assert bank.sum() == pytest.approx(3.713688, abs=1e-6)
+    assert bank.sum(1).min() == pytest.approx(0.04492, abs=1e-5)
+    assert bank.sum(1).max() == pytest.approx(0.04914, abs=1e-5)
+    with pytest.raises(ValueError, match="mel band .* of 400 is empty"):
+        MelConfig(n_mels=400)
+    hz = np.linspace(0, 11025, 200)
+    np.testing.assert_allclose(slaney_hz(slaney_mel(hz)), hz, atol=1e-8)
+
+
+SMALL = {"sample_rate": 16000, "n_fft": 512, "hop": 128, "n_mels": 40, "f_min": 50.0}
+
+
+@pytest.mark.parametrize("settings", [{}, SMALL])
+def test_librosa_agrees(settings):
+    librosa = pytest.importorskip("librosa", reason="librosa is not installed")
+    config, wave = MelConfig(**settings), speechlike()
+    theirs = librosa.filters.mel(sr=config.sample_rate, n_fft=config.n_fft, n_mels=config.n_mels, fmin=config.f_min,
+                                 fmax=config.f_max, dtype=np.float64)
+    np.testing.assert_allclose(filter_bank(config), theirs, atol=1e-12)
+    padded = np.pad(wave.numpy(), config.padded, mode="reflect")
+    bins = librosa.stft(padded, n_fft=config.n_fft, hop_length=config.hop, center=False, dtype=np.complex128)
+    magnitude = np.sqrt(bins.real**2 + bins.imag**2 + 1e-9)
+    expected = np.log(np.maximum(theirs @ magnitude, 1e-5))
+    np.testing.assert_allclose(log_mel(wave, config).numpy(), expected, atol=1e-10)
+    difference = np.abs(log_mel(wave.float(), config).numpy() - expected)
+    assert difference.mean() < 1e-5 and difference.max() < 2e-3
+    # Mistakes that look right are far outside.
+    wide = np.pad(wave.numpy(), config.n_fft // 2, mode="reflect")
+    late = librosa.stft(wide, n_fft=config.n_fft, hop_length=config.hop, center=False, dtype=np.complex128)
+    frames = expected.shape[1]
+    wrong = {
+        "padding of n_fft/2": np.log(np.maximum(theirs @ np.abs(late), 1e-5))[:, :frames],
+        "power": np.log(np.maximum(theirs @ magnitude**2, 1e-5)),
+        "bands of HTK": np.log(np.maximum(librosa.filters.mel(
+            sr=config.sample_rate, n_fft=config.n_fft, n_mels=config.n_mels, fmin=config.f_min, fmax=config.f_max,
+            htk=True) @ magnitude, 1e-5)),
+    }
+    for name, values in wrong.items():
+        assert np.abs(values - expected).max() > 0.1, name
+
+
+@pytest.mark.skipif(not CLIPS.is_dir(), reason="the LJSpeech sample is not at hand")
+@pytest.mark.parametrize("clip, samples, frames, mean, std", [
+    ("LJ001-0002", 41885, 163, -5.13499, 2.16494),
+    ("LJ001-0001", 212893, 831, -5.14818, 2.04570),
+])
+def test_known_clips(clip, samples, frames, mean, std):
+    wave, rate = read_wav(CLIPS / f"{clip}.wav")
+    found = log_mel(wave)
+    assert rate == 22050 and len(wave) == samples and found.shape == (80, frames)
+    assert float(found.mean()) == pytest.approx(mean, abs=1e-4)
+    assert float(found.std(correction=0)) == pytest.approx(std, abs=1e-4)
+
+
+def test_a_batch_is_each_clip_alone():
+    waves = torch.stack([speechlike(9000, k) for k in range(3)])
+    torch.testing.assert_close(log_mel(waves), torch.stack([log_mel(w) for w in waves]), atol=1e-12, rtol=0)
+
+
+def band_limited(rate: int) -> torch.Tensor:
+    """Two seconds of tones below 5 kHz as they are at a rate."""
+    t = torch.arange(2 * rate, dtype=torch.float64) / rate
+    return sum(torch.sin(2 * torch.pi * f * t + f) for f in (130.0, 440.0, 1234.0, 2900.0, 4700.0)) / 10
+
+
+def test_resampling_keeps_the_mel():
+    original, other = log_mel(band_limited(22050)), log_mel(resample(band_limited(16000), 16000, 22050))
+    # The first and last frames see where the tones begin and end.
+    inner, lowest = slice(4, -4), 66  # bands of up to 5 kHz
+    assert (original - other)[:lowest, inner].abs().mean() < 0.05
+    inverted = log_mel(resample(band_limited(22050), 22050, 16000))
+    frames = min(original.shape[1], inverted.shape[1])
+    assert (original[:, :frames] - inverted[:, :frames])[:lowest, inner].abs().mean() > 0.5
+
+
+@pytest.mark.parametrize("kind, tolerance", [("int16", 1e-4), ("int32", 1e-6), ("float32", 1e-7), ("uint8", 1e-2)])
+def test_files_of_every_kind(tmp_path, kind, tolerance):
+    from scipy.io import wavfile
+
+    wave = speechlike(2000).numpy()
+    scale = {"int16": 2**15 - 1, "int32": 2**31 - 1, "uint8": 127}.get(kind)
+    centre = 128 if kind == "uint8" else 0
+    samples = wave.astype(kind) if scale is None else np.round(wave * scale + centre).astype(kind)
+    wavfile.write(tmp_path / "mono.wav", 22050, samples)
+    wavfile.write(tmp_path / "stereo.wav", 22050, np.stack([samples, samples], 1))
+    for name in ("mono.wav", "stereo.wav"):
+        found, rate = read_wav(tmp_path / name)
+        assert rate == 22050 and np.abs(found.numpy() - wave).max() < tolerance
+
+
+def test_what_is_written_is_read_and_never_cut(tmp_path):
+    wave = speechlike(3000).float()
+    assert write_wav(tmp_path / "a.wav", wave, 22050) == 1
+    assert (read_wav(tmp_path / "a.wav")[0] - wave).abs().max() < 1e-4
+    factor = write_wav(tmp_path / "loud.wav", 5 * wave / wave.abs().max(), 22050)
+    assert factor == pytest.approx(0.2, rel=1e-5)
+    found = read_wav(tmp_path / "loud.wav")[0]
+    assert (found - wave / wave.abs().max()).abs().max() < 1e-4
+
+
+def test_bad_files_are_named(tmp_path):
+    from scipy.io import wavfile
+
+    (tmp_path / "text.wav").write_text("not sound")
+    wavfile.write(tmp_path / "empty.wav", 22050, np.zeros(0, np.int16))
+    wavfile.write(tmp_path / "nan.wav", 22050, np.array([0, np.nan], np.float32))
+    for name, message in [("none.wav", "no such file"), ("text.wav", "not a readable"), ("empty.wav", "no sound"),
+                          ("nan.wav", "sample 1 is not finite")]:
+        with pytest.raises(AudioError, match=rf"{name}.*{message}"):
+            read_wav(tmp_path / name)
+
+
+def test_bad_settings_and_sound():
+    for settings in ({"f_max": 20000.0}, {"hop": 2000}, {"n_fft": 1023}, {"padding": "none"}, {"n_mels": 0}):
+        with pytest.raises(ValueError):
+            MelConfig(**settings)
+    with pytest.raises(ValueError, match="not finite"):
+        log_mel(torch.full((1000,), torch.nan))
+    with pytest.raises(ValueError, match="float32 or float64"):
+        log_mel(torch.zeros(1000, dtype=torch.int16))
+    assert MelConfig().differences(replace(MelConfig(), hop=200)) == ["hop: 256 and 200"]

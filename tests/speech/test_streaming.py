@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+from genmodels.core.random import KeyedGenerator
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
-from genmodels.flows.permute import Flip
+from genmodels.flows.linear import Flip
 from genmodels.nn.condition import Condition
-from genmodels.nn.wavenet import WaveNet
-from genmodels.random import KeyedGenerator
+from genmodels.nn.coupling_networks import WaveNet
 from genmodels.speech import streaming
+from genmodels.speech.audio import MelConfig, log_mel
 from genmodels.speech.glow_tts import GlowTTS, mel_decoder
-from genmodels.speech.mel import MelConfig, log_mel
 from genmodels.speech.streaming import Reach, collect, reach, stream, stream_decoder, stream_sound
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 from genmodels.speech.vocoder import GriffinLim
+from tests.speech.test_audio import speechlike
 from tests.speech.test_glow_tts import SYMBOLS, keyed
 from tests.speech.test_hifigan import installed
-from tests.speech.test_mel import speechlike
 
 
 def awake(module: torch.nn.Module, size: float = 0.2) -> torch.nn.Module:

@@ -193,7 +193,7 @@ def test_the_postnet_refines_and_knows_no_padding(monkeypatch):
     torch.testing.assert_close(refined.mel, taco.postnet(raw.mel, raw.mask))
     assert (refined.mel - raw.mel).abs().max() > 1e-3 and not refined.mel.masked_select(~refined.mask).any()
     # A post-net that reads what stands behind the end is seen.
-    monkeypatch.setattr("genmodels.speech.postnet.hide", lambda x, mask: x)
+    monkeypatch.setattr("genmodels.speech.tacotron.hide", lambda x, mask: x)
     assert taco.refinement(y, forced, mask).tolist() != pytest.approx(alone, abs=1e-6)
 
 

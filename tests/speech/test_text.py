@@ -1,12 +1,122 @@
-"""Normal forms and symbols: known readings, round trips, and unknown characters by name."""
+"""Texts as phonemes: normal forms, one table, espeak where it is installed, and one clear line where it is not."""
 
 from __future__ import annotations
 
 import builtins
+import importlib.util
+import shutil
+import unicodedata
 
 import pytest
 
-from genmodels.speech.text import BLANK, CHARACTERS, PAD, Symbols, UnknownSymbol, normalise, sentences
+from genmodels.speech import text as phonemes
+from genmodels.speech.text import (
+    BLANK,
+    CHARACTERS,
+    FORMS,
+    IPA,
+    PAD,
+    Symbols,
+    UnknownSymbol,
+    in_form,
+    normalise,
+    phonemise,
+    ready,
+    sentences,
+    table_of,
+)
+
+espeak = pytest.mark.skipif(
+    importlib.util.find_spec("phonemizer") is None or shutil.which("espeak-ng") is None,
+    reason="phonemizer or espeak-ng is not installed",
+)
+
+READY = {  # as people write it: the normal form
+    "h\u0259l\u02c8o\u028a  w\u02c8\u025c\u02d0ld": "h\u0259l\u02c8o\u028a w\u02c8\u025c\u02d0ld",
+    "/b\u00e6g/": "b\u00e6\u0261",  # the g of a keyboard, and slashes around a transcription
+    "b\u00f5 v\u025b\u0303": "bo\u0303 v\u025b\u0303",  # nasal vowels, precomposed or not, are letter and mark
+    "\u0261\u0259\u02c8\u0281a\u02d0\u0292 , \u201ca\u201d": "\u0261\u0259\u02c8\u0281a\u02d0\u0292, a",
+    "fa\u00e7": "fa\u00e7", "fac\u0327": "fa\u00e7",  # one symbol, however it is written
+}
+
+
+@pytest.mark.parametrize("text", READY)
+def test_normal_form_of_ready_phonemes(text):
+    found = in_form(text, "ipa")
+    assert found == READY[text]
+    assert in_form(found, "ipa") == found
+    symbols = Symbols(IPA, blanks=False)
+    assert symbols.decode(symbols.encode(found)) == found
+
+
+def test_decomposing_everything_is_caught():
+    """A planted bug: without its exception the cedilla comes apart, into a mark that no table has."""
+    apart = unicodedata.normalize("NFD", "fa\u00e7")
+    assert apart != in_form("fa\u00e7", "ipa")
+    assert Symbols(IPA).unknown(apart)
+
+
+def test_tables():
+    assert table_of("characters") == CHARACTERS and table_of("ipa") == table_of("phonemes") == IPA
+    assert len(set(IPA)) == len(IPA) and all(len(symbol) == 1 for symbol in IPA[2:])
+    apart = [symbol for symbol in IPA[2:] if unicodedata.normalize("NFD", symbol) != symbol]
+    assert apart == ["\u00e7"]
+
+
+@pytest.mark.parametrize("text", ["", " .?! ", "\u201c\u201d"])
+def test_nothing_to_speak(text):
+    with pytest.raises(ValueError, match="no letters"):
+        in_form(text, "ipa")
+
+
+def test_another_form():
+    with pytest.raises(ValueError, match="characters, ipa, phonemes, got 'arpabet'"):
+        in_form("a", "arpabet")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_normal_form_is_read_as_just_that(form, monkeypatch):
+    monkeypatch.setattr(phonemes, "phonemise", lambda text, language: pytest.fail(f"read again: {text!r}"))
+    normal = "a cab, to go" if form == "characters" else "\u0250 k\u02c8\u00e6b, t\u0259 \u0261\u02c8o\u028a"
+    assert in_form(ready(normal, form), form) == normal
+
+
+def test_without_phonemizer(monkeypatch):
+    real = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", lambda name, *rest: (_ for _ in ()).throw(ImportError(name))
+                        if name.startswith("phonemizer") else real(name, *rest))
+    phonemes._espeak.cache_clear()
+    with pytest.raises(ValueError, match=r"pip install 'genmodels\[phonemes\]', or write phonemes") as error:
+        phonemise("a cab")
+    assert "\n" not in str(error.value)
+
+
+@espeak
+def test_espeak_reads():
+    assert in_form("Hello, world!", "phonemes") == "h\u0259l\u02c8o\u028a, w\u02c8\u025c\u02d0ld!"
+    mixed = in_form("say /t\u0259m\u02c8e\u026ato\u028a/ now.", "phonemes")
+    assert mixed.split()[1] == "t\u0259m\u02c8e\u026ato\u028a" and mixed.endswith("n\u02c8a\u028a.")
+
+
+@espeak
+@pytest.mark.parametrize("language, text", [
+    ("en", "The quick brown fox judged 21 measures; why? \u201cThings\u201d: sure - yes."),
+    ("en", "Church, bathing, vision, singing, butter, hour and fire."),
+    ("de", "Z\u00fcrich: f\u00fcnf schl\u00e4frige Pfarrer, durch B\u00e4che."),
+    ("fr", "Un bon vin blanc, le fran\u00e7ais."),
+    ("es", "El ni\u00f1o corri\u00f3 a la calle."),
+])
+def test_the_table_has_every_symbol_of_espeak(language, text):
+    found = in_form(text, "phonemes", language)
+    assert not Symbols(IPA).unknown(found)
+
+
+@espeak
+def test_a_language_that_espeak_does_not_know():
+    with pytest.raises(ValueError, match="espeak") as error:
+        phonemise("hello", "tlh-x")
+    assert "\n" not in str(error.value)
+
 
 READINGS = {
     "130 men": "one hundred thirty men",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from genmodels.data.spec import DataSpec
+from genmodels.core.data import DataSpec
 from genmodels.models.ddpm import DDPM
 from genmodels.training.callbacks import SampleGrid
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from genmodels.cli.main import guarded
-from genmodels.errors import Interrupted
+from genmodels.core.errors import Interrupted
 from genmodels.training.callbacks import Checkpointing, CheckpointOptions
 from genmodels.training.processes import gone, stoppable
 

@@ -13,15 +13,14 @@ import pytest
 import torch
 import yaml
 
-from genmodels.cli.compose import composer
+from genmodels.cli.compose import composer, words_of
 from genmodels.cli.main import main
 from genmodels.cli.schema import Schema
 from genmodels.cli.signatures import target
-from genmodels.cli.words import words_of
-from genmodels.data.digits import Digits
-from genmodels.data.spec import DataSpec
+from genmodels.core.checkpoint import read_header
+from genmodels.core.data import DataSpec
+from genmodels.data.vision import Digits
 from genmodels.models.build import build
-from genmodels.training.archive import read_header
 
 WORDS = ["model=nsf", "data=toy", "trainer=smoke", "trainer.max_steps=4", "trainer.validate_every_n_steps=2",
          "trainer.sample_every_n_steps=0", "trainer.log_every_n_steps=1", "trainer.progress=false", "data.n_train=200",

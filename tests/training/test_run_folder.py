@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from genmodels.errors import InputError
+from genmodels.core.errors import InputError
+from genmodels.models.checkpoint import write_checkpoint
 from genmodels.training import run
-from genmodels.training.checkpoint import write_checkpoint
 
 HEADER = {
     "format": 1, "family": "ddpm", "genmodels": "0.1.0", "torch": "2.6.0",

@@ -16,8 +16,8 @@ from pytorch_lightning.loggers import WandbLogger
 from scipy.io import wavfile
 
 from genmodels.cli.main import main
-from genmodels.evaluation.sounding import sounds_of
-from genmodels.speech.mel import MelConfig
+from genmodels.speech.audio import MelConfig
+from genmodels.speech.vocoder import sounds_of
 from genmodels.training.loggers import CSVLogger, play
 
 TINY = ["model.encoder={channels: 8, depth: 1, hidden: 8}", "model.steps=1", "model.hidden=8", "model.depth=1",

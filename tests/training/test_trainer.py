@@ -1,10 +1,101 @@
-"""Options of the Trainer: how many steps, and what is refused."""
+"""What may differ when a run goes on."""
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+import itertools
+from pathlib import Path
 
-from genmodels.training.trainer import TrainerOptions
+import pytest
+import torch
+
+from genmodels.core.errors import InputError
+from genmodels.data.vision import Digits
+from genmodels.training.trainer import FREE, TOLD, TrainerOptions, check_same, initial_batch, training_stream
+
+HERE = Path("c")
+SAME = {"model": {"_target_": "x", "net": {"channels": 8}}, "data": {"root": "/a", "num_workers": 0}, "seed": 0}
+
+
+def test_only_the_same_run_is_resumed():
+    header = {"config": SAME}
+    check_same(header, {**SAME, "trainer": {"log_every_n_steps": 9}}, HERE)
+    check_same(header, {**SAME, "data": {"root": "/elsewhere", "num_workers": 4}}, HERE)
+    for change, said in (
+        ({"seed": 1}, "seed is 0 in c but is 1 here"),
+        ({"model": {"_target_": "x", "net": {"channels": 9}}}, "model.net.channels is 8"),
+        ({"model": {"_target_": "x"}}, "model.net.channels is 8 in c but is not set here"),
+        ({"data": {**SAME["data"], "batch_size": 3}}, "data.batch_size is not set in c but is 3"),
+    ):
+        with pytest.raises(InputError, match=said):
+            check_same(header, {**SAME, **change}, HERE)
+
+
+OTHERS = {"max_steps": 9, "max_epochs": 9, "accelerator": "cpu", "devices": 2, "strategy": "ddp", "num_nodes": 2,
+          "precision": "64-true", "compile": True, "accumulate": 2, "validate_every_n_steps": 7, "limit_validation": 7,
+          "limit_evaluation": 7, "sample_every_n_steps": 7, "log_every_n_steps": 7, "progress": False,
+          "deterministic": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(TrainerOptions)])
+def test_every_setting_of_the_trainer_is_free_told_or_refused(key):
+    for then, now in (({}, {key: OTHERS[key]}), ({key: OTHERS[key]}, {})):
+        header, config = {"config": {**SAME, "trainer": then}}, {**SAME, "trainer": now}
+        if f"trainer.{key}" in FREE:
+            assert check_same(header, config, HERE) == []
+        elif f"trainer.{key}" in TOLD:
+            (line,) = check_same(header, config, HERE)
+            assert f"trainer.{key} is" in line and TOLD[f"trainer.{key}"] in line and "\n" not in line
+        else:
+            assert key in ("precision", "accumulate")
+            with pytest.raises(InputError, match=f"trainer.{key} is"):
+                check_same(header, config, HERE)
+
+
+def test_a_default_that_is_spelt_out_is_no_change():
+    config = {**SAME, "trainer": {"precision": "32-true", "accumulate": 1, "devices": 1}}
+    assert check_same({"config": SAME}, config, HERE) == check_same({"config": config}, SAME, HERE) == []
+
+
+def test_another_version_of_torch_is_told():
+    assert check_same({"config": SAME, "torch": torch.__version__}, SAME, HERE) == []
+    (line,) = check_same({"config": SAME, "torch": "1.0"}, SAME, HERE)
+    assert "torch 1.0" in line and "not bit for bit" in line
+
+
+def test_tables_name_what_exists_and_do_not_overlap():
+    known = {f"trainer.{field.name}" for field in dataclasses.fields(TrainerOptions)}
+    assert not FREE & set(TOLD)
+    assert {key for key in FREE | set(TOLD) if key.startswith("trainer.")} <= known
+
+
+def indices(done: int, n: int, workers: int = 0) -> list[list[int]]:
+    data = Digits(batch_size=300, num_workers=workers).prepare()
+    data.order_seed = 5
+    return [batch.index.tolist() for batch in itertools.islice(iter(training_stream(data, done)), n)]
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 4, 5, 11])
+def test_entered_anywhere_it_goes_on(done):
+    assert indices(done, 6) == indices(0, 20)[done : done + 6]
+
+
+def test_it_catches_a_position_that_is_ignored():
+    assert indices(0, 6) != indices(0, 20)[3:9]
+
+
+def test_an_epoch_holds_no_item_twice_and_epochs_differ():
+    batches = indices(0, 8)  # 1258 items make 4 batches an epoch
+    first, second = (list(itertools.chain(*batches[i : i + 4])) for i in (0, 4))
+    assert len(set(first)) == len(first) == 1200 and len(set(second)) == 1200 and first != second
+
+
+def test_the_initial_batch_spreads_over_the_training_split():
+    data = Digits().prepare()
+    assert len(initial_batch(data)) == len(data.split("train"))
+    some = initial_batch(data, largest=10)
+    assert len(some) == 10 and some.index[0] == 0 and int(some.index[-1]) == len(data.split("train")) - 1
+    assert torch.equal(some.x, data.split("train").__getitems__(some.index).x)
 
 
 @pytest.mark.parametrize(

@@ -12,28 +12,19 @@ Mechanisms beside the core, with the same signature and the same masks:
     LocalDenseSynthesizer, LocalMonotonic, Nystrom, LSH
 """
 
-from genmodels.nn.attention.alibi import ALiBi
 from genmodels.nn.attention.backend import Path, masked_softmax
-from genmodels.nn.attention.call import Cache
-from genmodels.nn.attention.core import Attention
-from genmodels.nn.attention.distance import rel_shift, relative_positions, sinusoids, skew
-from genmodels.nn.attention.hard import HardAttention, straight_through
-from genmodels.nn.attention.hashing import rotation_hash, sign_bits, sign_hash
+from genmodels.nn.attention.core import Attention, Cache
 from genmodels.nn.attention.local_dense import LocalDenseSynthesizer
 from genmodels.nn.attention.local_monotonic import LocalMonotonic, Place
-from genmodels.nn.attention.lsh import LSH
+from genmodels.nn.attention.lsh import LSH, rotation_hash, sign_bits, sign_hash
 from genmodels.nn.attention.mask import Reach, build_mask, check_full, check_padding, hide_rows
-from genmodels.nn.attention.mel import MelPosition
-from genmodels.nn.attention.music_transformer import MusicTransformer
 from genmodels.nn.attention.nystrom import Nystrom
-from genmodels.nn.attention.position import DistanceBias, Position
+from genmodels.nn.attention.position import DistanceBias, Position, rel_shift, relative_positions, sinusoids, skew
+from genmodels.nn.attention.relative_bias import ALiBi, MelPosition, Swin2d, T5Bias
+from genmodels.nn.attention.relative_keys import MusicTransformer, Shaw, TransformerXL
 from genmodels.nn.attention.rotary import Rotary, Rotary2d
 from genmodels.nn.attention.scores import Additive, Location, Past, ScaledDot, Score
-from genmodels.nn.attention.seq2seq import Keys, ScoredAttention
-from genmodels.nn.attention.shaw import Shaw
-from genmodels.nn.attention.swin import Swin2d
-from genmodels.nn.attention.t5 import T5Bias
-from genmodels.nn.attention.transformer_xl import TransformerXL
+from genmodels.nn.attention.seq2seq import HardAttention, Keys, ScoredAttention, straight_through
 
 __all__ = [
     "ALiBi",

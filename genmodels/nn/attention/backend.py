@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
-from genmodels.nn.attention.distance import distances
+from genmodels.core.tensors import wide
 from genmodels.nn.attention.mask import Reach
-from genmodels.nn.attention.position import DistanceBias, Position
-from genmodels.nn.precision import wide
+from genmodels.nn.attention.position import DistanceBias, Position, distances
 
 BACKENDS = ("auto", "sdpa", "explicit", "flex")
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, pad, relu
 
+from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
-from genmodels.nn.attention.inputs import Inputs, admit, split_heads
-from genmodels.nn.attention.mechanism import AtOnce
-from genmodels.nn.precision import wide
+from genmodels.nn.attention.mechanism import AtOnce, Inputs, admit, split_heads
 
 #: Positions whose neighbours are summed by one product.
 BLOCK = 64

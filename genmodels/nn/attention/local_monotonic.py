@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
-from genmodels.nn.attention.inputs import Inputs, merge_heads, split_heads
+from genmodels.nn.attention.mechanism import Inputs, merge_heads, split_heads
 from genmodels.nn.attention.scores import Additive
 from genmodels.nn.attention.seq2seq import Keys, Stepwise
-from genmodels.nn.precision import wide
 
 
 class Place(NamedTuple):

@@ -2,13 +2,110 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from genmodels.nn.attention.backend import Path
-from genmodels.nn.attention.inputs import Inputs, admit, merge_heads, split_heads
+from genmodels.nn.attention.core import check_tensors
+from genmodels.nn.attention.mask import check_full, check_padding, hide_rows
 from genmodels.nn.attention.position import head_width
 from genmodels.nn.dropout import checked
+
+
+class Inputs(NamedTuple):
+    """Checked inputs, with zeros where padding says that nothing is valid.
+
+    x `(B, Lq, D)`; source `(B, Lk, D)`, the memory or x itself; queries `(B, 1, Lq)` and keys `(B, 1, Lk)`, which of
+    them are valid, None = all; full `(B or 1, H or 1, Lq or 1, Lk or 1)`, who may attend to whom, None = everyone.
+    """
+
+    x: Tensor
+    source: Tensor
+    queries: Tensor | None
+    keys: Tensor | None
+    full: Tensor | None
+
+    @property
+    def allowed(self) -> Tensor | None:
+        """Which keys a query may attend to, in a shape that broadcasts to `(B, H, Lq, Lk)`."""
+        return self.full if self.keys is None else self.keys[:, :, None, :]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no pair of positions at all."""
+        return not (self.x.shape[1] and self.source.shape[1])
+
+    def unseen(self, values: Tensor) -> Tensor:
+        """Projected keys or values `(B, H, Lk, d)` with zeros where a full mask lets nobody look."""
+        if self.full is None:
+            return values
+        seen = self.full.any((1, 2)).expand(len(values), values.shape[2])
+        return values.masked_fill(~seen[:, None, :, None], 0)
+
+    def finish(self, y: Tensor) -> Tensor:
+        """The output in the dtype of x, and zero where a query is invalid."""
+        return hide_rows(y.to(self.x.dtype), self.queries)
+
+
+def admit(
+    module,
+    x: Tensor,
+    memory: Tensor | None,
+    mask: Tensor | None,
+    memory_mask: Tensor | None,
+    cache: object | None = None,
+    *,
+    cross: bool = True,
+    full: bool = False,
+    carries: type | None = None,
+) -> Inputs:
+    """Check a call of `module`, which has a `dim` and `heads`, and hide what is invalid in it.
+
+    Arguments:
+        cross: whether the module can attend to a memory.
+        full: whether it takes masks of (query, key) pairs.
+        carries: the type of what it hands from one call along a memory to the next, None when there is no such thing.
+    Errors: ValueError for what the module cannot do, and for sizes and masks that do not fit.
+    """
+    name = type(module).__name__
+    check_tensors(module.dim, x, memory, memory_mask)
+    if memory is not None and not cross:
+        raise ValueError(f"{name} is self-attention: it has no queries and keys that could come from two sequences")
+    if cache is not None and carries is None:
+        raise ValueError(f"{name} has no step by step form: leave the cache out")
+    if cache is not None and not isinstance(cache, carries):
+        raise ValueError(f"the cache of {name} is a {carries.__name__}, got {type(cache).__name__}")
+    if cache is not None and memory is None:
+        raise ValueError(f"the cache of {name} goes on along a memory: pass the memory too")
+    source, key_mask, key_name = (x, mask, "mask") if memory is None else (memory, memory_mask, "memory_mask")
+    batch, queries, keys, pairs = len(x), None, None, None
+    if memory is not None and mask is not None:
+        check_padding(mask, batch, x.shape[1])
+        queries = mask.expand(batch, -1, -1)
+    if key_mask is not None and (key_mask.dim() == 3 or not full):
+        check_padding(key_mask, batch, source.shape[1], key_name)
+        keys = key_mask.expand(batch, -1, -1)
+        queries = keys if memory is None else queries
+    elif key_mask is not None:
+        check_full(key_mask, (batch, module.heads, x.shape[1], source.shape[1]), key_name)
+        pairs = key_mask if key_mask.dim() == 4 else key_mask[None, None]
+        if memory is not None:  # of x itself, a position that nobody attends to is a query all the same
+            seen = pairs.any((1, 2)).expand(batch, source.shape[1])
+            source = source.masked_fill(~seen[..., None], 0)
+    x = hide_rows(x, queries)
+    return Inputs(x, x if memory is None else hide_rows(source, keys), queries, keys, pairs)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """`(B, L, H d)` to `(B, H, L, d)`."""
+    return x.unflatten(-1, (heads, x.shape[-1] // heads)).transpose(1, 2)
+
+
+def merge_heads(y: Tensor) -> Tensor:
+    """`(B, H, L, d)` to `(B, L, H d)`."""
+    return y.transpose(1, 2).flatten(2)
 
 
 class Mechanism(nn.Module):

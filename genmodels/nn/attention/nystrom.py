@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
-from genmodels.nn.attention.inputs import Inputs, split_heads
-from genmodels.nn.attention.mechanism import AtOnce
-from genmodels.nn.precision import wide
+from genmodels.nn.attention.mechanism import AtOnce, Inputs, split_heads
 
 #: How many times slower many small products are than those of a fused kernel, about.
 SMALL_PRODUCTS = 8

@@ -6,8 +6,113 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from genmodels.nn.attention.distance import by_distance, distances
+
+def relative_positions(Lq: int, Lk: int | None = None, q0: int = 0, k0: int = 0, *, device=None) -> Tensor:
+    """The distances r[i, j] = (k0 + j) - (q0 + i), as int64 `(Lq, Lk)`; Lk is Lq by default.
+
+    Example:
+        >>> relative_positions(3)
+        tensor([[ 0,  1,  2],
+                [-1,  0,  1],
+                [-2, -1,  0]])
+    """
+    i = torch.arange(q0, q0 + Lq, device=device)
+    j = torch.arange(k0, k0 + (Lq if Lk is None else Lk), device=device)
+    return j - i[:, None]
+
+
+def distances(Lq: int, Lk: int, q0: int = 0, k0: int = 0, *, device=None) -> Tensor:
+    """Every distance that occurs between Lq queries and Lk keys, ascending: int64 `(Lq + Lk - 1,)`.
+
+    Example:
+        >>> distances(2, 3, q0=1)
+        tensor([-2, -1,  0,  1])
+    """
+    return torch.arange(1 - Lq, Lk, device=device) + (k0 - q0)
+
+
+def rel_shift(x: Tensor, length: int) -> Tensor:
+    """Scores by distance to scores by key: out[i, j] = x[i, j + C-1-i] for C queries and `length` keys.
+
+    Pad one column on the left, read the memory one column narrower and one row later: each row begins one further to
+    the left. The last `length` distances of the first query start at column C-1, so C + length - 1 columns are needed;
+    with fewer, zeros and values of the next row would leak in.
+
+    Shapes: `x (.., C, W)` to `(.., C, length)`. Errors: ValueError when W < C + length - 1.
+    Source: Dai et al. 2019 (Transformer-XL), appendix B.
+
+    Example:
+        >>> rel_shift(torch.arange(1.0, 22).view(3, 7), 4)
+        tensor([[ 3.,  4.,  5.,  6.],
+                [ 9., 10., 11., 12.],
+                [15., 16., 17., 18.]])
+    """
+    rows, width = x.shape[-2:]
+    if width < rows + length - 1:
+        raise ValueError(f"{rows} queries and {length} keys are {rows + length - 1} distances apart, x has {width}")
+    return shift_padded(pad(x, (1, 0)))[..., :length]
+
+
+def shift_padded(x: Tensor) -> Tensor:
+    """`rel_shift` of scores that carry the extra column on the left already, at full width `(.., C, W)`."""
+    *lead, rows, width = x.shape
+    return x.reshape(*lead, width, rows)[..., 1:, :].reshape(*lead, rows, width - 1)
+
+
+def skew(x: Tensor) -> Tensor:
+    """Scores by distance ..., -1, 0 to scores by key, right at and below the diagonal only.
+
+    Column W-1 is distance 0. The cells to the right of the diagonal are rubbish and must be masked.
+
+    Shapes: `x (.., C, W)` to the same, W >= C: the first query stands at key W - C.
+    Source: Huang et al. 2018 (Music Transformer), section 3.4.1.
+
+    Example:
+        >>> skew(torch.arange(1.0, 10).view(3, 3))
+        tensor([[3., 0., 4.],
+                [5., 6., 0.],
+                [7., 8., 9.]])
+    """
+    return shift_padded(pad(x, (1, 0)))
+
+
+def by_distance(table: Tensor, Lq: int, Lk: int) -> Tensor:
+    """One value for each distance to one for each (query, key): out[.., i, j] = table[.., j + Lq-1-i].
+
+    Shapes: `table (.., Lq + Lk - 1)`, ascending as `distances` gives them, to `(.., Lq, Lk)`.
+
+    Example:
+        >>> by_distance(distances(2, 3), 2, 3)
+        tensor([[ 0,  1,  2],
+                [-1,  0,  1]])
+    """
+    return table.unfold(-1, Lk, 1).flip(-2)
+
+
+def sinusoids(r: Tensor, dim: int, base: float = 10000.0) -> Tensor:
+    """The encoding of distances (negative ones too): R[r]_{2m} = sin(r w_m), R[r]_{2m+1} = cos(r w_m).
+
+        w_m = base^(-2m / dim)
+
+    Computed for the distances that are needed and in float64, so there is no table, no longest length and no drift.
+
+    Shapes: `r (N,)` to `(N, dim)` float64. Source: Vaswani et al. 2017, section 3.5.
+
+    Example:
+        >>> sinusoids(torch.tensor([0, -1]), 4).float()
+        tensor([[ 0.0000,  1.0000,  0.0000,  1.0000],
+                [-0.8415,  0.5403, -0.0100,  0.9999]])
+    """
+    angles = r.to(torch.float64)[:, None] * frequencies(dim, base, r.device)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :dim]
+
+
+def frequencies(dim: int, base: float, device) -> Tensor:
+    """w_m = base^(-2m / dim) for the ceil(dim / 2) pairs, float64."""
+    return base ** (torch.arange(0, dim, 2, dtype=torch.float64, device=device) / -dim)
+
 
 Space = tuple[int, int]
 

@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genmodels.nn.attention.distance import frequencies
-from genmodels.nn.attention.position import Position, Space
+from genmodels.nn.attention.position import Position, Space, frequencies
 
 LAYOUTS = ("interleaved", "half")
 Layout = Literal["interleaved", "half"]

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genmodels.nn.attention.inputs import split_heads
+from genmodels.core.tensors import wide
+from genmodels.nn.attention.mechanism import split_heads
 from genmodels.nn.attention.position import head_width
-from genmodels.nn.precision import wide
 
 
 class Past(NamedTuple):

@@ -112,7 +112,7 @@ class NoTanh(LocalMonotonic):
 
 
 def test_the_double_loop_catches_a_missing_tanh():
-    from genmodels.evaluation.mechanism_oracles import mechanism_oracle
+    from genmodels.verification.mechanism_references import mechanism_oracle
 
     attention, call = MECHANISM["monotonic"].build(replaced=NoTanh), {"x": draw(1, 3, 8), "memory": draw(1, 6, 8)}
     assert worst(attention(**call)[0], mechanism_oracle(attention, **call)) > 1e-3

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.evaluation.mechanism_oracles import mechanism_oracle
 from genmodels.nn.attention import HardAttention, Path, relative_positions
+from genmodels.verification.mechanism_references import mechanism_oracle
 from tests.nn.attention.table import MECHANISM, PADDING, draw, lengths, worst
 
 

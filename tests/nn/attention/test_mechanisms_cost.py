@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from genmodels.evaluation.broken_positions import Encoded
 from genmodels.nn.attention import (
     LSH,
     Attention,
@@ -18,6 +17,7 @@ from genmodels.nn.attention import (
     Shaw,
     TransformerXL,
 )
+from tests.mutants.attention_positions import Encoded
 
 
 class Largest(TorchDispatchMode):

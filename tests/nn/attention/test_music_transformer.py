@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genmodels.nn.attention import Attention, MusicTransformer
-from genmodels.nn.attention.distance import rel_shift
+from genmodels.nn.attention.position import rel_shift
 
 
 def test_the_last_row_is_distance_zero_whatever_the_length():

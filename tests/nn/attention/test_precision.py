@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from genmodels.core.tensors import wide
 from genmodels.nn.attention import (
     TransformerXL,
 )
 from genmodels.nn.attention import backend as paths
-from genmodels.nn.precision import wide
 from tests.nn.attention.table import BY_NAME, draw, half_error, kinds, worst
 
 

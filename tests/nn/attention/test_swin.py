@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from genmodels.nn.attention import Attention, Swin2d
-from genmodels.nn.attention.swin import cubic_weights, resample
+from genmodels.nn.attention.relative_bias import cubic_weights, resample
 
 
 def test_index_vectors():

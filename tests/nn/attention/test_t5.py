@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from genmodels.evaluation.attention_oracle import t5_bucket
 from genmodels.nn.attention import T5Bias
+from genmodels.verification.attention_reference import t5_bucket
 
 
 def bucket(r, **options):

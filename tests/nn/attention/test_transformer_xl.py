@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genmodels.nn.attention import Attention, TransformerXL, sinusoids
-from genmodels.nn.attention import transformer_xl as module
+from genmodels.nn.attention import relative_keys as module
 
 
 def test_vector(monkeypatch):

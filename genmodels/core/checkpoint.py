@@ -1,0 +1,316 @@
+"""The checkpoint file as a file, tested before a byte of it is believed.
+
+A checkpoint is torch's zip archive with two additions: the record `archive/genmodels.json` (the header, readable
+without torch) and the SHA-256 of everything before it as the comment, so that any flipped byte and any cut is found.
+This module needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import reprlib
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from genmodels.core.errors import RunError
+from genmodels.core.files import kind_of
+
+FORMAT = 1
+MOST_BYTES = 4 << 20
+_DEPTH, _VALUES, _CHARACTERS = 32, 500_000, 10_000
+_OPTION = 2**24  # a count among a model's options: a list of so many is a hundred megabytes
+_LARGE = 2**31 - 1  # sizes, levels, classes: beyond any data, within 32 bits
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What one value must be, in words and as a test."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+    def or_null(self) -> _Form:
+        return _Form(f"{self.expected} or null", lambda value: value is None or self.holds(value))
+
+    def many(self, least: int = 0) -> _Form:
+        return _Form(f"a list of {self.expected}", lambda value: type(value) is list and len(value) >= least
+                     and all(self.holds(item) for item in value))  # fmt: skip
+
+    def or_many(self) -> _Form:
+        several = self.many(1)
+        return _Form(f"{self.expected}, or {several.expected}", lambda value: self.holds(value) or several.holds(value))
+
+    def named(self) -> _Form:
+        return _Form(f"{self.expected} under each name", lambda value: type(value) is dict
+                     and all(self.holds(item) for item in value.values()))  # fmt: skip
+
+
+def _whole(least: int, most: int) -> _Form:
+    return _Form(f"a whole number from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
+
+
+def _mapping(value: Any) -> bool:
+    return type(value) is dict
+
+
+_WORD = _Form("a printable word", lambda value: type(value) is str and 0 < len(value) <= 200 and value.isprintable())
+_TEXT = _Form("text", lambda value: type(value) is str)
+_FLAG = _Form("true or false", lambda value: type(value) is bool)
+_NUMBER = _Form("a finite number", lambda value: type(value) in (int, float) and math.isfinite(value))
+_POSITIVE = _Form("a positive number", lambda value: _NUMBER.holds(value) and value > 0)
+_OPTIONS = _Form("a mapping", _mapping)
+_SIZE, _COUNT = _whole(1, _LARGE), _whole(0, 2**63 - 1)
+
+_MEL = {
+    "sample_rate?": _SIZE, "n_fft?": _whole(2, 2**20), "hop?": _whole(1, 2**20), "n_mels?": _whole(1, 2**14),
+    "f_min?": _NUMBER, "f_max?": _POSITIVE, "padding?": _WORD,
+}  # fmt: skip
+_STATISTICS = {"per?": _WORD, "mean": _NUMBER.or_many(), "std": _NUMBER.or_many(), "frames?": _SIZE}
+_WRITTEN = {
+    "symbols": _TEXT.many(1), "blanks": _FLAG, "language": _WORD, "form?": _WORD, "examples?": _TEXT.many(),
+}  # fmt: skip
+_DATA = {
+    "name": _TEXT, "event_shape": _SIZE.many(1), "levels?": _whole(2, _LARGE).or_null(),
+    "num_classes?": _SIZE.or_null(), "class_names?": _TEXT.many(), "entropy?": _NUMBER.or_null(), "mel?": _MEL,
+    "statistics?": _STATISTICS, "text?": _WRITTEN, "speakers?": _TEXT.many(), "columns?": _TEXT.many(),
+}  # fmt: skip
+_CONFIG = {
+    "model?": _OPTIONS, "data?": _OPTIONS, "trainer?": {"limit_evaluation?": _SIZE.or_null(), "*": None},
+    "logger?": _OPTIONS, "checkpoint?": _OPTIONS,
+    "seed?": _whole(-(2**63), 2**64 - 1), "trust?": _TEXT.many(), "*": None,
+}  # fmt: skip
+#: A key that ends in ? may be missing; a mapping below such a key may also be null. Others exist where there is a *.
+_HEADER = {
+    "format": _whole(1, FORMAT), "family": _WORD, "genmodels": _WORD, "torch": _WORD, "model": _OPTIONS,
+    "config": _CONFIG, "data": _DATA, "parameters": _COUNT, "step": _COUNT, "batches_seen": _COUNT,
+    "seed": _whole(-(2**63), 2**64 - 1), "figures": _NUMBER.named(), "finished": _FLAG,
+}  # fmt: skip
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """The header that a record holds.
+
+    Raises:
+        ValueError: one line that says which key is wrong, and what it should be.
+    """
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"it takes {len(text)} bytes, {MOST_BYTES} at most are read")
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {_DEPTH} deep") from None
+    except ValueError as error:
+        raise ValueError(f"it cannot be read as JSON ({' '.join(str(error).split())[:200]})") from None
+    _bound(header)
+    if _mapping(header) and type(header.get("format")) is int and header["format"] > FORMAT:
+        raise ValueError(f"it is of checkpoint format {header['format']}, this version reads up to {FORMAT}: upgrade "
+                         "genmodels")
+    _fit(header, _HEADER, "")
+    _bound(header["model"], _OPTION)
+    data, target = header["data"], header["model"].get("_target_")
+    if math.prod(data["event_shape"]) > _LARGE or len(data["event_shape"]) > 8:
+        raise ValueError(f"data.event_shape is {reprlib.repr(data['event_shape'])}, which no data have")
+    names, classes = data.get("class_names") or [], data.get("num_classes")
+    if names and len(names) != classes:
+        raise ValueError(f"data.class_names are {len(names)} names, where data.num_classes is {classes}")
+    if not _WORD.holds(target):
+        raise ValueError(f"model._target_ is {reprlib.repr(target)}, expected the name of a class")
+    return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in one mapping")
+    return found
+
+
+def _bound(header: Any, largest: int = 2**64) -> None:
+    """Raise a ValueError for what is nested too deep, too much, too long, not finite, or under a key of odd characters.
+
+    Python's own functions recurse into values, and their results are printed: both are safe after this.
+    """
+    left, seen = [(header, 1)], 0
+    while left:
+        value, depth = left.pop()
+        seen += 1
+        if depth > _DEPTH or seen > _VALUES:
+            what = f"is nested more than {_DEPTH} deep" if depth > _DEPTH else f"holds more than {_VALUES} values"
+            raise ValueError(f"it {what}")
+        if type(value) is dict:
+            odd = next((key for key in value if not _WORD.holds(key)), None)
+            if odd is not None:
+                raise ValueError(f"the key {reprlib.repr(odd)} is not {_WORD.expected}")
+            left += [(item, depth + 1) for item in value.values()]
+        elif type(value) is list:
+            left += [(item, depth + 1) for item in value]
+        elif type(value) is str and len(value) > _CHARACTERS:
+            raise ValueError(f"{reprlib.repr(value)} has {len(value)} characters, {_CHARACTERS} at most are read")
+        elif type(value) is float and not math.isfinite(value) or type(value) is int and abs(value) > largest:
+            raise ValueError(f"{reprlib.repr(value)} is no number that may stand there")
+
+
+def _fit(value: Any, form: _Form | dict, where: str) -> None:
+    """Raise a ValueError naming the first key, dotted, whose value is not of its form."""
+    if isinstance(form, _Form):
+        if not form.holds(value):
+            raise ValueError(f"{where} is {reprlib.repr(value)}, expected {form.expected}")
+        return
+    if not _mapping(value):
+        raise ValueError(f"{where or 'it'} is {reprlib.repr(value)}, expected a mapping")
+    known = {key.rstrip("?"): key for key in form if key != "*"}
+    prefix = f"{where}." if where else ""
+    for key in value:
+        if key not in known and "*" not in form:
+            raise ValueError(f"{prefix}{key} is unknown to this version: if a later one wrote it, upgrade genmodels")
+    for key, spelt in known.items():
+        if key not in value:
+            if key == spelt:
+                raise ValueError(f"{prefix}{key} is missing")
+        elif not (value[key] is None and spelt != key and isinstance(form[spelt], dict)):
+            _fit(value[key], form[spelt], f"{prefix}{key}")
+
+
+HEADER = "genmodels.json"
+_DIGEST = 64  # hexadecimal characters of SHA-256, the comment of the zip
+
+
+def seal(file, header: dict) -> None:
+    """Append the header record and the SHA-256 comment to a torch archive that is open for reading and writing.
+
+    Raises:
+        RunError: for a header that could not be read again.
+    """
+    text = json.dumps(header, indent=1)
+    try:
+        parse(text.encode())
+    except ValueError as error:
+        raise RunError(f"this is no header that a checkpoint may have: {error}") from None
+    with zipfile.ZipFile(file, "a") as archive:
+        root = archive.namelist()[0].split("/")[0]
+        archive.writestr(f"{root}/{HEADER}", text)
+        archive.comment = b"0" * _DIGEST
+    end = file.seek(0, os.SEEK_END)
+    digest = _sha256(file, end - _DIGEST)
+    file.seek(end - _DIGEST)
+    file.write(digest.encode())
+
+
+def _sha256(file, length: int) -> str:
+    file.seek(0)
+    digest, left = hashlib.sha256(), length
+    while left > 0 and (block := file.read(min(left, 1 << 20))):
+        digest.update(block)
+        left -= len(block)
+    return digest.hexdigest()
+
+
+def checkpoint_hash(path: str | Path) -> str:
+    """The SHA-256 (hex) that names a checkpoint: of its content, as stored in the file."""
+    with open(path, "rb") as file:
+        file.seek(-_DIGEST, os.SEEK_END)
+        return file.read(_DIGEST).decode("ascii", "replace")
+
+
+def verify(path: str | Path) -> None:
+    """Raise a RunError of one line if the file is missing, cut, altered, or not a genmodels checkpoint."""
+    path = Path(path)
+    if not path.is_file():
+        if path.exists() and not path.is_dir():
+            raise RunError(f"{path}: not a checkpoint but {kind_of(path)}")
+        runs = sorted(one.parent for one in path.parent.glob("*/best.ckpt")) if path.parent.is_dir() else []
+        if runs:
+            raise RunError(f"{path.parent} holds {len(runs)} runs: name one, such as {runs[-1]}")
+        raise RunError(f"{path}: no such checkpoint{_last_good(path)}")
+    try:
+        with open(path, "rb") as file:
+            reason = _damage(file)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {os.strerror(error.errno)}") from error
+    if reason:
+        raise RunError(f"{path}: {reason}{_last_good(path)}")
+
+
+def _damage(file) -> str | None:
+    """What is wrong with an open file, in words; None when it is whole."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if end == 0:
+        return "the file is empty"
+    if file.read(4) != b"PK\x03\x04":
+        return "not a genmodels checkpoint (it does not begin as a torch archive)"
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records, stored = archive.infolist(), archive.comment
+    except Exception:  # a damaged index makes the zip reader raise almost anything
+        return "the file is cut short or its index is damaged"
+    if not any(map(_is_header, records)):
+        return f"not a genmodels checkpoint (a torch archive without {HEADER}; was it written by another program?)"
+    if len(stored) != _DIGEST:
+        return "its checksum is missing: the file was cut or rewritten by another program"
+    if _sha256(file, end - _DIGEST).encode() != stored:
+        return f"its content was altered{_altered_record(file)}: SHA-256 does not match"
+    return _misbuilt(records, end)
+
+
+def _is_header(record: zipfile.ZipInfo) -> bool:
+    return record.filename.endswith(f"/{HEADER}")
+
+
+def _misbuilt(records: list[zipfile.ZipInfo], length: int) -> str | None:
+    """Why records whose checksum agrees are still not read: together they must not unpack to more than the file."""
+    packed = next((r for r in records if r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size), None)
+    if packed is not None:
+        return f"not a genmodels checkpoint (record {packed.filename[:100]!r} is packed, and may unpack to any size)"
+    if len({record.filename for record in records}) < len(records) or sum(map(_is_header, records)) > 1:
+        return "not a genmodels checkpoint (two of its records have one name)"
+    if sum(record.file_size for record in records) > length:
+        return "not a genmodels checkpoint (its records overlap)"
+    return None
+
+
+def _altered_record(file) -> str:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+    except Exception:  # as above
+        return " in the zip's own structure"
+    return f" in record {bad[:100]!r}" if bad else " outside its records"
+
+
+def _last_good(path: Path) -> str:
+    """A hint naming the newest whole checkpoint of the same folder."""
+    if not path.parent.is_dir():
+        return "; its folder does not exist"
+    others = [p for p in path.parent.glob("*.ckpt") if p.name != path.name and p.name[0] != "." and p.is_file()]
+    for other in sorted(others, key=lambda p: p.stat().st_mtime, reverse=True):
+        try:
+            with open(other, "rb") as file:
+                if _damage(file) is None:
+                    return f"; the last good one beside it is {other}: use that"
+        except OSError:
+            continue
+    return "; there is no whole checkpoint beside it"
+
+
+def read_header(path: str | Path, *, check: bool = True) -> dict:
+    """The header of a checkpoint: format, family, config, data, step, figures, ... without loading torch.
+
+    Raises:
+        RunError: as `verify` (unless `check` is False), when the header does not fit its schema, or when its format is
+            of a later version.
+    """
+    if check:
+        verify(path)
+    with zipfile.ZipFile(path) as archive, archive.open(next(filter(_is_header, archive.infolist()))) as record:
+        text = record.read(MOST_BYTES + 1)
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise RunError(f"{path}: its header is malformed: {error}") from None

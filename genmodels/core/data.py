@@ -1,0 +1,278 @@
+"""What a batch and a data set are: the contract between data, models and evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from genmodels.core.errors import printable
+
+
+@dataclass
+class TextCondition:
+    """What is said in each item of a batch, and by whom.
+
+    Shapes: `tokens (B, N)` int64, `mask (B, 1, N)` bool, True = valid; `speaker (B,)` int64 or None.
+
+    Example:
+        >>> spoken = TextCondition(torch.tensor([[3, 4], [5, 0]]), torch.tensor([[[True, True]], [[True, False]]]))
+        >>> len(spoken), spoken[1:].tokens
+        (2, tensor([[5, 0]]))
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    speaker: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def _map(self, function) -> TextCondition:
+        return TextCondition(*(None if v is None else function(v) for v in (self.tokens, self.mask, self.speaker)))
+
+    def to(self, *args, **kwargs) -> TextCondition:
+        """Every tensor moved."""
+        return self._map(lambda value: value.to(*args, **kwargs))
+
+    def pin_memory(self) -> TextCondition:
+        """Every tensor in page-locked memory."""
+        return self._map(lambda value: value.pin_memory())
+
+    def __getitem__(self, selection) -> TextCondition:
+        return self._map(lambda value: value[selection])
+
+
+@dataclass
+class Batch:
+    """A batch in the data's own units (uint8 levels, log-mel values, float vectors).
+
+    Shapes: `x (B, *event)`, of sequences as long as the longest item of the batch; `cond (B,)` int64 labels, `(B, K)`
+    features, a `TextCondition` or None; `mask (B, 1, T)` bool, True = valid, or None; `index (B,)` int64, the position
+    of each item in its split, so that an error can name it.
+    """
+
+    x: Tensor
+    cond: Tensor | TextCondition | None = None
+    mask: Tensor | None = None
+    index: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def item_index(self) -> Tensor:
+        """(B,) int64, what noise is keyed by: `index`, or the places in the batch where there is none.
+
+        Example:
+            >>> Batch(torch.zeros(3, 2)).item_index, Batch(torch.zeros(1, 2), index=torch.tensor([7])).item_index
+            (tensor([0, 1, 2]), tensor([7]))
+        """
+        return torch.arange(len(self), device=self.x.device) if self.index is None else self.index
+
+    def _map(self, function) -> Batch:
+        return Batch(*(None if value is None else function(value) for value in self._values()))
+
+    def _values(self):
+        return (self.x, self.cond, self.mask, self.index)
+
+    def to(self, *args, **kwargs) -> Batch:
+        """Every tensor moved; only devices and `non_blocking` make sense here, dtypes are the data's own."""
+        return self._map(lambda value: value.to(*args, **kwargs))
+
+    def pin_memory(self) -> Batch:
+        """Every tensor in page-locked memory (called by torch's DataLoader)."""
+        return self._map(lambda value: value.pin_memory())
+
+    def rows(self, selection) -> Batch:
+        """Some of the examples."""
+        return self._map(lambda value: value[selection])
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What a model must know about a data set: offered by every datamodule, stored in every checkpoint.
+
+    Arguments:
+        name: the data set's name.
+        event_shape: shape of one example: images (C, H, W), mels (n_mels, T), vectors (D,).
+        levels: number of integer levels (256, 17, ...), None for continuous data.
+        num_classes: number of classes, None without labels.
+        class_names: their names, empty when they are just numbers.
+        entropy: exact differential entropy in nats where it is known.
+        mel: settings of the mel-spectrogram, None for other data; `event_shape` then has the longest item's length.
+        statistics: mean and deviation of its cells (`mean`, `std`: numbers, or one for each band) in training, and the
+            median length of an item (`frames`).
+        text: the symbols that texts are written in, how they are brought into that form, and a few examples.
+        speakers: names of the speakers, empty where nobody asks.
+        columns: names of the columns of vectors, empty where they have none.
+
+    Example:
+        >>> DataSpec("digits", (1, 8, 8), levels=17, num_classes=10).dims
+        64
+    """
+
+    name: str
+    event_shape: tuple[int, ...]
+    levels: int | None = None
+    num_classes: int | None = None
+    class_names: tuple[str, ...] = ()
+    entropy: float | None = None
+    mel: dict | None = None
+    statistics: dict | None = None
+    text: dict | None = None
+    speakers: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "event_shape", tuple(int(n) for n in self.event_shape))
+        # Names come from files and folders of anybody, and are shown on terminals.
+        object.__setattr__(self, "name", printable(self.name))
+        for key in ("class_names", "speakers", "columns"):
+            object.__setattr__(self, key, tuple(printable(str(name)) for name in getattr(self, key)))
+        if not self.event_shape or min(self.event_shape) < 1:
+            raise ValueError(f"event_shape must hold positive sizes, got {self.event_shape}")
+        if self.levels is not None and self.levels < 2:
+            raise ValueError(f"levels must be at least 2 or None, got {self.levels}")
+        if self.columns and self.event_shape != (len(self.columns),):
+            raise ValueError(f"{len(self.columns)} columns for events of shape {self.event_shape}")
+        if self.class_names and len(self.class_names) != self.num_classes:
+            raise ValueError(f"{len(self.class_names)} class names for num_classes = {self.num_classes}")
+
+    @property
+    def dims(self) -> int:
+        """Number of scalars in one event."""
+        return math.prod(self.event_shape)
+
+    def column(self, place: int) -> str:
+        """What column `place` (from 0) of vectors is called in messages, where they are counted from 1.
+
+        Example:
+            >>> DataSpec("people", (2,), columns=("age", "height")).column(1), DataSpec("points", (2,)).column(0)
+            ('2 (height)', '1')
+        """
+        return f"{place + 1} ({self.columns[place]})" if self.columns else str(place + 1)
+
+    @property
+    def names_of_columns(self) -> list[str]:
+        """What all scalars of an event are called in messages."""
+        return [self.column(place) for place in range(self.dims)]
+
+    @property
+    def is_image(self) -> bool:
+        """True for events of shape (C, H, W)."""
+        return len(self.event_shape) == 3
+
+    def to_dict(self) -> dict:
+        """Plain types only, for a checkpoint or a report."""
+        plain = asdict(self)
+        return {**plain, "event_shape": list(self.event_shape), "class_names": list(self.class_names),
+                "speakers": list(self.speakers), "columns": list(self.columns)}
+
+    @classmethod
+    def from_dict(cls, plain: dict) -> DataSpec:
+        """The inverse of `to_dict`; keys of later versions are ignored."""
+        return cls(**{f.name: plain[f.name] for f in fields(cls) if f.name in plain})
+
+    def with_name(self, name: str) -> DataSpec:
+        """The same data under another name."""
+        return replace(self, name=name)
+
+    def holds(self, shape: tuple[int, ...]) -> bool:
+        """Whether events may have this shape; mels with a text are as long as the batch needs.
+
+        Example:
+            >>> DataSpec("speech", (80, 900), mel={}, text={}).holds((80, 120)), DataSpec("v", (3,)).holds((2,))
+            (True, False)
+        """
+        return shape == self.event_shape or (self.text is not None and shape[:-1] == self.event_shape[:-1])
+
+    def check(self, batch: Batch) -> None:
+        """Raise a ValueError naming the first bad item: wrong shape, level out of range, NaN, label out of range."""
+        x = batch.x
+        if not self.holds(tuple(x.shape[1:])):
+            raise ValueError(f"events of shape {tuple(x.shape[1:])}, but {self.name} has {self.event_shape}")
+        if self.levels is None:
+            bad = ~torch.isfinite(x)
+            if bad.any():
+                raise ValueError(f"item {_first(batch, bad)} of {self.name} holds a value that is not finite")
+        else:
+            if x.is_floating_point():
+                raise ValueError(f"{self.name} has {self.levels} integer levels, but the batch is {x.dtype}")
+            # Compared as numbers: torch wraps a scalar into the tensor's own type, where 256 is 0.
+            top = min(self.levels - 1, 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+            bad = (x < 0) | (x > top)
+            if bad.any():
+                value, where = int(x[bad].flatten()[0]), _first(batch, bad)
+                raise ValueError(f"item {where} of {self.name}: value {value} outside 0..{self.levels - 1}")
+        if isinstance(batch.cond, Tensor) and self.num_classes is not None and batch.cond.dim() == 1:
+            bad = (batch.cond < 0) | (batch.cond >= self.num_classes)
+            if bad.any():
+                value = int(batch.cond[bad][0])
+                where = _first(batch, bad)
+                raise ValueError(f"item {where} of {self.name}: class {value} outside 0..{self.num_classes - 1}")
+
+
+def _first(batch: Batch, bad: Tensor) -> int:
+    return int(batch.item_index[bad.flatten(1).any(1) if bad.dim() > 1 else bad][0])
+
+
+@dataclass(frozen=True, eq=False)
+class Latents:
+    """All of a latent, fine to coarse: what left at each scale and what stayed to the end.
+
+    Arguments:
+        scales: tensors `(B, *scale)`.
+
+    Example:
+        >>> latents = Latents.unflatten(torch.arange(6.0)[None], [(2,), (2, 2)])
+        >>> len(latents), latents[1].shape, bool((latents.flatten() == torch.arange(6.0)).all())
+        (2, torch.Size([1, 2, 2]), True)
+    """
+
+    scales: tuple[Tensor, ...]
+
+    def __len__(self) -> int:
+        return len(self.scales)
+
+    def __getitem__(self, number: int) -> Tensor:
+        return self.scales[number]
+
+    def rows(self, selection) -> Latents:
+        """Some of the examples."""
+        return Latents(tuple(scale[selection] for scale in self.scales))
+
+    def flatten(self) -> Tensor:
+        """One vector for each example, (B, D)."""
+        return torch.cat([scale.flatten(1) for scale in self.scales], dim=1)
+
+    @staticmethod
+    def unflatten(z: Tensor, shapes: Sequence[Sequence[int]]) -> Latents:
+        """The inverse of `flatten`, from the shapes of the scales."""
+        sizes = [math.prod(shape) for shape in shapes]
+        if tuple(z.shape[1:]) != (sum(sizes),):
+            raise ValueError(f"scales {list(shapes)} hold {sum(sizes)} values, but z has shape {tuple(z.shape)}")
+        parts = z.split(sizes, dim=1)
+        return Latents(tuple(part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)))
+
+    def interpolate(self, other: Latents, weights: Tensor | float) -> Latents:
+        """The way from these latents to others, along which the norm of a standard normal vector is kept.
+
+            z(w) = ((1 - w) z_0 + w z_1) / sqrt((1 - w)^2 + w^2)
+
+        z(0) and z(1) are the ends themselves. A single weight gives B latents; N weights give B strips of N, one after
+        the other, (B N, *scale).
+        """
+        if [scale.shape for scale in self.scales] != [scale.shape for scale in other.scales]:
+            raise ValueError("latents of unlike shapes have nothing between them")
+
+        def between(start: Tensor, end: Tensor) -> Tensor:
+            w = torch.as_tensor(weights, dtype=start.dtype, device=start.device)
+            w = w.reshape(1, -1, *[1] * (start.dim() - 1))
+            mixed = (1 - w) * start[:, None] + w * end[:, None]
+            return (mixed / ((1 - w).square() + w.square()).sqrt()).flatten(0, 1)
+
+        return Latents(tuple(between(*pair) for pair in zip(self.scales, other.scales, strict=True)))

@@ -1,0 +1,156 @@
+"""The errors that a command turns into one line: bad input (exit 2) and a run that failed or was stopped (1, 130)."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_HOTTEST = 1e6
+
+
+class InputError(ValueError):
+    """What the user asked for cannot be done: the message says what is wrong and what to do. Exit code 2."""
+
+    exit_code = 2
+
+
+class RunError(RuntimeError):
+    """A sound request that could not be carried out (broken file, full disk, non-finite loss). Exit code 1."""
+
+    exit_code = 1
+
+
+class Interrupted(RunError):
+    """Stopped from outside (Ctrl-C, SIGTERM) after saving what there was. Exit code 130."""
+
+    exit_code = 130
+
+
+class NotFinite(RunError):
+    """A sample that is not finite, and so is no value of the data; `row` is its place in the batch."""
+
+    def __init__(self, row: int, name: str | None = None):
+        super().__init__(f"{name or f'row {row}'} is not finite: try more steps, a lower temperature, or ema=true")
+        self.row = row
+
+
+def require_finite_rows(x: Tensor) -> Tensor:
+    """x (B, *event) itself, where every value is finite: asked before a cast to integers, which would hide it.
+
+    Raises:
+        NotFinite: naming the first row that is not.
+    """
+    finite = x.isfinite()
+    if not bool(finite.all()):
+        raise NotFinite(int((~finite.flatten(1).all(1)).nonzero()[0, 0]))
+    return x
+
+
+def check_temperature(value: float, name: str = "temperature", *, positive: bool = False) -> None:
+    """Raise InputError for a temperature that is no number from 0 to a million, beyond which samples overflow.
+
+    Arguments:
+        value: what is asked for.
+        name: of the option.
+        positive: whether 0 is refused too.
+
+    Example:
+        >>> check_temperature(float("inf"))
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: temperature must be a finite number from 0 to 1e+06, got inf
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 <= value <= _HOTTEST and not (positive and value == 0)):
+        kind = "positive number up to" if positive else "finite number from 0 to"
+        raise InputError(f"{name} must be a {kind} {_HOTTEST:g}, got {value!r}")
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """A value that a model refuses while it is asked for something, as an InputError with the same message.
+
+    Example:
+        >>> with refusals():
+        ...     raise ValueError("steps must be at least 1, got 0")
+        Traceback (most recent call last):
+        genmodels.core.errors.InputError: steps must be at least 1, got 0
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
+    """The entry of `names` most like `name`, or None when nothing comes close.
+
+    Example:
+        >>> nearest("dpmm", ["ddpm", "glow"])
+        'ddpm'
+    """
+    import difflib
+
+    found = difflib.get_close_matches(str(name), [str(n) for n in names], n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def printable(text: str) -> str:
+    """Text from a file as one line for a terminal: characters that are not shown, line feeds too, are escaped.
+
+    Example:
+        >>> printable("name: \x1b]0;title\x07 \u202eexe")
+        'name: \\x1b]0;title\\x07 \\u202eexe'
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def explain(command: str, error: BaseException) -> tuple[str, int] | None:
+    """The line and the exit code for a foreseen failure, None for a programming error.
+
+    Example:
+        >>> explain("train", RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))[1]
+        1
+        >>> explain("train", ZeroDivisionError()) is None
+        True
+    """
+    if isinstance(error, InputError | RunError):
+        return " ".join(str(error).split()), error.exit_code
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left on the disk ({error.filename or 'while writing'}): free some and go on", 1
+    text = str(error)
+    if "DataLoader worker" in text:
+        return ("a worker process that loads data was killed or ended (often for want of memory): lower "
+                "data.num_workers or data.batch_size; resume=last goes on"), 1
+    if any(one in text for one in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")) and (
+        isinstance(error, RuntimeError)
+    ):
+        return "another process of the run has ended; the same command with resume=last goes on", 1
+    if "torchvision::nms" in text:
+        return "torch and torchvision are not of the same build: genmodels doctor says what to do", 1
+    too_large = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(one in text for one in too_large)):
+        key = "data.batch_size or the model" if command == "train" else "batch_size"
+        return f"out of memory: make {key} smaller", 1
+    return None
+
+
+def one_of(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise ValueError, listing the choices, for any other value of an option.
+
+    Example:
+        >>> one_of("transform", "cubic", ("spline", "affine"))
+        Traceback (most recent call last):
+        ...
+        ValueError: transform is one of spline, affine, got 'cubic'
+    """
+    if value not in tuple(choices):
+        raise ValueError(f"{name} is one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,143 @@
+"""Files that are written whole or not at all, through no link of somebody else's, and the locks beside them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from genmodels.core.errors import InputError, RunError
+
+
+def write_whole(path: str | Path, write: Callable, *, mode: str = "w+b") -> None:
+    """Write a file so that `path` holds either its old content or the new one, whatever happens in between.
+
+    `write(file)` fills a temporary file beside the target, which is fsynced and then moved into place.
+
+    Raises:
+        RunError: when the disk is full, the folder cannot be written, or the target is a device or a pipe; the target
+            is untouched.
+    """
+    path = Path(path)
+    # Nobody can know the name in advance and plant a link there; opened exclusively, a link would not be followed.
+    temporary = _beside(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise RunError(f"cannot write {path}: it is {kind_of(path)}, not a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        _remove(temporary)
+        raise _explain(error, path) from error
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+def kind_of(path: str | Path) -> str:
+    """What there is, where it should have been a file: reading a pipe or a device may never end.
+
+    Example:
+        >>> kind_of("/dev/null"), kind_of(".")
+        ('a device', 'a folder')
+    """
+    path = Path(path)
+    kinds = (("a folder", path.is_dir), ("a pipe", path.is_fifo), ("a socket", path.is_socket),
+             ("a device", path.is_char_device), ("a device", path.is_block_device), ("a file", path.is_file))
+    return next((name for name, holds in kinds if holds()), "nothing")
+
+
+def open_lock(path: str | Path):
+    """A file to lock, made where there is none; it is never emptied, and a link in its place is not followed.
+
+    Raises:
+        OSError: when it cannot be opened.
+    """
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666), "r+")
+
+
+def _beside(path: Path) -> Path:
+    return path.parent / f".{path.name[:100]}.{secrets.token_hex(8)}.tmp"
+
+
+def _remove(temporary: Path) -> None:
+    try:
+        temporary.unlink(missing_ok=True)
+    except OSError:  # its folder is not one, or is gone: what has failed is told by the error that led here
+        pass
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:  # some network file systems cannot sync a folder; the move itself has happened
+        pass
+    finally:
+        os.close(handle)
+
+
+def _explain(error: Exception, path: Path) -> Exception:
+    number = getattr(error, "errno", None)
+    # torch's zip writer hides the errno of a short write in its message.
+    full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "file write failed" in str(error)
+    if full or "unexpected pos" in str(error):
+        kept = f"the previous {path.name} is kept" if path.exists() else "nothing was overwritten"
+        return RunError(f"no space left to write {path}: {kept}; free some space, then resume with resume=last")
+    if isinstance(error, OSError):
+        return RunError(f"cannot write {path}: {os.strerror(number) if number else error}")
+    return error
+
+
+def cache_folder() -> Path:
+    """$GENMODELS_CACHE, or genmodels in the user's cache folder."""
+    given = os.environ.get("GENMODELS_CACHE")
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "genmodels"
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+CONFIG_DIR = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
+
+
+def groups() -> dict[str, list[str]]:
+    """The config groups and their choices, as the folders have them.
+
+    Example:
+        >>> "ddpm" in groups()["model"]
+        True
+    """
+    folders = sorted(f for f in CONFIG_DIR.iterdir() if f.is_dir() and not f.name.startswith((".", "_")))
+    return {f.name: sorted(p.stem for p in f.glob("*.yaml")) for f in folders}
+
+
+def check_writable(key: str, target: Path) -> None:
+    """Find out before any work is done whether a file can be written; nothing is left behind.
+
+    Raises:
+        InputError: where a file stands in the place of a folder, or a folder in that of the file.
+        RunError: when the folder cannot be written, or the disk is full.
+    """
+    if target.suffix and target.is_dir():
+        raise InputError(f"{key}={target} is a folder: name a file in it")
+    folder = target if target.is_dir() else target.parent
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            raise InputError(f"{key}={target}: {folder} is a file, not a folder")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except NotADirectoryError as error:
+        raise InputError(f"{key}={target}: a file stands in the place of a folder") from error
+    except OSError as error:
+        raise RunError(f"{key}={target} cannot be written: {os.strerror(error.errno)}") from error

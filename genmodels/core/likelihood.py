@@ -1,0 +1,334 @@
+"""The one result type for likelihoods, and the one function that turns nats into bits/dim."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from genmodels.core.errors import RunError
+
+#: What a value of each kind means, and the mark printed before it (a bits/dim `<=` bounds the truth from above).
+MARKS = {"exact": "=", "lower_bound": "<=", "upper_bound": ">=", "ode": "~", "ais": "~?", "unnormalised": "-"}
+
+
+def bits_per_dim(nats: Tensor, dims: Tensor | int, levels: int | None) -> Tensor:
+    """Bits per dimension of integer data: -nats / (dims ln 2).
+
+    `nats` is the log-mass on the integers 0..levels-1, with every volume term (dequantisation, logit, scaling) already
+    inside; continuous data (levels None) have no bits/dim and raise.
+
+    Example:
+        >>> bits_per_dim(torch.tensor(-2000.0, dtype=torch.float64), 784, 256)
+        tensor(3.6803, dtype=torch.float64)
+    """
+    if levels is None:
+        raise ValueError("bits/dim is for integer data: continuous data have a density, report nll in nats")
+    dims = dims.to(torch.float64) if isinstance(dims, Tensor) else float(dims)
+    return -nats.to(torch.float64) / (dims * math.log(2))
+
+
+@dataclass
+class Profile:
+    """Cost in nats by noise level: `nats[i]` is what all examples together pay between `edges[i]` and `edges[i + 1]`.
+
+    Shapes: `edges (n + 1,)` increasing log-SNR, `nats (n,)` float64 sums over `items` examples.
+    """
+
+    edges: Tensor
+    nats: Tensor
+    items: int
+
+    def cpu(self) -> Profile:
+        """The same values on the CPU."""
+        return Profile(self.edges.cpu(), self.nats.cpu(), self.items)
+
+    def __add__(self, other: Profile) -> Profile:
+        if not torch.equal(self.edges, other.edges):
+            raise ValueError("profiles over different log-SNR bins cannot be added")
+        return Profile(self.edges, self.nats + other.nats, self.items + other.items)
+
+    def __radd__(self, other):
+        return self if other == 0 else self + other
+
+
+@dataclass(frozen=True)
+class StandardError:
+    """The standard error of a mean over items, in independent parts.
+
+        total^2 = items^2 + draws^2 + log_z^2
+
+    Arguments:
+        items: what other items would change; holds the draws too where these are not known apart.
+        draws: what other draws for the same items would change, or None.
+        log_z: error of the constant that all items share, which no number of items makes smaller.
+
+    Example:
+        >>> StandardError(0.3, 0.4, 1.2).total
+        1.3
+    """
+
+    items: float
+    draws: float | None = None
+    log_z: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The standard error."""
+        return math.hypot(self.items, self.draws or 0.0, self.log_z)
+
+
+@dataclass(frozen=True)
+class SingleValues:
+    """The noise of the value of a single item, None where it is not known, and the spread of items, both in one unit.
+
+    Example:
+        >>> SingleValues(0.1, 0.4).shown, SingleValues(0.7, 0.4).shown, SingleValues(None, 0.4).shown
+        (True, False, False)
+    """
+
+    noise: float | None
+    spread: float
+
+    @property
+    def shown(self) -> bool:
+        """Whether single values mean something: noise is at most a third of the spread, a tenth of the variance."""
+        return self.noise is not None and 3 * self.noise <= self.spread
+
+
+@dataclass
+class Likelihood:
+    """Log-likelihoods of a set of examples, with all that is needed to compare them.
+
+    Arguments:
+        nats: (N,) natural logarithms, made float64; log-mass for integer data, log-density for continuous data.
+        kind: exact, lower_bound, upper_bound, ode, ais or unnormalised.
+        dims: (N,) number of valid dimensions of each example, or one int for all.
+        levels: number of integer levels, None for continuous data.
+        stderr: (N,) Monte-Carlo standard error of each value (the draws alone), or None.
+        made: how it was made, plain values: steps, draws, solver, tolerances, weights, seed, ...
+        index: (N,) positions in the split, or None.
+        parts: named summands of the cost -nats, (N,) each (prior, diffusion, reconstruction of a bound).
+        profile: the cost by noise level, for diffusion.
+        evaluations: (N,) calls of the network for each example, where they differ, or None.
+        solver_change: (N,) by how much a coarser solution of an ODE differs, NaN where none was made, or None.
+
+    Example:
+        >>> l = Likelihood(torch.tensor([-1800.0, -2000.0, -2200.0]), "lower_bound", 784, 256)
+        >>> round(l.mean_bits_per_dim(), 10), round(l.standard_error("bits_per_dim").total, 10)
+        (3.6803444921, 0.2124847883)
+    """
+
+    nats: Tensor
+    kind: str
+    dims: Tensor | int
+    levels: int | None = None
+    stderr: Tensor | None = None
+    made: dict = field(default_factory=dict)
+    index: Tensor | None = None
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    profile: Profile | None = None
+    evaluations: Tensor | None = None
+    solver_change: Tensor | None = None
+
+    def __post_init__(self):
+        if self.kind not in MARKS:
+            raise ValueError(f"kind {self.kind!r} is not one of {', '.join(MARKS)}")
+        self.nats = self.nats.detach().to(torch.float64)
+        if self.nats.dim() != 1:
+            raise ValueError(f"nats must be one number per example (N,), got shape {tuple(self.nats.shape)}")
+        if not isinstance(self.dims, Tensor):
+            self.dims = torch.full(self.nats.shape, int(self.dims), device=self.nats.device)
+        if self.stderr is not None:
+            self.stderr = self.stderr.detach().to(torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.nats)
+
+    def cpu(self) -> Likelihood:
+        """The same values on the CPU."""
+        names = ("nats", "dims", "stderr", "index", "evaluations", "solver_change")
+        moved = {name: None if (value := getattr(self, name)) is None else value.cpu() for name in names}
+        parts = {name: value.detach().cpu() for name, value in self.parts.items()}
+        profile = None if self.profile is None else self.profile.cpu()
+        return Likelihood(kind=self.kind, levels=self.levels, made=self.made, parts=parts, profile=profile, **moved)
+
+    @property
+    def mark(self) -> str:
+        """The sign printed before a value of this kind."""
+        return MARKS[self.kind]
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """Positions (indices where known) of the examples whose value is not finite."""
+        bad = (~torch.isfinite(self.nats)).nonzero().flatten()
+        return bad if self.index is None else self.index[bad]
+
+    def mean_nats(self) -> float | None:
+        """Mean log-likelihood of an example; None when a value is not finite (never a silent nanmean)."""
+        return None if len(self.nonfinite) else float(self.nats.mean())
+
+    def mean_nll_per_dim(self) -> float | None:
+        """-sum(nats) / sum(dims): the mean over dimensions, also when examples differ in length."""
+        return None if len(self.nonfinite) else float(-self.nats.sum() / self.dims.sum())
+
+    def mean_bits_per_dim(self) -> float | None:
+        """sum(nats) / sum(dims) in bits: the mean over dimensions, also when examples differ in length."""
+        if len(self.nonfinite):
+            return None
+        return float(bits_per_dim(self.nats.sum(), self.dims.sum(), self.levels))
+
+    def standard_error(self, unit: str = "nats") -> StandardError | None:
+        """The standard error of the mean in its parts; None when it is not known, with one item or values not finite.
+
+        S^2, the variance of the values over items, is that of the items and of the draws for them together: what is
+        left of S^2/N beside the error of the draws is that of the items. In units per dimension the mean is a ratio of
+        two sums, of which items that are long have no part by that:
+
+            S^2 = sum_i (n_i - r d_i)^2 / (N - 1) / mean(d)^2,   r = sum n / sum d
+
+        Arguments:
+            unit: `nats` of an item, `nats_per_dim` or `bits_per_dim`.
+        """
+        if len(self.nonfinite) or len(self) < 2:
+            return None
+        dims, n = self.dims.double(), len(self)
+        rest = self.nats - (self.nats.mean() if unit == "nats" else self.nats.sum() / dims.sum() * dims)
+        both = float(rest.square().sum()) / (n - 1) / n
+        draws = None if self.stderr is None else float(self.stderr.square().sum()) / n**2
+        items = both if draws is None else max(0.0, both - draws)
+        shared = (self.made.get("log_z_stderr") or 0.0) if self.kind == "ais" else 0.0
+        size = float(dims.mean())
+        scale = {"nats": 1.0, "nats_per_dim": size, "bits_per_dim": size * math.log(2)}[unit]
+        return StandardError(math.sqrt(items) / scale, None if draws is None else math.sqrt(draws) / scale,
+                             shared / scale)
+
+    def single_values(self) -> SingleValues:
+        """How well the value of one item is known beside how much items differ, in nats per dimension.
+
+        The variance over items holds both; what is left of it beside the mean square of `stderr` is that of the items.
+        Continuous data of an exact kind have no draws, and no noise.
+        """
+        finite = torch.isfinite(self.nats)
+        values = (self.nats / self.dims)[finite]
+        exact = self.kind in ("exact", "ais", "unnormalised") or (
+            self.kind == "ode" and self.made.get("divergence") == "exact")
+        if self.stderr is not None:
+            noise = float((self.stderr / self.dims)[finite].square().mean().sqrt())
+        else:
+            noise = 0.0 if exact and self.levels is None and not self.made.get("noise") else None
+        both = float(values.var()) if len(values) > 1 else 0.0
+        return SingleValues(noise, math.sqrt(max(0.0, both - (noise or 0.0) ** 2)))
+
+    @classmethod
+    def concatenate(cls, parts: list[Likelihood]) -> Likelihood:
+        """One result from many batches; they must agree in kind, levels and how they were made."""
+        if not parts:
+            raise ValueError("no likelihoods to concatenate")
+        first = parts[0]
+        for part in parts[1:]:
+            for what in ("kind", "levels", "made"):
+                if getattr(part, what) != getattr(first, what):
+                    raise ValueError(f"unlike likelihoods: {what} {getattr(first, what)!r} and {getattr(part, what)!r}")
+
+        def together(name):
+            values = [getattr(part, name) for part in parts]
+            return None if any(v is None for v in values) else torch.cat(values)
+
+        names = ("nats", "dims", "stderr", "index", "evaluations", "solver_change")
+        joined = {name: together(name) for name in names}
+        names = set.intersection(*(set(part.parts) for part in parts))
+        summands = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts if name in names}
+        profile = None if any(part.profile is None for part in parts) else sum(part.profile for part in parts)
+        return cls(
+            kind=first.kind, levels=first.levels, made=dict(first.made), parts=summands, profile=profile, **joined
+        )
+
+    def in_index_order(self) -> Likelihood:
+        """The same values sorted by index; raises when one of 0 .. N-1 is missing or repeated."""
+        order = self.index.argsort()
+        expected = torch.arange(len(self), device=self.index.device)
+        if not torch.equal(self.index[order], expected):
+            seen = self.index.bincount(minlength=len(self))
+            missing, repeated = (seen == 0).nonzero().flatten().tolist(), (seen > 1).nonzero().flatten().tolist()
+            raise RunError(f"evaluation lost items: missing {missing[:3]}, repeated {repeated[:3]}")
+        names = ("nats", "dims", "stderr", "evaluations", "solver_change")
+        sort = {name: None if (v := getattr(self, name)) is None else v[order] for name in names}
+        parts = {name: value[order] for name, value in self.parts.items()}
+        same = {name: getattr(self, name) for name in ("kind", "levels", "made", "profile")}
+        return Likelihood(index=expected, parts=parts, **same, **sort)
+
+
+def packed(likelihood: Likelihood) -> dict:
+    """Tensors and plain types, for the cache."""
+    profile = likelihood.profile
+    return {
+        **{name: getattr(likelihood, name) for name in ("nats", "kind", "dims", "levels", "stderr", "made", "index",
+                                                        "parts", "solver_change")},
+        "profile": None if profile is None else (profile.edges, profile.nats, profile.items),
+    }
+
+
+def unpacked(stored: dict) -> Likelihood:
+    """What `packed` made plain."""
+    profile = stored["profile"]
+    return Likelihood(**{**stored, "profile": None if profile is None else Profile(*profile)})
+
+
+def with_error(value: float | None, error: float | None, digits: int = 4) -> str:
+    """A value with its standard error in the last digits.
+
+    Example:
+        >>> with_error(2.12342, 0.0123)
+        '2.1234(123)'
+        >>> with_error(2.5, None), with_error(None, 0.1)
+        ('2.5000', 'not finite')
+    """
+    if value is None:
+        return "not finite"
+    shown = f"{value:.{digits}f}"
+    return shown if error is None else f"{shown}({round(error * 10**digits)})"
+
+
+def log_mean_exp(log_weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """log of the mean weight of each row, (B,), and its standard error by the delta method (None for one column).
+
+        nats = log (1/K) sum_k exp(w_k),    stderr = std_k(exp(w_k)) / (sqrt(K) mean_k exp(w_k))
+
+    Example:
+        >>> log_mean_exp(torch.tensor([[-10.0, -11.0, -13.0]], dtype=torch.float64))[0]
+        tensor([-10.7496], dtype=torch.float64)
+    """
+    samples = log_weights.shape[1]
+    nats = log_weights.logsumexp(1) - math.log(samples)
+    if samples == 1:
+        return nats, None
+    ratio = torch.exp(log_weights.detach() - nats.detach()[:, None])
+    return nats, ratio.std(1, unbiased=True) / math.sqrt(samples)
+
+
+def breakdown(result: Likelihood, per_dim: bool = False) -> dict[str, float]:
+    """Costs of an item by name, in bits/dim for integers and nats for continuous data; `per_dim`, nats for each cell.
+
+    `val/<part>` are the summands of the bound. `noise/k_of_n` is what the k-th of n equal shares of the steps costs,
+    the first being the cleanest: shares of steps, not log-SNRs, so that runs of different schedules have the same
+    names. Their sum is `val/diffusion`.
+
+    Example:
+        >>> import torch
+        >>> from genmodels.core.likelihood import Profile
+        >>> profile = Profile(torch.tensor([4.0, 0.0, -4.0]), torch.tensor([6.0, 2.0], dtype=torch.float64), 2)
+        >>> parts = {"prior": torch.tensor([0.5, 0.5]), "diffusion": torch.tensor([4.0, 4.0])}
+        >>> result = Likelihood(torch.full((2,), -4.5), "lower_bound", 1, parts=parts, profile=profile)
+        >>> breakdown(result)
+        {'val/prior': 0.5, 'val/diffusion': 4.0, 'noise/1_of_2': 3.0, 'noise/2_of_2': 1.0}
+    """
+    dims = float(result.dims.double().mean())
+    unit = dims * math.log(2) if result.levels is not None else dims if per_dim else 1.0
+    found = {f"val/{name}": float(value.double().mean()) / unit for name, value in result.parts.items()}
+    if result.profile is not None:
+        shares = (result.profile.nats / result.profile.items / unit).tolist()
+        found |= {f"noise/{k}_of_{len(shares)}": share for k, share in enumerate(shares, 1)}
+    return found

@@ -1,0 +1,89 @@
+"""Sums and means over the valid scalars of an event: what a sequence of another length leaves out of every term.
+
+A mask is `(B, 1, T)` bool, True = valid, with T the last axis of the event; None means that all scalars are valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+def spread(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask with as many axes as x (B, *event), broadcastable to it."""
+    return mask.reshape(len(mask), *(1,) * (x.dim() - 2), -1)
+
+
+def hide(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x with zeros where the mask is False; a choice, not a product, so that a NaN of the padding goes too.
+
+    Example:
+        >>> hide(torch.ones(1, 2, 3), torch.tensor([[[True, True, False]]]))
+        tensor([[[1., 1., 0.],
+                 [1., 1., 0.]]])
+    """
+    return x if mask is None else x.masked_fill(~spread(mask, x), 0)
+
+
+def event_sum(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(B,) the sum over the valid scalars of x (B, *event)."""
+    return hide(x, mask).flatten(1).sum(1)
+
+
+def event_size(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(B,) float64, the number of valid scalars of each event of x (B, *event).
+
+    Example:
+        >>> event_size(torch.zeros(2, 3, 4), torch.arange(4)[None, None] < torch.tensor([4, 1])[:, None, None])
+        tensor([12.,  3.], dtype=torch.float64)
+    """
+    whole = x[0].numel() if len(x) else 0
+    if mask is None:
+        return torch.full((len(x),), whole, dtype=torch.float64, device=x.device)
+    return mask.flatten(1).sum(1).double() * (whole // mask.shape[-1])
+
+
+def event_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(B,) the mean over the valid scalars of x (B, *event)."""
+    if mask is None:
+        return x.flatten(1).mean(1)
+    return event_sum(x, mask) / event_size(x, mask).clamp(min=1).to(x.dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float32, or as it is where that is wider.
+
+    Example:
+        >>> wide(torch.ones(1, dtype=torch.bfloat16)).dtype, wide(torch.ones(1, dtype=torch.float64)).dtype
+        (torch.float32, torch.float64)
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def usable(x: Tensor | None) -> Tensor | None:
+    """The same values as a tensor that autograd may keep: tensors made in inference mode may not be.
+
+    Example:
+        >>> with torch.inference_mode():
+        ...     x = torch.ones(1)
+        >>> x.is_inference(), usable(x).is_inference()
+        (True, False)
+    """
+    return x.clone() if x is not None and x.is_inference() else x
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """Tensors made here may be differentiated; whether gradients are enabled stays as it is. Also a decorator.
+
+    Example:
+        >>> with torch.inference_mode(), outside_inference():
+        ...     torch.ones(1).is_inference(), torch.is_grad_enabled()
+        (False, False)
+    """
+    enabled = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(enabled):
+        yield

@@ -1,0 +1,222 @@
+"""Exact denoisers of known data distributions: the truth that bounds and samplers are measured against.
+
+They fit wherever a `Denoiser` does. For x_0 ~ N(m, c^2) per scalar, V = alpha^2 c^2 + sigma^2:
+
+    score = -(x - alpha m)/V,   E[x_0 | x] = m + alpha c^2 (x - alpha m)/V,   eps = sigma (x - alpha m)/V
+    mmse = c^2 / (1 + c^2 SNR)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from genmodels.core.errors import InputError
+from genmodels.core.random import Generator, normal, uniform
+from genmodels.diffusion.denoiser import AtAnyTime, Parameterisation, Prediction, V
+from genmodels.diffusion.process import alpha_sigma, expand, posterior, q_sample
+from genmodels.diffusion.schedule import NoiseSchedule
+
+
+class _Oracle(AtAnyTime):
+    """What both oracles share: the call of a denoiser, made of `_moments`, and draws from the marginals."""
+
+    parameterisation: Parameterisation
+    event_shape: torch.Size
+    self_conditioning = False
+
+    def at_log_snr(
+        self,
+        x: Tensor,
+        log_snr: Tensor,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        estimate: Tensor | None = None,
+    ) -> Prediction:
+        """The prediction where the log-SNR (B,) is known rather than the time."""
+        log_snr = log_snr.to(x.device)
+        wide = x.double()
+        x0, score = self._moments(wide, log_snr)
+        alpha, sigma = (expand(value, wide) for value in alpha_sigma(log_snr))
+        eps = -sigma * score
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        output = self.parameterisation.target(x0, eps, log_snr).to(dtype)
+        return Prediction(
+            output,
+            sigma.to(dtype),
+            x0=lambda: x0.to(dtype),
+            eps=lambda: eps.to(dtype),
+            v=lambda: (alpha * eps - sigma * x0).to(dtype),
+            score=lambda: score.to(dtype),
+        )
+
+    def _moments(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor]:
+        """(E[x_0 | x], score), float64."""
+        raise NotImplementedError
+
+    def log_prob(self, x0: Tensor) -> Tensor:
+        """(B,) log-density of the data."""
+        return self._log_marginal(x0.double(), torch.full((1,), torch.inf, dtype=torch.float64, device=x0.device))
+
+    def marginal_log_prob(self, x: Tensor, t: Tensor) -> Tensor:
+        """(B,) log-density of the noised marginal at time t."""
+        return self._log_marginal(x.double(), self.schedule.log_snr(t).to(x.device).reshape(-1))
+
+    def _log_marginal(self, x: Tensor, log_snr: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def sample(self, n: int, generator: Generator) -> Tensor:
+        """(n, *event) float64 draws of the data."""
+        raise NotImplementedError
+
+    def sample_marginal(self, n: int, t: Tensor, generator: Generator) -> Tensor:
+        """(n, *event) float64 draws of the noised marginal at time t."""
+        x0 = self.sample(n, generator)
+        return q_sample(x0, self.schedule.log_snr(t), normal(x0.shape, generator, dtype=torch.float64))
+
+
+class GaussianDenoiser(_Oracle):
+    """The exact denoiser of x_0 ~ N(mean, diag(variance)), or of any covariance given by its eigenvectors.
+
+    Arguments:
+        schedule: the noise schedule.
+        mean: event-shaped.
+        variance: c^2, event-shaped or one number; with `basis`, the eigenvalues (D,).
+        basis: (D, D) whose columns are the eigenvectors, for events of shape (D,).
+        parameterisation: units of `Prediction.output`, v by default.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule
+        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.tensor([0.5]), 0.25)
+        >>> round(float(oracle(torch.zeros(1, 1), torch.tensor([1.0])).x0), 3)  # nothing but noise: the mean
+        0.5
+    """
+
+    def __init__(
+        self,
+        schedule: NoiseSchedule,
+        mean: Tensor,
+        variance: Tensor | float,
+        *,
+        basis: Tensor | None = None,
+        parameterisation: Parameterisation | None = None,
+    ):
+        super().__init__()
+        self.schedule, self.parameterisation = schedule, parameterisation or V()
+        self.event_shape = mean.shape
+        mean = mean.to(torch.float64)
+        self.register_buffer("mean", mean)
+        self.register_buffer("variance", torch.as_tensor(variance, dtype=torch.float64).expand(mean.shape).clone())
+        self.register_buffer("basis", None if basis is None else basis.to(torch.float64))
+        self.parameterisation.check(schedule)
+
+    @classmethod
+    def from_covariance(cls, schedule: NoiseSchedule, mean: Tensor, covariance: Tensor) -> GaussianDenoiser:
+        """For x_0 ~ N(mean (D,), covariance (D, D))."""
+        values, vectors = torch.linalg.eigh(covariance.to(torch.float64))
+        return cls(schedule, mean, values, basis=vectors)
+
+    def _turn(self, x: Tensor) -> Tensor:
+        return x if self.basis is None else x @ self.basis
+
+    def _back(self, y: Tensor) -> Tensor:
+        return y if self.basis is None else y @ self.basis.T
+
+    def _moments(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor]:
+        alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
+        white = self._turn(x - alpha * self.mean) / (alpha.square() * self.variance + sigma.square())
+        return self.mean + alpha * self._back(self.variance * white), -self._back(white)
+
+    def _log_marginal(self, x: Tensor, log_snr: Tensor) -> Tensor:
+        alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
+        return _log_normal(self._turn(x - alpha * self.mean), alpha.square() * self.variance + sigma.square())
+
+    def sample(self, n: int, generator: Generator) -> Tensor:
+        z = normal((n, *self.event_shape), generator, dtype=torch.float64, device=self.mean.device)
+        return self.mean + self._back(self.variance.sqrt() * z)
+
+    def mmse(self, log_snr: Tensor) -> Tensor:
+        """(*log_snr.shape, *event) variance of x_0 given x, per scalar (per eigenvalue)."""
+        alpha, sigma = (v.reshape(*v.shape, *[1] * len(self.event_shape)) for v in alpha_sigma(log_snr))
+        return self.variance * sigma.square() / (alpha.square() * self.variance + sigma.square())
+
+    def reverse_variance(self, log_snr_s: Tensor, log_snr_t: Tensor) -> Tensor:
+        """The variance of q(x_s | x_t), v + c_0^2 mmse, the same shape as the log-SNRs.
+
+        With it as the model's variance the bound is tight. Errors: scalars of unlike variance.
+        """
+        if not torch.allclose(self.variance, self.variance.flatten()[0]):
+            raise InputError("the scalars of this oracle have unlike variances: no single reverse variance is exact")
+        c_0, _, v = posterior(log_snr_s, log_snr_t)
+        return v + c_0.square() * self.mmse(log_snr_t).flatten(log_snr_t.dim())[..., 0]
+
+
+class MixtureDenoiser(_Oracle):
+    """The exact denoiser of a mixture of K normal distributions with diagonal covariances.
+
+    Arguments:
+        schedule: the noise schedule.
+        weights: (K,) positive, made to sum to one.
+        means: (K, *event).
+        variances: (K, *event), (K,) for one number each, or one number.
+        parameterisation: units of `Prediction.output`, v by default.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule
+        >>> oracle = MixtureDenoiser(CosineSchedule(), torch.ones(2), torch.tensor([[-1.0], [1.0]]), 0.01)
+        >>> round(float(oracle(torch.zeros(1, 1), torch.tensor([0.5])).x0), 6)
+        0.0
+    """
+
+    def __init__(
+        self,
+        schedule: NoiseSchedule,
+        weights: Tensor,
+        means: Tensor,
+        variances: Tensor | float,
+        *,
+        parameterisation: Parameterisation | None = None,
+    ):
+        super().__init__()
+        self.schedule, self.parameterisation = schedule, parameterisation or V()
+        self.event_shape = means.shape[1:]
+        variances = torch.as_tensor(variances, dtype=torch.float64)
+        if variances.dim() == 1:
+            variances = variances.reshape(-1, *[1] * len(self.event_shape))
+        weights = weights.to(torch.float64)
+        self.register_buffer("log_weights", torch.log(weights / weights.sum()))
+        self.register_buffer("means", means.to(torch.float64))
+        self.register_buffer("variances", variances.expand(means.shape).clone())
+        self.parameterisation.check(schedule)
+
+    def _parts(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(joint log-density (B, K), x - alpha m_k, V_k, alpha), the middle two (B, K, *event)."""
+        alpha, sigma = (expand(value, x)[:, None] for value in alpha_sigma(log_snr))
+        offset = x[:, None] - alpha * self.means
+        variance = (alpha.square() * self.variances + sigma.square()).expand_as(offset)
+        return self.log_weights + _log_normal(offset.flatten(0, 1), variance.flatten(0, 1)).view(
+            offset.shape[:2]
+        ), offset, variance, alpha
+
+    def _moments(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor]:
+        joint, offset, variance, alpha = self._parts(x, log_snr)
+        share = joint.softmax(1).reshape(*joint.shape, *[1] * len(self.event_shape))
+        white = offset / variance
+        return (share * (self.means + alpha * self.variances * white)).sum(1), -(share * white).sum(1)
+
+    def _log_marginal(self, x: Tensor, log_snr: Tensor) -> Tensor:
+        return self._parts(x, log_snr)[0].logsumexp(1)
+
+    def sample(self, n: int, generator: Generator) -> Tensor:
+        device = self.means.device
+        u = uniform((n,), generator, dtype=torch.float64, device=device)
+        which = torch.searchsorted(self.log_weights.exp().cumsum(0), u).clamp(max=len(self.means) - 1)
+        z = normal((n, *self.event_shape), generator, dtype=torch.float64, device=device)
+        return self.means[which] + self.variances[which].sqrt() * z
+
+
+def _log_normal(offset: Tensor, variance: Tensor) -> Tensor:
+    """(B,) log N(offset; 0, variance), summed over the event."""
+    return -0.5 * (offset.square() / variance + torch.log(2 * math.pi * variance)).flatten(1).sum(1)

@@ -1,0 +1,391 @@
+"""What speech is like: held-out texts spoken by a model, beside their recordings and under a recogniser's ceilings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError, refusals
+from genmodels.core.likelihood import Likelihood
+from genmodels.evaluation.checkpoint import Frame, Opened
+from genmodels.models.checkpoint import weights_of
+from genmodels.models.mels import even_lengths
+from genmodels.plots.images import alignments
+from genmodels.speech.audio import MelConfig, read_wav
+from genmodels.speech.measures import (
+    AlignmentShape,
+    Outcome,
+    alignment_shape,
+    duration_error,
+    failures_per_100,
+    mcd_mel13,
+)
+from genmodels.speech.recognition import (
+    PocketSphinx,
+    Recogniser,
+    WordFaults,
+    character_edits,
+    error_curve,
+    pooled,
+    word_edits,
+)
+from genmodels.speech.text import Symbols, ready
+from genmodels.speech.vocoder import GriffinLim
+
+_UTTERANCES = 16  # spoken where nobody says how many
+_HEARD = 20.0  # seconds of recordings that a recogniser hears then, which it does three times over
+
+
+def speech_of(frame: Frame) -> dict:
+    """The figures of a model of texts: distortion, durations, failures, time, and what a recogniser understands."""
+    opened, request = frame.opened, frame.request
+    count = min(opened.items, _UTTERANCES if request.samples == "auto" else request.samples)
+    recogniser, reason = _recogniser(opened.spec.text)
+
+    def compute() -> dict:
+        batch = opened.judged(count)
+        texts = _texts(batch, opened.spec.text)
+        spoken, seconds, outcomes = _spoken(opened, batch, texts)
+        found = _beside(opened, batch, spoken, seconds, outcomes)
+        if recogniser is None:
+            return found | {"recognition": {"skipped": reason}}
+        heard = _heard(opened, batch) if request.samples == "auto" else len(batch)
+        return found | {"recognition": _recognised(opened, batch.rows(slice(0, heard)), texts[:heard], spoken[:heard],
+                                                   recogniser)}
+
+    settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None}
+    settings |= {key: value for key in ("sampler", "steps") if (value := getattr(request, key)) is not None}
+    return frame.once("speech", settings, compute)
+
+
+def _recogniser(text: dict) -> tuple[Recogniser | None, str]:
+    if text.get("form", "characters") != "characters":
+        return None, "a recogniser writes words, and the texts of this model are phonemes"
+    try:
+        return PocketSphinx(), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _heard(opened: Opened, batch: Batch) -> int:
+    """How many of the items, two at least, are within the seconds that a recogniser hears."""
+    seconds = batch.mask.sum((1, 2)) * opened.spec.mel["hop"] / opened.spec.mel["sample_rate"]
+    return max(2, int((seconds.cumsum(0) <= _HEARD).sum()))
+
+
+def _texts(batch: Batch, text: dict) -> list[str]:
+    """What is said in each item, in normal form."""
+    symbols, form = Symbols(tuple(text["symbols"]), text["blanks"]), text.get("form", "characters")
+    rows = zip(batch.cond.tokens, batch.cond.mask[:, 0], strict=True)
+    return [ready(symbols.decode(tokens[valid].tolist()), form) for tokens, valid in rows]
+
+
+def _spoken(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[dict], list[float], list[Outcome]]:
+    """Each text spoken alone, with the seconds it took, and what became of it."""
+    request, model = opened.request, opened.model
+    options = {"seed": request.seed, "weights": weights_of(request.ema)}
+    if request.temperature != 1:  # else the model's own, which for speech is below 1
+        options["temperature"] = request.temperature
+    options |= opened.sampler_options()
+    speakers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
+    with refusals():
+        model.sample(1, speakers[0], text=texts[0], **options)  # what is made at the first call is not timed
+    spoken, seconds, outcomes = [], [], []
+    asked = list(zip(texts, speakers, strict=True))
+    for k, (text, speaker) in enumerate(tqdm(asked, desc=f"{model.family} speaks", unit="text", mininterval=0.5)):
+        began = time.monotonic()
+        drawn = model.sample(1, speaker, text=text, **options)
+        seconds.append(time.monotonic() - began)
+        frames = int(drawn.mask.sum())
+        spoken.append({"mel": drawn.x[0, :, :frames].cpu(), "durations": drawn.durations[0].cpu()})
+        read = drawn.made.get("words_missing_repeated", [(0, 0)])[0]
+        stopped = not drawn.made.get("not_stopped")
+        outcomes.append(Outcome(WordFaults(*read), stopped, frames / int(batch.mask[k].sum())))
+    return spoken, seconds, outcomes
+
+
+def _beside(
+    opened: Opened, batch: Batch, spoken: Sequence[dict], seconds: Sequence[float], outcomes: Sequence[Outcome]
+) -> dict:
+    """Figures that need no recogniser."""
+    model, mel = opened.model, opened.spec.mel
+    distortion = [mcd_mel13(one["mel"], _own(batch, k)) for k, one in enumerate(spoken)]
+    sound = [one["mel"].shape[1] * mel["hop"] / mel["sample_rate"] for one in spoken]
+    found = {
+        "utterances": len(spoken), "mcd_mel13": sum(distortion) / len(distortion), "mcd_each": distortion,
+        "length_ratio": sum(o.length_ratio for o in outcomes) / len(outcomes),
+        "failures_per_100": failures_per_100(outcomes),
+        "real_time_factor": median(s / t for s, t in zip(seconds, sound, strict=True)),
+        "seconds": list(seconds), "sound": sound,
+    }  # fmt: skip
+    if hasattr(model, "aligned"):
+        aligned = model.aligned(batch.to(model.device), weights_of(opened.request.ema), opened.request.seed)
+        said = torch.zeros_like(batch.cond.tokens)
+        for row, one in zip(said, spoken, strict=True):
+            row[: len(one["durations"])] = one["durations"]
+        error = duration_error(said, aligned.durations.cpu(), batch.cond.mask)
+        found["duration_error"] = float(error.mean_absolute.mean())
+        if hasattr(model, "posterior"):
+            found["alignment"] = _alignment(opened, batch, aligned.durations.cpu())._asdict()
+    return found
+
+
+def _alignment(opened: Opened, batch: Batch, durations: Tensor) -> AlignmentShape:
+    whole = even_lengths(batch)
+    posterior = opened.model.posterior(batch.to(opened.model.device), weights_of(opened.request.ema),
+                                       opened.request.seed).cpu()
+    return alignment_shape(posterior, durations, whole.cond.mask, whole.mask)
+
+
+def _own(batch: Batch, k: int) -> Tensor:
+    return batch.x[k, :, : int(batch.mask[k].sum())]
+
+
+def _recognised(
+    opened: Opened, batch: Batch, texts: Sequence[str], spoken: Sequence[dict], recogniser: Recogniser
+) -> dict:
+    """Errors of characters and words, and the same of recordings and of their mels through the same vocoder."""
+    config = MelConfig(**opened.spec.mel)
+    vocoder, rate = GriffinLim(config), config.sample_rate
+    sounds = {"model": [vocoder(one["mel"]) for one in spoken],
+              "recordings' mels vocoded": [vocoder(_own(batch, k)) for k in range(len(batch))]}
+    recordings = _recordings(opened, len(batch))
+    if recordings is not None:
+        sounds["recordings"] = [read_wav(path, rate)[0] for path in recordings]
+    heard = {name: [recogniser(wave, rate) for wave in tqdm(waves, desc=f"heard: {name}", mininterval=0.5)]
+             for name, waves in sounds.items()}
+    edits = {name: [character_edits(*pair) for pair in zip(texts, found, strict=True)] for name, found in heard.items()}
+    own = edits.pop("model")
+    words = {name: pooled(word_edits(*pair) for pair in zip(texts, found, strict=True)).rate
+             for name, found in heard.items()}
+    return {"recogniser": type(recogniser).__name__, "vocoder": "Griffin-Lim", "word_error_rate": words,
+            "curve": [asdict(part) for part in error_curve(own, edits, seed=opened.request.seed)],
+            "claimed": {name: part.claimed for name, part in error_curve(
+                own, edits, seed=opened.request.seed)[-1].differences.items()},
+            "heard": heard["model"]}
+
+
+def _recordings(opened: Opened, count: int) -> list[Path] | None:
+    """The sound files of the items that are judged, where the data set has them by name."""
+    from genmodels.data.clips import read_clips
+
+    items = getattr(opened.datamodule.split(opened.request.split), "items", None)
+    layout, root = (getattr(opened.datamodule, name, None) for name in ("layout", "root"))
+    if items is None or layout is None:
+        return None
+    places = {clip.where.split(" (")[0]: clip.path for clip in read_clips(layout, root, allow_partial=True)}
+    paths = [places.get(item.name) for item in items[:count]]
+    return None if None in paths else paths
+
+
+def spoken_notes(found: dict) -> list[str]:
+    """The figures of a model in a few lines, for the notes below a table."""
+    failures = ", ".join(f"{name} {value:.0f}" for name, value in found["failures_per_100"].items())
+    lines = [f"{found['utterances']} texts spoken: distortion {found['mcd_mel13']:.2f} dB (mcd_mel13), length "
+             f"{found['length_ratio']:.2f} of the recordings', real-time factor {found['real_time_factor']:.3f}"
+             + (f", durations off by {found['duration_error']:.2f} frames" if "duration_error" in found else ""),
+             f"failures in 100: {failures}"]
+    if "alignment" in found:
+        shape = found["alignment"]
+        lines.append(f"alignments: {100 * shape['off_diagonal']:.1f} % of the text from the diagonal, entropy "
+                     f"{shape['entropy']:.2f} nats a frame; {shape['mean']:.1f} +- {shape['deviation']:.1f} frames a "
+                     f"token, at most {shape['longest']}, {100 * shape['single']:.0f} % of one frame")
+    heard = found["recognition"]
+    if "skipped" in heard:
+        return [*lines, f"errors of characters were not counted: {heard['skipped']}"]
+    whole = heard["curve"][-1]
+    lines.append(f"errors of characters in {whole['utterances']} texts by {heard['recogniser']} through "
+                 f"{heard['vocoder']}: {_interval(whole['rate'])}"
+                 + "".join(f"; {name} {_interval(part)}" for name, part in whole["ceilings"].items()))
+    return lines + [f"less {name}: {_interval(part)}" + ("" if heard["claimed"][name] else ", too little to claim")
+                    for name, part in whole["differences"].items()]
+
+
+def _interval(part: dict) -> str:
+    """A figure with its interval.
+
+    Example:
+        >>> _interval({"value": 0.5, "low": 0.25, "high": 0.75})
+        '50.0 % (25.0 to 75.0)'
+    """
+    return f"{100 * part['value']:.1f} % ({100 * part['low']:.1f} to {100 * part['high']:.1f})"
+
+
+_SHOWN = 10  # utterances in the notes below a table
+_DRAWN = 3  # alignments in the picture
+_TOGETHER = 8  # utterances aligned at once
+_AGAINST = 8  # texts of other utterances that each text is measured against
+
+
+def audit(frame: Frame, likelihood: Likelihood) -> list[dict]:
+    """Every utterance that is judged, the least likely for each cell of its mel first.
+
+    Arguments:
+        likelihood: of these utterances, in index order.
+
+    Returns for each: rank, index, name and text; frames, nats per dimension, its score against utterances of its
+    length, and, where the model aligns, the frames of every token, the token that lasts longest, and the evidence for
+    its text beside those of other utterances, nats a frame.
+
+    Raises:
+        InputError: for data without texts.
+    """
+    opened = frame.opened
+    require_texts(opened.spec)
+    nll = -likelihood.nats.double() / likelihood.dims.double()
+    frames = likelihood.dims.double() / opened.spec.event_shape[0]
+    scores = against_length(nll, frames)
+    found = frame.once("audit", {"against": _AGAINST}, lambda: {"durations": _durations(opened)})["durations"]
+    items = getattr(opened.datamodule.split(opened.request.split), "items", None)
+    rows = []
+    for rank, k in enumerate(nll.nan_to_num(nan=torch.inf).argsort(descending=True, stable=True).tolist(), 1):
+        row = {"rank": rank, "index": int(likelihood.index[k]), "frames": int(frames[k]),
+               "nats_per_dim": float(nll[k]), "z": None if scores is None else float(scores[k])}
+        if items is not None:
+            row |= {"name": items[k].name, "text": items[k].text}
+        if found is not None:
+            row |= found[k]
+        rows.append(row)
+    if any("evidence" in row for row in rows):
+        for rank, row in enumerate(suspects(rows), 1):
+            row["rank_by_evidence"] = rank
+    return rows
+
+
+def require_texts(spec: DataSpec) -> None:
+    """Raise InputError for data without texts, before anything is computed."""
+    if spec.text is None:
+        raise InputError(f"audit: {spec.name} has no texts that could be wrong")
+
+
+def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:
+    """How far each value lies above the line through all of them over log length, in deviations from that line.
+
+        z_k = (v_k - a - b log T_k)/s,    a, b by least squares,    s^2 = sum_k (v_k - a - b log T_k)^2/(n - 2)
+
+    Values that are not finite have no part in the line. Short clips hold relatively more silence and differ from long
+    ones for no fault of their transcripts; with utterances of one length b is 0.
+
+    Shapes: `nll (n,)`, `frames (n,)`; the scores are `(n,)`, or None for fewer than three finite values, or values that
+    all lie on a line.
+
+    Example:
+        >>> against_length(torch.tensor([1.0, 1.0, 4.0, 1.0, 1.0]).double(), torch.full((5,), 9.0)).round(decimals=2)
+        tensor([-0.3900, -0.3900,  1.5500, -0.3900, -0.3900], dtype=torch.float64)
+    """
+    usable = nll.isfinite()
+    x, y = frames.double().log(), nll.double()
+    if int(usable.sum()) < 3:
+        return None
+    middle, mean = x[usable].mean(), y[usable].mean()
+    spread = (x[usable] - middle).square().sum()
+    slope = ((x - middle) * (y - mean))[usable].sum() / spread if float(spread) > 1e-12 else 0.0
+    rest = y - mean - slope * (x - middle)
+    deviation = (rest[usable].square().sum() / (int(usable.sum()) - 2)).sqrt()
+    return rest / deviation if float(deviation) > 1e-12 else None
+
+
+def _durations(opened: Opened) -> list[dict] | None:
+    """What alignments say of each utterance: durations, and the evidence for its text; None without alignments."""
+    if not hasattr(opened.model, "aligned"):
+        return None
+    model, request, found, said = opened.model, opened.request, [], {}
+
+    def batches(what: str):
+        loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
+        return tqdm(loader, desc=f"{model.family} {what}", unit="batch", mininterval=0.5)
+
+    for batch in batches(f"aligns {request.split}"):
+        aligned = model.aligned(batch.to(model.device), weights_of(request.ema), request.seed)
+        found += _of_batch(batch, aligned.durations.cpu(), opened.spec)
+        rows = zip(batch.index.tolist(), batch.cond.tokens, batch.cond.mask[:, 0], batch.mask, strict=True)
+        said |= {index: (tokens[valid].tolist(), int(mask.sum())) for index, tokens, valid, mask in rows}
+    found = dict(found)
+    for batch in batches("tries other texts"):
+        others = [neighbours(said, index) for index in batch.index.tolist()]
+        known = [k for k, texts in enumerate(others) if texts]
+        if known:
+            part = batch.rows(torch.tensor(known)).to(model.device)
+            values = model.evidence(part, [others[k] for k in known], weights_of(request.ema), request.seed)
+            for index, value in zip(part.index.tolist(), values.tolist(), strict=True):
+                found[index]["evidence"] = value
+    return [found[index] for index in sorted(found)]
+
+
+def neighbours(said: dict[int, tuple[list[int], int]], index: int, count: int = _AGAINST) -> list[list[int]]:
+    """The texts of other utterances that are nearest in length to that of one, and that its frames could hold.
+
+    Arguments:
+        said: (tokens, frames) of every utterance.
+
+    Example:
+        >>> neighbours({0: ([5, 6], 9), 1: ([5, 6], 9), 2: ([7], 9), 3: ([1] * 10, 30), 4: ([8, 9, 9], 9)}, 0)
+        [[7], [8, 9, 9]]
+    """
+    own, frames = said[index]
+    texts = {tuple(tokens) for tokens, _ in said.values() if len(tokens) <= frames} - {tuple(own)}
+    return [list(text) for text in sorted(texts, key=lambda text: (abs(len(text) - len(own)), text))[:count]]
+
+
+def _of_batch(batch: Batch, durations: Tensor, spec: DataSpec) -> list[tuple[int, dict]]:
+    rows = zip(batch.index.tolist(), batch.cond.tokens, batch.cond.mask[:, 0], durations, strict=True)
+    found = []
+    for index, tokens, valid, own in rows:
+        frames, symbols = own[valid].tolist(), [spec.text["symbols"][t] for t in tokens[valid].tolist()]
+        longest = max(range(len(frames)), key=frames.__getitem__)
+        found.append((index, {"tokens": symbols, "durations": frames,
+                              "longest": {"token": symbols[longest], "position": longest, "frames": frames[longest]}}))
+    return found
+
+
+@torch.no_grad()
+def picture_of_audit(opened: Opened, rows: list[dict]) -> Image.Image | None:
+    """How the utterances whose texts fit them least are aligned; None for a model without alignments."""
+    if not hasattr(opened.model, "posterior"):
+        return None
+    index, request = torch.tensor([row["index"] for row in suspects(rows)[:_DRAWN]]), opened.request
+    batch = next(iter(opened.datamodule.loader(request.split, len(index), index))).to(opened.model.device)
+    return alignments(opened.model.posterior(batch, weights_of(request.ema), request.seed), batch, opened.spec)
+
+
+def suspects(rows: list[dict]) -> list[dict]:
+    """The utterances with the least evidence for their texts first; as they were, where nothing is known of it."""
+    return sorted(rows, key=lambda row: row.get("evidence", torch.inf))
+
+
+def audit_notes(rows: list[dict]) -> list[str]:
+    """The least likely utterances in lines, and those whose texts fit least, for the notes below a table.
+
+    Example:
+        >>> audit_notes([{"rank": 1, "index": 4, "frames": 90, "nats_per_dim": 1.5, "z": 2.25, "name": "a.wav",
+        ...               "text": "a cab", "evidence": 0.5, "longest": {"token": "c", "position": 2, "frames": 31}}])[1]
+        '  1. 1.500 nats/dim, z +2.25, 90 frames, longest "c" with 31, evidence +0.50: a.wav "a cab"'
+    """
+    scored = any(row["z"] is not None for row in rows)
+    lines = [f"audit of {len(rows)} utterance{'s' * (len(rows) != 1)}, the least likely first"
+             + (" (z: deviations above utterances of that length)" if scored else ""),
+             *(_line(row["rank"], row) for row in rows[:_SHOWN])]
+    if any("evidence" in row for row in rows):
+        lines.append("the same by the evidence for their texts, nats a frame better than texts of other utterances: "
+                     "near 0 or below it the text may be another's")
+        lines += [_line(number, row) for number, row in enumerate(suspects(rows)[:_SHOWN], 1)]
+    elif not any("durations" in row for row in rows):
+        lines.append("no evidence for single texts: this model has no monotonic alignments to sum over")
+    return lines
+
+
+def _line(number: int, row: dict) -> str:
+    score = "" if row["z"] is None else f", z {row['z']:+.2f}"
+    longest = f", longest \"{row['longest']['token']}\" with {row['longest']['frames']}" if "longest" in row else ""
+    evidence = f", evidence {row['evidence']:+.2f}" if "evidence" in row else ""
+    what = f"{row['name']} \"{row['text']}\"" if "name" in row else f"item {row['index']}"
+    return f"  {number}. {row['nats_per_dim']:.3f} nats/dim{score}, {row['frames']} frames{longest}{evidence}: {what}"

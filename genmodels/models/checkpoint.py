@@ -1,0 +1,249 @@
+"""A model from nothing but its checkpoint."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning.plugins.io import CheckpointIO
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from genmodels.core.checkpoint import read_header, seal
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError, RunError, printable
+from genmodels.core.files import write_whole
+from genmodels.models.base import GenerativeModel
+from genmodels.models.build import build
+
+
+def write_checkpoint(path: str | Path, state: dict) -> None:
+    """Write `state`, whose entry "genmodels" (plain types) also becomes the header readable without torch.
+
+    Raises:
+        RunError: when the disk is full (the previous file is kept), or when the weights are not finite.
+    """
+    header = state["genmodels"]
+    if (name := _nonfinite_weight(state)) is not None:
+        step, file_name = header.get("step"), Path(path).name
+        raise RunError(f"weight {name} is not finite at step {step}: {file_name} is not overwritten")
+
+    def write(file) -> None:
+        torch.save(state, file)
+        seal(file, header)
+
+    write_whole(path, write)
+
+
+def read_checkpoint(path: str | Path, *, map_location="cpu", mmap: bool = False) -> dict[str, Any]:
+    """Read a checkpoint after its checksum and its header have been tested; nothing in it is ever executed.
+
+    Raises:
+        RunError: for a missing, cut, altered, malformed or foreign file, one that holds more than tensors and plain
+            types, or weights that are not finite.
+    """
+    header = read_header(path)
+    try:
+        state = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap or None)
+    except Exception as error:  # a malformed pickle raises whatever it trips over
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        if found or isinstance(error, pickle.UnpicklingError):
+            what = f" ({found.group(1)})" if found else ""
+            raise RunError(f"{path}: refused, it holds more than tensors and plain types{what}") from error
+        raise RunError(f"{path}: its tensors cannot be read ({_first_line(error)})") from error
+    reason = _mismatch(state, header, Path(path).stat().st_size)
+    if reason:
+        raise RunError(f"{path}: malformed: {reason}")
+    if (name := _nonfinite_weight(state)) is not None:
+        name = printable(name)
+        raise RunError(f"{path}: weight {name} is not finite, there is nothing to sample, evaluate or resume")
+    return state
+
+
+def _nonfinite_weight(state: dict) -> str | None:
+    """The name of the first weight that is not finite."""
+    weights = state["state_dict"].items()
+    return next((n for n, value in weights if value.is_floating_point() and not torch.isfinite(value).all()), None)
+
+
+def _mismatch(state: Any, header: dict, size: int) -> str | None:
+    """What of a checkpoint does not fit its header or the size of its file; None when all does."""
+    if not isinstance(state, dict) or state.get("genmodels") != header:
+        return "its header is not the one that was saved with its weights"
+    weights = state.get("state_dict")
+    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        return "state_dict is missing, or holds more than tensors"
+    for name, value in weights.items():
+        if not isinstance(name, str):
+            return f"state_dict holds the key {reprlib.repr(name)}"
+        if value.layout != torch.strided or value.device.type == "meta":
+            return f"weight {name[:100]!r} is no plain tensor"
+        stored = value.untyped_storage().nbytes()
+        if not value.numel() * value.element_size() <= stored <= size:
+            return f"weight {name[:100]!r} is declared larger than the file that holds it"
+    return None
+
+
+def check_resumable(state: dict) -> None:
+    """Raise a ValueError where a checkpoint lacks what a run goes on from, or places it elsewhere than its header does.
+
+    Lightning starts from step 0 without a word where the record of its loops is missing.
+    """
+    header = state["genmodels"]
+    for key, kind in (("loops", dict), ("callbacks", dict), ("optimizer_states", list), ("lr_schedulers", list)):
+        if not isinstance(state.get(key), kind) or not state[key]:
+            raise ValueError(f"{key} is missing: it can be sampled and evaluated, but no run can go on from it")
+    try:
+        fit = state["loops"]["fit_loop"]
+        stepped, batches = fit["epoch_loop.state_dict"]["_batches_that_stepped"], fit["epoch_loop.batch_progress"]
+        places = (stepped, state["global_step"], batches["total"]["completed"], batches["current"]["ready"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the record of its loops is malformed ({type(error).__name__}: {error})") from None
+    if places != (header["step"], header["step"], header["batches_seen"], header["batches_seen"]):
+        raise ValueError(f"its loops stand at step {stepped!r}, its header at step {header['step']}")
+
+
+@contextmanager
+def restoring(path: Path | None, begun: Callable[[], bool]) -> Iterator[None]:
+    """Tell in one line what Lightning trips over in a checkpoint whose contents do not fit, until training has begun.
+
+    Raises:
+        RunError: naming the file and the first line of the error.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        if path is None or begun() or isinstance(error, InputError | RunError) or "memory" in str(error):
+            raise
+        raise RunError(f"{path}: no run can go on from it ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+class WholeFiles(CheckpointIO):
+    """Lightning's door to the file functions above."""
+
+    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+        """Write a checkpoint whole."""
+        write_checkpoint(path, checkpoint)
+
+    def load_checkpoint(self, path, map_location=None, weights_only=None) -> dict:
+        """Read a checkpoint safely; `weights_only` is always True here."""
+        state = read_checkpoint(path, map_location=map_location or "cpu")
+        try:
+            check_resumable(state)
+        except ValueError as error:
+            raise RunError(f"{path}: {error}") from None
+        return state
+
+    def remove_checkpoint(self, path) -> None:
+        """Delete a checkpoint."""
+        Path(path).unlink(missing_ok=True)
+
+
+_SLACK = 2**28  # bytes of tensors that a model computes for itself, beside what its checkpoint holds
+_OVERHEAD = 2**14  # bytes that a parameter or a module takes by itself, about
+
+
+def load_model(
+    path: str | Path, *, device: str = "auto", trust: Iterable[str] = ()
+) -> tuple[GenerativeModel, dict[str, Any]]:
+    """The model of a checkpoint, ready to sample and to judge, and the checkpoint's header.
+
+    Raises:
+        RunError: when the file is broken, or does not fit this version's class.
+        InputError: when its class belongs to a package that is not trusted, or the device does not exist.
+    """
+    state = read_checkpoint(path, mmap=True)
+    header = state["genmodels"]
+    try:
+        with _no_larger_than(2 * Path(path).stat().st_size + _SLACK):
+            model = build(header["model"], DataSpec.from_dict(header["data"]), trust=trust)
+    except (InputError, RunError) as error:
+        raise type(error)(f"{path}: {error}") from error
+    except Exception as error:  # its options were written by anybody: constructors raise whatever they trip over
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise RunError(f"{path}: no {header['model']['_target_']} can be built from its options ({reason})") from error
+    if not isinstance(model, GenerativeModel):
+        raise RunError(f"{path}: {header['model']['_target_']} is not a model")
+    try:
+        model.load_state_dict(state["state_dict"])
+    except RuntimeError as error:
+        name, first = header["model"]["_target_"], " ".join(str(error).split())[:200]
+        raise RunError(f"{path}: its weights do not fit {name} of this version: {first}") from error
+    model.seed, model.run_config = header["seed"], header["config"]
+    model.batches_seen, model.finished = header["batches_seen"], header["finished"]
+    model.figures = dict(header["figures"])
+    return model.to(choose_device(device)).eval(), header
+
+
+def data_options(header: dict, path: str | Path) -> dict:
+    """The configuration of the data that a checkpoint was trained on.
+
+    Raises:
+        RunError: when it does not say.
+    """
+    options = header["config"].get("data")
+    if not options:
+        raise RunError(f"{path}: it does not say which data it was trained on; give data._target_ and its options")
+    return options
+
+
+@contextmanager
+def _no_larger_than(most: int) -> Iterator[None]:
+    """Stop the construction of a model that takes more memory than what is to be loaded into it, before it is filled.
+
+    A header of a few bytes may ask for terabytes; a tensor is registered before its memory is touched.
+    """
+    taken = 0
+
+    def count(module, name, value) -> None:
+        nonlocal taken
+        taken += _OVERHEAD + (value.nbytes if isinstance(value, torch.Tensor) else 0)
+        if taken > most:
+            raise RunError(f"its options describe a model of more than {most / 1e9:.1f} GB, which its weights are not")
+
+    hooks = (register_module_parameter_registration_hook, register_module_buffer_registration_hook,
+             register_module_module_registration_hook)
+    handles = [register(count) for register in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the accelerator if there is one, else the CPU.
+
+    Raises:
+        InputError: for a device that this machine does not have.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()  # meta holds no numbers
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise InputError(f"device={name} is not available here ({first}); use device=auto or device=cpu") from error
+    return device
+
+
+def weights_of(ema: bool | float) -> str | float:
+    """The `weights` argument of a model for the command key `ema`: true, false, or one of the decays."""
+    if isinstance(ema, bool):
+        return "ema" if ema else "raw"
+    return float(ema)

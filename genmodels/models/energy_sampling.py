@@ -1,0 +1,217 @@
+"""Samples of an energy model: one chain for each, annealed from a broad normal density or run at the model itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from genmodels.core.errors import RunError, check_temperature, one_of
+from genmodels.core.random import KeyedGenerator
+from genmodels.energy import (
+    HMC,
+    KERNELS,
+    AnnealedImportanceSampling,
+    EnergyFunction,
+    GaussianBase,
+    Start,
+    quadrature,
+    run_chains,
+)
+from genmodels.models.score_matching import covariance_shape
+
+#: Half-widths of the boxes that are tried until nothing is left outside, in standard deviations of the data.
+_BOXES = (8.0, 12.0, 18.0, 27.0, 40.0)
+_EDGE = 1e-9
+_BROAD = 2.0  # the base has so many times the covariance of the data
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """What is known of log Z.
+
+    Arguments:
+        log_z: its value; 0 where there is none.
+        kind: the kind of likelihood it leaves: `exact`, `ais` or `unnormalised`.
+        made: how it was made, plain values; `reason` where there is none.
+    """
+
+    log_z: float
+    kind: str
+    made: dict = field(default_factory=dict)
+
+    @classmethod
+    def missing(cls, reason: str) -> Normaliser:
+        """No log Z, and why.
+
+        Example:
+            >>> Normaliser.missing("not asked for").kind
+            'unnormalised'
+        """
+        return cls(0.0, "unnormalised", {"estimate": "energy alone", "reason": reason})
+
+
+def by_quadrature(model: EnergyFunction, dims: int) -> Normaliser:
+    """log Z in one or two dimensions, on a box that is widened until the density at its edge is negligible.
+
+    Raises:
+        RunError: when exp(-E) does not fall off.
+    """
+    device = next(model.parameters()).device
+    precise = copy.deepcopy(model).double()
+    for half in _BOXES:
+        found = quadrature(precise, [(-half, half)] * dims, tolerance=1e-7, device=device)
+        if found.edge < _EDGE:
+            made = {"estimate": "quadrature", "log_z": found.log_z, "log_z_error": float(found.error), "box": half}
+            return Normaliser(found.log_z, "exact", made)
+    raise RunError(f"exp(-E) does not fall off within {_BOXES[-1]:g} standard deviations: train longer, or with noise")
+
+
+def by_annealing(
+    model: EnergyFunction, base: GaussianBase, generator: KeyedGenerator, *, chains: int, steps: int
+) -> Normaliser:
+    """log Z by annealed importance sampling in both directions, with its bracket."""
+    mass = inverse_mass(base)
+    ais = AnnealedImportanceSampling(steps=steps, kernel=HMC(inverse_mass=mass), reverse_steps=max(steps, 20))
+    dtype = next(model.parameters()).dtype
+    found = ais(model, base, generator, chains=chains, dtype=dtype)
+    made = {"estimate": "annealed importance sampling", **found.made()}
+    return Normaliser(found.log_z, "ais", made)
+
+
+def base_of(mean: Tensor, covariance: Tensor) -> GaussianBase:
+    """The broad normal density of the data: twice their covariance, all of it or its diagonal."""
+    if covariance.dim() == 1:
+        covariance = covariance.diag()
+    covariance = _BROAD * covariance
+    floor = 1e-6 * covariance.diagonal().max() * torch.eye(len(covariance), dtype=torch.float64, device=mean.device)
+    return GaussianBase(mean, covariance + floor)
+
+
+def unit_covariance(dims: int) -> Tensor:
+    """The covariance before any data have been seen."""
+    shape = covariance_shape(dims)
+    return torch.ones(shape, dtype=torch.float64) if len(shape) == 1 else torch.eye(dims, dtype=torch.float64)
+
+
+def inverse_mass(base: GaussianBase) -> Tensor:
+    """(*event) variances of the data, the inverse masses of Hamiltonian moves."""
+    variances = base.lower.square().sum(1) / _BROAD
+    return variances.view_as(base.mean)
+
+
+#: What `sampler=` may be for energies.
+SAMPLERS = ("annealed", *KERNELS)
+#: Steps of each where nobody says: densities between base and model, or moves of a chain.
+STEPS = {"annealed": 100, "hmc": 200, "mala": 1000, "ula": 1000}
+#: First step sizes, in standard deviations of the data (HMC: of a leapfrog step; Langevin: h).
+STEP_SIZES = {"annealed": 0.1, "hmc": 0.1, "mala": 0.01, "ula": 0.001}
+
+
+class Tempered(EnergyFunction):
+    """p^beta: the energy times an inverse temperature.
+
+    Example:
+        >>> from genmodels.energy import Quadratic
+        >>> Tempered(Quadratic(torch.eye(1)), 0.5).energy(torch.tensor([[2.0]])).tolist()
+        [1.0]
+    """
+
+    def __init__(self, model: EnergyFunction, inverse_temperature: float):
+        super().__init__()
+        self.model, self.inverse_temperature = model, inverse_temperature
+
+    def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        return self.inverse_temperature * self.model.energy(x, cond)
+
+
+def check_tempering(inverse_temperature: float, temperature: float = 1.0) -> None:
+    """Raise a ValueError unless p^beta exists, or where the factor of other families' noise was asked for.
+
+    Example:
+        >>> check_tempering(1.0, temperature=0.5)
+        Traceback (most recent call last):
+        ...
+        ValueError: temperature=0.5 is a factor on the noise of flows and diffusion; this model samples p^beta by \
+inverse_temperature=beta (what was p^(1/T) by temperature=0.5 is inverse_temperature=2)
+    """
+    check_temperature(temperature)
+    check_temperature(inverse_temperature, "inverse_temperature", positive=True)
+    if temperature != 1:
+        former = temperature and f" (what was p^(1/T) by {temperature=:g} is inverse_temperature={1 / temperature:g})"
+        raise ValueError(f"{temperature=:g} is a factor on the noise of flows and diffusion; this model samples p^beta "
+                         f"by inverse_temperature=beta{former or ''}")
+
+
+class Sampler:
+    """One way to draw from an energy.
+
+    Chains multiply rounding errors, so they run in float64 where the device has it: then a sample is itself in any
+    batch. `annealed` takes one HMC move at each density between base and model, with step sizes from a pilot run of
+    chains of its own. The others are chains at the model itself, the first half of them a warm-up: they find the modes
+    they start near, and keep to them.
+
+    Arguments:
+        model: the energy, in units of standard deviations of the data.
+        base: the broad normal density where all chains begin.
+        name: `annealed`, `hmc`, `mala` or `ula`.
+        steps: densities in between, or moves; None for the default of each.
+        step_size: first step size, None for the default of each; it adapts, except for `ula`.
+        inverse_temperature: beta of the density p^beta.
+
+    Raises:
+        ValueError: for values that make no sense.
+    """
+
+    def __init__(
+        self, model: EnergyFunction, base: GaussianBase, *, name: str = "annealed", steps: int | None = None,
+        step_size: float | None = None, inverse_temperature: float = 1.0,
+    ):  # fmt: skip
+        one_of("sampler", name, SAMPLERS)
+        check_tempering(inverse_temperature)
+        self.steps = STEPS[name] if steps is None else steps
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
+        wide = next(model.parameters()).device.type != "mps"
+        self.model = Tempered(copy.deepcopy(model).double() if wide else model, inverse_temperature)
+        self.base, self.name, self.dtype = base, name, torch.float64 if wide else torch.float32
+        size = STEP_SIZES[name] if step_size is None else step_size
+        kernel, mass = KERNELS.get(name, HMC), inverse_mass(base)
+        self.kernel = kernel(step_size=size, **({"inverse_mass": mass} if kernel is HMC else {}))
+        self._path: tuple[AnnealedImportanceSampling, Tensor] | None = None
+
+    def __call__(
+        self, n: int, generator: KeyedGenerator, callback: Callable[[int, Tensor], None]
+    ) -> tuple[Tensor, dict]:
+        """(n, *event) samples, one for each row of the generator, and what is known of them."""
+        with torch.no_grad():
+            return (self._annealed if self.name == "annealed" else self._straight)(n, generator, callback)
+
+    def _annealed(self, n: int, generator: KeyedGenerator, callback) -> tuple[Tensor, dict]:
+        if self._path is None:
+            path = AnnealedImportanceSampling(steps=self.steps, kernel=self.kernel)
+            self._path = path, path.step_sizes(self.model, self.base, generator, dtype=self.dtype)
+        path, sizes = self._path
+        run = path.forward(
+            self.model, self.base, generator, n, sizes, dtype=self.dtype, callback=lambda k, x: callback(k - 1, x)
+        )
+        evaluations = n * (1 + self.steps * self.kernel.leapfrog_steps)
+        return run.x, {"acceptance": run.acceptance, "evaluations": evaluations, "started": _STARTED}
+
+    def _straight(self, n: int, generator: KeyedGenerator, callback) -> tuple[Tensor, dict]:
+        start = Start(self.base.sample(n, generator.at(0), dtype=self.dtype), _STARTED)
+        warm_up = self.steps // 2
+        kept = self.steps - warm_up
+        result = run_chains(
+            self.model, self.kernel, start, generator, steps=kept, warm_up=warm_up, keep_every=max(1, kept // 100),
+            callback=callback,
+        )  # fmt: skip
+        found = result.summary()
+        found.pop("steps")
+        return result.samples, found
+
+
+_STARTED = "normal density with twice the covariance of the data"

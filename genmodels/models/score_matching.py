@@ -1,0 +1,298 @@
+"""What models trained by score matching have in common: encoded data, guards, and the figure that checkpoints go by."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError, RunError
+from genmodels.core.likelihood import Likelihood
+from genmodels.core.random import Generator, KeyedGenerator, uniform
+from genmodels.energy import DivergenceGuard, ExactScoreMatching, SlicedScoreMatchingVR
+from genmodels.energy.losses import half_square
+from genmodels.flows.dequantize import UniformDequantize
+from genmodels.flows.scaling import Logit
+from genmodels.models.base import GenerativeModel, gather
+
+#: Beyond this a matrix between all pairs of scalars is not kept.
+MOST_PAIRS = 1024
+
+
+class Encoding(nn.Module):
+    """The way from data to the numbers that a score is learned of, and back.
+
+        integers 0..L-1    v = (x + u) / L,   y = logit(alpha + (1 - 2 alpha) v)  or  y = v
+        continuous data    y = x, or x + g u where a column takes values g apart
+        both               z = W (y - m)
+
+        log p(x) = log p(z) + log |det dz/dx|,    for integers a lower bound of their log-mass, in the mean over u
+
+    W is one number for images and sequences (neighbouring pixels stay alike), one for each column of vectors, or the
+    matrix that makes the training data white (`pca`). With `integers="unit"` they stay in [0, 1].
+
+    Arguments:
+        spec: the data set.
+        integers: map of dequantised integers, `logit` or `unit`.
+        alpha: the logit's margin.
+        whitening: `scale` or `pca`.
+        gaps: whether columns of continuous data that take few values are filled with uniform noise as wide as their
+            median gap.
+
+    Shapes: `forward(x (B, *event), generator)` to `(z (B, *event), log |det dz/dx| (B,))`; `decode(z)` to data.
+    Errors: InputError for options that do not fit the data, columns that are constant.
+
+    Example:
+        >>> encoding = Encoding(DataSpec("table", (2,)))
+        >>> encoding.fit(torch.tensor([[1.0, 10.0], [3.0, 30.0]]), torch.Generator().manual_seed(0))
+        >>> z, volume = encoding(torch.tensor([[2.0, 20.0]]), torch.Generator().manual_seed(0))
+        >>> z, bool((volume[0] + torch.tensor([2.0**0.5, 200**0.5]).log().sum()).abs() < 1e-6)
+        (tensor([[0., 0.]]), True)
+    """
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        integers: Literal["logit", "unit"] = "logit",
+        alpha: float = 1e-6,
+        whitening: Literal["scale", "pca"] = "scale",
+        gaps: bool = False,
+    ):
+        super().__init__()
+        if whitening == "pca" and (spec.dims > MOST_PAIRS or len(spec.event_shape) > 1):
+            raise InputError(f"whitening=pca is for vectors of at most {MOST_PAIRS} numbers, got {spec.event_shape}")
+        if gaps and spec.levels is not None:
+            raise InputError("gaps=true is for continuous data: integers are dequantised anyway")
+        self.spec, self.whitening = spec, whitening
+        self.dequantize = None if spec.levels is None else UniformDequantize(spec.levels)
+        self.logit = Logit(alpha) if spec.levels is not None and integers == "logit" else None
+        self.fixed = spec.levels is not None and integers == "unit"
+        event = spec.event_shape
+        self.register_buffer("location", torch.zeros(event))
+        self.register_buffer("scale", torch.ones(event))
+        self.register_buffer("rotation", torch.eye(spec.dims) if whitening == "pca" else None)
+        self.register_buffer("gap", torch.zeros(event) if gaps else None)
+
+    @torch.no_grad()
+    def fit(self, x: Tensor, generator: Generator) -> None:
+        """Location, scale, rotation and gaps from training items."""
+        if self.gap is not None:
+            self.gap.copy_(torch.stack([_median_gap(column) for column in x.flatten(1).T]).view_as(self.gap))
+        if self.fixed:
+            return
+        y = self._continuous(x, generator)[0].double()
+        # One number for all pixels: what is learned of one place holds at the next.
+        together = len(self.spec.event_shape) > 1
+        location, deviation = (y.mean(), y.std()) if together else (y.mean(0), y.std(0))
+        if not bool((deviation > 0).all()):
+            column = self.spec.column(int((deviation <= 0).flatten().nonzero()[0, 0]))
+            raise InputError(f"column {column} of {self.spec.name} is constant and has no density: leave it out")
+        self.location.copy_(location)
+        self.scale.copy_(deviation)
+        if self.rotation is not None:
+            values, vectors = torch.linalg.eigh(torch.cov(((y - location) / deviation).T).reshape(len(deviation), -1))
+            if float(values[0]) < 1e-10 * float(values[-1]):
+                raise InputError(f"columns of {self.spec.name} depend on each other linearly: leave one out")
+            self.rotation.copy_(vectors / values.sqrt())
+
+    def forward(self, x: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+        """`(z, log |det dz/dx|)`, with fresh noise where integers or gaps are filled."""
+        y, volume = self._continuous(x, generator)
+        z = (y - self.location) / self.scale
+        if self.rotation is not None:
+            z = z @ self.rotation
+        return z, volume + self._affine_volume()
+
+    def decode(self, z: Tensor) -> Tensor:
+        """The data that z stands for; integers are those of the cell."""
+        if self.rotation is not None:
+            z = torch.linalg.solve(self.rotation.T, z.T).T
+        y = z * self.scale + self.location
+        if self.dequantize is None:
+            return y
+        v = y if self.logit is None else self.logit.inverse(y)[0]
+        levels = self.dequantize.to_levels(v)
+        return levels.to(torch.uint8) if self.spec.levels <= 256 else levels
+
+    def _continuous(self, x: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+        if self.dequantize is not None:
+            v, volume = self.dequantize(x, generator)
+            if self.logit is None:
+                return v, volume
+            y, change = self.logit(v)
+            return y, volume + change
+        y = x.to(self.location.dtype)
+        if self.gap is not None:
+            y = y + self.gap * (uniform(y.shape, generator, dtype=y.dtype, device=y.device) - 0.5)
+        return y, y.new_zeros(len(y))
+
+    def _affine_volume(self) -> Tensor:
+        volume = -self.scale.double().log().sum()
+        if self.rotation is not None:
+            volume = volume + torch.linalg.slogdet(self.rotation.double()).logabsdet
+        return volume.to(self.scale.dtype)
+
+
+def _median_gap(column: Tensor) -> Tensor:
+    """The median distance between neighbouring values that occur; 0 where nearly all values differ.
+
+    Example:
+        >>> float(_median_gap(torch.tensor([1.0, 1.5, 1.5, 2.0, 1.0, 2.5])))
+        0.5
+    """
+    values = column.unique()
+    if len(values) < 2 or len(values) > 0.9 * len(column):
+        return column.new_zeros(())
+    return values.diff().median()
+
+
+def covariance_of(z: Tensor) -> Tensor:
+    """The covariance (D, D) of rows, or the variances (D,) where D is large; float64.
+
+    Example:
+        >>> covariance_of(torch.tensor([[0.0], [2.0]]))
+        tensor([[2.]], dtype=torch.float64)
+    """
+    rows = z.flatten(1).double()
+    if rows.shape[1] > MOST_PAIRS:
+        return rows.var(0)
+    return torch.cov(rows.T).reshape(rows.shape[1], rows.shape[1])
+
+
+def covariance_shape(dims: int) -> tuple[int, ...]:
+    """The shape of `covariance_of`."""
+    return (dims,) if dims > MOST_PAIRS else (dims, dims)
+
+
+_EXACT = 64  # dimensions up to which validation takes the exact loss
+_QUADRATURE = 2  # dimensions up to which validation knows log Z
+_PROBES = 10
+_GUARD_EVERY = 10
+
+
+class ScoreMatched(GenerativeModel):
+    """A model whose core has an energy and is trained by score matching, in units z of its encoding.
+
+    Validation takes the exact loss up to 64 dimensions and ten fixed projections beyond, whatever loss trains, so that
+    runs compare; in one and two dimensions, where log Z is cheap, the likelihood is logged too. It logs what tells
+    early that an energy goes wrong: the spread of the energies, the mean length of the scores, the trace of their
+    Jacobian, and the loss on held-out over that on training data.
+
+    Arguments:
+        spec: the data set this model is built for.
+        encoding: between the data's units and z.
+        noise: deviation of normal noise that training adds to z.
+    """
+
+    tolerates_tf32 = False  # second derivatives
+
+    def __init__(self, spec: DataSpec, encoding: Encoding, noise: float):
+        super().__init__(spec)
+        if noise < 0:
+            raise ValueError(f"noise must not be negative, got {noise}")
+        self.encoding, self.noise = encoding, noise
+        self.guard = DivergenceGuard(spec.dims, patience=100 // _GUARD_EVERY)
+        self._probe: Tensor | None = None
+        self._likelihoods: list[Likelihood] = []
+
+    def points(self, x: Tensor, generator: KeyedGenerator) -> Tensor:
+        """z as training sees it, noise included."""
+        z, _ = self.encoding(x, generator.child("encode"))
+        if self.noise:
+            z = z + self.noise * generator.child("noise").normal(z.shape, dtype=z.dtype, device=z.device)
+        return z
+
+    def energies(self, z: Tensor) -> Tensor | None:
+        """(B,) energies that the guard watches, None where training does not know them."""
+        return self.core.energy(z)
+
+    def compiled_parts(self) -> list[nn.Module]:
+        """Nothing: compiled code has no second derivatives."""
+        return []
+
+    # ---- training -----------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """One micro-batch; stops where the energy runs away."""
+        step = self.batches_seen
+        some = batch.rows(slice(0, 32))
+        noise = self.training_generator(len(some))
+        value = super().training_step(batch, batch_idx)
+        _, loss = self.latest
+        if len(loss.per_example) < len(batch):  # so that an error names the right item
+            self.latest = (batch.rows(slice(len(batch) - len(loss.per_example), None)), loss)
+        if step % _GUARD_EVERY == 0:
+            with torch.no_grad():
+                energies = self.energies(self.points(some.x, noise))
+            self.guard.check(self.trainer.global_step, loss.per_example, energies)
+        return value
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """The header, and how long the energy has been large."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["energy_guard"] = self.guard.large
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """The inverse of `on_save_checkpoint`."""
+        super().on_load_checkpoint(checkpoint)
+        self.guard.large = checkpoint["energy_guard"]
+
+    # ---- validation ---------------------------------------------------------------------------------------------
+
+    def score_matching(self, core: nn.Module, z: Tensor, generator: KeyedGenerator) -> Tensor:
+        """(B,) the figure: the exact loss up to 64 dimensions, else ten projections with reduced variance."""
+        loss = ExactScoreMatching() if self.spec.dims <= _EXACT else SlicedScoreMatchingVR(projections=_PROBES)
+        with torch.no_grad():
+            return loss(core, z, generator.child("figure")).detach()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """The figure of a validation batch under the averaged weights, keyed by item."""
+        noise = KeyedGenerator(self.seed, batch.index, "validate")
+        z = self.points(batch.x, noise)
+        self._pending.append(self.score_matching(self.weights(), z, noise).cpu())
+        if batch_idx == 0:
+            self._probe = z[:64]
+        if self.spec.dims <= _QUADRATURE and self.spec.levels is None:
+            self._likelihoods += self._likelihood(batch)
+
+    def _likelihood(self, batch: Batch) -> list[Likelihood]:
+        """The likelihood of a batch as far as log Z is known; an energy that does not fall off yet has none."""
+        try:
+            found = self.log_likelihood(batch, seed=self.seed).cpu()
+        except RunError:
+            return []
+        return [] if found.kind == "unnormalised" or len(found.nonfinite) else [found]
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the figure and what is monitored beside it."""
+        value = float(torch.cat(gather(self._pending)).double().mean())
+        self._pending = []
+        self.log("val/score_matching", value, rank_zero_only=False)
+        self.figures["val/score_matching"] = value
+        likelihoods, self._likelihoods = gather(self._likelihoods), []
+        if likelihoods:
+            self.log_validation(Likelihood.concatenate(likelihoods))
+        for name, number in self._monitored(value).items():
+            self.log(f"monitor/{name}", number, sync_dist=self._rank_world[1] > 1)
+        self._probe = None
+
+    def _monitored(self, held_out: float) -> dict[str, float]:
+        core, z = self.weights(), self._probe
+        noise = KeyedGenerator(self.seed, torch.arange(len(z), device=z.device), "monitor")
+        with torch.no_grad():
+            energy, score = core.energy_and_score(z)
+            half = half_square(score)
+            found = {
+                "energy_spread": float(energy.std(unbiased=False)),
+                "score_norm": float((2 * half).sqrt().mean()),
+                "trace": float((self.score_matching(core, z, noise) - half).mean()),
+            }
+            if self.latest is not None:
+                batch = self.latest[0].rows(slice(0, 256))
+                noise = KeyedGenerator(self.seed, torch.arange(len(batch), device=z.device), "monitor")
+                training = float(self.score_matching(core, self.points(batch.x, noise), noise).mean())
+                found["held_out_over_training"] = held_out / training if training else 0.0
+        return found

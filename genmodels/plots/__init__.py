@@ -1,0 +1,1 @@
+"""Samples, mels and densities as pictures."""

@@ -1,0 +1,256 @@
+"""Samples as pictures: grids of images, scatter plots of 2-D vectors, curves of longer ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from genmodels.core.data import Batch, DataSpec
+
+LEGIBLE = 64  # pixels that an image of a grid is high at least
+_LINE, _MARGIN = 15, 8  # pixels of a line of words, and around the number of a row
+
+
+def to_uint8(x: Tensor, levels: int) -> Tensor:
+    """Integer levels 0..levels-1 stretched to 0..255."""
+    return (x.to(torch.float32) * (255 / (levels - 1))).round().clamp(0, 255).to(torch.uint8)
+
+
+def images_of(x: Tensor, spec: DataSpec, smallest: int = 0) -> list[Image.Image]:
+    """One PIL image for each example (N, C, H, W), enlarged by whole pixels until it is `smallest` high."""
+    levels = spec.levels or 256
+    pixels = to_uint8(x, levels) if spec.levels else (x.clamp(0, 1) * 255).to(torch.uint8)
+    if pixels.shape[1] not in (1, 3):
+        pixels = pixels[:, :1]
+    zoom = max(1, math.ceil(smallest / pixels.shape[2])) if smallest else 1
+    pixels = pixels.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
+    arrays = pixels.permute(0, 2, 3, 1).cpu().numpy()
+    return [Image.fromarray(a[..., 0] if a.shape[-1] == 1 else a) for a in arrays]
+
+
+def grid(
+    tiles: list[Image.Image], columns: int | None = None, gap: int = 2, *, names: Sequence[str] = (),
+    numbers: Sequence[int] = (),
+) -> Image.Image:
+    """Images of one size in rows, on white, with what they are in words.
+
+    Arguments:
+        tiles: the images.
+        columns: how many stand in a row; default a square.
+        gap: pixels between them.
+        names: of each image; told once over a column that has one name, else over each image.
+        numbers: of each image; told before a row, of its first image, where there are several rows.
+    """
+    columns = columns or math.ceil(math.sqrt(len(tiles)))
+    width, height = tiles[0].size
+    rows = math.ceil(len(tiles) / columns)
+    kinds = [set(names[column::columns]) for column in range(columns)] if names else []
+    over_all = all(len(kind) <= 1 for kind in kinds)  # a column has one name
+    head, line = (_LINE if names and over_all else 0), (_LINE if names and not over_all else 0)
+    before = [str(numbers[row * columns]) for row in range(rows)] if len(numbers) and rows > 1 else []
+    font = _font()
+    side = math.ceil(max(map(font.getlength, before), default=-_MARGIN)) + _MARGIN
+    sheet = Image.new(tiles[0].mode, (side + columns * (width + gap) + gap, head + rows * (height + line + gap) + gap),
+                      "white")
+    pen = ImageDraw.Draw(sheet)
+    for k, tile in enumerate(tiles):
+        row, column = divmod(k, columns)
+        x, y = side + gap + column * (width + gap), head + gap + row * (height + line + gap) + line
+        sheet.paste(tile, (x, y))
+        if names and (line or row == 0) and not (head and column and names[k] == names[0] and len(set(names)) == 1):
+            pen.text((x + width / 2, y - 4), _fitting(names[k], width, font), fill="black", font=font, anchor="ms")
+        if before and column == 0:
+            pen.text((side - _MARGIN / 2, y + height / 2), before[row], fill="black", font=font, anchor="rm")
+    return sheet
+
+
+def stack(pictures: list[Image.Image]) -> Image.Image:
+    """Pictures below each other, on white."""
+    sheet = Image.new(pictures[-1].mode, (max(p.width for p in pictures), sum(p.height for p in pictures)), "white")
+    for k, picture in enumerate(pictures):
+        sheet.paste(picture, (0, sum(p.height for p in pictures[:k])))
+    return sheet
+
+
+@cache
+def _font() -> ImageFont.FreeTypeFont:
+    import matplotlib
+
+    return ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", _LINE - 4)
+
+
+def _fitting(text: str, width: int, font: ImageFont.FreeTypeFont) -> str:
+    """As much of a text as a width has room for."""
+    while font.getlength(text) > width and len(text) > 1:
+        text = text[:-2] + "\u2026"
+    return text
+
+
+def scatter(x: Tensor, title: str = "") -> Image.Image:
+    """A scatter plot of points (N, 2) with equal axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 5), dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    points = x.numpy()
+    axes.scatter(points[:, 0], points[:, 1], s=3, alpha=0.5, linewidths=0)
+    axes.set_aspect("equal")
+    axes.set_title(title)
+    canvas.draw()
+    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+
+
+def in_turn(cond: Sequence[int], index: Sequence[int]) -> list[int]:
+    """The fewest classes that lead to these labels when sample number i takes entry i modulo their number.
+
+    Example:
+        >>> in_turn([3, 5, 3, 5, 3], index=[0, 1, 2, 3, 4]), in_turn([5, 3], index=[7, 8])
+        ([3, 5], [3, 5])
+    """
+    for period in range(1, len(cond) + 1):
+        found = dict(zip((i % period for i in index), cond, strict=True))
+        if len(found) == period and all(found[i % period] == label for i, label in zip(index, cond, strict=True)):
+            return [found[k] for k in range(period)]
+    raise ValueError("samples that follow each other have numbers that do")
+
+
+def columns_for(cond: Sequence[int] | None, n: int) -> int | None:
+    """Columns of a grid of n samples: whole turns of the classes, so that each column has one; else None (a square).
+
+    Example:
+        >>> columns_for([*range(10)] * 6, 60), columns_for([3, 5] * 32, 64), columns_for(None, 60)
+        (10, 8, None)
+    """
+    turn = 1 if cond is None else len(in_turn(cond, range(n)))
+    if turn == 1 or turn > 20:
+        return None
+    return min(n, turn * max(1, round(math.sqrt(n) / turn)))
+
+
+def picture_of(
+    x: Tensor, spec: DataSpec, cond: Tensor | None = None, index: Tensor | None = None
+) -> Image.Image | None:
+    """The picture that suits the data: a grid of images or mels, a scatter plot of points; None for other vectors.
+
+    Arguments:
+        x: (N, *event) samples.
+        spec: what they are.
+        cond: (N,) their classes, which a grid names.
+        index: (N,) their numbers, told before its rows.
+    """
+    if spec.event_shape == (2,):
+        return scatter(x, f"{len(x)} samples")
+    if not (spec.is_image or spec.mel is not None):
+        return None
+    labels = None if cond is None else cond.tolist()
+    told = {} if labels is None else {"names": [class_name(spec, label) for label in labels]}
+    told |= {} if index is None else {"numbers": index.tolist()}
+    columns = columns_for(labels, len(x))
+    if spec.mel is not None:
+
+        return mel_sheet(x, columns, **told)
+    return grid(images_of(x, spec, smallest=LEGIBLE), columns, **told)
+
+
+def class_name(spec: DataSpec, label: int) -> str:
+    """What a class is called: its name, or its number."""
+    return str(spec.class_names[label]) if spec.class_names else str(label)
+
+
+_LOWEST, _HIGHEST = math.log(1e-5), 2.0  # of log-mels, the same colours in every picture
+_LEGIBLE = 10  # points of a token's letter
+
+
+def mel_image(mel: Tensor, width: int = 1, height: int = 2) -> Image.Image:
+    """A log-mel (n_mels, T), low bands at the bottom, each cell so many pixels wide and high.
+
+    Example:
+        >>> from torch import zeros
+        >>> mel_image(zeros(80, 100)).size
+        (100, 160)
+    """
+    import matplotlib
+
+    share = ((mel.double().cpu() - _LOWEST) / (_HIGHEST - _LOWEST)).clamp(0, 1).flip(0)
+    colours = matplotlib.colormaps["magma"](share.numpy(), bytes=True)[..., :3]
+    return Image.fromarray(np.repeat(np.repeat(colours, height, 0), width, 1))
+
+
+def mel_sheet(x: Tensor, columns: int | None = None, **told) -> Image.Image:
+    """Several log-mels (N, n_mels, T) on one sheet, with `names` and `numbers` as in `grid`.
+
+    Example:
+        >>> from torch import zeros
+        >>> mel_sheet(zeros(3, 80, 100)).mode
+        'RGB'
+    """
+    columns = columns or max(1, round(math.sqrt(len(x)) * 160 / max(160, x.shape[2])))
+    return grid([mel_image(mel) for mel in x], columns, gap=4, **told)
+
+
+def spoken(
+    mel: Tensor, spec: DataSpec, tokens: Sequence[int], durations: Sequence[int], title: str = ""
+) -> Image.Image:
+    """A mel with the time of every token: the path of the alignment over it, and its symbols above."""
+    hop = spec.mel["hop"] / spec.mel["sample_rate"]
+    table = spec.text["symbols"]
+    frames, ends = mel.shape[1], np.cumsum(durations)
+    figure, axes = _figure(max(6.0, min(40.0, frames / 28)), 3.6)
+    axes.imshow(mel.cpu().numpy(), origin="lower", aspect="auto", cmap="magma", vmin=_LOWEST, vmax=_HIGHEST,
+                extent=(0, frames * hop, 0, mel.shape[0]), interpolation="nearest")
+    height = mel.shape[0] / len(tokens)
+    starts = np.concatenate([[0], ends[:-1]])
+    axes.step(np.concatenate([starts, ends[-1:]]) * hop, np.arange(len(tokens) + 1) * height, where="post",
+              color="white", linewidth=1.2)
+    for token, start, end in zip(tokens, starts, ends, strict=True):
+        if token > 1:
+            axes.text((start + end) / 2 * hop, mel.shape[0] + 1, table[token], ha="center", va="bottom",
+                      fontsize=_LEGIBLE - 2, family="monospace")
+    axes.set_xlabel("seconds; the white line climbs one step a token")
+    axes.set_ylabel("mel band")
+    axes.set_title(title, pad=16, fontsize=_LEGIBLE)
+    return _drawn(figure)
+
+
+def alignments(posterior: Tensor, batch: Batch, spec: DataSpec) -> Image.Image:
+    """For each item its mel, and below it the probability (N, T) of every token at every frame."""
+    count = len(posterior)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * count, 6), dpi=80, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, count, squeeze=False)
+    for k in range(count):
+        frames, tokens = int(batch.mask[k].sum()), int(batch.cond.mask[k].sum())
+        mel, likely = batch.x[k, :, :frames].cpu().numpy(), posterior[k, :tokens, :frames].detach().cpu().numpy()
+        axes[0, k].imshow(mel, origin="lower", aspect="auto", cmap="magma", vmin=_LOWEST, vmax=_HIGHEST)
+        said = "".join(spec.text["symbols"][t] for t in batch.cond.tokens[k, :tokens].tolist() if t > 1)
+        axes[0, k].set_title(said if len(said) < 60 else f"{said[:57]}...", fontsize=8)
+        axes[1, k].imshow(likely, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=1)
+        axes[1, k].set_xlabel("frame")
+    axes[0, 0].set_ylabel("mel band")
+    axes[1, 0].set_ylabel("token")
+    return _drawn(figure)
+
+
+def _figure(width: float, height: float):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _drawn(figure) -> Image.Image:
+    figure.canvas.draw()
+    return Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")

@@ -1,0 +1,153 @@
+"""Models judged one after the other, and everything written that is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from genmodels.core.errors import InputError, Interrupted, RunError
+from genmodels.core.files import cache_folder, write_whole
+from genmodels.evaluation.cache import Cache
+from genmodels.evaluation.checkpoint import Opened, Request
+from genmodels.evaluation.evaluate import Evaluation
+from genmodels.evaluation.likelihood import check_options
+from genmodels.evaluation.report import arrays_target, plain, report_target, write_arrays, write_report
+from genmodels.evaluation.table import as_csv, as_markdown, as_text, labelled, make_table, same_items
+from genmodels.models.build import construct
+from genmodels.report.page import write_page
+from genmodels.training.loggers import LoggerOptions, log_evaluation
+
+
+def compare(
+    paths: list[Path], request: Request, *, out: str | None, rank: str, keep: bool, several: bool,
+    failures: dict[str, str],
+) -> list[str]:
+    """Judge checkpoints, print and write their table; what failed, in words.
+
+    Arguments:
+        paths: whole checkpoints.
+        request: what is asked of all of them.
+        out: the report's file or folder, see `genmodels.cli.evaluate`.
+        rank: `kind` or `across`.
+        keep: whether results are kept and taken from the cache.
+        several: whether more than one checkpoint was named.
+        failures: path and message of those that are broken.
+
+    Raises:
+        InputError, RunError: what stops all of it.
+    """
+    cache = Cache(cache_folder() / "evaluations" if keep else None)
+    held: dict = {}
+    shared: dict = {}
+    evaluations, first = [], None
+    for path in dict.fromkeys(paths):
+        try:
+            evaluations.append(Evaluation(Opened.open(path, request, held), cache, shared))
+        except (RunError, InputError) as error:
+            first = first or error
+            failures[str(path)] = str(error)
+    if not evaluations:
+        raise first
+    check_options([evaluation.opened for evaluation in evaluations])
+    same_items([evaluation.report for evaluation in evaluations])
+    labelled([evaluation.report for evaluation in evaluations])
+    done, written = [], _targets([e.opened for e in evaluations], out, several)
+    for evaluation, target in zip(evaluations, written, strict=True):
+        path = str(evaluation.opened.path)
+        if len(evaluations) > 1:
+            print(f"{evaluation.report['name']}: {path}", file=sys.stderr)
+        try:
+            evaluation.run()
+        except Interrupted:
+            _write(evaluation, target)
+            raise
+        except (RunError, InputError) as error:
+            first = first or error
+            failures[path] = str(error)
+            continue
+        done.append((evaluation, target))
+    if not done:
+        raise first if len(failures) == 1 else RunError("; ".join(failures.values()))
+    for evaluation, target in done:
+        _write(evaluation, target)
+        options = construct(LoggerOptions, **evaluation.report["config"].get("logger") or {})
+        log_evaluation(evaluation.opened.path.parent, options, evaluation.report)
+    table = make_table(
+        [evaluation.report for evaluation, _ in done], [evaluation.arrays for evaluation, _ in done], rank=rank,
+        command=_command(), failures=list(failures.items()),
+    )
+    print(as_text(table))
+    for _, target in done:
+        print(f"report: {target}")
+    page = done[0][1].with_suffix(".html")
+    if several:
+        folder = Path(out) if out is not None else _common([evaluation.opened.path for evaluation, _ in done])
+        write_report(table, folder / "table.json")
+        for name, text in (("table.md", as_markdown(table)), ("table.csv", as_csv(table))):
+            write_whole(folder / name, lambda file, text=text: file.write(text), mode="w")
+        print(f"table: {folder / 'table.md'}")
+        page = folder / "report.html"
+    write_page(plain(table), [{name: value.numpy() for name, value in e.arrays.items()} for e, _ in done], page)
+    print(f"page: {page}")
+    told = [f"{e.report['checkpoint']['path']}: {note}" for e, _ in done for note in e.report["failed"]]
+    return [*failures.values(), *told]
+
+
+def _write(evaluation: Evaluation, target: Path) -> None:
+    _keep_fuller(target, set(evaluation.report["seconds"]))
+    evaluation.report["arrays"] = arrays_target(target).name
+    write_arrays(evaluation.arrays, arrays_target(target))
+    write_report(evaluation.report, target)
+    for name, picture in evaluation.pictures.items():
+        place = target.with_name(f"{target.stem}_{name}.png")
+        write_whole(place, lambda file, picture=picture: picture.save(file, format="PNG"))
+        print(f"{name}: {place}")
+
+
+def _keep_fuller(target: Path, stages: set[str]) -> None:
+    """Set a report aside, with what belongs to it, that holds stages which the one in its place will not have."""
+    try:
+        held = json.loads(target.read_text(encoding="utf-8"))
+        further = set(held["seconds"]) - stages
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # there is none, or none of ours
+    if not further:
+        return
+    aside = target.with_stem(f"{target.stem}_before")
+    write_report(held | {"arrays": arrays_target(aside).name}, aside)
+    for suffix in (arrays_target(target).suffix, ".html"):
+        if target.with_suffix(suffix).exists():
+            target.with_suffix(suffix).replace(aside.with_suffix(suffix))
+    print(f"{target} held {', '.join(sorted(further))} too: kept as {aside.name}")
+
+
+def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]:
+    """Where each report goes; two that would share a file are told apart by a number."""
+    targets: list[Path] = []
+    for one in opened:
+        judged = one.items if one.limited else None
+        target = report_target(one.path, out, several, one.request.split, judged)
+        number = 2
+        while target in targets:
+            target = target.with_name(f"{target.stem}_{number}.json")
+            number += 1
+        targets.append(target)
+    for target in targets:
+        if target.suffix != ".json":
+            raise InputError(f"out={target}: the report of one checkpoint is a file, end it in .json")
+    return targets
+
+
+def _common(paths: list[Path]) -> Path:
+    """The folder that several checkpoints share."""
+    return Path(os.path.commonpath([path.resolve().parent for path in paths]))
+
+
+def _command() -> str:
+    """What was typed, to type it again."""
+    import shlex
+
+    words = [word for word in sys.argv[1:] if word != "evaluate"]
+    return "python evaluate.py " + " ".join(shlex.quote(word) for word in words)

@@ -1,0 +1,1 @@
+"""Numerical checks of bijections, diffusion, energies and attention."""

@@ -1,0 +1,257 @@
+"""`check`: is this attention what it says it is? Proofs against two loops, finite differences and itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from genmodels.core.errors import nearest
+from genmodels.nn.attention import (
+    LSH,
+    ALiBi,
+    Attention,
+    HardAttention,
+    LocalDenseSynthesizer,
+    LocalMonotonic,
+    Location,
+    MelPosition,
+    MusicTransformer,
+    Nystrom,
+    Position,
+    Rotary,
+    Rotary2d,
+    ScaledDot,
+    Score,
+    ScoredAttention,
+    Shaw,
+    Swin2d,
+    T5Bias,
+    TransformerXL,
+)
+from genmodels.verification.attention_masks import CAPABILITIES, AttentionSubject, prepare
+from genmodels.verification.attention_masks import LAWS as MASK_LAWS
+from genmodels.verification.attention_positions import CODE_LAWS
+from genmodels.verification.attention_positions import LAWS as POSITION_LAWS
+from genmodels.verification.attention_reference import attention_oracle
+from genmodels.verification.check import FAILED, Findings, Law, Laws, Report, applied, table
+from genmodels.verification.mechanism_references import ORACLES, mechanism_oracle
+
+#: Every law of attention, in the order of reports.
+LAWS = Laws()
+for _part in (MASK_LAWS, CODE_LAWS, POSITION_LAWS):
+    LAWS.laws.update(_part.laws)
+
+
+def _by_loops(module: Attention, x: Tensor, mask: Tensor | None, space: tuple[int, int] | None) -> Tensor:
+    return attention_oracle(module, x, mask=mask, space=space)[0]
+
+
+def _beside(module: nn.Module, x: Tensor, mask: Tensor | None, space: tuple[int, int] | None) -> Tensor:
+    return mechanism_oracle(module, x, mask=mask)
+
+
+#: Modules whose equation is known; a module of one's own is checked by passing its reference.
+REFERENCES: dict[type, Callable[..., Tensor]] = {Attention: _by_loops, **dict.fromkeys(ORACLES, _beside)}
+
+
+def check(
+    module: nn.Module,
+    dim: int,
+    *,
+    capabilities: Iterable[str] = (),
+    space: tuple[int, int] | None = None,
+    reach: tuple[int | None, int | None] = (None, None),
+    reference: Callable[..., Tensor] | None = None,
+    fresh: Callable[[], nn.Module] | None = None,
+    randomise: bool = True,
+    compiler: Literal["aot_eager", "eager", "inductor"] | None = "eager",
+    only: Iterable[str] | None = None,
+    without: Iterable[str] = (),
+    tolerances: Mapping[str, float] | None = None,
+    seed: int = 0,
+    watch: Callable[[Law], None] | None = None,
+    name: str | None = None,
+) -> Report:
+    """The verdict of every law on an attention module; the module itself is not touched.
+
+    It is copied, made float64, and its parameters are drawn at random: what begins at zero hides errors.
+
+    Arguments:
+        module: `module(x (B, L, D), mask)` gives y, or y and more; mask is bool `(B, 1, L)`, True = valid.
+        dim: width D.
+        capabilities: names of `CAPABILITIES`, each for laws that are then judged too.
+        space: height and width of the maps it is tried on, for modules of maps.
+        reach: keys before and after a query that it may depend on, None = unbounded.
+        reference: the same function by slow and plain means, `(module, x, mask, space) -> y`; that of the attention of
+            this package is known.
+        fresh: makes the module with another longest length, for modules that have one.
+        randomise: whether the parameters are drawn at random.
+        compiler: backend of torch.compile; None leaves compilation out.
+        only, without: names of laws to judge, or to leave out.
+        tolerances: tolerances by name of law, in place of the usual ones.
+        seed: seed of inputs and parameters.
+        watch: called before each law.
+        name: the subject's name in the report.
+
+    Raises:
+        ValueError: for a law or a capability that does not exist, for maps without a space.
+
+    Example:
+        >>> from genmodels.nn.attention import ALiBi
+        >>> module = Attention(8, 2, ALiBi(8, 2), causal=True)
+        >>> report = check(module, 8, capabilities=["relative", "symmetric", "causal", "cache"], compiler=None)
+        >>> report.passed, report["cache"].status
+        (True, 'passed')
+    """
+    laws, limits = LAWS.choose(only, without), dict(tolerances or {})
+    LAWS.choose(limits)
+    said = frozenset(capabilities)
+    for capability in sorted(said - set(CAPABILITIES)):
+        near = nearest(capability, CAPABILITIES)
+        raise ValueError(f"there is no capability {capability!r}:{f' did you mean {near!r}?' if near else ''} "
+                         f"they are {', '.join(CAPABILITIES)}")  # fmt: skip
+    if ("2d" in said) != (space is not None):
+        raise ValueError("a module of maps says 2d and is tried on a space, (height, width); others neither")
+    subject = AttentionSubject(
+        prepare(module, seed, randomise), dim, said, space, reach,
+        reference if reference is not None else reference_of(module), fresh, compiler, seed,
+    )  # fmt: skip
+    return Report(name or type(module).__name__, tuple(LAWS.judge(subject, laws, limits, watch)))
+
+
+def reference_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    """The equation of a module that is known, by the nearest class that has one."""
+    return next((REFERENCES[kind] for kind in type(module).__mro__ if kind in REFERENCES), None)
+
+
+Reach = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """An attention to be judged.
+
+    Arguments:
+        make: `make(dim, heads) -> module`.
+        capabilities: what it says of itself.
+        space: the maps it is tried on.
+        reach: keys before and after a query that it may depend on.
+    """
+
+    make: Callable[[int, int], nn.Module]
+    capabilities: tuple[str, ...]
+    space: tuple[int, int] | None = None
+    reach: Reach = (None, None)
+
+    def judge(self, name: str, **options) -> Report:
+        """The verdict of every law; the module has 8 channels and 2 heads."""
+        return check(
+            self.make(8, 2), 8, capabilities=self.capabilities, space=self.space, reach=self.reach, name=name,
+            **options,
+        )  # fmt: skip
+
+
+def _core(
+    position: Callable[[int, int], Position] | None,
+    *said: str,
+    space: tuple[int, int] | None = None,
+    reach: Reach = (None, None),
+    **options,
+) -> Mechanism:
+    """The core with a position; fused kernels have no second derivatives, so it is told that there will be some."""
+
+    def make(dim: int, heads: int) -> nn.Module:
+        chosen = None if position is None else position(dim, heads)
+        return Attention(dim, heads, chosen, derivatives=2, **options)
+
+    return Mechanism(make, (*said, "full", "derivatives"), space, reach)
+
+
+def _scored(
+    score: Callable[[int, int], Score] | None, *said: str, kind: type[ScoredAttention] = ScoredAttention
+) -> Mechanism:
+    """A score function, of a sequence to itself."""
+    return Mechanism(lambda dim, heads: kind(dim, heads, score and score(dim, heads)), (*said, "full"))
+
+
+def _mel(time: Callable[[int, int], Position]) -> Callable[[int, int], Position]:
+    return lambda dim, heads: MelPosition(dim, heads, n_freq=2, time=time(dim, heads))
+
+
+#: Name to mechanism.
+MECHANISMS: dict[str, Mechanism] = {
+    "content alone": _core(None, "unordered"),
+    "content alone, causal": _core(None, "causal", "cache", causal=True),
+    "content alone, window": _core(None, window=(2, 1), reach=(2, 1)),
+    "Transformer-XL": _core(TransformerXL, "relative"),
+    "Transformer-XL, causal": _core(TransformerXL, "relative", "causal", "cache", causal=True),
+    "Transformer-XL, window": _core(
+        TransformerXL, "relative", "causal", "cache", window=(2, 0), reach=(2, 0)
+    ),
+    "Shaw, clip": _core(lambda dim, heads: Shaw(dim, heads, K=2), "relative"),
+    "Shaw, zero": _core(lambda dim, heads: Shaw(dim, heads, K=2, outside="zero", shared=True), "relative"),
+    "Shaw, causal": _core(lambda dim, heads: Shaw(dim, heads, K=2), "relative", "causal", "cache", causal=True),
+    "Music Transformer": _core(
+        lambda dim, heads: MusicTransformer(dim, heads, max_len=8), "relative", "causal", "cache"
+    ),
+    "T5": _core(lambda dim, heads: T5Bias(dim, heads, buckets=8, max_distance=6), "relative"),
+    "T5, causal": _core(
+        lambda dim, heads: T5Bias(dim, heads, buckets=4, max_distance=6, bidirectional=False),
+        "relative", "causal", "cache", causal=True,
+    ),
+    "ALiBi": _core(ALiBi, "relative", "symmetric"),
+    "ALiBi, causal": _core(ALiBi, "relative", "causal", "cache", causal=True),
+    "RoPE": _core(Rotary, "relative"),
+    "RoPE, half": _core(lambda dim, heads: Rotary(dim, heads, layout="half"), "relative"),
+    "RoPE, causal": _core(Rotary, "relative", "causal", "cache", causal=True),
+    "Swin": _core(lambda dim, heads: Swin2d(dim, heads, size=(2, 3)), "relative", "2d", "resampled", space=(2, 3)),
+    "axial RoPE": _core(Rotary2d, "relative", "2d", space=(2, 3)),
+    "mel, RoPE": _core(_mel(Rotary), "relative", "2d", "rows", space=(2, 3)),
+    "mel, Transformer-XL": _core(_mel(TransformerXL), "relative", "2d", "rows", space=(2, 3)),
+    "additive": _scored(None, "unordered", "derivatives"),
+    "location": _scored(lambda dim, heads: Location(dim, heads, channels=3, kernel=5), "derivatives"),
+    "scaled dot": _scored(ScaledDot, "unordered", "derivatives"),
+    "hard": _scored(None, "piecewise", kind=HardAttention),
+    "local dense": Mechanism(
+        lambda dim, heads: LocalDenseSynthesizer(dim, heads, c=3), ("relative", "derivatives"), reach=(1, 1)
+    ),
+    "local dense, even": Mechanism(
+        lambda dim, heads: LocalDenseSynthesizer(dim, heads, c=4, boundary="zero"),
+        ("relative", "derivatives", "unnormalised"), reach=(2, 1),
+    ),
+    "local monotonic": Mechanism(LocalMonotonic, ("unnormalised",)),
+    "local monotonic, softmax": Mechanism(
+        lambda dim, heads: LocalMonotonic(dim, heads, sigma=1.5, max_step=2.0, score="softmax"), ("unnormalised",)
+    ),
+    "Nystrom": Mechanism(lambda dim, heads: Nystrom(dim, heads, landmarks=3), ("derivatives", "unnormalised")),
+    "Nystrom, exact": Mechanism(
+        lambda dim, heads: Nystrom(dim, heads, landmarks=3, iterations=None), ("unnormalised",)
+    ),
+    "LSH, rotation": Mechanism(
+        lambda dim, heads: LSH(dim, heads, buckets=4, chunk=3, rounds=2), ("piecewise",)
+    ),
+    "LSH, sign": Mechanism(
+        lambda dim, heads: LSH(dim, heads, buckets=2, chunk=4, rounds=2, hash="sign"), ("piecewise",)
+    ),
+}  # fmt: skip
+
+
+class Survey(Findings):
+    """What was found of many mechanisms: a line for each, the laws that are broken in full."""
+
+    def text(self, verbose: bool = False) -> str:
+        """The verdict table; every law of every mechanism where that is asked for."""
+        if verbose:
+            return "\n\n".join(str(report) for report in self.wholes)
+        rows = []
+        for report in self.wholes:
+            judged = [verdict for verdict in report.verdicts if verdict.error is not None]
+            near = max((v for v in judged if v.tolerance > 0), key=lambda v: v.error / v.tolerance)
+            verdict = f"{FAILED}: {', '.join(report.broken)}" if report.broken else f"{len(judged)} laws hold"
+            rows.append([report.subject, verdict, f"{near.law} {near.error:.0e} of {near.tolerance:g}"])
+        parts = [table(rows, ("mechanism", "verdict", "closest to its tolerance"))]
+        parts += [applied(report, only_failures=True) for report in self.wholes if not report.passed]
+        return "\n\n".join(parts)

@@ -1,0 +1,333 @@
+"""What every attention must obey: masks, batches, lengths, storage, derivatives."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.nn.attention import Attention
+from genmodels.verification.check import Laws, Measured, NotApplicable
+from genmodels.verification.maps import worst
+
+#: What a module may say of itself; each names laws that are then judged.
+CAPABILITIES = {
+    "relative": "positions enter as distances: a shift of everything changes nothing, past and future differ",
+    "symmetric": "past and future at the same distance are alike",
+    "unordered": "no positions at all: a permutation of the input permutes the output",
+    "causal": "nothing depends on what comes later",
+    "cache": "module(x, cache=...) goes on where the last call ended; module.empty_cache(x) begins",
+    "2d": "the positions are those of a map, row by row; module(x, mask, space=(height, width))",
+    "full": "the mask may say for each query which keys it may attend to, (L, L)",
+    "derivatives": "the output can be differentiated twice, and in forward mode",
+    "rows": "the rows of maps are absolute, the columns relative",
+    "resampled": "the positions of a map are resampled for its size",
+    "unnormalised": "weights need not be positive, nor sum to one",
+    "piecewise": "buckets or a maximum decide: finite differences and rounding may cross a border",
+}
+
+DOUBLE = torch.float64
+
+
+@dataclass
+class AttentionSubject:
+    """A module under judgement, and how it is called.
+
+    Arguments:
+        module: the module, in float64 and evaluation mode.
+        dim: width D of its inputs.
+        capabilities: what it says of itself, names of `CAPABILITIES`.
+        space: height and width of the maps it is tried on; None for sequences.
+        reach: keys before and after a query that it may depend on, None = unbounded.
+        reference: `reference(module, x, mask, space) -> y` by other means, slow and plain.
+        fresh: makes the module again with another longest length, if it has one.
+        compiler: backend of torch.compile, None for none.
+        seed: seed of everything drawn.
+    """
+
+    module: nn.Module
+    dim: int
+    capabilities: frozenset[str]
+    space: tuple[int, int] | None = None
+    reach: tuple[int | None, int | None] = (None, None)
+    reference: Callable[..., Tensor] | None = None
+    fresh: Callable[[], nn.Module] | None = None
+    compiler: str | None = "eager"
+    seed: int = 0
+    _taken: dict[int, bool] = field(default_factory=dict)
+
+    @cached_property
+    def length(self) -> int:
+        """The number of positions on which most laws are tried: the first of a few that the module takes."""
+        if self.space is not None:
+            return self.space[0] * self.space[1]
+        return next((n for n in (7, 8, 12, 16, 32, 64) if self.takes(n)), 7)
+
+    @torch.no_grad()
+    def takes(self, length: int) -> bool:
+        """Whether the module takes sequences of that length at all, which is the business of one law alone."""
+        if self.space is None and length not in self._taken:
+            try:
+                self._taken[length] = self.run(self.draw(1, length)) is not None
+            except Exception:
+                self._taken[length] = False
+        return self.space is not None or self._taken[length]
+
+    def draw(self, batch: int = 2, length: int | None = None, name: int = 0) -> Tensor:
+        """Random input `(batch, length, D)`."""
+        generator = torch.Generator().manual_seed(self.seed * 1000 + name)
+        length = self.length if length is None else length
+        return torch.randn(batch, length, self.dim, generator=generator, dtype=DOUBLE)
+
+    def sizes(self) -> list:
+        """Lengths or maps, short, odd, prime and long."""
+        if self.space is None:
+            return [1, 2, 3, 5, 11, 64, 700]
+        maps = [(1, 1), (1, 5), (3, 2), (4, 7), (13, 11)]
+        return [(self.space[0], width) for _, width in maps] if self.says("rows") else maps
+
+    def run(self, x: Tensor, mask: Tensor | None = None, *, module: nn.Module | None = None, space=None, **more):
+        """The output y alone."""
+        result = self.full_result(x, mask, module=module, space=space, **more)
+        return result[0] if isinstance(result, tuple) else result
+
+    def full_result(self, x: Tensor, mask: Tensor | None = None, *, module=None, space=None, **more):
+        """Whatever a call returns; masks and maps are passed under the names that the module's forward has for them."""
+        module = self.module if module is None else module
+        given = {} if mask is None else {"mask": mask}
+        if self.space is not None:
+            given["space"] = self.space if space is None else space
+        names = inspect.signature(module.forward).parameters
+        if mask is not None and "mask" not in names:
+            return module(x, given.pop("mask"), **given, **more)
+        return module(x, **given, **more)
+
+    def masks(self, lengths: Iterable[int]) -> Tensor:
+        """Padding `(B, 1, L)`: the first positions of each sequence; of a map, the first columns of each row."""
+        counts = torch.tensor(list(lengths))[:, None]
+        if self.space is None:
+            return (torch.arange(self.length) < counts)[:, None]
+        return (torch.arange(self.length) % self.space[1] < counts)[:, None]
+
+    def crop(self, x: Tensor, length: int) -> tuple[Tensor, tuple[int, int] | None]:
+        """One example without what `masks` hides of it, and its space."""
+        if self.space is None:
+            return x[:, :length], None
+        height, width = self.space
+        return x.unflatten(1, (height, width))[:, :, :length].flatten(1, 2), (height, length)
+
+    def lengths(self) -> list[int]:
+        """Unequal lengths for a batch of three; of those that it takes alone, where there are any."""
+        full = self.length if self.space is None else self.space[1]
+        shorter = [n for n in (full // 2, full // 4, 1) if n and self.takes(n)] or [max(full // 2, 1)]
+        return [full, shorter[0], shorter[-1]]
+
+    def says(self, name: str) -> bool:
+        """Whether the module claims a capability."""
+        return name in self.capabilities
+
+
+def prepare(module: nn.Module, seed: int, randomise: bool) -> nn.Module:
+    """A copy in float64 and evaluation mode; parameters random, also those that begin at zero."""
+    module = copy.deepcopy(module).cpu().double().eval()
+    if randomise:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=DOUBLE) * 0.5)
+    return module
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two tensors; infinite where one is not finite."""
+    if a.shape != b.shape:
+        return float("inf")
+    return float((a - b).detach().abs().nan_to_num(float("inf")).max()) if a.numel() else 0.0
+
+
+LAWS = Laws()
+
+
+@LAWS.add("any length", 0.0, "short, odd, prime and long inputs are taken, and give finite outputs of the same shape")
+@torch.no_grad()
+def any_length(s: AttentionSubject) -> Measured:
+    """Tried on `sizes()`; the first that is refused, or that gives another shape, breaks it."""
+    errors = {}
+    for size in s.sizes():
+        length = size if s.space is None else size[0] * size[1]
+        x = s.draw(1, length)
+        try:
+            y = s.run(x, space=size)
+        except Exception as refused:
+            said = (str(refused).splitlines() or [""])[0][:120]
+            return Measured(math.inf, f"refuses {size}: {said or type(refused).__name__}")
+        errors[f"{size} positions"] = 0.0 if y.shape == x.shape and y.dtype == x.dtype and y.isfinite().all() else 1.0
+    return worst(errors)
+
+
+@LAWS.add("double loop", 1e-10, "the output is that of two loops over positions")
+@torch.no_grad()
+def double_loop(s: AttentionSubject) -> Measured:
+    """Held against `reference`, with and without invalid positions, at every length from 1 to 7 that is taken."""
+    if s.reference is None:
+        raise NotApplicable("no reference is known: pass reference=(module, x, mask, space) -> y")
+    errors = {}
+    for length in [s.length] if s.space is not None else filter(s.takes, range(1, 8)):
+        x, mask = s.draw(1, length), torch.ones(1, 1, length, dtype=torch.bool)
+        mask[..., length // 2 : length // 2 + 2] = length < 3
+        for name, m in (("", None), (", masked", mask)):
+            expected = s.reference(s.module, x, m, s.space)
+            valid = mask[:, 0] if m is not None else torch.ones_like(mask[:, 0])
+            errors[f"length {length}{name}"] = gap(s.run(x, m)[valid], expected[valid])
+    return worst(errors)
+
+
+@LAWS.add("paths", 1e-12, "fused and explicit give the same")
+@torch.no_grad()
+def paths(s: AttentionSubject) -> Measured:
+    """The same module told to be explicit and to be fused; once-differentiable, which is all that fused paths are."""
+    module = copy.deepcopy(s.module)
+    if not isinstance(module, Attention) or module.position.adds_values:
+        raise NotApplicable("there is one path alone")
+    mask, x, outputs = s.masks(s.lengths()), s.draw(3), []
+    module.derivatives = 1
+    for module.backend in ("explicit", "sdpa"):
+        outputs.append([s.run(x, module=module), s.run(x, mask, module=module)])
+    return worst({name: gap(a, b) for name, a, b in zip(("", "masked"), *outputs, strict=True)})
+
+
+@LAWS.add("padding", 0.0, "what stands in padded positions changes nothing and gets no gradient")
+def padding(s: AttentionSubject) -> Measured:
+    """Padded positions hold NaN, 10,000 or noise in turn; outputs and all gradients must be those of zeros."""
+    mask = s.masks(s.lengths())
+    valid, x, errors = mask[:, 0, :, None], s.draw(3), {}
+    plain, gradients = _with_gradients(s, x, mask, valid)
+    contents = {"NaN": torch.full_like(x, math.nan), "10000": torch.full_like(x, 1e4), "random": 50 * s.draw(3, name=1)}
+    for name, content in contents.items():
+        y, others = _with_gradients(s, torch.where(valid, x, content), mask, valid)
+        errors[f"{name}: values"] = gap(y, plain)
+        errors[f"{name}: gradients"] = max(map(gap, others, gradients))
+    errors["gradient of padding"] = float(gradients[0].masked_fill(valid, 0).abs().max())
+    return worst(errors)
+
+
+def _with_gradients(s: AttentionSubject, x: Tensor, mask: Tensor, valid: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x = x.detach().requires_grad_()
+    y = s.run(x, mask).masked_fill(~valid, 0)
+    learned = [p for p in s.module.parameters() if p.requires_grad]
+    found = torch.autograd.grad(y.square().sum(), [x, *learned], allow_unused=True)
+    return y.detach(), [torch.zeros_like(p) if g is None else g for g, p in zip(found, [x, *learned], strict=True)]
+
+
+@LAWS.add("padded = alone", 1e-6, "a padded example gives what it gives alone, values and gradients")
+def padded_is_alone(s: AttentionSubject) -> Measured:
+    """Unequal lengths in one batch beside each example cropped to its length, output and input gradient."""
+    if s.space is not None and s.says("resampled"):
+        raise NotApplicable("positions are resampled for the size of the map")
+    lengths = s.lengths()
+    mask, x, errors = s.masks(lengths), s.draw(3).requires_grad_(), {}
+    y = s.run(x, mask)
+    (gradient,) = torch.autograd.grad(y.masked_fill(~mask[:, 0, :, None], 0).square().sum(), x)
+    for b, length in enumerate(lengths):
+        if s.space is None and not s.takes(length):
+            continue
+        cropped, space = s.crop(x[b : b + 1].detach(), length)
+        cropped.requires_grad_()
+        alone = s.run(cropped, space=space)
+        (own,) = torch.autograd.grad(alone.square().sum(), cropped)
+        errors[f"length {length}"] = gap(s.crop(y[b : b + 1], length)[0], alone)
+        errors[f"gradient, length {length}"] = gap(s.crop(gradient[b : b + 1], length)[0], own)
+    return worst(errors)
+
+
+@LAWS.add("batch = single", 1e-6, "an example does not depend on the others of its batch")
+@torch.no_grad()
+def batch_is_single(s: AttentionSubject) -> Measured:
+    """Rows of very different size in one batch, beside each of them alone."""
+    x = s.draw(3) * torch.tensor([1.0, 3.0, 0.2], dtype=DOUBLE)[:, None, None]
+    y = s.run(x)
+    return worst({f"row {b}": gap(y[b : b + 1], s.run(x[b : b + 1])) for b in range(3)})
+
+
+@LAWS.add("empty rows", 0.0, "a query that may attend to nothing gives a constant, with finite and zero gradients")
+def empty_rows(s: AttentionSubject) -> Measured:
+    """One example without a valid position; where masks of pairs are taken, also one query without a key."""
+    mask = s.masks(s.lengths())
+    mask[1] = False
+    errors = _emptiness(s, mask, (1, slice(None)), "an example without valid positions")
+    if s.says("full"):
+        full = torch.ones(s.length, s.length, dtype=torch.bool).tril()
+        full[2] = False
+        errors |= _emptiness(s, full, (slice(None), 2), "a query without keys")
+    return worst(errors)
+
+
+def _emptiness(s: AttentionSubject, mask: Tensor, row: tuple, name: str) -> dict[str, float]:
+    x = s.draw(3).requires_grad_()
+    y, other = s.run(x, mask), s.run(s.draw(3, name=1), mask)
+    (own,) = torch.autograd.grad(y[row].square().sum(), x, retain_graph=True)
+    (whole,) = torch.autograd.grad(y.square().sum(), x)
+    return {
+        f"{name}: depends on the input": gap(y[row], other[row]),
+        f"{name}: not finite": 0.0 if y.isfinite().all() and whole.isfinite().all() else math.inf,
+        f"{name}: gradient": float(own.abs().nan_to_num(math.inf).max()),
+    }
+
+
+@LAWS.add("row sums", 1e-6, "weights are positive, sum to one over what may be attended to, and are zero elsewhere")
+@torch.no_grad()
+def row_sums(s: AttentionSubject) -> Measured:
+    """Asked of `weights`, under padding; modules that say `unnormalised` need no sum."""
+    if not callable(getattr(s.module, "weights", None)):
+        raise NotApplicable("has no method weights(x, mask)")
+    mask, x = s.masks(s.lengths()), s.draw(3)
+    given = {} if s.space is None else {"space": s.space}
+    a = s.module.weights(x, mask=mask, **given)
+    hidden = ~mask[:, :, None].expand_as(a)
+    errors = {"weight of padding": float(a.masked_fill(~hidden, 0).abs().max())}
+    if not s.says("unnormalised"):
+        sums = a.sum(-1).masked_fill(~mask.expand(-1, a.shape[1], -1), 1)
+        errors |= {"sums": gap(sums, torch.ones_like(sums)), "below zero": float((-a).clamp(min=0).max())}
+    return worst(errors)
+
+
+@LAWS.add("boolean masks", 0.0, "a mask of numbers is refused, or means what the boolean one means")
+@torch.no_grad()
+def boolean_masks(s: AttentionSubject) -> Measured:
+    """The mask of zeros and ones as numbers is passed; a refusal is right, and so is the boolean meaning."""
+    mask, x = s.masks(s.lengths()), s.draw(3)
+    valid = mask[:, 0]
+    try:
+        y = s.run(x, mask.double())
+    except (ValueError, TypeError, RuntimeError, AssertionError):
+        return Measured(0.0, "refused")
+    return Measured(0.0 if gap(y[valid], s.run(x, mask)[valid]) < 1e-9 else 1.0, "0 and 1 mean something else")
+
+
+@LAWS.add("dropout", 0.0, "dropout acts on weights, and in training alone")
+@torch.no_grad()
+def dropout(s: AttentionSubject) -> Measured:
+    """Of an output that is dropped, what is left is scaled by one number; of dropped weights, everything mixes."""
+    module, x = copy.deepcopy(s.module), s.draw(1, name=2)
+    still = gap(s.run(x), s.run(x))
+    if still:
+        return Measured(still, "two evaluations differ")
+    if s.says("piecewise"):
+        raise NotApplicable("draws in training anyway")
+    y = s.run(x)
+    torch.manual_seed(s.seed)
+    drops = [m for m in module.modules() if getattr(m, "dropout", 0.0) or isinstance(m, torch.nn.Dropout)]
+    dropped = s.run(x, module=module.train())
+    if not drops or torch.equal(dropped, y):
+        raise NotApplicable("was built without dropout")
+    ratios = (dropped / y).flatten()
+    # On the output, every number is either dropped or scaled by 1 / (1 - p); on the weights, they all mix.
+    scaled = ratios[ratios.abs() > 1e-9]
+    masked = len(scaled) < len(ratios) and gap(scaled, scaled[:1].expand_as(scaled)) < 1e-6
+    return Measured(1.0 if masked else 0.0, "on the output, not on the weights" if masked else "")

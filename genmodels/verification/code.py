@@ -1,0 +1,238 @@
+"""What a bijection must be as a piece of code: clean, precise, finite, trainable, storable, compilable."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.flows.bijection import Bijection
+from genmodels.verification.check import Laws, Measured, NotApplicable
+from genmodels.verification.maps import relative, worst
+from genmodels.verification.subject import Subject, perturb, rows_of, waits
+
+LAWS = Laws()
+
+_EXTREMES = (0.0, 1e-30, -1e-30, 1.0, -1.0, 50.0, -50.0)
+
+
+@LAWS.add("shapes and dtypes", 0.0, "results have the shapes promised, log-determinants (B,); dtype and device stay")
+@torch.no_grad()
+def shapes_and_dtypes(s: Subject) -> Measured:
+    """Both directions in float64 and float32 (our own layers in bfloat16 too), of the whole batch and of one row."""
+    wrong = []
+    widths = [(torch.float64, torch.float64), (torch.float32, torch.float32)]
+    # Ours widen what comes in half precision; of other modules nobody promised that.
+    widths += [(torch.bfloat16, torch.float32)] if isinstance(s.layer, Bijection) else []
+    for dtype, expected in widths:
+        layer = s.copy(torch.promote_types(dtype, torch.float32))
+        cond = _cast(s.cond, expected)
+        for name, inverse, value in s.directions():
+            for rows in (len(value), 1):
+                own = rows_of(cond, rows)
+                try:
+                    result, logdet = s.raw(value[:rows].to(dtype), inverse, cond=own, layer=layer)
+                except Exception as error:
+                    wrong.append(f"{name} of {dtype} raised {type(error).__name__}: {error}".splitlines()[0])
+                    continue
+                promised = getattr(layer, "in_shape" if inverse else "out_shape", lambda shape: shape)
+                shape = (rows, *promised(tuple(value.shape[1:])))
+                wrong += _unlike(f"{name} of {dtype}", result, shape, expected, value)
+                wrong += _unlike(f"{name}'s log-det of {dtype}", logdet, (rows,), expected, value)
+    return Measured(float(len(wrong)), "; ".join(wrong[:2]))
+
+
+def _unlike(name: str, found, shape: tuple, dtype: torch.dtype, like: Tensor) -> list[str]:
+    if not torch.is_tensor(found):
+        return [f"{name} is no tensor but {type(found).__name__}"]
+    parts = (("shape", tuple(found.shape), shape), ("dtype", found.dtype, dtype), ("device", found.device, like.device))
+    return [f"{name} has {what} {given}, not {due}" for what, given, due in parts if given != due]
+
+
+def _cast(cond: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return cond.to(dtype) if cond is not None and cond.is_floating_point() else cond
+
+
+@LAWS.add("bf16 autocast", 0.0, "under bfloat16 autocast the state and the log-determinant stay float32 and finite")
+@torch.no_grad()
+def autocast(s: Subject) -> Measured:
+    """A float32 copy under `torch.autocast(bfloat16)`: networks may be coarse, what they steer may not."""
+    layer, wrong = s.copy(torch.float32), []
+    for name, inverse, value in s.directions():
+        with torch.autocast(value.device.type, torch.bfloat16):
+            result, logdet = s.raw(value.float(), inverse, cond=_cast(s.cond, torch.float32), layer=layer)
+        for what, found in ((name, result), (f"{name}'s log-det", torch.as_tensor(logdet))):
+            if found.dtype != torch.float32:
+                wrong.append(f"{what} is {found.dtype}: cast what the network gives to the dtype of x")
+            elif not bool(torch.isfinite(found).all()):
+                wrong.append(f"{what} is not finite")
+    return Measured(float(len(wrong)), "; ".join(wrong))
+
+
+@LAWS.add("nothing modified", 0.0, "neither the inputs nor the layer's own state change, in training mode either")
+@torch.no_grad()
+def nothing_modified(s: Subject) -> Measured:
+    """Inputs, conditions and the state dict, compared bit for bit before and after, in both modes."""
+    changed = []
+    for training in (False, True):
+        layer = s.copy().train(training)
+        state = {name: value.clone() for name, value in layer.state_dict().items()}
+        for name, inverse, value in s.directions():
+            given, cond = value.clone(), None if s.cond is None else s.cond.clone()
+            (layer.inverse if inverse else layer)(given, **({} if cond is None else {"cond": cond}))
+            changed += [] if torch.equal(given, value) else [f"{name} changes its input"]
+            changed += [] if cond is None or torch.equal(cond, s.cond) else [f"{name} changes cond"]
+        now = layer.state_dict()
+        changed += [f"{name} changes{' in training' if training else ''}" for name in state
+                    if not torch.equal(state[name], now[name])]
+    return Measured(float(len(changed)), "; ".join(dict.fromkeys(changed)))
+
+
+@LAWS.add("extreme inputs", 0.0, "tiny and huge inputs, knots and ends give finite results and gradients")
+def extreme_inputs(s: Subject) -> Measured:
+    """0, 1e-30, 1, 50, their negatives and all knots, kept within the domain, in float32 and float64."""
+    bad = []
+    for dtype in (torch.float32, torch.float64):
+        # At the start of training knots are where one expects them; later only the ends are.
+        for moved, layer in ((True, s.copy(dtype)), (False, copy.deepcopy(s.blank).eval().to(dtype))):
+            for name, inverse, like in s.directions():
+                values = _extreme(s, like, inverse).to(dtype).requires_grad_()
+                cond = _cast(rows_of(s.cond, len(values)), dtype)
+                result, logdet = s.run(values, inverse, cond=cond, layer=layer)
+                parameters = [p for p in layer.parameters() if p.requires_grad]
+                total = (result.sum() + logdet.sum()) / len(values)
+                gradients = torch.autograd.grad(total, [values, *parameters], allow_unused=True)
+                names = ["its input", *(n for n, p in layer.named_parameters() if p.requires_grad)]
+                where = f"{name}, {str(dtype)[6:]}{'' if moved else ', as given'}"
+                rows = torch.isfinite(result).flatten(1).all(1) & torch.isfinite(logdet)
+                bad += [] if bool(rows.all()) else [f"{where}: not finite at {_shown(values[~rows][0])}"]
+                bad += [f"{where}: gradient of {n}" for n, g in zip(names, gradients, strict=True)
+                        if g is not None and not bool(torch.isfinite(g).all())]
+    return Measured(float(len(bad)), "; ".join(bad[:2]))
+
+
+def _extreme(s: Subject, like: Tensor, inverse: bool) -> Tensor:
+    """Events full of one special value, and usual events with that value in every other place."""
+    low, high = s.z_range if inverse else s.x_range
+    points = dict.fromkeys(min(max(v, low), high) for v in (*_EXTREMES, *s.knots))
+    full = [torch.full_like(like[:1], v) for v in points]
+    other = torch.arange(like[0].numel(), device=like.device).reshape(like.shape[1:]) % 2 == 0
+    return torch.cat([*full, *(torch.where(other, value, like[:1]) for value in full)])
+
+
+def _shown(event: Tensor) -> str:
+    return ", ".join(f"{float(v):.3g}" for v in event.detach().flatten()[:3]) + (", ..." if event.numel() > 3 else "")
+
+
+@LAWS.add("dead parameters", 0.0, "every parameter that trains has an influence, and finite gradients")
+def dead_parameters(s: Subject) -> Measured:
+    """The gradient of a random sum of all outputs: none may be missing, all zero or not finite."""
+    layer = s.perturbed()
+    trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+    if not trained:
+        raise NotApplicable("nothing to train")
+    generator = s.generator("influence")
+    z, logdet = s.run(s.x, layer=layer)
+    total = sum((v * torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v)).sum() for v in (z, logdet))
+    if not total.requires_grad:
+        return Measured(float(len(trained)), f"no parameter has any influence, {next(iter(trained))} first")
+    gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+    dead = [name for name, g in zip(trained, gradients, strict=True) if g is None or not bool(g.any())]
+    wild = [name for name, g in zip(trained, gradients, strict=True) if g is not None and not bool(g.isfinite().all())]
+    notes = ([f"without influence: {', '.join(dead[:3])}"] if dead else []) + (
+        [f"not finite: {', '.join(wild[:3])}"] if wild else [])
+    return Measured(float(len(dead) + len(wild)), "; ".join(notes))
+
+
+@LAWS.add("save and load", 0.0, "a layer into which another's state is loaded is that other, bit for bit")
+@torch.no_grad()
+def save_and_load(s: Subject) -> Measured:
+    """Through a file, into a new layer and into one that has worked with other parameters and might remember them."""
+    file = io.BytesIO()
+    torch.save(s.layer.state_dict(), file)
+    # A new instance that has seen no data, and one that has worked with other parameters (and might remember them).
+    new, used = ((copy.deepcopy(s.blank) if s.fresh is None else s.fresh()).double().to(s.x.device) for _ in range(2))
+    perturb(used, s.generator("load"))
+    for _, inverse, value in s.directions():
+        s.run(value, inverse, layer=used.eval())
+    wrong = []
+    for name, layer in (("a new layer", new), ("a layer that was used", used)):
+        file.seek(0)
+        layer.load_state_dict(torch.load(file, weights_only=True, map_location=s.x.device))
+        wrong += [f"{name} waits for data although it was loaded"] if waits(layer) else []
+        layer.train()
+        s.run(s.x, layer=layer)
+        layer.eval()
+        for direction, inverse, value in s.directions():
+            same = all(map(torch.equal, s.run(value, inverse, layer=layer), s.run(value, inverse)))
+            wrong += [] if same else [f"{direction} of {name} differs"]
+    return Measured(float(len(wrong)), "; ".join(wrong))
+
+
+@LAWS.add("float32", 1e-4, "float32 agrees with float64, log-determinants per dimension")
+@torch.no_grad()
+def single_precision(s: Subject) -> Measured:
+    """The same weights in both precisions; the log-determinants are divided by the number of dimensions."""
+    single = s.copy(torch.float32)
+    double = copy.deepcopy(single).double()
+    cond = _cast(s.cond, torch.float32)
+    errors = {}
+    for name, inverse, value in s.directions():
+        value = value.float()
+        result, logdet = s.run(value, inverse, cond=cond, layer=single)
+        true, true_logdet = s.run(value.double(), inverse, cond=_cast(cond, torch.float64), layer=double)
+        errors[name] = relative(result.double(), true)
+        errors[f"{name} log-det"] = relative(logdet.double() / s.dims, true_logdet / s.dims)
+    return worst(errors)
+
+
+@LAWS.add("compiled", 1e-5, "torch.compile without a graph break gives the same results and gradients, both ways")
+def compiled(s: Subject) -> Measured:
+    """With `fullgraph=True` on the backend chosen; results, log-determinants and gradients against the plain call."""
+    if s.compiler is None:
+        raise NotApplicable("left out")
+    if any(getattr(module, "memory", "store") == "inverse" for module in s.layer.modules()):
+        raise NotApplicable("trains by inversion, which runs uncompiled")
+    layer, cond = s.copy(torch.float32), _cast(s.cond, torch.float32)
+    errors = {}
+    for name, inverse, value in s.directions():
+        torch._dynamo.reset()
+
+        def call(x: Tensor, inverse=inverse) -> tuple[Tensor, Tensor]:
+            return (layer.inverse if inverse else layer)(x, **({} if cond is None else {"cond": cond}))
+
+        results = []
+        for function in (call, torch.compile(call, fullgraph=True, backend=s.compiler)):
+            x = value.float().requires_grad_()
+            result, logdet = function(x.clone())
+            leaves = [x, *_trained(layer)]
+            gradients = torch.autograd.grad(result.square().mean() + logdet.mean(), leaves, allow_unused=True)
+            results.append((result.detach(), logdet.detach(), [g for g in gradients if g is not None]))
+        (z, logdet, before), (other_z, other_logdet, after) = results
+        errors[name] = relative(other_z, z)
+        errors[f"{name} log-det"] = relative(other_logdet, logdet)
+        same = len(before) == len(after)
+        errors[f"{name} gradients"] = max(map(relative, after, before)) if same else float("inf")
+    torch._dynamo.reset()
+    return worst(errors)
+
+
+def _trained(layer: nn.Module) -> list[nn.Parameter]:
+    return [p for p in layer.parameters() if p.requires_grad]
+
+
+@LAWS.add("identity at start", 1e-12, "the layer as given is the identity")
+@torch.no_grad()
+def identity_at_start(s: Subject) -> Measured:
+    """z = x and a log-determinant of zero in both directions, where the subject says that it starts so."""
+    if not s.starts_as_identity:
+        raise NotApplicable("not asked for")
+    layer = copy.deepcopy(s.blank).double().eval()
+    errors = {}
+    for name, inverse, value in s.directions():
+        result, logdet = s.run(value, inverse, layer=layer)
+        errors[name] = relative(result.flatten(1), value.flatten(1))
+        errors[f"{name} log-det"] = relative(logdet, torch.zeros_like(logdet))
+    return worst(errors)

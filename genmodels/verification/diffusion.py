@@ -1,0 +1,358 @@
+"""What a denoiser must be: one prediction in all its views, row by row, finite at both ends, trainable."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.core.random import KeyedGenerator
+from genmodels.diffusion import (
+    CosineSchedule,
+    GaussianDenoiser,
+    LinearSchedule,
+    rescale_zero_terminal,
+    sample,
+    uniform_log_snr,
+    uniform_t,
+)
+from genmodels.diffusion.denoiser import Prediction
+from genmodels.diffusion.process import alpha_sigma, expand
+from genmodels.diffusion.sampling import Memory
+from genmodels.verification.check import Laws, Measured, NotApplicable, Report
+from genmodels.verification.subject import perturb
+
+LAWS = Laws()
+_VIEWS = ("x0", "eps", "v", "score")
+
+
+@dataclass(frozen=True)
+class DenoiserSubject:
+    """A denoiser under judgement in float64; noisy points x (B, *event), times t (B,), and conditions."""
+
+    denoiser: nn.Module
+    x: Tensor
+    t: Tensor
+    cond: Tensor | None
+
+    def predict(self, rows: slice = slice(None)) -> Prediction:
+        """The prediction for some rows."""
+        cond = None if self.cond is None else self.cond[rows]
+        return self.denoiser(self.x[rows], self.t[rows], cond)
+
+    def alpha_sigma(self) -> tuple[Tensor, Tensor]:
+        """alpha and sigma at t, shaped to multiply x."""
+        with torch.no_grad():
+            found = alpha_sigma(self.denoiser.schedule.log_snr(self.t))
+        alpha, sigma = (expand(value, self.x) for value in found)
+        return alpha, sigma
+
+
+def check_denoiser(denoiser: nn.Module, shape: Sequence[int], *, cond: Tensor | None = None, seed: int = 0) -> Report:
+    """The verdict of every law on a denoiser; it is copied, made float64, and its parameters are moved at random.
+
+    Arguments:
+        denoiser: has a `schedule`, and is called as `denoiser(x, t, cond) -> Prediction`.
+        shape: event shape of x.
+        cond: (5,) or (5, ...) conditions, None for none.
+        seed: of points, times and parameters.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, Denoiser, V
+        >>> from genmodels.nn import MLPDenoiser
+        >>> check_denoiser(Denoiser(MLPDenoiser((2,)), CosineSchedule(), V()), (2,)).passed
+        True
+    """
+    generator = torch.Generator().manual_seed(seed)
+    twin = copy.deepcopy(denoiser).double().eval()
+    perturb(twin, generator)  # what starts at zero hides what it does
+    rows = 5 if cond is None else len(cond)
+    x = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
+    t = torch.linspace(0.15, 0.85, rows, dtype=torch.float64)
+    subject = DenoiserSubject(twin, x, t, cond)
+    return Report(f"{type(denoiser).__name__}, a denoiser", tuple(LAWS.judge(subject)))
+
+
+@LAWS.add("shape and dtype", 0.0, "every view has the shape of x and its dtype")
+@torch.no_grad()
+def shape(s: DenoiserSubject) -> Measured:
+    """x0, eps, v, score and output; the first that is unlike x is named."""
+    found = s.predict()
+    for view in (*_VIEWS, "output"):
+        value = getattr(found, view)
+        if value.shape != s.x.shape or value.dtype != s.x.dtype:
+            return Measured(math.inf, f"{view}: {tuple(value.shape)} {value.dtype} for {tuple(s.x.shape)} {s.x.dtype}")
+    return Measured(0.0)
+
+
+def _identity(s: DenoiserSubject, truth: Callable[[Prediction, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Measured:
+    with torch.no_grad():
+        left, right = truth(s.predict(), *s.alpha_sigma())
+    error = ((left - right).abs() / (1 + right.abs())).flatten(1).amax(1)
+    return Measured(float(error.max()), f"at t = {float(s.t[int(error.argmax())]):.2f}")
+
+
+@LAWS.add("signal and noise", 1e-9, "x = alpha x0 + sigma eps")
+def signal_and_noise(s: DenoiserSubject) -> Measured:
+    """The largest error relative to 1 + |x|, and the time where it is."""
+    return _identity(s, lambda p, alpha, sigma: (alpha * p.x0 + sigma * p.eps, s.x))
+
+
+@LAWS.add("v", 1e-9, "v = alpha eps - sigma x0")
+def velocity(s: DenoiserSubject) -> Measured:
+    """The largest error relative to 1 + |v|, and the time where it is."""
+    return _identity(s, lambda p, alpha, sigma: (p.v, alpha * p.eps - sigma * p.x0))
+
+
+@LAWS.add("score", 1e-9, "score = -eps / sigma")
+def score(s: DenoiserSubject) -> Measured:
+    """The largest error relative to 1 + |eps / sigma|, and the time where it is."""
+    return _identity(s, lambda p, alpha, sigma: (p.score, -p.eps / sigma))
+
+
+@LAWS.add("training target", 1e-9, "the target of a network that is right is what it returns")
+def target(s: DenoiserSubject) -> Measured:
+    """What training would ask for, made of the predicted x0 and eps, against `output`."""
+    known = getattr(s.denoiser, "parameterisation", None)
+    if known is None:
+        raise NotApplicable("has no parameterisation")
+    with torch.no_grad():
+        log_snr = s.denoiser.schedule.log_snr(s.t)
+    return _identity(s, lambda p, alpha, sigma: (p.output, known.target(p.x0, p.eps, log_snr)))
+
+
+@LAWS.add("rows independent", 1e-9, "a prediction does not depend on the rest of the batch")
+@torch.no_grad()
+def rows(s: DenoiserSubject) -> Measured:
+    """x0 of every row alone against x0 of the batch."""
+    together = s.predict().x0
+    alone = torch.cat([s.predict(slice(k, k + 1)).x0 for k in range(len(s.x))])
+    return Measured(float(((alone - together).abs() / (1 + together.abs())).max()))
+
+
+@LAWS.add("nothing modified", 0.0, "x and the state stay as they were, and the same prediction comes again")
+@torch.no_grad()
+def unmodified(s: DenoiserSubject) -> Measured:
+    """Two predictions in a row, and x and the state dict before and after them."""
+    own = replace(s, x=s.x.clone())
+    state = copy.deepcopy(own.denoiser.state_dict())
+    first, second = own.predict().x0.clone(), own.predict().x0
+    changed = [float((own.x - s.x).abs().max()), float((first - second).abs().max())]
+    changed += [float((own.denoiser.state_dict()[k] - v).abs().max()) for k, v in state.items() if v.numel()]
+    return Measured(max(changed))
+
+
+@LAWS.add("both ends", 0.0, "the estimate of x_0 is finite near the data and at t = 1")
+@torch.no_grad()
+def ends(s: DenoiserSubject) -> Measured:
+    """The number of entries that are not finite at t = 0.001 and t = 1."""
+    bad = 0
+    for t in (1e-3, 1.0):
+        found = replace(s, t=torch.full_like(s.t, t)).predict().x0
+        bad += int((~torch.isfinite(found)).sum())
+    return Measured(float(bad))
+
+
+@LAWS.add("gradients", 0.0, "every parameter has a gradient of the output's square")
+def gradients(s: DenoiserSubject) -> Measured:
+    """The number of parameters without one; those of a learned schedule are trained by the bound alone."""
+    named = [(name, p) for name, p in s.denoiser.named_parameters() if p.requires_grad]
+    if not named:
+        raise NotApplicable("no parameters")
+    with torch.enable_grad():
+        slopes = torch.autograd.grad(s.predict().output.square().sum(), [p for _, p in named], allow_unused=True)
+    # A learned schedule has gradients of the bound only: the level is an input of the network, not its output.
+    dead = [name for (name, _), slope in zip(named, slopes, strict=True)
+            if slope is None and not name.startswith("schedule.")]
+    return Measured(float(len(dead)), ", ".join(dead[:3]))
+
+
+SAMPLER_LAWS = Laws()
+
+_MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)
+_VARIANCE = torch.tensor([0.3, 0.5, 0.1], dtype=torch.float64)
+_STEPS, _ROWS = 400, 4000
+#: Where the path of a Gaussian is compared with its closed form: before the clean end, which is a step of its own.
+_PATH = (0.9, 0.1)
+
+
+@dataclass(frozen=True)
+class SamplerSubject:
+    """A sampler under judgement, and the exact denoiser of a Gaussian in float64."""
+
+    step: Callable
+    oracle: GaussianDenoiser
+
+    def draw(self, n: int, times: Tensor, *, seed: int = 0, oracle: GaussianDenoiser | None = None, **options):
+        """`sample` with noise keyed by row."""
+        sampler_rows = KeyedGenerator(seed, torch.arange(n), "verify")
+        options = {"dtype": torch.float64} | options
+        return sample(oracle or self.oracle, (n, len(_MEAN)), times, self.step, sampler_rows, **options).x
+
+
+def check_sampler(step: Callable) -> Report:
+    """The verdict of every law on a sampler.
+
+    Arguments:
+        step: `step(denoiser, x, t, s, memory, generator, cond, temperature) -> (x, memory)`, as `Sampler` says.
+
+    Example:
+        >>> from genmodels.diffusion import HeunSampler
+        >>> check_sampler(HeunSampler()).passed
+        True
+    """
+    name = getattr(step, "__name__", type(step).__name__)
+    oracle = GaussianDenoiser(CosineSchedule(), _MEAN, _VARIANCE)
+    return Report(f"{name}, a sampler", tuple(SAMPLER_LAWS.judge(SamplerSubject(step, oracle))))
+
+
+def _one_step(s: SamplerSubject, dtype: torch.dtype = torch.float64) -> tuple[Callable[[int], tuple], Tensor, Memory]:
+    """A step from t = .6 to .4 as a function of the seed, its x, and the memory it is given."""
+    x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    t, between, later = (torch.tensor(v, dtype=torch.float64) for v in (0.6, 0.5, 0.4))
+    x, memory = s.step(s.oracle, x, t, between, None, torch.Generator().manual_seed(1), None, 1.0)
+    x = x.clone()
+
+    def again(seed: int, temperature: float = 1.0) -> tuple:
+        drawn = torch.Generator().manual_seed(seed)
+        return s.step(s.oracle, x, between, later, memory, drawn, None, temperature)
+
+    return again, x, memory
+
+
+@SAMPLER_LAWS.add("pure step", 0.0, "a step with equal arguments gives equal results, and changes none of them")
+@torch.no_grad()
+def pure(s: SamplerSubject) -> Measured:
+    """The second step of a path, so that there is a memory, taken twice with one seed."""
+    again, x, memory = _one_step(s)
+    kept = x.clone(), memory.x0.clone(), memory.log_snr.clone()
+    torch.manual_seed(0)  # noise from the global generator would repeat itself otherwise
+    first, _ = again(2)
+    second, _ = again(2)
+    changed = [float((a - b).abs().max()) for a, b in zip((x, memory.x0, memory.log_snr), kept, strict=True)]
+    apart = float((first - second).abs().max())
+    where = "x or memory modified" if max(changed) > 0 else "two calls differ" if apart > 0 else ""
+    return Measured(max(apart, *changed), where)
+
+
+@SAMPLER_LAWS.add("dtype", 0.0, "x keeps its shape and dtype")
+@torch.no_grad()
+def dtype(s: SamplerSubject) -> Measured:
+    """In float32 and float64."""
+    for kind in (torch.float32, torch.float64):
+        again, x, _ = _one_step(s, kind)
+        found, _ = again(2)
+        if found.shape != x.shape or found.dtype != kind:
+            return Measured(math.inf, f"{tuple(found.shape)} {found.dtype} from {tuple(x.shape)} {kind}")
+    return Measured(0.0)
+
+
+@SAMPLER_LAWS.add("clean end", 1e-9, "the step to s = 0 returns the estimate of x_0 without noise")
+def clean_end(s: SamplerSubject) -> Measured:
+    """The samples against the last estimate of x_0 that the loop was told."""
+    kept: list[Tensor] = []
+    found = s.draw(50, uniform_t(s.oracle.schedule, 10), callback=lambda i, x, x0: kept.append(x0))
+    return Measured(float((found - kept[-1]).abs().max()))
+
+
+@SAMPLER_LAWS.add("point mass", 1e-9, "data that are one point are found, in one step and in five")
+def point_mass(s: SamplerSubject) -> Measured:
+    """The exact denoiser of a normal law without variance."""
+    oracle = GaussianDenoiser(CosineSchedule(), _MEAN, 0.0)
+    errors = [(s.draw(5, uniform_t(oracle.schedule, n), oracle=oracle) - _MEAN).abs().max() for n in (1, 5)]
+    return Measured(float(max(errors)))
+
+
+@SAMPLER_LAWS.add("rows independent", 1e-9, "a sample alone is that of a batch, with noise keyed by sample")
+def sampler_rows(s: SamplerSubject) -> Measured:
+    """Sample 4 of six against itself drawn alone, with keyed noise."""
+    times = uniform_t(s.oracle.schedule, 8)
+    together = s.draw(6, times)
+    alone = sample(s.oracle, (1, 3), times, s.step, KeyedGenerator(0, torch.tensor([4]), "verify"),
+                   dtype=torch.float64).x  # fmt: skip
+    return Measured(float((together[4] - alone[0]).abs().max()))
+
+
+@SAMPLER_LAWS.add("temperature", 1e-9, "at temperature 0 no noise is left")
+@torch.no_grad()
+def temperature(s: SamplerSubject) -> Measured:
+    """Two seeds give the same step."""
+    again, _, _ = _one_step(s)
+    return Measured(float((again(2, 0.0)[0] - again(3, 0.0)[0]).abs().max()))
+
+
+@SAMPLER_LAWS.add("no signal", 0.0, "a first step from zero terminal SNR is finite")
+def no_signal(s: SamplerSubject) -> Measured:
+    """The linear schedule, rescaled so that no signal is left at t = 1."""
+    oracle = GaussianDenoiser(rescale_zero_terminal(LinearSchedule()), _MEAN, _VARIANCE)
+    found = s.draw(8, uniform_t(oracle.schedule, 10), oracle=oracle)
+    return Measured(float((~torch.isfinite(found)).sum()))
+
+
+def _draws_noise(s: SamplerSubject) -> bool:
+    again, _, _ = _one_step(s)
+    with torch.no_grad():
+        return bool((again(2)[0] != again(3)[0]).any())
+
+
+@SAMPLER_LAWS.add("path", 0.3,
+                  "without noise, samples of N(m, c^2) follow x_s - alpha_s m = sqrt(V_s / V_t) (x_t - alpha_t m)")
+def path(s: SamplerSubject) -> Measured:
+    """The error is what is missing to an order of convergence of one; a path that is exact has no order."""
+    if _draws_noise(s):
+        raise NotApplicable("draws noise: there is no path")
+    ends = s.oracle.schedule.log_snr(torch.tensor(_PATH, dtype=torch.float64))
+    (alpha_t, alpha_s), (sigma_t, sigma_s) = alpha_sigma(ends)
+    spread_t, spread_s = ((a**2 * _VARIANCE + d**2).sqrt() for a, d in ((alpha_t, sigma_t), (alpha_s, sigma_s)))
+    x = alpha_t * _MEAN + spread_t * torch.randn(
+        20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    truth = alpha_s * _MEAN + spread_s / spread_t * (x - alpha_t * _MEAN)
+
+    def error(steps: int) -> float:
+        between = torch.linspace(float(ends[0]), float(ends[1]), steps + 1, dtype=torch.float64)
+        times = s.oracle.schedule.time_of(between)
+        return float((s.draw(20, times, start=x.clone()) - truth).abs().max())
+
+    coarse, fine = error(32), error(64)
+    if fine < 1e-9:
+        return Measured(0.0, "exact")
+    if not (math.isfinite(coarse) and math.isfinite(fine)):
+        return Measured(math.inf, "not finite")
+    order = math.log2(coarse / fine)
+    return Measured(max(0.0, 1 - order), f"order {order:.2f}, error {fine:.1e} in 64 steps")
+
+
+@SAMPLER_LAWS.add("spread", 0.05,
+                  f"mean and variance of {_ROWS:,} samples of N(m, c^2) in {_STEPS} steps, beyond chance")
+def spread(s: SamplerSubject) -> Measured:
+    """Relative errors of standard deviations, and of means in their units, less three standard errors."""
+    x = s.draw(_ROWS, uniform_log_snr(s.oracle.schedule, _STEPS))
+    mean = ((x.mean(0) - _MEAN) / _VARIANCE.sqrt()).abs() - 3 / math.sqrt(_ROWS)
+    deviation = ((x.var(0) / _VARIANCE).sqrt() - 1).abs() - 3 / math.sqrt(2 * _ROWS)
+    errors = torch.stack([mean, deviation])
+    if not bool(torch.isfinite(errors).all()):
+        return Measured(math.inf, "not finite")
+    worst = int(errors.flatten().argmax())
+    return Measured(max(0.0, float(errors.max())), "mean" if worst < len(_MEAN) else "standard deviation")
+
+
+def is_sampler(maker: Callable) -> bool:
+    """Whether this is a step or a class of steps: its first argument is called denoiser, and it has a memory.
+
+    Example:
+        >>> from genmodels.diffusion import EulerSampler
+        >>> is_sampler(EulerSampler), is_sampler(EulerSampler()), is_sampler(torch.nn.Linear)
+        (True, True, False)
+    """
+    import inspect
+
+    try:
+        names = list(inspect.signature(maker.__call__ if isinstance(maker, type) else maker).parameters)
+    except (TypeError, ValueError):
+        return False
+    return [name for name in names if name != "self"][:1] == ["denoiser"] and "memory" in names

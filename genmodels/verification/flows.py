@@ -1,0 +1,327 @@
+"""What a flow must keep to beyond its bijection: density, latents, samples, and silence before it has seen data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.core.data import Batch
+from genmodels.core.random import KeyedGenerator
+from genmodels.flows.bijection import Bijection, NotInitialized, Step
+from genmodels.flows.composition import Compose
+from genmodels.flows.flow import Flow
+from genmodels.flows.multiscale import MultiScale
+from genmodels.models.base import GenerativeModel
+from genmodels.verification.bijections import LAWS, check_bijection, show_shape
+from genmodels.verification.check import (
+    NOT_APPLICABLE,
+    NOT_PROVEN,
+    PASSED,
+    Findings,
+    Law,
+    Laws,
+    Measured,
+    NotApplicable,
+    Options,
+    Report,
+    counting,
+)
+from genmodels.verification.maps import relative, worst
+from genmodels.verification.subject import EVERYWHERE, perturb, prepare, ranges
+
+FLOW_LAWS = Laws()
+
+
+@dataclass(frozen=True)
+class FlowSubject:
+    """A flow in float64, a batch of what it takes, and another instance that has seen no data (or None)."""
+
+    flow: Flow
+    x: Tensor
+    cond: Tensor | None
+    blank: Flow | None
+
+    def sample(self, index: Tensor, temperature: float = 1.0) -> Tensor:
+        """Samples of these numbers."""
+        noise = KeyedGenerator(0, index.to(self.x.device), "verify")
+        cond = None if self.cond is None else self.cond[index % len(self.cond)]
+        return self.flow.sample(len(index), cond, temperature=temperature, generator=noise)
+
+
+@FLOW_LAWS.add("log-density", 1e-12, "log p(x) = log base(z) + log-determinant")
+@torch.no_grad()
+def log_density(s: FlowSubject) -> Measured:
+    """Bijection and base called one by one, against `flow.log_prob`."""
+    z, logdet = s.flow.bijection(s.x, s.cond if s.flow.bijection.uses_cond else None)
+    base = s.flow.base.log_prob(z, s.cond if s.flow.base.uses_cond else None)
+    return Measured(relative(s.flow.log_prob(s.x, s.cond), base + logdet))
+
+
+@FLOW_LAWS.add("latents", 1e-9, "from_latents(latents(x)) = x")
+@torch.no_grad()
+def latents(s: FlowSubject) -> Measured:
+    """All scales there and back again."""
+    return Measured(relative(s.flow.from_latents(s.flow.latents(s.x, s.cond), s.cond), s.x))
+
+
+@FLOW_LAWS.add("samples", 1e-9,
+               "sample k is the same alone and among others, and z(sample at temperature 0) is the mode")
+@torch.no_grad()
+def samples(s: FlowSubject) -> Measured:
+    """Sample 2 of four against itself drawn alone, and the latents of cold samples against the mode of the base."""
+    together, alone = s.sample(torch.arange(4)), s.sample(torch.tensor([2]))
+    errors = {"sample 2 alone": relative(alone[0], together[2])}
+    cold = s.sample(torch.arange(2), temperature=0.0)
+    cond = None if s.cond is None else s.cond[:2]
+    z = s.flow.bijection(cold, cond if s.flow.bijection.uses_cond else None)[0]
+    own = cond if s.flow.base.uses_cond else None
+    mode = s.flow.base.sample(2, own, temperature=0.0, generator=KeyedGenerator(1, torch.arange(2).to(z.device)),
+                              dtype=z.dtype, device=z.device)
+    return worst({**errors, "temperature 0": relative(z, mode.reshape(z.shape))})
+
+
+@FLOW_LAWS.add("waits for data", 0.0, "before initialisation densities, samples and latents raise NotInitialized")
+@torch.no_grad()
+def waits_for_data(s: FlowSubject) -> Measured:
+    """On an instance that has seen no data; what answers all the same is named."""
+    if s.blank is None or next(iter(s.blank.bijection.uninitialized()), None) is None:
+        raise NotApplicable("needs no data to start from")
+    generator = KeyedGenerator(0, torch.arange(2).to(s.x.device))
+    cond = None if s.cond is None else s.cond[:2]
+    x = s.x[:2].float()
+    calls = {
+        "log_prob": lambda: s.blank.log_prob(x, cond),
+        "sample": lambda: s.blank.sample(2, cond, generator=generator),
+        "latents": lambda: s.blank.latents(x, cond),
+    }
+    silent = []
+    for name, call in calls.items():
+        try:
+            call()
+        except NotInitialized:
+            continue  # as it should
+        silent.append(name)
+    return Measured(float(len(silent)), ", ".join(silent))
+
+
+#: Laws of single layers that depend on the numbers in them, judged on every layer of a trained flow.
+NUMERIC = ("round trip", "log-det forward", "log-det inverse", "log-dets cancel", "float32")
+#: Rows of an event of which only the shape is known.
+_ROWS = 3
+#: Rounding adds up over many layers (and whole flows are compiled layer by layer).
+DEEP = {"round trip": 1e-9, "log-dets cancel": 1e-8, "rows independent": 1e-9, "padding": 1e-9, "masked log-det": 1e-9,
+        "float32": 1e-3}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A bijection of a model, and what it was given when the model was at work."""
+
+    name: str
+    bijection: Bijection
+    x: Tensor
+    cond: Tensor | None
+
+
+def prove_flow(
+    model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
+) -> Findings:
+    """The laws of flows on the flow, of bijections on every bijection as a whole and on every kind of layer in it."""
+    if options.randomise:
+        perturb(model.core, torch.Generator().manual_seed(options.seed))
+    if initial is not None:
+        model.initialize(initial)
+    model.eval()
+    new = fresh().to(model.device).eval()
+    seen = list(at_work(model, batch, options.seed))
+    plans = [plan for part in seen for plan in plans_of(part, new.core, options)]
+    total = sum(len(LAWS.choose(plan.options.get("only"))) for plan in plans) + len(FLOW_LAWS.laws)
+    with counting(total, options.progress) as watch:
+        flow = _of_flow(model, new, seen, batch, watch)
+        return _carried_out(plans, Findings([flow]), watch)
+
+
+def prove_bijection(
+    make: Callable[[], nn.Module], shape: Sequence[int], cond: Tensor | None, options: Options
+) -> Findings:
+    """The laws of bijections on one as a whole and, if it is a composition, on every layer in it.
+
+    Arguments:
+        make: makes it; called again for fresh ones.
+        shape: event shape of x.
+        cond: conditions of a few rows, None for none.
+        options: how to go about it.
+
+    Raises:
+        ValueError: for a shape it does not take, or a missing condition.
+    """
+    layer = make()
+    common = {"seed": options.seed, "max_dims": options.max_dims, "patience": options.patience}
+    together = {**common, "cond": cond, "fresh": make, "compiler": options.compiler}
+    plans = []
+    if isinstance(layer, Compose | MultiScale):
+        # The parameters and inputs on which `check_bijection` is going to judge the whole.
+        whole = prepare(layer, shape, x=None, z=None, cond=cond, batch=_ROWS, randomise=True, initial=None,
+                        x_range=None, z_range=None, seed=options.seed)
+        # Not only one of those that are alike: nothing is known of what classes of a user's own keep where.
+        one_by_one = replace(options, randomise=False)
+        plans = list(plans_of(Seen("", whole.layer, whole.x, whole.cond), layer, one_by_one))[1:]
+        if plans:
+            together |= {"tolerances": DEEP, "compiler": None}
+    total = sum(len(LAWS.choose(plan.options.get("only"))) for plan in plans) + len(LAWS.laws)
+    with counting(total, options.progress) as watch:
+        report = check_bijection(layer, shape, watch=watch, **together)
+        return _carried_out(plans, Findings([report]), watch)
+
+
+def _carried_out(plans: Iterable[Plan], findings: Findings, watch: Callable[[Law], None]) -> Findings:
+    """The findings with those of the plans added; large compositions follow from their layers."""
+    whole = len(findings.wholes) - 1
+    of_whole: dict[int, list[Report]] = {whole: []}
+    for plan in plans:
+        report = check_bijection(plan.layer, tuple(plan.x.shape[1:]), x=plan.x, watch=watch, **plan.options)
+        if plan.alike is None:
+            findings.wholes.append(report)
+            whole += 1
+            of_whole[whole] = []
+            continue
+        of_whole[whole].append(report)
+        if findings.layers and findings.layers[-1][0] is plan.alike:
+            findings.layers[-1][1].append(report)
+        else:
+            findings.layers.append((plan.alike, [report]))
+    for number, layers in of_whole.items():
+        findings.wholes[number] = by_layers(findings.wholes[number], layers)
+    return findings
+
+
+def by_layers(whole: Report, layers: Sequence[Report]) -> Report:
+    """The report on a composition that is too large for a Jacobian: the chain rule, where every layer was tested.
+
+    Its log-determinant is the sum over its layers, by the law on sums; that of its inverse is the same with the other
+    sign, by the laws on log-dets that cancel and on round trips. Where one of these is missing it stays not proven.
+    """
+    held = {verdict.law for verdict in whole.verdicts if verdict.status == PASSED}
+    tested = bool(layers) and all(report["log-det forward"].status == PASSED for report in layers)
+    needed = {"log-det forward": {"sum of layers"},
+              "log-det inverse": {"sum of layers", "log-dets cancel", "round trip"}}  # fmt: skip
+    return replace(whole, verdicts=tuple(
+        replace(verdict, status=NOT_APPLICABLE, note=f"follows from its layers: {verdict.note.partition(':')[0]}")
+        if verdict.status == NOT_PROVEN and tested and needed.get(verdict.law, {""}) <= held else verdict
+        for verdict in whole.verdicts
+    ))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call of `check_bijection`: the layer, its input, the rest; and the names of the layers it stands for."""
+
+    layer: Bijection
+    x: Tensor
+    options: dict[str, Any]
+    alike: list[str] | None = None
+
+
+def plans_of(part: Seen, core: nn.Module, options: Options) -> Iterator[Plan]:
+    """What is to be checked of a bijection: the whole, then one of each group of layers that are alike.
+
+    Of a trained one the others too, for they differ in their numbers.
+    """
+    whole = copy.deepcopy(part.bijection).double()
+    cond = part.cond.double() if part.cond is not None and part.cond.is_floating_point() else part.cond
+    with torch.no_grad():
+        steps = list(whole.walk(part.x.double(), cond, name=part.name))
+
+    def checks(name: str, layer: Bijection, x: Tensor, z: Tensor, cond: Tensor | None, **more) -> dict:
+        return {
+            "z": near(z, layer, options.seed), "cond": cond, "fresh": lambda: copy.deepcopy(core.get_submodule(name)),
+            "randomise": False, "max_dims": options.max_dims, "patience": options.patience, "seed": options.seed,
+            "name": f"{name} {type(layer).__name__} {show_shape(x.shape[1:])}", **more,
+        }  # fmt: skip
+
+    last = steps[-1].z if steps else part.x.double()
+    together = checks(part.name, whole, part.x, last, cond, compiler=None, tolerances=DEEP)
+    yield Plan(part.bijection, part.x, together)
+    groups: dict[tuple, list[Step]] = {}
+    for step in steps if len(steps) > 1 else []:
+        if not isinstance(step.layer, Compose):  # the joined scales at the end of a multi-scale flow
+            groups.setdefault((fingerprint(step.layer), tuple(step.x.shape[1:])), []).append(step)
+    for group in groups.values():
+        alike = [step.name for step in group]
+        # With random parameters, layers that are alike are one layer.
+        for number, (name, layer, x, z, _, own, _) in enumerate(group[:1] if options.randomise else group):
+            only = None if number == 0 else NUMERIC
+            yield Plan(layer, x, checks(name, layer, x, z, own, compiler=options.compiler, only=only), alike)
+
+
+def near(z: Tensor, bijection: Bijection, seed: int) -> Tensor:
+    """Latents close to those of data, yet not among them: far away the logit's inverse has no digits left."""
+    if ranges(bijection)[1] != EVERYWHERE:
+        return z
+    noise = torch.randn(z.shape, generator=torch.Generator().manual_seed(seed), dtype=z.dtype).to(z.device)
+    return z + 0.1 * z.std() * noise
+
+
+def _of_flow(model: GenerativeModel, new: GenerativeModel, seen: list[Seen], batch: Batch, watch) -> Report:
+    """The laws of flows on `core.flow`."""
+    flow: Flow = copy.deepcopy(model.core.flow).double()
+    own = next(part for part in seen if part.bijection is model.core.flow.bijection)
+    cond = batch.cond if flow.uses_cond else None
+    subject = FlowSubject(flow, own.x.double(), cond, new.core.flow)
+    verdicts = tuple(FLOW_LAWS.judge(subject, watch=watch))
+    size = sum(parameter.numel() for parameter in model.core.parameters())
+    return Report(f"{model.family} with {size:,} parameters", verdicts)
+
+
+@torch.no_grad()
+def at_work(model: GenerativeModel, batch: Batch, seed: int) -> Iterator[Seen]:
+    """Every outermost bijection of a model with the input it gets from the model's own preprocessing."""
+    caught: dict[str, Seen] = {}
+    inner = {id(part) for module in model.core.modules() if isinstance(module, Bijection)
+             for part in module.modules() if part is not module}
+    hooks = []
+    for name, module in model.core.named_modules():
+        if isinstance(module, Bijection) and id(module) not in inner:
+
+            def note(layer, given, named, name=name):
+                x, cond, _ = (*given, None, None)[:3]
+                caught.setdefault(name, Seen(name, layer, x.detach(), named.get("cond", cond)))
+
+            hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        model.loss(batch, KeyedGenerator(seed, torch.arange(len(batch), device=model.device), "verify"))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    yield from caught.values()
+
+
+def fingerprint(layer: nn.Module) -> tuple:
+    """What makes two layers alike: classes, plain settings and shapes of parameters, all the way down.
+
+    Example:
+        >>> from genmodels.flows.linear import Flip
+        >>> fingerprint(Flip(3)) == fingerprint(Flip(3)), fingerprint(Flip(3)) == fingerprint(Flip(4))
+        (True, False)
+    """
+    return tuple(
+        (name, type(module).__name__, _settings(module),
+         *(tuple(t.shape) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None))
+        for name, module in layer.named_modules()
+    )
+
+
+def _settings(owner: object) -> tuple:
+    """The plain attributes of an object, and those of plain objects it holds."""
+    found = []
+    for key, value in sorted(vars(owner).items()):
+        if isinstance(value, bool | int | float | str | tuple | None) and key != "place":
+            found.append((key, str(value)))
+        elif hasattr(value, "__dict__") and not callable(value) and not key.startswith("_"):
+            found.append((key, type(value).__name__, _settings(value)))
+    return tuple(found)

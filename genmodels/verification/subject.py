@@ -1,0 +1,300 @@
+"""A bijection made ready to be judged: a copy of its own, inputs, and ways to run it that nothing can disturb."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.flows.bijection import Freeze, Inverse
+from genmodels.flows.composition import Compose
+from genmodels.flows.multiscale import MultiScale
+from genmodels.flows.scaling import Logit
+from genmodels.verification.check import NotApplicable
+
+Range = tuple[float, float]
+EVERYWHERE: Range = (-math.inf, math.inf)
+_INITIAL_ROWS = 64
+
+
+@dataclass
+class Subject:
+    """A bijection under judgement.
+
+    Arguments:
+        layer: the copy that is run: float64, evaluation mode, initialised, its parameters possibly perturbed.
+        blank: a copy as it was given, to load into.
+        x, z: (B, *event) float64 inputs of the two directions; they need not belong together.
+        cond: the condition of the B rows, None for a layer that takes none.
+        x_range, z_range: where the two directions are defined.
+        masks: whether laws of masks are asked for.
+        knots: values at which the layer might stumble.
+        max_dims: largest event of which a Jacobian is made of every row, whatever it costs.
+        patience: seconds that one Jacobian of a larger event may take.
+        starts_as_identity: whether the layer is the identity as it was given.
+        compiler: backend of torch.compile, None to leave compilation out.
+        fresh: makes another instance with the same options.
+        seed: seed of everything drawn here.
+    """
+
+    layer: nn.Module
+    blank: nn.Module
+    x: Tensor
+    z: Tensor
+    cond: Tensor | None = None
+    x_range: Range = EVERYWHERE
+    z_range: Range = EVERYWHERE
+    masks: bool = True
+    knots: Sequence[float] = ()
+    max_dims: int = 256
+    patience: float = 60.0
+    starts_as_identity: bool = False
+    compiler: str | None = "aot_eager"
+    fresh: Callable[[], nn.Module] | None = None
+    seed: int = 0
+    _small: tuple[Tensor, Tensor, Tensor | None] | None = field(default=None, init=False)
+
+    # ---- running the layer --------------------------------------------------------------------------------------
+
+    def raw(
+        self, value: Tensor, inverse: bool = False, *, cond: Tensor | None = None, mask: Tensor | None = None,
+        layer: nn.Module | None = None,
+    ) -> tuple[Tensor, Any]:
+        """What the layer returns, untouched; it is given copies, so that it can spoil nothing but them."""
+        layer = self.layer if layer is None else layer
+        cond = rows_of(self.cond, len(value)) if cond is None else cond
+        given = {name: v.clone() for name, v in (("cond", cond), ("mask", mask)) if v is not None}
+        return (layer.inverse if inverse else layer)(value.clone(), **given)
+
+    def run(self, value: Tensor, inverse: bool = False, **options) -> tuple[Tensor, Tensor]:
+        """The layer's result with a log-determinant for every row, even where a single one was returned.
+
+        So that a scalar log-determinant breaks the law on shapes and, if its value is right, no other.
+        """
+        result, logdet = self.raw(value, inverse, **options)
+        logdet = torch.as_tensor(logdet, dtype=None if torch.is_tensor(logdet) else result.dtype, device=result.device)
+        return result, logdet.expand(len(value)) if logdet.dim() == 0 else logdet
+
+    def directions(self) -> Iterator[tuple[str, bool, Tensor]]:
+        """Name, flag and input of the two directions."""
+        yield "forward", False, self.x
+        yield "inverse", True, self.z
+
+    def copy(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """Another copy of the layer."""
+        made = copy.deepcopy(self.layer)
+        return made if dtype is None else made.to(dtype)
+
+    def perturbed(self) -> nn.Module:
+        """A copy with every parameter moved."""
+        made = self.copy()
+        perturb(made, torch.Generator().manual_seed(self.seed + 1))
+        return made
+
+    # ---- inputs -------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one event."""
+        return tuple(self.x.shape[1:])
+
+    @property
+    def dims(self) -> int:
+        """Number of values of one event."""
+        return self.x[0].numel()
+
+    def generator(self, name: str = "") -> torch.Generator:
+        """A source of randomness that depends on the seed and the name alone."""
+        return torch.Generator().manual_seed(self.seed * 1000 + sum(map(ord, name)))
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether the layer says that it takes events of this shape."""
+        try:
+            getattr(self.layer, "out_shape", lambda shape: shape)(shape)
+        except (ValueError, ArithmeticError):
+            return False
+        return True
+
+    def cropped(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """x, z and cond of a part of the event with at most max_dims values; None where the layer takes none."""
+        if self._small is None:
+            self._small = self._crop()
+        return self._small
+
+    def _crop(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        channels, *space = self.shape
+        for smaller in sides(space, self.max_dims // channels):
+            if not self.fits((channels, *smaller)):
+                continue
+            x, cond = (crop(value, space, smaller) for value in (self.x, self.cond))
+            try:
+                with torch.no_grad():
+                    z = self.run(x.flip(0), cond=None if cond is None else cond.flip(0))[0]
+            except (ValueError, RuntimeError):
+                return None  # what it has learnt is tied to the size of the event
+            return x, z, cond
+        return None
+
+    @property
+    def takes_other_sizes(self) -> bool:
+        """Whether the layer says which events it takes; of any other module, a part of the event may be too little."""
+        return callable(getattr(self.layer, "out_shape", None))
+
+    def lengths(self) -> list[int]:
+        """For sequences: a valid length for every row, the first one full, the others shorter.
+
+        Raises:
+            NotApplicable: for other events, and for layers that take no masks or no other length.
+        """
+        if not self.masks or len(self.shape) != 2 or "mask" not in inspect.signature(self.layer.forward).parameters:
+            raise NotApplicable("masks are for sequences" if len(self.shape) != 2 else "takes no masks")
+        channels, length = self.shape
+        shorter = [n for n in range(1, length) if self.fits((channels, n))]
+        if not shorter:
+            raise NotApplicable(f"takes no length but {length}")
+        wanted = [shorter[len(shorter) // 2], shorter[0]]
+        return [length, *(wanted[i % 2] for i in range(len(self.x) - 1))]
+
+    def mask(self) -> Tensor:
+        """(B, 1, T): the first `lengths` positions are valid."""
+        positions = torch.arange(self.shape[-1], device=self.x.device)
+        return (positions < torch.tensor(self.lengths(), device=self.x.device)[:, None])[:, None]
+
+    def out_mask(self, mask: Tensor) -> Tensor:
+        """The mask of z."""
+        return getattr(self.layer, "out_mask", lambda mask: mask)(mask)
+
+
+def rows_of(cond: Tensor | None, count: int) -> Tensor | None:
+    """The conditions of `count` rows, those of the batch in turn."""
+    return None if cond is None else cond[torch.arange(count, device=cond.device) % len(cond)]
+
+
+def sides(space: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+    """Smaller sizes of a sequence or map with at most so many positions, the largest first.
+
+    Squares come last: on them height and width cannot be mistaken for one another.
+
+    Example:
+        >>> next(sides((64, 64), 85)), next(sides((1000,), 85)), next(sides((), 85), None)
+        ((10, 8), (85,), None)
+    """
+    if not space:
+        return
+    fitting = [s for s in itertools.product(*(range(1, min(n, most) + 1) for n in space)) if math.prod(s) <= most]
+    square = len(space) > 1
+    yield from sorted(fitting, key=lambda s: (square and len(set(s)) == 1, -min(s), -math.prod(s), s[::-1]))
+
+
+def crop(value: Tensor | None, space: list[int], smaller: list[int]) -> Tensor | None:
+    """A tensor (B, C, *space), or one with several values for each position, cropped; anything else as it is."""
+    if value is None or value.dim() != 2 + len(space):
+        return value
+    sides = [kept * (n // m) for kept, n, m in zip(smaller, value.shape[2:], space, strict=True)]
+    return value[(..., *map(slice, sides))].contiguous()
+
+
+@torch.no_grad()
+def perturb(module: nn.Module, generator: torch.Generator, amount: float = 0.3) -> None:
+    """Move every parameter at random, so that no start (zeros, the identity) can hide anything.
+
+    Matrices are moved by `amount` relative to their fan-in, which leaves a rotation well away from singular.
+    """
+    for parameter in module.parameters():
+        spread = amount / math.sqrt(max(1, parameter[0].numel())) if parameter.dim() > 1 else amount
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.add_((spread * noise).to(parameter.dtype).to(parameter.device))
+
+
+def ranges(layer: nn.Module) -> tuple[Range, Range]:
+    """Where a bijection's forward and inverse are defined: everywhere, but for the logit and what begins with it.
+
+    Example:
+        >>> ranges(Inverse(Logit(0.05)))
+        ((-inf, inf), (0.0, 1.0))
+    """
+    if isinstance(layer, Logit):
+        return (0.0, 1.0), EVERYWHERE
+    if isinstance(layer, Inverse):
+        return ranges(layer.bijection)[::-1]
+    if isinstance(layer, Freeze):
+        return ranges(layer.bijection)
+    parts = layer.layers if isinstance(layer, Compose) else layer.stages if isinstance(layer, MultiScale) else ()
+    return (ranges(parts[0])[0], ranges(parts[-1])[1]) if len(parts) else (EVERYWHERE, EVERYWHERE)
+
+
+def knots_of(layer: nn.Module) -> list[float]:
+    """The ends of every spline inside a layer, and its knots at the start of training."""
+    found = set()
+    for module in layer.modules():
+        bound, bins = getattr(module, "bound", None), getattr(module, "bins", None)
+        if isinstance(bound, int | float) and isinstance(bins, int):
+            found |= {-bound + 2 * bound * k / bins for k in range(bins + 1)}
+    return sorted(found)
+
+
+def draw(shape: tuple[int, ...], limits: Range, generator: torch.Generator) -> Tensor:
+    """Inputs that reach what is special about a layer: normal with deviation 1.5, or uniform on a bounded range."""
+    low, high = limits
+    if math.isinf(low) or math.isinf(high):
+        return 1.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
+def initialize(layer: nn.Module, x: Tensor, cond: Tensor | None, mask: Tensor | None = None, **options) -> None:
+    """The data-dependent initialisation of a layer on a batch."""
+    given = {name: value for name, value in (("cond", cond), ("mask", mask)) if value is not None}
+    with torch.no_grad():
+        layer.initialize(x.clone(), **given, **options)
+
+
+def waits(layer: nn.Module) -> bool:
+    """Whether a layer still waits for data."""
+    return hasattr(layer, "uninitialized") and next(iter(layer.uninitialized()), None) is not None
+
+
+def prepare(
+    layer: nn.Module, shape: Sequence[int], *, x: Tensor | None, z: Tensor | None, cond: Tensor | None, batch: int,
+    randomise: bool, initial: tuple[Tensor, Tensor | None] | None, x_range: Range | None, z_range: Range | None,
+    seed: int, **options,
+) -> Subject:
+    """The subject that a layer becomes: copied, doubled, perturbed, then initialised as training would do it."""
+    uses_cond = getattr(layer, "uses_cond", cond is not None)
+    if uses_cond and cond is None:
+        raise ValueError(f"{type(layer).__name__} needs a condition: give cond with a row for each example")
+    cond = cond if uses_cond else None
+    given = next((value for value in (x, z, cond) if value is not None), None)
+    batch = batch if given is None else len(given)
+    if batch < 2:
+        raise ValueError(f"at least two examples are needed to tell whether they are independent, got {batch}")
+    own_x_range, own_z_range = ranges(layer)
+    x_range, z_range = x_range or own_x_range, z_range or own_z_range
+    device = next((t.device for t in (*layer.parameters(), *layer.buffers())), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+
+    blank = copy.deepcopy(layer)
+    work = copy.deepcopy(layer).double().eval()
+    if randomise:
+        perturb(work, generator)
+    shape = tuple(shape)
+    x = draw((batch, *shape), x_range, generator).to(device) if x is None else x.detach().double()
+    if tuple(x.shape[1:]) != shape:
+        raise ValueError(f"x holds events of shape {tuple(x.shape[1:])}, not {shape}")
+    cond = cond.to(device).double() if cond is not None and cond.is_floating_point() else cond
+    if waits(work):
+        rows = draw((_INITIAL_ROWS, *shape), x_range, generator).to(device)
+        data, data_cond = (rows, rows_of(cond, len(rows))) if initial is None else initial
+        initialize(work, data.double(), data_cond)
+    subject = Subject(work, blank, x, x, cond, x_range, z_range, seed=seed, **options)
+    if z is None:
+        out = getattr(work, "out_shape", lambda shape: shape)(shape)
+        z = draw((batch, *out), z_range, generator).to(device)
+    subject.z = z.detach().double()
+    return subject

@@ -1,0 +1,125 @@
+"""Items and masks that a user names: numbers and picture files."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError, NotFinite, RunError
+from genmodels.data.vision import Digits
+from genmodels.evaluation.samples import draw, read_items, read_mask
+from genmodels.models.ddpm import DDPM
+from genmodels.models.energy import EnergyModel
+from genmodels.models.glow import Glow
+from genmodels.models.realnvp import RealNVP
+from genmodels.models.score import ScoreModel
+from genmodels.plots.images import images_of
+
+SPEC = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+
+
+@pytest.mark.parametrize("zoom", [8, 16, 80])
+def test_a_picture_of_an_item_comes_back_as_the_item(tmp_path, zoom):
+    x = torch.randint(0, 17, (1, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    images_of(x, SPEC, smallest=zoom)[0].save(tmp_path / "item.png")
+    batch = read_items([str(tmp_path / "item.png")], None, SPEC, "edit")
+    assert torch.equal(batch.x, x) and batch.cond is None
+
+
+def test_numbers_are_items_of_the_test_split_with_their_labels():
+    data = Digits().prepare()
+    truth = next(iter(data.loader("test", 2, [3, 17])))
+    batch = read_items([3, "17"], lambda: data, SPEC, "interpolate")
+    assert torch.equal(batch.x, truth.x) and torch.equal(batch.cond, truth.cond)
+
+
+def test_a_mask_is_white_where_the_item_is_kept(tmp_path):
+    pixels = np.zeros((16, 16, 3), dtype=np.uint8)
+    pixels[:, :8] = 255
+    Image.fromarray(pixels).save(tmp_path / "mask.png")
+    keep = read_mask(str(tmp_path / "mask.png"), SPEC, "mask")
+    assert keep.shape == (1, 8, 8) and keep.dtype == torch.bool
+    assert keep[:, :, :4].all() and not keep[:, :, 4:].any()
+
+
+def test_errors_name_the_key(tmp_path):
+    (tmp_path / "text.png").write_text("no picture")
+    Image.new("L", (8, 8), 255).save(tmp_path / "white.png")
+    Image.new("L", (8, 8), 0).save(tmp_path / "black.png")
+    with pytest.raises(ValueError, match="inpaint: there is no file nowhere.png"):
+        read_items(["nowhere.png"], None, SPEC, "inpaint")
+    with pytest.raises(ValueError, match="is not a picture"):
+        read_items([str(tmp_path / "text.png")], None, SPEC, "edit")
+    with pytest.raises(ValueError, match="no images"):
+        read_items(["a.png"], None, DataSpec("v", (2,), levels=None), "edit")
+    with pytest.raises(ValueError, match="nothing is left to draw"):
+        read_mask(str(tmp_path / "white.png"), SPEC, "mask")
+    with pytest.raises(ValueError, match="nothing is kept"):
+        read_mask(str(tmp_path / "black.png"), SPEC, "mask")
+
+
+DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+COUNTS = DataSpec("counts", (3,), levels=300)
+PLANE = DataSpec("plane", (2,))
+SMALL = {"channels": 8, "multipliers": [1], "blocks": 1}
+MODELS = {
+    "ddpm": (lambda: DDPM(DIGITS, net=SMALL, num_steps=10), {"steps": 3, "path": 2}),
+    "ddpm of points": (lambda: DDPM(PLANE, net={"hidden": 8, "depth": 1}, num_steps=10), {"steps": 3}),
+    "glow": (lambda: Glow(DIGITS, steps=1, hidden=8), {}),
+    "realnvp of counts": (lambda: RealNVP(COUNTS, hidden=8), {}),
+    "realnvp of points": (lambda: RealNVP(PLANE, hidden=8), {}),
+    "energy of counts": (lambda: EnergyModel(COUNTS, net={"hidden": [8]}), {"sampler": "ula", "steps": 4}),
+    "score": (lambda: ScoreModel(DIGITS, net=SMALL), {"steps": 3, "path": 2}),
+}
+
+
+def made(name):
+    model, options = MODELS[name]
+    model, generator = model(), torch.Generator().manual_seed(0)
+    shape = (32, *model.spec.event_shape)
+    levels = model.spec.levels
+    x = torch.randn(shape, generator=generator) if levels is None else torch.randint(levels, shape, generator=generator)
+    model.initialize(Batch(x, torch.arange(32) % 10, index=torch.arange(32)))
+    return model.eval(), options
+
+
+@pytest.mark.parametrize("temperature", [math.nan, math.inf, 1e30, -1.0, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_temperature_is_a_finite_number(name, temperature):
+    model, options = made(name)
+    with pytest.raises(InputError, match="temperature must be a finite number"):
+        draw(model, 2, progress=False, temperature=temperature, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_samples_that_are_not_finite_are_never_cast_to_integers(name):
+    model, options = made(name)
+    draw(made(name)[0], 5, batch_size=2, progress=False, weights="raw", **options)
+    weight = max(model.core.parameters(), key=torch.Tensor.numel)
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    with pytest.raises(RunError, match="^sample 3 is not finite|^chain 0 left all bounds"):
+        draw(model, 5, start=3, batch_size=2, progress=False, weights="raw", **options)
+
+
+def test_the_sample_that_is_not_finite_is_named():
+    """Of several batches it is the number within all of them, not the row of its own."""
+    model, _ = made("ddpm")
+    decode = model.decode
+
+    def spoilt(x):
+        x = x.clone()
+        x[spoilt.row, 0, 1, 1] = math.inf
+        spoilt.row = 1
+        return decode(x)
+
+    spoilt.row = slice(0, 0)
+    model.decode = spoilt
+    with pytest.raises(NotFinite, match="^sample 14 is not finite") as caught:
+        draw(model, 6, start=10, batch_size=3, progress=False, steps=2)
+    assert caught.value.row == 1

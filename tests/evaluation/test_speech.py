@@ -1,0 +1,261 @@
+"""The audit ranks by likelihood, and scores against length as a straight line says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from genmodels.core.data import Batch, DataSpec, TextCondition
+from genmodels.core.errors import InputError
+from genmodels.data.speech import Speech
+from genmodels.data.utterances import padded_tokens
+from genmodels.evaluation import speech as module
+from genmodels.evaluation import speech as speech_stage
+from genmodels.evaluation.checkpoint import Opened, Request
+from genmodels.evaluation.speech import against_length, audit, audit_notes, neighbours, picture_of_audit
+from genmodels.models.base import Samples
+from genmodels.models.glow_tts import GlowTTS
+from genmodels.speech.alignment import Alignment
+from genmodels.speech.text import CHARACTERS
+
+SIZES = [(3, 9), (5, 14), (2, 6), (4, 22), (6, 30)]
+
+
+def spec() -> DataSpec:
+    text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab"]}
+    return DataSpec("speech", (6, 64), mel={"sample_rate": 22050, "hop": 256}, statistics={"mean": -5.0, "std": 2.0},
+                    text=text)
+
+
+class Utterances:
+    """A data module of a few random mels, given in batches whose order is not that of the items."""
+
+    layout = None
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        self.mels = [-5 + (5 - k) * torch.randn(6, t, generator=generator) for k, (_, t) in enumerate(SIZES)]
+        self.tokens = [[2 + (k + i) % 20 for i in range(n)] for k, (n, _) in enumerate(SIZES)]
+
+    def split(self, name):
+        items = [SimpleNamespace(name=f"{k}.wav", text=f"text {k}") for k in range(len(SIZES))]
+        return type("Split", (list,), {"items": items})(items)
+
+    def loader(self, split, size, indices):
+        order = indices.tolist()[::-1]
+        for first in range(0, len(order), size):
+            rows = order[first : first + size]
+            longest = max(self.mels[k].shape[1] for k in rows)
+            x = torch.full((len(rows), 6, longest), -11.5)
+            for row, k in zip(x, rows, strict=True):
+                row[:, : self.mels[k].shape[1]] = self.mels[k]
+            mask = torch.stack([torch.arange(longest) < self.mels[k].shape[1] for k in rows])[:, None]
+            tokens, valid = padded_tokens([self.tokens[k] for k in rows])
+            yield Batch(x, TextCondition(tokens, valid), mask, torch.tensor(rows))
+
+
+@pytest.fixture(scope="module")
+def frame():
+    torch.manual_seed(0)
+    model = GlowTTS(spec(), encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1,
+                    duration_channels=8).eval()
+    opened = Opened(None, model, {}, Utterances(), Request(audit=True, batch_size=2), len(SIZES))
+    return SimpleNamespace(opened=opened, once=lambda stage, settings, compute: compute())
+
+
+def test_the_ranking_is_by_likelihood_and_tells_durations(frame):
+    likelihood = frame.opened.likelihood("log_likelihood", {})
+    rows = audit(frame, likelihood)
+    # Each utterance alone, by the model itself.
+    alone = {}
+    for k in range(len(SIZES)):
+        (batch,) = frame.opened.datamodule.loader("test", 1, torch.tensor([k]))
+        found = frame.opened.model.log_likelihood(batch)
+        alone[k] = float(-found.nats / found.dims)
+        said = frame.opened.model.aligned(batch).durations[0].tolist()
+        (row,) = [row for row in rows if row["index"] == k]
+        assert row["nats_per_dim"] == pytest.approx(alone[k], rel=1e-4)
+        assert row["durations"] == said and row["frames"] == sum(said) == SIZES[k][1] + SIZES[k][1] % 2
+        assert row["longest"]["frames"] == max(said) == said[row["longest"]["position"]]
+        assert row["tokens"] == [CHARACTERS[t] for t in frame.opened.datamodule.tokens[k]]
+        assert (row["name"], row["text"]) == (f"{k}.wav", f"text {k}")
+    assert [row["index"] for row in rows] == sorted(alone, key=alone.get, reverse=True)
+    assert [row["rank"] for row in rows] == [1, 2, 3, 4, 5]
+    by_nats = likelihood.nats.argsort().tolist()
+    assert [row["index"] for row in rows] != by_nats  # nats not divided by dimensions rank by length
+    assert f"{rows[0]['index']}.wav" in audit_notes(rows)[1] and len(audit_notes(rows)) == 12
+    assert picture_of_audit(frame.opened, rows).width > 300
+
+
+def test_the_evidence_for_texts_is_that_of_the_model(frame):
+    """Each utterance against all others here, whose texts are shorter than its sound; the least first in the notes."""
+    rows = audit(frame, frame.opened.likelihood("log_likelihood", {}))
+    data = frame.opened.datamodule
+    for row in rows:
+        k = row["index"]
+        (batch,) = data.loader("test", 1, torch.tensor([k]))
+        others = [tokens for j, tokens in enumerate(data.tokens) if j != k and len(tokens) <= row["frames"]]
+        assert row["evidence"] == pytest.approx(float(frame.opened.model.evidence(batch, [others])), abs=1e-5)
+    notes = audit_notes(rows)[7:]
+    least = min(rows, key=lambda row: row["evidence"])
+    assert f"{least['name']} " in notes[0] and len(notes) == len(rows)
+    assert [row["name"] for row in rows] != [line.split(": ")[1].split()[0] for line in notes]
+
+
+def test_texts_to_compare_with_are_near_in_length_and_others():
+    said = {k: ([k + 1] * (k + 1), 40) for k in range(20)} | {20: ([11] * 11, 40), 21: ([9] * 41, 50)}
+    found = neighbours(said, 10, count=4)  # item 20 says the same as item 10
+    assert found == [[10] * 10, [12] * 12, [9] * 9, [13] * 13]
+    assert all(len(text) <= 40 for text in neighbours(said, 10, count=99)) and len(neighbours(said, 10, count=99)) == 19
+    assert neighbours({0: ([1], 5)}, 0) == []
+
+
+def test_scores_are_those_of_a_line_fitted_by_numpy():
+    generator = np.random.default_rng(0)
+    frames = generator.integers(20, 900, 40).astype(float)
+    values = 1.2 - 0.1 * np.log(frames) + 0.05 * generator.standard_normal(40)
+    values[7] += 0.6
+    slope, level = np.polyfit(np.log(frames), values, 1)
+    rest = values - level - slope * np.log(frames)
+    expected = rest / np.sqrt((rest**2).sum() / 38)
+    found = against_length(torch.tensor(values), torch.tensor(frames))
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-9)
+    assert int(found.argmax()) == 7 and float(found[7]) > 4
+    # Length alone is no fault: what lies on the line is not far from it, whatever its value.
+    assert abs(float(found[int(frames.argmin())])) < 2.5
+    planted = (values - values.mean()) / values.std(ddof=2)
+    assert np.abs(planted - expected).max() > 0.1  # scores that forget length are seen
+
+
+def test_scores_without_enough_to_say():
+    three = torch.tensor([10.0, 20.0, 30.0])
+    assert against_length(torch.tensor([1.0, 2.0]), three[:2]) is None
+    assert against_length(torch.tensor([1.0, torch.inf, 2.0]), three) is None
+    assert against_length(torch.ones(3), three) is None
+    found = against_length(torch.tensor([1.0, 2.0, 1.5, torch.inf]), torch.tensor([10.0, 20.0, 30.0, 40.0]))
+    assert found[:3].isfinite().all() and found[3] == torch.inf
+
+
+def test_data_without_texts_are_refused():
+    model = SimpleNamespace(spec=DataSpec("digits", (1, 8, 8), levels=17))
+    with pytest.raises(InputError, match="audit: digits has no texts"):
+        audit(SimpleNamespace(opened=Opened(None, model, {}, None, Request(), 1)), None)
+
+
+def test_a_model_without_alignments_has_no_durations(frame, monkeypatch):
+    likelihood = frame.opened.likelihood("log_likelihood", {})
+    monkeypatch.setattr(module, "_durations", lambda opened: None)
+    rows = audit(frame, likelihood)
+    assert "durations" not in rows[0] and "longest" not in audit_notes(rows)[1]
+
+
+def test_it_is_done_when_asked_for():
+    assert Request(audit=True).wants("audit") and Request(audit=True, stages=["cost"]).wants("audit")
+    assert not Request().wants("audit")
+
+
+COUNT = 3
+
+
+class Parrot:
+    """A model that has heard the recordings: it says each as it is, or `slow`: every frame several times."""
+
+    family = "parrot"
+
+    def __init__(self, data: Speech, slow: int = 1, stops: bool = True):
+        self.spec, self.device, self.slow, self.stops = data.spec, torch.device("cpu"), slow, stops
+        self.items, self.split = data.split("test").items, data.split("test")
+
+    def sample(self, n, cond=None, *, text, seed, weights):
+        (k,) = [k for k, item in enumerate(self.items) if item.text == text]
+        batch = self.split.__getitems__([k])
+        mel = batch.x[:, :, : int(batch.mask.sum())].repeat_interleave(self.slow, 2)
+        made = {"not_stopped": [] if self.stops else [0], "words_missing_repeated": [[0, 0 if self.stops else 2]]}
+        mask = torch.ones(1, 1, mel.shape[2], dtype=torch.bool)
+        return Samples(mel, batch.cond, torch.tensor([0]), made, mask=mask,
+                       durations=torch.ones_like(batch.cond.tokens) * self.slow * batch.cond.mask[:, 0])
+
+    def aligned(self, batch, weights, seed):
+        return Alignment(batch.cond.mask[:, 0].long(), batch.cond.mask, torch.zeros(len(batch)))
+
+
+@pytest.fixture(scope="module")
+def data() -> Speech:
+    return Speech().prepare()
+
+
+def opened(data: Speech, **manner) -> Opened:
+    return Opened(None, Parrot(data, **manner), {}, data, Request(samples=COUNT), COUNT)
+
+
+def figures(own: Opened) -> dict:
+    batch = own.judged(COUNT)
+    texts = speech_stage._texts(batch, own.spec.text)
+    return speech_stage._beside(own, batch, *speech_stage._spoken(own, batch, texts))
+
+
+def test_texts_are_those_that_were_read(data):
+    own = opened(data)
+    assert speech_stage._texts(own.judged(COUNT), own.spec.text) == [i.text for i in data.split("test").items[:COUNT]]
+
+
+def test_recordings_played_back_are_perfect(data):
+    found = figures(opened(data))
+    assert found["mcd_mel13"] == 0 and found["length_ratio"] == 1 and found["duration_error"] == 0
+    assert not any(found["failures_per_100"].values()) and found["utterances"] == COUNT
+    assert found["real_time_factor"] > 0 and sum(found["sound"]) == pytest.approx(
+        sum(int(m.sum()) for m in opened(data).judged(COUNT).mask) * 256 / 22050)
+
+
+def test_what_is_wrong_is_seen(data):
+    found = figures(opened(data, slow=3, stops=False))
+    assert found["mcd_mel13"] == 0  # time is warped
+    assert found["length_ratio"] == 3 and found["duration_error"] == 2
+    failures = {"missing word": 0, "repeated word": 100, "no stop": 100, "length": 100, "any": 100}
+    assert found["failures_per_100"] == failures
+
+
+def test_recognition_is_under_its_ceilings(data, monkeypatch):
+    own = opened(data)
+    batch = own.judged(COUNT)
+    texts = speech_stage._texts(batch, own.spec.text)
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
+    spoken = speech_stage._spoken(own, batch, texts)[0]
+    spoken[0]["mel"] = spoken[0]["mel"] + 1.0
+
+    # It understands what it knows, and of all else nothing.
+    known = {float(speech_stage._own(batch, k)[:, 0].sum()): text for k, text in enumerate(texts)}
+    found = speech_stage._recognised(
+        own, batch, texts, spoken, lambda wave, rate: known.get(float(wave[0]), ""))
+    whole = found["curve"][-1]
+    assert whole["ceilings"]["recordings' mels vocoded"]["value"] < whole["rate"]["value"]
+    assert whole["ceilings"]["recordings"]["value"] == 1  # waves, which are not among the sums
+    assert found["word_error_rate"]["recordings"] == 1
+    assert len(found["heard"]) == COUNT and found["heard"][0] == ""
+
+
+def test_recordings_are_found_by_name(data):
+    paths = speech_stage._recordings(opened(data), COUNT)
+    assert [p.stem for p in paths] == [p.stem for p in paths if p.is_file()] and len(set(paths)) == COUNT
+    assert speech_stage._recordings(SimpleNamespace(datamodule=SimpleNamespace(split=lambda name: []),
+                                                    request=Request()), 1) is None
+
+
+def test_a_recogniser_hears_a_few_seconds(data, monkeypatch):
+    own = opened(data)
+    batch = own.judged(COUNT)
+    seconds = batch.mask.sum((1, 2)) * 256 / 22050
+    monkeypatch.setattr(speech_stage, "_HEARD", float(seconds.sum()) + 0.01)
+    assert speech_stage._heard(own, batch) == COUNT
+    monkeypatch.setattr(speech_stage, "_HEARD", 0.1)
+    assert speech_stage._heard(own, batch) == 2
+
+
+def test_notes_say_what_is_missing(data):
+    found = figures(opened(data)) | {"recognition": {"skipped": "no recogniser"}}
+    lines = speech_stage.spoken_notes(found)
+    assert "mcd_mel13" in lines[0] and "durations off by 0.00" in lines[0]
+    assert lines[-1] == "errors of characters were not counted: no recogniser"

@@ -1,0 +1,163 @@
+"""Planted errors in noise schedules and energies, each with the laws that must notice it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from genmodels.diffusion.schedule import CosineSchedule
+from genmodels.energy.function import EnergyFunction
+from genmodels.energy.known import DoubleWell, Quadratic
+from genmodels.verification.check import Report
+from genmodels.verification.densities import check_energy, check_schedule
+
+
+@dataclass(frozen=True)
+class PlantedKind:
+    """A broken schedule or energy and exactly the laws that are broken with it; none for a sound one."""
+
+    make: Callable
+    check: Callable[..., Report]
+    broken: frozenset[str] = field(default=frozenset())
+
+    def judge(self) -> Report:
+        """The verdict of every law."""
+        return self.check(self.make())
+
+
+class Rising(CosineSchedule):
+    """Time runs the other way."""
+
+    def log_snr(self, t):
+        return super().log_snr(1 - t)
+
+
+class Single(CosineSchedule):
+    """Float32, which is not enough near the ends."""
+
+    def log_snr(self, t):
+        return super().log_snr(t).float()
+
+
+class FactorTwo(CosineSchedule):
+    """The rate of the log of alpha / sigma instead of its square."""
+
+    def log_snr_rate(self, t):
+        return super().log_snr_rate(t) / 2
+
+
+class ShiftedTime(CosineSchedule):
+    """An inverse that is one step of a thousand late."""
+
+    def time_of(self, log_snr):
+        return super().time_of(log_snr) + 1e-3
+
+
+class FromStepZero(CosineSchedule):
+    """The betas of steps 0 .. T - 1."""
+
+    def betas(self, num_steps):
+        return super().betas(num_steps).roll(1)
+
+
+class Exploding(CosineSchedule):
+    """The signal is not scaled down."""
+
+    def alpha_sigma(self, t):
+        alpha, sigma = super().alpha_sigma(t)
+        return torch.ones_like(alpha), sigma / alpha
+
+
+class _Well(EnergyFunction):
+    """(|x|^2 - 1)^2, to be broken."""
+
+    def __init__(self):
+        super().__init__()
+        self.height = torch.nn.Parameter(torch.ones(()))
+
+    def energy(self, x, cond=None):
+        return self.height * (x.flatten(1).square().sum(1) - 1).square()
+
+
+class LostSign(_Well):
+    """A score uphill in energy."""
+
+    def score(self, x, cond=None):
+        return -super().score(x, cond)
+
+
+class BatchMean(_Well):
+    """The mean of the batch is subtracted."""
+
+    def energy(self, x, cond=None):
+        return super().energy(x - x.mean(0))
+
+
+class Flat(_Well):
+    """Bounded: exp(-E) has no integral."""
+
+    def energy(self, x, cond=None):
+        return super().energy(x).tanh()
+
+
+class Upside(_Well):
+    """The density is large where it should be small."""
+
+    def energy(self, x, cond=None):
+        return -super().energy(x)
+
+
+class Dead(_Well):
+    """A parameter that nothing depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+
+class Summed(_Well):
+    """One number for the whole batch."""
+
+    def energy(self, x, cond=None):
+        return super().energy(x).sum()[None]
+
+
+class Bent(Quadratic):
+    """Half of the curvature is missing."""
+
+    def jet(self, x, v):
+        value, slope, bend = super().jet(x, v)
+        return value, slope, bend / 2
+
+
+def _schedule(make, *broken: str) -> PlantedKind:
+    return PlantedKind(make, check_schedule, frozenset(broken))
+
+
+def _energy(make, *broken: str) -> PlantedKind:
+    return PlantedKind(make, lambda made: check_energy(made, (2,)), frozenset(broken))
+
+
+#: Sound ones, then one planted error after the other.
+PLANTED: dict[str, PlantedKind] = {
+    "nothing (schedule)": _schedule(CosineSchedule),
+    "time reversed": _schedule(Rising, "decreasing", "rate", "time of a level"),
+    "log-SNR in float32": _schedule(
+        Single, "shape and dtype", "variance preserving", "rate", "time of a level", "betas"
+    ),
+    "rate without the square": _schedule(FactorTwo, "rate"),
+    "inverse a step late": _schedule(ShiftedTime, "time of a level"),
+    "steps counted from zero": _schedule(FromStepZero, "betas"),
+    "signal not scaled": _schedule(Exploding, "variance preserving"),
+    "nothing (energy)": _energy(DoubleWell),
+    "nothing (jet)": _energy(lambda: Quadratic(torch.eye(2))),
+    "sign of the score": _energy(LostSign, "score"),
+    "mean of the batch": _energy(BatchMean, "rows independent", "score"),
+    "bounded energy": _energy(Flat, "falls off"),
+    "energy upside down": _energy(Upside, "falls off"),
+    "dead parameter of an energy": _energy(Dead, "gradients"),
+    "one energy for all": _energy(Summed, "shape", "rows independent", "score"),
+    "curvature halved": _energy(lambda: Bent(torch.eye(2)), "jet"),
+}

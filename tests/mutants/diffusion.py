@@ -1,0 +1,200 @@
+"""Planted errors in samplers and denoisers, each with the laws that must notice it."""
+
+from __future__ import annotations
+
+import torch
+
+from genmodels.diffusion import (
+    CosineSchedule,
+    DDIMSampler,
+    DDPMSampler,
+    Denoiser,
+    DPMSolverPP2MSampler,
+    EulerSampler,
+    HeunSampler,
+    V,
+)
+from genmodels.diffusion.denoiser import Prediction
+from genmodels.nn import MLPDenoiser
+from genmodels.verification.diffusion import check_denoiser, check_sampler
+from tests.mutants.densities import PlantedKind
+
+# ---- samplers ------------------------------------------------------------------------------------------------------
+
+
+class NoisyEnd(DDPMSampler):
+    """Noise at the last step too."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        out, memory = super().__call__(denoiser, x, t, s, memory, generator, cond, temperature)
+        if float(s) == 0:
+            _, sigma = denoiser.schedule.alpha_sigma(t)
+            out = out + temperature * sigma * torch.ones_like(out)
+        return out, memory
+
+
+class GlobalNoise(EulerSampler):
+    """Noise from the global generator, of which no seed is kept."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        out, memory = super().__call__(denoiser, x, t, s, memory, generator, cond, temperature)
+        return out + (1e-4 * torch.randn_like(out) if float(s) > 0 else 0), memory
+
+
+class Leaning(DDIMSampler):
+    """Every sample is drawn to the first of its batch."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        out, memory = super().__call__(denoiser, x, t, s, memory, generator, cond, temperature)
+        return (out + 1e-3 * (x[:1] - x) if float(s) > 0 else out), memory
+
+
+class InPlace(EulerSampler):
+    """The step overwrites the x it was given."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        out, memory = super().__call__(denoiser, x, t, s, memory, generator, cond, temperature)
+        return x.copy_(out), memory
+
+
+class Narrow(DDPMSampler):
+    """Seven tenths of the noise."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        mean, memory = super().__call__(denoiser, x, t, s, memory, generator, cond, 0.0)
+        out, _ = super().__call__(denoiser, x, t, s, memory, generator, cond, temperature)
+        return mean + 0.7 * (out - mean), memory
+
+
+class Hot(DDPMSampler):
+    """The temperature is forgotten."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        return super().__call__(denoiser, x, t, s, memory, generator, cond, 1.0)
+
+
+class HalfStep(HeunSampler):
+    """Each step goes along the slope half as far as it should."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        out, memory = super().__call__(denoiser, x, t, s, memory, generator, cond, temperature)
+        if float(s) == 0:
+            return out, memory
+        alpha_t, _ = denoiser.schedule.alpha_sigma(t)
+        alpha_s, _ = denoiser.schedule.alpha_sigma(s)
+        return ((out + alpha_s / alpha_t * x) / 2), memory
+
+
+class Always32(DPMSolverPP2MSampler):
+    """Arithmetic in float32, whatever was asked."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        return super().__call__(denoiser, x.float(), t, s, memory, generator, cond, temperature)
+
+
+# ---- denoisers -----------------------------------------------------------------------------------------------------
+
+
+def _prediction(x, log_snr, output, x0, eps, v, score=None) -> Prediction:
+    sigma = torch.sigmoid(-log_snr).sqrt().view(-1, *[1] * (x.dim() - 1)).to(x)
+    return Prediction(output, sigma, x0=lambda: x0, eps=lambda: eps, v=lambda: v, score=score)
+
+
+class Broken(Denoiser):
+    """A denoiser of points in the plane that predicts v, to be broken: `change(prediction, x, log_snr)`."""
+
+    def __init__(self, change=lambda found, x, log_snr: found):
+        super().__init__(MLPDenoiser((2,), hidden=8), CosineSchedule(), V())
+        self.change = change
+
+    def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None):
+        return self.change(super().at_log_snr(x, log_snr, cond, mask, estimate), x, log_snr)
+
+
+def _flipped_noise(p, x, log_snr):
+    return _prediction(x, log_snr, p.output, p.x0, -p.eps, p.v, score=lambda: p.score)
+
+
+def _swapped_v(p, x, log_snr):
+    return _prediction(x, log_snr, p.output, p.x0, p.eps, -p.v)
+
+
+def _unscaled_score(p, x, log_snr):
+    return _prediction(x, log_snr, p.output, p.x0, p.eps, p.v, score=lambda: -p.eps)
+
+
+def _other_output(p, x, log_snr):
+    return _prediction(x, log_snr, p.eps, p.x0, p.eps, p.v)
+
+
+def _centred(p, x, log_snr):
+    alpha = torch.sigmoid(log_snr).sqrt()[:, None].to(x)
+    sigma = torch.sigmoid(-log_snr).sqrt()[:, None].to(x)
+    x0 = p.x0 - p.x0.mean(0)
+    eps = (x - alpha * x0) / sigma
+    v = alpha * eps - sigma * x0
+    return _prediction(x, log_snr, v, x0, eps, v)
+
+
+def _undefined_at_one(p, x, log_snr):
+    alpha = torch.sigmoid(log_snr).sqrt()[:, None].to(x)
+    sigma = torch.sigmoid(-log_snr).sqrt()[:, None].to(x)
+    alpha = torch.where(alpha < 1e-2, 0.0, alpha)
+    x0 = torch.where(alpha > 0, (x - sigma * p.eps) / alpha, torch.nan)
+    return _prediction(x, log_snr, p.output, x0, p.eps, p.v)
+
+
+def _single(p, x, log_snr):
+    return _prediction(x, log_snr, p.output.float(), p.x0, p.eps, p.v)
+
+
+class Counting(Broken):
+    """Moves x a little at every call."""
+
+    def at_log_snr(self, x, log_snr, cond=None, mask=None, estimate=None):
+        found = super().at_log_snr(x, log_snr, cond, mask, estimate)
+        found.x0, found.eps, found.v, found.score  # noqa: B018 - each is computed when it is first read
+        x.add_(1e-3)
+        return found
+
+
+class Idle(Broken):
+    """A parameter that nothing depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+
+def _sampler(make, *broken: str) -> PlantedKind:
+    return PlantedKind(make, check_sampler, frozenset(broken))
+
+
+def _denoiser(change, *broken: str) -> PlantedKind:
+    make = change if isinstance(change, type) else lambda: Broken(change)
+    return PlantedKind(make, lambda made: check_denoiser(made, (2,)), frozenset(broken))
+
+
+#: Sound ones, then one planted error after the other.
+PLANTED: dict[str, PlantedKind] = {
+    "nothing (sampler)": _sampler(HeunSampler),
+    "nothing (noisy sampler)": _sampler(DDPMSampler),
+    "noise at the end": _sampler(NoisyEnd, "clean end", "point mass"),
+    "noise without a seed": _sampler(GlobalNoise, "pure step", "rows independent", "temperature"),
+    "samples lean on the first": _sampler(Leaning, "rows independent", "path", "spread"),
+    "x overwritten": _sampler(InPlace, "pure step"),
+    "too little noise": _sampler(Narrow, "spread"),
+    "temperature forgotten": _sampler(Hot, "temperature"),
+    "half a step": _sampler(HalfStep, "no signal", "path", "spread"),
+    "float32 always": _sampler(Always32, "dtype", "point mass"),
+    "nothing (denoiser)": _denoiser(Broken),
+    "sign of the noise": _denoiser(_flipped_noise, "signal and noise", "v", "score", "training target"),
+    "sign of v": _denoiser(_swapped_v, "v"),
+    "score without sigma": _denoiser(_unscaled_score, "score"),
+    "output of another meaning": _denoiser(_other_output, "training target"),
+    "mean of the batch (denoiser)": _denoiser(_centred, "rows independent"),
+    "no estimate at t = 1": _denoiser(_undefined_at_one, "both ends"),
+    "output in float32": _denoiser(_single, "shape and dtype", "training target"),
+    "x moved": _denoiser(Counting, "nothing modified", "signal and noise", "rows independent"),
+    "dead parameter of a denoiser": _denoiser(Idle, "gradients"),
+}

@@ -1,0 +1,326 @@
+"""The proof kit: every law notices the error planted for it and nothing else, and says so in words."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from genmodels.flows.bijection import Freeze, Inverse
+from genmodels.flows.composition import Compose
+from genmodels.flows.scaling import Logit, Shift
+from genmodels.verification import bijections as laws_of_jacobians
+from genmodels.verification import maps as laws_of_maps
+from genmodels.verification.bijections import LAWS, check_bijection
+from genmodels.verification.check import NOT_APPLICABLE, LawBroken, Laws, Measured, NotApplicable, Report, Verdict
+from genmodels.verification.subject import perturb, prepare, ranges
+from tests.mutants.bijections import PLANTED
+from tests.mutants.bijections_couplings import Bend, Couple
+from tests.mutants.bijections_layers import FlippedSigns, Offset, PlainFlag, Stretch
+
+NO_COMPILER = {"compiler": None}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_exactly_the_right_laws_are_broken(name):
+    planted = PLANTED[name]
+    torch.manual_seed(0)
+    report = planted.judge(compiler="eager")
+    assert set(report.broken) == planted.broken, str(report)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("name", PLANTED)
+def test_whatever_the_seed(name, seed):
+    planted = PLANTED[name]
+    torch.manual_seed(seed)
+    report = planted.judge(compiler=None, seed=seed)
+    assert set(report.broken) == planted.broken - {"compiled"}, str(report)
+
+
+def test_every_law_has_a_planted_error():
+    assert set().union(*(planted.broken for planted in PLANTED.values())) == set(LAWS.laws)
+
+
+class Asinh(nn.Module):
+    """A sound layer of plain torch, its log-determinant multiplied by a factor or, at 1, right."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return torch.asinh(x), -self.factor * 0.5 * torch.log1p(x.square()).flatten(1).sum(1)
+
+    def inverse(self, z):
+        return torch.sinh(z), self.factor * torch.log(torch.cosh(z)).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("factor, said", [(-1.0, "its sign is wrong"), (1 / 6, "number of positions is missing"),
+                                          (1 / 18, "mean in the place of a sum"), (1.3, None)])
+def test_the_usual_mistakes_are_named(factor, said):
+    assert not check_bijection(Asinh(), (3, 2, 3), **NO_COMPILER).broken  # nobody promised it half precision
+    report = check_bijection(Asinh(factor), (3, 2, 3), **NO_COMPILER)
+    assert {"log-det forward", "log-det inverse"} <= set(report.broken)
+    assert (said or "says") in str(report) and (said is not None or "(it" not in str(report))
+
+
+# ---- what is judged, and how ----
+
+
+def test_the_layer_itself_is_not_touched():
+    layer = PlainFlag(3)
+    before = copy.deepcopy(layer.state_dict())
+    check_bijection(layer, (3, 4, 4), **NO_COMPILER)
+    assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
+    assert not layer.initialized and layer.training and layer.log_scale.dtype == torch.float32
+
+
+def test_parameters_are_moved_unless_told_otherwise():
+    offset = FlippedSigns(3)  # at the start log |det| = 0, whatever the sign
+    assert check_bijection(offset, (3, 2, 2), randomise=False, **NO_COMPILER).passed
+    assert not check_bijection(offset, (3, 2, 2), **NO_COMPILER).passed
+
+
+class Plain(nn.Module):
+    """A user's own module: no base class, neither condition nor mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return x * self.log_scale.exp(), self.log_scale.sum().expand(len(x)).clone()
+
+    def inverse(self, z):
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        return z * (-self.log_scale).exp(), -self.log_scale.sum().expand(len(z)).clone()
+
+
+def test_a_module_that_is_no_bijection_of_ours():
+    report = check_bijection(Plain(), (4,), compiler="eager").raise_if_failed()
+    assert report["padding"].status == NOT_APPLICABLE and report["log-det forward"].status == "passed"
+    assert check_bijection(Plain(), (3, 4), only=["padding"])["padding"].note == "takes no masks"
+
+
+class OneLogTwo(Plain):
+    """z = 2 x + 1 with the log-determinant of a single value."""
+
+    def forward(self, x):
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return 2 * x + 1, torch.full_like(x[:, :1].flatten(1)[:, 0], math.log(2))
+
+    def inverse(self, z):
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        return (z - 1) / 2, torch.full_like(z[:, :1].flatten(1)[:, 0], -math.log(2))
+
+
+class SquareCount(Stretch):
+    """Counts H W positions as H H, which squares cannot tell."""
+
+    def _forward(self, x, cond, mask):
+        z, logdet = super()._forward(x, cond, mask)
+        return z, logdet * x.shape[2] / x.shape[3]
+
+    def _inverse(self, z, cond, mask):
+        x, logdet = super()._inverse(z, cond, mask)
+        return x, logdet * z.shape[2] / z.shape[3]
+
+
+LOG_DETS = ["log-det forward", "log-det inverse"]
+
+
+@pytest.mark.parametrize("shape", [(300,), (1, 28, 28)])
+def test_a_wrong_log_det_of_a_large_event_is_noticed(shape):
+    report = check_bijection(OneLogTwo(), shape, only=LOG_DETS)
+    assert report.broken == LOG_DETS and f"is {math.log(2) * math.prod(shape):.9g}" in report[LOG_DETS[0]].note
+
+
+def test_large_events_are_cropped_to_what_is_not_square():
+    report = check_bijection(Offset(3), (3, 64, 64), only=LOG_DETS)
+    assert report.broken == LOG_DETS and "at (3, 10, 8)" in report["log-det forward"].note
+    assert check_bijection(SquareCount(3), (3, 64, 64), only=LOG_DETS).broken == LOG_DETS
+    assert check_bijection(Stretch(3), (3, 64, 64), only=LOG_DETS).passed
+    assert check_bijection(Couple(400), (400,), only=LOG_DETS).passed
+
+
+def test_what_is_too_large_is_not_proven():
+    report = check_bijection(OneLogTwo(), (5000,), only=[*LOG_DETS, "round trip"])
+    assert report.unproven == LOG_DETS and not report.failures and not report.passed
+    assert "2 NOT PROVEN, 1 law holds" in str(report) and "too large" in report["log-det forward"].note
+    assert report.to_dict()["passed"] is False
+    with pytest.raises(LawBroken, match="log-det inverse  NOT PROVEN"):
+        report.raise_if_failed()
+    slow = check_bijection(Couple(400), (400,), only=LOG_DETS, patience=1e-9)
+    assert slow.unproven == LOG_DETS and "more patience" in slow["log-det forward"].note
+    # A module that does not say which events it takes cannot be convicted by a part of one.
+    doubtful = check_bijection(OneLogTwo(), (2, 64, 64), only=LOG_DETS)
+    assert doubtful.unproven == LOG_DETS and "says 0.693147181" in doubtful["log-det forward"].note
+
+
+def test_jacobian_of_a_known_map():
+    subject = prepare(Compose([Stretch(2)], (2, 2)), (2, 2), x=None, z=None, cond=None, batch=2, randomise=True,
+                      initial=None, x_range=None, z_range=None, seed=0)
+    scale = subject.layer.layers[0].log_scale.exp().repeat_interleave(2)
+    found = laws_of_jacobians.jacobian(subject, subject.x, None, 1, False)
+    assert torch.allclose(found, torch.diag(scale), atol=1e-14)
+
+
+def test_where_the_logit_is_defined():
+    line, unit = (-math.inf, math.inf), (0.0, 1.0)
+    assert ranges(Compose([Logit(), Shift(1.0)], (2,))) == (unit, line)
+    assert ranges(Inverse(Compose([Logit(), Shift(1.0)], (2,)))) == (line, unit)
+    assert ranges(Freeze(Logit())) == (unit, line) and ranges(Compose([], (2,))) == (line, line)
+    check_bijection(Compose([Logit(), Shift(1.0)], (2, 3, 3)), (2, 3, 3), **NO_COMPILER).raise_if_failed()
+
+
+def test_own_inputs_and_conditions_are_used():
+    x = torch.full((2, 4), 2.0)
+    wrong = {"round trip": 1e-300}
+    report = check_bijection(Couple(cond=1), (4,), x=x, cond=torch.tensor([[1.0], [2.0]]), only=["round trip"],
+                             tolerances=wrong)
+    assert report["round trip"].tolerance == 1e-300
+    same = check_bijection(Couple(cond=1), (4,), x=x, cond=torch.ones(2, 1), only=["condition"])
+    assert same["condition"].status == NOT_APPLICABLE and "same condition" in same["condition"].note
+    unused = check_bijection(Couple(), (4,), cond=torch.ones(2, 1), only=["condition", "round trip"])
+    assert unused.passed and unused["condition"].note == "takes no condition"
+
+
+def test_what_cannot_be_judged_is_an_error():
+    with pytest.raises(ValueError, match="did you mean 'round trip'"):
+        check_bijection(Stretch(3), (3,), only=["round-trip"])
+    with pytest.raises(ValueError, match="there is no law 'colour'"):
+        check_bijection(Stretch(3), (3,), tolerances={"colour": 1.0})
+    with pytest.raises(ValueError, match="needs a condition"):
+        check_bijection(Couple(cond=2), (4,))
+    with pytest.raises(ValueError, match="at least two examples"):
+        check_bijection(Stretch(3), (3,), batch=1)
+    with pytest.raises(ValueError, match=r"events of shape \(3,\), not \(4,\)"):
+        check_bijection(Stretch(3), (4,), x=torch.zeros(2, 3))
+
+
+def test_a_layer_that_raises_breaks_the_law_it_raises_in():
+    report = check_bijection(Stretch(3), (4, 2), only=["round trip", "condition"])
+    assert report.broken == ["round trip"] and "raised RuntimeError" in report["round trip"].note
+
+
+def test_watching():
+    seen = []
+    check_bijection(Stretch(3), (3,), only=["float32", "round trip"], watch=lambda law: seen.append(law.name))
+    assert seen == ["round trip", "float32"]
+
+
+@pytest.mark.parametrize("amount", [0.3])
+def test_perturbation_moves_everything_and_keeps_rotations_invertible(amount):
+    layer = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Conv2d(3, 5, 3)})
+    nn.init.orthogonal_(layer["a"].weight)
+    before = copy.deepcopy(layer.state_dict())
+    perturb(layer, torch.Generator().manual_seed(0), amount)
+    assert all((before[name] != value).all() for name, value in layer.state_dict().items())
+    assert torch.linalg.svdvals(layer["a"].weight.detach()).min() > 0.1
+
+
+class Spikes(Stretch):
+    """z = x + 0.999 sin(40 x) / 40: as steep as a spline with narrow bins, inverted by bisection."""
+
+    exact_inverse = False
+
+    def _forward(self, x, cond, mask):
+        return x + 0.999 * torch.sin(40 * x) / 40, (1 + 0.999 * torch.cos(40 * x)).log().flatten(1).sum(1)
+
+    def _inverse(self, z, cond, mask):
+        low, high = z - 0.1, z + 0.1
+        for _ in range(60):
+            middle = (low + high) / 2
+            below = middle + 0.999 * torch.sin(40 * middle) / 40 < z
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return low, -self._forward(low, cond, mask)[1]
+
+
+@pytest.mark.parametrize("layer", [Spikes(2), Bend()])
+def test_densities_with_peaks_and_knots_have_mass_one(layer):
+    found = check_bijection(layer, (2,), only=["integrates to one"])["integrates to one"]
+    assert found.status == "passed" and found.error < 3e-4
+
+
+class Kinked(Couple):
+    """z_2 = x_2 + relu(x_1 - 2e-5): a kink that a step of finite differences from zero reaches along some ways."""
+
+    def _forward(self, x, cond, mask):
+        return torch.stack([x[:, 0], x[:, 1] + (x[:, 0] - 2e-5).relu()], 1), x.new_zeros(len(x))
+
+    def _inverse(self, z, cond, mask):
+        return torch.stack([z[:, 0], z[:, 1] - (z[:, 0] - 2e-5).relu()], 1), z.new_zeros(len(z))
+
+
+@pytest.mark.parametrize(("ways", "right"), [(1, False), (5, True)])
+def test_a_kink_nearby_is_no_wrong_gradient(monkeypatch, ways, right):
+    monkeypatch.setattr(laws_of_jacobians, "_WAYS", ways)
+    monkeypatch.setattr(laws_of_jacobians, "_STEPS", (1e-5,))
+    zero = torch.zeros(3, 2)
+    reports = [check_bijection(Kinked(2), (2,), x=zero, z=zero, only=["gradients"], seed=seed) for seed in range(30)]
+    assert all(report.passed for report in reports) == right
+
+
+# ---- reports ----
+
+
+def test_a_report_in_words():
+    torch.manual_seed(0)
+    report = check_bijection(Offset(3), (3, 2, 2), **NO_COMPILER)
+    text = str(report)
+    assert text.startswith("Offset (3, 2, 2): 2 laws broken") and "FAILED" in text and "1e-08" in text
+    assert "autograd" not in text and "says" in report["log-det forward"].note
+    with pytest.raises(LawBroken, match="log-det forward") as caught:
+        report.raise_if_failed()
+    assert "round trip" not in str(caught.value)
+    plain = report.to_dict()
+    assert plain["passed"] is False and {law["status"] for law in plain["laws"]} == {
+        "passed", "failed", "not applicable"
+    }
+
+
+def test_nan_is_no_pass_and_no_json_number():
+    laws = Laws()
+
+    @laws.add("finite", 1.0, "the number is small")
+    def finite(number):
+        if number is None:
+            raise NotApplicable("no number")
+        return Measured(number)
+
+    for bad in (math.nan, math.inf):
+        (verdict,) = laws.judge(bad)
+        assert verdict.failed
+        assert Report("number", (verdict,)).to_dict()["laws"][0]["error"] is None
+    (verdict,) = laws.judge(None)
+    assert verdict.status == NOT_APPLICABLE and verdict.error is None
+    (verdict,) = laws.judge(2.0, tolerances={"finite": 3.0})
+    assert verdict.status == "passed"
+
+
+def test_what_is_wrong_with_the_machine_is_not_held_against_the_layer():
+    laws = Laws()
+
+    @laws.add("fits", 0.0, "there is room")
+    def fits(_):
+        raise RuntimeError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(laws.judge(None))
+
+
+@pytest.mark.parametrize(
+    ("found", "true", "error"),
+    [((1.0, 3.0), (1.0, 4.0), 0.2), ((math.nan,), (1.0,), math.inf), ((1.0,), (1.0, 1.0), math.inf), ((), (), 0.0)],
+)
+def test_relative_error(found, true, error):
+    assert laws_of_maps.relative(torch.tensor(found), torch.tensor(true)) == pytest.approx(error)
+
+
+def test_verdict_row():
+    assert Verdict("a", "passed", 1e-12, 1e-10, "n").row() == ["a", "passed", "1.0e-12", "1e-10", "n"]
