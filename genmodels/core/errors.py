@@ -104,7 +104,7 @@ def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Text from a file as one line for a terminal: characters that are not shown, line feeds too, are escaped.
+    r"""Text from a file as one line for a terminal: characters that are not shown, line feeds too, are escaped.
 
     Example:
         >>> printable("name: \x1b]0;title\x07 \u202eexe")

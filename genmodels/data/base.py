@@ -156,7 +156,8 @@ class DataModule(pl.LightningDataModule):
 
     def warnings(self) -> list[str]:
         """One line per thing that does not stop a training, but should be looked at."""
-        return [fault for fault in self._faults() if _CONSTANT not in fault] + self.notes()
+        loaded = self._loaded is not None  # what cannot be loaded has problems, and nothing to note
+        return [fault for fault in self._faults() if _CONSTANT not in fault] + (self.notes() if loaded else [])
 
     def notes(self) -> list[str]:
         """The few lines of the warnings that a training says by itself: what it does that its settings do not say."""

@@ -183,6 +183,20 @@ _LABELLED = 500  # items whose class a likelihood is asked for
 _STEPS, _TEMPERATURES, _SWEPT = (5, 10, 20, 50), (0.5, 0.7, 0.85, 1.0), 500
 
 
+def share_outside(outside: Tensor | None) -> dict | None:
+    """The mean share of values outside the levels' range over samples (n,), and its standard error.
+
+    Example:
+        >>> share_outside(torch.tensor([0.0, 0.5, 0.0, 0.5]))["share"], share_outside(None)
+        (0.25, None)
+    """
+    if outside is None or len(outside) < 2:
+        return None
+    n = len(outside)
+    values = outside.double()
+    return {"share": float(values.mean()), "error": float(values.std()) / math.sqrt(n), "n": n}
+
+
 class FidelityStage:
     """Samples of a model, all from one seed, and what they are like."""
 
@@ -293,7 +307,7 @@ class FidelityStage:
             start = time.monotonic()
             samples = self.frame.opened.draw(n)
             return {"x": samples.x, "cond": samples.cond, "index": samples.index, "made": samples.made,
-                    "seconds": time.monotonic() - start}
+                    "outside": samples.outside, "seconds": time.monotonic() - start}
 
         if self._samples is None or len(self._samples["x"]) < n:
             self._samples = self.frame.once("samples", {**self.frame.sampling_settings(), "n": n}, compute)
@@ -305,7 +319,8 @@ class FidelityStage:
             if samples[key] is not None:
                 self.frame.arrays[f"samples_{key}"] = samples[key][:shown]
         self.frame.report["samples"] = {"x": "samples_x", "cond": None if samples["cond"] is None else "samples_cond",
-                                        "index": "samples_index", "made": samples["made"]}
+                                        "index": "samples_index", "made": samples["made"],
+                                        "outside": share_outside(samples["outside"])}
 
     def _asked_classes(self) -> dict:
         """p(y|x) of a flow that is told classes: how often the true class is the likeliest."""

@@ -64,7 +64,7 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
         if bar is not None:
             bar.close()
     together = {name: joined([getattr(p, name) for p in parts])
-                for name in ("x", "cond", "index", "mask", "durations")}
+                for name in ("x", "cond", "index", "mask", "durations", "outside")}
     path = None if parts[0].path is None else torch.cat([p.path.cpu() for p in parts], dim=1)
     return Samples(made=dict(parts[0].made), path=path, **together)
 

@@ -90,6 +90,17 @@ class Dequantize(nn.Module):
         # In float64 the product with a float32 number is exact, so that cells end where the clamp of v ends them.
         return (require_finite_rows(v).double() * self.levels).floor().clamp(0, self.levels - 1).to(kind)
 
+    def outside(self, v: Tensor) -> Tensor:
+        """The share of the values of each row that lie outside [0, 1), where no cell is; (B,) float64.
+
+        `to_levels` moves them to the end levels, which a dequantised likelihood does not count.
+
+        Example:
+            >>> UniformDequantize(4).outside(torch.tensor([[0.0, 0.99], [-0.1, 0.5], [1.0, 1.2]]))
+            tensor([0.0000, 0.5000, 1.0000], dtype=torch.float64)
+        """
+        return ((v < 0) | (v >= 1)).double().flatten(1).mean(1)
+
     def initialize(
         self,
         x: Tensor,

@@ -133,9 +133,12 @@ class DiscreteFlow(nn.Module):
         length: int | None = None,
     ) -> Tensor:
         """Integers (n, *event); the arguments are those of `Flow.sample`."""
-        _, cond = self._conds(cond)
-        v = self.flow.sample(n, cond, temperature=temperature, generator=generator, mask=mask, length=length)
-        return self.quantise(v)
+        return self.quantise(
+            self.points(n, cond, temperature=temperature, generator=generator, mask=mask, length=length))
+
+    def points(self, n: int, cond: Tensor | None = None, **options) -> Tensor:
+        """What `sample` quantises: points (n, *event) of the flow's density, some of them perhaps outside [0, 1)."""
+        return self.flow.sample(n, self._conds(cond)[1], **options)
 
     def class_posterior(
         self,

@@ -317,7 +317,9 @@ class EnergyModel(ScoreMatched):
         )
         made = {"sampler": sampler, "steps": chosen.steps, "seed": seed, "weights": str(weights)}
         made |= {"inverse_temperature": inverse_temperature, **found}
-        return Samples(self._decode(z), None, index, made, seen.kept)
+        with torch.no_grad():
+            outside = self.encoding.outside(z.to(self.encoding.scale.dtype))
+        return Samples(self._decode(z), None, index, made, seen.kept, outside=outside)
 
     def _decode(self, z: Tensor) -> Tensor:
         with torch.no_grad():

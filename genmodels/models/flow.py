@@ -260,9 +260,14 @@ class FlowModel(GenerativeModel):
         mask = frames_of(lengths, index, self.spec)
         given = {} if mask is None else {"mask": mask}
         with torch.no_grad():
-            x = self.weights(weights).sample(n, labels, temperature=temperature, generator=noise, **given)
+            core, outside = self.weights(weights), None
+            if self.spec.levels is None:
+                x = core.sample(n, labels, temperature=temperature, generator=noise, **given)
+            else:
+                v = core.points(n, labels, temperature=temperature, generator=noise, **given)
+                x, outside = core.quantise(v), core.dequantize.outside(v)
         made = {"sampler": "inverse", "seed": seed, "weights": str(weights), "temperature": temperature}
-        return Samples(silent_beyond(self._units(x), mask, self.spec), labels, index, made, mask=mask)
+        return Samples(silent_beyond(self._units(x), mask, self.spec), labels, index, made, mask=mask, outside=outside)
 
     def _units(self, x: Tensor) -> Tensor:
         return x.to(torch.uint8) if self.spec.levels is not None and self.spec.levels <= 256 else x

@@ -374,10 +374,10 @@ class ScoreModel(ScoreOde, GenerativeModel):
                 device=self.device,
                 callback=lambda done, z: seen(done, lambda: self.encoding.decode(z)),
             )  # fmt: skip
-            x = self.encoding.decode(z)
+            x, outside = self.encoding.decode(z), self.encoding.outside(z)
         made = {"sampler": sampler, "steps": steps, "evaluations": evaluations, "seed": seed}
         made |= {"weights": str(weights), "inverse_temperature": inverse_temperature}
-        return Samples(x, labels, index, made, seen.kept)
+        return Samples(x, labels, index, made, seen.kept, outside=outside)
 
     def pictures(self) -> dict[str, Image.Image]:
         """In the plane: the field of scores at the smallest noise level, beside the truth where it is known."""

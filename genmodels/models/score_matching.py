@@ -108,14 +108,22 @@ class Encoding(nn.Module):
 
     def decode(self, z: Tensor) -> Tensor:
         """The data that z stands for; integers are those of the cell."""
+        v = self._points(z)
+        if self.dequantize is None:
+            return v
+        levels = self.dequantize.to_levels(v)
+        return levels.to(torch.uint8) if self.spec.levels <= 256 else levels
+
+    def outside(self, z: Tensor) -> Tensor | None:
+        """The share of each row's values that `decode` moves to the end levels, (B,); None for continuous data."""
+        return None if self.dequantize is None else self.dequantize.outside(self._points(z))
+
+    def _points(self, z: Tensor) -> Tensor:
+        """z without whitening and logit: continuous data, or points of the unit cube."""
         if self.rotation is not None:
             z = torch.linalg.solve(self.rotation.T, z.T).T
         y = z * self.scale + self.location
-        if self.dequantize is None:
-            return y
-        v = y if self.logit is None else self.logit.inverse(y)[0]
-        levels = self.dequantize.to_levels(v)
-        return levels.to(torch.uint8) if self.spec.levels <= 256 else levels
+        return y if self.logit is None else self.logit.inverse(y)[0]
 
     def _continuous(self, x: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
         if self.dequantize is not None:

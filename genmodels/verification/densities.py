@@ -150,7 +150,7 @@ def check_energy(energy: nn.Module, shape: Sequence[int], *, seed: int = 0, batc
         True
     """
     generator = torch.Generator().manual_seed(seed)
-    x, v = (torch.randn(batch, *energy_shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    x, v = (torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for _ in range(2))
     subject = EnergySubject(copy.deepcopy(energy).double(), x, v)
     return Report(f"{type(energy).__name__}, an energy", tuple(ENERGY_LAWS.judge(subject)))
 

@@ -109,7 +109,7 @@ def test_tables_without_a_density(tmp_path, capsys):
     said = {}
     for name, table in tables.items():
         np.save(tmp_path / f"{name}.npy", table.astype("float32"))
-        code = doctor.main(["data=arrays", f"data.file={tmp_path / name}.npy"])
+        code = doctor.main(["data=arrays", f"data.file={tmp_path / name}.npy", "data.batch_size=64"])
         said[name] = (code, capsys.readouterr().out.split(" data: ")[1])
     assert said["sound"][0] == 0 and "look at" not in said["sound"][1]
     assert said["constant"][0] == 1 and "constant: column 2 is constant: leave it out" in said["constant"][1]

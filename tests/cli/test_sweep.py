@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import types
@@ -81,6 +82,13 @@ def test_a_point_leaves_no_process_group_behind(points, monkeypatch, tmp_path):
 def test_nothing_starts_when_a_point_is_wrong(points, capsys, wrong):
     assert cli.main(["train", "-m", *wrong.split()]) == 2
     assert points == [] and capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_log_of_a_point_is_kept(points):
+    """Hydra's own `disabled` logging would silence every logger that exists, and log.txt with it."""
+    logger = logging.getLogger("genmodels")
+    assert cli.main(["train", "-m", "seed=0,3"]) == 0
+    assert not logger.disabled
 
 
 def test_interruption_ends_the_sweep(points, monkeypatch, capsys):

@@ -123,3 +123,23 @@ def test_the_sample_that_is_not_finite_is_named():
     with pytest.raises(NotFinite, match="^sample 14 is not finite") as caught:
         draw(model, 6, start=10, batch_size=3, progress=False, steps=2)
     assert caught.value.row == 1
+
+
+def test_the_report_says_how_much_mass_lies_outside():
+    from genmodels.core.data import Batch, DataSpec
+    from genmodels.evaluation.sample_quality import share_outside
+    from genmodels.evaluation.samples import draw
+    from genmodels.models.energy import EnergyModel
+    from genmodels.models.realnvp import RealNVP
+
+    spec = DataSpec("pixels", (1, 4, 4), levels=16)
+    for model in (RealNVP(spec), EnergyModel(spec)):
+        if isinstance(model, RealNVP):
+            batch = Batch(torch.randint(16, (32, 1, 4, 4), generator=torch.Generator().manual_seed(0)),
+                          index=torch.arange(32))
+            model.initialize(batch)
+        options = {} if isinstance(model, RealNVP) else {"steps": 2}
+        samples = draw(model, 6, batch_size=4, progress=False, weights="raw", **options)
+        assert samples.outside.shape == (6,) and share_outside(samples.outside)["n"] == 6
+        alone = draw(model, 1, start=5, progress=False, weights="raw", **options)
+        assert torch.equal(alone.outside, samples.outside[5:])

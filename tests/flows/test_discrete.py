@@ -501,3 +501,17 @@ def test_a_logistic_base_has_masses_by_its_distribution_function():
     )
     torch.testing.assert_close(nats, torch.full((16,), -2 * math.log(4)).double(), rtol=0, atol=1e-6)
     assert float(stderr.max()) < 1e-6
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.2])
+def test_the_mass_outside_the_levels_is_that_of_the_closed_form(alpha):
+    """A Gaussian behind a logit: P(sigmoid(y) not in [alpha, 1 - alpha)) = 2 Phi(logit(alpha))."""
+    flow = DiscreteFlow(UniformDequantize(16), Flow(Logit(alpha), StandardNormal((3,))))
+    v = flow.points(20_000, generator=torch.Generator().manual_seed(0))
+    outside = flow.dequantize.outside(v)
+    expected = 2 * torch.special.ndtr(torch.logit(torch.tensor(alpha, dtype=torch.float64)))
+    error = outside.std() / math.sqrt(len(outside))
+    assert abs(outside.mean() - expected) < 4 * error
+    one_end = (v < 0).double().mean()  # a mutant: what lies above the last level is forgotten
+    assert abs(one_end - expected) > 4 * error
+    assert torch.equal(flow.sample(20_000, generator=torch.Generator().manual_seed(0)), flow.quantise(v))

@@ -58,7 +58,7 @@ def test_other_packages_must_be_trusted(monkeypatch):
 def test_options():
     with pytest.raises(InputError, match="did you mean 'warmup_steps'"):
         build({"_target_": OPTIMIZER, "warmup_step": 3})
-    with pytest.raises(InputError, match="Optimizer: .*lr must not be negative"):
+    with pytest.raises(InputError, match="Optimizer: .*lr must be finite and not negative"):
         build({"_target_": OPTIMIZER, "lr": -1})
     with pytest.raises(InputError, match="_target_"):
         build({"lr": 1})

@@ -212,6 +212,8 @@ def test_bad_input():
         make_attention("dot", 8)
     with pytest.raises(ValueError, match="dropout"):
         model(dropout=1.0)
-    for wrong in ({"temperature": -1.0}, {"threshold": 1.0}, {"max_frames": 0}):
-        with pytest.raises(ValueError, match="max_frames be at least 1"):
+    cases = [({"temperature": -1.0}, "temperature must be"), ({"threshold": 1.0}, "max_frames be at least 1"),
+             ({"max_frames": 0}, "max_frames be at least 1")]
+    for wrong, said in cases:
+        with pytest.raises(ValueError, match=said):
             model().sample(torch.tensor([[1]]), generator=keyed([0]), **wrong)
