@@ -254,8 +254,9 @@ class TextModel(GenerativeModel):
 
     def make_encoder(self, options: TextEncoder | dict | None, speaker_channels: int) -> TextEncoder:
         """The text encoder of these options, told the speaker where there are several."""
-        return construct(TextEncoder, len(self.spec.text["symbols"]), self.spec.event_shape[0],
-                         speaker_channels=speaker_channels if self.spec.speakers else 0, **(options or {}))
+        speakers = speaker_channels if self.spec.speakers else 0
+        return construct(
+            TextEncoder, len(self.spec.text["symbols"]), self.spec.event_shape[0], speakers, **(options or {}))
 
     def keyed(self, batch: Batch, seed: int) -> tuple[Batch, KeyedGenerator]:
         """A batch to be judged, of even lengths, and its noise, which is keyed by item."""

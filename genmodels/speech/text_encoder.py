@@ -72,6 +72,7 @@ class TextEncoder(nn.Module):
         self,
         symbols: int,
         n_mels: int = 80,
+        speaker_channels: int = 0,
         *,
         channels: int = 192,
         depth: int = 6,
@@ -79,7 +80,6 @@ class TextEncoder(nn.Module):
         hidden: int = 768,
         window: int = 4,
         dropout: float = 0.1,
-        speaker_channels: int = 0,
         learn_sigma: bool = False,
     ):
         super().__init__()

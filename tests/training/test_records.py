@@ -21,11 +21,13 @@ from genmodels.core.checkpoint import read_header
 from genmodels.core.data import DataSpec
 from genmodels.data.vision import Digits
 from genmodels.models.build import build
+from tests.models import texts
 
 WORDS = ["model=nsf", "data=toy", "trainer=smoke", "trainer.max_steps=4", "trainer.validate_every_n_steps=2",
          "trainer.sample_every_n_steps=0", "trainer.log_every_n_steps=1", "trainer.progress=false", "data.n_train=200",
          "data.n_val=50", "data.n_test=50", "model.hidden=16", "model.optimizer.lr=0.002"]  # fmt: skip
 
+TEXT_MODELS = ("glow_tts", "mel_ddpm", "mel_energy", "tacotron")
 OPTIMIZER = "genmodels.models.optimizer.Optimizer"
 
 
@@ -111,11 +113,14 @@ def test_the_log_holds_the_figures_and_no_advertisements(run):
 @pytest.mark.parametrize("words", [
     ["model=ddpm"], ["model=ddpm", "data=toy"], ["model=score", "data=toy"], ["model=energy", "data=toy"],
     ["model=energy", "model.network=unet", "~preset"], ["model=realnvp"], ["model=glow"], ["model=maf", "data=toy"],
+    *([f"model={name}", "data=speech", "model.encoder.depth=1"] for name in TEXT_MODELS),
 ])  # fmt: skip
 def test_a_whole_configuration_builds_the_same_model(words):
     with composer("train") as hydra:
         config = hydra.compose(words)
-    spec = Digits().prepare().spec if "Digits" in config["data"]["_target_"] else DataSpec("toy_moons", (2,))
+    toy = DataSpec("toy_moons", (2,))
+    specs = {"Digits": lambda: Digits().prepare().spec, "Toy": lambda: toy, "Speech": texts.spec}
+    spec = specs[config["data"]["_target_"].rpartition(".")[2]]()
 
     def made(node):
         torch.manual_seed(0)
