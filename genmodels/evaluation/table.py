@@ -318,7 +318,7 @@ def _on_model(report: dict) -> list[str]:
         notes += spoken_notes(report["speech"])
     if "memorisation" in fidelity:
         notes.append(f"{fidelity['n']} samples against as many held-out items; {fidelity['memorisation']['said']}")
-    outside = (report["samples"] or {}).get("outside")
+    outside = (report.get("samples") or {}).get("outside")
     if outside:
         share = f"{outside['share']:.3%} +- {outside['error']:.3%}"
         notes.append(f"{share} of the values of {outside['n']} samples lay outside the range of the levels and were "

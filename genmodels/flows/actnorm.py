@@ -182,4 +182,5 @@ def scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         >>> scaled(torch.ones(1, 2), torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0]))
         tensor([[2., 4.]])
     """
-    return batch_norm(x, torch.zeros_like(scale), torch.ones_like(scale), scale, shift, training=False, eps=0.0)
+    # Some versions of torch refuse eps = 0; 0.75 + 0.25 is exactly one.
+    return batch_norm(x, torch.zeros_like(scale), torch.full_like(scale, 0.75), scale, shift, training=False, eps=0.25)
