@@ -74,7 +74,7 @@ def test_showing_the_configuration_runs_nothing(fake_train, capsys):
     assert "seed: 3" in capsys.readouterr().out
     assert cli.main(["train", "--keys"]) == 0
     keys = capsys.readouterr().out
-    assert "model.optimizer.lr=" in keys and "* data.batch_size=64" in keys and "checkpoint.every_n_steps=" in keys
+    assert "model.optimizer.lr=" in keys and "* data.batch_size=32" in keys and "checkpoint.every_n_steps=" in keys
     assert fake_train == []
 
 
