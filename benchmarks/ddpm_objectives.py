@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 OBJECTIVES = {
-    "simple": [],
-    "simple, min-SNR": ["model.weighting=min_snr"],
+    "simple": ["model.objective=simple", "model.variance=beta_tilde"],
+    "simple, min-SNR": ["model.objective=simple", "model.weighting=min_snr", "model.variance=beta_tilde"],
     "hybrid": ["model.objective=hybrid", "model.variance=learned"],
-    "bound": ["model.objective=vlb"],
+    "bound": ["model.objective=vlb", "model.variance=beta_tilde"],
     "bound, learned variance": ["model.objective=vlb", "model.variance=learned"],
-    "bound, continuous time": ["model.objective=continuous"],
+    "bound, continuous time": ["model.objective=continuous", "model.variance=beta_tilde"],
 }
 SAMPLERS = {"dpmpp_2m_20": {"sampler": "dpmpp_2m", "steps": 20}, "ddpm_50": {"sampler": "ddpm", "steps": 50}}
 

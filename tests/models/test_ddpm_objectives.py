@@ -190,7 +190,7 @@ TRAIN = [
     "train", "model=ddpm", "data=digits", "model.net.channels=8", "model.num_steps=20", "logger=csv",
     "trainer.progress=false", "trainer.sample_every_n_steps=0", "trainer.limit_validation=1", "data.batch_size=32",
     "model.schedule=learned", "model.objective=continuous", "model.time_sampler=loss_aware",
-    "model.self_conditioning=true", "model.optimizer.decay=none",
+    "model.variance=beta_tilde", "model.self_conditioning=true", "model.optimizer.decay=none",
 ]  # fmt: skip
 
 
