@@ -401,7 +401,7 @@ BAD = [
     ("sample", ["ckpt=RUN", "temperature=-1"], 2, "temperature"),
     ("sample", ["ckpt=RUN", "out=x.jpg"], 2, ".png"),
     ("sample", ["ckpt=RUN", "device=cuda:9"], 2, "device=cuda:9"),
-    ("sample", ["ckpt=RUN", "ema=0.5"], 2, "0.999"),
+    ("sample", ["ckpt=RUN", "ema=0.5"], 2, "0.998"),
     ("sample", ["ckpt=text.ckpt"], 1, "not a genmodels checkpoint"),
     ("evaluate", ["ckpt=RUN", "draws=0"], 2, "draws"),
     ("evaluate", ["ckpt=RUN", "draws=1000"], 2, "29"),
