@@ -344,7 +344,7 @@ def test_the_way_between_two_items(tmp_path):
 def test_flows_of_points_have_an_exact_density(tmp_path, words):
     genmodels("train", *words, "data=toy", *QUICK, "run_dir=run", cwd=tmp_path)
     assert (tmp_path / "run" / "samples" / "step_000012.png").is_file()
-    assert "KL gap" in genmodels("evaluate", "ckpt=run", "limit=50", "stages=[likelihood,proofs]", cwd=tmp_path).stdout
+    assert "KL gap" in genmodels("evaluate", "ckpt=run", "limit=50", "stages=[likelihood,checks]", cwd=tmp_path).stdout
     report = json.loads((tmp_path / "run" / "report_first50.json").read_text())
     assert report["likelihood"][0]["kind"] == "exact" and report["likelihood"][0]["se_mc"] is None
 
@@ -354,7 +354,7 @@ def test_points_in_the_plane(tmp_path, words):
     genmodels("train", "model=ddpm", *words, *QUICK, "model.num_steps=30", "run_dir=run", cwd=tmp_path)
     assert (tmp_path / "run" / "samples" / "step_000012.png").is_file()
     genmodels("sample", "ckpt=run", "n=100", "path=way.gif", cwd=tmp_path)
-    done = genmodels("evaluate", "ckpt=run", "limit=50", "stages=[likelihood,proofs]", cwd=tmp_path)
+    done = genmodels("evaluate", "ckpt=run", "limit=50", "stages=[likelihood,checks]", cwd=tmp_path)
     assert "exact entropy" in done.stdout and "nats" in done.stdout
     report = json.loads((tmp_path / "run" / "report_first50.json").read_text())
     assert report["likelihood"][0]["kl_gap"] == pytest.approx(

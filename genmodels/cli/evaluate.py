@@ -1,4 +1,4 @@
-"""`genmodels evaluate`: likelihoods with their kinds and errors, samples, proofs and cost, of one model or of many."""
+"""`genmodels evaluate`: likelihoods with their kinds and errors, samples, checks and cost, of one model or of many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def run(
     ckpt: str | list[str],
     split: Literal["train", "val", "test"] = "test",
     out: str | None = None,
-    stages: list[Literal["likelihood", "fidelity", "cost", "proofs"]] | None = None,
+    stages: list[Literal["likelihood", "fidelity", "cost", "checks"]] | None = None,
     draws: int | Literal["auto", "all"] = "auto",
     replicates: int = 2,
     bound: Literal["auto", "discrete", "continuous", "both"] = "auto",
@@ -30,7 +30,7 @@ def run(
     ood: str | list[str] | None = None,
     ood_data: dict | None = None,
     audit: bool = False,
-    proofs: Literal["default", "full"] = "default",
+    checks: Literal["default", "full"] = "default",
     rank: Literal["kind", "across"] = "kind",
     batch_size: int = 256,
     processes: int = 1,
@@ -49,7 +49,7 @@ def run(
         split: train, val or test.
         out: the report's file (one checkpoint) or folder (several); default report.json beside each checkpoint, and
             the table of several in the folder they share.
-        stages: what is judged, any of likelihood, fidelity, cost, proofs; default all.
+        stages: what is judged, any of likelihood, fidelity, cost, checks; default all.
         draws: terms of a diffusion bound: all of them, or a number of strata with one term each; auto is all where that
             takes at most 100,000 network evaluations, else 5 to 100 strata.
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
@@ -76,7 +76,7 @@ def run(
         ood: another data set (fashion_mnist, ...), or noise or shuffled: which does the model find likelier?
         ood_data: options of that data set, such as ood_data.root.
         audit: rank the utterances of a split, the least likely first, to find wrong transcripts and broken clips.
-        proofs: the default ones, bounded to a minute, or full.
+        checks: the default ones, bounded to a minute, or full.
         rank: rank lines within each kind of likelihood, or across kinds, telling how each may err.
         batch_size: items judged at once.
         processes: processes that share the items and the samples.
@@ -109,7 +109,7 @@ def run(
         stages=stages, importance_samples=counts, draws=draws, replicates=replicates, bound=bound,
         partition={key: value for key, value in partition.items() if value is not None}, ode=ode,
         ode_options=ode_options or {}, samples=samples, sampler=sampler, steps=steps, temperature=temperature,
-        features=features, force=force, sweeps=sweeps or [], ood=others or [], ood_data=ood_data or {}, proofs=proofs,
+        features=features, force=force, sweeps=sweeps or [], ood=others or [], ood_data=ood_data or {}, checks=checks,
         audit=audit, data=data or {}, trust=trust or [],
     )  # fmt: skip
 

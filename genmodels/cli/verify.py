@@ -1,4 +1,4 @@
-"""`genmodels verify`: is a model, a layer, a sampler, an attention what it says it is? A verdict for every law."""
+"""`genmodels verify`: checks of models, layers, noise schedules, samplers, energies and attention."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(
     logger: dict | None = None,
     checkpoint: dict | None = None,
 ) -> None:
-    """Prove a model or a part of your own against its laws: flows, diffusion, energies, attention.
+    """Check numerically that a model, or a part of your own, is correct: flows, diffusion, energies, attention.
 
     Arguments:
         model: a model as in training; its parameters are drawn at random, then it is initialised on the data.
@@ -53,16 +53,16 @@ def run(
             function that returns one; needs trust, and shape but for schedules and samplers. Or attention: every
             mechanism of this package, or the one that object names.
         object: with what=attention, package.module:factory of your own; factory(dim, heads) makes a module (x, mask).
-        capabilities: what that module says of itself, as in [relative,cache,causal]; each names further laws.
+        capabilities: what that module says of itself, as in [relative,cache,causal]; each names further checks.
         shape: event shape for what, as in shape=[3,8,8]; of attention on maps height and width.
         options: arguments of the class that what or object names.
         cond: condition of what, labels:10, vector:4 or map:2 for classes, length or channels.
-        out: file for the verdicts; default verify.json beside a checkpoint, none otherwise.
-        verbose: every law of every layer, also those that do not apply.
+        out: file for the results; default verify.json beside a checkpoint, none otherwise.
+        verbose: every check of every layer, also those that do not apply.
         seed: seed of parameters and inputs.
-        compiler: backend for the law on torch.compile, none to leave it out.
+        compiler: backend for the check of torch.compile, none to leave it out.
         max_dims: largest event of which a whole Jacobian is made of every row; of larger ones of one row, or of a part.
-        patience: seconds that one Jacobian of a larger event may take; what takes longer is not proven.
+        patience: seconds that one Jacobian of a larger event may take; what takes longer is not verified.
         ema: averaged weights (true), raw ones (false), or the average of one decay.
         device: auto, cpu, cuda, ...
         progress: whether a bar is shown.
@@ -112,19 +112,19 @@ def run(
         findings = _model(model, data, ckpt, ema, device, trust or [], how)
     print(findings.text(verbose))
     _write(findings, out, ckpt)
-    if findings.failures:
-        more = f" and {len(findings.failures) - 6} more" if len(findings.failures) > 6 else ""
-        count = f"{len(findings.failures)} law{'' if len(findings.failures) == 1 else 's'} broken"
-        raise RunError(f"{count}: {', '.join(findings.failures[:6])}{more}{_not_proven('; ', findings)}")
+    if findings.failed:
+        more = f" and {len(findings.failed) - 6} more" if len(findings.failed) > 6 else ""
+        count = f"{len(findings.failed)} check{'' if len(findings.failed) == 1 else 's'} failed"
+        raise RunError(f"{count}: {', '.join(findings.failed[:6])}{more}{_not_verified('; ', findings)}")
     if not findings.passed:
-        raise RunError(f"no law is broken, but {_not_proven('', findings)}")
-    checks = sum(v.error is not None for report in findings.reports for v in report.verdicts)
-    print(f"\nevery law holds: {checks} checks in {time.monotonic() - start:.0f} s")
+        raise RunError(f"no check failed, but {_not_verified('', findings)}")
+    checks = sum(check.error is not None for report in findings.reports for check in report.checks)
+    print(f"\nevery check passed: {checks} checks in {time.monotonic() - start:.0f} s")
 
 
-def _not_proven(before: str, findings: Findings) -> str:
-    more = f" and {len(findings.unproven) - 6} more" if len(findings.unproven) > 6 else ""
-    return f"{before}NOT PROVEN: {', '.join(findings.unproven[:6])}{more}" if findings.unproven else ""
+def _not_verified(before: str, findings: Findings) -> str:
+    more = f" and {len(findings.unverified) - 6} more" if len(findings.unverified) > 6 else ""
+    return f"{before}not verified: {', '.join(findings.unverified[:6])}{more}" if findings.unverified else ""
 
 
 def _write(findings, out: str | None, ckpt: str | None) -> None:
@@ -137,16 +137,16 @@ def _write(findings, out: str | None, ckpt: str | None) -> None:
         return
     place = Path(ckpt or ".")
     target = Path(out) if out is not None else (place if place.is_dir() else place.parent) / "verify.json"
-    text = json.dumps({"format": 1, **findings.to_dict()}, indent=1, allow_nan=False)
+    text = json.dumps({"format": 2, **findings.to_dict()}, indent=1, allow_nan=False)
     write_whole(target, lambda file: file.write(text + "\n"), mode="w")
-    print(f"verdicts: {target}")
+    print(f"results: {target}")
 
 
 def _model(
     model: dict | None, data: dict | None, ckpt: str | None, ema: bool | float, device: str, trust: list[str],
     how: Options,
 ) -> Findings:  # fmt: skip
-    """The proof of a model from configuration, or of a trained one."""
+    """The checks of a model from configuration, or of a trained one."""
     from pathlib import Path
 
     import torch
@@ -157,7 +157,7 @@ def _model(
     from genmodels.models.build import build
     from genmodels.models.checkpoint import choose_device, data_options, load_model, weights_of
     from genmodels.training.trainer import initial_batch
-    from genmodels.verification.models import prove
+    from genmodels.verification.models import verify
 
     if ckpt is None:
         datamodule = build(data, trust=trust).prepare()
@@ -184,13 +184,13 @@ def _model(
     rows = spread_rows(len(datamodule.split("val")), _ROWS)
     batch = next(iter(datamodule.loader("val", _ROWS, rows))).to(network.device)
     initial = initial_batch(datamodule, _INITIAL).to(network.device) if ckpt is None else None
-    return prove(network, fresh, batch, initial, how)
+    return verify(network, fresh, batch, initial, how)
 
 
 def _own(
     what: str, shape: list[int] | None, options: dict, cond: str | None, trust: list[str], how: Options
 ) -> Findings:
-    """The proof of something of a user's own."""
+    """The checks of something of a user's own."""
     from genmodels.core.errors import InputError
 
     maker = _located(what, trust)
@@ -205,7 +205,7 @@ def _own(
 
     import torch
 
-    from genmodels.verification.flows import prove_bijection
+    from genmodels.verification.flows import verify_bijection
 
     def make() -> nn.Module:
         try:
@@ -223,7 +223,7 @@ def _own(
                          "(uses_cond is false, or forward has no cond): leave cond out")
     torch.manual_seed(how.seed)
     try:
-        return prove_bijection(make, shape, conditions, how)
+        return verify_bijection(make, shape, conditions, how)
     except InputError:
         raise
     except ValueError as error:
@@ -282,14 +282,14 @@ _DIM, _HEADS = 8, 2
 
 
 def every_mechanism(*, compiler: str | None, seed: int, progress: bool):
-    """The verdicts on all mechanisms of the package."""
-    from genmodels.verification.attention import LAWS, MECHANISMS, Survey
+    """The checks of all attention mechanisms of the package."""
+    from genmodels.verification.attention import CHECKS, MECHANISMS, Survey
     from genmodels.verification.check import counting
 
     findings = Survey()
-    with counting(len(MECHANISMS) * len(LAWS.laws), progress) as watch:
+    with counting(len(MECHANISMS) * len(CHECKS.specs), progress) as watch:
         for name, mechanism in MECHANISMS.items():
-            findings.wholes.append(mechanism.judge(name, compiler=compiler, seed=seed, watch=watch))
+            findings.wholes.append(mechanism.check(name, compiler=compiler, seed=seed, watch=watch))
     return findings
 
 
@@ -297,10 +297,10 @@ def own_attention(
     maker: Callable, what: str, capabilities: list[str], space: list[int] | None, options: dict,
     *, compiler: str | None, seed: int, progress: bool,
 ):  # fmt: skip
-    """The verdicts on the module of a user's factory, `factory(dim, heads, ...)`."""
+    """The checks of the module of a user's factory, `factory(dim, heads, ...)`."""
     import torch
 
-    from genmodels.verification.attention import LAWS, check
+    from genmodels.verification.attention import CHECKS, check
     from genmodels.verification.check import Findings, counting
 
     sizes = {"dim": _DIM, "heads": _HEADS, **options}
@@ -328,7 +328,7 @@ def own_attention(
 
     torch.manual_seed(seed)
     module = make()
-    with counting(len(LAWS.laws), progress) as watch:
+    with counting(len(CHECKS.specs), progress) as watch:
         try:
             report = check(
                 module, dim, capabilities=capabilities, space=None if space is None else tuple(space), fresh=fresh,
@@ -345,7 +345,7 @@ _HAS = ("log_snr", "energy", "schedule", "at_log_snr")
 def own_kind(
     maker: Callable, what: str, shape: list[int] | None, options: dict, condition: Callable | None, seed: int
 ):
-    """The verdicts on a user's noise schedule, energy, denoiser or sampler; None for what is none of them.
+    """The checks of a user's noise schedule, energy, denoiser or sampler; None for what is none of them.
 
     Arguments:
         maker: a class, a function that makes one, or a sampler that is a function.
@@ -405,4 +405,4 @@ def _without(kind: str, shape: list[int] | None, condition: Callable | None) -> 
     if shape:
         raise InputError(f"{kind} has no shape: leave shape={shape} out")
     if condition is not None:
-        raise InputError(f"{kind} is judged without a condition: leave cond out")
+        raise InputError(f"{kind} is checked without a condition: leave cond out")

@@ -90,16 +90,25 @@ def refusals() -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
+#: Keys and choices of former versions, for hints (docs/migration.md).
+_RENAMED = {"proofs": "checks"}
+
+
 def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
-    """The entry of `names` most like `name`, or None when nothing comes close.
+    """The entry of `names` most like `name` (or its new name), or None when nothing comes close.
 
     Example:
         >>> nearest("dpmm", ["ddpm", "glow"])
         'ddpm'
+        >>> nearest("proofs", ["likelihood", "checks"])
+        'checks'
     """
     import difflib
 
-    found = difflib.get_close_matches(str(name), [str(n) for n in names], n=1, cutoff=cutoff)
+    names = [str(n) for n in names]
+    if _RENAMED.get(str(name)) in names:
+        return _RENAMED[str(name)]
+    found = difflib.get_close_matches(str(name), names, n=1, cutoff=cutoff)
     return found[0] if found else None
 
 

@@ -1,1 +1,1 @@
-"""One evaluation for every family: likelihoods, proofs, comparison, reports."""
+"""One evaluation for every family: likelihoods, checks, comparison, reports."""

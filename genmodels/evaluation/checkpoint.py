@@ -27,7 +27,7 @@ from genmodels.models.checkpoint import weights_of
 from genmodels.training.run import training_time
 
 #: What there is to judge, in the order in which it is done.
-STAGES = ("likelihood", "audit", "ood", "fidelity", "cost", "proofs", "sweeps")
+STAGES = ("likelihood", "audit", "ood", "fidelity", "cost", "checks", "sweeps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Request:
         sweeps: `steps`, `temperature`: further samples at several values of these.
         ood, ood_data: names of other data sets, and options of theirs.
         audit: rank utterances by likelihood.
-        proofs: `default` is bounded to about a minute, `full` is not.
+        checks: `default` is bounded to about a minute, `full` is not.
         data, trust: options of the data set, and further packages.
 
     Raises:
@@ -78,7 +78,7 @@ class Request:
     ood: Sequence[str] = ()
     ood_data: dict = field(default_factory=dict)
     audit: bool = False
-    proofs: str = "default"
+    checks: str = "default"
     data: dict = field(default_factory=dict)
     trust: Sequence[str] = ()
 
@@ -104,7 +104,7 @@ class Request:
         """Whether a stage is done.
 
         Example:
-            >>> Request().wants("proofs"), Request().wants("ood"), Request(stages=["cost"]).wants("proofs")
+            >>> Request().wants("checks"), Request().wants("ood"), Request(stages=["cost"]).wants("checks")
             (True, False, False)
         """
         asked = {"audit": self.audit, "ood": bool(self.ood), "sweeps": bool(self.sweeps)}.get(stage, True)
@@ -312,7 +312,7 @@ class Frame:
         opened, header, request = self.opened, self.opened.header, self.opened.request
         spec = opened.spec
         return {
-            "format": 1,
+            "format": 2,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "genmodels": {
                 "version": __version__, "torch": torch.__version__, "python": platform.python_version(),
@@ -331,7 +331,7 @@ class Frame:
                 "levels": spec.levels, "units": "levels" if spec.levels else "the data's own",
                 "mel": spec.mel, "num_classes": spec.num_classes, "class_names": list(spec.class_names),
             },
-            "likelihood": [], "references": [], "items": {}, "profile": {}, "drift": {}, "proofs": [], "fidelity": {},
+            "likelihood": [], "references": [], "items": {}, "profile": {}, "drift": {}, "checks": [], "fidelity": {},
             "sampling": {}, "sweeps": [], "samples": {}, "neighbours": {}, "density": {}, "ood": [],
             "warnings": [], "failed": [], "seconds": {},
         }

@@ -21,9 +21,10 @@ from genmodels.evaluation.sample_quality import FidelityStage
 from genmodels.evaluation.speech import audit, picture_of_audit, require_texts
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
-from genmodels.verification.checkpoints import Trial, prove_checkpoint
+from genmodels.verification.check import FAILED
+from genmodels.verification.checkpoints import ModelSubject, verify_checkpoint
 
-_PROOFS = 60.0  # seconds that proofs may take unless proofs=full
+_CHECKS = 60.0  # seconds that the checks may take unless checks=full
 
 
 class Evaluation:
@@ -73,7 +74,7 @@ class Evaluation:
             Interrupted: with what is finished in `report`, which says `partial`.
         """
         stages = {"likelihood": self.likelihood.run, "audit": self.audit, "ood": self.other_data.run,
-                  "fidelity": self.fidelity.run, "cost": self.cost, "proofs": self.proofs,
+                  "fidelity": self.fidelity.run, "cost": self.cost, "checks": self.checks,
                   "sweeps": self.fidelity.sweeps}
         if self.frame.request.wants("fidelity"):
             self.fidelity.check()
@@ -116,36 +117,34 @@ class Evaluation:
             batch_size=16 if small else 64, budget=5.0 if small else 60.0,
         )) | {"seed": self.frame.request.seed}
 
-    def proofs(self) -> None:
-        """What is proved of this checkpoint, and the layers of a flow one by one."""
-        from genmodels.verification.trained_flows import drift_of, layers_of  # here, since other families need no flows
-
-        model, request = self.opened.model, self.frame.request
-        weights = weights_of(request.ema)
-        batch = self.opened.judged(64).to(model.device)
-        line = self.likelihood.lines[0]
-        bound = 3600.0 if request.proofs == "full" else 10.0 if self.opened.limited else _PROOFS
+    def checks(self) -> None:
+        """The checks of this checkpoint, and the layers of a flow one by one."""
+        model, request, line = self.opened.model, self.frame.request, self.likelihood.lines[0]
+        bound = 3600.0 if request.checks == "full" else 10.0 if self.opened.limited else _CHECKS
 
         def compute() -> dict:
-            trial = Trial(model, batch, weights, request.seed, line.options, self.likelihood.first,
-                          time.monotonic() + bound, self.opened.judged(2000).x)
-            with tqdm(desc=f"proofs of {model.family}", unit="check", mininterval=0.5) as bar:
+            subject = ModelSubject(
+                model, self.opened.judged(64).to(model.device), weights_of(request.ema), request.seed, line.options,
+                self.likelihood.first, time.monotonic() + bound, self.opened.judged(2000).x,
+            )
+            with tqdm(desc=f"checks of {model.family}", unit="check", mininterval=0.5) as bar:
 
                 def watch(name: str) -> None:
                     bar.set_postfix_str(name)
                     bar.update()
 
-                rows = prove_checkpoint(trial, watch)
-            layers = layers_of(model, batch, weights) if is_flow(model) else []
-            return {"rows": rows, "layers": layers}
+                checks = [check.to_dict() for check in verify_checkpoint(subject, watch)]
+            return {"checks": checks, "layers": subject.flow.layers if is_flow(model) else []}
 
-        done = self.frame.once("proofs", {"options": line.options, "bound": bound}, compute)
-        self.report["proofs"] = done["rows"]
+        done = self.frame.once("checks", {"options": line.options, "bound": bound}, compute)
+        self.report["checks"] = done["checks"]
         if done["layers"]:
+            from genmodels.verification.trained_flows import drift_of  # here, since other families need no flows
+
             self.report["profile"]["flow"] = done["layers"]
             self.report["drift"] = drift_of(done["layers"])
-        self.report["failed"] += [f"proof failed: {entry['name']} ({entry['where']})" for entry in done["rows"]
-                                  if entry["passed"] is False]
+        self.report["failed"] += [f"check failed: {check['name']} ({check['note']})" for check in done["checks"]
+                                  if check["status"] == FAILED]
 
 
 def _alone(request: Request) -> Request:

@@ -391,7 +391,7 @@ class LikelihoodStage:
         truth = true_density(self.frame.opened.spec, extent, size)
         if truth is not None:
             self.frame.arrays["density_true"] = truth
-        # The map is a window: what lies inside is no check. Whether all of it is one is checked among the proofs.
+        # The map is a window: what lies inside is no check. Whether all of it is one is one of the checks.
         self.frame.report["density"] = {"extent": extent, "kind": kinds[usable[0]], "unit": "nats"}
 
 

@@ -15,6 +15,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.likelihood import with_error
 from genmodels.evaluation.report import about_log_z, gap_of, parts_of_error
 from genmodels.evaluation.speech import audit_notes, spoken_notes
+from genmodels.verification.check import FAILED, NOT_VERIFIED, PASSED
 
 COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Fréchet",
            "kernel distance", "precision", "recall", "evaluations", "samples/s"]
@@ -311,7 +312,7 @@ def _on_line(line: dict) -> list[str]:
 
 def _on_model(report: dict) -> list[str]:
     notes = []
-    fidelity, sampling, proofs = report["fidelity"], report["sampling"], report["proofs"]
+    fidelity, sampling, checks = report["fidelity"], report["sampling"], report["checks"]
     if "skipped" in fidelity:
         notes.append(f"samples were not compared: {fidelity['skipped']}")
     if "speech" in report:
@@ -337,13 +338,12 @@ def _on_model(report: dict) -> list[str]:
         wait = sampling["latency"]
         memory = "" if sampling["peak_memory"] is None else f", peak memory {sampling['peak_memory'] / 2**20:.0f} MiB"
         notes.append(f"one sample after {wait['p50']:.3f} s (95 %: {wait['p95']:.3f} s){memory}; {sampling['context']}")
-    if proofs:
-        broken = [proof["name"] for proof in proofs if proof["passed"] is False]
-        open_ = [proof["name"] for proof in proofs if proof["passed"] is None]
-        held = sum(proof["passed"] is True for proof in proofs)
-        told = f"{held} of {len(proofs)} proofs hold"
-        told += f", FAILED: {', '.join(broken)}" if broken else ""
-        notes.append(told + (f", open: {', '.join(open_)}" if open_ else ""))
+    if checks:
+        named = {status: [check["name"] for check in checks if check["status"] == status]
+                 for status in (FAILED, NOT_VERIFIED)}
+        passed = sum(check["status"] == PASSED for check in checks)
+        notes.append(", ".join([f"{passed} of {len(checks)} checks passed",
+                                *(f"{status}: {', '.join(names)}" for status, names in named.items() if names)]))
     notes += [entry["said"] for entry in report["ood"]]
     for sweep in report["sweeps"]:
         key = "kernel" if None in sweep["frechet"] else "frechet"

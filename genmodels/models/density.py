@@ -90,19 +90,21 @@ def on_grid(
     return values.view(size, size), float(values.exp().sum() * area)
 
 
-def mass_of(trial) -> tuple[float, float, int]:
+def mass_of(
+    model: GenerativeModel, points: Tensor, *, seed: int, weights: str | float, options: dict
+) -> tuple[float, float, int]:
     """The integral of a model's density over the plane, its error, and the points it took.
 
-    Cells are placed by 8,192 samples of a flow; by the data for an energy, whose samples are dear.
+    Cells are placed by `points` (N, 2), items of the data, and for a flow by 8,192 of its samples too; those of an
+    energy take long. `options` are those of the model's `log_likelihood`.
     """
-    points, model = trial.points, trial.model
     if is_flow(model):
-        samples = model.sample(8192, seed=trial.seed, weights=trial.weights)
+        samples = model.sample(8192, seed=seed, weights=weights)
         points = torch.cat([points, samples.x.cpu()])
 
     def log_density(rows: Tensor) -> Tensor:
         batch = Batch(rows.to(width_of(model)), index=torch.arange(len(rows))).to(model.device)
-        return model.log_likelihood(batch, **trial.options).cpu().nats
+        return model.log_likelihood(batch, **options).cpu().nats
 
     return over_the_plane(log_density, points.double())
 

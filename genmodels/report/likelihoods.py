@@ -286,7 +286,7 @@ def _likely(model: Model, k: int, name: str) -> Markup | None:
 
 
 _POINTS = 1500
-_VERDICTS = {True: "one", False: "not one, the check FAILED", None: "not settled"}
+_RESULTS = {"passed": "one", "failed": "not one, the check failed", "not verified": "not settled"}
 
 
 def densities(models: list[Model]) -> list[Markup]:
@@ -308,9 +308,9 @@ def densities(models: list[Model]) -> list[Markup]:
     if truth:
         figures.append(_map(truth[1], truth[0], top, "The true density", scale))
     for model in shown:
-        check = next((c for c in model.get("proofs") or [] if c["name"] == "density integrates to one"), None)
-        said = "" if check is None or check["value"] is None else (
-            f"Its integral is {check['where']}: {_VERDICTS[check['passed']]}. ")
+        check = next((c for c in model.get("checks") or [] if c["name"] == "density integrates to one"), None)
+        said = "" if check is None or check["error"] is None else (
+            f"Its integral is {check['note']}: {_RESULTS[check['status']]}. ")
         line = next(iter(model.likelihoods), None)
         value = f"{with_mark(line)}. " if line else ""
         figures.append(_map(model.array("density"), model, top, f"The density of {model.name}", value + said + scale))

@@ -250,16 +250,17 @@ def _likelihoods(table: dict, models: list[Model]) -> list:
     return [tag("div", *figures, class_="gallery") if figures else None, *likelihoods.extremes(models)]
 
 
-def _proofs(table: dict, models: list[Model]) -> list:
-    words = {True: tag("span", "\u2713 passed", class_="good"), False: tag("span", "\u2717 failed", class_="bad"),
-             None: tag("span", "\u2013 not judged", class_="odd")}
+def _checks(table: dict, models: list[Model]) -> list:
+    words = {"passed": tag("span", "\u2713 passed", class_="good"),
+             "failed": tag("span", "\u2717 failed", class_="bad"),
+             "not verified": tag("span", "\u2013 not verified", class_="odd")}
     groups = []
     for model in models:
-        rows = [[one.get("name"), words[one.get("passed")], number(one.get("value")), number(one.get("threshold")),
-                 one.get("where")] for one in model.get("proofs") or []]
+        rows = [[one.get("name"), words[one.get("status")], number(one.get("error")), number(one.get("tolerance")),
+                 one.get("note")] for one in model.get("checks") or []]
         if rows:
             groups.append((model.name, rows))
-    columns = ["check", "verdict", "value", "limit", "where"]
+    columns = ["check", "result", "error", "tolerance", "note"]
     return [listing(columns, groups, "What was checked on the models")] if groups else []
 
 
@@ -308,6 +309,6 @@ SECTIONS: list[tuple[str, str, Callable]] = [
     ("neighbours", "Nearest training items", lambda table, models: quality.neighbours(models)),
     ("sweeps", "Steps and temperatures", lambda table, models: _gallery(quality.sweeps(models))),
     ("cost", "Cost", lambda table, models: quality.cost(models)),
-    ("proofs", "Proofs", _proofs),
+    ("checks", "Checks", _checks),
     ("making", "How every number was made", _making),
 ]

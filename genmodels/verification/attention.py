@@ -1,4 +1,4 @@
-"""`check`: is this attention what it says it is? Proofs against two loops, finite differences and itself."""
+"""Checks of attention against two plain loops, finite differences and itself, and every mechanism of the package."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from genmodels.nn.attention import (
     TransformerXL,
 )
 from genmodels.verification.attention_masks import CAPABILITIES, AttentionSubject, prepare
-from genmodels.verification.attention_masks import LAWS as MASK_LAWS
-from genmodels.verification.attention_positions import CODE_LAWS
-from genmodels.verification.attention_positions import LAWS as POSITION_LAWS
-from genmodels.verification.attention_reference import attention_oracle
-from genmodels.verification.check import FAILED, Findings, Law, Laws, Report, applied, table
-from genmodels.verification.mechanism_references import ORACLES, mechanism_oracle
+from genmodels.verification.attention_masks import CHECKS as MASK_CHECKS
+from genmodels.verification.attention_positions import CHECKS as POSITION_CHECKS
+from genmodels.verification.attention_positions import CODE_CHECKS
+from genmodels.verification.attention_reference import reference_attention
+from genmodels.verification.check import CheckSet, CheckSpec, Findings, Report, applied, summary, table
+from genmodels.verification.mechanism_references import MECHANISM_REFERENCES, reference_mechanism
 
-#: Every law of attention, in the order of reports.
-LAWS = Laws()
-for _part in (MASK_LAWS, CODE_LAWS, POSITION_LAWS):
-    LAWS.laws.update(_part.laws)
+#: Every check of attention, in the order of reports.
+CHECKS = CheckSet(MASK_CHECKS, CODE_CHECKS, POSITION_CHECKS)
 
 
 def _by_loops(module: Attention, x: Tensor, mask: Tensor | None, space: tuple[int, int] | None) -> Tensor:
-    return attention_oracle(module, x, mask=mask, space=space)[0]
+    return reference_attention(module, x, mask=mask, space=space)[0]
 
 
-def _beside(module: nn.Module, x: Tensor, mask: Tensor | None, space: tuple[int, int] | None) -> Tensor:
-    return mechanism_oracle(module, x, mask=mask)
+def _by_reference(module: nn.Module, x: Tensor, mask: Tensor | None, space: tuple[int, int] | None) -> Tensor:
+    return reference_mechanism(module, x, mask=mask)
 
 
-#: Modules whose equation is known; a module of one's own is checked by passing its reference.
-REFERENCES: dict[type, Callable[..., Tensor]] = {Attention: _by_loops, **dict.fromkeys(ORACLES, _beside)}
+#: Reference implementations by class; a module of one's own is compared with the reference passed for it.
+REFERENCES: dict[type, Callable[..., Tensor]] = {
+    Attention: _by_loops, **dict.fromkeys(MECHANISM_REFERENCES, _by_reference)
+}  # fmt: skip
 
 
 def check(
@@ -72,17 +72,17 @@ def check(
     without: Iterable[str] = (),
     tolerances: Mapping[str, float] | None = None,
     seed: int = 0,
-    watch: Callable[[Law], None] | None = None,
+    watch: Callable[[CheckSpec], None] | None = None,
     name: str | None = None,
 ) -> Report:
-    """The verdict of every law on an attention module; the module itself is not touched.
+    """The result of every check of an attention module; the module itself is not touched.
 
     It is copied, made float64, and its parameters are drawn at random: what begins at zero hides errors.
 
     Arguments:
         module: `module(x (B, L, D), mask)` gives y, or y and more; mask is bool `(B, 1, L)`, True = valid.
         dim: width D.
-        capabilities: names of `CAPABILITIES`, each for laws that are then judged too.
+        capabilities: names of `CAPABILITIES`, each for checks that are then made too.
         space: height and width of the maps it is tried on, for modules of maps.
         reach: keys before and after a query that it may depend on, None = unbounded.
         reference: the same function by slow and plain means, `(module, x, mask, space) -> y`; that of the attention of
@@ -90,14 +90,14 @@ def check(
         fresh: makes the module with another longest length, for modules that have one.
         randomise: whether the parameters are drawn at random.
         compiler: backend of torch.compile; None leaves compilation out.
-        only, without: names of laws to judge, or to leave out.
-        tolerances: tolerances by name of law, in place of the usual ones.
+        only, without: names of checks to run, or to leave out.
+        tolerances: tolerances by name of check, in place of the usual ones.
         seed: seed of inputs and parameters.
-        watch: called before each law.
+        watch: called before each check.
         name: the subject's name in the report.
 
     Raises:
-        ValueError: for a law or a capability that does not exist, for maps without a space.
+        ValueError: for a check or a capability that does not exist, for maps without a space.
 
     Example:
         >>> from genmodels.nn.attention import ALiBi
@@ -106,8 +106,8 @@ def check(
         >>> report.passed, report["cache"].status
         (True, 'passed')
     """
-    laws, limits = LAWS.choose(only, without), dict(tolerances or {})
-    LAWS.choose(limits)
+    specs, limits = CHECKS.choose(only, without), dict(tolerances or {})
+    CHECKS.choose(limits)
     said = frozenset(capabilities)
     for capability in sorted(said - set(CAPABILITIES)):
         near = nearest(capability, CAPABILITIES)
@@ -119,7 +119,7 @@ def check(
         prepare(module, seed, randomise), dim, said, space, reach,
         reference if reference is not None else reference_of(module), fresh, compiler, seed,
     )  # fmt: skip
-    return Report(name or type(module).__name__, tuple(LAWS.judge(subject, laws, limits, watch)))
+    return Report(name or type(module).__name__, tuple(CHECKS.run(subject, specs, limits, watch)))
 
 
 def reference_of(module: nn.Module) -> Callable[..., Tensor] | None:
@@ -132,7 +132,7 @@ Reach = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Mechanism:
-    """An attention to be judged.
+    """An attention mechanism to check.
 
     Arguments:
         make: `make(dim, heads) -> module`.
@@ -146,8 +146,8 @@ class Mechanism:
     space: tuple[int, int] | None = None
     reach: Reach = (None, None)
 
-    def judge(self, name: str, **options) -> Report:
-        """The verdict of every law; the module has 8 channels and 2 heads."""
+    def check(self, name: str, **options) -> Report:
+        """The result of every check; the module has 8 channels and 2 heads."""
         return check(
             self.make(8, 2), 8, capabilities=self.capabilities, space=self.space, reach=self.reach, name=name,
             **options,
@@ -161,7 +161,7 @@ def _core(
     reach: Reach = (None, None),
     **options,
 ) -> Mechanism:
-    """The core with a position; fused kernels have no second derivatives, so it is told that there will be some."""
+    """The core with a position; fused kernels have no second derivatives, so it is built for second derivatives."""
 
     def make(dim: int, heads: int) -> nn.Module:
         chosen = None if position is None else position(dim, heads)
@@ -240,18 +240,13 @@ MECHANISMS: dict[str, Mechanism] = {
 
 
 class Survey(Findings):
-    """What was found of many mechanisms: a line for each, the laws that are broken in full."""
+    """The reports on many mechanisms: a line for each, failed checks in full."""
 
     def text(self, verbose: bool = False) -> str:
-        """The verdict table; every law of every mechanism where that is asked for."""
+        """The table; every check of every mechanism where that is asked for."""
         if verbose:
             return "\n\n".join(str(report) for report in self.wholes)
-        rows = []
-        for report in self.wholes:
-            judged = [verdict for verdict in report.verdicts if verdict.error is not None]
-            near = max((v for v in judged if v.tolerance > 0), key=lambda v: v.error / v.tolerance)
-            verdict = f"{FAILED}: {', '.join(report.broken)}" if report.broken else f"{len(judged)} laws hold"
-            rows.append([report.subject, verdict, f"{near.law} {near.error:.0e} of {near.tolerance:g}"])
-        parts = [table(rows, ("mechanism", "verdict", "closest to its tolerance"))]
+        rows = [[report.subject, *summary([report])] for report in self.wholes]
+        parts = [table(rows, ("mechanism", "result", "closest to its tolerance"))]
         parts += [applied(report, only_failures=True) for report in self.wholes if not report.passed]
         return "\n\n".join(parts)

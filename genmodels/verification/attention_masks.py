@@ -1,4 +1,4 @@
-"""What every attention must obey: masks, batches, lengths, storage, derivatives."""
+"""Checks of masks, batches and lengths in attention, and the subject that all checks of attention share."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.nn.attention import Attention
-from genmodels.verification.check import Laws, Measured, NotApplicable
+from genmodels.verification.check import CheckSet, Measured, NotApplicable
 from genmodels.verification.maps import worst
 
-#: What a module may say of itself; each names laws that are then judged.
+#: What a module may say of itself; each names checks that are then made.
 CAPABILITIES = {
     "relative": "positions enter as distances: a shift of everything changes nothing, past and future differ",
     "symmetric": "past and future at the same distance are alike",
@@ -37,7 +37,7 @@ DOUBLE = torch.float64
 
 @dataclass
 class AttentionSubject:
-    """A module under judgement, and how it is called.
+    """An attention module that is checked, and how it is called.
 
     Arguments:
         module: the module, in float64 and evaluation mode.
@@ -64,14 +64,14 @@ class AttentionSubject:
 
     @cached_property
     def length(self) -> int:
-        """The number of positions on which most laws are tried: the first of a few that the module takes."""
+        """The number of positions on which most checks are tried: the first of a few that the module takes."""
         if self.space is not None:
             return self.space[0] * self.space[1]
         return next((n for n in (7, 8, 12, 16, 32, 64) if self.takes(n)), 7)
 
     @torch.no_grad()
     def takes(self, length: int) -> bool:
-        """Whether the module takes sequences of that length at all, which is the business of one law alone."""
+        """Whether the module takes sequences of that length at all, which one check alone is about."""
         if self.space is None and length not in self._taken:
             try:
                 self._taken[length] = self.run(self.draw(1, length)) is not None
@@ -151,13 +151,13 @@ def gap(a: Tensor, b: Tensor) -> float:
     return float((a - b).detach().abs().nan_to_num(float("inf")).max()) if a.numel() else 0.0
 
 
-LAWS = Laws()
+CHECKS = CheckSet()
 
 
-@LAWS.add("any length", 0.0, "short, odd, prime and long inputs are taken, and give finite outputs of the same shape")
+@CHECKS.add("any length", 0.0, "short, odd, prime and long inputs are taken, and give finite outputs of the same shape")
 @torch.no_grad()
 def any_length(s: AttentionSubject) -> Measured:
-    """Tried on `sizes()`; the first that is refused, or that gives another shape, breaks it."""
+    """Tried on `sizes()`; the first that is refused, or that gives another shape, fails it."""
     errors = {}
     for size in s.sizes():
         length = size if s.space is None else size[0] * size[1]
@@ -171,12 +171,12 @@ def any_length(s: AttentionSubject) -> Measured:
     return worst(errors)
 
 
-@LAWS.add("double loop", 1e-10, "the output is that of two loops over positions")
+@CHECKS.add("double loop", 1e-10, "the output is that of two loops over positions")
 @torch.no_grad()
 def double_loop(s: AttentionSubject) -> Measured:
     """Held against `reference`, with and without invalid positions, at every length from 1 to 7 that is taken."""
     if s.reference is None:
-        raise NotApplicable("no reference is known: pass reference=(module, x, mask, space) -> y")
+        raise NotApplicable("there is no reference: pass reference=(module, x, mask, space) -> y")
     errors = {}
     for length in [s.length] if s.space is not None else filter(s.takes, range(1, 8)):
         x, mask = s.draw(1, length), torch.ones(1, 1, length, dtype=torch.bool)
@@ -188,10 +188,10 @@ def double_loop(s: AttentionSubject) -> Measured:
     return worst(errors)
 
 
-@LAWS.add("paths", 1e-12, "fused and explicit give the same")
+@CHECKS.add("paths", 1e-12, "fused and explicit give the same")
 @torch.no_grad()
 def paths(s: AttentionSubject) -> Measured:
-    """The same module told to be explicit and to be fused; once-differentiable, which is all that fused paths are."""
+    """The same module set to be explicit and to be fused; once-differentiable, which is all that fused paths are."""
     module = copy.deepcopy(s.module)
     if not isinstance(module, Attention) or module.position.adds_values:
         raise NotApplicable("there is one path alone")
@@ -202,7 +202,7 @@ def paths(s: AttentionSubject) -> Measured:
     return worst({name: gap(a, b) for name, a, b in zip(("", "masked"), *outputs, strict=True)})
 
 
-@LAWS.add("padding", 0.0, "what stands in padded positions changes nothing and gets no gradient")
+@CHECKS.add("padding", 0.0, "what stands in padded positions changes nothing and gets no gradient")
 def padding(s: AttentionSubject) -> Measured:
     """Padded positions hold NaN, 10,000 or noise in turn; outputs and all gradients must be those of zeros."""
     mask = s.masks(s.lengths())
@@ -225,9 +225,9 @@ def _with_gradients(s: AttentionSubject, x: Tensor, mask: Tensor, valid: Tensor)
     return y.detach(), [torch.zeros_like(p) if g is None else g for g, p in zip(found, [x, *learned], strict=True)]
 
 
-@LAWS.add("padded = alone", 1e-6, "a padded example gives what it gives alone, values and gradients")
+@CHECKS.add("padded = alone", 1e-6, "a padded example gives what it gives alone, values and gradients")
 def padded_is_alone(s: AttentionSubject) -> Measured:
-    """Unequal lengths in one batch beside each example cropped to its length, output and input gradient."""
+    """Unequal lengths in one batch against each example cropped to its length, output and input gradient."""
     if s.space is not None and s.says("resampled"):
         raise NotApplicable("positions are resampled for the size of the map")
     lengths = s.lengths()
@@ -246,16 +246,16 @@ def padded_is_alone(s: AttentionSubject) -> Measured:
     return worst(errors)
 
 
-@LAWS.add("batch = single", 1e-6, "an example does not depend on the others of its batch")
+@CHECKS.add("batch = single", 1e-6, "an example does not depend on the others of its batch")
 @torch.no_grad()
 def batch_is_single(s: AttentionSubject) -> Measured:
-    """Rows of very different size in one batch, beside each of them alone."""
+    """Rows of very different size in one batch, against each of them alone."""
     x = s.draw(3) * torch.tensor([1.0, 3.0, 0.2], dtype=DOUBLE)[:, None, None]
     y = s.run(x)
     return worst({f"row {b}": gap(y[b : b + 1], s.run(x[b : b + 1])) for b in range(3)})
 
 
-@LAWS.add("empty rows", 0.0, "a query that may attend to nothing gives a constant, with finite and zero gradients")
+@CHECKS.add("empty rows", 0.0, "a query that may attend to nothing gives a constant, with finite and zero gradients")
 def empty_rows(s: AttentionSubject) -> Measured:
     """One example without a valid position; where masks of pairs are taken, also one query without a key."""
     mask = s.masks(s.lengths())
@@ -280,7 +280,7 @@ def _emptiness(s: AttentionSubject, mask: Tensor, row: tuple, name: str) -> dict
     }
 
 
-@LAWS.add("row sums", 1e-6, "weights are positive, sum to one over what may be attended to, and are zero elsewhere")
+@CHECKS.add("row sums", 1e-6, "weights are positive, sum to one over what may be attended to, and are zero elsewhere")
 @torch.no_grad()
 def row_sums(s: AttentionSubject) -> Measured:
     """Asked of `weights`, under padding; modules that say `unnormalised` need no sum."""
@@ -297,7 +297,7 @@ def row_sums(s: AttentionSubject) -> Measured:
     return worst(errors)
 
 
-@LAWS.add("boolean masks", 0.0, "a mask of numbers is refused, or means what the boolean one means")
+@CHECKS.add("boolean masks", 0.0, "a mask of numbers is refused, or means what the boolean one means")
 @torch.no_grad()
 def boolean_masks(s: AttentionSubject) -> Measured:
     """The mask of zeros and ones as numbers is passed; a refusal is right, and so is the boolean meaning."""
@@ -310,7 +310,7 @@ def boolean_masks(s: AttentionSubject) -> Measured:
     return Measured(0.0 if gap(y[valid], s.run(x, mask)[valid]) < 1e-9 else 1.0, "0 and 1 mean something else")
 
 
-@LAWS.add("dropout", 0.0, "dropout acts on weights, and in training alone")
+@CHECKS.add("dropout", 0.0, "dropout acts on weights, and in training alone")
 @torch.no_grad()
 def dropout(s: AttentionSubject) -> Measured:
     """Of an output that is dropped, what is left is scaled by one number; of dropped weights, everything mixes."""

@@ -1,4 +1,4 @@
-"""What the positions of an attention must mean: distances, order, reach, a past that is kept, maps of any size."""
+"""Checks of positions in attention (distances, reach, caches, maps) and of its code (state, gradients, compilation)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from genmodels.nn.attention import Position, TransformerXL
 from genmodels.verification.attention_masks import DOUBLE, AttentionSubject, gap
-from genmodels.verification.check import Laws, Measured, NotApplicable
+from genmodels.verification.check import CheckSet, Measured, NotApplicable
 from genmodels.verification.maps import worst
 
-LAWS = Laws()
+CHECKS = CheckSet()
 #: What makes a difference at all.
 VISIBLE = 1e-3
 
 
-@LAWS.add("sign", 0.0, "past and future differ: the output of the reversed input is not the reversed output")
+@CHECKS.add("sign", 0.0, "past and future differ: the output of the reversed input is not the reversed output")
 @torch.no_grad()
 def sign(s: AttentionSubject) -> Measured:
     """The input, or a map along each axis, is reversed."""
@@ -38,7 +38,7 @@ def sign(s: AttentionSubject) -> Measured:
     return worst(errors)
 
 
-@LAWS.add("distance zero", 1e-9, "a position's bias to itself is the same everywhere; its sinusoids are 0 1 0 1")
+@CHECKS.add("distance zero", 1e-9, "a position's bias to itself is the same everywhere; its sinusoids are 0 1 0 1")
 @torch.no_grad()
 def distance_zero(s: AttentionSubject) -> Measured:
     """The score of the same query with itself, at many places; of Transformer-XL, the encoding of 0 itself."""
@@ -75,7 +75,7 @@ def _sinusoids_of_zero(position: TransformerXL) -> float:
     return gap(encoded, (torch.arange(position.dim) % 2).to(DOUBLE))
 
 
-@LAWS.add("shift", 1e-5, "moving everything by the same amount changes nothing")
+@CHECKS.add("shift", 1e-5, "moving everything by the same amount changes nothing")
 @torch.no_grad()
 def shift(s: AttentionSubject) -> Measured:
     """Invalid positions are put before, or a map is moved within a larger one; offsets are added, if there are any."""
@@ -104,7 +104,7 @@ def shift(s: AttentionSubject) -> Measured:
     return worst(errors)
 
 
-@LAWS.add("permutation", 1e-6, "without positions, a permutation of the input permutes the output")
+@CHECKS.add("permutation", 1e-6, "without positions, a permutation of the input permutes the output")
 @torch.no_grad()
 def permutation(s: AttentionSubject) -> Measured:
     """One random order."""
@@ -114,7 +114,7 @@ def permutation(s: AttentionSubject) -> Measured:
     return Measured(gap(s.run(x[:, order]), s.run(x)[:, order]))
 
 
-@LAWS.add("cache", 1e-5, "piece by piece with a cache is the whole at once, for pieces of every size")
+@CHECKS.add("cache", 1e-5, "piece by piece with a cache is the whole at once, for pieces of every size")
 @torch.no_grad()
 def cache(s: AttentionSubject) -> Measured:
     """Every size of piece from 1 to the whole, the last one ragged, with and without invalid positions."""
@@ -135,7 +135,7 @@ def cache(s: AttentionSubject) -> Measured:
     return worst(errors)
 
 
-@LAWS.add("causality", 0.0, "no output depends on a later input")
+@CHECKS.add("causality", 0.0, "no output depends on a later input")
 def causality(s: AttentionSubject) -> Measured:
     """By the gradient of each output with respect to the whole input."""
     _needs(s, "causal")
@@ -145,7 +145,7 @@ def causality(s: AttentionSubject) -> Measured:
     return worst(errors)
 
 
-@LAWS.add("locality", 0.0, "an output depends on the inputs in its reach, up to the last of them, and on no other")
+@CHECKS.add("locality", 0.0, "an output depends on the inputs in its reach, up to the last of them, and on no other")
 def locality(s: AttentionSubject) -> Measured:
     """By gradients too: nothing beyond `reach`, and something at its ends."""
     left, right = s.reach
@@ -169,7 +169,7 @@ def _gradients(s: AttentionSubject) -> list[Tensor]:
     return [torch.autograd.grad(row, x, retain_graph=True)[0] for row in rows]
 
 
-@LAWS.add("resolution", 1e-6, "maps of other sizes, square or not, are taken; the first one gives what it gave")
+@CHECKS.add("resolution", 1e-6, "maps of other sizes, square or not, are taken; the first one gives what it gave")
 @torch.no_grad()
 def resolution(s: AttentionSubject) -> Measured:
     """Maps of other heights and widths are finite, and those of the reference where there is one."""
@@ -192,12 +192,12 @@ def _needs(s: AttentionSubject, capability: str) -> None:
         raise NotApplicable(f"{capability} is not among its capabilities")
 
 
-CODE_LAWS = Laws()
+CODE_CHECKS = CheckSet()
 #: How far sums of some numbers may be from 1 in single precision; in half precision they are further.
 SINGLE = 1e-5
 
 
-@CODE_LAWS.add("state", 0.0,
+@CODE_CHECKS.add("state", 0.0,
                "nothing in the state depends on the length, is changed by a call, or is a table of all pairs")
 @torch.no_grad()
 def state(s: AttentionSubject) -> Measured:
@@ -220,7 +220,7 @@ def state(s: AttentionSubject) -> Measured:
     return worst(errors)
 
 
-@CODE_LAWS.add("longest length", 1e-9, "weights mean the same in a module made for another longest length")
+@CODE_CHECKS.add("longest length", 1e-9, "weights mean the same in a module made for another longest length")
 @torch.no_grad()
 def longest_length(s: AttentionSubject) -> Measured:
     """Weights are loaded into the module that `fresh` makes."""
@@ -231,7 +231,7 @@ def longest_length(s: AttentionSubject) -> Measured:
     return Measured(gap(s.run(x, module=other), s.run(x)))
 
 
-@CODE_LAWS.add("gradients", 0.0, "gradients of input and parameters are those of finite differences, float64")
+@CODE_CHECKS.add("gradients", 0.0, "gradients of input and parameters are those of finite differences, float64")
 def gradients(s: AttentionSubject) -> Measured:
     """By `gradcheck` in a random direction."""
     if s.says("piecewise"):
@@ -247,10 +247,10 @@ def gradients(s: AttentionSubject) -> Measured:
     return Measured(0.0 if right else 1.0, "" if right else "differ from finite differences")
 
 
-@CODE_LAWS.add("second derivatives", 0.0,
+@CODE_CHECKS.add("second derivatives", 0.0,
                "second derivatives and forward mode exist and are those of finite differences")
 def second_derivatives(s: AttentionSubject) -> Measured:
-    """By `gradgradcheck`, and the forward mode beside a central difference."""
+    """By `gradgradcheck`, and the forward mode against a central difference."""
     if not s.says("derivatives"):
         raise NotApplicable("derivatives is not among its capabilities")
     x = s.draw(1, 3 if s.space is None and s.takes(3) else s.length).requires_grad_()
@@ -281,7 +281,7 @@ class _Run(torch.nn.Module):
         return self.subject.run(x, module=self.module)
 
 
-@CODE_LAWS.add("compiled", 1e-5, "the module compiles as one graph, and gives the same")
+@CODE_CHECKS.add("compiled", 1e-5, "the module compiles as one graph, and gives the same")
 def compiled(s: AttentionSubject) -> Measured:
     """Traced whole, or not at all; the output is that without compilation."""
     if s.compiler is None:
@@ -303,7 +303,7 @@ def _takes_mask_by_name(s: AttentionSubject) -> bool:
     return "mask" in inspect.signature(s.module.forward).parameters
 
 
-@CODE_LAWS.add("bfloat16", 3e-2, "under autocast the output is that of float32, relative to its size")
+@CODE_CHECKS.add("bfloat16", 3e-2, "under autocast the output is that of float32, relative to its size")
 @torch.no_grad()
 def bfloat16(s: AttentionSubject) -> Measured:
     """Relative to the largest output; weights that sum to one do so to single precision, also under autocast."""
@@ -320,7 +320,7 @@ def bfloat16(s: AttentionSubject) -> Measured:
     errors = {"values": gap(y.float(), exact) / size}
     if type(s.module).__module__.startswith("genmodels."):  # ours give back the type of x; layers of torch do not
         errors["dtype"] = 0.0 if y.dtype == x.dtype else 1.0
-    if sums is not None and gap(sums, torch.ones_like(sums)) < SINGLE:  # else another law has said so
+    if sums is not None and gap(sums, torch.ones_like(sums)) < SINGLE:  # else another check has said so
         errors["sums of weights"] = 0.0 if gap(half_sums, torch.ones_like(sums)) < SINGLE else 1.0
     return worst(errors)
 

@@ -1,4 +1,4 @@
-"""The attention equations as two loops, one pair of positions at a time: slow, and plain enough to be believed.
+"""Reference implementation of attention as two loops, one pair of positions at a time: slow and plain.
 
 Nothing is shared with `genmodels.nn.attention` but the parameters: no shift, no gather by rows, no mask builder. The
 output is differentiable, so gradients can be compared too.
@@ -213,7 +213,7 @@ def may_attend(attention: Attention, i: int, j: int) -> bool:
     return True
 
 
-def attention_oracle(
+def reference_attention(
     attention: Attention,
     x: Tensor,
     memory: Tensor | None = None,
@@ -229,7 +229,7 @@ def attention_oracle(
     Example:
         >>> attention = Attention(4, 2, ALiBi(4, 2), causal=True)
         >>> x = torch.randn(1, 3, 4)
-        >>> bool((attention_oracle(attention, x)[0] - attention(x)[0]).abs().max() < 1e-5)
+        >>> bool((reference_attention(attention, x)[0] - attention(x)[0]).abs().max() < 1e-5)
         True
     """
     position, rule = attention.position, rule_of(attention.position)

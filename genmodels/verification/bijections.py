@@ -1,4 +1,4 @@
-"""`check_bijection`: is this layer what it says it is? Proofs against autograd, not against stored numbers."""
+"""Checks of bijections: log-determinants against autograd's Jacobian, gradients against finite differences."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.verification.check import Law, Laws, Measured, NotApplicable, NotProven, Report
-from genmodels.verification.code import LAWS as CODE_LAWS
-from genmodels.verification.maps import LAWS as MAP_LAWS
-from genmodels.verification.maps import MASK_LAWS, MASS_LAWS, relative, weighted, worst
+from genmodels.verification.check import CheckSet, CheckSpec, Measured, NotApplicable, NotVerified, Report
+from genmodels.verification.code import CHECKS as CODE_CHECKS
+from genmodels.verification.maps import CHECKS as MAP_CHECKS
+from genmodels.verification.maps import MASK_CHECKS, MASS_CHECKS, relative, weighted, worst
 from genmodels.verification.subject import Range, Subject, knots_of, prepare
 
-JACOBIAN_LAWS = Laws()
+JACOBIAN_CHECKS = CheckSet()
 
 _CHUNK = 1024  # rows of a Jacobian made at once
 _FIRST, _PART = 2, 32  # the same for large events
@@ -27,13 +27,13 @@ _WAYS = 5  # along which slopes are compared, until one is smooth
 _SMOOTH = 1e-6
 
 
-@JACOBIAN_LAWS.add("log-det forward", 1e-8, "forward's log-determinant = slogdet of autograd's Jacobian")
+@JACOBIAN_CHECKS.add("log-det forward", 1e-8, "forward's log-determinant = slogdet of autograd's Jacobian")
 def log_det_forward(s: Subject) -> Measured:
     """(B,) against log |det dz/dx|, row by row in float64."""
     return _log_det(s, inverse=False)
 
 
-@JACOBIAN_LAWS.add("log-det inverse", 1e-8, "inverse's log-determinant = slogdet of autograd's Jacobian")
+@JACOBIAN_CHECKS.add("log-det inverse", 1e-8, "inverse's log-determinant = slogdet of autograd's Jacobian")
 def log_det_inverse(s: Subject) -> Measured:
     """(B,) against log |det dx/dz|, row by row in float64."""
     return _log_det(s, inverse=True)
@@ -57,7 +57,7 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
         note = f"{note}{': ' if note else ''}says {float(said[row]):.9g}, is {float(true[row]):.9g}"
         note += _likely(said[: len(true)], true, tuple(value.shape[1:])) if error > _DOUBTFUL else ""
     if value.shape[1:] != (s.z if inverse else s.x).shape[1:] and not s.takes_other_sizes and not error < _DOUBTFUL:
-        raise NotProven(f"{_too_large(s)}; {note}, if it takes a part of the event at all (it has no out_shape)")
+        raise NotVerified(f"{_too_large(s)}; {note}, if it takes a part of the event at all (it has no out_shape)")
     return Measured(error, note)
 
 
@@ -80,7 +80,7 @@ def _jacobians(s: Subject, inverse: bool, rows: int) -> tuple[Tensor, Tensor | N
     Of a large event one row is enough; a part of the event does where a layer takes it and the whole takes long.
 
     Raises:
-        NotProven: when neither is possible.
+        NotVerified: when neither is possible.
     """
     value = s.z if inverse else s.x
     if s.dims <= s.max_dims:
@@ -91,7 +91,7 @@ def _jacobians(s: Subject, inverse: bool, rows: int) -> tuple[Tensor, Tensor | N
         if whole is not None:
             return value, s.cond, [whole], ""
     if part is None:
-        raise NotProven(_too_large(s))
+        raise NotVerified(_too_large(s))
     value, cond = part[1 if inverse else 0], part[2]
     return (value, cond, [jacobian(s, value, cond, row, inverse) for row in range(min(rows, len(value)))],
             f"at {tuple(part[0].shape[1:])}")
@@ -127,7 +127,7 @@ def jacobian(
     return torch.cat(rows)
 
 
-@JACOBIAN_LAWS.add("log-dets cancel", 1e-9, "the log-determinants of a map and of its inverse add up to zero")
+@JACOBIAN_CHECKS.add("log-dets cancel", 1e-9, "the log-determinants of a map and of its inverse add up to zero")
 @torch.no_grad()
 def cancel(s: Subject) -> Measured:
     """There and back from both sides."""
@@ -138,10 +138,10 @@ def cancel(s: Subject) -> Measured:
     return worst(errors)
 
 
-@JACOBIAN_LAWS.add("gradients", 1e-5,
+@JACOBIAN_CHECKS.add("gradients", 1e-5,
                    "autograd's gradients = finite differences, by the inputs and, forward, by the parameters")
 def gradients(s: Subject) -> Measured:
-    """Without this, what takes autograd's Jacobian for the truth would believe a wrong backward pass.
+    """Without this, the checks against autograd's Jacobian would believe a wrong backward pass.
 
     A wrong slope is wrong everywhere, along every way; a kink (of a ReLU) is not, so others are tried.
     """
@@ -193,7 +193,7 @@ def _moved(s: Subject, value: Tensor, inverse: bool, step: float, way: Tensor, w
     return weighted(s, *s.run(value + step * way, inverse, layer=layer))
 
 
-@JACOBIAN_LAWS.add("constant log-det", 1e-12, "a log-determinant that is said not to depend on the data does not")
+@JACOBIAN_CHECKS.add("constant log-det", 1e-12, "a log-determinant that is said not to depend on the data does not")
 @torch.no_grad()
 def constant(s: Subject) -> Measured:
     """For layers with `constant_logdet`: every row against the first, under one condition."""
@@ -206,7 +206,7 @@ def constant(s: Subject) -> Measured:
     })
 
 
-@JACOBIAN_LAWS.add("triangular Jacobian", 0.0,
+@JACOBIAN_CHECKS.add("triangular Jacobian", 0.0,
                    "an output of an autoregressive layer depends on inputs up to its own only")
 def triangular(s: Subject) -> Measured:
     """The largest entry above the diagonal, with dimensions in the order that the layer has for them."""
@@ -223,10 +223,8 @@ def triangular(s: Subject) -> Measured:
     })
 
 
-#: Every law of bijections, in the order of reports.
-LAWS = Laws()
-for _part in (MAP_LAWS, JACOBIAN_LAWS, MASS_LAWS, MASK_LAWS, CODE_LAWS):
-    LAWS.laws.update(_part.laws)
+#: Every check of bijections, in the order of reports.
+CHECKS = CheckSet(MAP_CHECKS, JACOBIAN_CHECKS, MASS_CHECKS, MASK_CHECKS, CODE_CHECKS)
 
 #: Tolerances of maps whose inverse is an iteration: its last step is worth this much.
 ITERATIVE = {"round trip": 1e-8, "log-dets cancel": 1e-8, "log-det inverse": 1e-7, "rows independent": 1e-8,
@@ -256,14 +254,14 @@ def check_bijection(
     without: Iterable[str] = (),
     tolerances: Mapping[str, float] | None = None,
     seed: int = 0,
-    watch: Callable[[Law], None] | None = None,
+    watch: Callable[[CheckSpec], None] | None = None,
     name: str | None = None,
 ) -> Report:
-    """The verdict of every law on a bijection; the layer itself is not touched.
+    """The result of every check of a bijection; the layer itself is not touched.
 
     It is copied, made float64, its parameters moved at random (zeros and identities at the start of training hide
-    errors), and initialised on random data if it waits for data. Round trips alone prove nothing of a log-determinant,
-    and cancelling log-determinants are blind to an error made in both directions: the truth is autograd's Jacobian.
+    errors), and initialised on random data if it waits for data. Round trips alone say nothing of a log-determinant,
+    and cancelling log-determinants are blind to an error made in both directions: the reference is autograd's Jacobian.
 
     Arguments:
         layer: a `Bijection`, or any module with `forward(x, cond, mask) -> (z, logdet)` and `inverse(z, cond, mask) ->
@@ -272,7 +270,7 @@ def check_bijection(
         x, z: inputs of the two directions, drawn at random by default.
         cond: the condition of each row, at least two unlike ones; needed by layers that use one.
         batch: number of examples where none are given.
-        randomise: whether parameters are moved; false judges them as they are.
+        randomise: whether parameters are moved; false checks them as they are.
         initial: data and condition for a layer that waits for data.
         x_range, z_range: where the layer is defined, if not everywhere.
         masks: whether the layer takes masks.
@@ -281,16 +279,16 @@ def check_bijection(
         fresh: makes another instance with the same options, into which the layer's state is loaded.
         max_dims: largest event of which a Jacobian is made of every row; of a larger one (at most 4096 values) it is
             made of one row, or of a part of the event where the layer takes it and the whole takes long.
-        patience: seconds that one Jacobian of a larger event may take. What is too large for any is `NOT PROVEN`.
+        patience: seconds that one Jacobian of a larger event may take. What is too large for any is not verified.
         compiler: backend of torch.compile; None leaves compilation out.
-        only, without: names of laws to judge, or to leave out.
-        tolerances: tolerances by name of law, in place of the usual ones.
+        only, without: names of checks to run, or to leave out.
+        tolerances: tolerances by name of check, in place of the usual ones.
         seed: seed of inputs and of the perturbation.
-        watch: called before each law.
+        watch: called before each check.
         name: the subject's name in the report.
 
     Raises:
-        ValueError: for a shape the layer does not take, a missing condition, or a law that does not exist.
+        ValueError: for a shape the layer does not take, a missing condition, or a check that does not exist.
 
     Example:
         >>> from genmodels.flows.actnorm import ActNorm
@@ -298,9 +296,9 @@ def check_bijection(
         >>> report.passed, report["log-det forward"].status
         (True, 'passed')
     """
-    laws = LAWS.choose(only, without)
+    specs = CHECKS.choose(only, without)
     limits = dict(tolerances or {})
-    LAWS.choose(limits)
+    CHECKS.choose(limits)
     if not getattr(layer, "exact_inverse", True):
         limits = {**ITERATIVE, **limits}
     subject = prepare(
@@ -308,8 +306,8 @@ def check_bijection(
         z_range=z_range, seed=seed, masks=masks, knots=knots_of(layer) if knots is None else knots, max_dims=max_dims,
         patience=patience, starts_as_identity=starts_as_identity, compiler=compiler, fresh=fresh,
     )
-    judged = tuple(LAWS.judge(subject, laws, limits, watch))
-    return Report(name or f"{type(layer).__name__} {show_shape(shape)}", judged)
+    checks = tuple(CHECKS.run(subject, specs, limits, watch))
+    return Report(name or f"{type(layer).__name__} {show_shape(shape)}", checks)
 
 
 def show_shape(shape: Sequence[int]) -> str:

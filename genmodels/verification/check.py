@@ -1,4 +1,4 @@
-"""Laws and verdicts, whatever is judged: a law measures an error, the verdict says whether it is small enough."""
+"""Checks: what a check measures, its result, the set it belongs to, and the report on one object."""
 
 from __future__ import annotations
 
@@ -8,45 +8,61 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
-from genmodels.core.errors import RunError, nearest
+from genmodels.core.errors import Interrupted, nearest
 
-PASSED, FAILED, NOT_APPLICABLE, NOT_PROVEN = "passed", "FAILED", "not applicable", "NOT PROVEN"
+PASSED, FAILED, NOT_APPLICABLE, NOT_VERIFIED = "passed", "failed", "not applicable", "not verified"
 
 
 class NotApplicable(Exception):
-    """Raised by a law that has nothing to say of a subject; the message is the reason."""
+    """Raised by a check that makes no sense for the object; the message is the reason."""
 
 
-class NotProven(Exception):
-    """Raised by a law that ought to speak of a subject and cannot; the message is the reason."""
+class NotVerified(Exception):
+    """Raised by a check that applies but cannot be decided, or whose error is a warning; the message is the reason.
+
+    Arguments:
+        reason: why, in words.
+        error: what was measured, if anything was.
+    """
+
+    def __init__(self, reason: str, error: float | None = None):
+        super().__init__(reason)
+        self.error = error
 
 
-class LawBroken(AssertionError):
+class CheckFailed(AssertionError):
     """Raised by `Report.raise_if_failed`; the message is the table of failures."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a law found: its error, and where or how."""
+    """What a check found.
+
+    Arguments:
+        error: how far off the object is; NaN fails.
+        note: where the error was found, or how.
+        tolerance: the largest error that passes, where it depends on the object.
+    """
 
     error: float
     note: str = ""
+    tolerance: float | None = None
 
 
 @dataclass(frozen=True)
-class Law:
+class CheckSpec:
     """A statement that can be measured.
 
     Arguments:
         name: what it is called in tables.
-        tolerance: the largest error that passes; 0 for laws that hold exactly.
-        statement: the law in a line.
-        measure: `measure(subject) -> Measured`; raises `NotApplicable` or `NotProven` with a reason.
+        tolerance: the largest error that passes; 0 for statements that hold exactly.
+        statement: what is checked, in a line.
+        measure: `measure(subject) -> Measured`; raises `NotApplicable` or `NotVerified` with a reason.
     """
 
     name: str
@@ -56,19 +72,19 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One law on one subject.
+class Check:
+    """The result of one check on one object.
 
     Arguments:
-        law: its name.
-        status: `passed`, `FAILED`, `not applicable` or `NOT PROVEN`.
-        error: what was measured; None where nothing was, inf where the subject raised an error.
-        tolerance: what would have passed.
-        note: where the error was found, or why the law does not apply.
+        name: which check.
+        status: `passed`, `failed`, `not applicable` or `not verified`.
+        error: what was measured; None where nothing was, inf where the object raised an error.
+        tolerance: the largest error that passes.
+        note: where the error was found, or why there is none.
         seconds: how long it took.
     """
 
-    law: str
+    name: str
     status: str
     error: float | None
     tolerance: float
@@ -77,100 +93,96 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        """Whether the law is broken."""
+        """Whether the error is above the tolerance."""
         return self.status == FAILED
 
     def row(self) -> list[str]:
-        """The cells of a table."""
-        known = self.error is not None
-        return [self.law, self.status, f"{self.error:.1e}" if known else "", f"{self.tolerance:g}" if known else "",
+        """The cells of a table; what needs attention is in capitals."""
+        measured = self.error is not None
+        status = self.status.upper() if self.status in (FAILED, NOT_VERIFIED) else self.status
+        return [self.name, status, f"{self.error:.1e}" if measured else "", f"{self.tolerance:g}" if measured else "",
                 self.note]
+
+    def to_dict(self) -> dict:
+        """Plain types only; an error that is not finite becomes None, and the note says so.
+
+        Example:
+            >>> Check("round trip", FAILED, math.inf, 1e-10, "forward first").to_dict()["note"]
+            'forward first, not finite'
+        """
+        found = asdict(self) | {"seconds": round(self.seconds, 4)}
+        if self.error is not None and not math.isfinite(self.error):
+            found |= {"error": None, "note": f"{self.note}, not finite" if self.note else "not finite"}
+        return found
 
 
 @dataclass(frozen=True)
 class Report:
-    """The verdicts on one subject.
+    """The checks of one object.
 
     Arguments:
-        subject: what was judged, in words.
-        verdicts: one for each law.
+        subject: what was checked, in words.
+        checks: their results.
 
     Example:
-        >>> report = Report("Flip (3,)", (Verdict("round trip", PASSED, 0.0, 1e-10), ))
-        >>> report.passed, report.broken
+        >>> report = Report("Flip (3,)", (Check("round trip", PASSED, 0.0, 1e-10), ))
+        >>> report.passed, report.failed
         (True, [])
         >>> print(report)
-        Flip (3,): 1 law holds
-        law         verdict  error    tolerance
-        round trip  passed   0.0e+00  1e-10
+        Flip (3,): 1 passed
+        check       status  error    tolerance
+        round trip  passed  0.0e+00  1e-10
     """
 
     subject: str
-    verdicts: tuple[Verdict, ...] = field(default=())
+    checks: tuple[Check, ...] = field(default=())
 
     @property
-    def failures(self) -> list[Verdict]:
-        """The verdicts on laws that are broken."""
-        return [verdict for verdict in self.verdicts if verdict.failed]
+    def failed(self) -> list[str]:
+        """The names of the checks that failed."""
+        return [check.name for check in self.checks if check.failed]
 
     @property
-    def broken(self) -> list[str]:
-        """The names of the laws that are broken."""
-        return [verdict.law for verdict in self.failures]
-
-    @property
-    def unproven(self) -> list[str]:
-        """The names of the laws that could not be judged, though they apply."""
-        return [verdict.law for verdict in self.verdicts if verdict.status == NOT_PROVEN]
+    def unverified(self) -> list[str]:
+        """The names of the checks that apply but could not be decided."""
+        return [check.name for check in self.checks if check.status == NOT_VERIFIED]
 
     @property
     def passed(self) -> bool:
-        """Whether every law that applies was judged, and holds."""
-        return not self.failures and not self.unproven
+        """Whether every check that applies passed."""
+        return not self.failed and not self.unverified
 
     @property
     def seconds(self) -> float:
-        """How long all the laws took."""
-        return sum(verdict.seconds for verdict in self.verdicts)
+        """How long all the checks took."""
+        return sum(check.seconds for check in self.checks)
 
-    def __getitem__(self, law: str) -> Verdict:
-        return next(verdict for verdict in self.verdicts if verdict.law == law)
+    def __getitem__(self, name: str) -> Check:
+        return next(check for check in self.checks if check.name == name)
 
     def raise_if_failed(self) -> Report:
-        """Return self, or raise `LawBroken` with the table of the laws that are broken or could not be judged."""
+        """Return self, or raise `CheckFailed` with the table of the checks that failed or were not verified."""
         if self.passed:
             return self
-        rows = [verdict.row() for verdict in self.verdicts if verdict.status in (FAILED, NOT_PROVEN)]
-        raise LawBroken(f"{self.headline()}\n{table(rows)}")
+        rows = [check.row() for check in self.checks if check.status in (FAILED, NOT_VERIFIED)]
+        raise CheckFailed(f"{self.headline()}\n{table(rows)}")
 
     def headline(self) -> str:
-        """The subject and how many laws hold."""
-        held = sum(verdict.status == PASSED for verdict in self.verdicts)
-        silent = sum(verdict.status == NOT_APPLICABLE for verdict in self.verdicts)
-        parts = [f"{_laws(len(self.failures))} broken"] if self.failures else []
-        parts += [f"{len(self.unproven)} NOT PROVEN"] if self.unproven else []
-        parts += [f"{_laws(held)} {'holds' if held == 1 else 'hold'}"]
-        parts += [f"{silent} not applicable"] if silent else []
-        return f"{self.subject}: {', '.join(parts)}"
+        """The subject and how many checks have which status."""
+        counts = {status: sum(check.status == status for check in self.checks)
+                  for status in (FAILED, NOT_VERIFIED, PASSED, NOT_APPLICABLE)}
+        shown = [f"{count} {status}" for status, count in counts.items() if count or status == PASSED]
+        return f"{self.subject}: {', '.join(shown)}"
 
     def __str__(self) -> str:
-        return f"{self.headline()}\n{table([verdict.row() for verdict in self.verdicts])}"
+        return f"{self.headline()}\n{table([check.row() for check in self.checks])}"
 
     def to_dict(self) -> dict:
-        """Plain types only; an error that is no finite number becomes None."""
-        return {"subject": self.subject, "passed": self.passed, "laws": [
-            {"law": v.law, "status": v.status.lower(), "tolerance": v.tolerance, "note": v.note,
-             "error": v.error if v.error is not None and math.isfinite(v.error) else None,
-             "seconds": round(v.seconds, 4)}
-            for v in self.verdicts
-        ]}
+        """Plain types only."""
+        return {"subject": self.subject, "passed": self.passed, "checks": [check.to_dict() for check in self.checks]}
 
 
-def _laws(number: int) -> str:
-    return f"{number} law{'' if number == 1 else 's'}"
-
-
-def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ("law", "verdict", "error", "tolerance", "")) -> str:
+def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ("check", "status", "error", "tolerance", "")) -> str:
     """Rows as aligned text; columns that hold nothing are left out.
 
     Example:
@@ -185,96 +197,106 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ("law", "verdic
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-class Laws:
-    """A set of laws in the order in which they are told; functions join it as decorated.
+class CheckSet:
+    """An ordered set of checks; functions join it by a decorator.
+
+    Arguments:
+        parts: sets whose checks it begins with.
 
     Example:
-        >>> laws = Laws()
-        >>> @laws.add("positive", 0.0, "the number is not negative")
+        >>> checks = CheckSet()
+        >>> @checks.add("positive", 0.0, "the number is not negative")
         ... def positive(number):
         ...     return Measured(max(0.0, -number))
-        >>> [verdict.status for verdict in laws.judge(-3.0)]
-        ['FAILED']
+        >>> [check.status for check in checks.run(-3.0)]
+        ['failed']
     """
 
-    def __init__(self):
-        self.laws: dict[str, Law] = {}
+    def __init__(self, *parts: CheckSet):
+        self.specs: dict[str, CheckSpec] = {name: spec for part in parts for name, spec in part.specs.items()}
 
     def add(self, name: str, tolerance: float, statement: str) -> Callable:
-        """Decorator: the function measures the law of that name."""
+        """Decorator: the function measures the check of that name."""
 
         def join(measure: Callable[[Any], Measured]) -> Callable[[Any], Measured]:
-            self.laws[name] = Law(name, tolerance, statement, measure)
+            self.specs[name] = CheckSpec(name, tolerance, statement, measure)
             return measure
 
         return join
 
-    def choose(self, only: Iterable[str] | None = None, without: Iterable[str] = ()) -> list[Law]:
-        """The laws of these names, all of them by default, in the set's order.
+    def choose(self, only: Iterable[str] | None = None, without: Iterable[str] = ()) -> list[CheckSpec]:
+        """The checks of these names, all of them by default, in the set's order.
 
         Raises:
-            ValueError: for a law that does not exist.
+            ValueError: for a check that does not exist.
         """
         for name in (*(only or ()), *without):
-            if name not in self.laws:
-                near = nearest(name, self.laws)
-                raise ValueError(f"there is no law {name!r}:{f' did you mean {near!r}?' if near else ''} "
-                                 f"the laws are {', '.join(self.laws)}")
-        chosen = set(self.laws if only is None else only) - set(without)
-        return [law for law in self.laws.values() if law.name in chosen]
+            if name not in self.specs:
+                near = nearest(name, self.specs)
+                raise ValueError(f"there is no check {name!r}:{f' did you mean {near!r}?' if near else ''} "
+                                 f"the checks are {', '.join(self.specs)}")
+        chosen = set(self.specs if only is None else only) - set(without)
+        return [spec for spec in self.specs.values() if spec.name in chosen]
 
-    def judge(
-        self, subject: Any, laws: Iterable[Law] | None = None, tolerances: Mapping[str, float] | None = None,
-        watch: Callable[[Law], None] | None = None,
-    ) -> Iterator[Verdict]:
-        """The verdict of each law, one after the other; `watch` is called before each.
+    def run(
+        self, subject: Any, specs: Iterable[CheckSpec] | None = None, tolerances: Mapping[str, float] | None = None,
+        watch: Callable[[CheckSpec], None] | None = None,
+    ) -> Iterator[Check]:
+        """The result of each check, one after the other; `watch` is called before each.
 
-        Every law meets the subject's tensors as they were: inputs that one law has let the subject spoil would hide
-        from the next what it does to them.
+        The subject's tensors are restored after every check: an object that spoils its inputs in one check would
+        otherwise hide from the next one what it does to them.
         """
         given = dict(tolerances or {})
         self.choose(given)
         tensors = [value for value in getattr(subject, "__dict__", {}).values() if hasattr(value, "copy_")]
         kept = [value.clone() for value in tensors]
-        for law in self.laws.values() if laws is None else laws:
+        for spec in self.specs.values() if specs is None else specs:
             if watch is not None:
-                watch(law)
-            yield judge(law, subject, given.get(law.name, law.tolerance))
+                watch(spec)
+            yield run_check(spec, subject, given.get(spec.name, spec.tolerance))
             for value, before in zip(tensors, kept, strict=True):
                 value.data.copy_(before)
 
 
-def judge(law: Law, subject: Any, tolerance: float) -> Verdict:
-    """One law on one subject; a subject that raises an error breaks the law."""
+def run_check(spec: CheckSpec, subject: Any, tolerance: float | None = None) -> Check:
+    """One check on one object; an object that raises an error fails.
+
+    Raises:
+        MemoryError, RuntimeError: where memory ran out, which says something of the machine, nothing of the object.
+        Interrupted: when stopped from outside.
+    """
     start = time.perf_counter()
+    tolerance = spec.tolerance if tolerance is None else tolerance
     try:
-        found = law.measure(subject)
+        found = spec.measure(subject)
+        tolerance = tolerance if found.tolerance is None else found.tolerance
         # Not `error > tolerance`: NaN must fail.
         status = PASSED if found.error <= tolerance else FAILED
         error, note = found.error, found.note
     except NotApplicable as reason:
         status, error, note = NOT_APPLICABLE, None, str(reason)
-    except NotProven as reason:
-        status, error, note = NOT_PROVEN, None, str(reason)
-    except (MemoryError, RunError):
+    except NotVerified as reason:
+        status, error, note = NOT_VERIFIED, reason.error, str(reason)
+    except (MemoryError, Interrupted):
         raise
     except Exception as raised:
         if "out of memory" in str(raised):
-            raise  # says something of the machine, nothing of the subject
+            raise
         status, error = FAILED, math.inf
         lines = [line.strip() for line in str(raised).splitlines() if line.strip()] or [""]
         note = f"raised {type(raised).__name__}: {lines[0][:160]}"
-    return Verdict(law.name, status, error, tolerance, note, time.perf_counter() - start)
+    return Check(spec.name, status, error, tolerance, note, time.perf_counter() - start)
 
 
 @dataclass
 class Findings:
-    """All that was found of one model.
+    """The reports on one model.
 
     Arguments:
         wholes: reports on the flow and on each of its bijections as a whole.
         layers: reports on single layers, by group of layers that are alike: the names of the group, and a report each
-            for those of them that were judged.
+            for those of them that were checked.
     """
 
     wholes: list[Report] = field(default_factory=list)
@@ -286,28 +308,28 @@ class Findings:
         return [*self.wholes, *(report for _, reports in self.layers for report in reports)]
 
     @property
-    def failures(self) -> list[str]:
-        """`law (subject)` for every law that is broken."""
-        return [f"{law} ({report.subject})" for report in self.reports for law in report.broken]
+    def failed(self) -> list[str]:
+        """`check (subject)` for every check that failed."""
+        return [f"{name} ({report.subject})" for report in self.reports for name in report.failed]
 
     @property
-    def unproven(self) -> list[str]:
-        """`law (subject)` for every law that could not be judged, though it applies."""
-        return [f"{law} ({report.subject})" for report in self.reports for law in report.unproven]
+    def unverified(self) -> list[str]:
+        """`check (subject)` for every check that applies but could not be decided."""
+        return [f"{name} ({report.subject})" for report in self.reports for name in report.unverified]
 
     @property
     def passed(self) -> bool:
-        """Whether every law that applies was judged, and holds."""
-        return not self.failures and not self.unproven
+        """Whether every check that applies passed."""
+        return not self.failed and not self.unverified
 
     def text(self, verbose: bool = False) -> str:
-        """The verdict tables: wholes law by law, layers group by group, what failed in full."""
+        """The tables: wholes check by check, layers group by group, what failed in full."""
         parts = [str(report) if verbose else applied(report) for report in self.wholes]
         if verbose:
             parts += [str(report) for _, reports in self.layers for report in reports]
         elif self.layers:
             rows = [_group_row(names, reports) for names, reports in self.layers]
-            parts.append(table(rows, ("layer", "event", "Jacobian", "alike", "verdict", "closest to its tolerance")))
+            parts.append(table(rows, ("layer", "event", "Jacobian", "alike", "result", "closest to its tolerance")))
             parts += [applied(report, only_failures=True) for _, reports in self.layers for report in reports
                       if not report.passed]
         return "\n\n".join(parts)
@@ -319,36 +341,46 @@ class Findings:
 
 
 def applied(report: Report, only_failures: bool = False) -> str:
-    """The table of a report without the laws that do not apply (but with Jacobians that were left out)."""
-    shown = [v.row() for v in report.verdicts
-             if v.failed or v.status == NOT_PROVEN
-             or (not only_failures and (v.error is not None or v.law == "log-det forward"))]
+    """The table of a report without the checks that do not apply (but with Jacobians that were left out)."""
+    shown = [check.row() for check in report.checks
+             if check.status in (FAILED, NOT_VERIFIED)
+             or (not only_failures and (check.error is not None or check.name == "log-det forward"))]
     return f"{report.headline()}\n{table(shown)}"
 
 
+def summary(reports: Sequence[Report]) -> tuple[str, str]:
+    """The result of several reports in a few words, and which check came closest to its tolerance.
+
+    Example:
+        >>> summary([Report("Flip (3,)", (Check("a", PASSED, 1e-12, 1e-10), Check("b", FAILED, 2.0, 1.0)))])
+        ('FAILED: b', 'b 2e+00 of 1')
+    """
+    checks = [check for report in reports for check in report.checks]
+    named = {status: sorted({check.name for check in checks if check.status == status})
+             for status in (FAILED, NOT_VERIFIED)}
+    measured = [check for check in checks if check.error is not None]
+    near = max((c for c in measured if c.tolerance > 0), key=lambda c: c.error / c.tolerance, default=None)
+    result = ", ".join(f"{status.upper()}: {', '.join(names)}" for status, names in named.items() if names)
+    closest = "" if near is None else f"{near.name} {near.error:.0e} of {near.tolerance:g}"
+    return result or f"{len({check.name for check in measured})} passed", closest
+
+
 def _group_row(names: list[str], reports: list[Report]) -> list[str]:
-    verdicts = [verdict for report in reports for verdict in report.verdicts if verdict.error is not None]
-    broken = sorted({law for report in reports for law in report.broken})
-    near = max((v for v in verdicts if v.tolerance > 0), key=lambda v: v.error / v.tolerance, default=None)
     kind, _, event = reports[0].subject.partition(" ")[2].partition(" ")
-    unproven = sorted({law for report in reports for law in report.unproven})
-    told = [f"{status}: {', '.join(laws)}" for status, laws in ((FAILED, broken), (NOT_PROVEN, unproven)) if laws]
-    verdict = ", ".join(told) or f"{len({v.law for v in verdicts})} laws hold"
-    truth = next((v for v in reports[0].verdicts if v.law == "log-det forward"), None)
-    cropped = re.match(r"at (\(.*?\))", truth.note) if truth else None
-    jacobian = "none" if truth is None or truth.error is None else cropped[1] if cropped else "whole"
-    closest = "" if near is None else f"{near.law} {near.error:.0e} of {near.tolerance:g}"
-    return [f"{names[0]} {kind}", event, jacobian, str(len(names)), verdict, closest]
+    logdet = next((check for check in reports[0].checks if check.name == "log-det forward"), None)
+    cropped = re.match(r"at (\(.*?\))", logdet.note) if logdet else None
+    jacobian = "none" if logdet is None or logdet.error is None else cropped[1] if cropped else "whole"
+    return [f"{names[0]} {kind}", event, jacobian, str(len(names)), *summary(reports)]
 
 
 @contextmanager
-def counting(total: int, shown: bool, unit: str = "law") -> Iterator[Callable[[Law | str], None]]:
-    """A progress bar over laws, to be told of each before it is judged; nothing is shown of what ends at once."""
+def counting(total: int, shown: bool, unit: str = "check") -> Iterator[Callable[[CheckSpec | str], None]]:
+    """A progress bar over checks, called before each of them; nothing is shown of what ends at once."""
     interval = 0.1 if sys.stderr.isatty() else 10
     with tqdm(total=total, desc="verifying", unit=unit, disable=not shown, delay=0.5, mininterval=interval) as bar:
 
-        def watch(law: Law | str) -> None:
-            bar.set_postfix_str(law if isinstance(law, str) else law.name, refresh=False)
+        def watch(check: CheckSpec | str) -> None:
+            bar.set_postfix_str(check if isinstance(check, str) else check.name, refresh=False)
             bar.update()
 
         yield watch
@@ -356,7 +388,7 @@ def counting(total: int, shown: bool, unit: str = "law") -> Iterator[Callable[[L
 
 @dataclass(frozen=True)
 class Options:
-    """How to go about a proof.
+    """How a model or a layer is checked.
 
     Arguments:
         randomise: whether the parameters are moved at random (then the model is initialised on `initial`).

@@ -1,4 +1,4 @@
-"""What a bijection must be as a piece of code: clean, precise, finite, trainable, storable, compilable."""
+"""Checks of bijections as code: dtypes, side effects, extreme inputs, gradients, state dicts, compilation."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.flows.bijection import Bijection
-from genmodels.verification.check import Laws, Measured, NotApplicable
+from genmodels.verification.check import CheckSet, Measured, NotApplicable
 from genmodels.verification.maps import relative, worst
 from genmodels.verification.subject import Subject, perturb, rows_of, waits
 
-LAWS = Laws()
+CHECKS = CheckSet()
 
 _EXTREMES = (0.0, 1e-30, -1e-30, 1.0, -1.0, 50.0, -50.0)
 
 
-@LAWS.add("shapes and dtypes", 0.0, "results have the shapes promised, log-determinants (B,); dtype and device stay")
+@CHECKS.add("shapes and dtypes", 0.0, "results have the shapes promised, log-determinants (B,); dtype and device stay")
 @torch.no_grad()
 def shapes_and_dtypes(s: Subject) -> Measured:
     """Both directions in float64 and float32 (our own layers in bfloat16 too), of the whole batch and of one row."""
@@ -55,7 +55,7 @@ def _cast(cond: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return cond.to(dtype) if cond is not None and cond.is_floating_point() else cond
 
 
-@LAWS.add("bf16 autocast", 0.0, "under bfloat16 autocast the state and the log-determinant stay float32 and finite")
+@CHECKS.add("bf16 autocast", 0.0, "under bfloat16 autocast the state and the log-determinant stay float32 and finite")
 @torch.no_grad()
 def autocast(s: Subject) -> Measured:
     """A float32 copy under `torch.autocast(bfloat16)`: networks may be coarse, what they steer may not."""
@@ -71,7 +71,7 @@ def autocast(s: Subject) -> Measured:
     return Measured(float(len(wrong)), "; ".join(wrong))
 
 
-@LAWS.add("nothing modified", 0.0, "neither the inputs nor the layer's own state change, in training mode either")
+@CHECKS.add("nothing modified", 0.0, "neither the inputs nor the layer's own state change, in training mode either")
 @torch.no_grad()
 def nothing_modified(s: Subject) -> Measured:
     """Inputs, conditions and the state dict, compared bit for bit before and after, in both modes."""
@@ -90,7 +90,7 @@ def nothing_modified(s: Subject) -> Measured:
     return Measured(float(len(changed)), "; ".join(dict.fromkeys(changed)))
 
 
-@LAWS.add("extreme inputs", 0.0, "tiny and huge inputs, knots and ends give finite results and gradients")
+@CHECKS.add("extreme inputs", 0.0, "tiny and huge inputs, knots and ends give finite results and gradients")
 def extreme_inputs(s: Subject) -> Measured:
     """0, 1e-30, 1, 50, their negatives and all knots, kept within the domain, in float32 and float64."""
     bad = []
@@ -126,7 +126,7 @@ def _shown(event: Tensor) -> str:
     return ", ".join(f"{float(v):.3g}" for v in event.detach().flatten()[:3]) + (", ..." if event.numel() > 3 else "")
 
 
-@LAWS.add("dead parameters", 0.0, "every parameter that trains has an influence, and finite gradients")
+@CHECKS.add("dead parameters", 0.0, "every parameter that trains has an influence, and finite gradients")
 def dead_parameters(s: Subject) -> Measured:
     """The gradient of a random sum of all outputs: none may be missing, all zero or not finite."""
     layer = s.perturbed()
@@ -146,7 +146,7 @@ def dead_parameters(s: Subject) -> Measured:
     return Measured(float(len(dead) + len(wild)), "; ".join(notes))
 
 
-@LAWS.add("save and load", 0.0, "a layer into which another's state is loaded is that other, bit for bit")
+@CHECKS.add("save and load", 0.0, "a layer into which another's state is loaded is that other, bit for bit")
 @torch.no_grad()
 def save_and_load(s: Subject) -> Measured:
     """Through a file, into a new layer and into one that has worked with other parameters and might remember them."""
@@ -171,7 +171,7 @@ def save_and_load(s: Subject) -> Measured:
     return Measured(float(len(wrong)), "; ".join(wrong))
 
 
-@LAWS.add("float32", 1e-4, "float32 agrees with float64, log-determinants per dimension")
+@CHECKS.add("float32", 1e-4, "float32 agrees with float64, log-determinants per dimension")
 @torch.no_grad()
 def single_precision(s: Subject) -> Measured:
     """The same weights in both precisions; the log-determinants are divided by the number of dimensions."""
@@ -188,7 +188,7 @@ def single_precision(s: Subject) -> Measured:
     return worst(errors)
 
 
-@LAWS.add("compiled", 1e-5, "torch.compile without a graph break gives the same results and gradients, both ways")
+@CHECKS.add("compiled", 1e-5, "torch.compile without a graph break gives the same results and gradients, both ways")
 def compiled(s: Subject) -> Measured:
     """With `fullgraph=True` on the backend chosen; results, log-determinants and gradients against the plain call."""
     if s.compiler is None:
@@ -223,7 +223,7 @@ def _trained(layer: nn.Module) -> list[nn.Parameter]:
     return [p for p in layer.parameters() if p.requires_grad]
 
 
-@LAWS.add("identity at start", 1e-12, "the layer as given is the identity")
+@CHECKS.add("identity at start", 1e-12, "the layer as given is the identity")
 @torch.no_grad()
 def identity_at_start(s: Subject) -> Measured:
     """z = x and a log-determinant of zero in both directions, where the subject says that it starts so."""

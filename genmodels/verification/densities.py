@@ -1,4 +1,4 @@
-"""What a noise schedule must be: decreasing, elementwise, in float64, and one with all that is derived from it."""
+"""Checks of noise schedules and of energies."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from genmodels.verification.check import Laws, Measured, NotApplicable, Report
+from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report
 
-LAWS = Laws()
+SCHEDULE_CHECKS = CheckSet()
 
 
 @dataclass(frozen=True)
 class ScheduleSubject:
-    """A schedule under judgement, and times inside (0, 1): those of its steps where it has only these."""
+    """A noise schedule that is checked, and times inside (0, 1): those of its steps where it has only these."""
 
     schedule: nn.Module
     times: Tensor
@@ -29,7 +29,7 @@ class ScheduleSubject:
 
 
 def check_schedule(schedule: nn.Module, *, points: int = 401) -> Report:
-    """The verdict of every law on a noise schedule.
+    """The result of every check of a noise schedule.
 
     Arguments:
         schedule: has `log_snr(t)` and what `NoiseSchedule` derives from it.
@@ -46,10 +46,10 @@ def check_schedule(schedule: nn.Module, *, points: int = 401) -> Report:
         times = torch.arange(1, steps, dtype=torch.float64) / steps
         times = times[:: max(1, len(times) // points)]
     subject = ScheduleSubject(schedule, times)
-    return Report(f"{type(schedule).__name__}, a noise schedule", tuple(LAWS.judge(subject)))
+    return Report(f"{type(schedule).__name__}, a noise schedule", tuple(SCHEDULE_CHECKS.run(subject)))
 
 
-@LAWS.add("shape and dtype", 1e-9, "log_snr is elementwise, float64 of the shape of t")
+@SCHEDULE_CHECKS.add("shape and dtype", 1e-9, "log_snr is elementwise, float64 of the shape of t")
 def shape(s: ScheduleSubject) -> Measured:
     """For times of no, one and two axes, and in float32; and every time alone against all together."""
     for t in (s.times[:1].reshape(()), s.times[:6].reshape(2, 3), s.times.float()):
@@ -61,16 +61,16 @@ def shape(s: ScheduleSubject) -> Measured:
     return Measured(float(((alone - together).abs() / (1 + together.abs())).max()))
 
 
-@LAWS.add("decreasing", 0.0, "the log-SNR falls from data to noise")
+@SCHEDULE_CHECKS.add("decreasing", 0.0, "the log-SNR falls from data to noise")
 def decreasing(s: ScheduleSubject) -> Measured:
-    """The largest rise between neighbouring times, and where it is; a level that stays breaks it too."""
+    """The largest rise between neighbouring times, and where it is; a level that stays fails it too."""
     rises = s.log_snr(s.times).diff()
     worst = int(rises.argmax())
     bad = float(rises[worst]) >= 0 or not bool(torch.isfinite(rises).all())
     return Measured(max(float(rises[worst]), 1e-300) if bad else 0.0, f"near t = {float(s.times[worst]):.3f}")
 
 
-@LAWS.add("variance preserving", 1e-12, "alpha^2 + sigma^2 = 1, and alpha^2 / sigma^2 = exp(log SNR)")
+@SCHEDULE_CHECKS.add("variance preserving", 1e-12, "alpha^2 + sigma^2 = 1, and alpha^2 / sigma^2 = exp(log SNR)")
 def preserving(s: ScheduleSubject) -> Measured:
     """Both identities at all times; the second, of logarithms, counts a thousandth."""
     alpha, sigma = (part.detach() for part in s.schedule.alpha_sigma(s.times))
@@ -78,19 +78,19 @@ def preserving(s: ScheduleSubject) -> Measured:
     return Measured(max(float((alpha.square() + sigma.square() - 1).abs().max()), 1e-3 * float(ratio.max())))
 
 
-@LAWS.add("rate", 1e-6, "log_snr_rate is the derivative of log_snr")
+@SCHEDULE_CHECKS.add("rate", 1e-6, "log_snr_rate is the derivative of log_snr")
 def rate(s: ScheduleSubject) -> Measured:
     """Against central differences of log_snr; for schedules of continuous time."""
     if getattr(s.schedule, "num_steps", None) is not None:
         raise NotApplicable("defined at its steps only")
     step = 1e-6 * torch.minimum(s.times, 1 - s.times)
-    truth = (s.log_snr(s.times + step) - s.log_snr(s.times - step)) / (2 * step)
+    expected = (s.log_snr(s.times + step) - s.log_snr(s.times - step)) / (2 * step)
     found = s.schedule.log_snr_rate(s.times).detach()
-    error = (found - truth).abs() / (1 + truth.abs())
+    error = (found - expected).abs() / (1 + expected.abs())
     return Measured(float(error.max()), f"at t = {float(s.times[int(error.argmax())]):.3f}")
 
 
-@LAWS.add("time of a level", 1e-8, "time_of is the inverse of log_snr")
+@SCHEDULE_CHECKS.add("time of a level", 1e-8, "time_of is the inverse of log_snr")
 def inverse(s: ScheduleSubject) -> Measured:
     """time_of(log_snr(t)) against t."""
     back = s.schedule.time_of(s.log_snr(s.times)).detach()
@@ -98,16 +98,17 @@ def inverse(s: ScheduleSubject) -> Measured:
     return Measured(float(error.max()), f"at t = {float(s.times[int(error.argmax())]):.3f}")
 
 
-@LAWS.add("betas", 1e-10, "the betas are those of alpha_bar: alpha_bar_i = prod (1 - beta)")
+@SCHEDULE_CHECKS.add("betas", 1e-10, "the betas are those of alpha_bar: alpha_bar_i = prod (1 - beta)")
 def betas(s: ScheduleSubject) -> Measured:
     """For the steps of the schedule, or for 50: products of 1 - beta, and alpha_bars, against sigmoid(log SNR)."""
     steps = getattr(s.schedule, "num_steps", None) or 50
-    product = (1 - s.schedule.betas(steps)).cumprod(0)
-    found, truth = s.schedule.alpha_bars(steps), torch.sigmoid(s.log_snr(torch.arange(1, steps + 1).double() / steps))
-    return Measured(float(torch.maximum((product - truth).abs(), (found - truth).abs()).max()))
+    product = (1 - s.schedule.betas(steps).detach()).cumprod(0)
+    found = s.schedule.alpha_bars(steps).detach()
+    expected = torch.sigmoid(s.log_snr(torch.arange(1, steps + 1).double() / steps))
+    return Measured(float(torch.maximum((product - expected).abs(), (found - expected).abs()).max()))
 
 
-@LAWS.add("end points", 1e-12, "end_points are the log-SNR at the first and the last time")
+@SCHEDULE_CHECKS.add("end points", 1e-12, "end_points are the log-SNR at the first and the last time")
 def ends(s: ScheduleSubject) -> Measured:
     """At the clean end and at t = 1; a table has nothing before its first step."""
     first, last = s.schedule.end_points
@@ -118,13 +119,13 @@ def ends(s: ScheduleSubject) -> Measured:
     return Measured(max(0.0 if a == b else abs(a - b) for a, b in pairs))
 
 
-ENERGY_LAWS = Laws()
+ENERGY_CHECKS = CheckSet()
 _STEP = 1e-5
 
 
 @dataclass(frozen=True)
 class EnergySubject:
-    """An energy under judgement in float64, and a few points and directions."""
+    """An energy that is checked, in float64, and a few points and directions."""
 
     energy: nn.Module
     x: Tensor
@@ -137,7 +138,7 @@ class EnergySubject:
 
 
 def check_energy(energy: nn.Module, shape: Sequence[int], *, seed: int = 0, batch: int = 5) -> Report:
-    """The verdict of every law on an energy; it is copied and made float64.
+    """The result of every check of an energy; it is copied and made float64.
 
     Arguments:
         energy: has `energy(x)` and `score(x)`.
@@ -152,10 +153,10 @@ def check_energy(energy: nn.Module, shape: Sequence[int], *, seed: int = 0, batc
     generator = torch.Generator().manual_seed(seed)
     x, v = (torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for _ in range(2))
     subject = EnergySubject(copy.deepcopy(energy).double(), x, v)
-    return Report(f"{type(energy).__name__}, an energy", tuple(ENERGY_LAWS.judge(subject)))
+    return Report(f"{type(energy).__name__}, an energy", tuple(ENERGY_CHECKS.run(subject)))
 
 
-@ENERGY_LAWS.add("shape", 0.0, "an energy is one finite number for each example")
+@ENERGY_CHECKS.add("shape", 0.0, "an energy is one finite number for each example")
 def energy_shape(s: EnergySubject) -> Measured:
     """(B,), and the number of energies that are not finite."""
     found = s.values(s.x)
@@ -164,18 +165,18 @@ def energy_shape(s: EnergySubject) -> Measured:
     return Measured(float((~torch.isfinite(found)).sum()))
 
 
-@ENERGY_LAWS.add("score", 1e-6, "the score is minus the gradient of the energy")
+@ENERGY_CHECKS.add("score", 1e-6, "the score is minus the gradient of the energy")
 def score(s: EnergySubject) -> Measured:
     """Differences in float64 know nothing of autograd, nor of a sign that was lost in it."""
     found = s.energy.score(s.x).detach()
     if found.shape != s.x.shape:
         return Measured(math.inf, f"shape {tuple(found.shape)}")
     slope = (found * s.v).flatten(1).sum(1)
-    truth = -(s.values(s.x + _STEP * s.v) - s.values(s.x - _STEP * s.v)) / (2 * _STEP)
-    return Measured(float(((slope - truth).abs() / (1 + truth.abs())).max()))
+    expected = -(s.values(s.x + _STEP * s.v) - s.values(s.x - _STEP * s.v)) / (2 * _STEP)
+    return Measured(float(((slope - expected).abs() / (1 + expected.abs())).max()))
 
 
-@ENERGY_LAWS.add("rows independent", 1e-9, "the energy of an example does not depend on the others")
+@ENERGY_CHECKS.add("rows independent", 1e-9, "the energy of an example does not depend on the others")
 def rows(s: EnergySubject) -> Measured:
     """The energy of every row alone against that of the batch."""
     together = s.values(s.x)
@@ -183,7 +184,7 @@ def rows(s: EnergySubject) -> Measured:
     return Measured(float(((alone - together).abs() / (1 + together.abs())).max()))
 
 
-@ENERGY_LAWS.add("nothing modified", 0.0,
+@ENERGY_CHECKS.add("nothing modified", 0.0,
                  "energy and score leave x and the state as they were, and give the same again")
 def unmodified(s: EnergySubject) -> Measured:
     """Energy and score twice, and x and the state dict before and after."""
@@ -195,7 +196,7 @@ def unmodified(s: EnergySubject) -> Measured:
     return Measured(max(changed))
 
 
-@ENERGY_LAWS.add("falls off", 0.0, "far away the energy rises, so that exp(-E) has an integral")
+@ENERGY_CHECKS.add("falls off", 0.0, "far away the energy rises, so that exp(-E) has an integral")
 def falls_off(s: EnergySubject) -> Measured:
     """Along a few rays: faster than the volume grows, D log r, between r = 30 and r = 300."""
     rays = torch.cat([s.v, -s.v])
@@ -205,7 +206,7 @@ def falls_off(s: EnergySubject) -> Measured:
     return Measured(max(0.0, float((needed - rise).max())))
 
 
-@ENERGY_LAWS.add("gradients", 0.0, "every parameter has a gradient of the score's size")
+@ENERGY_CHECKS.add("gradients", 0.0, "every parameter has a gradient of the score's size")
 def gradients(s: EnergySubject) -> Measured:
     """The number of parameters that neither the square of the score nor the energy has a gradient for."""
     parameters = [p for p in s.energy.parameters() if p.requires_grad]
@@ -219,14 +220,14 @@ def gradients(s: EnergySubject) -> Measured:
     return Measured(float(len(dead)), ", ".join(dead[:3]))
 
 
-@ENERGY_LAWS.add("jet", 1e-6, "the jet is log p, its slope and its curvature along v")
+@ENERGY_CHECKS.add("jet", 1e-6, "the jet is log p, its slope and its curvature along v")
 def jet(s: EnergySubject) -> Measured:
     """Against central differences of the energy along v, steps 1e-4; for energies that have a jet."""
     if not getattr(s.energy, "has_jet", False):
         raise NotApplicable("has no jet")
     value, slope, bend = (part.detach() for part in s.energy.jet(s.x, s.v))
     up, here, down = (-s.values(s.x + k * 1e-4 * s.v) for k in (1, 0, -1))
-    truth = here, (up - down) / 2e-4, (up - 2 * here + down) / 1e-8
+    expected = here, (up - down) / 2e-4, (up - 2 * here + down) / 1e-8
     loose = 1.0, 1.0, 1e-3  # a second difference has half as many digits
-    pairs = zip((value, slope, bend), truth, loose, strict=True)
+    pairs = zip((value, slope, bend), expected, loose, strict=True)
     return Measured(max(k * float(((a - b).abs() / (1 + b.abs())).max()) for a, b, k in pairs))

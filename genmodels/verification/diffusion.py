@@ -1,4 +1,4 @@
-"""What a denoiser must be: one prediction in all its views, row by row, finite at both ends, trainable."""
+"""Checks of denoisers and of diffusion samplers, the latter on a Gaussian whose solution is known in closed form."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from genmodels.diffusion import (
 from genmodels.diffusion.denoiser import Prediction
 from genmodels.diffusion.process import alpha_sigma, expand
 from genmodels.diffusion.sampling import Memory
-from genmodels.verification.check import Laws, Measured, NotApplicable, Report
+from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report
 from genmodels.verification.subject import perturb
 
-LAWS = Laws()
+DENOISER_CHECKS = CheckSet()
 _VIEWS = ("x0", "eps", "v", "score")
 
 
 @dataclass(frozen=True)
 class DenoiserSubject:
-    """A denoiser under judgement in float64; noisy points x (B, *event), times t (B,), and conditions."""
+    """A denoiser that is checked, in float64; noisy points x (B, *event), times t (B,), and conditions."""
 
     denoiser: nn.Module
     x: Tensor
@@ -53,7 +53,7 @@ class DenoiserSubject:
 
 
 def check_denoiser(denoiser: nn.Module, shape: Sequence[int], *, cond: Tensor | None = None, seed: int = 0) -> Report:
-    """The verdict of every law on a denoiser; it is copied, made float64, and its parameters are moved at random.
+    """The result of every check of a denoiser; it is copied, made float64, and its parameters are moved at random.
 
     Arguments:
         denoiser: has a `schedule`, and is called as `denoiser(x, t, cond) -> Prediction`.
@@ -74,10 +74,10 @@ def check_denoiser(denoiser: nn.Module, shape: Sequence[int], *, cond: Tensor | 
     x = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
     t = torch.linspace(0.15, 0.85, rows, dtype=torch.float64)
     subject = DenoiserSubject(twin, x, t, cond)
-    return Report(f"{type(denoiser).__name__}, a denoiser", tuple(LAWS.judge(subject)))
+    return Report(f"{type(denoiser).__name__}, a denoiser", tuple(DENOISER_CHECKS.run(subject)))
 
 
-@LAWS.add("shape and dtype", 0.0, "every view has the shape of x and its dtype")
+@DENOISER_CHECKS.add("shape and dtype", 0.0, "every view has the shape of x and its dtype")
 @torch.no_grad()
 def shape(s: DenoiserSubject) -> Measured:
     """x0, eps, v, score and output; the first that is unlike x is named."""
@@ -89,43 +89,43 @@ def shape(s: DenoiserSubject) -> Measured:
     return Measured(0.0)
 
 
-def _identity(s: DenoiserSubject, truth: Callable[[Prediction, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Measured:
+def _identity(s: DenoiserSubject, sides: Callable[[Prediction, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Measured:
     with torch.no_grad():
-        left, right = truth(s.predict(), *s.alpha_sigma())
+        left, right = sides(s.predict(), *s.alpha_sigma())
     error = ((left - right).abs() / (1 + right.abs())).flatten(1).amax(1)
     return Measured(float(error.max()), f"at t = {float(s.t[int(error.argmax())]):.2f}")
 
 
-@LAWS.add("signal and noise", 1e-9, "x = alpha x0 + sigma eps")
+@DENOISER_CHECKS.add("signal and noise", 1e-9, "x = alpha x0 + sigma eps")
 def signal_and_noise(s: DenoiserSubject) -> Measured:
     """The largest error relative to 1 + |x|, and the time where it is."""
     return _identity(s, lambda p, alpha, sigma: (alpha * p.x0 + sigma * p.eps, s.x))
 
 
-@LAWS.add("v", 1e-9, "v = alpha eps - sigma x0")
+@DENOISER_CHECKS.add("v", 1e-9, "v = alpha eps - sigma x0")
 def velocity(s: DenoiserSubject) -> Measured:
     """The largest error relative to 1 + |v|, and the time where it is."""
     return _identity(s, lambda p, alpha, sigma: (p.v, alpha * p.eps - sigma * p.x0))
 
 
-@LAWS.add("score", 1e-9, "score = -eps / sigma")
+@DENOISER_CHECKS.add("score", 1e-9, "score = -eps / sigma")
 def score(s: DenoiserSubject) -> Measured:
     """The largest error relative to 1 + |eps / sigma|, and the time where it is."""
     return _identity(s, lambda p, alpha, sigma: (p.score, -p.eps / sigma))
 
 
-@LAWS.add("training target", 1e-9, "the target of a network that is right is what it returns")
+@DENOISER_CHECKS.add("training target", 1e-9, "the target of a network that is right is what it returns")
 def target(s: DenoiserSubject) -> Measured:
     """What training would ask for, made of the predicted x0 and eps, against `output`."""
-    known = getattr(s.denoiser, "parameterisation", None)
-    if known is None:
+    parameterisation = getattr(s.denoiser, "parameterisation", None)
+    if parameterisation is None:
         raise NotApplicable("has no parameterisation")
     with torch.no_grad():
         log_snr = s.denoiser.schedule.log_snr(s.t)
-    return _identity(s, lambda p, alpha, sigma: (p.output, known.target(p.x0, p.eps, log_snr)))
+    return _identity(s, lambda p, alpha, sigma: (p.output, parameterisation.target(p.x0, p.eps, log_snr)))
 
 
-@LAWS.add("rows independent", 1e-9, "a prediction does not depend on the rest of the batch")
+@DENOISER_CHECKS.add("rows independent", 1e-9, "a prediction does not depend on the rest of the batch")
 @torch.no_grad()
 def rows(s: DenoiserSubject) -> Measured:
     """x0 of every row alone against x0 of the batch."""
@@ -134,7 +134,7 @@ def rows(s: DenoiserSubject) -> Measured:
     return Measured(float(((alone - together).abs() / (1 + together.abs())).max()))
 
 
-@LAWS.add("nothing modified", 0.0, "x and the state stay as they were, and the same prediction comes again")
+@DENOISER_CHECKS.add("nothing modified", 0.0, "x and the state stay as they were, and the same prediction comes again")
 @torch.no_grad()
 def unmodified(s: DenoiserSubject) -> Measured:
     """Two predictions in a row, and x and the state dict before and after them."""
@@ -146,7 +146,7 @@ def unmodified(s: DenoiserSubject) -> Measured:
     return Measured(max(changed))
 
 
-@LAWS.add("both ends", 0.0, "the estimate of x_0 is finite near the data and at t = 1")
+@DENOISER_CHECKS.add("both ends", 0.0, "the estimate of x_0 is finite near the data and at t = 1")
 @torch.no_grad()
 def ends(s: DenoiserSubject) -> Measured:
     """The number of entries that are not finite at t = 0.001 and t = 1."""
@@ -157,7 +157,7 @@ def ends(s: DenoiserSubject) -> Measured:
     return Measured(float(bad))
 
 
-@LAWS.add("gradients", 0.0, "every parameter has a gradient of the output's square")
+@DENOISER_CHECKS.add("gradients", 0.0, "every parameter has a gradient of the output's square")
 def gradients(s: DenoiserSubject) -> Measured:
     """The number of parameters without one; those of a learned schedule are trained by the bound alone."""
     named = [(name, p) for name, p in s.denoiser.named_parameters() if p.requires_grad]
@@ -171,31 +171,31 @@ def gradients(s: DenoiserSubject) -> Measured:
     return Measured(float(len(dead)), ", ".join(dead[:3]))
 
 
-SAMPLER_LAWS = Laws()
+SAMPLER_CHECKS = CheckSet()
 
 _MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)
 _VARIANCE = torch.tensor([0.3, 0.5, 0.1], dtype=torch.float64)
 _STEPS, _ROWS = 400, 4000
-#: Where the path of a Gaussian is compared with its closed form: before the clean end, which is a step of its own.
-_PATH = (0.9, 0.1)
+#: Where trajectories of a Gaussian meet their closed form: before the clean end, which is a step of its own.
+_ENDS = (0.9, 0.1)
 
 
 @dataclass(frozen=True)
 class SamplerSubject:
-    """A sampler under judgement, and the exact denoiser of a Gaussian in float64."""
+    """A sampler that is checked, and the exact denoiser of a Gaussian in float64."""
 
     step: Callable
-    oracle: GaussianDenoiser
+    exact: GaussianDenoiser
 
-    def draw(self, n: int, times: Tensor, *, seed: int = 0, oracle: GaussianDenoiser | None = None, **options):
+    def draw(self, n: int, times: Tensor, *, seed: int = 0, exact: GaussianDenoiser | None = None, **options):
         """`sample` with noise keyed by row."""
         sampler_rows = KeyedGenerator(seed, torch.arange(n), "verify")
         options = {"dtype": torch.float64} | options
-        return sample(oracle or self.oracle, (n, len(_MEAN)), times, self.step, sampler_rows, **options).x
+        return sample(exact or self.exact, (n, len(_MEAN)), times, self.step, sampler_rows, **options).x
 
 
 def check_sampler(step: Callable) -> Report:
-    """The verdict of every law on a sampler.
+    """The result of every check of a sampler.
 
     Arguments:
         step: `step(denoiser, x, t, s, memory, generator, cond, temperature) -> (x, memory)`, as `Sampler` says.
@@ -206,28 +206,28 @@ def check_sampler(step: Callable) -> Report:
         True
     """
     name = getattr(step, "__name__", type(step).__name__)
-    oracle = GaussianDenoiser(CosineSchedule(), _MEAN, _VARIANCE)
-    return Report(f"{name}, a sampler", tuple(SAMPLER_LAWS.judge(SamplerSubject(step, oracle))))
+    exact = GaussianDenoiser(CosineSchedule(), _MEAN, _VARIANCE)
+    return Report(f"{name}, a sampler", tuple(SAMPLER_CHECKS.run(SamplerSubject(step, exact))))
 
 
 def _one_step(s: SamplerSubject, dtype: torch.dtype = torch.float64) -> tuple[Callable[[int], tuple], Tensor, Memory]:
     """A step from t = .6 to .4 as a function of the seed, its x, and the memory it is given."""
     x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
     t, between, later = (torch.tensor(v, dtype=torch.float64) for v in (0.6, 0.5, 0.4))
-    x, memory = s.step(s.oracle, x, t, between, None, torch.Generator().manual_seed(1), None, 1.0)
+    x, memory = s.step(s.exact, x, t, between, None, torch.Generator().manual_seed(1), None, 1.0)
     x = x.clone()
 
     def again(seed: int, temperature: float = 1.0) -> tuple:
         drawn = torch.Generator().manual_seed(seed)
-        return s.step(s.oracle, x, between, later, memory, drawn, None, temperature)
+        return s.step(s.exact, x, between, later, memory, drawn, None, temperature)
 
     return again, x, memory
 
 
-@SAMPLER_LAWS.add("pure step", 0.0, "a step with equal arguments gives equal results, and changes none of them")
+@SAMPLER_CHECKS.add("pure step", 0.0, "a step with equal arguments gives equal results, and changes none of them")
 @torch.no_grad()
 def pure(s: SamplerSubject) -> Measured:
-    """The second step of a path, so that there is a memory, taken twice with one seed."""
+    """The second step of a trajectory, so that there is a memory, taken twice with one seed."""
     again, x, memory = _one_step(s)
     kept = x.clone(), memory.x0.clone(), memory.log_snr.clone()
     torch.manual_seed(0)  # noise from the global generator would repeat itself otherwise
@@ -239,7 +239,7 @@ def pure(s: SamplerSubject) -> Measured:
     return Measured(max(apart, *changed), where)
 
 
-@SAMPLER_LAWS.add("dtype", 0.0, "x keeps its shape and dtype")
+@SAMPLER_CHECKS.add("dtype", 0.0, "x keeps its shape and dtype")
 @torch.no_grad()
 def dtype(s: SamplerSubject) -> Measured:
     """In float32 and float64."""
@@ -251,33 +251,33 @@ def dtype(s: SamplerSubject) -> Measured:
     return Measured(0.0)
 
 
-@SAMPLER_LAWS.add("clean end", 1e-9, "the step to s = 0 returns the estimate of x_0 without noise")
+@SAMPLER_CHECKS.add("clean end", 1e-9, "the step to s = 0 returns the estimate of x_0 without noise")
 def clean_end(s: SamplerSubject) -> Measured:
-    """The samples against the last estimate of x_0 that the loop was told."""
+    """The samples against the last estimate of x_0 that the callback was given."""
     kept: list[Tensor] = []
-    found = s.draw(50, uniform_t(s.oracle.schedule, 10), callback=lambda i, x, x0: kept.append(x0))
+    found = s.draw(50, uniform_t(s.exact.schedule, 10), callback=lambda i, x, x0: kept.append(x0))
     return Measured(float((found - kept[-1]).abs().max()))
 
 
-@SAMPLER_LAWS.add("point mass", 1e-9, "data that are one point are found, in one step and in five")
+@SAMPLER_CHECKS.add("point mass", 1e-9, "data that are one point are found, in one step and in five")
 def point_mass(s: SamplerSubject) -> Measured:
-    """The exact denoiser of a normal law without variance."""
-    oracle = GaussianDenoiser(CosineSchedule(), _MEAN, 0.0)
-    errors = [(s.draw(5, uniform_t(oracle.schedule, n), oracle=oracle) - _MEAN).abs().max() for n in (1, 5)]
+    """The exact denoiser of a Gaussian without variance."""
+    exact = GaussianDenoiser(CosineSchedule(), _MEAN, 0.0)
+    errors = [(s.draw(5, uniform_t(exact.schedule, n), exact=exact) - _MEAN).abs().max() for n in (1, 5)]
     return Measured(float(max(errors)))
 
 
-@SAMPLER_LAWS.add("rows independent", 1e-9, "a sample alone is that of a batch, with noise keyed by sample")
+@SAMPLER_CHECKS.add("rows independent", 1e-9, "a sample alone is that of a batch, with noise keyed by sample")
 def sampler_rows(s: SamplerSubject) -> Measured:
     """Sample 4 of six against itself drawn alone, with keyed noise."""
-    times = uniform_t(s.oracle.schedule, 8)
+    times = uniform_t(s.exact.schedule, 8)
     together = s.draw(6, times)
-    alone = sample(s.oracle, (1, 3), times, s.step, KeyedGenerator(0, torch.tensor([4]), "verify"),
+    alone = sample(s.exact, (1, 3), times, s.step, KeyedGenerator(0, torch.tensor([4]), "verify"),
                    dtype=torch.float64).x  # fmt: skip
     return Measured(float((together[4] - alone[0]).abs().max()))
 
 
-@SAMPLER_LAWS.add("temperature", 1e-9, "at temperature 0 no noise is left")
+@SAMPLER_CHECKS.add("temperature", 1e-9, "at temperature 0 no noise is left")
 @torch.no_grad()
 def temperature(s: SamplerSubject) -> Measured:
     """Two seeds give the same step."""
@@ -285,11 +285,11 @@ def temperature(s: SamplerSubject) -> Measured:
     return Measured(float((again(2, 0.0)[0] - again(3, 0.0)[0]).abs().max()))
 
 
-@SAMPLER_LAWS.add("no signal", 0.0, "a first step from zero terminal SNR is finite")
+@SAMPLER_CHECKS.add("no signal", 0.0, "a first step from zero terminal SNR is finite")
 def no_signal(s: SamplerSubject) -> Measured:
     """The linear schedule, rescaled so that no signal is left at t = 1."""
-    oracle = GaussianDenoiser(rescale_zero_terminal(LinearSchedule()), _MEAN, _VARIANCE)
-    found = s.draw(8, uniform_t(oracle.schedule, 10), oracle=oracle)
+    exact = GaussianDenoiser(rescale_zero_terminal(LinearSchedule()), _MEAN, _VARIANCE)
+    found = s.draw(8, uniform_t(exact.schedule, 10), exact=exact)
     return Measured(float((~torch.isfinite(found)).sum()))
 
 
@@ -299,24 +299,24 @@ def _draws_noise(s: SamplerSubject) -> bool:
         return bool((again(2)[0] != again(3)[0]).any())
 
 
-@SAMPLER_LAWS.add("path", 0.3,
+@SAMPLER_CHECKS.add("trajectory", 0.3,
                   "without noise, samples of N(m, c^2) follow x_s - alpha_s m = sqrt(V_s / V_t) (x_t - alpha_t m)")
-def path(s: SamplerSubject) -> Measured:
-    """The error is what is missing to an order of convergence of one; a path that is exact has no order."""
+def trajectory(s: SamplerSubject) -> Measured:
+    """The error is what is missing to an order of convergence of one; an exact one has no order."""
     if _draws_noise(s):
-        raise NotApplicable("draws noise: there is no path")
-    ends = s.oracle.schedule.log_snr(torch.tensor(_PATH, dtype=torch.float64))
+        raise NotApplicable("draws noise: there is no deterministic trajectory")
+    ends = s.exact.schedule.log_snr(torch.tensor(_ENDS, dtype=torch.float64))
     (alpha_t, alpha_s), (sigma_t, sigma_s) = alpha_sigma(ends)
     spread_t, spread_s = ((a**2 * _VARIANCE + d**2).sqrt() for a, d in ((alpha_t, sigma_t), (alpha_s, sigma_s)))
     x = alpha_t * _MEAN + spread_t * torch.randn(
         20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
-    truth = alpha_s * _MEAN + spread_s / spread_t * (x - alpha_t * _MEAN)
+    expected = alpha_s * _MEAN + spread_s / spread_t * (x - alpha_t * _MEAN)
 
     def error(steps: int) -> float:
         between = torch.linspace(float(ends[0]), float(ends[1]), steps + 1, dtype=torch.float64)
-        times = s.oracle.schedule.time_of(between)
-        return float((s.draw(20, times, start=x.clone()) - truth).abs().max())
+        times = s.exact.schedule.time_of(between)
+        return float((s.draw(20, times, start=x.clone()) - expected).abs().max())
 
     coarse, fine = error(32), error(64)
     if fine < 1e-9:
@@ -327,14 +327,14 @@ def path(s: SamplerSubject) -> Measured:
     return Measured(max(0.0, 1 - order), f"order {order:.2f}, error {fine:.1e} in 64 steps")
 
 
-@SAMPLER_LAWS.add("spread", 0.05,
+@SAMPLER_CHECKS.add("spread", 0.05,
                   f"mean and variance of {_ROWS:,} samples of N(m, c^2) in {_STEPS} steps, beyond chance")
 def spread(s: SamplerSubject) -> Measured:
     """Relative errors of standard deviations, and of means in their units, less three standard errors."""
-    x = s.draw(_ROWS, uniform_log_snr(s.oracle.schedule, _STEPS))
+    x = s.draw(_ROWS, uniform_log_snr(s.exact.schedule, _STEPS))
     mean = ((x.mean(0) - _MEAN) / _VARIANCE.sqrt()).abs() - 3 / math.sqrt(_ROWS)
-    deviation = ((x.var(0) / _VARIANCE).sqrt() - 1).abs() - 3 / math.sqrt(2 * _ROWS)
-    errors = torch.stack([mean, deviation])
+    spread_error = ((x.var(0) / _VARIANCE).sqrt() - 1).abs() - 3 / math.sqrt(2 * _ROWS)
+    errors = torch.stack([mean, spread_error])
     if not bool(torch.isfinite(errors).all()):
         return Measured(math.inf, "not finite")
     worst = int(errors.flatten().argmax())

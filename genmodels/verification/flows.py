@@ -1,4 +1,4 @@
-"""What a flow must keep to beyond its bijection: density, latents, samples, and silence before it has seen data."""
+"""Checks of flows: density, latents, samples, and of every bijection and layer in a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from genmodels.flows.composition import Compose
 from genmodels.flows.flow import Flow
 from genmodels.flows.multiscale import MultiScale
 from genmodels.models.base import GenerativeModel
-from genmodels.verification.bijections import LAWS, check_bijection, show_shape
+from genmodels.verification.bijections import CHECKS, check_bijection, show_shape
 from genmodels.verification.check import (
     NOT_APPLICABLE,
-    NOT_PROVEN,
+    NOT_VERIFIED,
     PASSED,
+    CheckSet,
+    CheckSpec,
     Findings,
-    Law,
-    Laws,
     Measured,
     NotApplicable,
     Options,
@@ -34,7 +34,7 @@ from genmodels.verification.check import (
 from genmodels.verification.maps import relative, worst
 from genmodels.verification.subject import EVERYWHERE, perturb, prepare, ranges
 
-FLOW_LAWS = Laws()
+FLOW_CHECKS = CheckSet()
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FlowSubject:
         return self.flow.sample(len(index), cond, temperature=temperature, generator=noise)
 
 
-@FLOW_LAWS.add("log-density", 1e-12, "log p(x) = log base(z) + log-determinant")
+@FLOW_CHECKS.add("log-density", 1e-12, "log p(x) = log base(z) + log-determinant")
 @torch.no_grad()
 def log_density(s: FlowSubject) -> Measured:
     """Bijection and base called one by one, against `flow.log_prob`."""
@@ -62,14 +62,14 @@ def log_density(s: FlowSubject) -> Measured:
     return Measured(relative(s.flow.log_prob(s.x, s.cond), base + logdet))
 
 
-@FLOW_LAWS.add("latents", 1e-9, "from_latents(latents(x)) = x")
+@FLOW_CHECKS.add("latents", 1e-9, "from_latents(latents(x)) = x")
 @torch.no_grad()
 def latents(s: FlowSubject) -> Measured:
     """All scales there and back again."""
     return Measured(relative(s.flow.from_latents(s.flow.latents(s.x, s.cond), s.cond), s.x))
 
 
-@FLOW_LAWS.add("samples", 1e-9,
+@FLOW_CHECKS.add("samples", 1e-9,
                "sample k is the same alone and among others, and z(sample at temperature 0) is the mode")
 @torch.no_grad()
 def samples(s: FlowSubject) -> Measured:
@@ -85,7 +85,7 @@ def samples(s: FlowSubject) -> Measured:
     return worst({**errors, "temperature 0": relative(z, mode.reshape(z.shape))})
 
 
-@FLOW_LAWS.add("waits for data", 0.0, "before initialisation densities, samples and latents raise NotInitialized")
+@FLOW_CHECKS.add("waits for data", 0.0, "before initialisation densities, samples and latents raise NotInitialized")
 @torch.no_grad()
 def waits_for_data(s: FlowSubject) -> Measured:
     """On an instance that has seen no data; what answers all the same is named."""
@@ -109,7 +109,7 @@ def waits_for_data(s: FlowSubject) -> Measured:
     return Measured(float(len(silent)), ", ".join(silent))
 
 
-#: Laws of single layers that depend on the numbers in them, judged on every layer of a trained flow.
+#: Checks of single layers that depend on the numbers in them, made of every layer of a trained flow.
 NUMERIC = ("round trip", "log-det forward", "log-det inverse", "log-dets cancel", "float32")
 #: Rows of an event of which only the shape is known.
 _ROWS = 3
@@ -128,10 +128,10 @@ class Seen:
     cond: Tensor | None
 
 
-def prove_flow(
+def verify_flow(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """The laws of flows on the flow, of bijections on every bijection as a whole and on every kind of layer in it."""
+    """The checks of flows on the flow, of bijections on every bijection as a whole and on every kind of layer in it."""
     if options.randomise:
         perturb(model.core, torch.Generator().manual_seed(options.seed))
     if initial is not None:
@@ -140,22 +140,22 @@ def prove_flow(
     new = fresh().to(model.device).eval()
     seen = list(at_work(model, batch, options.seed))
     plans = [plan for part in seen for plan in plans_of(part, new.core, options)]
-    total = sum(len(LAWS.choose(plan.options.get("only"))) for plan in plans) + len(FLOW_LAWS.laws)
+    total = sum(len(CHECKS.choose(plan.options.get("only"))) for plan in plans) + len(FLOW_CHECKS.specs)
     with counting(total, options.progress) as watch:
         flow = _of_flow(model, new, seen, batch, watch)
         return _carried_out(plans, Findings([flow]), watch)
 
 
-def prove_bijection(
+def verify_bijection(
     make: Callable[[], nn.Module], shape: Sequence[int], cond: Tensor | None, options: Options
 ) -> Findings:
-    """The laws of bijections on one as a whole and, if it is a composition, on every layer in it.
+    """The checks of bijections on one as a whole and, if it is a composition, on every layer in it.
 
     Arguments:
         make: makes it; called again for fresh ones.
         shape: event shape of x.
         cond: conditions of a few rows, None for none.
-        options: how to go about it.
+        options: how it is checked.
 
     Raises:
         ValueError: for a shape it does not take, or a missing condition.
@@ -165,7 +165,7 @@ def prove_bijection(
     together = {**common, "cond": cond, "fresh": make, "compiler": options.compiler}
     plans = []
     if isinstance(layer, Compose | MultiScale):
-        # The parameters and inputs on which `check_bijection` is going to judge the whole.
+        # The parameters and inputs on which `check_bijection` is going to check the whole.
         whole = prepare(layer, shape, x=None, z=None, cond=cond, batch=_ROWS, randomise=True, initial=None,
                         x_range=None, z_range=None, seed=options.seed)
         # Not only one of those that are alike: nothing is known of what classes of a user's own keep where.
@@ -173,14 +173,14 @@ def prove_bijection(
         plans = list(plans_of(Seen("", whole.layer, whole.x, whole.cond), layer, one_by_one))[1:]
         if plans:
             together |= {"tolerances": DEEP, "compiler": None}
-    total = sum(len(LAWS.choose(plan.options.get("only"))) for plan in plans) + len(LAWS.laws)
+    total = sum(len(CHECKS.choose(plan.options.get("only"))) for plan in plans) + len(CHECKS.specs)
     with counting(total, options.progress) as watch:
         report = check_bijection(layer, shape, watch=watch, **together)
         return _carried_out(plans, Findings([report]), watch)
 
 
-def _carried_out(plans: Iterable[Plan], findings: Findings, watch: Callable[[Law], None]) -> Findings:
-    """The findings with those of the plans added; large compositions follow from their layers."""
+def _carried_out(plans: Iterable[Plan], findings: Findings, watch: Callable[[CheckSpec], None]) -> Findings:
+    """The findings with the reports of the plans added; large compositions follow from their layers."""
     whole = len(findings.wholes) - 1
     of_whole: dict[int, list[Report]] = {whole: []}
     for plan in plans:
@@ -203,17 +203,17 @@ def _carried_out(plans: Iterable[Plan], findings: Findings, watch: Callable[[Law
 def by_layers(whole: Report, layers: Sequence[Report]) -> Report:
     """The report on a composition that is too large for a Jacobian: the chain rule, where every layer was tested.
 
-    Its log-determinant is the sum over its layers, by the law on sums; that of its inverse is the same with the other
-    sign, by the laws on log-dets that cancel and on round trips. Where one of these is missing it stays not proven.
+    Its log-determinant is the sum over its layers, by the check of sums; that of its inverse is the same with the other
+    sign, by the checks of log-dets that cancel and of round trips. Where one of these is missing it stays not verified.
     """
-    held = {verdict.law for verdict in whole.verdicts if verdict.status == PASSED}
+    passed = {check.name for check in whole.checks if check.status == PASSED}
     tested = bool(layers) and all(report["log-det forward"].status == PASSED for report in layers)
     needed = {"log-det forward": {"sum of layers"},
               "log-det inverse": {"sum of layers", "log-dets cancel", "round trip"}}  # fmt: skip
-    return replace(whole, verdicts=tuple(
-        replace(verdict, status=NOT_APPLICABLE, note=f"follows from its layers: {verdict.note.partition(':')[0]}")
-        if verdict.status == NOT_PROVEN and tested and needed.get(verdict.law, {""}) <= held else verdict
-        for verdict in whole.verdicts
+    return replace(whole, checks=tuple(
+        replace(check, status=NOT_APPLICABLE, note=f"follows from its layers: {check.note.partition(':')[0]}")
+        if check.status == NOT_VERIFIED and tested and needed.get(check.name, {""}) <= passed else check
+        for check in whole.checks
     ))
 
 
@@ -268,14 +268,14 @@ def near(z: Tensor, bijection: Bijection, seed: int) -> Tensor:
 
 
 def _of_flow(model: GenerativeModel, new: GenerativeModel, seen: list[Seen], batch: Batch, watch) -> Report:
-    """The laws of flows on `core.flow`."""
+    """The checks of flows on `core.flow`."""
     flow: Flow = copy.deepcopy(model.core.flow).double()
     own = next(part for part in seen if part.bijection is model.core.flow.bijection)
     cond = batch.cond if flow.uses_cond else None
     subject = FlowSubject(flow, own.x.double(), cond, new.core.flow)
-    verdicts = tuple(FLOW_LAWS.judge(subject, watch=watch))
+    checks = tuple(FLOW_CHECKS.run(subject, watch=watch))
     size = sum(parameter.numel() for parameter in model.core.parameters())
-    return Report(f"{model.family} with {size:,} parameters", verdicts)
+    return Report(f"{model.family} with {size:,} parameters", checks)
 
 
 @torch.no_grad()

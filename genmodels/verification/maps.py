@@ -1,4 +1,4 @@
-"""What a bijection must be as a map: invertible, one row at a time, and what its parts say it is."""
+"""Checks of bijections as maps: invertibility, independent rows, conditions, masks, total probability."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from genmodels.models.density import over_the_plane
-from genmodels.verification.check import Laws, Measured, NotApplicable
+from genmodels.verification.check import CheckSet, Measured, NotApplicable
 from genmodels.verification.subject import Subject, crop, draw, initialize, waits
 
-LAWS = Laws()
+CHECKS = CheckSet()
 
 
 def relative(found: Tensor, true: Tensor) -> float:
@@ -42,7 +42,7 @@ def weighted(s: Subject, result: Tensor, logdet: Tensor) -> Tensor:
     return sum((v * w).sum() for v, w in zip((result, logdet), weights, strict=True))
 
 
-@LAWS.add("round trip", 1e-10, "inverse(forward(x)) = x and forward(inverse(z)) = z")
+@CHECKS.add("round trip", 1e-10, "inverse(forward(x)) = x and forward(inverse(z)) = z")
 @torch.no_grad()
 def round_trip(s: Subject) -> Measured:
     """There and back from both sides, relative to the largest value."""
@@ -53,7 +53,7 @@ def round_trip(s: Subject) -> Measured:
     return worst(errors)
 
 
-@LAWS.add("rows independent", 1e-12, "a row alone gives what it gives in a batch")
+@CHECKS.add("rows independent", 1e-12, "a row alone gives what it gives in a batch")
 @torch.no_grad()
 def rows_independent(s: Subject) -> Measured:
     """Results and log-determinants of every row by itself against those of the batch."""
@@ -67,7 +67,7 @@ def rows_independent(s: Subject) -> Measured:
     return worst(errors)
 
 
-@LAWS.add("condition", 0.0, "both directions depend on the condition, row by row, and pass it gradients")
+@CHECKS.add("condition", 0.0, "both directions depend on the condition, row by row, and pass it gradients")
 def condition(s: Subject) -> Measured:
     """Conditions are rolled by one row: rows whose condition changed must move, the others must not."""
     if s.cond is None:
@@ -92,7 +92,7 @@ def condition(s: Subject) -> Measured:
     return Measured(float(len(blind)), "; ".join(blind))
 
 
-@LAWS.add("sum of layers", 1e-10, "the log-determinant of a composition = the sum over its layers")
+@CHECKS.add("sum of layers", 1e-10, "the log-determinant of a composition = the sum over its layers")
 @torch.no_grad()
 def sum_of_layers(s: Subject) -> Measured:
     """The layers one after the other, by `walk`, against the whole."""
@@ -104,7 +104,7 @@ def sum_of_layers(s: Subject) -> Measured:
                   "z": relative(z, steps[-1].z)})
 
 
-@LAWS.add("kept part", 0.0, "a coupling leaves what it keeps as it is, bit for bit")
+@CHECKS.add("kept part", 0.0, "a coupling leaves what it keeps as it is, bit for bit")
 @torch.no_grad()
 def kept_part(s: Subject) -> Measured:
     """The number of kept values that changed, in either direction."""
@@ -117,10 +117,10 @@ def kept_part(s: Subject) -> Measured:
     })
 
 
-MASK_LAWS = Laws()
+MASK_CHECKS = CheckSet()
 
 
-@MASK_LAWS.add("masked content", 1e-12,
+@MASK_CHECKS.add("masked content", 1e-12,
                "what stands outside the mask changes nothing, gets no gradient, leaves as zeros")
 def masked_content(s: Subject) -> Measured:
     """Other numbers and NaN in the padding, both ways; and the gradient that reaches it."""
@@ -146,7 +146,7 @@ def _noise(s: Subject, like: Tensor) -> Tensor:
     return 100 * torch.randn(like.shape, generator=s.generator("padding"), dtype=torch.float64).to(like.device)
 
 
-@MASK_LAWS.add("padding", 1e-12, "a padded sequence gives what the sequence alone gives")
+@MASK_CHECKS.add("padding", 1e-12, "a padded sequence gives what the sequence alone gives")
 @torch.no_grad()
 def padding(s: Subject) -> Measured:
     """The valid values of every padded row against the same row cropped to its length, both ways."""
@@ -154,7 +154,7 @@ def padding(s: Subject) -> Measured:
                   for where, length, (padded, _), (alone, _) in _pairs(s)})
 
 
-@MASK_LAWS.add("masked log-det", 1e-10, "the log-determinant under a mask = that of the cropped sequence")
+@MASK_CHECKS.add("masked log-det", 1e-10, "the log-determinant under a mask = that of the cropped sequence")
 @torch.no_grad()
 def masked_log_det(s: Subject) -> Measured:
     """As for padding, of the log-determinants."""
@@ -184,7 +184,7 @@ def _cropped_cond(s: Subject, row: int, length: int) -> Tensor | None:
     return None if s.cond is None else crop(s.cond[row : row + 1], [s.shape[-1]], [length])
 
 
-@MASK_LAWS.add("masked start", 1e-6, "initialised on padded sequences = initialised on the same sequences cropped")
+@MASK_CHECKS.add("masked start", 1e-6, "initialised on padded sequences = initialised on the same sequences cropped")
 def masked_start(s: Subject) -> Measured:
     """Two instances initialised on 16 rows, one padded and one cropped; their state dicts are compared."""
     if not waits(s.blank):
@@ -203,14 +203,14 @@ def masked_start(s: Subject) -> Measured:
     })
 
 
-MASS_LAWS = Laws()
+MASS_CHECKS = CheckSet()
 
 _SAMPLES = 8192  # samples that place the cells of the integral
 _SETTLED = 2e-4
 _POINTS = 4_000_000
 
 
-@MASS_LAWS.add("integrates to one", 1e-3, "the density of a normal latent, integrated over the plane, is one")
+@MASS_CHECKS.add("integrates to one", 1e-3, "the density of a normal latent, integrated over the plane, is one")
 @torch.no_grad()
 def integrates_to_one(s: Subject) -> Measured:
     """On the plane mapped to a square, by cells refined until the sum settles at 2e-4."""

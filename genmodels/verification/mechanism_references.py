@@ -1,4 +1,4 @@
-"""The mechanisms that stand beside the attention core as plain loops: one example, one head, one position at a time.
+"""Reference implementations of the other attention mechanisms as plain loops over examples, heads and positions.
 
 Nothing is shared with the modules but their parameters. Invalid positions are never touched: an example is looped over
 as the list of its valid indices, and an output at an invalid query is 0.
@@ -211,7 +211,7 @@ def _bucket(module: LSH, x: Tensor, directions: Tensor) -> int:
 
 
 #: The loop of each mechanism; a mechanism of one's own is checked by adding its loop.
-ORACLES: dict[type[nn.Module], Callable] = {
+MECHANISM_REFERENCES: dict[type[nn.Module], Callable] = {
     ScoredAttention: scored,
     HardAttention: scored,
     LocalDenseSynthesizer: local_dense,
@@ -221,7 +221,7 @@ ORACLES: dict[type[nn.Module], Callable] = {
 }
 
 
-def mechanism_oracle(
+def reference_mechanism(
     module: nn.Module,
     x: Tensor,
     memory: Tensor | None = None,
@@ -232,10 +232,10 @@ def mechanism_oracle(
 
     Example:
         >>> module, x = ScoredAttention(4, 2), torch.randn(1, 3, 4)
-        >>> bool((mechanism_oracle(module, x) - module(x)[0]).abs().max() < 1e-5)
+        >>> bool((reference_mechanism(module, x) - module(x)[0]).abs().max() < 1e-5)
         True
     """
-    loop = next(ORACLES[kind] for kind in type(module).__mro__ if kind in ORACLES)
+    loop = next(MECHANISM_REFERENCES[kind] for kind in type(module).__mro__ if kind in MECHANISM_REFERENCES)
     source, key_mask = (x, mask) if memory is None else (memory, memory_mask)
 
     def may(b: int, h: int, i: int, j: int) -> bool:

@@ -1,4 +1,4 @@
-"""A bijection made ready to be judged: a copy of its own, inputs, and ways to run it that nothing can disturb."""
+"""A bijection prepared for its checks: a copy in float64, its inputs, and ways to run it without side effects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INITIAL_ROWS = 64
 
 @dataclass
 class Subject:
-    """A bijection under judgement.
+    """A bijection that is checked.
 
     Arguments:
         layer: the copy that is run: float64, evaluation mode, initialised, its parameters possibly perturbed.
@@ -34,7 +34,7 @@ class Subject:
         x, z: (B, *event) float64 inputs of the two directions; they need not belong together.
         cond: the condition of the B rows, None for a layer that takes none.
         x_range, z_range: where the two directions are defined.
-        masks: whether laws of masks are asked for.
+        masks: whether the checks of masks apply.
         knots: values at which the layer might stumble.
         max_dims: largest event of which a Jacobian is made of every row, whatever it costs.
         patience: seconds that one Jacobian of a larger event may take.
@@ -76,7 +76,7 @@ class Subject:
     def run(self, value: Tensor, inverse: bool = False, **options) -> tuple[Tensor, Tensor]:
         """The layer's result with a log-determinant for every row, even where a single one was returned.
 
-        So that a scalar log-determinant breaks the law on shapes and, if its value is right, no other.
+        So that a scalar log-determinant fails the check of shapes and, if its value is right, no other.
         """
         result, logdet = self.raw(value, inverse, **options)
         logdet = torch.as_tensor(logdet, dtype=None if torch.is_tensor(logdet) else result.dtype, device=result.device)
@@ -241,7 +241,7 @@ def knots_of(layer: nn.Module) -> list[float]:
 
 
 def draw(shape: tuple[int, ...], limits: Range, generator: torch.Generator) -> Tensor:
-    """Inputs that reach what is special about a layer: normal with deviation 1.5, or uniform on a bounded range."""
+    """Random inputs: normal with standard deviation 1.5, or uniform on a bounded range."""
     low, high = limits
     if math.isinf(low) or math.isinf(high):
         return 1.5 * torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -1,49 +1,91 @@
-"""A trained flow layer by layer: what each contributes to the log-determinant, what it loses in float32, its health."""
+"""Checks of a trained flow layer by layer: round trips, float32 against float64, health, log-determinants."""
 
 from __future__ import annotations
 
 import copy
 import math
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from genmodels.core.data import Batch
 from genmodels.flows.bijection import Step
 from genmodels.flows.monitor import examine
-from genmodels.verification.maps import relative
+from genmodels.models.base import GenerativeModel
+from genmodels.verification.check import CheckSet, Measured, NotVerified
+from genmodels.verification.maps import relative, worst
 
-#: Relative difference between float32 and float64 after a layer: a warning, and a failure.
+#: Relative difference between float32 and float64 after a layer: from where on a warning, and a failure.
 WARN, FAIL = 1e-3, 1e-1
 _LARGEST = 1024  # dimensions up to which the Jacobian of a whole flow is made
 _JACOBIAN = 1e-7  # nats per dimension
+_NO_TIME = "no time was left: checks=full lifts the limit"
 
-Row = tuple[str, float | None, float | None, bool | None, str]
+CHECKS = CheckSet()
 
 
-@torch.no_grad()
-def layers_of(model, batch: Batch, weights: str | float = "ema") -> list[dict]:
-    """Every layer in order, as plain values.
+@dataclass(frozen=True)
+class TrainedFlow:
+    """A trained flow and what it is checked on.
 
-    Log-determinant per dimension (mean over the items, in float64); the largest difference between float32 and
-    float64 after the layer, relative to the largest value, from the same input of the flow; and what the monitor knows.
+    Arguments:
+        model: a model with `core.flow`.
+        batch: up to 64 items on its device.
+        weights: which of its weights.
+        until: `time.monotonic()` at which no further Jacobian begins.
     """
-    core = model.weights(weights)
-    x, cond, bijection = core.middle(batch.x), model._cond(batch), core.flow.bijection
-    twin = copy.deepcopy(bijection).double()
-    health = examine(bijection, x, cond, batch.mask).layers
-    rows = []
-    pairs = zip(bijection.walk(x, cond, batch.mask), twin.walk(x.double(), cond, batch.mask), health, strict=True)
-    for ours, exact, known in pairs:
-        rows.append({
-            "name": ours.name, "kind": type(ours.layer).__name__,
-            "log_det_per_dim": float(exact.logdet.mean()) / model.spec.dims,
-            "drift": relative(ours.z.double(), exact.z), "round_trip": known.drift, "log_scale": known.log_scale,
-            "condition": known.condition,
-        })
-    return rows
+
+    model: GenerativeModel
+    batch: Batch
+    weights: str | float
+    until: float
+
+    @cached_property
+    def core(self) -> nn.Module:
+        """The model's core with the weights asked for."""
+        return self.model.weights(self.weights)
+
+    @cached_property
+    @torch.no_grad()
+    def layers(self) -> list[dict]:
+        """Every layer in order, as plain values.
+
+        Log-determinant per dimension (mean over the items, in float64); the largest difference between float32 and
+        float64 after the layer, relative to the largest value, from the same input of the flow; and what the monitor
+        measures.
+        """
+        x, cond, bijection = self.core.middle(self.batch.x), self.model._cond(self.batch), self.core.flow.bijection
+        twin = copy.deepcopy(bijection).double()
+        health = examine(bijection, x, cond, self.batch.mask).layers
+        rows = []
+        pairs = zip(bijection.walk(x, cond, self.batch.mask), twin.walk(x.double(), cond, self.batch.mask), health,
+                    strict=True)
+        for ours, exact, measured in pairs:
+            rows.append({
+                "name": ours.name, "kind": type(ours.layer).__name__,
+                "log_det_per_dim": float(exact.logdet.mean()) / self.model.spec.dims,
+                "drift": relative(ours.z.double(), exact.z), "round_trip": measured.drift,
+                "log_scale": measured.log_scale, "condition": measured.condition,
+            })
+        return rows
+
+    def largest(self, key: str, default: float) -> tuple[float, str]:
+        """The largest value of the layers and the layer that has it; NaN counts as the largest."""
+        rows = [row for row in self.layers if row[key] is not None]
+        if not rows:
+            return default, ""
+        worst = max(rows, key=lambda row: math.inf if math.isnan(row[key]) else row[key])
+        return worst[key], f"{worst['name']} ({worst['kind']})"
+
+    @cached_property
+    def rows(self) -> tuple[nn.Module, Tensor, Tensor | None, Tensor | None]:
+        """The flow in float64 and two items: the bijection, x, condition and mask."""
+        few = self.batch.rows(slice(0, 2))
+        twin = copy.deepcopy(self.core.flow.bijection).double()
+        return twin, self.core.middle(few.x).double(), self.model._cond(few), few.mask
 
 
 def drift_of(layers: list[dict]) -> dict:
@@ -57,83 +99,93 @@ def drift_of(layers: list[dict]) -> dict:
     return {"first_over": first, "warn": WARN, "fail": FAIL}
 
 
-def prove_trained_flow(model, batch: Batch, weights: str | float, seed: int, until: float) -> Iterator[Row]:
-    """The rows of a flow: round trips, drift, health, and log-determinants against autograd's Jacobian."""
-    core = model.weights(weights)
-    yield from _round_trips(model, core, batch)
-    layers = layers_of(model, batch, weights)
-    worst = max(layers, key=lambda row: math.inf if math.isnan(row["drift"]) else row["drift"])
-    first = drift_of(layers)["first_over"]
-    where = f"largest after {worst['name']} ({worst['kind']})" + (f"; first over {WARN:g}: {first}" if first else "")
-    verdict = (None if first else True) if worst["drift"] <= FAIL else False
-    yield "float32 against float64 after each layer", worst["drift"], FAIL, verdict, where
-    scale = max((row["log_scale"] for row in layers if row["log_scale"] is not None), default=0.0)
-    condition = max((row["condition"] for row in layers if row["condition"] is not None), default=1.0)
-    sound = scale <= math.log(1e3) and condition <= 1e4
-    told = f"largest |log-scale| {scale:.2f}, largest condition number {condition:.1f}"
-    yield "layer health", scale, math.log(1e3), True if sound else None, told if sound else f"{told}: a warning"
-    yield from _log_determinants(model, core, batch, until)
+@CHECKS.add("round trip in float32", 1e-3, "inverse(forward(x)) = x in float32")
+def single_round_trip(s: TrainedFlow) -> Measured:
+    """Of quantised data every level is recovered; of others, relative to the largest value."""
+    x = s.core.middle(s.batch.x)
+    back = _there_and_back(s, s.core.flow.bijection, x)
+    if s.model.spec.levels is not None:
+        same = (s.core.quantise(back).to(s.batch.x.dtype) == s.batch.x).double().mean()
+        return Measured(float(1 - same), "share of levels not recovered", 0.0)
+    return Measured(relative(back.double(), x.double()), "relative")
 
 
-def _round_trips(model, core, batch: Batch) -> Iterator[Row]:
-    middle, cond = core.middle(batch.x), model._cond(batch)
-    bijection = core.flow.bijection
-    after = None if batch.mask is None else bijection.out_mask(batch.mask)
+@CHECKS.add("round trip in float64", 1e-8, "inverse(forward(x)) = x in float64")
+def double_round_trip(s: TrainedFlow) -> Measured:
+    """Relative to the largest value."""
+    x = s.core.middle(s.batch.x).double()
+    return Measured(relative(_there_and_back(s, copy.deepcopy(s.core.flow.bijection).double(), x), x), "relative")
+
+
+@torch.no_grad()
+def _there_and_back(s: TrainedFlow, bijection: nn.Module, x: Tensor) -> Tensor:
+    cond, mask = s.model._cond(s.batch), s.batch.mask
+    after = None if mask is None else bijection.out_mask(mask)
+    return bijection.inverse(bijection(x, cond, mask)[0], cond, after)[0]
+
+
+@CHECKS.add("float32 against float64 after each layer", WARN, "float32 follows float64 through every layer")
+def drift(s: TrainedFlow) -> Measured:
+    """Up to 1e-1 it is a warning: not verified."""
+    error, layer = s.largest("drift", 0.0)
+    first = drift_of(s.layers)["first_over"]
+    note = f"largest after {layer}" + (f"; first over {WARN:g}: {first}" if first else "")
+    if WARN < error <= FAIL:
+        raise NotVerified(note, error)
+    return Measured(error, note)
+
+
+@CHECKS.add("largest log-scale", math.log(1e3), "no layer scales by more than a thousand")
+def log_scale(s: TrainedFlow) -> Measured:
+    """Above it is a warning: not verified."""
+    return _or_warning(*s.largest("log_scale", 0.0), limit=math.log(1e3))
+
+
+@CHECKS.add("largest condition number", 1e4, "no matrix of a layer is nearly singular")
+def condition(s: TrainedFlow) -> Measured:
+    """Above it is a warning: not verified."""
+    return _or_warning(*s.largest("condition", 1.0), limit=1e4)
+
+
+def _or_warning(value: float, layer: str, limit: float) -> Measured:
+    if value > limit:
+        raise NotVerified(f"{layer}: a warning", value)
+    return Measured(value, layer)
+
+
+@CHECKS.add("log-determinant of each layer", _JACOBIAN, "each layer's log-determinant = that of its Jacobian")
+def each_log_det(s: TrainedFlow) -> Measured:
+    """At a real input, nats per dimension, as many layers as time allows."""
+    twin, x, cond, mask = s.rows
     with torch.no_grad():
-        back = bijection.inverse(bijection(middle, cond, batch.mask)[0], cond, after)[0]
-        twin = copy.deepcopy(bijection).double()
-        wide = middle.double()
-        exact = twin.inverse(twin(wide, cond, batch.mask)[0], cond, after)[0]
-    if model.spec.levels is not None:
-        same = (core.quantise(back).to(batch.x.dtype) == batch.x).double().mean()
-        yield ("round trip in float32", float(1 - same), 0.0, bool(same == 1), "share of levels not recovered")
-    else:
-        error = relative(back.double(), wide)
-        yield ("round trip in float32", error, 1e-3, error <= 1e-3, "relative")
-    error = relative(exact, wide)
-    yield ("round trip in float64", error, 1e-8, error <= 1e-8, "relative")
-
-
-def _log_determinants(model, core, batch: Batch, until: float) -> Iterator[Row]:
-    """Each layer's log-determinant, then that of the whole, against the Jacobian at the real input; as time allows."""
-    rows = batch.rows(slice(0, 2))
-    twin = copy.deepcopy(core.flow.bijection).double()
-    x, cond = core.middle(rows.x).double(), model._cond(rows)
-    with torch.no_grad():
-        steps = list(twin.walk(x, cond, rows.mask))
-    worst, place, done = 0.0, "", 0
-    for step in steps:
-        if time.monotonic() > until:
+        steps = list(twin.walk(x, cond, mask))
+    errors = {"": 0.0}
+    for done, step in enumerate(steps):
+        if time.monotonic() > s.until:
+            late = f"only {done} of {len(steps)} layers in the time there was (checks=full)"
             break
-        if step.layer.constant_logdet and _keeps(step):
-            done += 1  # a permutation or a squeeze: nothing to be wrong about but zero, which the whole shows
-            continue
-        error = _against_jacobian(step, slice(0, 1))
-        done += 1
-        if not error <= worst:
-            worst, place = error, f"{step.name} ({type(step.layer).__name__})"
-    told = f"largest at {place}" if place else "one item"
-    if done < len(steps):
-        told = f"{told}; only {done} of {len(steps)} layers in the time there was (proofs=full)"
-    if done:
-        yield "log-determinant of each layer", worst, _JACOBIAN, bool(worst <= _JACOBIAN), told
+        if step.layer.constant_logdet and not any(True for _ in step.layer.parameters()):
+            continue  # a permutation or a squeeze: nothing to be wrong about but zero, which the whole shows
+        errors[f"{step.name} ({type(step.layer).__name__})"] = _against_jacobian(step, slice(0, 1))
     else:
-        yield "log-determinant of each layer", None, _JACOBIAN, None, "no time was left: proofs=full lifts the bound"
-    if model.spec.dims > _LARGEST:
-        yield ("log-determinant of the whole", None, _JACOBIAN, None,
-               f"{model.spec.dims} dimensions are too many for a Jacobian: it follows from its layers")
-        return
-    if time.monotonic() > until:
-        yield ("log-determinant of the whole", None, _JACOBIAN, None, "no time was left: proofs=full lifts the bound")
-        return
+        late = ""
+    found = worst(errors)
+    if late and found.error <= _JACOBIAN:
+        raise NotVerified(f"largest at {found.note}; {late}" if found.note else late, found.error)
+    return Measured(found.error, f"largest at {found.note}" if found.note else "one item")
+
+
+@CHECKS.add("log-determinant of the whole", _JACOBIAN, "the flow's log-determinant = that of its Jacobian")
+def whole_log_det(s: TrainedFlow) -> Measured:
+    """At two real inputs, nats per dimension."""
+    if s.model.spec.dims > _LARGEST:
+        raise NotVerified(f"{s.model.spec.dims} dimensions are too many for a Jacobian: it follows from its layers")
+    if time.monotonic() > s.until:
+        raise NotVerified(_NO_TIME)
+    twin, x, cond, mask = s.rows
     with torch.no_grad():
-        z, logdet = twin(x, cond, rows.mask)
-    error = _against_jacobian(Step("", twin, x, z, logdet, cond, rows.mask), slice(0, len(x)))
-    yield "log-determinant of the whole", error, _JACOBIAN, bool(error <= _JACOBIAN), f"{len(x)} items"
-
-
-def _keeps(step: Step) -> bool:
-    return not any(True for _ in step.layer.parameters())
+        z, logdet = twin(x, cond, mask)
+    return Measured(_against_jacobian(Step("", twin, x, z, logdet, cond, mask), slice(0, len(x))), f"{len(x)} items")
 
 
 def _against_jacobian(step: Step, rows: slice) -> float:

@@ -1,4 +1,4 @@
-"""`genmodels verify`: verdict tables, exit codes, and what it says when there is nothing to judge."""
+"""`genmodels verify`: check tables, exit codes, and what it says when there is nothing to judge."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from genmodels.models.ddpm import DDPM
 from genmodels.models.nsf import NSF
 from genmodels.models.realnvp import RealNVP
 from genmodels.nn.coupling_networks import ConvNet
-from genmodels.verification.check import PASSED, Findings, Options, Report, Verdict
+from genmodels.verification.check import PASSED, Check, Findings, Options, Report
 from genmodels.verification.flows import NUMERIC, fingerprint
-from genmodels.verification.models import prove
+from genmodels.verification.models import verify
 from tests.mutants.bijections_layers import Stretch
 
 MINE = '''
@@ -94,43 +94,44 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_a_sound_layer(mine, capsys):
-    words = ["what=mylayers:Doubling", "shape=[4]", "options.channels=4", "trust=[mylayers]", "out=verdicts.json"]
+    words = ["what=mylayers:Doubling", "shape=[4]", "options.channels=4", "trust=[mylayers]", "out=results.json"]
     assert main(["verify", *words, *QUICK]) == 0
-    told = capsys.readouterr().out
-    assert "Doubling (4,): " in told and "every law holds" in told and "log-det inverse" in told
-    with open("verdicts.json") as file:
+    shown = capsys.readouterr().out
+    assert "Doubling (4,): " in shown and "every check passed" in shown and "log-det inverse" in shown
+    with open("results.json") as file:
         written = json.load(file)
-    assert written["format"] == 1 and written["passed"] is True
-    assert {law["status"] for law in written["wholes"][0]["laws"]} == {"passed", "not applicable"}
+    assert written["format"] == 2 and written["passed"] is True
+    assert {check["status"] for check in written["wholes"][0]["checks"]} == {"passed", "not applicable"}
 
 
 def test_a_wrong_layer_is_exit_code_1_and_one_line(mine, capsys):
     words = ["what=mylayers.Doubling", "shape=[4]", "options.channels=4", "options.wrong=1.001", "trust=[mylayers]"]
     assert main(["verify", *words, *QUICK]) == 1
-    told = capsys.readouterr()
-    assert told.err.count("\n") == 1
-    assert "2 laws broken: log-det forward (Doubling (4,)), log-det inverse (Doubling (4,))" in told.err
-    assert "FAILED" in told.out and "every law holds" not in told.out
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1
+    assert "2 checks failed: log-det forward (Doubling (4,)), log-det inverse (Doubling (4,))" in shown.err
+    assert "FAILED" in shown.out and "every check passed" not in shown.out
 
 
 @pytest.mark.parametrize(("name", "shape"), [("OneLogTwo", "[300]"), ("OneLogTwo", "[1,28,28]"),
                                              ("before_glow", "[1,28,28]")])  # fmt: skip
 def test_a_wrong_log_det_of_a_large_event(mine, capsys, name, shape):
     assert main(["verify", f"what=mylayers:{name}", f"shape={shape}", "trust=[mylayers]", *QUICK]) == 1
-    told = capsys.readouterr()
-    assert "every law holds" not in told.out and "OneLogTwo" in told.err and "laws broken: log-det forward" in told.err
+    shown = capsys.readouterr()
+    assert "every check passed" not in shown.out and "OneLogTwo" in shown.err
+    assert "checks failed: log-det forward" in shown.err
     if name == "before_glow":
-        assert "layers.0 OneLogTwo" in told.out and "layers.1.stages.0.layers.2 InvertibleLinear" in told.out
+        assert "layers.0 OneLogTwo" in shown.out and "layers.1.stages.0.layers.2 InvertibleLinear" in shown.out
 
 
-def test_what_is_too_large_is_not_proven_and_exit_code_1(mine, capsys):
-    words = ["shape=[5000]", "trust=[mylayers]", "out=verdicts.json"]
+def test_what_is_too_large_is_not_verified_and_exit_code_1(mine, capsys):
+    words = ["shape=[5000]", "trust=[mylayers]", "out=results.json"]
     for name in ("OneLogTwo", "many_flips"):
         assert main(["verify", f"what=mylayers:{name}", *words, *QUICK]) == 1
-        told = capsys.readouterr()
-        assert "NOT PROVEN" in told.out and "every law holds" not in told.out
-        assert "no law is broken, but NOT PROVEN: log-det forward" in told.err and told.err.count("\n") == 1
-        with open("verdicts.json") as file:
+        shown = capsys.readouterr()
+        assert "NOT VERIFIED" in shown.out and "every check passed" not in shown.out
+        assert "no check failed, but not verified: log-det forward" in shown.err and shown.err.count("\n") == 1
+        with open("results.json") as file:
             assert json.load(file)["passed"] is False
 
 
@@ -138,9 +139,9 @@ def test_what_is_too_large_is_not_proven_and_exit_code_1(mine, capsys):
 def test_a_large_composition_follows_from_its_layers(mine, capsys, wrong):
     words = ["what=mylayers:blocks", "shape=[2,60,60]", f"options.wrong={str(wrong).lower()}", "trust=[mylayers]"]
     assert main(["verify", *words, "max_dims=32", "compiler=none", "progress=false"]) == int(wrong)
-    told = capsys.readouterr()
-    assert ("every law holds" in told.out) != wrong
-    assert not wrong or "log-det forward (layers.1 OneLogTwo (2, 60, 60))" in told.err
+    shown = capsys.readouterr()
+    assert ("every check passed" in shown.out) != wrong
+    assert not wrong or "log-det forward (layers.1 OneLogTwo (2, 60, 60))" in shown.err
 
 
 def test_a_function_may_make_it(mine, capsys):
@@ -152,7 +153,7 @@ def test_layers_of_genmodels_need_no_trust(capsys):
     assert "Squeeze2d (2, 4, 4)" in capsys.readouterr().out
 
 
-def test_verbose_tells_of_laws_that_do_not_apply(capsys):
+def test_verbose_shows_checks_that_do_not_apply(capsys):
     assert main(["verify", "what=genmodels.flows.linear:Flip", "options.channels=3", "shape=[3]", "verbose=true",
                  *QUICK]) == 0  # fmt: skip
     assert "masks are for sequences" in capsys.readouterr().out
@@ -191,8 +192,8 @@ WRONG = [
 @pytest.mark.parametrize(("words", "part"), WRONG, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
 def test_wrong_words_are_one_line_and_exit_code_2(mine, capsys, words, part):
     assert main(["verify", *words]) == 2
-    told = capsys.readouterr().err
-    assert part in told and told.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert part in shown and shown.count("\n") == 1
 
 
 def test_a_missing_checkpoint_is_exit_code_1(capsys):
@@ -208,9 +209,9 @@ SMALL = ["model.hidden=8", "model.steps=1", "data.batch_size=32"]
 
 def test_a_model_from_configuration(capsys):
     assert main(["verify", "model=glow", "data=digits", *SMALL, *QUICK]) == 0
-    told = capsys.readouterr().out
-    assert "log-density" in told and "flow.bijection Compose (1, 8, 8)" in told and "InvertibleLinear" in told
-    assert "every law holds" in told and "FAILED" not in told
+    shown = capsys.readouterr().out
+    assert "log-density" in shown and "flow.bijection Compose (1, 8, 8)" in shown and "InvertibleLinear" in shown
+    assert "every check passed" in shown and "FAILED" not in shown
 
 
 def test_a_broken_layer_deep_in_a_model_is_named(capsys, monkeypatch):
@@ -219,10 +220,10 @@ def test_a_broken_layer_deep_in_a_model_is_named(capsys, monkeypatch):
         right(self, z, cond, mask)[0], -right(self, z, cond, mask)[1]
     ))
     assert main(["verify", "model=glow", "data=digits", *SMALL, *QUICK]) == 1
-    told = capsys.readouterr()
-    assert "log-det inverse (flow.bijection.layers.1.stages.0.layers.1 ActNorm (4, 4, 4))" in told.err
-    assert "log-dets cancel" in told.err and "InvertibleLinear" not in told.err and told.err.count("\n") == 1
-    assert "14 laws hold" not in told.out.split("ActNorm")[0].splitlines()[-1]
+    shown = capsys.readouterr()
+    assert "log-det inverse (flow.bijection.layers.1.stages.0.layers.1 ActNorm (4, 4, 4))" in shown.err
+    assert "log-dets cancel" in shown.err and "InvertibleLinear" not in shown.err and shown.err.count("\n") == 1
+    assert "14 passed" not in shown.out.split("ActNorm")[0].splitlines()[-1]
 
 
 def test_a_trained_checkpoint(tmp_path, monkeypatch, capsys):
@@ -233,14 +234,14 @@ def test_a_trained_checkpoint(tmp_path, monkeypatch, capsys):
     assert main(["train", *train]) == 0
     capsys.readouterr()
     assert main(["verify", "ckpt=run", *QUICK]) == 0
-    told = capsys.readouterr().out
-    assert "integrates to one" in told and "verdicts: run/verify.json" in told
+    shown = capsys.readouterr().out
+    assert "integrates to one" in shown and "results: run/verify.json" in shown
     with open("run/verify.json") as file:
         written = json.load(file)
     groups = written["layers"]
     judged = [report for group in groups for report in group["reports"]]
     assert len(judged) == sum(len(group["alike"]) for group in groups)  # trained layers are all looked at
-    assert {law["law"] for law in groups[1]["reports"][-1]["laws"]} == set(NUMERIC)
+    assert {check["name"] for check in groups[1]["reports"][-1]["checks"]} == set(NUMERIC)
     assert main(["verify", "ckpt=run/last.ckpt", "ema=false", *QUICK]) == 0
 
 
@@ -250,7 +251,7 @@ def of(model_class, spec: DataSpec, batch: Batch, *, patience: float = 60.0, **o
         return model_class(spec, **options)
 
     how = Options(True, patience=patience, compiler=None, progress=False)
-    return prove(make(), make, batch.rows(slice(0, 3)), batch, how)
+    return verify(make(), make, batch.rows(slice(0, 3)), batch, how)
 
 
 def test_conditional_with_learned_dequantisation():
@@ -261,7 +262,7 @@ def test_conditional_with_learned_dequantisation():
     layout = ["checkerboard*2", "squeeze", "channel*2"]
     found = of(RealNVP, spec, batch, class_conditional=True, dequantisation="variational", hidden=8, depth=1,
                layout=layout)
-    assert not found.failures, found.text()
+    assert not found.failed, found.text()
     wholes = [report.subject.split()[0] for report in found.wholes]
     assert wholes[0] == "realnvp" and sorted(wholes[1:]) == ["dequantize.bijection", "flow.bijection"]
     assert all(report["condition"].status == PASSED for report in found.wholes[1:])
@@ -270,7 +271,7 @@ def test_conditional_with_learned_dequantisation():
 def test_continuous_vectors():
     batch = Batch(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)))
     found = of(NSF, DataSpec("table", (3,)), batch, layers=2, hidden=8)
-    assert not found.failures, found.text()
+    assert not found.failed, found.text()
 
 
 def test_events_too_large_for_a_jacobian_are_cropped_and_the_table_says_so():
@@ -284,12 +285,12 @@ def test_events_too_large_for_a_jacobian_are_cropped_and_the_table_says_so():
     assert "(1, 24, 24)" in row and "(1, 17, 15)" in row
 
 
-def test_a_family_without_laws():
+def test_a_family_without_checks():
     spec = DataSpec("pixels", (1, 8, 8), levels=17)
     model = DDPM(spec)
     model.core, model.family = torch.nn.Identity(), "unknown"
     with pytest.raises(ValueError, match="nothing to verify for the family unknown"):
-        prove(model, lambda: model, None, None, Options(True))
+        verify(model, lambda: model, None, None, Options(True))
 
 
 def test_layers_are_alike_only_if_their_settings_are():
@@ -303,7 +304,7 @@ def test_layers_are_alike_only_if_their_settings_are():
     assert fingerprint(Stretch(3)) != fingerprint(ActNorm(3))
 
 
-def test_findings_name_the_law_closest_to_its_tolerance():
-    verdicts = (Verdict("a", PASSED, 1e-12, 1e-10), Verdict("b", PASSED, 1e-5, 1e-4))
-    found = Findings([], [(["x", "y"], [Report("x Flip (3,)", verdicts)])])
+def test_findings_name_the_check_closest_to_its_tolerance():
+    checks = (Check("a", PASSED, 1e-12, 1e-10), Check("b", PASSED, 1e-5, 1e-4))
+    found = Findings([], [(["x", "y"], [Report("x Flip (3,)", checks)])])
     assert "x Flip  (3,)" in found.text() and "b 1e-05 of 0.0001" in found.text()

@@ -1,4 +1,4 @@
-"""`genmodels verify what=attention`: one's own module, every mechanism, the planted errors, and what it refuses."""
+"""`genmodels verify what=attention`: one's own module, every mechanism, the mutants, and what it refuses."""
 
 from __future__ import annotations
 
@@ -67,24 +67,24 @@ def own(*words):
 
 
 def test_a_sound_module(mine, capsys):
-    assert own(RELATIVE, "out=verdicts.json") == 0
-    told = capsys.readouterr().out
-    assert "Mine: " in told and "every law holds" in told
-    with open("verdicts.json") as file:
-        laws = {law["law"]: law for law in json.load(file)["wholes"][0]["laws"]}
-    assert laws["shift"]["status"] == laws["longest length"]["status"] == "passed"
-    assert laws["cache"]["status"] == laws["double loop"]["status"] == "not applicable"
-    assert laws["longest length"]["error"] == 0
+    assert own(RELATIVE, "out=results.json") == 0
+    shown = capsys.readouterr().out
+    assert "Mine: " in shown and "every check passed" in shown
+    with open("results.json") as file:
+        checks = {check["name"]: check for check in json.load(file)["wholes"][0]["checks"]}
+    assert checks["shift"]["status"] == checks["longest length"]["status"] == "passed"
+    assert checks["cache"]["status"] == checks["double loop"]["status"] == "not applicable"
+    assert checks["longest length"]["error"] == 0
 
 
 def test_a_broken_module(mine, capsys):
     assert own(RELATIVE, "options.cut=true") == 1
-    told, error = capsys.readouterr()
+    shown, error = capsys.readouterr()
     assert "longest length" in error and "shift" not in error
-    assert "longest length  FAILED" in told
+    assert "longest length  FAILED" in shown
 
 
-def test_laws_that_were_not_asked_for_are_not_judged(mine, capsys):
+def test_checks_that_were_not_asked_for_are_not_made(mine, capsys):
     assert own("verbose=true") == 0
     assert "relative is not among its capabilities" in capsys.readouterr().out
 
@@ -93,8 +93,8 @@ def test_every_mechanism(capsys, monkeypatch):
     few = {name: MECHANISMS[name] for name in ("Transformer-XL", "Swin", "local dense")}
     monkeypatch.setattr(mechanisms, "MECHANISMS", few)
     assert verify() == 0
-    told = capsys.readouterr().out
-    assert all(name in told for name in few) and "every law holds" in told
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in few) and "every check passed" in shown
 
 
 @pytest.mark.parametrize("words, said", [

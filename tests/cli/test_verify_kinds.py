@@ -66,20 +66,20 @@ def verify(name: str, *words: str) -> int:
 def test_sound_ones_pass(capsys):
     assert verify("Straight", "options.top=5") == 0 and verify("Bowl", "shape=[3]") == 0
     out = capsys.readouterr().out
-    assert "Straight, a noise schedule: 7 laws hold" in out and "Bowl, an energy: 5 laws hold" in out
+    assert "Straight, a noise schedule: 7 passed" in out and "Bowl, an energy: 5 passed" in out
     assert verify("euler") == 0 and verify("of_points", "shape=[2]", "options.classes=4", "cond=labels:4") == 0
     out = capsys.readouterr().out
-    assert "euler, a sampler: 9 laws hold" in out and "order 0.99" in out and "Denoiser, a denoiser: 9 laws hold" in out
+    assert "euler, a sampler: 9 passed" in out and "order 0.99" in out and "Denoiser, a denoiser: 9 passed" in out
 
 
-def test_broken_ones_are_told_and_exit_with_one(capsys):
+def test_broken_ones_are_named_and_exit_with_one(capsys):
     assert verify("Backwards") == 1 and verify("Uphill", "shape=[3]") == 1
     captured = capsys.readouterr()
     assert "decreasing" in captured.err and "score (Uphill, an energy)" in captured.err
     assert captured.err.count("\n") == 2
     assert verify("Late") == 1 and verify("Negative", "shape=[2]") == 1
     captured = capsys.readouterr()
-    assert "path (Late, a sampler)" in captured.err and "signal and noise (Negative, a denoiser)" in captured.err
+    assert "trajectory (Late, a sampler)" in captured.err and "signal and noise (Negative, a denoiser)" in captured.err
 
 
 @pytest.mark.parametrize("words, said", [(["Bowl"], "shape is missing"), (["Straight", "shape=[3]"], "has no shape"),
@@ -93,9 +93,9 @@ def test_bad_input_is_one_line(capsys, words, said):
 
 
 @pytest.mark.parametrize("words, said", [
-    (["model=ddpm", "data=toy", "model.num_steps=20"], ["the whole model: 6 laws hold", "a denoiser: 9 laws"]),
-    (["model=energy", "data=toy"], ["an energy: 7 laws hold", "density integrates to one"]),
-    (["model=score", "data=toy"], ["ScoreModel (2,), the whole model: 1 law holds"]),
+    (["model=ddpm", "data=toy", "model.num_steps=20"], ["the whole model: 6 passed", "a denoiser: 9 passed"]),
+    (["model=energy", "data=toy"], ["an energy: 7 passed", "density integrates to one"]),
+    (["model=score", "data=toy"], ["ScoreModel (2,), the whole model: 1 passed"]),
 ])
 def test_models_that_are_no_flows(capsys, words, said):
     assert main(["verify", *words, "progress=false"]) == 0
@@ -103,7 +103,7 @@ def test_models_that_are_no_flows(capsys, words, said):
     assert all(part in out for part in said)
 
 
-def test_a_broken_model_is_told(capsys, monkeypatch):
+def test_a_broken_model_is_named(capsys, monkeypatch):
     from genmodels.models.ddpm import DDPM
 
     encode = DDPM.encode

@@ -1,4 +1,4 @@
-"""The evaluation as a user runs it: oracles recovered, one figure however the work is cut, bad input in a line."""
+"""The evaluation as a user runs it: gaussians recovered, one figure however the work is cut, bad input in a line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from genmodels.energy import LogPartition
 from genmodels.models.build import build
 from genmodels.models.density import extent_of, on_grid
 from genmodels.models.realnvp import RealNVP
-from genmodels.verification.checkpoints import _mass
+from genmodels.verification.check import run_check
+from genmodels.verification.checkpoints import DENSITY_CHECKS
 from tests.gaussian_models import GaussianDiffusion, GaussianEnergy, GaussianFlow, log_prob, moments, save
 
 MEAN, COVARIANCE = [0.5, -1.0, 2.0], [[1.0, 0.5, 0.0], [0.5, 2.0, -0.3], [0.0, -0.3, 0.5]]
@@ -48,9 +49,9 @@ def report(path: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def oracles(tmp_path_factory) -> Path:
+def gaussians(tmp_path_factory) -> Path:
     """One Gaussian as three checkpoints, and 200 test items drawn from it."""
-    folder = tmp_path_factory.mktemp("oracles")
+    folder = tmp_path_factory.mktemp("gaussians")
     x = np.random.default_rng(0).multivariate_normal(MEAN, COVARIANCE, size=1000)
     np.savez(folder / "gauss.npz", x=x.astype("float32"))
     data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(folder / "gauss.npz"), "test_fraction": 0.2}
@@ -61,14 +62,14 @@ def oracles(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def truth(oracles) -> float:
-    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(oracles / "gauss.npz"), "test_fraction": 0.2}
+def truth(gaussians) -> float:
+    data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(gaussians / "gauss.npz"), "test_fraction": 0.2}
     x = next(iter(build(data).prepare().loader("test", 1000))).x
     return -float(log_prob(x, *moments(MEAN, COVARIANCE, 3)).mean())
 
 
-def test_a_fuller_report_is_not_lost(oracles, tmp_path):
-    words = [f"ckpt={oracles}/flow", f"out={tmp_path}/a.json"]
+def test_a_fuller_report_is_not_lost(gaussians, tmp_path):
+    words = [f"ckpt={gaussians}/flow", f"out={tmp_path}/a.json"]
     evaluate(*words, "stages=[likelihood,cost]", cwd=tmp_path)
     full = report(tmp_path / "a.json")
     out, _ = evaluate(*words, "stages=[likelihood]", cwd=tmp_path)
@@ -80,8 +81,8 @@ def test_a_fuller_report_is_not_lost(oracles, tmp_path):
     assert "kept as" not in out and report(tmp_path / "a_before.json") == kept
 
 
-def test_one_gaussian_as_flow_diffusion_and_energy_has_one_value(oracles, truth, tmp_path):
-    out, _ = evaluate(f"ckpt=[{oracles}/flow,{oracles}/diffusion,{oracles}/energy]", *QUICK, f"out={tmp_path}/t",
+def test_one_gaussian_as_flow_diffusion_and_energy_has_one_value(gaussians, truth, tmp_path):
+    out, _ = evaluate(f"ckpt=[{gaussians}/flow,{gaussians}/diffusion,{gaussians}/energy]", *QUICK, f"out={tmp_path}/t",
                       cwd=tmp_path)
     table = report(tmp_path / "t" / "table.json")
     lines = {line["kind"]: line for model in table["models"] for line in model["likelihood"]}
@@ -102,9 +103,9 @@ COLUMN = {"rank": 9}
 
 
 @pytest.mark.parametrize("chains, reliable", [(4, False), (64, True)])
-def test_log_z_is_told_in_one_statement(oracles, tmp_path, chains, reliable):
+def test_log_z_is_told_in_one_statement(gaussians, tmp_path, chains, reliable):
     """The bracket that is printed holds the estimate that is printed, and too few chains are named everywhere."""
-    out, _ = evaluate(f"ckpt={oracles}/energy", f"chains={chains}", "densities=30", "stages=[likelihood]",
+    out, _ = evaluate(f"ckpt={gaussians}/energy", f"chains={chains}", "densities=30", "stages=[likelihood]",
                       f"out={tmp_path}/r.json", cwd=tmp_path)
     z, least, most = map(float, re.search(r"log Z (\S+) \+- \S+, in (\S+) to (\S+) nats", out).groups())
     value = float(re.search(r"~\? ([0-9.]+)\(", out).group(1))
@@ -116,11 +117,11 @@ def test_log_z_is_told_in_one_statement(oracles, tmp_path, chains, reliable):
     assert ("ais, optimistic, unreliable" in out) is not reliable
 
 
-def test_a_value_that_both_directions_deny_is_not_printed(oracles, tmp_path, monkeypatch):
-    """Reverse chains a nat too low: the bracket alone, no rank, and one proof that fails."""
+def test_a_value_that_both_directions_deny_is_not_printed(gaussians, tmp_path, monkeypatch):
+    """Reverse chains a nat too low: the bracket alone, no rank, and one check that fails."""
     found = LogPartition.of_weights
     monkeypatch.setattr(LogPartition, "of_weights", lambda w, back, *given, **more: found(w, w - 1, *given, **more))
-    out, err = evaluate(f"ckpt=[{oracles}/energy,{oracles}/flow]", "chains=64", "densities=30", "cache=false",
+    out, err = evaluate(f"ckpt=[{gaussians}/energy,{gaussians}/flow]", "chains=64", "densities=30", "cache=false",
                         "stages=[likelihood]", "rank=across", f"out={tmp_path}/t", cwd=tmp_path)
     table = report(tmp_path / "t" / "table.json")
     (line,) = table["models"][0]["likelihood"]
@@ -150,38 +151,40 @@ def test_a_density_of_the_plane_is_integrated_where_its_mass_is(tmp_path, kind, 
     model = kind(data.spec, mean=[0.0, 0.0], covariance=covariance)
     points = next(iter(data.loader("test", 60))).x
     (inside,) = [on_grid(model, extent_of(points), 160)[1]]
-    (check,) = _mass(SimpleNamespace(model=model, points=points, seed=0, weights="raw", options={}))
-    assert (inside < 0.96 or correlation) and check.passed is (kind is GaussianFlow)
+    subject = SimpleNamespace(model=model, points=points, seed=0, weights="raw", options={})
+    check = run_check(DENSITY_CHECKS.specs["density integrates to one"], subject)
+    assert (inside < 0.96 or correlation) and (check.status == "passed") is (kind is GaussianFlow)
 
 
-def test_the_bound_of_infinitely_many_steps_has_a_line(oracles, truth, tmp_path):
-    out, _ = evaluate(f"ckpt={oracles}/diffusion", "bound=both", "draws=30", "ode=false", "stages=[likelihood]",
+def test_the_bound_of_infinitely_many_steps_has_a_line(gaussians, truth, tmp_path):
+    out, _ = evaluate(f"ckpt={gaussians}/diffusion", "bound=both", "draws=30", "ode=false", "stages=[likelihood]",
                       f"out={tmp_path}/r.json", cwd=tmp_path)
     discrete, continuous = report(tmp_path / "r.json")["likelihood"]
     assert "30 of 59 terms" in out and "continuous time, 30 strata" in out
     assert truth < continuous["nll"] + 4 * continuous["se_mc"] and continuous["se_mc"] < 0.3
     assert continuous["nll"] < discrete["nll"] + 4 * math.hypot(continuous["se_mc"], discrete["se_mc"])
-    _, err = evaluate(f"ckpt={oracles}/flow", "bound=both", cwd=tmp_path, code=2)
+    _, err = evaluate(f"ckpt={gaussians}/flow", "bound=both", cwd=tmp_path, code=2)
     assert "bound is for diffusion bounds" in err
 
 
-def test_the_kinds_that_a_rank_across_mixes_are_told(oracles, tmp_path):
-    out, _ = evaluate(f"ckpt=[{oracles}/flow,{oracles}/energy]", *QUICK, "rank=across", cwd=tmp_path)
+def test_the_kinds_that_a_rank_across_mixes_are_told(gaussians, tmp_path):
+    out, _ = evaluate(f"ckpt=[{gaussians}/flow,{gaussians}/energy]", *QUICK, "rank=across", cwd=tmp_path)
     assert "ranks mix kinds: ais flatters" in out and "ranks mix kinds: exact" in out
 
 
-def test_steps_are_for_the_models_of_a_table_that_take_them(oracles, tmp_path):
-    evaluate(f"ckpt=[{oracles}/flow,{oracles}/diffusion]", "steps=5", "samples=64", "stages=[fidelity,cost]",
+def test_steps_are_for_the_models_of_a_table_that_take_them(gaussians, tmp_path):
+    evaluate(f"ckpt=[{gaussians}/flow,{gaussians}/diffusion]", "steps=5", "samples=64", "stages=[fidelity,cost]",
              f"out={tmp_path}/t", cwd=tmp_path)
     table = report(tmp_path / "t" / "table.json")
     assert [model["sampling"]["evaluations"] for model in table["models"]] == [1, 5] and not table["failures"]
 
 
-def test_the_others_are_judged_where_one_cannot_be(oracles, tmp_path):
+def test_the_others_are_judged_where_one_cannot_be(gaussians, tmp_path):
     data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(tmp_path / "gone.npz"), "test_fraction": 0.2}
     spec = DataSpec("gauss", (3,))
     save(GaussianFlow(spec, mean=MEAN, covariance=COVARIANCE), tmp_path / "lost" / "best.ckpt", data)
-    out, err = evaluate(f"ckpt=[{tmp_path}/lost,{oracles}/flow]", QUICK[-1], f"out={tmp_path}/t", cwd=tmp_path, code=1)
+    words = [f"ckpt=[{tmp_path}/lost,{gaussians}/flow]", QUICK[-1], f"out={tmp_path}/t"]
+    out, err = evaluate(*words, cwd=tmp_path, code=1)
     assert "= 4." in out and "gone.npz" in err.splitlines()[-1]
     table = report(tmp_path / "t" / "table.json")
     assert len(table["models"]) == 1 and "gone.npz" in table["failures"][0]["message"]
@@ -190,12 +193,12 @@ def test_the_others_are_judged_where_one_cannot_be(oracles, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["flow", pytest.param("diffusion", marks=pytest.mark.slow)])
-def test_figures_do_not_depend_on_batch_size_or_processes(oracles, tmp_path, family):
+def test_figures_do_not_depend_on_batch_size_or_processes(gaussians, tmp_path, family):
     values = []
     for words in (["batch_size=1"], ["batch_size=64"], ["batch_size=64", "processes=2"]):
         name = "_".join(words).replace("=", "-")
         own = ["draws=3", "ode=false"] if family == "diffusion" else []
-        evaluate(f"ckpt={oracles}/{family}", *words, *own, "limit=25", "stages=[likelihood]", "cache=false",
+        evaluate(f"ckpt={gaussians}/{family}", *words, *own, "limit=25", "stages=[likelihood]", "cache=false",
                  f"out={tmp_path}/{name}.json", cwd=tmp_path)
         with np.load(tmp_path / f"{name}.npz") as arrays:
             values.append(arrays["nats_0"])
@@ -234,12 +237,12 @@ def test_everything_of_one_model(digits, tmp_path):
     assert 0 <= fidelity["class_accuracy"]["accuracy"] < 0.5 and fidelity["likelihood_accuracy"]["n"] == 359
     assert found["sampling"]["evaluations"] == 1 and found["sampling"]["samples_per_second"] > 0
     assert [entry["name"] for entry in found["ood"]] == ["noise", "shuffled"] and found["ood"][0]["auroc"] > 0.9
-    assert [proof["name"] for proof in found["proofs"] if not proof["passed"]] == []
+    assert [check["name"] for check in found["checks"] if check["status"] != "passed"] == []
     assert len(found["profile"]["flow"]) > 2 and found["drift"]["first_over"] is None
     assert len(found["sweeps"][0]["frechet"]) == 4
     assert arrays["samples_x"].shape == (64, 1, 8, 8) and arrays["nats_0"].shape == (359,)
     assert arrays["least_x"].shape == arrays["neighbours_train"].shape == (8, 1, 8, 8)
-    assert "Fréchet distance in features of classifier, n = 269" in out and "proofs hold" in out
+    assert "Fréchet distance in features of classifier, n = 269" in out and "checks passed" in out
     again, _ = evaluate(f"ckpt={digits}", "ood=[noise,shuffled]", "sweeps=[temperature]", "importance_samples=4",
                         f"out={tmp_path}/again.json", cwd=tmp_path)
     assert report(tmp_path / "again.json")["sampling"] == found["sampling"]  # taken from the cache
@@ -267,6 +270,8 @@ BAD = [
     ("ckpt=FLOW features=classifier stages=[fidelity]", 2, "needs labels"),
     ("ckpt=FLOW features=random-conv stages=[fidelity]", 2, "vectors have features=coordinates"),
     ("ckpt=FLOW stages=[everything]", 2, "likelihood"),
+    ("ckpt=FLOW stages=[proofs]", 2, "any of likelihood, fidelity, cost, checks"),
+    ("ckpt=FLOW proofs=full", 2, "did you mean 'checks'"),
     ("ckpt=FLOW rank=all", 2, "across"),
     ("ckpt=FLOW seed=x", 2, "seed must be an integer"),
     ("ckpt=[FLOW,DIGITS] stages=[likelihood]", 2, "cannot stand in one table: their data name differ"),
@@ -276,8 +281,8 @@ BAD = [
 
 
 @pytest.mark.parametrize("words, code, said", BAD, ids=[words for words, _, _ in BAD])
-def test_bad_input_is_answered_in_one_line(oracles, digits, tmp_path, words, code, said):
-    for name, path in (("FLOW", f"{oracles}/flow"), ("ENERGY", f"{oracles}/energy"), ("DIGITS", str(digits))):
+def test_bad_input_is_answered_in_one_line(gaussians, digits, tmp_path, words, code, said):
+    for name, path in (("FLOW", f"{gaussians}/flow"), ("ENERGY", f"{gaussians}/energy"), ("DIGITS", str(digits))):
         words = words.replace(name, path)
     words = words.split()
     out, err = evaluate(*words, cwd=tmp_path, code=code)
@@ -286,11 +291,12 @@ def test_bad_input_is_answered_in_one_line(oracles, digits, tmp_path, words, cod
     assert out == "" and not list(tmp_path.iterdir())
 
 
-def test_values_that_are_no_values_of_the_data_are_named(oracles, tmp_path):
+def test_values_that_are_no_values_of_the_data_are_named(gaussians, tmp_path):
     x = np.random.default_rng(1).normal(size=(1000, 3)).astype("float32")
     x[:, 0] = 1e30  # finite, and of no finite density
     np.savez(tmp_path / "far.npz", x=x)
-    words = [f"ckpt={oracles}/flow", f"data.file={tmp_path}/far.npz", "stages=[likelihood]", f"out={tmp_path}/far.json"]
+    words = [f"ckpt={gaussians}/flow", f"data.file={tmp_path}/far.npz", "stages=[likelihood]",
+             f"out={tmp_path}/far.json"]
     _, err = evaluate(*words, cwd=tmp_path, code=1)
     assert "200 of 200 likelihoods are not finite (first items: 0, 1, 2)" in err
     line = report(tmp_path / "far.json")["likelihood"][0]
@@ -306,25 +312,25 @@ def test_a_label_is_missing_or_not_needed(digits, tmp_path):
     assert "they have no labels, the model is told which of 10 classes" in err
 
 
-def test_an_interrupted_evaluation_keeps_what_is_finished(oracles, tmp_path, monkeypatch):
+def test_an_interrupted_evaluation_keeps_what_is_finished(gaussians, tmp_path, monkeypatch):
     from genmodels.evaluation import cost
 
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cost, "measure", stop)
-    _, err = evaluate(f"ckpt={oracles}/flow", "cache=false", f"out={tmp_path}/r.json", cwd=tmp_path, code=130)
+    _, err = evaluate(f"ckpt={gaussians}/flow", "cache=false", f"out={tmp_path}/r.json", cwd=tmp_path, code=130)
     found = report(tmp_path / "r.json")
     assert found["partial"] and found["likelihood"][0]["nll"] > 0 and abs(found["fidelity"]["kernel"]) < 0.1
     assert found["sampling"] == {} and "interrupted" in err
 
 
-def test_torch_is_told_when_memory_is_short(oracles, tmp_path, monkeypatch):
+def test_torch_is_told_when_memory_is_short(gaussians, tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(GaussianFlow, "log_likelihood", full)
-    _, err = evaluate(f"ckpt={oracles}/flow", "cache=false", "batch_size=64", cwd=tmp_path, code=1)
+    _, err = evaluate(f"ckpt={gaussians}/flow", "cache=false", "batch_size=64", cwd=tmp_path, code=1)
     assert "out of memory at batch_size=64: try batch_size=16" in err
 
 

@@ -28,7 +28,7 @@ def report(path: str, *lines: dict, **data) -> dict:
         "genmodels": {}, "checkpoint": {"path": path, "family": "glow", "parameters": 9, "step": 1, "weights": "ema"},
         "data": {"name": "digits", "split": "test", "items": 200, "item_hash": "a", "levels": LEVELS, **data},
         "likelihood": list(lines), "references": [{"name": "uniform", "unit": "bits_per_dim", "value": math.log2(17)}],
-        "fidelity": {}, "sampling": {}, "proofs": [], "ood": [], "sweeps": [], "warnings": [],
+        "fidelity": {}, "sampling": {}, "checks": [], "ood": [], "sweeps": [], "warnings": [],
     }
 
 

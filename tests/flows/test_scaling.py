@@ -62,7 +62,7 @@ class OneChannel(Scale):
     (OneChannel(2.0), (2, 3), "log-det forward"),
 ])  # fmt: skip
 def test_laws_catch_planted_bugs(planted, shape, law):
-    assert law in check_bijection(planted, shape, compiler=None).broken
+    assert law in check_bijection(planted, shape, compiler=None).failed
 
 
 # ---- logit ----

@@ -1,4 +1,4 @@
-"""Planted errors, each with the laws that must notice it: so that no law of attention is empty."""
+"""Mutants, each with the checks that must notice it: so that no check of attention is empty."""
 
 from __future__ import annotations
 
@@ -24,56 +24,56 @@ DIM, HEADS = 8, 2
 
 
 @dataclass(frozen=True)
-class PlantedAttention:
-    """A broken module, what it says of itself, and exactly those laws that must fail; none for a sound one.
+class AttentionMutant:
+    """A broken module, what it says of itself, and exactly those checks that must fail; none for a sound one.
 
     Arguments:
         make: makes the module.
-        broken: names of the laws.
+        failing: names of the checks.
         capabilities, space, reach: as in `check`.
         longer: makes the module with another longest length.
     """
 
     make: Callable[[], nn.Module]
-    broken: frozenset[str]
+    failing: frozenset[str]
     capabilities: tuple[str, ...] = ()
     space: tuple[int, int] | None = None
     reach: tuple[int | None, int | None] = (None, None)
     longer: Callable[[], nn.Module] | None = None
 
-    def judge(self, **options) -> Report:
-        """The verdict of every law."""
+    def run(self, **options) -> Report:
+        """The result of every check."""
         return check(self.make(), DIM, capabilities=self.capabilities, space=self.space, reach=self.reach,
                      fresh=self.longer, **options)  # fmt: skip
 
 
 def _core(
     position: Callable[..., Position],
-    *laws: str,
+    *checks: str,
     said: tuple[str, ...] = ("relative",),
     space: tuple[int, int] | None = None,
     kind: type[Attention] = Attention,
     **options,
-) -> PlantedAttention:
+) -> AttentionMutant:
     """An error in a position scheme of the core, by the explicit path."""
 
     def make(**longest) -> nn.Module:
         return kind(DIM, HEADS, position(DIM, HEADS, **longest), backend="explicit", **options)
 
-    longer = (lambda: make(max_len=64)) if "longest length" in laws else None
-    return PlantedAttention(make, frozenset(laws), said, space, longer=longer)
+    longer = (lambda: make(max_len=64)) if "longest length" in checks else None
+    return AttentionMutant(make, frozenset(checks), said, space, longer=longer)
 
 
-def _own(kind: Callable[..., nn.Module], *laws: str, said: tuple[str, ...] = (), reach=(None, None), **options):
+def _own(kind: Callable[..., nn.Module], *checks: str, said: tuple[str, ...] = (), reach=(None, None), **options):
     """An error in a module of its own."""
-    return PlantedAttention(lambda: kind(DIM, HEADS, **options), frozenset(laws), said, reach=reach)
+    return AttentionMutant(lambda: kind(DIM, HEADS, **options), frozenset(checks), said, reach=reach)
 
 
 _PAST = ("relative", "causal", "cache")
 _MAP = ("relative", "2d", "resampled")
 
-#: Sound modules (nothing may be broken), then one planted error after the other.
-PLANTED: dict[str, PlantedAttention] = {
+#: Sound modules (nothing may fail), then one mutant after the other.
+MUTANTS: dict[str, AttentionMutant] = {
     "nothing (distances)": _core(positions.Encoded),
     "nothing (explicit)": _own(softmaxes.Explicit, said=("unordered", "full", "derivatives")),
     "nothing (explicit, causal window)": _own(
@@ -90,7 +90,7 @@ PLANTED: dict[str, PlantedAttention] = {
         positions.CausalShift, "double loop", "padded = alone", "shift"
     ),
     "positions where there are said to be none": _core(TransformerXL, "permutation", said=("unordered",)),
-    "fused where second derivatives are said to exist": PlantedAttention(
+    "fused where second derivatives are said to exist": AttentionMutant(
         lambda: Attention(DIM, HEADS, backend="sdpa"), frozenset({"second derivatives"}), ("derivatives",)
     ),
     "detached positions": _core(positions.DetachedPosition, "gradients"),
@@ -113,7 +113,7 @@ PLANTED: dict[str, PlantedAttention] = {
         lambda d, h: positions.SwappedSides(d, h, size=(2, 3)),
         "double loop", "shift", "resolution", said=_MAP, space=(2, 3),
     ),
-    "not renormalised": PlantedAttention(
+    "not renormalised": AttentionMutant(
         lambda: softmaxes.Unnormalised(DIM, HEADS, window=(3, 3), backend="explicit"),
         frozenset({"double loop", "paths", "row sums"}),
     ),
@@ -125,7 +125,7 @@ PLANTED: dict[str, PlantedAttention] = {
     "numbers as a mask": _own(softmaxes.NumericMask, "boolean masks"),
     "scaled by the batch": _own(softmaxes.BatchScale, "batch = single", "padded = alone"),
     "output in half precision": _own(softmaxes.HalfOutput, "bfloat16"),
-    "softmax in half precision": PlantedAttention(
+    "softmax in half precision": AttentionMutant(
         lambda: softmaxes.HalfSoftmax(DIM, HEADS, backend="explicit"), frozenset({"bfloat16"}), ("unordered",)
     ),
     "graph break": _own(softmaxes.GraphBreak, "compiled"),

@@ -1,4 +1,4 @@
-"""Planted errors, each with the laws that must notice it: so that no law of bijections is empty."""
+"""Mutants, each with the checks that must notice it: so that no check of bijections is empty."""
 
 from __future__ import annotations
 
@@ -15,87 +15,87 @@ from tests.mutants import bijections_layers as layers
 
 
 @dataclass(frozen=True)
-class Planted:
-    """A broken layer and the laws that are broken with it.
+class Mutant:
+    """A broken layer and the checks that fail with it.
 
     Arguments:
         make: makes the layer.
-        shape: event shape on which it is judged.
-        broken: names of exactly those laws that must fail; empty for a sound layer.
+        shape: event shape on which it is checked.
+        failing: names of exactly those checks that must fail; empty for a sound layer.
         cond: number of features of the condition, 0 for none.
         starts_as_identity: whether it says that it starts as the identity.
     """
 
     make: Callable[[], Bijection]
     shape: tuple[int, ...]
-    broken: frozenset[str] = field(default=frozenset())
+    failing: frozenset[str] = field(default=frozenset())
     cond: int = 0
     starts_as_identity: bool = False
 
-    def judge(self, **options) -> Report:
-        """The verdict of every law."""
+    def run(self, **options) -> Report:
+        """The result of every check."""
         cond = torch.arange(3.0 * self.cond).reshape(3, -1) / 4 if self.cond else None
         return check_bijection(
             self.make(), self.shape, cond=cond, starts_as_identity=self.starts_as_identity, **options
         )
 
 
-def _planted(
-    make: Callable[[], Bijection], shape: tuple[int, ...], *broken: str, cond: int = 0, identity: bool = False
-) -> Planted:
-    return Planted(make, shape, frozenset(broken), cond, identity)
+def _mutant(
+    make: Callable[[], Bijection], shape: tuple[int, ...], *failing: str, cond: int = 0, identity: bool = False
+) -> Mutant:
+    return Mutant(make, shape, frozenset(failing), cond, identity)
 
 
 _BOTH = ("log-det forward", "log-det inverse")
 _IMAGE, _SEQUENCE, _VECTOR, _PLANE = (3, 4, 4), (3, 8), (4,), (2,)
 
-#: Sound layers (nothing may be broken), then one planted error after the other.
-PLANTED: dict[str, Planted] = {
-    "nothing (images)": _planted(lambda: layers.Stretch(3), _IMAGE, identity=True),
-    "nothing (sequences)": _planted(couplings.Neighbours, _SEQUENCE),
-    "nothing (plane)": _planted(lambda: layers.Stretch(2), _PLANE),
-    "nothing (coupling)": _planted(couplings.Couple, _VECTOR),
-    "nothing (conditional coupling)": _planted(lambda: couplings.Couple(cond=2), _VECTOR, cond=2),
-    "nothing (spline)": _planted(couplings.Bend, _VECTOR),
-    "sign of the inverse's log-det": _planted(
+#: Sound layers (nothing may fail), then one mutant after the other.
+MUTANTS: dict[str, Mutant] = {
+    "nothing (images)": _mutant(lambda: layers.Stretch(3), _IMAGE, identity=True),
+    "nothing (sequences)": _mutant(couplings.Neighbours, _SEQUENCE),
+    "nothing (plane)": _mutant(lambda: layers.Stretch(2), _PLANE),
+    "nothing (coupling)": _mutant(couplings.Couple, _VECTOR),
+    "nothing (conditional coupling)": _mutant(lambda: couplings.Couple(cond=2), _VECTOR, cond=2),
+    "nothing (spline)": _mutant(couplings.Bend, _VECTOR),
+    "sign of the inverse's log-det": _mutant(
         lambda: layers.FlippedSign(3), _IMAGE, "log-det inverse", "log-dets cancel"
     ),
-    "sign of both log-dets": _planted(lambda: layers.FlippedSigns(3), _IMAGE, *_BOTH),
-    "log-det without H W": _planted(lambda: layers.MissingPositions(3), _IMAGE, *_BOTH),
-    "log-det with T for the valid length": _planted(lambda: layers.FullLength(3), _SEQUENCE, "masked log-det"),
-    "scalar log-det": _planted(lambda: layers.ScalarLogDet(3), _IMAGE, "shapes and dtypes"),
-    "log-det off by 1e-4": _planted(lambda: layers.Offset(3), _IMAGE, *_BOTH),
-    "factor 2 in the log-det": _planted(lambda: layers.TwiceTheVolume(2), _PLANE, *_BOTH, "integrates to one"),
-    "log-det summed in float16": _planted(lambda: layers.HalfPrecisionSum(3, start=3.0), _IMAGE, "float32"),
-    "shift before scaling in one direction": _planted(lambda: layers.ShiftFirst(3), _IMAGE, "round trip"),
-    "input changed in place": _planted(lambda: layers.InPlace(3), _IMAGE, "nothing modified"),
-    "input clamped in place": _planted(lambda: layers.ClampedInput(0.5), _IMAGE, "nothing modified"),
-    "cached inverse survives a load": _planted(lambda: layers.StaleInverse(3), _IMAGE, "save and load"),
-    "flag not a buffer": _planted(lambda: layers.PlainFlag(3), _IMAGE, "save and load"),
-    "initialised from padding": _planted(lambda: layers.UnmaskedStart(3), _SEQUENCE, "masked start"),
-    "dead parameter": _planted(lambda: layers.DeadParameter(3), _IMAGE, "dead parameters"),
-    "graph break": _planted(lambda: layers.GraphBreak(3), _IMAGE, "compiled"),
-    "running statistics": _planted(lambda: layers.RunningMean(3), _IMAGE, "nothing modified"),
-    "batch statistics": _planted(couplings.BatchStatistics, _VECTOR, "rows independent"),
-    "condition dropped in the inverse": _planted(
+    "sign of both log-dets": _mutant(lambda: layers.FlippedSigns(3), _IMAGE, *_BOTH),
+    "log-det without H W": _mutant(lambda: layers.MissingPositions(3), _IMAGE, *_BOTH),
+    "log-det with T for the valid length": _mutant(lambda: layers.FullLength(3), _SEQUENCE, "masked log-det"),
+    "scalar log-det": _mutant(lambda: layers.ScalarLogDet(3), _IMAGE, "shapes and dtypes"),
+    "log-det off by 1e-4": _mutant(lambda: layers.Offset(3), _IMAGE, *_BOTH),
+    "factor 2 in the log-det": _mutant(lambda: layers.TwiceTheVolume(2), _PLANE, *_BOTH, "integrates to one"),
+    "log-det summed in float16": _mutant(lambda: layers.HalfPrecisionSum(3, start=3.0), _IMAGE, "float32"),
+    "shift before scaling in one direction": _mutant(lambda: layers.ShiftFirst(3), _IMAGE, "round trip"),
+    "input changed in place": _mutant(lambda: layers.InPlace(3), _IMAGE, "nothing modified"),
+    "input clamped in place": _mutant(lambda: layers.ClampedInput(0.5), _IMAGE, "nothing modified"),
+    "cached inverse survives a load": _mutant(lambda: layers.StaleInverse(3), _IMAGE, "save and load"),
+    "flag not a buffer": _mutant(lambda: layers.PlainFlag(3), _IMAGE, "save and load"),
+    "initialised from padding": _mutant(lambda: layers.UnmaskedStart(3), _SEQUENCE, "masked start"),
+    "dead parameter": _mutant(lambda: layers.DeadParameter(3), _IMAGE, "dead parameters"),
+    "graph break": _mutant(lambda: layers.GraphBreak(3), _IMAGE, "compiled"),
+    "running statistics": _mutant(lambda: layers.RunningMean(3), _IMAGE, "nothing modified"),
+    "batch statistics": _mutant(couplings.BatchStatistics, _VECTOR, "rows independent"),
+    "condition dropped in the inverse": _mutant(
         lambda: couplings.ConditionDropped(cond=2), _VECTOR, "round trip", "log-dets cancel", "condition", cond=2
     ),
-    "network sees what it changes": _planted(
+    "network sees what it changes": _mutant(
         couplings.WrongMask, _VECTOR, "round trip", "log-dets cancel", "log-det forward"
     ),
-    "spline evaluated before the clamp": _planted(couplings.Unclamped, _VECTOR, "extreme inputs"),
-    "gradient cut off": _planted(couplings.ForgottenGradient, _VECTOR, "gradients"),
-    "scale rounded to bfloat16": _planted(couplings.RoundedScale, _VECTOR, "gradients"),
-    "kept part rounded": _planted(couplings.PerhapsChanged, _VECTOR, "kept part"),
-    "log-det said to be constant": _planted(couplings.FalseConstant, _VECTOR, "constant log-det"),
-    "padding seen": _planted(couplings.PaddingSeen, _SEQUENCE, "masked content", "padding"),
-    "mean over all frames": _planted(couplings.MeanOfAllFrames, _SEQUENCE, "padding"),
-    "log-det in bfloat16": _planted(lambda: layers.HalfPrecisionVolume(3), _IMAGE, "bf16 autocast"),
-    "order reversed": _planted(couplings.Forwards, _VECTOR, "triangular Jacobian"),
-    "layer skipped": _planted(
+    "spline evaluated before the clamp": _mutant(couplings.Unclamped, _VECTOR, "extreme inputs"),
+    "gradient cut off": _mutant(couplings.ForgottenGradient, _VECTOR, "gradients"),
+    "scale rounded to bfloat16": _mutant(couplings.RoundedScale, _VECTOR, "gradients"),
+    "kept part rounded": _mutant(couplings.PerhapsChanged, _VECTOR, "kept part"),
+    "log-det said to be constant": _mutant(couplings.FalseConstant, _VECTOR, "constant log-det"),
+    "padding seen": _mutant(couplings.PaddingSeen, _SEQUENCE, "masked content", "padding"),
+    "mean over all frames": _mutant(couplings.MeanOfAllFrames, _SEQUENCE, "padding"),
+    "log-det in bfloat16": _mutant(lambda: layers.HalfPrecisionVolume(3), _IMAGE, "bf16 autocast"),
+    "order reversed": _mutant(couplings.Forwards, _VECTOR, "triangular Jacobian"),
+    "layer skipped": _mutant(
         lambda: layers.LayerSkipped([layers.Stretch(3) for _ in range(3)], _IMAGE), _IMAGE, "sum of layers"
     ),
-    "no identity at the start": _planted(
+    "no identity at the start": _mutant(
         lambda: layers.Stretch(3, start=0.1), _IMAGE, "identity at start", identity=True
     ),
 }

@@ -1,4 +1,4 @@
-"""Planted errors in noise schedules and energies, each with the laws that must notice it."""
+"""Mutants in noise schedules and energies, each with the checks that must notice it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from genmodels.verification.densities import check_energy, check_schedule
 
 
 @dataclass(frozen=True)
-class PlantedKind:
-    """A broken schedule or energy and exactly the laws that are broken with it; none for a sound one."""
+class Mutant:
+    """A broken schedule or energy and exactly the checks that fail with it; none for a sound one."""
 
     make: Callable
     check: Callable[..., Report]
-    broken: frozenset[str] = field(default=frozenset())
+    failing: frozenset[str] = field(default=frozenset())
 
-    def judge(self) -> Report:
-        """The verdict of every law."""
+    def run(self) -> Report:
+        """The result of every check."""
         return self.check(self.make())
 
 
@@ -132,16 +132,16 @@ class Bent(Quadratic):
         return value, slope, bend / 2
 
 
-def _schedule(make, *broken: str) -> PlantedKind:
-    return PlantedKind(make, check_schedule, frozenset(broken))
+def _schedule(make, *failing: str) -> Mutant:
+    return Mutant(make, check_schedule, frozenset(failing))
 
 
-def _energy(make, *broken: str) -> PlantedKind:
-    return PlantedKind(make, lambda made: check_energy(made, (2,)), frozenset(broken))
+def _energy(make, *failing: str) -> Mutant:
+    return Mutant(make, lambda made: check_energy(made, (2,)), frozenset(failing))
 
 
-#: Sound ones, then one planted error after the other.
-PLANTED: dict[str, PlantedKind] = {
+#: Sound ones, then one mutant after the other.
+MUTANTS: dict[str, Mutant] = {
     "nothing (schedule)": _schedule(CosineSchedule),
     "time reversed": _schedule(Rising, "decreasing", "rate", "time of a level"),
     "log-SNR in float32": _schedule(

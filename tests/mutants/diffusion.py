@@ -1,4 +1,4 @@
-"""Planted errors in samplers and denoisers, each with the laws that must notice it."""
+"""Mutants in samplers and denoisers, each with the checks that must notice it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from genmodels.diffusion import (
 from genmodels.diffusion.denoiser import Prediction
 from genmodels.nn import MLPDenoiser
 from genmodels.verification.diffusion import check_denoiser, check_sampler
-from tests.mutants.densities import PlantedKind
+from tests.mutants.densities import Mutant
 
 # ---- samplers ------------------------------------------------------------------------------------------------------
 
@@ -166,26 +166,26 @@ class Idle(Broken):
         self.unused = torch.nn.Parameter(torch.ones(3))
 
 
-def _sampler(make, *broken: str) -> PlantedKind:
-    return PlantedKind(make, check_sampler, frozenset(broken))
+def _sampler(make, *failing: str) -> Mutant:
+    return Mutant(make, check_sampler, frozenset(failing))
 
 
-def _denoiser(change, *broken: str) -> PlantedKind:
+def _denoiser(change, *failing: str) -> Mutant:
     make = change if isinstance(change, type) else lambda: Broken(change)
-    return PlantedKind(make, lambda made: check_denoiser(made, (2,)), frozenset(broken))
+    return Mutant(make, lambda made: check_denoiser(made, (2,)), frozenset(failing))
 
 
-#: Sound ones, then one planted error after the other.
-PLANTED: dict[str, PlantedKind] = {
+#: Sound ones, then one mutant after the other.
+MUTANTS: dict[str, Mutant] = {
     "nothing (sampler)": _sampler(HeunSampler),
     "nothing (noisy sampler)": _sampler(DDPMSampler),
     "noise at the end": _sampler(NoisyEnd, "clean end", "point mass"),
     "noise without a seed": _sampler(GlobalNoise, "pure step", "rows independent", "temperature"),
-    "samples lean on the first": _sampler(Leaning, "rows independent", "path", "spread"),
+    "samples lean on the first": _sampler(Leaning, "rows independent", "trajectory", "spread"),
     "x overwritten": _sampler(InPlace, "pure step"),
     "too little noise": _sampler(Narrow, "spread"),
     "temperature forgotten": _sampler(Hot, "temperature"),
-    "half a step": _sampler(HalfStep, "no signal", "path", "spread"),
+    "half a step": _sampler(HalfStep, "no signal", "trajectory", "spread"),
     "float32 always": _sampler(Always32, "dtype", "point mass"),
     "nothing (denoiser)": _denoiser(Broken),
     "sign of the noise": _denoiser(_flipped_noise, "signal and noise", "v", "score", "training target"),

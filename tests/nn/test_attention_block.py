@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from genmodels.nn import ATTENTION, AttentionBlock, AttentionKind, ConvNet, UNet
 from genmodels.nn.attention import Attention
 from genmodels.nn.attention_block import Places, make_attention
-from genmodels.verification.attention_reference import attention_oracle
+from genmodels.verification.attention_reference import reference_attention
 
 KINDS = [name for name in ATTENTION if name != "none"]
 CASES = [(name, dims) for name in KINDS for dims in ATTENTION[name].dims]
@@ -65,10 +65,10 @@ def by_loop(block, x):
     h, space = block.norm(x), tuple(x.shape[2:])
     if len(space) == 2 and not block.for_maps:
         rows = torch.stack([h[:, :, r, c] for c in range(space[1]) for r in range(space[0])], dim=1)
-        y = attention_oracle(block.mechanism, rows)[0]
+        y = reference_attention(block.mechanism, rows)[0]
         at = {(r, c): y[:, c * space[0] + r] for c in range(space[1]) for r in range(space[0])}
         return x + torch.stack([torch.stack([at[r, c] for c in range(space[1])], -1) for r in range(space[0])], -2)
-    return x + attention_oracle(block.mechanism, h.flatten(2).mT, **({"space": space} if len(space) == 2 else {}))[
+    return x + reference_attention(block.mechanism, h.flatten(2).mT, **({"space": space} if len(space) == 2 else {}))[
         0
     ].mT.unflatten(2, space)
 

@@ -70,17 +70,18 @@ def of_digits(hostile: str = "") -> tuple[dict, list[dict]]:
                  "recall": [0.2, 0.5, 0.6, 0.7, 0.7], "evaluations": steps,
                  "samples_per_second": [900, 450, 220, 90, 22]}  # fmt: skip
         reports.append({
-            "format": 1, "name": family + hostile, "genmodels": MACHINE,
+            "format": 2, "name": family + hostile, "genmodels": MACHINE,
             "checkpoint": {"path": f"runs/{family}{hostile}/best.ckpt", "sha256": "cd" * 32, "step": 20000,
                            "family": family, "parameters": 1234567, "weights": "ema", "training_seconds": 1234.5},
             "config": {"model": {"_target_": f"genmodels.models.{family}" + hostile}, "seed": 0},
             "data": DIGITS, "likelihood": rows, "references": [], "profile": profile,
             "items": {w: [{"index": int(i), "nats": float(own["nats_0"][i])} for i in some]
                       for w, some in (("least", order[:8]), ("most", order[::-1][:8]))},
-            "proofs": [{"name": "round trip", "value": 1.0, "threshold": 1.0, "passed": True, "where": hostile},
-                       {"name": "drift per layer", "value": 2e-3, "threshold": 1e-3, "passed": None, "where": "flow.3"},
-                       {"name": "density integrates to one", "value": 0.9, "threshold": 1e-3, "passed": False,
-                        "where": "plane"}],
+            "checks": [{"name": "round trip", "error": 1.0, "tolerance": 1.0, "status": "passed", "note": hostile},
+                       {"name": "drift per layer", "error": 2e-3, "tolerance": 1e-3, "status": "not verified",
+                        "note": "flow.3"},
+                       {"name": "density integrates to one", "error": 0.9, "tolerance": 1e-3, "status": "failed",
+                        "note": "plane"}],
             "drift": {"first_over": None, "warn": 1e-3, "fail": 0.1} if family == "glow" else {},
             "fidelity": {
                 "network": {"name": "classifier" + hostile, "sha256": "ef" * 32, "accuracy": 0.981, "dims": 64},
@@ -159,8 +160,8 @@ def of_points() -> tuple[dict, list[dict]]:
         reports.append({"name": family, "data": PLANE, "likelihood": [row], "density": density, "genmodels": MACHINE,
                         "items": items if kind == "exact" else {}, "fidelity": {"skipped": "points have no network"},
                         "samples": {"x": "samples_x", "cond": None, "index": "samples_index", "made": {"seed": 0}},
-                        "proofs": [{"name": "density integrates to one", "value": 0.07, "threshold": 1e-3,
-                                    "passed": False, "where": "1.07000 on a grid"}] if density else []})
+                        "checks": [{"name": "density integrates to one", "error": 0.07, "tolerance": 1e-3,
+                                    "status": "failed", "note": "1.07000 on a grid"}] if density else []})
         arrays.append(own)
     rows = [{"model": m, "likelihood": 0, "first": True, "cells": [r["name"], "= 2.4(5)" if m == 0 else "none", "nats"]}
             for m, r in enumerate(reports)]

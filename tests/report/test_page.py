@@ -170,7 +170,7 @@ def test_values_of_single_items_are_drawn_only_where_they_stand_out_of_their_noi
 def test_the_file_is_written_whole(tmp_path):
     write_page(*example.of_points(), tmp_path / "report.html")
     said = (tmp_path / "report.html").read_text()
-    assert "Its integral is 1.07000 on a grid: not one, the check FAILED." in said and "large box" not in said
+    assert "Its integral is 1.07000 on a grid: not one, the check failed." in said and "large box" not in said
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text(encoding="utf-8").endswith("</html>\n")
 

@@ -1,4 +1,4 @@
-"""The conformance kit of attention: planted errors are caught by exactly the laws named, sound modules by none."""
+"""The conformance kit of attention: mutants are caught by exactly the checks named, sound modules by none."""
 
 from __future__ import annotations
 
@@ -8,66 +8,66 @@ from torch import nn
 
 from genmodels.nn.attention import ALiBi, Attention, MelPosition, Rotary, TransformerXL
 from genmodels.verification import attention as mechanisms
-from genmodels.verification.attention import LAWS, MECHANISMS, Survey, check
+from genmodels.verification.attention import CHECKS, MECHANISMS, Survey, check
 from genmodels.verification.attention_masks import CAPABILITIES
 from genmodels.verification.attention_reference import RULES
-from genmodels.verification.check import FAILED, NOT_APPLICABLE, PASSED, LawBroken, Report, Verdict
-from genmodels.verification.mechanism_references import ORACLES
-from tests.mutants.attention import PLANTED
+from genmodels.verification.check import FAILED, NOT_APPLICABLE, PASSED, Check, CheckFailed, Report
+from genmodels.verification.mechanism_references import MECHANISM_REFERENCES
+from tests.mutants.attention import MUTANTS
 from tests.mutants.attention_core import Explicit
 from tests.mutants.attention_positions import Encoded, SharedSign
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_error_breaks_exactly_its_laws(name):
-    planted = PLANTED[name]
-    needed = "eager" if "compiled" in planted.broken else None
-    report = planted.judge(compiler=needed)
-    assert set(report.broken) == planted.broken, str(report)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_fails_exactly_its_checks(name):
+    mutant = MUTANTS[name]
+    needed = "eager" if "compiled" in mutant.failing else None
+    report = mutant.run(compiler=needed)
+    assert set(report.failed) == mutant.failing, str(report)
 
 
-def test_no_law_is_empty():
-    assert set().union(*(planted.broken for planted in PLANTED.values())) == set(LAWS.laws)
+def test_every_check_has_a_mutant():
+    assert set().union(*(mutant.failing for mutant in MUTANTS.values())) == set(CHECKS.specs)
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_every_mechanism_obeys_every_law(name):
-    MECHANISMS[name].judge(name, compiler=None).raise_if_failed()
+def test_every_mechanism_passes_every_check(name):
+    MECHANISMS[name].check(name, compiler=None).raise_if_failed()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_every_mechanism_compiles(name):
-    MECHANISMS[name].judge(name, compiler="aot_eager", only=["compiled"]).raise_if_failed()
+    MECHANISMS[name].check(name, compiler="aot_eager", only=["compiled"]).raise_if_failed()
 
 
 def test_the_table_holds_every_scheme_and_every_mechanism():
     modules = [mechanism.make(8, 2) for mechanism in MECHANISMS.values()]
     assert {type(m.position) for m in modules if isinstance(m, Attention)} == set(RULES)
-    assert {type(m) for m in modules if not isinstance(m, Attention)} == set(ORACLES)
+    assert {type(m) for m in modules if not isinstance(m, Attention)} == set(MECHANISM_REFERENCES)
 
 
 # ---- capabilities ----
 
 
-def test_capabilities_name_the_laws_that_are_judged():
+def test_capabilities_name_the_checks_that_are_made():
     module = Attention(8, 2, Rotary(8, 2), causal=True)
     plain = check(module, 8, compiler=None)
-    assert {plain[law].status for law in ("shift", "cache", "causality", "sign")} == {NOT_APPLICABLE}
+    assert {plain[check].status for check in ("shift", "cache", "causality", "sign")} == {NOT_APPLICABLE}
     said = check(module, 8, capabilities=["relative", "cache", "causal"], compiler=None)
-    assert {said[law].status for law in ("shift", "cache", "causality", "sign")} == {PASSED}
+    assert {said[check].status for check in ("shift", "cache", "causality", "sign")} == {PASSED}
     assert "not among its capabilities" in plain["cache"].note and plain.passed and said.passed
 
 
-def test_a_capability_that_is_not_there_is_a_broken_law():
+def test_a_capability_that_is_not_there_is_a_failed_check():
     report = check(Attention(8, 2, ALiBi(8, 2)), 8, capabilities=["relative", "causal", "cache"], compiler=None)
-    assert set(report.broken) == {"sign", "causality", "cache"}
+    assert set(report.failed) == {"sign", "causality", "cache"}
     assert "a cache holds the past" in report["cache"].note
 
 
 @pytest.mark.parametrize("words, options", [
     ("no capability 'relatve': did you mean 'relative'", {"capabilities": ["relatve"]}),
-    ("no law 'sing': did you mean 'sign'", {"only": ["sing"]}),
+    ("no check 'sing': did you mean 'sign'", {"only": ["sing"]}),
     ("says 2d and is tried on a space", {"capabilities": ["2d"]}),
     ("says 2d and is tried on a space", {"space": (2, 3)}),
 ])  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_reference_of_ones_own():
     assert check(Positional(), 8, reference=by_torch, only=["double loop"]).passed
     wrong = check(Positional(), 8, reference=lambda *given: 2 * by_torch(*given), only=["double loop"])
     assert wrong["double loop"].status == FAILED
-    with pytest.raises(LawBroken, match="double loop"):
+    with pytest.raises(CheckFailed, match="double loop"):
         wrong.raise_if_failed()
 
 
@@ -124,7 +124,7 @@ def test_the_module_is_not_touched():
 
 
 def test_parameters_as_they_are():
-    """A scheme that starts at zero hides an error; told to, the kit judges it so."""
+    """A scheme that starts at zero hides an error; shown to, the kit judges it so."""
     module = Attention(8, 2, MelPosition(8, 2, n_freq=2))
     given = {"capabilities": ["relative", "2d", "rows"], "space": (2, 3), "only": ["sign"]}
     assert check(module, 8, randomise=False, **given)["sign"].status == FAILED
@@ -133,16 +133,16 @@ def test_parameters_as_they_are():
 # ---- what is shown ----
 
 
-def test_the_survey_names_what_is_broken():
-    sound = Report("sound", (Verdict("shift", PASSED, 1e-9, 1e-5),))
-    bad = Report("bad", (Verdict("shift", FAILED, 1.0, 1e-5, "moved by 1"), Verdict("sign", PASSED, 0.0, 0.0)))
+def test_the_survey_names_what_failed():
+    sound = Report("sound", (Check("shift", PASSED, 1e-9, 1e-5),))
+    bad = Report("bad", (Check("shift", FAILED, 1.0, 1e-5, "moved by 1"), Check("sign", PASSED, 0.0, 0.0)))
     survey = Survey([sound, bad])
-    assert survey.failures == ["shift (bad)"]
+    assert survey.failed == ["shift (bad)"]
     text = survey.text()
-    assert "1 laws hold" in text and "FAILED: shift" in text and "moved by 1" in text and "sign  " not in text
+    assert "1 passed" in text and "FAILED: shift" in text and "moved by 1" in text and "sign  " not in text
     assert "sign" in survey.text(verbose=True) and survey.to_dict()["passed"] is False
 
 
 def test_every_capability_is_explained_and_used():
-    used = {c for table in (PLANTED, mechanisms.MECHANISMS) for entry in table.values() for c in entry.capabilities}
+    used = {c for table in (MUTANTS, mechanisms.MECHANISMS) for entry in table.values() for c in entry.capabilities}
     assert used == set(CAPABILITIES) and all(CAPABILITIES.values())

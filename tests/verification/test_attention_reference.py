@@ -8,7 +8,7 @@ import torch
 
 from genmodels.nn import attention as package
 from genmodels.nn.attention import ALiBi, Attention, Position, TransformerXL
-from genmodels.verification.attention_reference import RULES, attention_oracle, encoded_distance, rule_of, t5_bucket
+from genmodels.verification.attention_reference import RULES, encoded_distance, reference_attention, rule_of, t5_bucket
 
 
 def identity(attention):
@@ -22,7 +22,7 @@ def identity(attention):
 
 def test_two_positions_by_hand():
     attention = identity(Attention(1, 1)).double()
-    y, a = attention_oracle(attention, torch.tensor([[[1.0], [2.0]]], dtype=torch.float64))
+    y, a = reference_attention(attention, torch.tensor([[[1.0], [2.0]]], dtype=torch.float64))
     first = 1 / (1 + math.exp(1))  # scores 1 and 2
     second = 1 / (1 + math.exp(2))  # scores 2 and 4
     assert torch.allclose(a[0, 0, :, 0], torch.tensor([first, second], dtype=torch.float64))
@@ -33,7 +33,7 @@ def test_distance_and_mask_by_hand():
     attention = identity(Attention(1, 1, ALiBi(1, 1))).double()
     x = torch.zeros(1, 3, 1, dtype=torch.float64)
     mask = torch.tensor([[[True, False, True]]])
-    y, a = attention_oracle(attention, x, mask=mask)
+    y, a = reference_attention(attention, x, mask=mask)
     assert torch.allclose(a[0, 0, 0], torch.tensor([1, 0, math.exp(-2 / 256)], dtype=torch.float64)
                           / (1 + math.exp(-2 / 256)))  # fmt: skip
     assert not a[0, 0, 1].any() and not y[0, 1].any()

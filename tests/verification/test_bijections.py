@@ -1,4 +1,4 @@
-"""The proof kit: every law notices the error planted for it and nothing else, and says so in words."""
+"""The proof kit: every check notices the mutant made for it and nothing else, and says so in words."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from torch import nn
 from genmodels.flows.bijection import Freeze, Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.scaling import Logit, Shift
-from genmodels.verification import bijections as laws_of_jacobians
-from genmodels.verification import maps as laws_of_maps
-from genmodels.verification.bijections import LAWS, check_bijection
-from genmodels.verification.check import NOT_APPLICABLE, LawBroken, Laws, Measured, NotApplicable, Report, Verdict
+from genmodels.verification import bijections as jacobian_checks
+from genmodels.verification import maps as map_checks
+from genmodels.verification.bijections import CHECKS, check_bijection
+from genmodels.verification.check import NOT_APPLICABLE, Check, CheckFailed, CheckSet, Measured, NotApplicable, Report
 from genmodels.verification.subject import perturb, prepare, ranges
-from tests.mutants.bijections import PLANTED
+from tests.mutants.bijections import MUTANTS
 from tests.mutants.bijections_couplings import Bend, Couple
 from tests.mutants.bijections_layers import FlippedSigns, Offset, PlainFlag, Stretch
 
 NO_COMPILER = {"compiler": None}
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_exactly_the_right_laws_are_broken(name):
-    planted = PLANTED[name]
+@pytest.mark.parametrize("name", MUTANTS)
+def test_exactly_the_right_checks_fail(name):
+    mutant = MUTANTS[name]
     torch.manual_seed(0)
-    report = planted.judge(compiler="eager")
-    assert set(report.broken) == planted.broken, str(report)
+    report = mutant.run(compiler="eager")
+    assert set(report.failed) == mutant.failing, str(report)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_whatever_the_seed(name, seed):
-    planted = PLANTED[name]
+    mutant = MUTANTS[name]
     torch.manual_seed(seed)
-    report = planted.judge(compiler=None, seed=seed)
-    assert set(report.broken) == planted.broken - {"compiled"}, str(report)
+    report = mutant.run(compiler=None, seed=seed)
+    assert set(report.failed) == mutant.failing - {"compiled"}, str(report)
 
 
-def test_every_law_has_a_planted_error():
-    assert set().union(*(planted.broken for planted in PLANTED.values())) == set(LAWS.laws)
+def test_every_check_has_a_mutant():
+    assert set().union(*(mutant.failing for mutant in MUTANTS.values())) == set(CHECKS.specs)
 
 
 class Asinh(nn.Module):
@@ -62,13 +62,13 @@ class Asinh(nn.Module):
 @pytest.mark.parametrize("factor, said", [(-1.0, "its sign is wrong"), (1 / 6, "number of positions is missing"),
                                           (1 / 18, "mean in the place of a sum"), (1.3, None)])
 def test_the_usual_mistakes_are_named(factor, said):
-    assert not check_bijection(Asinh(), (3, 2, 3), **NO_COMPILER).broken  # nobody promised it half precision
+    assert not check_bijection(Asinh(), (3, 2, 3), **NO_COMPILER).failed  # nobody promised it half precision
     report = check_bijection(Asinh(factor), (3, 2, 3), **NO_COMPILER)
-    assert {"log-det forward", "log-det inverse"} <= set(report.broken)
+    assert {"log-det forward", "log-det inverse"} <= set(report.failed)
     assert (said or "says") in str(report) and (said is not None or "(it" not in str(report))
 
 
-# ---- what is judged, and how ----
+# ---- what is checked, and how ----
 
 
 def test_the_layer_itself_is_not_touched():
@@ -79,7 +79,7 @@ def test_the_layer_itself_is_not_touched():
     assert not layer.initialized and layer.training and layer.log_scale.dtype == torch.float32
 
 
-def test_parameters_are_moved_unless_told_otherwise():
+def test_parameters_are_moved_unless_asked_otherwise():
     offset = FlippedSigns(3)  # at the start log |det| = 0, whatever the sign
     assert check_bijection(offset, (3, 2, 2), randomise=False, **NO_COMPILER).passed
     assert not check_bijection(offset, (3, 2, 2), **NO_COMPILER).passed
@@ -137,36 +137,36 @@ LOG_DETS = ["log-det forward", "log-det inverse"]
 @pytest.mark.parametrize("shape", [(300,), (1, 28, 28)])
 def test_a_wrong_log_det_of_a_large_event_is_noticed(shape):
     report = check_bijection(OneLogTwo(), shape, only=LOG_DETS)
-    assert report.broken == LOG_DETS and f"is {math.log(2) * math.prod(shape):.9g}" in report[LOG_DETS[0]].note
+    assert report.failed == LOG_DETS and f"is {math.log(2) * math.prod(shape):.9g}" in report[LOG_DETS[0]].note
 
 
 def test_large_events_are_cropped_to_what_is_not_square():
     report = check_bijection(Offset(3), (3, 64, 64), only=LOG_DETS)
-    assert report.broken == LOG_DETS and "at (3, 10, 8)" in report["log-det forward"].note
-    assert check_bijection(SquareCount(3), (3, 64, 64), only=LOG_DETS).broken == LOG_DETS
+    assert report.failed == LOG_DETS and "at (3, 10, 8)" in report["log-det forward"].note
+    assert check_bijection(SquareCount(3), (3, 64, 64), only=LOG_DETS).failed == LOG_DETS
     assert check_bijection(Stretch(3), (3, 64, 64), only=LOG_DETS).passed
     assert check_bijection(Couple(400), (400,), only=LOG_DETS).passed
 
 
-def test_what_is_too_large_is_not_proven():
+def test_what_is_too_large_is_not_verified():
     report = check_bijection(OneLogTwo(), (5000,), only=[*LOG_DETS, "round trip"])
-    assert report.unproven == LOG_DETS and not report.failures and not report.passed
-    assert "2 NOT PROVEN, 1 law holds" in str(report) and "too large" in report["log-det forward"].note
+    assert report.unverified == LOG_DETS and not report.failed and not report.passed
+    assert "2 not verified, 1 passed" in str(report) and "too large" in report["log-det forward"].note
     assert report.to_dict()["passed"] is False
-    with pytest.raises(LawBroken, match="log-det inverse  NOT PROVEN"):
+    with pytest.raises(CheckFailed, match="log-det inverse  NOT VERIFIED"):
         report.raise_if_failed()
     slow = check_bijection(Couple(400), (400,), only=LOG_DETS, patience=1e-9)
-    assert slow.unproven == LOG_DETS and "more patience" in slow["log-det forward"].note
+    assert slow.unverified == LOG_DETS and "more patience" in slow["log-det forward"].note
     # A module that does not say which events it takes cannot be convicted by a part of one.
     doubtful = check_bijection(OneLogTwo(), (2, 64, 64), only=LOG_DETS)
-    assert doubtful.unproven == LOG_DETS and "says 0.693147181" in doubtful["log-det forward"].note
+    assert doubtful.unverified == LOG_DETS and "says 0.693147181" in doubtful["log-det forward"].note
 
 
 def test_jacobian_of_a_known_map():
     subject = prepare(Compose([Stretch(2)], (2, 2)), (2, 2), x=None, z=None, cond=None, batch=2, randomise=True,
                       initial=None, x_range=None, z_range=None, seed=0)
     scale = subject.layer.layers[0].log_scale.exp().repeat_interleave(2)
-    found = laws_of_jacobians.jacobian(subject, subject.x, None, 1, False)
+    found = jacobian_checks.jacobian(subject, subject.x, None, 1, False)
     assert torch.allclose(found, torch.diag(scale), atol=1e-14)
 
 
@@ -190,10 +190,10 @@ def test_own_inputs_and_conditions_are_used():
     assert unused.passed and unused["condition"].note == "takes no condition"
 
 
-def test_what_cannot_be_judged_is_an_error():
+def test_what_cannot_be_checked_is_an_error():
     with pytest.raises(ValueError, match="did you mean 'round trip'"):
         check_bijection(Stretch(3), (3,), only=["round-trip"])
-    with pytest.raises(ValueError, match="there is no law 'colour'"):
+    with pytest.raises(ValueError, match="there is no check 'colour'"):
         check_bijection(Stretch(3), (3,), tolerances={"colour": 1.0})
     with pytest.raises(ValueError, match="needs a condition"):
         check_bijection(Couple(cond=2), (4,))
@@ -203,14 +203,14 @@ def test_what_cannot_be_judged_is_an_error():
         check_bijection(Stretch(3), (4,), x=torch.zeros(2, 3))
 
 
-def test_a_layer_that_raises_breaks_the_law_it_raises_in():
+def test_a_layer_that_raises_fails_the_check_it_raises_in():
     report = check_bijection(Stretch(3), (4, 2), only=["round trip", "condition"])
-    assert report.broken == ["round trip"] and "raised RuntimeError" in report["round trip"].note
+    assert report.failed == ["round trip"] and "raised RuntimeError" in report["round trip"].note
 
 
 def test_watching():
     seen = []
-    check_bijection(Stretch(3), (3,), only=["float32", "round trip"], watch=lambda law: seen.append(law.name))
+    check_bijection(Stretch(3), (3,), only=["float32", "round trip"], watch=lambda check: seen.append(check.name))
     assert seen == ["round trip", "float32"]
 
 
@@ -259,8 +259,8 @@ class Kinked(Couple):
 
 @pytest.mark.parametrize(("ways", "right"), [(1, False), (5, True)])
 def test_a_kink_nearby_is_no_wrong_gradient(monkeypatch, ways, right):
-    monkeypatch.setattr(laws_of_jacobians, "_WAYS", ways)
-    monkeypatch.setattr(laws_of_jacobians, "_STEPS", (1e-5,))
+    monkeypatch.setattr(jacobian_checks, "_WAYS", ways)
+    monkeypatch.setattr(jacobian_checks, "_STEPS", (1e-5,))
     zero = torch.zeros(3, 2)
     reports = [check_bijection(Kinked(2), (2,), x=zero, z=zero, only=["gradients"], seed=seed) for seed in range(30)]
     assert all(report.passed for report in reports) == right
@@ -273,45 +273,45 @@ def test_a_report_in_words():
     torch.manual_seed(0)
     report = check_bijection(Offset(3), (3, 2, 2), **NO_COMPILER)
     text = str(report)
-    assert text.startswith("Offset (3, 2, 2): 2 laws broken") and "FAILED" in text and "1e-08" in text
+    assert text.startswith("Offset (3, 2, 2): 2 failed, ") and "FAILED" in text and "1e-08" in text
     assert "autograd" not in text and "says" in report["log-det forward"].note
-    with pytest.raises(LawBroken, match="log-det forward") as caught:
+    with pytest.raises(CheckFailed, match="log-det forward") as caught:
         report.raise_if_failed()
     assert "round trip" not in str(caught.value)
     plain = report.to_dict()
-    assert plain["passed"] is False and {law["status"] for law in plain["laws"]} == {
+    assert plain["passed"] is False and {check["status"] for check in plain["checks"]} == {
         "passed", "failed", "not applicable"
     }
 
 
 def test_nan_is_no_pass_and_no_json_number():
-    laws = Laws()
+    checks = CheckSet()
 
-    @laws.add("finite", 1.0, "the number is small")
+    @checks.add("finite", 1.0, "the number is small")
     def finite(number):
         if number is None:
             raise NotApplicable("no number")
         return Measured(number)
 
     for bad in (math.nan, math.inf):
-        (verdict,) = laws.judge(bad)
-        assert verdict.failed
-        assert Report("number", (verdict,)).to_dict()["laws"][0]["error"] is None
-    (verdict,) = laws.judge(None)
-    assert verdict.status == NOT_APPLICABLE and verdict.error is None
-    (verdict,) = laws.judge(2.0, tolerances={"finite": 3.0})
-    assert verdict.status == "passed"
+        (check,) = checks.run(bad)
+        assert check.failed
+        assert Report("number", (check,)).to_dict()["checks"][0]["error"] is None
+    (check,) = checks.run(None)
+    assert check.status == NOT_APPLICABLE and check.error is None
+    (check,) = checks.run(2.0, tolerances={"finite": 3.0})
+    assert check.status == "passed"
 
 
 def test_what_is_wrong_with_the_machine_is_not_held_against_the_layer():
-    laws = Laws()
+    checks = CheckSet()
 
-    @laws.add("fits", 0.0, "there is room")
+    @checks.add("fits", 0.0, "there is room")
     def fits(_):
         raise RuntimeError("CUDA out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        list(laws.judge(None))
+        list(checks.run(None))
 
 
 @pytest.mark.parametrize(
@@ -319,8 +319,8 @@ def test_what_is_wrong_with_the_machine_is_not_held_against_the_layer():
     [((1.0, 3.0), (1.0, 4.0), 0.2), ((math.nan,), (1.0,), math.inf), ((1.0,), (1.0, 1.0), math.inf), ((), (), 0.0)],
 )
 def test_relative_error(found, true, error):
-    assert laws_of_maps.relative(torch.tensor(found), torch.tensor(true)) == pytest.approx(error)
+    assert map_checks.relative(torch.tensor(found), torch.tensor(true)) == pytest.approx(error)
 
 
-def test_verdict_row():
-    assert Verdict("a", "passed", 1e-12, 1e-10, "n").row() == ["a", "passed", "1.0e-12", "1e-10", "n"]
+def test_row_of_a_check():
+    assert Check("a", "passed", 1e-12, 1e-10, "n").row() == ["a", "passed", "1.0e-12", "1e-10", "n"]

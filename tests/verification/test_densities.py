@@ -1,4 +1,4 @@
-"""The laws of noise schedules and energies: what this package has keeps them, and each notices the error planted."""
+"""The checks of noise schedules and energies: what this package has keeps them, and each notices its mutants."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ import pytest
 from genmodels.diffusion import SCHEDULES, DiscreteSchedule
 from genmodels.energy import Energy
 from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
-from genmodels.verification.densities import ENERGY_LAWS, check_energy, check_schedule
-from genmodels.verification.densities import LAWS as SCHEDULE_LAWS
-from tests.mutants.densities import PLANTED
+from genmodels.verification.densities import ENERGY_CHECKS, SCHEDULE_CHECKS, check_energy, check_schedule
+from tests.mutants.densities import MUTANTS
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_exactly_the_right_laws_are_broken(name):
-    assert set(PLANTED[name].judge().broken) == PLANTED[name].broken, str(PLANTED[name].judge())
+@pytest.mark.parametrize("name", MUTANTS)
+def test_exactly_the_right_checks_fail(name):
+    assert set(MUTANTS[name].run().failed) == MUTANTS[name].failing, str(MUTANTS[name].run())
 
 
-def test_every_law_notices_something():
-    noticed = {law for planted in PLANTED.values() for law in planted.broken}
-    idle = {*SCHEDULE_LAWS.laws, *ENERGY_LAWS.laws} - noticed
+def test_every_check_has_a_mutant():
+    noticed = {check for mutant in MUTANTS.values() for check in mutant.failing}
+    idle = {*SCHEDULE_CHECKS.specs, *ENERGY_CHECKS.specs} - noticed
     assert idle == {"end points", "nothing modified"}  # the one is held by all of them, the other by autograd's copy
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_keeps_the_laws(name):
+def test_every_schedule_passes_the_checks(name):
     kind = SCHEDULES[name]
     check_schedule(kind(num_steps=1000) if issubclass(kind, DiscreteSchedule) else kind()).raise_if_failed()
 
 
 @pytest.mark.parametrize("make, shape", [(lambda: EnergyMLP((3,), hidden=(8,)), (3,)),
                                          (lambda: EnergyConv((1, 8, 8)), (1, 8, 8))])
-def test_energies_of_networks_keep_the_laws(make, shape):
+def test_energies_of_networks_pass_the_checks(make, shape):
     check_energy(Energy(make()), shape).raise_if_failed()

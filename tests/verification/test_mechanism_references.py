@@ -9,7 +9,13 @@ from torch import nn
 
 from genmodels.nn import attention as package
 from genmodels.nn.attention import LSH, Attention, LocalDenseSynthesizer, Nystrom, Position, Score, ScoredAttention
-from genmodels.verification.mechanism_references import ORACLES, SCORES, _bucket, _slices, mechanism_oracle
+from genmodels.verification.mechanism_references import (
+    MECHANISM_REFERENCES,
+    SCORES,
+    _bucket,
+    _slices,
+    reference_mechanism,
+)
 
 DOUBLE = torch.float64
 
@@ -24,20 +30,20 @@ def ones(module):
 @torch.no_grad()
 def test_additive_by_hand():
     memory = torch.tensor([[[1.0], [-1.0]]], dtype=DOUBLE)
-    y = mechanism_oracle(ones(ScoredAttention(1, 1)), torch.full((1, 1, 1), 0.5, dtype=DOUBLE), memory)
+    y = reference_mechanism(ones(ScoredAttention(1, 1)), torch.full((1, 1, 1), 0.5, dtype=DOUBLE), memory)
     assert abs(float(y) - (0.796938 - 0.203062)) < 1e-5
 
 
 @torch.no_grad()
 def test_local_dense_by_hand():
     module, x = ones(LocalDenseSynthesizer(1, 1, c=4, boundary="zero")), torch.arange(1.0, 6, dtype=DOUBLE)
-    y = mechanism_oracle(module, x.view(1, 5, 1))  # weights of a position are equal, whatever it is
+    y = reference_mechanism(module, x.view(1, 5, 1))  # weights of a position are equal, whatever it is
     assert torch.allclose(y.flatten(), torch.tensor([0.75, 1.5, 2.5, 3.5, 3], dtype=DOUBLE))
 
 
 @torch.no_grad()
 def test_shared_attention_of_three_by_hand():
-    y = mechanism_oracle(ones(LSH(1, 1, buckets=1, chunk=4)), torch.tensor([[[1.0], [2.0], [-1.0]]], dtype=DOUBLE))
+    y = reference_mechanism(ones(LSH(1, 1, buckets=1, chunk=4)), torch.tensor([[[1.0], [2.0], [-1.0]]], dtype=DOUBLE))
     share = 1 / (1 + math.exp(-2))  # of the key 2 for the query 1, beside the key -1
     assert abs(float(y[0, 0]) - (2 * share - (1 - share))) < 1e-12
 
@@ -53,11 +59,11 @@ def test_slices_and_buckets():
 def test_one_landmark_sees_the_mean():
     module, x = ones(Nystrom(1, 1, landmarks=1, iterations=None)), torch.tensor([[[1.0], [3.0]]], dtype=DOUBLE)
     share = 1 / (1 + math.exp(-4))  # softmax of 2 * 1 and 2 * 3
-    assert torch.allclose(mechanism_oracle(module, x), torch.full((1, 2, 1), 1 + 2 * share, dtype=DOUBLE))
+    assert torch.allclose(reference_mechanism(module, x), torch.full((1, 2, 1), 1 + 2 * share, dtype=DOUBLE))
 
 
 def test_every_exported_mechanism_and_score_has_a_loop():
     modules = {m for m in vars(package).values() if isinstance(m, type) and issubclass(m, nn.Module)}
     scores = {m for m in modules if issubclass(m, Score)}
     assert scores - {Score} <= set(SCORES)
-    assert {m for m in modules - scores - {Attention} if not issubclass(m, Position)} == set(ORACLES)
+    assert {m for m in modules - scores - {Attention} if not issubclass(m, Position)} == set(MECHANISM_REFERENCES)

@@ -23,7 +23,7 @@ from genmodels.nn.attention import (
     relative_keys as xl_module,
 )
 from genmodels.nn.attention.position import shift_padded
-from genmodels.verification.attention_reference import attention_oracle
+from genmodels.verification.attention_reference import reference_attention
 from tests.nn.attention.table import REACHES, draw, kinds, lengths, worst
 
 
@@ -93,9 +93,9 @@ def test_no_positions_at_all(sequence_case, backend):
 # --- the double loop --------------------------------------------------------------------------------------------------
 
 
-def oracle_error(attention, x, kinds=("sdpa",), **call):
+def reference_error(attention, x, kinds=("sdpa",), **call):
     """The worst difference of outputs and weights from the double loop, over the paths."""
-    y, a = attention_oracle(attention, x, **call)
+    y, a = reference_attention(attention, x, **call)
     valid = call.get("mask")
     got = attention.weights(x, **call)
     if valid is not None and valid.dim() == 3:
@@ -115,15 +115,15 @@ def test_self_attention_is_the_double_loop(case):
             place = {"space": case.space} if case.space else {"offset": number % 2 * 3}
             padding = torch.ones(2, 1, L, dtype=torch.bool)
             padding[1, 0, L // 2 :] = False
-            assert oracle_error(attention, x[:1], kinds(case), **place) < 1e-10
-            assert oracle_error(attention, x, kinds(case), mask=padding, **place) < 1e-10
+            assert reference_error(attention, x[:1], kinds(case), **place) < 1e-10
+            assert reference_error(attention, x, kinds(case), mask=padding, **place) < 1e-10
 
 
 @torch.no_grad()
 def test_single_precision_is_near_the_double_loop(case):
     attention = case.build(dtype=torch.float32)
     x = draw(2, case.length, 8, dtype=torch.float32)
-    assert oracle_error(attention, x, kinds(case), space=case.space) < 2e-5
+    assert reference_error(attention, x, kinds(case), space=case.space) < 2e-5
 
 
 @torch.no_grad()
@@ -132,7 +132,7 @@ def test_full_masks(case):
     attention = case.build()
     for shape in [(L, L), (1, 2, L, L), (2, 1, 1, L)]:
         full = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.6
-        assert oracle_error(attention, draw(2, L, 8), kinds(case), mask=full, space=case.space) < 1e-10
+        assert reference_error(attention, draw(2, L, 8), kinds(case), mask=full, space=case.space) < 1e-10
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def test_cross_attention_is_the_double_loop(sequence_case):
             own = torch.ones(2, 1, Lq, dtype=torch.bool)
             own[1, 0, -1] = False
             call = {"memory": memory, "memory_mask": mask, "mask": own, "offset": 2}
-            assert oracle_error(attention, x, kinds(sequence_case), **call) < 1e-10
+            assert reference_error(attention, x, kinds(sequence_case), **call) < 1e-10
 
 
 @torch.no_grad()
@@ -155,14 +155,14 @@ def test_every_pair_of_lengths():
     torch.nn.init.normal_(attention.position.v)
     for C in range(1, 8):
         for L in range(1, 8):
-            assert oracle_error(attention, draw(1, C, 4), memory=draw(1, L, 4, seed=3)) < 1e-10
+            assert reference_error(attention, draw(1, C, 4), memory=draw(1, L, 4, seed=3)) < 1e-10
 
 
 def test_gradients_are_those_of_the_double_loop(case):
     attention = case.build()
     x = draw(1, case.length, 8).requires_grad_()
     given = [x, *attention.parameters()]
-    wanted = torch.autograd.grad(attention_oracle(attention, x, space=case.space)[0].sin().sum(), given)
+    wanted = torch.autograd.grad(reference_attention(attention, x, space=case.space)[0].sin().sum(), given)
     for attention.backend in kinds(case):
         got = torch.autograd.grad(attention(x, space=case.space)[0].sin().sum(), given)
         assert max(worst(a, b) for a, b in zip(wanted, got, strict=True)) < 1e-10
@@ -175,7 +175,7 @@ def test_the_double_loop_catches_a_shift_that_keeps_too_few_columns(table, monke
 
     attention, x, memory = table["xl"].build(cross=True), draw(1, 3, 8), draw(1, 4, 8, seed=2)
     monkeypatch.setattr(xl_module, "shift_padded", keeps_queries)
-    assert oracle_error(attention, x, memory=memory) > 1e-3
+    assert reference_error(attention, x, memory=memory) > 1e-3
 
 
 class WrongStride(Swin2d):
@@ -197,7 +197,7 @@ def test_the_double_loop_catches_a_wrong_stride_on_maps_that_are_not_square(tabl
         with pytest.raises(IndexError):  # the stride is larger than the rows: it runs out of the table
             attention(x)
     else:
-        assert (oracle_error(attention, x) > 1e-3) == seen
+        assert (reference_error(attention, x) > 1e-3) == seen
 
 
 # --- signs, zero, shifts ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genmodels.nn.attention import HardAttention, Path, relative_positions
-from genmodels.verification.mechanism_references import mechanism_oracle
+from genmodels.verification.mechanism_references import reference_mechanism
 from tests.nn.attention.table import MECHANISM, PADDING, draw, lengths, worst
 
 
@@ -27,21 +27,21 @@ def calls(mechanism):
     return given
 
 
-def oracle_error(attention, call):
-    return worst(attention(**call)[0], mechanism_oracle(attention, **call))
+def reference_error(attention, call):
+    return worst(attention(**call)[0], reference_mechanism(attention, **call))
 
 
 @torch.no_grad()
 def test_every_mechanism_is_its_double_loop(mechanism):
     for call in calls(mechanism):
-        assert oracle_error(mechanism.build(), call) < 1e-10
+        assert reference_error(mechanism.build(), call) < 1e-10
 
 
 @torch.no_grad()
 def test_single_precision_is_near_the_double_loop(mechanism):
     call = {"x": draw(2, 6, 8, dtype=torch.float32)}
     single, double = mechanism.build(dtype=torch.float32), mechanism.build().float().double()
-    assert worst(single(**call)[0], mechanism_oracle(double, call["x"].double())) < 2e-5 * scale_of(double, call)
+    assert worst(single(**call)[0], reference_mechanism(double, call["x"].double())) < 2e-5 * scale_of(double, call)
 
 
 def scale_of(attention, call):
@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_double_loop(mechanism):
         return
     attention, x = mechanism.build(), draw(1, 5, 8).requires_grad_()
     given = [x, *attention.parameters()]
-    wanted = torch.autograd.grad(mechanism_oracle(attention, x).sin().sum(), given, allow_unused=True)
+    wanted = torch.autograd.grad(reference_mechanism(attention, x).sin().sum(), given, allow_unused=True)
     got = torch.autograd.grad(attention(x)[0].sin().sum(), given, allow_unused=True)
     for a, b in zip(wanted, got, strict=True):
         assert worst(torch.zeros(1) if a is None else a, torch.zeros(1) if b is None else b) < 1e-8
