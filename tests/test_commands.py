@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from genmodels.cli import main as cli
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -66,3 +69,30 @@ def test_the_working_directory_is_left_alone(genmodels, tmp_path):
     genmodels("train", "nonsense=1")
     genmodels("train", "-m", "seed=0,x")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("errors", [False, True], ids=["stdout", "both"])
+@pytest.mark.parametrize("words", ["doctor", "--help", "sample --help", "train --keys", "train model=nowhere",
+                                   "verify --keys", "train data=toy model=realnvp trainer.max_steps=20 run_dir=a"])
+def test_a_reader_that_leaves_ends_a_command_quietly(words, errors, tmp_path):
+    """`genmodels ... | head -1`: no traceback, and the exit code of a program ended by SIGPIPE."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    try:
+        done = subprocess.run([sys.executable, "-m", "genmodels", *words.split()], stdout=writer, cwd=tmp_path, env=env,
+                              stderr=writer if errors else subprocess.PIPE, text=True, timeout=300)
+    finally:
+        os.close(writer)
+    refused = words.endswith("nowhere") and not errors  # nothing but the line on stderr
+    assert done.returncode == (2 if refused else 141)
+    assert errors or done.stderr.count("\n") <= 1 + 30 * words.startswith("train data") and "rror" not in done.stderr
+
+
+def test_an_own_broken_pipe_keeps_its_traceback(monkeypatch):
+    def broken(argv):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_command", broken)
+    with pytest.raises(BrokenPipeError):
+        cli.main([])

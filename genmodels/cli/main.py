@@ -1,11 +1,14 @@
 """`genmodels <command>`: from words on the command line to an exit code.
 
 Exit codes: 0 done; 1 a sound request that failed (also `genmodels doctor` finding something); 2 a request that cannot
-be carried out as it stands; 130 interrupted. Every foreseen failure is one line on stderr; others keep their traceback.
+be carried out as it stands; 130 interrupted; 141 nobody reads the output any more (`| head`), said nowhere, as other
+programs do. Every foreseen failure is one line on stderr; others keep their traceback.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -23,7 +26,37 @@ VALUED = {"-c": "cfg", "--cfg": "cfg", "-cd": "config_dir", "--config-dir": "con
 
 def main(argv: list[str] | None = None) -> int:
     """Carry out `argv` (without the program's name) and return the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _command(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where it can still be answered, not at the interpreter's end
+        return code
+    except BrokenPipeError:
+        if not unread():
+            raise  # a pipe of our own, to another process
+        return 141
+
+
+def unread() -> bool:
+    """Whether nobody reads stdout or stderr any more; what is still printed there then goes nowhere.
+
+    Example:
+        >>> unread()
+        False
+    """
+    if not hasattr(select, "poll"):
+        return False
+    streams = select.poll()
+    for number in (1, 2):
+        streams.register(number, 0)  # a pipe without a reader reports it unasked
+    closed = [number for number, event in streams.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for number in closed:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+    return bool(closed)
+
+
+def _command(argv: list[str]) -> int:
     command = argv[0] if argv else "--help"
     if command in ("--help", "-h", "help", "--version"):
         from genmodels.cli import usage
