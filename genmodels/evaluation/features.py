@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,6 +25,23 @@ _STEPS, _BATCH, _RATE = 500, 64, 3e-3
 _WEAK = 0.9  # held-out accuracy below which a classifier is no judge of digits
 
 
+def wilson(hits: int, n: int, z: float = 1.959964) -> list[float]:
+    """The 95 % interval of a share.
+
+    Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
+
+    Example:
+        >>> [round(v, 4) for v in wilson(9, 10)]
+        [0.5958, 0.9821]
+    """
+    if n == 0:
+        return [0.0, 1.0]
+    share, weight = hits / n, z * z / n
+    middle = (share + weight / 2) / (1 + weight)
+    half = z / (1 + weight) * math.sqrt(share * (1 - share) / n + weight / (4 * n))
+    return [max(0.0, middle - half), min(1.0, middle + half)]
+
+
 @dataclass(frozen=True)
 class FeatureNetwork:
     """A map from data in their own units to features.
@@ -34,6 +52,7 @@ class FeatureNetwork:
         sha256: hash of its weights.
         compute: (B, *event) to (B, D).
         accuracy: share of test items that it classifies rightly, None where it has no classes.
+        interval: of that share, 95 % (Wilson).
         classify: (B, *event) to (B, K) logits, or None.
         note: what has to be known of it.
         moments: whether samples are compared by mean and covariance too (Fréchet); of plain coordinates these two say
@@ -48,6 +67,7 @@ class FeatureNetwork:
     classify: Callable[[Tensor], Tensor] | None = None
     note: str = ""
     moments: bool = True
+    interval: list[float] | None = None
 
     @torch.no_grad()
     def __call__(self, x: Tensor, rows: int = 256) -> Tensor:
@@ -61,8 +81,8 @@ class FeatureNetwork:
 
     def told(self) -> dict:
         """What stands beside every number."""
-        return {"name": self.name, "sha256": self.sha256, "accuracy": self.accuracy, "dims": self.dims,
-                "note": self.note}
+        return {"name": self.name, "sha256": self.sha256, "accuracy": self.accuracy,
+                "interval": self.interval, "dims": self.dims, "note": self.note}
 
 
 @dataclass
@@ -165,14 +185,15 @@ def classifier(items: Items) -> FeatureNetwork:
     else:
         net.load_state_dict(stored)
     net.eval()
-    accuracy = None
+    accuracy = interval = None
     found = FeatureNetwork("classifier", WIDTH, weights_hash(net), net.features, None, net)
     if items.test_labels is not None:
-        accuracy = float((found.classes(items.test) == items.test_labels).double().mean())
+        hits = int((found.classes(items.test) == items.test_labels).sum())
+        accuracy, interval = hits / len(items.test), wilson(hits, len(items.test))
     weak = accuracy is not None and accuracy < _WEAK
     note = f"trained on the training split; only {accuracy:.1%} of the test items are told rightly" if weak else (
         "trained on the training split")
-    return FeatureNetwork("classifier", WIDTH, found.sha256, net.features, accuracy, net, note)
+    return FeatureNetwork("classifier", WIDTH, found.sha256, net.features, accuracy, net, note, interval=interval)
 
 
 def _train(net: _Net, items: Items) -> None:

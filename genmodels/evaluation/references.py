@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -66,9 +67,9 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
     Mels have a normal distribution for each band beside them.
     """
     if spec.mel is not None:
-
-        value = gaussian_per_band(datamodule, split, limit)
-        return [{"name": "a normal distribution for each band", "unit": "nats_per_dim", "value": value}]
+        found = gaussian_per_band(datamodule, split, limit)
+        return [{"name": "a normal distribution for each band", "unit": "nats_per_dim",
+                 "value": found.mean_nll_per_dim(), "error": _error(found, "nats_per_dim")}]
     if spec.levels is None:
         known = spec.entropy is not None
         return [{"name": "exact entropy", "unit": "nats", "value": spec.entropy}] if known else []
@@ -79,40 +80,49 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
         )
         nats = best_histogram(train, val, spec.levels).log_prob(judged[:limit])
         found = Likelihood(nats, "exact", spec.dims, spec.levels)
-        error = found.standard_error("bits_per_dim")
         rows.append({"name": "best per-pixel histogram", "unit": "bits_per_dim", "value": found.mean_bits_per_dim(),
-                     "error": None if error is None else error.total})
+                     "error": _error(found, "bits_per_dim")})
     return rows
 
 
-def gaussian_per_band(datamodule: DataModule, split: str, limit: int | None = None, *, noise: float = NOISE) -> float:
-    """Nats per cell of the first `limit` noisy mels of a split under a normal distribution for each band.
+def _error(found: Likelihood, unit: str) -> float | None:
+    error = found.standard_error(unit)
+    return None if error is None else error.total
 
-        -1/D sum log N(x + w (u - 1/2); m_c, s_c),    m_c and s_c those of band c in the training split
+
+def gaussian_per_band(
+    datamodule: DataModule, split: str, limit: int | None = None, *, noise: float = NOISE
+) -> Likelihood:
+    """The first `limit` noisy mels of a split, each under a normal distribution for each band.
+
+        sum log N(x + w (u - 1/2); m_c, s_c),    m_c and s_c those of band c in the training split
 
     The cells are those that a model answers for: frames of silence that make a length even are among them.
 
     Example:
         >>> from genmodels.data.speech import Speech
-        >>> 1.5 < gaussian_per_band(Speech().prepare(), "test") < 2.2
+        >>> 1.5 < gaussian_per_band(Speech().prepare(), "test").mean_nll_per_dim() < 2.2
         True
     """
-    mean, deviation = _moments(_cells(datamodule, "train", None, noise))
-    cost = count = 0.0
-    for cells in _cells(datamodule, split, limit, noise):
-        normal = torch.distributions.Normal(mean[:, None], deviation[:, None])
-        cost, count = cost - float(normal.log_prob(cells).sum()), count + cells.numel()
-    return cost / count
+    mean, deviation = _moments(
+        x.transpose(0, 1)[:, mask[:, 0]] for x, mask in _noisy(datamodule, "train", None, noise)
+    )
+    normal = torch.distributions.Normal(mean[:, None], deviation[:, None])
+    nats, dims = [], []
+    for x, mask in _noisy(datamodule, split, limit, noise):
+        nats.append(normal.log_prob(x).mul(mask).flatten(1).sum(1))
+        dims.append(mask.flatten(1).sum(1) * x.shape[1])
+    return Likelihood(torch.cat(nats), "exact", torch.cat(dims))
 
 
-def _cells(datamodule: DataModule, split: str, limit: int | None, noise: float):
-    """(n_mels, frames) of every batch, float64."""
+def _noisy(datamodule: DataModule, split: str, limit: int | None, noise: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Mels (B, n_mels, T) of every batch, float64, and their masks (B, 1, T)."""
     size = len(datamodule.split(split))
     rows = torch.arange(size if limit is None else min(size, limit))
     for batch in datamodule.loader(split, 32, rows):
         batch = even_lengths(batch)
         x = with_noise(batch.x, noise, KeyedGenerator(0, batch.index, "likelihood"))
-        yield x.transpose(0, 1)[:, batch.mask[:, 0]].double()
+        yield x.double(), batch.mask
 
 
 def _moments(parts) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.evaluation import cost
 from genmodels.evaluation.cache import code_hash, key_of
 from genmodels.evaluation.checkpoint import Frame
-from genmodels.evaluation.features import FeatureNetwork, Items, dims_of, network_for
+from genmodels.evaluation.features import FeatureNetwork, Items, dims_of, network_for, wilson
 from genmodels.evaluation.fidelity import (
     check_count,
     cubic_kernel,
@@ -30,23 +30,6 @@ from genmodels.evaluation.samples import takes
 from genmodels.evaluation.speech import speech_of
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
-
-
-def wilson(hits: int, n: int, z: float = 1.959964) -> list[float]:
-    """The 95 % interval of a share.
-
-    Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
-
-    Example:
-        >>> [round(v, 4) for v in wilson(9, 10)]
-        [0.5958, 0.9821]
-    """
-    if n == 0:
-        return [0.0, 1.0]
-    share, weight = hits / n, z * z / n
-    middle = (share + weight / 2) / (1 + weight)
-    half = z / (1 + weight) * math.sqrt(share * (1 - share) / n + weight / (4 * n))
-    return [max(0.0, middle - half), min(1.0, middle + half)]
 
 
 def class_accuracy(found: Tensor, wanted: Tensor, num_classes: int, names: Sequence[str] = ()) -> dict:
@@ -175,7 +158,7 @@ def copies(network: FeatureNetwork, items: Items, real: Tensor, generated: Tenso
 def classes_of(network: FeatureNetwork, spec: DataSpec, generated: Tensor, wanted: Tensor) -> dict:
     """Whether samples show the classes they were asked for, beside the classifier's accuracy on real test items."""
     found = class_accuracy(network.classes(generated), wanted.cpu(), spec.num_classes, spec.class_names)
-    return {**found, "real": network.accuracy}
+    return {**found, "real": network.accuracy, "real_interval": network.interval}
 
 
 _SHOWN = 64  # samples that are kept for grids

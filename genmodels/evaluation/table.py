@@ -327,8 +327,11 @@ def _on_model(report: dict) -> list[str]:
     if "class_accuracy" in fidelity:
         classes = fidelity["class_accuracy"]
         low, high = classes["interval"]
-        real = "" if classes["real"] is None else f", of real items {classes['real']:.1%}"
-        notes.append(f"class of the samples found right: {classes['accuracy']:.1%} ({low:.1%} to {high:.1%}{real})")
+        real = ""
+        if classes["real"] is not None:
+            least, most = classes["real_interval"]
+            real = f", of real items {classes['real']:.1%} ({least:.1%} to {most:.1%})"
+        notes.append(f"class of the samples found right: {classes['accuracy']:.1%} ({low:.1%} to {high:.1%}){real}")
     if "likelihood_accuracy" in fidelity:
         classes = fidelity["likelihood_accuracy"]
         low, high = classes["interval"]

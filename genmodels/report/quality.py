@@ -92,7 +92,7 @@ def fidelity(models: list[Model], scale: dict | None) -> list[Markup]:
             rows += [[what, *_measures(found), "", "", ""] for what, found in (scale.get("rows") or {}).items()]
         network = some[0].get("fidelity", "network")
         accuracy = network.get("accuracy")
-        own = "" if accuracy is None else f", {percent(accuracy)} accurate on held-out items"
+        own = "" if accuracy is None else f", {percent(accuracy)}{_between(network)} accurate on held-out items"
         note = f", {network['note']}" if network.get("note") else ""
         title = f"Features of {name}{own}{note}" + (f", weights {digest[:12]}" if digest else "")
         groups.append((title, rows))
@@ -119,10 +119,15 @@ def _network(model: Model) -> tuple[str, str]:
 def _accuracy(found: dict | None) -> str:
     if not found or found.get("accuracy") is None:
         return ""
-    interval = found.get("interval")
-    between = f" ({percent(interval[0])} to {percent(interval[1])})" if interval else ""
-    real = f"; real items {percent(found['real'])}" if found.get("real") is not None else ""
-    return percent(found["accuracy"]) + between + real
+    real = ""
+    if found.get("real") is not None:
+        real = f"; real items {percent(found['real'])}{_between(found, 'real_interval')}"
+    return percent(found["accuracy"]) + _between(found) + real
+
+
+def _between(found: dict, key: str = "interval") -> str:
+    low, high = found.get(key) or (None, None)
+    return "" if low is None else f" ({percent(low)} to {percent(high)})"
 
 
 def _copies(found: dict) -> object:

@@ -10,7 +10,7 @@ import torchvision.models
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
-from genmodels.evaluation.features import Items, dims_of, network_for
+from genmodels.evaluation.features import Items, dims_of, network_for, wilson
 
 SHAPES = {"images": (1, 8, 8), "large images": (3, 20, 24), "sequences": (5, 12), "vectors": (3,)}
 
@@ -53,3 +53,14 @@ def test_weights_that_cannot_be_had_are_told_in_one_line(monkeypatch):
 def test_networks_say_what_they_are_for(data, name, said):
     with pytest.raises(InputError, match=said):
         network_for(items(data), name)
+
+
+def test_the_accuracy_of_the_classifier_has_an_interval(monkeypatch):
+    monkeypatch.setattr("genmodels.evaluation.features._STEPS", 2)
+    given = items("images")
+    labels = given.train[:, 0, 0, 0].long() % 2, given.test[:, 0, 0, 0].long() % 2
+    spec = DataSpec("images", SHAPES["images"], levels=17, num_classes=2)
+    network = network_for(Items(spec, given.train, given.test, *labels), "classifier")
+    hits = int((network.classes(given.test) == labels[1]).sum())
+    assert network.accuracy == hits / 10 and network.interval == wilson(hits, 10) == network.told()["interval"]
+    assert network.interval[0] < network.accuracy < network.interval[1] or hits in (0, 10)

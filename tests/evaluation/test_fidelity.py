@@ -9,6 +9,7 @@ import torch
 from scipy.stats import mannwhitneyu
 
 from genmodels.core.errors import InputError
+from genmodels.evaluation.features import wilson
 from genmodels.evaluation.fidelity import (
     Moments,
     check_count,
@@ -22,7 +23,7 @@ from genmodels.evaluation.fidelity import (
     precision_recall,
     smaller_than,
 )
-from genmodels.evaluation.sample_quality import class_accuracy, wilson
+from genmodels.evaluation.sample_quality import class_accuracy
 
 
 def features(n: int, dims: int = 6, seed: int = 0) -> torch.Tensor:

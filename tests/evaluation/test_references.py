@@ -6,8 +6,11 @@ import math
 
 import torch
 
+from genmodels.core.random import KeyedGenerator
+from genmodels.data.speech import Speech
 from genmodels.data.vision import Digits
 from genmodels.evaluation.references import PixelHistogram, best_histogram, references, uniform_bits_per_dim
+from genmodels.models.mels import NOISE, even_lengths, with_noise
 
 
 def test_the_histogram_counts():
@@ -48,3 +51,27 @@ def test_the_histogram_has_its_error_over_the_items():
     bits = -best_histogram(train, val, 17).log_prob(test[:100]) / 64 / math.log(2)
     assert math.isclose(found["value"], float(bits.mean()), rel_tol=1e-12)
     assert math.isclose(found["error"], float(bits.std() / 10), rel_tol=1e-9) and "error" not in uniform
+
+
+def test_the_reference_of_mels_has_its_error_over_items_of_unlike_length():
+    """Against a loop over items: a ratio of sums, and its error by leaving out one item after the other."""
+    def cells_of(split):
+        for batch in data.loader(split, 1):
+            batch = even_lengths(batch)
+            noisy = with_noise(batch.x, NOISE, KeyedGenerator(0, batch.index, "likelihood"))
+            yield noisy[0, :, batch.mask[0, 0]].double()
+
+    data = Speech().prepare()
+    (found,) = references(data, "test", data.spec)
+    bands = [torch.cat(rows) for rows in zip(*cells_of("train"), strict=True)]
+    moments = [(float(band.mean()), float(band.std(correction=0))) for band in bands]
+    costs, cells = [], []
+    for noisy in cells_of("test"):
+        costs.append(sum(float(((row - m) ** 2 / (2 * s * s)).sum()) + len(row) * math.log(s * math.sqrt(2 * math.pi))
+                         for row, (m, s) in zip(noisy, moments, strict=True)))
+        cells.append(noisy.numel())
+    assert math.isclose(found["value"], sum(costs) / sum(cells), rel_tol=1e-6)
+    n = len(costs)
+    left = torch.tensor([(sum(costs) - c) / (sum(cells) - d) for c, d in zip(costs, cells, strict=True)])
+    jackknife = float(((n - 1) / n * (left - left.mean()).square().sum()).sqrt())
+    assert n == 4 and len(set(cells)) == 4 and math.isclose(found["error"], jackknife, rel_tol=0.25)
