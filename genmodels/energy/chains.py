@@ -13,7 +13,7 @@ from torch import Tensor
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.random import Generator, at_step
 from genmodels.energy.function import ScoreFunction, require_energy
-from genmodels.energy.kernels import Kernel, Target, noise_like
+from genmodels.energy.kernels import Kernel, Point, Target, noise_like
 
 
 class DualAveraging(NamedTuple):
@@ -170,7 +170,7 @@ class ChainResult:
         draws: (N, B, *event), the kept ones after the warm-up; the last of them are the samples.
         state: to go on from.
         acceptance: (B,) mean probability of acceptance after the warm-up, None without correction.
-        divergences: (B,) proposals after the warm-up whose energy rose by more than 1000 or was no number.
+        divergences: (B,) proposals after the warm-up whose energy rose by more than 1000 or was not finite.
         step_size: (B,) in use after the warm-up.
         ess, r_hat: of each coordinate, or of the energy for more than 64 of them; None for fewer than 4 draws.
         evaluations: of the score, over all chains.
@@ -227,6 +227,9 @@ def run_chains(
     keyed generator chain b is the same alone and in any batch. Going on from a `ChainState` with a keyed generator is
     the same as not having stopped.
 
+    A proposal whose energy is not finite is refused by MALA and HMC and counted as a divergence; ULA, which refuses
+    nothing, stops there. No chain starts at such a point, which it might never leave.
+
     Arguments:
         model: an energy; a score alone will do for a kernel without correction.
         kernel: ULA, MALA or HMC.
@@ -237,7 +240,8 @@ def run_chains(
         callback: called after each step as callback(number from 0, x).
 
     Errors: InputError for a score without energy under a corrected kernel, or an unadjusted step beyond the stability
-    of a quadratic energy; RunError when unadjusted chains leave all bounds.
+    of a quadratic energy; RunError naming the chain that starts where energy or score is not finite, and the unadjusted
+    one that gets there.
 
     Example:
         >>> from genmodels.energy import LogDensity
@@ -261,6 +265,7 @@ def run_chains(
     if not kernel.exact and first.step == 0:
         _require_stable(model, first.x, kernel.step_size, cond)
     point, adaptation = target.evaluate(first.x), first.adaptation
+    _require_finite(point, "starts where", "start where both are finite")
     kept, energies, accepted = [], [], 0.0
     divergences = torch.zeros(len(first.x), dtype=torch.int64, device=first.x.device)
     for i in range(warm_up + steps):
@@ -269,7 +274,7 @@ def run_chains(
         point, move = kernel(target, point, at_step(generator, first.step + i + 1), size)
         divergences += move.divergent & (not warming)
         if move.acceptance is None:
-            _require_finite(point.x, first.step + i)
+            _require_finite(point, f"left all bounds at step {first.step + i}:", "use a smaller step_size, or MALA")
         elif warming:
             adaptation = adaptation.update(move.acceptance, wanted=kernel.wanted_acceptance)
         else:
@@ -304,11 +309,11 @@ def _judged(draws: Tensor, energies: list[Tensor | None]) -> Tensor | None:
     return None if energies[0] is None else torch.stack(energies)[..., None]
 
 
-def _require_finite(x: Tensor, step: int) -> None:
-    finite = x.flatten(1).isfinite().all(1)
-    if not bool(finite.all()):
-        chain = int((~finite).nonzero()[0])
-        raise RunError(f"chain {chain} left all bounds at step {step}: use a smaller step_size, or MALA")
+def _require_finite(point: Point, event: str, advice: str) -> None:
+    for name, values in (("position", point.x), ("energy", point.energy), ("score", point.score)):
+        bad = [] if values is None else (~values.reshape(len(values), -1).isfinite().all(1)).nonzero()
+        if len(bad):
+            raise RunError(f"chain {int(bad[0])} {event} its {name} is not finite: {advice}")
 
 
 def _require_stable(model: ScoreFunction, x: Tensor, step_size: float, cond: Tensor | None) -> None:

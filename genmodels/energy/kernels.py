@@ -146,8 +146,9 @@ class MALA:
 
 
 def metropolis(point: Point, proposal: Point, log_ratio: Tensor, generator: Generator) -> tuple[Point, Move]:
-    """Accepts each chain's proposal with probability min(1, exp(log_ratio)); a value that is no number is refused."""
-    acceptance = torch.where(log_ratio.isnan(), -torch.inf, log_ratio).clamp(max=0).exp()
+    """Accepts each chain's proposal with probability min(1, exp(log_ratio)), never one whose energy is not finite."""
+    unusable = log_ratio.isnan() | ~proposal.energy.isfinite()
+    acceptance = torch.where(unusable, -torch.inf, log_ratio).clamp(max=0).exp()
     u = uniform(log_ratio.shape, generator, dtype=torch.float64, device=log_ratio.device)
     return choose(u < acceptance, proposal, point), Move(acceptance, _diverged(point, proposal))
 
@@ -182,7 +183,7 @@ def positive(name: str, value: float) -> float:
 def _diverged(point: Point, new: Point) -> Tensor:
     if new.energy is None:
         return ~new.x.flatten(1).isfinite().all(1)
-    return ~(new.energy - point.energy <= DIVERGENCE)
+    return ~(new.energy - point.energy <= DIVERGENCE) | ~new.energy.isfinite()
 
 
 def leapfrog(

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import genmodels.energy.kernels as kernels_module
+from genmodels.core.errors import RunError
 from genmodels.energy import (
     HMC,
     MALA,
     ULA,
     DoubleWell,
+    EnergyFunction,
     NormalMixture,
     Point,
     Quadratic,
@@ -22,7 +24,7 @@ from genmodels.energy import (
     run_chains,
 )
 from genmodels.energy.integrals import expectation
-from genmodels.energy.kernels import choose, noise_like, rows
+from genmodels.energy.kernels import choose, metropolis, noise_like, rows
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 NORMAL = Quadratic(ONE)
@@ -286,6 +288,46 @@ def test_values_that_are_no_numbers_are_refused_and_counted():
     cliff = Quadratic(1e5 * ONE)
     result = run_chains(cliff, HMC(step_size=1.0), x + 1, seeded(), steps=3)
     assert (result.divergences == 3).all() and (result.samples == 1).all()
+
+
+class Ball(EnergyFunction):
+    """A normal density cut off at radius 1.5; what is outside has no energy, or one without bound."""
+
+    def __init__(self, outside):
+        super().__init__()
+        self.outside = outside
+
+    def energy(self, x, cond=None):
+        square = x.square().sum(1)
+        return torch.where(square < 1.5**2, 0.5 * square, self.outside)
+
+
+@pytest.mark.parametrize("outside", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("kernel", [MALA(step_size=0.5), HMC(step_size=0.5)], ids=["mala", "hmc"])
+def test_chains_stay_where_the_energy_is_finite_and_have_the_density_there(kernel, outside):
+    start = torch.zeros(400, 2, dtype=torch.float64)
+    result = run_chains(Ball(outside), kernel, start, seeded(), steps=300, keep_every=10)
+    squares = result.draws[10:].square().sum(2)
+    assert squares.max() < 1.5**2 and result.divergences.sum() > 100
+    # r^2/2 is exponential, cut off at b: its mean is 1 - b/(e^b - 1)
+    b = 1.5**2 / 2
+    assert squares.mean() / 2 == pytest.approx(1 - b / (math.exp(b) - 1), abs=0.02)
+
+
+@pytest.mark.parametrize("outside", [torch.nan, torch.inf, -torch.inf])
+def test_a_chain_without_energy_is_named_in_one_line(outside):
+    inside, beyond = torch.zeros(3, 2, dtype=torch.float64), torch.tensor([[0.0, 0], [3, 0], [0, 0]]).double()
+    for kernel in (ULA(step_size=0.1), MALA(), HMC()):
+        with pytest.raises(RunError, match="^chain 1 starts where its energy is not finite: start where both are"):
+            run_chains(Ball(outside), kernel, beyond, seeded(), steps=5)
+    with pytest.raises(RunError, match=r"^chain \d left all bounds at step \d+: its energy is not finite: use"):
+        run_chains(Ball(outside), ULA(step_size=0.5), inside, seeded(), steps=200)
+
+
+def test_an_energy_of_minus_infinity_is_never_taken():
+    old, new = (Point(torch.zeros(1, 1), torch.tensor([e]), torch.zeros(1, 1)) for e in (0.0, -torch.inf))
+    moved, move = metropolis(old, new, torch.tensor([torch.inf]), seeded())
+    assert moved.energy == 0 and move.acceptance == 0 and move.divergent.all()
 
 
 def test_options():
