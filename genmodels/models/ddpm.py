@@ -118,6 +118,16 @@ class DiffusionTraining:
         return {"draws": min(8, self.num_steps - 1)}
 
 
+def default_variance(objective: str, levels: int | None) -> Literal["beta", "beta_tilde", "learned"]:
+    """The variance of the reverse steps where nobody names one: `hybrid` is there to learn it, the others cannot all.
+
+    Example:
+        >>> default_variance("hybrid", 256), default_variance("simple", 256), default_variance("simple", None)
+        ('learned', 'beta_tilde', 'beta')
+    """
+    return "learned" if objective == "hybrid" else "beta" if levels is None else "beta_tilde"
+
+
 class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, GenerativeModel):
     """A diffusion model: noise is added in steps and a network learns to take it away.
 
@@ -142,7 +152,8 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         time_sampler: how training draws its times: `uniform`, `stratified`, `antithetic`, or `loss_aware` (more often
             where the loss has been large).
         variance: variance of the reverse steps: `beta`, exact for Gaussian data; `beta_tilde`, exact for a single
-            point; or `learned` with `hybrid` and `vlb`. By default beta for continuous data, beta_tilde for integers.
+            point; or `learned` with `hybrid` and `vlb`. By default learned with `hybrid`, else beta for continuous data
+            and beta_tilde for integers.
         decoder: how integers are read from the cleanest level: a normal law around the network's estimate, cut into
             levels (`gaussian`), or from the noisy data alone (`level_softmax`).
         self_conditioning: the network also sees its last estimate of the data.
@@ -197,7 +208,7 @@ class DDPM(DiffusionTraining, DiffusionBound, DiffusionOde, DiffusionSampling, G
         if not noise >= 0:
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
         self.noise = noise if spec.mel is not None else 0.0
-        variance = variance or ("beta" if spec.levels is None else "beta_tilde")
+        variance = variance or default_variance(objective, spec.levels)
         self.num_steps, self.variance, self.cond_drop = num_steps, variance, cond_drop
         self.conditional = class_conditional and spec.num_classes is not None
         if not isinstance(net, nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from genmodels.core.data import DataSpec
 from genmodels.diffusion import PARAMETERISATIONS, Denoiser
-from genmodels.models.ddpm import ScheduleName
+from genmodels.models.ddpm import ScheduleName, default_variance
 from genmodels.models.mel_diffusion import MelDiffusion
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import UNet
@@ -67,7 +67,7 @@ class MelDDPM(MelDiffusion):
         weighting: Literal["none", "min_snr", "p2", "edm", "sigmoid"] = "none",
         num_steps: int = 1000,
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
-        variance: Literal["beta", "beta_tilde", "learned"] = "beta",
+        variance: Literal["beta", "beta_tilde", "learned"] | None = None,
         self_conditioning: bool = False,
         net: UNet | dict | None = None,
         duration_channels: int = 256,
@@ -76,12 +76,13 @@ class MelDDPM(MelDiffusion):
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,
     ):
-        super().__init__(spec, noise=noise, num_steps=num_steps, variance=variance)
+        super().__init__(spec, noise=noise, num_steps=num_steps,
+                         variance=variance or default_variance(objective, None))
         self.save_hyperparameters(ignore=["spec"], logger=False)
         unet = self.make_unet(net, speaker_channels, spec.event_shape[0] if self_conditioning else 0)
         denoiser = Denoiser(
             unet, self.make_schedule(schedule, zero_terminal_snr), PARAMETERISATIONS[parameterisation](),
-            learned_variance=variance == "learned", self_conditioning=self_conditioning,
+            learned_variance=self.variance == "learned", self_conditioning=self_conditioning,
         )
         self.assemble(encoder, denoiser, duration_channels, speaker_channels)
         self.train_by(denoiser, objective, weighting, time_sampler)

@@ -7,13 +7,16 @@ import math
 import pytest
 import torch
 
+from genmodels.cli.compose import composer
 from genmodels.cli.main import main
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import LearnedSchedule, LossAwareTimes
 from genmodels.models.base import GenerativeModel
+from genmodels.models.build import build
 from genmodels.models.checkpoint import read_checkpoint
 from genmodels.models.ddpm import DDPM
+from genmodels.speech.text import CHARACTERS
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
@@ -126,7 +129,7 @@ def test_the_steps_of_a_table_are_its_own():
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"objective": "hybrid"}, "choose variance = learned"),
+        ({"objective": "hybrid", "variance": "beta"}, "choose variance = learned"),
         ({"variance": "learned"}, "objective=simple trains no variance: choose hybrid or vlb"),
         ({"objective": "continuous", "variance": "learned"}, "objective=continuous trains no variance"),
         ({"objective": "vlb", "weighting": "min_snr"}, "weighting=min_snr is for objective=simple and hybrid"),
@@ -151,6 +154,33 @@ def test_a_network_without_room_for_the_variance_is_refused():
     made = model(objective="hybrid", variance="learned", net=UNet((1, 8, 8), 10, **SMALL))
     with pytest.raises(ValueError, match="twice the channels"):
         made.loss(batch(), KeyedGenerator(0, torch.arange(6), "train"))
+
+
+# ---- presets ----
+
+
+TEXTS = DataSpec("speech", (8, 40), mel={}, statistics={"mean": -5.0, "std": 2.0}, text={
+    "symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab"]})  # fmt: skip
+PRESETS = {
+    "digits": ("ddpm", DIGITS, ["model.net.channels=8"]),
+    "toy": ("ddpm", PLANE, ["model.net.hidden=16"]),
+    "arrays": ("ddpm", PLANE, ["data.file=x.npz"]),
+    "speech": ("mel_ddpm", TEXTS, ["model.net.channels=8", "model.encoder.channels=8", "model.encoder.hidden=8"]),
+}
+
+
+@pytest.mark.parametrize("data", PRESETS)
+@pytest.mark.parametrize("objective", ["simple", "vlb", "hybrid", "continuous"])
+def test_every_objective_goes_with_every_preset(data, objective):
+    """Nobody who asks for an objective has to know which variances it can train."""
+    family, spec, words = PRESETS[data]
+    with composer("train") as hydra:
+        config = hydra.compose([f"model={family}", f"data={data}", f"model.objective={objective}", *words])
+    made = build(config["model"], spec)
+    assert made.variance == ("learned" if objective == "hybrid" else "beta_tilde" if spec.levels else "beta")
+    if family == "ddpm":
+        made.initialize(batch(spec))
+        assert made.loss(batch(spec), KeyedGenerator(0, torch.arange(6), "train")).value.isfinite().all()
 
 
 # ---- the history of a loss-aware sampler ----
