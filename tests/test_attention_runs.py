@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from genmodels.cli.main import main
 from genmodels.nn import ATTENTION
+from genmodels.speech.tacotron import AttentionKind as TacotronAttention
 
 
 def train(tmp_path, *words):
@@ -13,7 +16,9 @@ def train(tmp_path, *words):
 
 
 #: Kinds that are the core with a position: the log of a run says which path they take.
-OF_THE_CORE = {"absolute", "swin2d", "rope2d", "mel", "rope", "xl"}
+OF_THE_CORE = {
+    "absolute", "swin2d", "rope2d", "mel", "rope", "xl", "xl_chunks", "music", "music_shared", "t5", "alibi"
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -37,3 +42,18 @@ def test_what_does_not_fit_is_one_line(tmp_path, capsys):
     assert train(tmp_path, "model=ddpm", "model.net.attention=rope2d", "model.net.heads=32") == 2
     error = capsys.readouterr().err.strip()
     assert "not a multiple of 4" in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("model, key, names", [
+    ("ddpm", "model.net.attention", ATTENTION), ("glow", "model.attention", ATTENTION),
+    ("glow_tts", "model.encoder.attention", ATTENTION), ("tacotron", "model.attention", get_args(TacotronAttention)),
+])  # fmt: skip
+def test_keys_list_every_name_and_wrong_ones_get_the_nearest(model, key, names, tmp_path, capsys):
+    data = ["data=speech", "data.root=nowhere"] if model in ("glow_tts", "tacotron") else []
+    assert main(["train", f"model={model}", *data, "--keys"]) == 0
+    text = capsys.readouterr().out
+    entry = text[text.index(f"{key}=") :][:600].replace(",", " ").split()
+    assert set(names) <= set(entry)
+    assert train(tmp_path, f"model={model}", *data, f"{key}=locaton") == 2
+    error = capsys.readouterr().err.strip()
+    assert "did you mean" in error and len(error.splitlines()) == 1

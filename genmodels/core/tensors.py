@@ -20,12 +20,18 @@ def spread(mask: Tensor, x: Tensor) -> Tensor:
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
     """x with zeros where the mask is False; a choice, not a product, so that a NaN of the padding goes too.
 
+    Shapes: `mask (B, 1, T)` for events with T as their last axis, or any that broadcasts to x.
+
     Example:
         >>> hide(torch.ones(1, 2, 3), torch.tensor([[[True, True, False]]]))
         tensor([[[1., 1., 0.],
                  [1., 1., 0.]]])
     """
-    return x if mask is None else x.masked_fill(~spread(mask, x), 0)
+    if mask is None:
+        return x
+    if mask.dim() == 3 and x.dim() != 3:
+        mask = spread(mask, x)
+    return x.masked_fill(~mask, 0)
 
 
 def event_sum(x: Tensor, mask: Tensor | None = None) -> Tensor:

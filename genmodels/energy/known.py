@@ -11,10 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from genmodels.core.errors import InputError
 from genmodels.core.random import Generator, uniform
-from genmodels.core.tensors import usable, wide
+from genmodels.core.tensors import hide, usable, wide
 from genmodels.energy.function import EnergyFunction, NoiseConditionalScore, log_density_of
 from genmodels.energy.kernels import noise_like
-from genmodels.nn.blocks import hide
 
 
 class Quadratic(EnergyFunction):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.functional import batch_norm
 
+from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Channelwise, at_each_position, positions
 from genmodels.flows.elementwise import bounded, unbounded
-from genmodels.nn.blocks import hide
 
 
 def channel_moments(x: Tensor, mask: Tensor | None = None) -> tuple[float, Tensor, Tensor]:
@@ -20,7 +20,7 @@ def channel_moments(x: Tensor, mask: Tensor | None = None) -> tuple[float, Tenso
     Two passes: first count and sums, then squares about the mean, each added up over the processes of a distributed
     run. So one process with the whole batch and several with a part each find the same numbers.
 
-    Shapes: `x (B, C, *space)`, `mask (B, 1, T)`; mean and deviation `(C,)`. Without positions both are NaN.
+    Shapes: `x (B, C, *space)`, `mask (B, 1, T)`; mean and standard deviation `(C,)`. Without positions both are NaN.
 
     Example:
         >>> channel_moments(torch.tensor([[1.0, 3.0], [5.0, 7.0]])[:, None])
@@ -42,7 +42,7 @@ def _over_processes(values: Tensor) -> Tensor:
 
 
 class DataInitialized(Channelwise):
-    """A bijection, channel by channel, whose start is the mean and deviation of the first batch.
+    """A bijection, channel by channel, whose start is the mean and standard deviation of the first batch.
 
     A subclass defines `_take(mean, std)` and says by `_is_constant(mean, std)` which channels are not to be scaled.
     Until it has seen data the layer acts as its parameters say. The flag is a buffer, so it is saved and loaded;
@@ -85,7 +85,7 @@ class DataInitialized(Channelwise):
         if constant.any():
             warnings.warn(
                 f"{here}: channels {_listed(constant)} are constant in the batch that initialises them "
-                f"(deviation down to {float(std.min()):.3g}); they are centred, not scaled",
+                f"(standard deviation down to {float(std.min()):.3g}); they are centred, not scaled",
                 stacklevel=2,
             )
         self._take(mean, std.masked_fill(constant, 1.0))

@@ -1,4 +1,4 @@
-"""Base distributions: what a flow maps the data to."""
+"""Base distributions of flows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import check_temperature
 from genmodels.core.random import Generator, normal, uniform
+from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Shape, as_shape, per_example
 from genmodels.flows.elementwise import bounded
-from genmodels.nn.blocks import hide
 
 _LIMIT = 10.0  # of a log-scale that is learned directly
 

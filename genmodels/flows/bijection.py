@@ -1,4 +1,4 @@
-"""What a bijection is: a map with an exact inverse and the log-determinant of the map just evaluated."""
+"""Bijections: maps with an exact inverse and the log-determinant of the direction just evaluated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genmodels.nn.blocks import hide
+from genmodels.core.tensors import hide
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ class Bijection(nn.Module):
         """
 
     def uninitialized(self, name: str = "") -> Iterator[str]:
-        """Names of the layers that still wait for `initialize`."""
+        """Names of the layers that are not yet initialised."""
         for child_name, child in self.named_children():
             if isinstance(child, (Bijection, nn.ModuleList)):
                 inside = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]

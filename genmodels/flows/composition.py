@@ -1,4 +1,4 @@
-"""Bijections made of bijections: one after another, backwards, frozen."""
+"""Composition of bijections, with activations stored or recomputed from the output in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from genmodels.flows.bijection import Bijection, Freeze, Inverse, Shape, Step, as_shape, joined
-from genmodels.flows.replay import Autocast, DriftGauge, Known, Noise, Walk, hooks_at_rest
+from genmodels.flows.replay import Autocast, DriftGauge, LayerInput, Noise, Walk, hooks_at_rest
 
 
 class Compose(Bijection):
@@ -317,11 +317,11 @@ class _Inverting(torch.autograd.Function):
                 del ends
                 sums.add(others, found)
 
-        def known(k: int) -> Known:
+        def true_input(k: int) -> LayerInput:
             given = cond if row.layers[k].uses_cond else None, masks[k]
-            return Known(row.layers[k], kept[k], *(None if v is None else row.gauge.keep(v) for v in given))
+            return LayerInput(row.layers[k], kept[k], *(None if v is None else row.gauge.keep(v) for v in given))
 
-        walk.judge(known, row.training)
+        walk.finish(true_input, row.training)
         own = [sums.of(parameter) for parameter in parameters]
         return None, None, None, grad if wants_x else None, sums.of(cond) if wants_cond else None, *own
 

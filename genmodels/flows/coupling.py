@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Bijection, Shape, per_example
 from genmodels.flows.elementwise import ElementTransform
-from genmodels.nn.blocks import hide
 from genmodels.nn.perceptron import MADE
 
 
@@ -104,7 +104,7 @@ class Checkerboard:
 class Coupling(Bijection):
     """One part of the event is kept; each number of the other goes through a map whose parameters depend on the first.
 
-        z1 = x1,    z2 = f(x2; net(x1, cond)),    log |det| = sum_changed log df/dx2
+        z1 = x1,    z2 = f(x2; net(x1, cond)),    log |det| = sum_changed log |df/dx2|
 
     The Jacobian is triangular whatever the network does, and x2 follows from z1 = x1 by the inverse of f.
 
@@ -186,7 +186,7 @@ class Coupling(Bijection):
         return z, per_example(hide(log_derivative, mask))
 
 
-#: What a network has to offer besides `net(x, cond, mask)`.
+#: What a network has to offer in addition to `net(x, cond, mask)`.
 _OFFERS = ("in_channels", "out_channels", "uses_cond", "set_output_bias")
 
 
@@ -220,7 +220,7 @@ def check_network(
 class MaskedAutoregressive(Bijection):
     """Each dimension goes through a map whose parameters depend on the dimensions before it.
 
-        z_i = f(x_i; made(x_<i, cond)),    log |det| = sum_i log df/dx_i
+        z_i = f(x_i; made(x_<i, cond)),    log |det| = sum_i log |df/dx_i|
 
     One pass gives z, since all of x is known; the inverse takes D passes, one for each dimension. Its `Inverse` is the
     inverse autoregressive flow (IAF), quick to sample and slow to score.

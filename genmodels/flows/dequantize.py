@@ -1,4 +1,4 @@
-"""From integers to the unit cube: noise that turns a density into a bound on the probability of the integers."""
+"""Dequantisation: noise that turns a density on the unit cube into a bound on the probability of integers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import require_finite_rows
 from genmodels.core.random import Generator, normal, uniform
+from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Bijection, Shape, per_example
-from genmodels.nn.blocks import hide
 from genmodels.nn.condition import Condition, require_condition
 
 
@@ -113,7 +113,7 @@ class Dequantize(nn.Module):
         """Data-dependent initialisation from a batch; uniform noise has none."""
 
     def uninitialized(self) -> Iterator[str]:
-        """Names of the layers that still wait for `initialize`."""
+        """Names of the layers that are not yet initialised."""
         yield from ()
 
     def _integers(self, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class VariationalDequantize(Dequantize):
         levels: number of integer levels L.
         bijection: g, from the event's shape to itself, with the condition that `noise_condition` describes: x scaled
             to [-1, 1] and, behind its channels, those of `cond`.
-        cond: what is known besides x: labels add `class_features` channels, vectors and maps as many as they have.
+        cond: what is known of x otherwise: labels add `class_features` channels, vectors and maps as many as they have.
         class_features: width of the embedding of labels.
 
     Errors: ValueError for a bijection without a condition (its noise would not depend on x).
@@ -194,8 +194,8 @@ class VariationalDequantize(Dequantize):
 
     def _condition(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
         if (cond is not None) != self.uses_cond:
-            told = "needs cond" if self.uses_cond else "was built without a condition: leave cond out"
-            raise ValueError(f"VariationalDequantize {told}")
+            problem = "needs cond" if self.uses_cond else "was built without a condition: leave cond out"
+            raise ValueError(f"VariationalDequantize {problem}")
         scaled = (2 * x.to(self.low.dtype) / (self.levels - 1)) - 1
         if cond is None:
             return hide(scaled, mask)

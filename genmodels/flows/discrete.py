@@ -37,7 +37,7 @@ class DiscreteFlow(nn.Module):
         flow: the flow over these points; it brings its own logit.
 
     Shapes: `x (B, *event)` integers, `cond` as the parts take it, `mask (B, 1, T)` bool; log-masses `(B,)` float64.
-    Errors: ValueError for K < 1, integers or labels out of range, a condition nobody uses, or a mask that `Flow`
+    Errors: ValueError for K < 1, integers or labels out of range, a condition that nothing uses, or a mask that `Flow`
     refuses; NotInitialized while a layer waits for data.
     Source: Burda, Grosse, Salakhutdinov 2016 for the K-sample bound; Ho et al. 2019 (Flow++) for the bound itself.
 

@@ -1,4 +1,4 @@
-"""Maps of one number to one number, with parameters from a network: shift, scale and shift; and bounds of scales."""
+"""Elementwise maps with parameters from a network: additive, affine, mixture of logistics; and bounds of scales."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 class ElementTransform(nn.Module):
-    """An increasing map of every number by itself, its parameters given by a network.
+    """A monotonic map of every number by itself, its parameters given by a network.
 
-        z = f(x; params),    log_derivative = log df/dx
+        z = f(x; params),    log_derivative = log |df/dx|
 
     Attributes:
         params_per_dim: P, how many parameters each number takes.
@@ -58,11 +58,11 @@ class ElementTransform(nn.Module):
     constant_logdet: bool = False
 
     def forward(self, x: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
-        """f(x) and log df/dx of each number."""
+        """f(x) and log |df/dx| of each number."""
         raise NotImplementedError
 
     def inverse(self, z: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
-        """The x with f(x) = z, and log dx/dz of each number."""
+        """The x with f(x) = z, and log |dx/dz| of each number."""
         raise NotImplementedError
 
     def start(self, channels: int) -> Tensor:
@@ -163,17 +163,51 @@ class SigmoidScale(nn.Module):
         return torch.log(0.001 + 0.999 * torch.sigmoid(s + 2))
 
 
-SCALES = {"tanh": TanhScale, "sigmoid": SigmoidScale, "tied": TiedScale}
+_FLOOR = 2.0**-10  # a power of two, so that the start is one exactly
+
+
+class PlainScale(nn.Module):
+    """The scale itself, of either sign, and its logarithm.
+
+        a = s + 2^-10 sign(s),    h = log |a|,    sign(0) = 1;    at first a = 1
+
+    A scale of zero has no inverse, and |s| near zero loses all digits on the way back: so |a| is never below 2^-10,
+    about 0.001, and a jumps over that gap where s changes sign. Every a is an exact affine coupling with |det| =
+    prod |a|; the gap only says which scales the network can choose. There is no bound from above.
+
+    Arguments:
+        channels: number of channels; nothing is learned here.
+
+    Example:
+        >>> PlainScale(1).signed(torch.tensor([0.0, -0.5, 3.0]))
+        tensor([ 0.0010, -0.5010,  3.0010])
+    """
+
+    start = 1 - _FLOOR
+
+    def __init__(self, channels: int):
+        super().__init__()
+
+    def signed(self, s: Tensor) -> Tensor:
+        """a."""
+        return torch.where(s < 0, s - _FLOOR, s + _FLOOR)
+
+    def forward(self, s: Tensor) -> Tensor:
+        return torch.log(s.abs() + _FLOOR)
+
+
+SCALES = {"tanh": TanhScale, "sigmoid": SigmoidScale, "tied": TiedScale, "plain": PlainScale}
+ScaleKind = Literal["tanh", "sigmoid", "tied", "plain"]
 
 
 class Affine(ElementTransform):
     """A scale and a shift.
 
-        z = e^h x + t,    log dz/dx = h(s)
+        z = a x + t,    log |dz/dx| = h(s),    a = e^h, or with `plain` scales a of either sign and h = log |a|
 
     Arguments:
         channels: number of channels that it changes.
-        scale: how h follows from the network's s: `tanh` (RealNVP), `sigmoid` (Glow) or `tied`.
+        scale: how h follows from the network's s: `tanh` (RealNVP), `sigmoid` (Glow), `tied` or `plain`.
 
     Shapes: `params (B, 2, C, *space)`, s before t.
     Errors: ValueError for an unknown scale.
@@ -186,21 +220,30 @@ class Affine(ElementTransform):
 
     params_per_dim = 2
 
-    def __init__(self, channels: int, *, scale: Literal["tanh", "sigmoid", "tied"] = "tanh"):
+    def __init__(self, channels: int, *, scale: ScaleKind = "tanh"):
         super().__init__()
         if scale not in SCALES:
             raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
         self.channels, self.scale = channels, scale
         self.log_scale = SCALES[scale](channels)
 
+    def start(self, channels: int) -> Tensor:
+        """Shift 0, and the s of scale 1 where s = 0 is not it (of `sigmoid`, s = 0 as published)."""
+        params = super().start(channels)
+        params[0] = getattr(self.log_scale, "start", 0.0)
+        return params
+
     def forward(self, x: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
         s, t = params.unbind(1)
         h = self.log_scale(s)
-        return torch.addcmul(t, torch.exp(h), x), h
+        a = self.log_scale.signed(s) if self.scale == "plain" else torch.exp(h)
+        return torch.addcmul(t, a, x), h
 
     def inverse(self, z: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
         s, t = params.unbind(1)
         h = -self.log_scale(s)
+        if self.scale == "plain":
+            return (z - t) / self.log_scale.signed(s), h
         return (z - t) * torch.exp(h), h
 
 

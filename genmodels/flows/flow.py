@@ -21,10 +21,10 @@ from genmodels.nn.condition import Conditioning
 
 
 class Fault(NamedTuple):
-    """Values that are not allowed: `wrong` has an entry for each, examples first; `told(row)` is the message."""
+    """Values that are not allowed: `wrong` has an entry for each, examples first; `message(row)` describes it."""
 
     wrong: Tensor
-    told: Callable[[int], str]
+    message: Callable[[int], str]
 
 
 def refuse(faults: Sequence[Fault | None]) -> None:
@@ -44,7 +44,7 @@ def refuse(faults: Sequence[Fault | None]) -> None:
         return
     fault = next(fault for fault in faults if bool(fault.wrong.any()))
     rows = fault.wrong.flatten(1).any(1) if fault.wrong.dim() > 1 else fault.wrong
-    raise ValueError(fault.told(int(rows.nonzero()[0, 0])))
+    raise ValueError(fault.message(int(rows.nonzero()[0, 0])))
 
 
 def require_tensor(name: str, value: object) -> None:
@@ -92,7 +92,7 @@ def require_count(n: int) -> None:
 
 
 def label_count(module: nn.Module) -> int | None:
-    """How many classes every part of a flow knows that takes labels; None when none does.
+    """The number of classes of the parts of a flow that take labels; None when none does.
 
     Example:
         >>> label_count(ClassNormal((2,), num_classes=3))
@@ -115,7 +115,7 @@ def labels_fault(cond: Tensor | None, classes: int | None) -> Fault | None:
         return None  # what is no label at all is refused by the networks
     return Fault(
         (cond < 0) | (cond >= classes),
-        lambda row: f"cond: label {int(cond[row])} in row {row}, this flow knows the classes 0..{classes - 1}",
+        lambda row: f"cond: label {int(cond[row])} in row {row}, the classes of this flow are 0..{classes - 1}",
     )
 
 
@@ -127,10 +127,10 @@ def levels_fault(x: Tensor, levels: int, mask: Tensor | None) -> Fault | None:
     if mask is not None and mask.dtype == torch.bool and mask.dim() == x.dim() and len(mask) == len(x):
         wrong = wrong & mask
 
-    def told(row: int) -> str:
+    def message(row: int) -> str:
         return f"x: integer {int(x[row][wrong[row]].flatten()[0])} in row {row}, the levels are 0..{levels - 1}"
 
-    return Fault(wrong, told)
+    return Fault(wrong, message)
 
 
 def mask_fault(bijection: Bijection, event_shape: Shape, mask: Tensor | None) -> Fault | None:
@@ -162,11 +162,11 @@ class Flow(nn.Module):
     Attributes:
         event_shape: shape of x, None for a length left open.
         uses_cond: whether the bijection or the base needs a condition.
-        num_classes: how many classes the flow knows, None where the condition is no label.
+        num_classes: number of classes of the flow, None where the condition is no label.
 
     Shapes: `x (B, *event)`, `cond` as the bijection and the base take it, `mask (B, 1, T)` bool of x; log-densities
     `(B,)` in nats.
-    Errors: ValueError when the base does not fit the bijection, for a condition nobody uses, labels out of range, x of
+    Errors: ValueError when the base does not fit the bijection, for an unused condition, labels out of range, x of
     another precision than the flow, or a mask whose valid frames are no whole groups of those a squeeze makes one;
     NotInitialized from every use while a layer waits for data.
     Source: Rezende and Mohamed 2015; Dinh et al. 2017.
@@ -343,7 +343,7 @@ def require_classes(flow, num_classes: int) -> None:
     """Raise ValueError for fewer classes than one, or more than a flow with `num_classes` knows."""
     most = flow.num_classes
     if num_classes < 1 or (most is not None and num_classes > most):
-        known = "at least 1" if most is None else f"from 1 to {most}, the classes this flow knows"
+        known = "at least 1" if most is None else f"from 1 to {most}, the classes of this flow"
         raise ValueError(f"num_classes must be {known}, got {num_classes}")
 
 

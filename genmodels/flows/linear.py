@@ -1,4 +1,4 @@
-"""Channels mixed by a learned invertible matrix at every position: the 1x1 convolution of Glow."""
+"""Linear maps of the channels at every position: learned invertible matrices (1x1 convolutions), and permutations."""
 
 from __future__ import annotations
 
@@ -34,17 +34,12 @@ class _Mixing(Channelwise):
 
     @torch.no_grad()
     def singular_values(self) -> Tensor:
-        """Singular values of W in float64, the largest first."""
+        """Singular values of W in float64, the largest first.
+
+        The inverse stretches by at most one over the last; largest over smallest, the condition number, is how much a
+        relative error can grow on the way back.
+        """
         return torch.linalg.svdvals(self.weight().to(torch.float64))
-
-    def smallest_singular_value(self) -> float:
-        """How much W shrinks what it shrinks most; the inverse stretches by one over this."""
-        return float(self.singular_values()[-1])
-
-    def condition_number(self) -> float:
-        """Largest over smallest singular value: how much a relative error can grow on the way back."""
-        values = self.singular_values()
-        return float(values[0] / values[-1])
 
     def _forward(self, x, cond, mask):
         with full_precision(x):

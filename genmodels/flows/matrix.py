@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +10,6 @@ from torch import Tensor, nn
 from genmodels.flows.elementwise import bounded, unbounded
 
 _LIMIT = 10.0
-
-
-class Matrix(Protocol):
-    """A learned invertible matrix; all three results are made anew from the parameters, in the dtype asked for."""
-
-    def weight(self, dtype: torch.dtype) -> Tensor: ...
-
-    def inverse(self, dtype: torch.dtype) -> Tensor: ...
-
-    def log_abs_det(self, dtype: torch.dtype) -> Tensor: ...
 
 
 def random_rotation(size: int, generator: torch.Generator | None = None) -> Tensor:
@@ -43,12 +33,14 @@ class LUMatrix(nn.Module):
         W = P L (U + diag(sign exp(l))),    log|det W| = sum l,    l = 10 tanh(raw / 10)
 
     One square of numbers holds it all: L (with ones on its diagonal) below, U above, raw on the diagonal. P and the
-    signs are fixed. The start is a random rotation.
+    signs are fixed. The start is a random rotation. The bound of l is approached smoothly in training, where
+    `flows.monitor` shows it as the smallest singular value; a matrix beyond it is not taken by `set_weight`.
 
     Arguments:
         size: rows and columns.
         generator: source of the rotation.
 
+    Errors: see `set_weight`.
     Source: Kingma and Dhariwal 2018 (Glow), section 3.2 and equation 10.
 
     Example:
@@ -68,12 +60,22 @@ class LUMatrix(nn.Module):
 
     @torch.no_grad()
     def set_weight(self, weight: Tensor) -> None:
-        """Take the factors of a given matrix; entries of its diag(U) beyond exp(+-9.99) are brought there."""
+        """Take the factors of a given matrix.
+
+        Raises:
+            ValueError: for a singular matrix, and one whose diag(U) is not between exp(-9.99) and exp(9.99), which is
+                all that l can hold.
+        """
         permutation, lower, upper = torch.linalg.lu(weight.to(torch.float64))
         diagonal = upper.diagonal()
+        sizes = diagonal.abs()
+        if not bool((sizes.log().abs() < 0.999 * _LIMIT).all()):  # NaN too
+            raise ValueError(f"LUMatrix holds pivots |u| of W = P L U between {math.exp(-0.999 * _LIMIT):.2g} and "
+                             f"{math.exp(0.999 * _LIMIT):.2g}, this matrix has {float(sizes.min()):.2g} to "
+                             f"{float(sizes.max()):.2g}: scale it, or use kind = full")
         self.order.copy_(permutation.argmax(1))
         self.sign.copy_(torch.where(diagonal < 0, -1.0, 1.0))
-        self.factors.copy_(lower.tril(-1) + upper.triu(1) + unbounded(diagonal.abs().log(), _LIMIT).diag())
+        self.factors.copy_(lower.tril(-1) + upper.triu(1) + unbounded(sizes.log(), _LIMIT).diag())
 
     def log_diagonal(self, dtype: torch.dtype) -> Tensor:
         """l, between -10 and 10."""
@@ -182,4 +184,5 @@ class HouseholderMatrix(nn.Module):
         return torch.zeros((), dtype=dtype, device=self.vectors.device)
 
 
+#: Each has `weight(dtype)`, `inverse(dtype)` and `log_abs_det(dtype)`, computed from the parameters at every call.
 MATRICES: dict[str, type[nn.Module]] = {"lu": LUMatrix, "full": FullMatrix, "householder": HouseholderMatrix}

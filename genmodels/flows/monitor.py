@@ -1,4 +1,4 @@
-"""The health of a flow at work: what each layer loses on the way there and back, and how hard it stretches."""
+"""Numerical invertibility of a flow: round-trip errors, log-scales and singular values, layer by layer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.tensors import hide
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.linear import GroupedLinear, InvertibleLinear
-from genmodels.nn.blocks import hide
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Health:
 
 @torch.no_grad()
 def examine(bijection: Bijection, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Health:
-    """The health of a flow on a batch, in the precision of `x`.
+    """Numerical invertibility of a flow on a batch, in the precision of `x`.
 
     Arguments:
         bijection: the flow; it is run eagerly, layer by layer.

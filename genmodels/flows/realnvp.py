@@ -11,7 +11,7 @@ from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Shape, as_shape
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
-from genmodels.flows.elementwise import Affine
+from genmodels.flows.elementwise import Affine, ScaleKind
 from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.squeeze import Squeeze2d
 from genmodels.nn.attention_block import AttentionKind
@@ -30,6 +30,7 @@ def realnvp_vector(
     couplings: int = 8,
     hidden: int = 256,
     depth: int = 2,
+    scale: ScaleKind = "tanh",
     dropout: float = 0.0,
     cond: Condition | None = None,
     memory: Literal["store", "inverse"] = "store",
@@ -41,6 +42,7 @@ def realnvp_vector(
         couplings: number of couplings.
         hidden: width of the networks.
         depth: hidden layers of the networks.
+        scale: form of the couplings' scale (see `Affine`).
         dropout: probability of dropping a hidden value.
         cond: what the networks are conditioned on.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
@@ -59,7 +61,7 @@ def realnvp_vector(
     layers = []
     for number in range(couplings):
         split = ChannelSplit(features, swap=number % 2 == 1)
-        element = Affine(split.changed)
+        element = Affine(split.changed, scale=scale)
         out = element.params_per_dim * split.changed
         net = MLP(split.kept, out, hidden=hidden, depth=depth, dropout=dropout, cond=cond)
         layers.append(Coupling(split, element, net))
@@ -69,7 +71,7 @@ def realnvp_vector(
 def dequantisation_flow(
     event_shape: Shape, *, couplings: int = 4, hidden: int = 16, depth: int = 3, classes: int = 0
 ) -> Compose:
-    """The flow from noise to the logit of the dequantisation noise, told the item as a map (or vector) of its shape.
+    """The flow from noise to the logit of the dequantisation noise, conditioned on the item as a map (or vector).
 
     Arguments:
         event_shape: shape of one example: images or sequences get gated convolutions, vectors an MLP.
@@ -114,7 +116,7 @@ def realnvp_image(
     hidden: int | Sequence[int] = 64,
     depth: int = 8,
     net: Literal["residual", "gated"] = "residual",
-    scale: Literal["tanh", "sigmoid", "tied"] = "tanh",
+    scale: ScaleKind = "tanh",
     actnorm: bool = True,
     dropout: float = 0.0,
     cond: Condition | None = None,

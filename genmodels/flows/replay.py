@@ -1,4 +1,4 @@
-"""Running a layer a second time just as it ran the first time: the same random numbers, the same autocast."""
+"""Recomputing layers in the backward pass: the same random numbers and autocast, and the drift of their inputs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def hooks_at_rest(tensors: Sequence[Tensor]) -> Iterator[None]:
             tensor._backward_hooks = hooks
 
 
-class Known(NamedTuple):
+class LayerInput(NamedTuple):
     """A layer, and the true input of a few examples with their condition and mask."""
 
     layer: Bijection
@@ -171,10 +171,10 @@ class DriftGauge(nn.Module):
 
 
 class Walk:
-    """What one backward pass finds out about recomputed inputs; nothing is read from the device before `judge`.
+    """Errors of the recomputed inputs of one backward pass; nothing is read from the device before `finish`.
 
     Arguments:
-        gauge: the gauge that is told.
+        gauge: the gauge that collects the result.
         first: number of the first layer of this pass among those of the gauge.
         layers: number of layers of this pass.
         z: output of the last one.
@@ -187,7 +187,7 @@ class Walk:
         self.extremes = [nothing, nothing] * layers + list(z.detach().aminmax() if len(z) else (nothing, nothing))
 
     def compare(self, k: int, x: Tensor, true: Tensor) -> None:
-        """Note the input that was recomputed for layer k of this pass, beside a few true examples."""
+        """Note the input that was recomputed for layer k of this pass, and a few true examples to compare it with."""
         if not len(x):
             return  # an empty share of a batch: the other processes still want to hear that nothing is wrong
         self.lost[k] = torch.dist(x[: len(true)], true, torch.inf)
@@ -195,11 +195,11 @@ class Walk:
         self.extremes[2 * k : 2 * k + 2] = x.aminmax()
 
     @torch.no_grad()
-    def judge(self, known: Callable[[int], Known], training: bool) -> None:
+    def finish(self, true_input: Callable[[int], LayerInput], training: bool) -> None:
         """Switch the layers that lose too much, with a warning for each, and stop at what is not finite.
 
         Arguments:
-            known: gives layer k of this pass with the few true examples.
+            true_input: gives layer k of this pass with the few true examples.
             training: outside training nothing is switched, and other processes are not asked.
 
         Raises:
@@ -219,8 +219,8 @@ class Walk:
         for k in reversed(range(len(self.lost))):
             if broken[k]:
                 raise RunError(
-                    f"{known(k)}: its input, recomputed from its output, is not finite (smallest scale about "
-                    f"{smallest_scale(known(k)):.1e}); train with memory='store'"
+                    f"{true_input(k)}: its input, recomputed from its output, is not finite (smallest scale about "
+                    f"{smallest_scale(true_input(k)):.1e}); train with memory='store'"
                 )
         blamed = self.gauge.blamed(drifts)
         if training:
@@ -230,14 +230,14 @@ class Walk:
         then = "from the next step on its input is stored" if training else "memory='store' gives exact ones"
         for k in blamed:
             warnings.warn(
-                f"{known(k)}: its input, recomputed from its output, is off by {drifts[k]:.1e}, more than "
-                f"{self.gauge.threshold:.0e} (smallest scale about {smallest_scale(known(k)):.1e}); the gradients of "
-                f"this step are not exact, {then}",
+                f"{true_input(k)}: its input, recomputed from its output, is off by {drifts[k]:.1e}, more than "
+                f"{self.gauge.threshold:.0e} (smallest scale about {smallest_scale(true_input(k)):.1e}); the gradients "
+                f"of this step are not exact, {then}",
                 stacklevel=2,
             )
 
 
-def smallest_scale(known: Known, rounds: int = 8) -> float:
+def smallest_scale(given: LayerInput, rounds: int = 8) -> float:
     """About the least factor by which a layer scales anything at the given input, by power iteration with J^-T.
 
         u <- J^-T u / |u|,    scale = 1 / |u|
@@ -246,10 +246,10 @@ def smallest_scale(known: Known, rounds: int = 8) -> float:
 
     Example:
         >>> from genmodels.flows.scaling import Scale
-        >>> round(smallest_scale(Known(Scale(torch.tensor([0.25, 3.0])), torch.ones(1, 2))), 4)
+        >>> round(smallest_scale(LayerInput(Scale(torch.tensor([0.25, 3.0])), torch.ones(1, 2))), 4)
         0.25
     """
-    layer, x, cond, mask = known
+    layer, x, cond, mask = given
     u = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
     with Noise(x.device).again(), torch.enable_grad():  # dropout in a network draws nothing that others would miss
         z = layer(x, cond, mask)[0].detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Fixed maps of single numbers: from pixels in [0, 1] to the whole line, and to mean zero and deviation one."""
+"""Fixed maps of single numbers: pixels in [0, 1] to the whole line (logit), scale, shift, standardisation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from genmodels.core.tensors import hide
 from genmodels.flows.actnorm import DataInitialized
 from genmodels.flows.bijection import Bijection, Shape, at_each_position, per_example
 from genmodels.flows.elementwise import per_channel
-from genmodels.nn.blocks import hide
 
 
 class Logit(Bijection):
@@ -129,7 +129,7 @@ class Shift(_PerChannel):
 
 
 class Standardise(DataInitialized):
-    """Mean zero and deviation one in every channel of the training data.
+    """Mean zero and standard deviation one in every channel of the training data.
 
         z = (x - location) / scale,    log |det| = -n_pos sum_c log scale_c
 

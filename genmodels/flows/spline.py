@@ -134,8 +134,8 @@ def _inside_bin(
 
 def _with_ends(inner: Tensor, first: float, last: float) -> Tensor:
     """Values along dimension 1 with a constant before and a constant after them."""
-    beside = (0, 0) * (inner.dim() - 2)
-    return pad(pad(inner, (*beside, 1, 0), value=first), (*beside, 0, 1), value=last)
+    others = (0, 0) * (inner.dim() - 2)
+    return pad(pad(inner, (*others, 1, 0), value=first), (*others, 0, 1), value=last)
 
 
 def neural_spline(

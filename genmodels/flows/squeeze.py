@@ -1,4 +1,4 @@
-"""Positions traded for channels, in images and sequences, the padding that needs, and events as vectors."""
+"""Squeeze: positions become channels, in images and sequences; padding to whole groups, and flattening."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from genmodels.models.base import GenerativeModel, Loss, Samples
 from genmodels.models.mels import even_lengths
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.text_model import AlignedModel, Voices
+from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.condition import Condition
 from genmodels.speech.alignment import log_mean_over_paths
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
@@ -40,6 +41,8 @@ class GlowTTS(AlignedModel):
         steps: steps of the flow.
         hidden, depth, kernel_size, dropout: of the networks in its couplings.
         groups: size of the matrices that mix channels.
+        attention: attention block in the couplings' networks; with `xl_chunks` and `local_dense` mels can be streamed.
+        heads: heads of that block.
         duration_channels: width of the duration predictor.
         speaker_channels: length of the speakers' vectors, where there are several.
         noise: width of the noise in log-mel units.
@@ -73,6 +76,8 @@ class GlowTTS(AlignedModel):
         kernel_size: int = 5,
         dropout: float = 0.05,
         groups: int = 4,
+        attention: AttentionKind = "none",
+        heads: int = 2,
         duration_channels: int = 256,
         speaker_channels: int = 64,
         noise: float = 0.05,
@@ -87,7 +92,7 @@ class GlowTTS(AlignedModel):
         reader = self.make_encoder(encoder, speaker_channels)
         decoder = mel_decoder(
             n_mels, steps=steps, hidden=hidden, depth=depth, kernel_size=kernel_size, dropout=dropout, groups=groups,
-            cond=Condition("vector", told) if told else None, memory=memory,
+            attention=attention, heads=heads, cond=Condition("vector", told) if told else None, memory=memory,
         )
         flow = SpeakingFlow(reader, decoder, self.make_durations(reader, duration_channels))
         self.core = Voices(speakers, speaker_channels, tts=flow)

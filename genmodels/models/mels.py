@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator, uniform
-from genmodels.nn.blocks import hide
+from genmodels.core.tensors import hide
 
 #: Width of the noise, in log units, where nobody says otherwise.
 NOISE = 0.05

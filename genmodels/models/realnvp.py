@@ -1,10 +1,11 @@
-"""RealNVP (Dinh, Sohl-Dickstein, Bengio 2017) as a model: trained, judged and sampled like every other."""
+"""RealNVP (Dinh, Sohl-Dickstein, Bengio 2017) as a model: trained, evaluated and sampled like every other."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from genmodels.core.data import DataSpec
+from genmodels.flows.elementwise import ScaleKind
 from genmodels.flows.realnvp import LAYOUT, realnvp_image, realnvp_vector
 from genmodels.models.flow import FlowModel
 from genmodels.nn.attention_block import AttentionKind
@@ -14,6 +15,7 @@ class RealNVP(FlowModel):
     """RealNVP: affine couplings of alternating parts, for vectors and images.
 
         z_1 = x_1,   z_2 = exp(h) x_2 + t,   h = a tanh(s) + b,   (s, t) = net(x_1)
+        scale = plain:   z_2 = s x_2 + t,   |det| = prod |s|,   |s| >= 2^-10
 
     Arguments:
         spec: the data set this model is built for.
@@ -23,7 +25,7 @@ class RealNVP(FlowModel):
             (vectors) or 64 (images).
         depth: hidden layers (vectors) or residual blocks (images) of the networks; null for 2 or 8.
         net: kind of coupling network, for images.
-        scale: form of the couplings' scale, for images; `tied` is e^f tanh(s e^-f).
+        scale: form of the couplings' scale; `tied` is h = e^f tanh(s e^-f), `plain` a scale s of either sign.
         actnorm: whether activation normalisation follows every coupling, for images.
         dropout: probability of dropping a hidden value; not for gated networks.
         attention: attention block in the coupling networks for images, `none` for none.
@@ -50,7 +52,7 @@ class RealNVP(FlowModel):
         hidden: int | list[int] | None = None,
         depth: int | None = None,
         net: Literal["residual", "gated"] = "residual",
-        scale: Literal["tanh", "sigmoid", "tied"] = "tanh",
+        scale: ScaleKind = "tanh",
         actnorm: bool = True,
         dropout: float = 0.0,
         attention: AttentionKind = "none",
@@ -64,7 +66,7 @@ class RealNVP(FlowModel):
             if isinstance(hidden, list):
                 raise ValueError("hidden: vectors have one width for all networks, lists are for images")
             flow = realnvp_vector(shape[0], couplings=couplings, hidden=256 if hidden is None else hidden,
-                                  depth=2 if depth is None else depth, **common)
+                                  depth=2 if depth is None else depth, scale=scale, **common)
         elif len(shape) == 3:
             flow = realnvp_image(
                 shape, layout=layout, hidden=64 if hidden is None else hidden, depth=8 if depth is None else depth,

@@ -39,7 +39,8 @@ class Tacotron(TextModel):
     Arguments:
         spec: the data set this model is built for, mels with texts.
         encoder: options of the text encoder, the one that all models of texts have.
-        attention: `additive`, `location` or `local_monotonic`.
+        attention: of the decoder to the text: `location`; `location_previous` without the sum of earlier weights;
+            `additive`, `scaled_dot`, `hard` or `local_monotonic`.
         hidden: width of the LSTM cells.
         prenet, dropout: width of the prenet's layers, and how often a unit of them is dropped.
         postnet: channels of the network that refines a mel when it has been spoken, 0 for none; it has no part in the

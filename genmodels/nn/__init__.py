@@ -1,4 +1,4 @@
-"""Networks: they know shapes, and nothing of probability."""
+"""Networks, without any probability."""
 
 from genmodels.nn.attention_block import ATTENTION, AbsoluteAttention, AttentionBlock, AttentionKind, SpatialAttention
 from genmodels.nn.blocks import (

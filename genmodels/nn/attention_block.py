@@ -1,4 +1,4 @@
-"""Any mechanism of attention as a block of a backbone: normed, over the positions of a map or a sequence, residual."""
+"""Attention as a residual block of a backbone, and the table of all kinds that can be chosen by name."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.errors import nearest
 from genmodels.nn.attention import (
     LSH,
+    Additive,
+    ALiBi,
     Attention,
+    HardAttention,
     LocalDenseSynthesizer,
+    LocalMonotonic,
+    Location,
     MelPosition,
+    MusicTransformer,
     Nystrom,
     Rotary,
     Rotary2d,
+    ScaledDot,
+    Score,
+    ScoredAttention,
+    Shaw,
     Swin2d,
+    T5Bias,
     TransformerXL,
     sinusoids,
 )
@@ -37,7 +49,7 @@ class AttentionBlock(nn.Module):
     Arguments:
         channels: channels of the map.
         mechanism: `(x (B, L, C), mask=(B, 1, L)) -> (y, cache)` with its last layer in `project_out`; one whose
-            position is for maps is told `space` too.
+            position is for maps is called with `space` too.
         dims: 1 or 2 spatial dimensions; the norm is over groups of channels and all positions of a map, over the
             channels of each position of a sequence.
 
@@ -63,7 +75,7 @@ class AttentionBlock(nn.Module):
         position = getattr(mechanism, "position", None)
         self.for_maps = getattr(position, "dims", 1) == 2
         self.resampled = isinstance(position, Swin2d)
-        self.train()  # modules are in training from the first, without having been told
+        self.train()  # modules are in training mode before anyone has called `train`
 
     def train(self, mode: bool = True) -> AttentionBlock:
         """The mode of training; a mechanism that draws hashes in it stays in that of evaluation."""
@@ -102,6 +114,7 @@ class AbsoluteAttention(nn.Module):
         dim: width D of x and y.
         heads: number of heads; divides D.
         dims: 1 or 2 spatial dimensions.
+        dropout: probability of dropping a weight, in training.
 
     Shapes: `x (B, L, D)`, row by row in two dimensions, `mask (B, 1, L)` bool, `space` height and width; y like x.
     Errors: ValueError when `heads` does not divide `dim`, for a map without its space.
@@ -112,11 +125,11 @@ class AbsoluteAttention(nn.Module):
         torch.Size([1, 6, 8])
     """
 
-    def __init__(self, dim: int, heads: int, *, dims: int):
+    def __init__(self, dim: int, heads: int, *, dims: int, dropout: float = 0.0):
         super().__init__()
         self.position = Places(dims)
         self.project_position = nn.Linear(dim, dim, bias=False)
-        self.attention = Attention(dim, heads)
+        self.attention = Attention(dim, heads, dropout=dropout)
 
     @property
     def project_out(self) -> nn.Linear:
@@ -152,12 +165,6 @@ class Places(nn.Module):
         half = dim // 2
         row, column = torch.div(place, space[1], rounding_mode="floor"), place % space[1]
         return torch.cat([sinusoids(row, half), sinusoids(column, dim - half)], dim=1)
-
-
-#: What `attention=` may be, see `ATTENTION`.
-AttentionKind = Literal[
-    "none", "plain", "absolute", "swin2d", "rope2d", "mel", "rope", "xl", "nystrom", "lsh", "local_dense"
-]
 
 
 class SpatialAttention(nn.Module):
@@ -208,57 +215,76 @@ class SpatialAttention(nn.Module):
         return x + y.transpose(1, 2).reshape(x.shape)
 
 
-class Kind(NamedTuple):
-    """A kind of attention block: what makes it, and the numbers of spatial dimensions it is for.
+#: What `attention=` may be, see `ATTENTION`.
+AttentionKind = Literal[
+    "none", "plain", "absolute", "swin2d", "rope2d", "mel", "rope", "xl", "xl_chunks", "shaw", "shaw_shared",
+    "shaw_zero", "music", "music_shared", "t5", "alibi", "nystrom", "lsh", "local_dense", "additive", "location",
+    "location_previous", "scaled_dot", "hard", "local_monotonic"
+]  # fmt: skip
 
-    make: `make(channels, heads, dims, space) -> module (x, mask) -> like x`, None for no block; space is the size of
-    the maps as far as it is known beforehand, else None.
+
+class Site(NamedTuple):
+    """Where an attention is used.
+
+    Attributes:
+        dims: 1 or 2 spatial dimensions.
+        space: height and width of the maps as far as they are known beforehand, else None.
+        dropout: probability of dropping a weight, for mechanisms that have it.
+        window: the largest distance with a vector of its own, for the kinds of Shaw; None for their default.
     """
 
-    make: Callable[[int, int, int, Space | None], nn.Module] | None
+    dims: int
+    space: Space | None = None
+    dropout: float = 0.0
+    window: int | None = None
+
+
+class Kind(NamedTuple):
+    """A kind of attention: what makes the mechanism, and the numbers of spatial dimensions it is for.
+
+    make: `make(dim, heads, site) -> mechanism`, None for no attention.
+    """
+
+    make: Callable[[int, int, Site], nn.Module] | None
     dims: tuple[int, ...] = (1, 2)
 
 
-def _plain(channels: int, heads: int, dims: int, space: Space | None) -> nn.Module:
-    return SpatialAttention(channels, heads)
+def _core(position: Callable[[int, int, Site], Position] | None = None, **reach) -> Callable:
+    """The maker of the core with such a position."""
 
-
-def _absolute(channels: int, heads: int, dims: int, space: Space | None) -> nn.Module:
-    return AttentionBlock(channels, AbsoluteAttention(channels, heads, dims=dims), dims=dims)
-
-
-def _with(position: Callable[[int, int, Space | None], Position]) -> Callable:
-    """The maker of a block around the core with such a position."""
-
-    def make(channels: int, heads: int, dims: int, space: Space | None) -> nn.Module:
-        return AttentionBlock(channels, Attention(channels, heads, position(channels, heads, space)), dims=dims)
+    def make(dim: int, heads: int, site: Site) -> nn.Module:
+        chosen = None if position is None else position(dim, heads, site)
+        return Attention(dim, heads, chosen, dropout=site.dropout, **reach)
 
     return make
 
 
-def _beside(mechanism: Callable[[int, int], nn.Module]) -> Callable:
-    """The maker of a block around a mechanism that stands beside the core."""
-
-    def make(channels: int, heads: int, dims: int, space: Space | None) -> nn.Module:
-        return AttentionBlock(channels, mechanism(channels, heads), dims=dims)
-
-    return make
+def _scored(score: Callable[[int, int], Score]) -> Callable:
+    """The maker of an attention through a score function."""
+    return lambda dim, heads, site: ScoredAttention(dim, heads, score(dim, heads), dropout=site.dropout)
 
 
-def _swin(channels: int, heads: int, space: Space | None) -> Position:
+def _shaw(default: int, **options) -> Callable:
+    def position(dim: int, heads: int, site: Site) -> Position:
+        return Shaw(dim, heads, K=default if site.window is None else site.window, **options)
+
+    return _core(position)
+
+
+def _swin(dim: int, heads: int, site: Site) -> Position:
     # Where the size is not known beforehand, a table for small maps: others get it resampled.
-    return Swin2d(channels, heads, size=space or (8, 8))
+    return Swin2d(dim, heads, size=site.space or (8, 8))
 
 
-def _mel(channels: int, heads: int, space: Space | None) -> Position:
-    if space is None:
+def _mel(dim: int, heads: int, site: Site) -> Position:
+    if site.space is None:
         raise ValueError("attention = 'mel' has one bias for each pair of frequency bands, and a network for maps of "
                          "any height does not know how many: use rope2d")  # fmt: skip
-    return MelPosition(channels, heads, n_freq=space[0], time=Rotary(channels, heads))
+    return MelPosition(dim, heads, n_freq=site.space[0], time=Rotary(dim, heads))
 
 
-#: Every kind of attention block. Of a map, all from `rope` on read the positions column by column.
-#:   none       no block
+#: Every kind of attention. Of a map, all from `rope` on read the positions column by column.
+#:   none       no attention
 #:   plain      content alone; on sequences and maps of any size, equivariant to permutations
 #:   absolute   sinusoids of the place added to the content
 #:   swin2d     learned bias by offset on the map, resampled for other sizes than the first
@@ -266,21 +292,46 @@ def _mel(channels: int, heads: int, space: Space | None) -> Position:
 #:   mel        rows are frequency bands, absolute; columns are time, turned
 #:   rope       queries and keys turned by place
 #:   xl         sinusoids of the distance
+#:   xl_chunks  the same within a chunk of 16 positions and the chunk before it; linear, and can be streamed
+#:   shaw       learned keys and values for distances up to 16, further ones share the last; `shaw_shared`: one table
+#:              for all heads; `shaw_zero`: one table, distances up to 4, further ones add nothing (Glow-TTS)
+#:   music      learned keys for the 512 nearest positions of the past, causal; `music_shared`: one E for all heads
+#:   t5         learned bias by bucket of the distance
+#:   alibi      penalty that grows with the distance, nothing learned
 #:   nystrom    content through 32 landmarks, means of stretches; linear in the number of positions
 #:   lsh        content within buckets of similar vectors; hashes are drawn once, when the network is built
-#:   local_dense    weights over 15 neighbours that each position makes up by itself; linear
+#:   local_dense    weights over 15 neighbours, computed from each position alone; linear
+#:   additive, scaled_dot   scores of a decoder, of the sequence to itself; additive takes a hidden layer for each pair
+#:   location   additive, and where the positions before looked, one after the other; `location_previous`: where the
+#:              last one looked, without the sum of all
+#:   hard       the one key with the largest score; its gradient in training is that of the softmax
+#:   local_monotonic    a Gaussian window that every position moves forward
 ATTENTION: dict[str, Kind] = {
     "none": Kind(None),
-    "plain": Kind(_plain),
-    "absolute": Kind(_absolute),
-    "swin2d": Kind(_with(_swin), (2,)),
-    "rope2d": Kind(_with(lambda channels, heads, space: Rotary2d(channels, heads)), (2,)),
-    "mel": Kind(_with(_mel), (2,)),
-    "rope": Kind(_with(lambda channels, heads, space: Rotary(channels, heads))),
-    "xl": Kind(_with(lambda channels, heads, space: TransformerXL(channels, heads))),
-    "nystrom": Kind(_beside(lambda channels, heads: Nystrom(channels, heads, landmarks=32))),
-    "lsh": Kind(_beside(lambda channels, heads: LSH(channels, heads, buckets=8, chunk=32))),
-    "local_dense": Kind(_beside(lambda channels, heads: LocalDenseSynthesizer(channels, heads, c=15))),
+    "plain": Kind(_core()),
+    "absolute": Kind(lambda dim, heads, site: AbsoluteAttention(dim, heads, dims=site.dims, dropout=site.dropout)),
+    "swin2d": Kind(_core(_swin), (2,)),
+    "rope2d": Kind(_core(lambda dim, heads, site: Rotary2d(dim, heads)), (2,)),
+    "mel": Kind(_core(_mel), (2,)),
+    "rope": Kind(_core(lambda dim, heads, site: Rotary(dim, heads))),
+    "xl": Kind(_core(lambda dim, heads, site: TransformerXL(dim, heads))),
+    "xl_chunks": Kind(_core(lambda dim, heads, site: TransformerXL(dim, heads), chunk=(16, 1))),
+    "shaw": Kind(_shaw(16)),
+    "shaw_shared": Kind(_shaw(16, shared=True)),
+    "shaw_zero": Kind(_shaw(4, outside="zero", shared=True)),
+    "music": Kind(_core(lambda dim, heads, site: MusicTransformer(dim, heads))),
+    "music_shared": Kind(_core(lambda dim, heads, site: MusicTransformer(dim, heads, shared=True))),
+    "t5": Kind(_core(lambda dim, heads, site: T5Bias(dim, heads))),
+    "alibi": Kind(_core(lambda dim, heads, site: ALiBi(dim, heads))),
+    "nystrom": Kind(lambda dim, heads, site: Nystrom(dim, heads, landmarks=32)),
+    "lsh": Kind(lambda dim, heads, site: LSH(dim, heads, buckets=8, chunk=32, dropout=site.dropout)),
+    "local_dense": Kind(lambda dim, heads, site: LocalDenseSynthesizer(dim, heads, c=15, dropout=site.dropout)),
+    "additive": Kind(_scored(Additive)),
+    "location": Kind(_scored(Location)),
+    "location_previous": Kind(_scored(lambda dim, heads: Location(dim, heads, cumulative=False))),
+    "scaled_dot": Kind(_scored(ScaledDot)),
+    "hard": Kind(lambda dim, heads, site: HardAttention(dim, heads)),
+    "local_monotonic": Kind(lambda dim, heads, site: LocalMonotonic(dim, heads, max_step=2.0)),
 }
 
 
@@ -289,13 +340,25 @@ def check_kind(attention: str, dims: int) -> None:
     legal = [name for name, kind in ATTENTION.items() if kind.make is None or dims in kind.dims]
     if attention not in legal:
         where = " for sequences" if dims == 1 and attention in ATTENTION else ""
-        raise ValueError(f"attention = {attention!r} is not one of {', '.join(legal)}{where}")
+        near = nearest(attention, legal)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ValueError(f"attention = {attention!r} is not one of {', '.join(legal)}{where}{hint}")
+
+
+def make_mechanism(attention: str, dim: int, heads: int, site: Site) -> nn.Module | None:
+    """The mechanism of a kind of `ATTENTION`, `(x (B, L, dim), mask=(B, 1, L)) -> (y, cache)`; None for none.
+
+    Errors: ValueError for a kind that does not exist or is not for that many dimensions, heads that do not divide.
+    """
+    check_kind(attention, site.dims)
+    make = ATTENTION[attention].make
+    return None if make is None else make(dim, heads, site)
 
 
 def make_attention(
     attention: str, channels: int, heads: int, *, dims: int, space: tuple[int, ...] | None = None
 ) -> nn.Module | None:
-    """A block of a kind of `ATTENTION`, `(x, mask) -> like x`; None for none.
+    """A residual block of a kind of `ATTENTION`, `(x, mask) -> like x`; None for none.
 
     Arguments:
         attention: name of the kind.
@@ -304,13 +367,14 @@ def make_attention(
         dims: 1 or 2 spatial dimensions.
         space: size of the maps as far as it is known; every block but `mel` takes other sizes too.
 
-    Errors: ValueError for a kind that does not exist or is not for that many dimensions, heads that do not divide.
+    Errors: as of `make_mechanism`.
 
     Example:
         >>> import torch
         >>> make_attention("swin2d", 8, 2, dims=2, space=(4, 4))(torch.randn(1, 8, 5, 3)).shape
         torch.Size([1, 8, 5, 3])
     """
-    check_kind(attention, dims)
-    make = ATTENTION[attention].make
-    return None if make is None else make(channels, heads, dims, space if dims == 2 else None)
+    if attention == "plain":  # one product for queries, keys and values, without biases
+        return SpatialAttention(channels, heads)
+    mechanism = make_mechanism(attention, channels, heads, Site(dims, space if dims == 2 else None))
+    return None if mechanism is None else AttentionBlock(channels, mechanism, dims=dims)

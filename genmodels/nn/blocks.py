@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, fold, interpolate, layer_norm, silu
 
-from genmodels.core.tensors import wide
+from genmodels.core.tensors import hide, wide
 from genmodels.nn.dropout import Dropout
 
 
@@ -91,14 +91,6 @@ def zeroed(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
     return module
-
-
-def hide(x: Tensor, mask: Tensor | None) -> Tensor:
-    """`x` with invalid positions set to zero, so that a convolution sees padding there and nothing else.
-
-    A choice, not a product: a product would let a NaN of the padding through.
-    """
-    return x if mask is None else x.masked_fill(~mask, 0)
 
 
 class ResidualBlock(nn.Module):

@@ -1,4 +1,4 @@
-"""What a network may be conditioned on, and how the condition reaches its layers."""
+"""Conditioning of networks on labels, vectors or maps: concatenation and FiLM."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pixel_unshuffle
 
+from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, make_attention
-from genmodels.nn.blocks import CONVOLUTION, hide
+from genmodels.nn.blocks import CONVOLUTION
 
 #: Scale and shift of one layer, broadcastable to it; None for what is left alone.
 Modulation = tuple[Tensor | None, Tensor] | None

@@ -1,4 +1,4 @@
-"""The coupling network of Glow."""
+"""Convolutional networks of couplings: Glow's, gated, residual, and WaveNet, each with optional attention."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu, glu, relu
 
+from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind
-from genmodels.nn.blocks import CONVOLUTION, ChannelNorm, hide, zeroed
+from genmodels.nn.blocks import CONVOLUTION, ChannelNorm, zeroed
 from genmodels.nn.condition import Condition, Modulation, Net, modulate
 from genmodels.nn.dropout import Dropout
 

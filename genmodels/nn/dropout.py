@@ -1,4 +1,4 @@
-"""Dropout, whose probability is checked in this one place."""
+"""Dropout with a checked probability."""
 
 from __future__ import annotations
 

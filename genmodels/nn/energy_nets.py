@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from genmodels.core.errors import InputError
+from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind
-from genmodels.nn.blocks import CONVOLUTION, GroupNorm, hide
+from genmodels.nn.blocks import CONVOLUTION, GroupNorm
 from genmodels.nn.jet import Jet, has_jet, propagate, smooth_activation
 from genmodels.nn.unet import UNet
 
@@ -233,7 +234,7 @@ class UNetEnergy(nn.Module):
         E(x) = sum x f(x)            form `product`
         both + 1/2 |x|^2/tau^2
 
-    f is zero at the start, so the residual form starts as a normal density.
+    f is zero at the start, so the residual form starts as a Gaussian.
 
     Arguments:
         event_shape: (C, H, W) or (C, T).
@@ -242,7 +243,7 @@ class UNetEnergy(nn.Module):
         channels: channels of the first level.
         multipliers: one per level.
         blocks: residual blocks per level.
-        attention: kind of attention at the lowest level.
+        attention: kind of attention at the lowest level; not `hard`, whose gradient in training is another function's.
         heads: heads of the attention.
         confinement: whether the quadratic term is there.
         spread: tau at the start.
@@ -274,6 +275,9 @@ class UNetEnergy(nn.Module):
         super().__init__()
         if form not in _FORMS:
             raise InputError(f"form = {form!r} is not one of {', '.join(_FORMS)}")
+        if attention == "hard":
+            raise InputError("attention = hard has in training the gradient of a softmax, not its own: the score of an "
+                             "energy would not be its gradient")
         self.form = form
         self.unet = UNet(
             event_shape, num_classes,

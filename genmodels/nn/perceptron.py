@@ -1,4 +1,4 @@
-"""Perceptrons of vectors: plain, and residual."""
+"""Networks of vectors: perceptrons, residual ones, the masked network MADE, and a denoiser."""
 
 from __future__ import annotations
 

@@ -1,32 +1,36 @@
-"""The transformer encoder of Glow-TTS, for sequences of symbols or frames."""
+"""Transformer encoder with any attention of the package, for sequences of symbols or frames."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from genmodels.nn.attention import Attention, Shaw
-from genmodels.nn.blocks import ChannelNorm, hide
+from genmodels.core.tensors import hide
+from genmodels.nn.attention_block import AttentionKind, Site, make_mechanism
+from genmodels.nn.blocks import ChannelNorm
 from genmodels.nn.dropout import Dropout
 
 
 class TransformerLayer(nn.Module):
-    """Attention with relative keys and values, then two convolutions; each normed before and added to what came in.
+    """Attention, then two convolutions; each normed before and added to what came in.
 
         h = x + dropout(attention(norm_1(x))),    y = h + dropout(conv_2(dropout(relu(conv_1(norm_2(h))))))
 
-    Distances up to `window` have vectors of their own, further ones add nothing; every position is attended to.
+    With `shaw_zero`, that of the paper, distances up to `window` have vectors of their own and further ones add
+    nothing; every position is attended to.
 
     Arguments:
         channels: channels of the sequence.
         heads: heads of the attention; divides the channels.
         hidden: channels between the convolutions.
         kernel_size: kernel of the convolutions, odd.
-        window: largest distance with relative vectors.
-        dropout: probability of dropping a weight or a value.
+        window: largest distance with relative vectors, for the kinds of Shaw; None for their default, 4 or 16.
+        dropout: probability of dropping a value, or a weight of attention where the kind has dropout.
+        attention: entry of `ATTENTION` for sequences; `none` leaves the convolutions alone.
 
     Shapes: `x (B, C, T)` to the same, `mask (B, 1, T)` bool, True = valid: the result is zero outside it.
-    Errors: ValueError for an even kernel, heads that do not divide the channels.
+    Errors: ValueError for an even kernel, heads that do not divide the channels, an unknown attention, a window for an
+    attention that has none.
     Source: Kim et al. 2020, "Glow-TTS", appendix A.1; norms before as in Xiong et al. 2020.
 
     Example:
@@ -42,23 +46,28 @@ class TransformerLayer(nn.Module):
         *,
         hidden: int = 768,
         kernel_size: int = 3,
-        window: int = 4,
+        window: int | None = None,
         dropout: float = 0.1,
+        attention: AttentionKind = "shaw_zero",
     ):
         super().__init__()
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size = {kernel_size} must be odd, so that the length stays")
-        position = Shaw(channels, heads, K=window, outside="zero", values=True, shared=True)
-        self.norm_1, self.norm_2 = ChannelNorm(channels), ChannelNorm(channels)
-        self.attention = Attention(channels, heads, position, dropout=dropout)
+        if window is not None and not attention.startswith("shaw"):
+            raise ValueError(f"window = {window} is for attention = shaw, shaw_shared and shaw_zero, not {attention}")
+        mechanism = make_mechanism(attention, channels, heads, Site(1, None, dropout, window))
+        self.norm_1 = None if mechanism is None else ChannelNorm(channels)
+        self.norm_2 = ChannelNorm(channels)
+        self.attention = mechanism
         self.conv_1 = nn.Conv1d(channels, hidden, kernel_size, padding=kernel_size // 2)
         self.conv_2 = nn.Conv1d(hidden, channels, kernel_size, padding=kernel_size // 2)
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = hide(x, mask)
-        y, _ = self.attention(self.norm_1(x).transpose(1, 2), mask=mask)
-        h = x + self.dropout(y.transpose(1, 2))
+        h = hide(x, mask)
+        if self.attention is not None:
+            y, _ = self.attention(self.norm_1(h).transpose(1, 2), mask=mask)
+            h = h + self.dropout(y.transpose(1, 2))
         inside = self.dropout(relu(self.conv_1(hide(self.norm_2(h), mask))))
         return hide(h + self.dropout(self.conv_2(hide(inside, mask))), mask)
 
@@ -71,7 +80,7 @@ class Transformer(nn.Module):
     Arguments:
         channels: channels of the sequence.
         depth: number of layers.
-        heads, hidden, kernel_size, window, dropout: see `TransformerLayer`.
+        heads, hidden, kernel_size, window, dropout, attention: see `TransformerLayer`.
 
     Shapes: `x (B, C, T)` to the same, `mask (B, 1, T)` bool, True = valid: neither what stands outside it nor how much
     padding there is changes anything, and the result is zero there.
@@ -93,15 +102,15 @@ class Transformer(nn.Module):
         heads: int = 2,
         hidden: int = 768,
         kernel_size: int = 3,
-        window: int = 4,
+        window: int | None = None,
         dropout: float = 0.1,
+        attention: AttentionKind = "shaw_zero",
     ):
         super().__init__()
         self.channels = channels
         self.layers = nn.ModuleList(
-            TransformerLayer(
-                channels, heads, hidden=hidden, kernel_size=kernel_size, window=window, dropout=dropout
-            )
+            TransformerLayer(channels, heads, hidden=hidden, kernel_size=kernel_size, window=window, dropout=dropout,
+                             attention=attention)
             for _ in range(depth)
         )  # fmt: skip
         self.norm = ChannelNorm(channels)

@@ -1,4 +1,4 @@
-"""The U-Net of DDPM, told the log-SNR, for images and sequences of any size."""
+"""The U-Net of DDPM, conditioned on the log-SNR, for images and sequences of any size."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
+from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, check_kind, make_attention
 from genmodels.nn.blocks import (
     CONVOLUTION,
@@ -19,7 +20,6 @@ from genmodels.nn.blocks import (
     ResidualBlock,
     Upsample,
     fourier_features,
-    hide,
     zeroed,
 )
 
@@ -42,10 +42,11 @@ class UNet(nn.Module):
         blocks: residual blocks per level.
         attention_at: sizes (of the first spatial side) of the levels that attend; None is the lowest level alone.
             The middle always attends, unless `attention` is none.
-        attention: kind of attention, an entry of `ATTENTION`; plain is content only, without positions.
+        attention: kind of attention, an entry of `ATTENTION` (`genmodels.nn.attention_block` explains each); plain is
+            content only, without positions.
         heads: heads of each attention; divides the channels wherever there is attention.
         dropout: probability of dropping a value inside the residual blocks.
-        fourier: octaves n whose features sin and cos(2^n pi x) come in beside x, see `fourier_features`.
+        fourier: octaves n whose features sin and cos(2^n pi x) come in along with x, see `fourier_features`.
         channels_last: keep images in channels-last memory format.
         checkpointing: recompute the blocks in the backward pass instead of storing their activations.
 

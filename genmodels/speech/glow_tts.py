@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from genmodels.core.errors import check_temperature
 from genmodels.core.random import Generator, normal
-from genmodels.core.tensors import wide
+from genmodels.core.tensors import hide, wide
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Inverse
 from genmodels.flows.composition import Compose
@@ -19,7 +19,7 @@ from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import GroupedLinear
 from genmodels.flows.squeeze import Squeeze1d
-from genmodels.nn.blocks import hide
+from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import WaveNet
 from genmodels.speech.alignment import integer_durations, log_mean_over_paths, monotonic_alignment_search, path_of
@@ -35,6 +35,8 @@ def mel_decoder(
     kernel_size: int = 5,
     dropout: float = 0.05,
     groups: int = 4,
+    attention: AttentionKind = "none",
+    heads: int = 2,
     cond: Condition | None = None,
     memory: Literal["store", "inverse"] = "store",
 ) -> Compose:
@@ -47,6 +49,9 @@ def mel_decoder(
         steps: K.
         hidden, depth, kernel_size, dropout: of the coupling networks.
         groups: size of the matrix of the 1x1 convolutions.
+        attention: entry of `ATTENTION` in the coupling networks, `none` for none. `xl_chunks` and `local_dense` look no
+            further than a bounded reach, so that the decoder can still be streamed (`genmodels.speech.streaming`).
+        heads: heads of the attention.
         cond: what the networks are conditioned on, such as a speaker's vector.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
 
@@ -65,7 +70,7 @@ def mel_decoder(
     for _ in range(steps):
         split = ChannelSplit(channels)
         net = WaveNet(split.kept, 2 * split.changed, hidden=hidden, depth=depth, kernel_size=kernel_size,
-                      dropout=dropout, cond=cond)
+                      dropout=dropout, cond=cond, attention=attention, heads=heads)
         layers += [ActNorm(channels), GroupedLinear(channels, groups=groups),
                    Coupling(split, Affine(split.changed), net)]
     return Compose([*layers, Inverse(Squeeze1d(2))], (n_mels, None), memory=memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
@@ -16,6 +17,7 @@ from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.linear import GroupedLinear, InvertibleLinear
 from genmodels.flows.squeeze import Squeeze1d
+from genmodels.nn.attention import Attention, LocalDenseSynthesizer
 from genmodels.nn.coupling_networks import WaveNet
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.glow_tts import GlowTTS, Latent
@@ -26,7 +28,7 @@ class Reach(NamedTuple):
 
     Attributes:
         context: frames on either side that a frame of its output depends on.
-        pace: frames that it takes together; pieces begin at multiples of this.
+        pace: frames that it takes together, by squeezes and by chunks of attention; pieces begin at multiples of this.
     """
 
     context: int
@@ -36,11 +38,13 @@ class Reach(NamedTuple):
 def reach(decoder: Compose) -> Reach:
     """The reach of a flow over sequences, from its layers.
 
-        context = sum over couplings of factor sum_i (kernel_i - 1)/2 dilation_i,    factor of the squeezes around
+        context = sum over couplings of factor [sum_i (kernel_i - 1)/2 dilation_i + reach of the attention, if any]
 
-    For Glow-TTS this is 2 * 12 * 4 * 2 = 192 frames.
+    with the factor of the squeezes around. For Glow-TTS this is 2 * 12 * 4 * 2 = 192 frames. Attention in chunks (the
+    streaming form of Transformer-XL, `attention=xl_chunks`) reaches size (left + 1) - 1 positions: each of 12 couplings
+    with chunks of 16 and one before adds 62 frames. Pieces begin where chunks do, so they see the same chunks.
 
-    Errors: ValueError for a layer of which it is not known how far it looks, and for attention, which looks everywhere.
+    Errors: ValueError for a layer of which it is not known how far it looks, and for attention without a bounded reach.
 
     Example:
         >>> from genmodels.speech.glow_tts import mel_decoder
@@ -48,25 +52,36 @@ def reach(decoder: Compose) -> Reach:
         Reach(context=192, pace=2)
     """
     context, factor, pace = 0, 1, 1
+    chunks = 1
     for layer in decoder.layers:
         if isinstance(layer, Squeeze1d):
             factor *= layer.factor
         elif isinstance(layer, Inverse) and isinstance(layer.bijection, Squeeze1d):
             factor //= layer.bijection.factor
         else:
-            context += factor * _own_reach(layer)
+            own, chunk = _own_reach(layer)
+            context += factor * own
+            chunks = math.lcm(chunks, factor * chunk)
         pace = max(pace, factor)
-    return Reach(context, pace)
+    return Reach(context, math.lcm(pace, chunks))
 
 
-def _own_reach(layer: Bijection) -> int:
-    """Positions on either side that one layer looks at."""
+def _own_reach(layer: Bijection) -> tuple[int, int]:
+    """Positions on either side that one layer looks at, and the size of the chunks that it sees them in."""
     if isinstance(layer, ActNorm | GroupedLinear | InvertibleLinear):
-        return 0
+        return 0, 1
     if isinstance(layer, Coupling) and isinstance(layer.split, ChannelSplit) and isinstance(layer.net, WaveNet):
+        own = sum((gate.kernel_size[0] - 1) // 2 * gate.dilation[0] for gate in layer.net.gates)
+        mechanism = getattr(layer.net.attention, "mechanism", None)
         if layer.net.attention is None:
-            return sum((gate.kernel_size[0] - 1) // 2 * gate.dilation[0] for gate in layer.net.gates)
-        raise ValueError("a decoder with attention looks at all frames, and cannot be streamed")
+            return own, 1
+        if isinstance(mechanism, LocalDenseSynthesizer):
+            return own + mechanism.c // 2, 1
+        chunk = mechanism.reach.chunk if isinstance(mechanism, Attention) else None
+        if chunk is not None and chunk[1] is not None:
+            return own + chunk[0] * (chunk[1] + 1) - 1, chunk[0]
+        raise ValueError("a decoder with such an attention looks at all frames and cannot be streamed: use attention = "
+                         "xl_chunks or local_dense")
     raise ValueError(f"a decoder with a {type(layer).__name__} cannot be streamed: how far it looks is not known")
 
 

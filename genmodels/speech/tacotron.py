@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, relu
 
-from genmodels.core.errors import check_temperature
+from genmodels.core.errors import check_temperature, one_of
 from genmodels.core.random import Generator, KeyedGenerator, uniform
+from genmodels.core.tensors import hide
 from genmodels.nn.attention.local_monotonic import LocalMonotonic
-from genmodels.nn.attention.scores import Additive, Location
-from genmodels.nn.attention.seq2seq import Keys, ScoredAttention, Stepwise
-from genmodels.nn.blocks import ChannelNorm, hide, zeroed
+from genmodels.nn.attention.scores import Additive, Location, ScaledDot
+from genmodels.nn.attention.seq2seq import HardAttention, Keys, ScoredAttention, Stepwise
+from genmodels.nn.blocks import ChannelNorm, zeroed
 from genmodels.nn.dropout import Dropout, checked
 from genmodels.speech.text_encoder import TextEncoder
 
@@ -61,15 +62,22 @@ class PostNet(nn.Module):
         return hide(mean + self.last(h), mask)
 
 
-AttentionKind = Literal["additive", "location", "local_monotonic"]
+AttentionKind = Literal["additive", "location", "location_previous", "scaled_dot", "hard", "local_monotonic"]
+
+_ATTENTIONS: dict[str, Callable[[int], Stepwise]] = {
+    "additive": lambda dim: ScoredAttention(dim, 1, Additive(dim, 1)),
+    "location": lambda dim: ScoredAttention(dim, 1, Location(dim, 1)),
+    "location_previous": lambda dim: ScoredAttention(dim, 1, Location(dim, 1, cumulative=False)),
+    "scaled_dot": lambda dim: ScoredAttention(dim, 1, ScaledDot(dim, 1)),
+    "hard": lambda dim: HardAttention(dim, 1),
+    "local_monotonic": lambda dim: LocalMonotonic(dim, 1, max_step=1.0),  # one token a frame at most
+}
 
 _BLOCK = 64  # frames whose dropout is drawn at once
 
 
 def make_attention(kind: str, dim: int) -> Stepwise:
     """The attention of a decoder to a text of `dim` channels, with one head.
-
-    `local_monotonic` moves by one token a frame at most.
 
     Raises:
         ValueError: for an unknown kind.
@@ -78,13 +86,8 @@ def make_attention(kind: str, dim: int) -> Stepwise:
         >>> make_attention("location", 16).score.uses_past
         True
     """
-    if kind == "additive":
-        return ScoredAttention(dim, 1, Additive(dim, 1))
-    if kind == "location":
-        return ScoredAttention(dim, 1, Location(dim, 1))
-    if kind == "local_monotonic":
-        return LocalMonotonic(dim, 1, max_step=1.0)
-    raise ValueError(f"attention must be additive, location or local_monotonic, got {kind!r}")
+    one_of("attention", kind, _ATTENTIONS)
+    return _ATTENTIONS[kind](dim)
 
 
 class Memory(NamedTuple):
@@ -145,7 +148,8 @@ class Tacotron(nn.Module):
 
     Arguments:
         encoder: symbols to h; its head, which makes means for other models, is not used and does not train.
-        attention: `additive`, `location` or `local_monotonic`.
+        attention: `location`; `location_previous` without the sum of earlier weights; `additive`, `scaled_dot`, `hard`
+            or `local_monotonic`.
         hidden: width of the LSTM cells.
         prenet: width of the prenet's two layers.
         dropout: of the prenet.

@@ -1,4 +1,4 @@
-"""What text says of a mel: a mean and a deviation for each token, and how long it lasts."""
+"""Text encoder and duration predictor of the text-to-mel models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from genmodels.nn.blocks import ChannelNorm, hide, zeroed
+from genmodels.core.tensors import hide
+from genmodels.nn.attention_block import AttentionKind
+from genmodels.nn.blocks import ChannelNorm, zeroed
 from genmodels.nn.dropout import Dropout
 from genmodels.nn.transformer import Transformer
 
@@ -52,7 +54,7 @@ class TextEncoder(nn.Module):
     Arguments:
         symbols: how many symbols there are.
         n_mels: channels of mu and log sigma.
-        channels, depth, heads, hidden, window, dropout: of the transformer.
+        channels, depth, heads, hidden, window, dropout, attention: of the transformer.
         speaker_channels: length of the speaker's vector, added to every position; 0 without speakers.
         learn_sigma: whether log sigma is learned too.
 
@@ -78,8 +80,9 @@ class TextEncoder(nn.Module):
         depth: int = 6,
         heads: int = 2,
         hidden: int = 768,
-        window: int = 4,
+        window: int | None = None,
         dropout: float = 0.1,
+        attention: AttentionKind = "shaw_zero",
         learn_sigma: bool = False,
     ):
         super().__init__()
@@ -88,7 +91,7 @@ class TextEncoder(nn.Module):
         nn.init.normal_(self.embedding.weight, 0.0, channels**-0.5)
         self.prenet = Prenet(channels)
         self.transformer = Transformer(
-            channels, depth=depth, heads=heads, hidden=hidden, window=window, dropout=dropout
+            channels, depth=depth, heads=heads, hidden=hidden, window=window, dropout=dropout, attention=attention
         )  # fmt: skip
         self.head = nn.Conv1d(channels, n_mels * (2 if learn_sigma else 1), 1)
         self.speaker = nn.Linear(speaker_channels, channels) if speaker_channels else None

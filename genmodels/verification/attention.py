@@ -197,6 +197,9 @@ MECHANISMS: dict[str, Mechanism] = {
     "Music Transformer": _core(
         lambda dim, heads: MusicTransformer(dim, heads, max_len=8), "relative", "causal", "cache"
     ),
+    "Music Transformer, shared": _core(
+        lambda dim, heads: MusicTransformer(dim, heads, max_len=4, shared=True), "relative", "causal", "cache"
+    ),
     "T5": _core(lambda dim, heads: T5Bias(dim, heads, buckets=8, max_distance=6), "relative"),
     "T5, causal": _core(
         lambda dim, heads: T5Bias(dim, heads, buckets=4, max_distance=6, bidirectional=False),
@@ -213,6 +216,9 @@ MECHANISMS: dict[str, Mechanism] = {
     "mel, Transformer-XL": _core(_mel(TransformerXL), "relative", "2d", "rows", space=(2, 3)),
     "additive": _scored(None, "unordered", "derivatives"),
     "location": _scored(lambda dim, heads: Location(dim, heads, channels=3, kernel=5), "derivatives"),
+    "location, previous": _scored(
+        lambda dim, heads: Location(dim, heads, channels=3, kernel=5, cumulative=False), "derivatives"
+    ),
     "scaled dot": _scored(ScaledDot, "unordered", "derivatives"),
     "hard": _scored(None, "piecewise", kind=HardAttention),
     "local dense": Mechanism(

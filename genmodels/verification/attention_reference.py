@@ -83,7 +83,7 @@ def _shaw_value(position, h, i, j, space):
 
 def _music_score(position, h, q, i, j, space):
     back = min(max(i - j, 0), position.max_len - 1)
-    return q @ position.E[h, position.max_len - 1 - back] / math.sqrt(position.head_dim)
+    return q @ position.E[h if len(position.E) > 1 else 0, position.max_len - 1 - back] / math.sqrt(position.head_dim)
 
 
 def t5_bucket(r: int, buckets: int, max_distance: int, bidirectional: bool) -> int:

@@ -59,7 +59,9 @@ def _filtered(score: Location, previous: Tensor, cumulative: Tensor, j: int) -> 
     for t in range(kernel.shape[-1]):
         at = j + t - kernel.shape[-1] // 2
         if 0 <= at < len(previous):
-            found = found + kernel[:, 0, t] * previous[at] + kernel[:, 1, t] * cumulative[at]
+            found = found + kernel[:, 0, t] * previous[at]
+            if score.cumulative:
+                found = found + kernel[:, 1, t] * cumulative[at]
     return found if isinstance(found, Tensor) else torch.zeros_like(kernel[:, 0, 0])
 
 

@@ -153,6 +153,10 @@ INSTANCES: dict[str, Instance] = {
     "affine-swapped": Instance(lambda: vector_coupling(5, Affine, swap=True), VECTOR_5, identity=True),
     "affine-sigmoid": Instance(lambda: vector_coupling(5, lambda c: Affine(c, scale="sigmoid")), VECTOR_5),
     "affine-tied": Instance(lambda: vector_coupling(5, lambda c: Affine(c, scale="tied")), VECTOR_5, identity=True),
+    "affine-plain": Instance(lambda: vector_coupling(5, lambda c: Affine(c, scale="plain")), VECTOR_5, identity=True),
+    "checkerboard-plain": Instance(
+        lambda: checkerboard_coupling(1, 1, lambda c: Affine(c, scale="plain")), (1, 4, 4), identity=True
+    ),
     "affine-plane": Instance(lambda: vector_coupling(2, Affine), PLANE, identity=True),
     "affine-residual": Instance(lambda: vector_coupling(4, Affine, net=ResidualMLP), (4,), identity=True),
     "affine-labels": Instance(lambda: vector_coupling(5, Affine, cond=LABELS), VECTOR_5, LABELS, identity=True),

@@ -13,6 +13,8 @@ from genmodels.verification.bijections import check_bijection
 #: A coupling network does not know the height of its maps, and `none` is the business of other tests.
 KINDS = [name for name in ATTENTION if name not in ("none", "mel")]
 MAPS = [name for name in KINDS if 2 in ATTENTION[name].dims]
+#: Scores that choose one key have no derivative in evaluation, where checks are made.
+UNSEEN = {"hard": ("dead parameters",)}
 SEQUENCES = [name for name in KINDS if 1 in ATTENTION[name].dims]
 
 
@@ -27,12 +29,14 @@ def coupling(attention, dims, net=ConvNet, split=ChannelSplit):
 
 @pytest.mark.parametrize("attention", MAPS)
 def test_images(attention):
-    check_bijection(coupling(attention, 2), (4, 3, 5), compiler=None).raise_if_failed()
+    report = check_bijection(coupling(attention, 2), (4, 3, 5), compiler=None, without=UNSEEN.get(attention, ()))
+    report.raise_if_failed()
 
 
 @pytest.mark.parametrize("attention", SEQUENCES)
 def test_sequences_with_masks(attention):
-    report = check_bijection(coupling(attention, 1), (4, 7), compiler=None).raise_if_failed()
+    report = check_bijection(coupling(attention, 1), (4, 7), compiler=None, without=UNSEEN.get(attention, ()))
+    report.raise_if_failed()
     assert report["padding"].status == report["masked content"].status == "passed"
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from genmodels.core.tensors import hide
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Additive, Affine, LogisticMixture
 from genmodels.flows.spline import RationalQuadraticSpline
-from genmodels.nn.blocks import hide
 
 CONVOLUTION = {0: None, 1: nn.Conv1d, 2: nn.Conv2d}
 

@@ -16,7 +16,7 @@ from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import Flip
-from genmodels.flows.replay import DriftGauge, Known, smallest_scale
+from genmodels.flows.replay import DriftGauge, LayerInput, smallest_scale
 from tests.flows.gradients import gradients, scattered, worst
 from tests.flows.table import checkerboard_coupling, vector_coupling
 
@@ -134,6 +134,6 @@ def test_smallest_scale_is_that_of_the_jacobian():
     layer = scattered(checkerboard_coupling(1, 0, Affine).double(), 0.3)
     x = torch.randn(2, 1, 4, 4, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(lambda x: layer(x)[0].flatten(), x).view(32, 32)
-    assert smallest_scale(Known(layer, x), rounds=200) == pytest.approx(
+    assert smallest_scale(LayerInput(layer, x), rounds=200) == pytest.approx(
         float(torch.linalg.eigvals(jacobian).abs().min()), rel=0.02
     )

@@ -110,7 +110,7 @@ def test_what_it_cannot_be_told():
         tacotron.sample(1, temperature=-1.0)
     with pytest.raises(InputError, match="has no texts"):
         Tacotron(spec(text=None))
-    with pytest.raises(InputError, match="additive, location or local_monotonic"):
+    with pytest.raises(InputError, match="additive, location, location_previous, scaled_dot, hard, local_monotonic"):
         Tacotron(spec(), attention="dot")
 
 

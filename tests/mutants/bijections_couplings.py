@@ -76,6 +76,47 @@ class WrongMask(Couple):
         return torch.cat([kept, changed * h.exp() + t], dim=1), per_example(h)
 
 
+class Plain(Couple):
+    """A sound coupling with scales of either sign: z2 = s x2 + t, |det| = prod |s|."""
+
+    def __init__(self):
+        super().__init__(4)
+        with torch.no_grad():
+            self.outer.bias.copy_(torch.tensor([-1.5, 1.5, 0.0, 0.0]))  # s before t
+
+    def scales(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """s, log |s| and t."""
+        s, t = self.outer(torch.tanh(self.inner(kept))).to(kept.dtype).chunk(2, dim=1)
+        return s, s.abs().log(), t
+
+    def _forward(self, x, cond, mask):
+        kept, changed = x.split(self.half, dim=1)
+        s, log_s, t = self.scales(kept)
+        return torch.cat([kept, s * changed + t], dim=1), per_example(log_s)
+
+    def _inverse(self, z, cond, mask):
+        kept, changed = z.split(self.half, dim=1)
+        s, log_s, t = self.scales(kept)
+        return torch.cat([kept, (changed - t) / s], dim=1), -per_example(log_s)
+
+
+class SignLost(Plain):
+    """The inverse divides by |s|."""
+
+    def _inverse(self, z, cond, mask):
+        kept, changed = z.split(self.half, dim=1)
+        s, log_s, t = self.scales(kept)
+        return torch.cat([kept, (changed - t) / s.abs()], dim=1), -per_example(log_s)
+
+
+class FlooredDeterminant(Plain):
+    """The log-determinant is that of scales kept away from zero, the map that of the scales themselves."""
+
+    def scales(self, kept):
+        s, _, t = super().scales(kept)
+        return s, (s.abs() + 0.5).log(), t
+
+
 class PerhapsChanged(Couple):
     """What is kept comes out right to fifteen digits, not to the last bit."""
 

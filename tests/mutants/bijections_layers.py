@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Bijection, positions
 from genmodels.flows.composition import Compose
 from genmodels.flows.scaling import Shift
-from genmodels.nn.blocks import hide
 
 
 class Stretch(Bijection):

@@ -11,16 +11,18 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from genmodels.nn import ATTENTION, AttentionBlock, AttentionKind, ConvNet, UNet
+from genmodels.nn import ATTENTION, AttentionBlock, AttentionKind, ConvNet, UNet, attention
 from genmodels.nn.attention import Attention
-from genmodels.nn.attention_block import Places, make_attention
+from genmodels.nn.attention_block import Places, Site, make_attention, make_mechanism
 from genmodels.verification.attention_reference import reference_attention
 
 KINDS = [name for name in ATTENTION if name != "none"]
 CASES = [(name, dims) for name in KINDS for dims in ATTENTION[name].dims]
 SPACES = {1: (7,), 2: (3, 5)}
 #: Kinds that are the core with some position, so that the double loop knows them.
-CORE = [(name, dims) for name, dims in CASES if name not in ("plain", "absolute", "nystrom", "lsh", "local_dense")]
+CORE = [(name, dims) for name, dims in CASES if name not in (
+    "plain", "absolute", "nystrom", "lsh", "local_dense", "additive", "location", "location_previous", "scaled_dot",
+    "hard", "local_monotonic")]  # fmt: skip
 #: Kinds whose maps are padded at the end of the last axis without any effect.
 PADDABLE = [(name, dims) for name, dims in CASES if name != "swin2d"]
 
@@ -45,6 +47,36 @@ def gap(a, b):
 
 def test_the_annotation_lists_the_table():
     assert list(get_args(AttentionKind)) == list(ATTENTION)
+
+
+#: Where each public attention of `genmodels.nn.attention` is chosen by name.
+CHOSEN = {
+    "Attention": "plain", "TransformerXL": "xl", "Shaw": "shaw", "MusicTransformer": "music", "T5Bias": "t5",
+    "ALiBi": "alibi", "Rotary": "rope", "Rotary2d": "rope2d", "Swin2d": "swin2d", "MelPosition": "mel", "LSH": "lsh",
+    "Nystrom": "nystrom", "LocalDenseSynthesizer": "local_dense", "LocalMonotonic": "local_monotonic",
+    "HardAttention": "hard", "ScoredAttention": "additive", "Additive": "additive", "Location": "location",
+    "ScaledDot": "scaled_dot",
+}  # fmt: skip
+#: What is made to be derived from.
+BASES = {"Position", "DistanceBias", "Score"}
+
+
+def test_every_public_attention_can_be_chosen():
+    kinds = {name for name in attention.__all__ if isinstance(cls := getattr(attention, name), type)
+             and issubclass(cls, nn.Module)}  # fmt: skip
+    assert kinds == {*CHOSEN, *BASES}
+    for name, chosen in CHOSEN.items():
+        dims = ATTENTION[chosen].dims[-1]
+        made = make_mechanism(chosen, 8, 2, Site(dims, (4, 4) if dims == 2 else None))
+        assert any(type(part).__name__ == name for part in made.modules()), name
+
+
+def test_options_that_have_names_of_their_own():
+    made = {name: make_mechanism(name, 8, 2, Site(1)) for name in ATTENTION if 1 in ATTENTION[name].dims}
+    assert len(made["music"].position.E) == len(made["shaw"].position.keys) == 2
+    assert len(made["music_shared"].position.E) == len(made["shaw_shared"].position.keys) == 1
+    assert made["location"].score.cumulative and not made["location_previous"].score.cumulative
+    assert made["xl_chunks"].reach.chunk == (16, 1) and made["xl"].reach.everywhere
 
 
 # ---- what a block is ----
@@ -118,7 +150,8 @@ def test_only_blocks_without_positions_are_blind_to_order(name, dims):
 
     difference = gap(block(shuffled(x)), shuffled(block(x)))
     # Twelve positions are as many landmarks, and one chunk.
-    assert difference < 1e-10 if name in ("plain", "nystrom", "lsh") else difference > 1e-3
+    blind = ("plain", "nystrom", "lsh", "additive", "scaled_dot", "hard")
+    assert difference < 1e-10 if name in blind else difference > 1e-3
 
 
 @pytest.mark.parametrize("name, dims", CASES)
@@ -136,7 +169,7 @@ def test_other_resolutions(name, dims):
             assert torch.equal(other(x), y)
 
 
-@pytest.mark.parametrize("name", ["rope2d", "mel", "rope", "xl", "absolute"])
+@pytest.mark.parametrize("name", ["rope2d", "mel", "rope", "xl", "shaw", "music", "t5", "alibi", "absolute"])
 def test_a_shift_of_the_content(name):
     """Relative blocks give a shifted map the shifted output, as far as nothing falls off; absolute ones do not."""
     block = build(name, 2, (3, 6))
@@ -202,7 +235,7 @@ def test_training_is_the_same_function(name, dims):
 
 @pytest.mark.parametrize("name, dims", CASES)
 def test_gradient_reaches_every_parameter(name, dims):
-    block, x = build(name, dims), example(dims).requires_grad_()
+    block, x = build(name, dims).train(), example(dims).requires_grad_()
     block(x).square().sum().backward()
     assert x.grad.isfinite().all()
     unreached = [n for n, p in block.named_parameters() if p.grad is None or not p.grad.abs().max() > 1e-9]
@@ -260,6 +293,30 @@ def test_in_a_unet(name, event_shape):
         assert y.isfinite().all() and y.shape[2:] == size[-dims:]
 
 
+@pytest.mark.parametrize("name, dims", CASES)
+def test_one_step_of_training_in_a_unet(name, dims):
+    """The gradient reaches the whole network, is finite under a mask, and a small step along it lowers the loss."""
+    torch.manual_seed(0)
+    shape = (1, 6, 6) if dims == 2 else (2, 13)
+    net = UNet(shape, channels=8, multipliers=(1, 2), blocks=1, heads=2, attention=name)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.2)  # what starts at zero would hide what is behind it
+    x, target, log_snr = torch.randn(2, *shape), torch.randn(2, *shape), torch.zeros(2)
+    mask = None
+    if (name, dims) in PADDABLE:
+        mask = (torch.arange(shape[-1]) < torch.tensor([[shape[-1]], [4]]))[:, None]
+
+    def loss():
+        return (net(x, log_snr, None, mask) - target).square().mean()
+
+    before = loss()
+    before.backward()
+    attention = [p for block in net.modules() if isinstance(block, AttentionBlock) for p in block.parameters()]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in [*net.parameters(), *attention])
+    torch.optim.SGD(net.parameters(), lr=1e-4).step()
+    assert loss() < before
+
+
 def test_tables_are_made_for_the_sizes_of_the_levels():
     net = UNet((1, 7, 12), channels=8, multipliers=(1, 2), blocks=1, heads=2, attention="swin2d", attention_at=[7, 4])
     sizes = {name: m.position.size for name, m in net.named_modules() if isinstance(m, Attention)}
@@ -276,6 +333,7 @@ def test_the_default_keeps_its_names():
 
 @pytest.mark.parametrize("make, words", [
     (lambda: make_attention("relative", 8, 2, dims=2), "attention = 'relative' is not one of none, plain, abs"),
+    (lambda: make_attention("musik", 8, 2, dims=2), "is not one of .*; did you mean 'music'"),
     (lambda: make_attention("rope2d", 8, 4, dims=2), "width 2, not a multiple of 4"),
     (lambda: make_attention("xl", 8, 3, dims=1), "heads = 3 does not divide dim = 8"),
     (lambda: make_attention("mel", 8, 2, dims=2), "a network for maps of any height does not know"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.nn import Transformer, transformer
+from genmodels.nn import ATTENTION, Transformer, transformer
 from genmodels.nn.attention import Shaw
 
 LENGTHS = (7, 1, 4)
@@ -91,7 +91,31 @@ def test_traces_without_a_graph_break():
     assert torch.allclose(traced(x, mask), net(x, mask), atol=1e-12)
 
 
+@pytest.mark.parametrize("attention", [name for name, kind in ATTENTION.items() if 1 in kind.dims])
+def test_every_attention_for_sequences(attention):
+    """Padding does not exist, and every parameter is trained; without one the convolutions are left."""
+    net = build(attention=attention, window=None)
+    content, alone, outside = mask_errors(net)
+    assert content == 0 and alone < 1e-12 and outside == 0
+    x, mask = example()
+    net.train()(x, mask).square().sum().backward()
+    unreached = [name for name, p in net.named_parameters() if p.grad is None or not p.grad.abs().max() > 1e-9]
+    assert [name for name in unreached if "project_k.bias" not in name] == []
+    assert (net.layers[0].attention is None) == (attention == "none")
+
+
+def test_the_window_of_shaw():
+    tables = {kind: Transformer(8, depth=1, hidden=4, attention=kind).layers[0].attention.position for kind in
+              ("shaw", "shaw_shared", "shaw_zero")}  # fmt: skip
+    assert {kind: (p.K, p.outside, len(p.keys)) for kind, p in tables.items()} == {
+        "shaw": (16, "clip", 2), "shaw_shared": (16, "clip", 1), "shaw_zero": (4, "zero", 1)}  # fmt: skip
+    assert Transformer(8, depth=1, hidden=4, attention="shaw", window=3).layers[0].attention.position.K == 3
+
+
 @pytest.mark.parametrize("make, words", [
+    (lambda: Transformer(8, attention="swin2d"), "'swin2d' is not one of .* for sequences"),
+    (lambda: Transformer(8, attention="shaw_zeros"), "did you mean 'shaw_zero'"),
+    (lambda: Transformer(8, attention="rope", window=4), "window = 4 is for attention = shaw, .* not rope"),
     (lambda: Transformer(8, kernel_size=4), "kernel_size = 4 must be odd"),
     (lambda: Transformer(8, heads=3), "heads = 3 does not divide dim = 8"),
     (lambda: Transformer(8, hidden=4)(torch.zeros(2, 5, 8)), r"takes x \(B, 8, T\), got \(2, 5, 8\)"),

@@ -32,10 +32,14 @@ def awake(module: torch.nn.Module, size: float = 0.2) -> torch.nn.Module:
     return module
 
 
-def decoder(dtype=torch.float64, *, steps: int = 2, depth: int = 2, kernel_size: int = 3, speakers: int = 0) -> Compose:
+def decoder(
+    dtype=torch.float64, *, steps: int = 2, depth: int = 2, kernel_size: int = 3, speakers: int = 0,
+    attention: str = "none",
+) -> Compose:  # fmt: skip
     torch.manual_seed(0)
     cond = Condition("vector", speakers) if speakers else None
-    found = mel_decoder(4, steps=steps, hidden=8, depth=depth, kernel_size=kernel_size, cond=cond).eval()
+    found = mel_decoder(4, steps=steps, hidden=8, depth=depth, kernel_size=kernel_size, cond=cond,
+                        attention=attention).eval()
     found.initialize(torch.randn(4, 4, 60) * 2 + 1, torch.randn(4, speakers) if speakers else None)
     return awake(found).to(dtype)
 
@@ -81,6 +85,21 @@ def test_a_shorter_context_is_seen(monkeypatch):
     monkeypatch.setattr(streaming, "reach", lambda decoder: Reach(9, 1))
     with pytest.raises(ValueError, match="divisible by 2"):
         list(stream_decoder(flow, z, chunk=8))
+
+
+@pytest.mark.parametrize(("attention", "expected"), [("xl_chunks", Reach(132, 32)), ("local_dense", Reach(36, 2))])
+def test_attention_of_a_bounded_reach_is_streamed(attention, expected, monkeypatch):
+    """Transformer-XL in chunks: pieces that begin where chunks do are the whole, and no others."""
+    flow, z = decoder(attention=attention), torch.randn(1, 4, 400, dtype=torch.float64)
+    assert reach(flow) == expected  # two couplings of 2 + 31 or 2 + 7 positions, two frames each
+    whole, _ = flow.inverse(z)
+    for chunk in (40, 64):
+        torch.testing.assert_close(torch.cat(list(stream_decoder(flow, z, chunk=chunk)), 2), whole, atol=1e-9, rtol=0)
+    monkeypatch.setattr(streaming, "reach", lambda decoder: Reach(4, 2))
+    assert (torch.cat(list(stream_decoder(flow, z, chunk=40)), 2) - whole).abs().max() > 1e-6
+    if attention == "xl_chunks":  # far enough, but not where chunks begin
+        monkeypatch.setattr(streaming, "reach", lambda decoder: Reach(132, 2))
+        assert (torch.cat(list(stream_decoder(flow, z, chunk=40)), 2) - whole).abs().max() > 1e-6
 
 
 def model(dtype=torch.float64) -> GlowTTS:
@@ -148,7 +167,7 @@ def test_bad_input():
         next(stream(tts, tokens, generator=keyed([0]), chunk=0))
     split = ChannelSplit(4)
     net = WaveNet(2, 4, hidden=8, depth=1, attention="plain", heads=2)
-    with pytest.raises(ValueError, match="attention looks at all"):
+    with pytest.raises(ValueError, match="looks at all frames and cannot be streamed: use attention = xl_chunks"):
         reach(Compose([Coupling(split, Affine(2), net)], (4, None)))
     with pytest.raises(ValueError, match="Flip cannot be streamed"):
         reach(Compose([Flip(4)], (4, None)))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from genmodels.nn.attention.local_monotonic import LocalMonotonic
 from genmodels.nn.attention.seq2seq import ScoredAttention
-from genmodels.speech.tacotron import Tacotron, make_attention
+from genmodels.speech.tacotron import AttentionKind, Tacotron, make_attention
 from genmodels.speech.text_encoder import TextEncoder
 from tests.speech.test_glow_tts import SYMBOLS, keyed, padded
 from tests.speech.test_streaming import awake
 
-KINDS = ("additive", "location", "local_monotonic")
+KINDS = get_args(AttentionKind)
 
 
 def model(attention: str = "location", **changed) -> Tacotron:
@@ -45,8 +46,8 @@ def test_teacher_forcing_is_free_running_fed_the_truth(attention, monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
     # Another draw of the prenet's dropout is another mel.
     assert (fed(taco, y, tokens, keyed([0, 2]))[0][1] - forced.mean[1]).abs().max() > 1e-3
-    if attention == "additive":
-        return  # it does not ask where it looked before
+    if attention in ("additive", "scaled_dot", "hard"):
+        return  # they do not ask where they looked before
     kind = LocalMonotonic if attention == "local_monotonic" else ScoredAttention
     step = kind.step
     monkeypatch.setattr(kind, "step", lambda self, q, m, k, state, mask: (*step(self, q, m, k, state, mask)[:2], state))
@@ -208,7 +209,7 @@ def test_the_postnet_leaves_the_means_their_gradient():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="additive, location or local_monotonic"):
+    with pytest.raises(ValueError, match="additive, location, location_previous, scaled_dot, hard, local_monotonic"):
         make_attention("dot", 8)
     with pytest.raises(ValueError, match="dropout"):
         model(dropout=1.0)

@@ -5,7 +5,7 @@
     TransformerXL, Shaw, MusicTransformer, T5Bias, ALiBi, Rotary      along a sequence
     Swin2d, Rotary2d, MelPosition                                     on maps
 
-Mechanisms beside the core, with the same signature and the same masks:
+Other mechanisms, with the same signature and the same masks:
 
     ScoredAttention(dim, heads, score)   of a decoder to a memory; Additive, Location, ScaledDot
     HardAttention(dim, heads, score)     to one key, straight through

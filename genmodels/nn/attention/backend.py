@@ -1,4 +1,4 @@
-"""The ways to the same numbers: torch's fused attention, the explicit softmax, FlexAttention; and the choice."""
+"""Implementations of softmax attention (fused SDPA, explicit, FlexAttention), and the choice between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BACKENDS = ("auto", "sdpa", "explicit", "flex")
 
 
 class Path(NamedTuple):
-    """What a call will run: `sdpa`, `explicit` or `flex`, why, and the bytes it needs beside q, k, v and the result."""
+    """What a call will run: `sdpa`, `explicit` or `flex`, why, and its memory in bytes beyond q, k, v and y."""
 
     kind: str
     reason: str
@@ -66,7 +66,7 @@ def choose(backend: str, derivatives: int, position: Position, device_type: str)
 def count(
     kind: str, reason: str, position: Position, reach: Reach, batch: int, Lq: int, Lk: int, size: int, masked: bool
 ) -> Path:
-    """The path with its bytes beside q, k, v and the result; `size` is that of one number in bytes."""
+    """The path with its bytes in addition to q, k, v and the result; `size` is that of one number in bytes."""
     turned = batch * position.dim * (Lq + Lk) * size if position.rotates else 0
     if kind == "flex":
         return Path(kind, reason, turned + position.heads * (Lq + Lk) * 4)

@@ -95,7 +95,7 @@ def check_call(
         raise ValueError("a cache is for self-attention along a sequence, not for " +
                          ("a memory" if memory is not None else f"maps ({name})"))  # fmt: skip
     if offset:
-        raise ValueError(f"the cache knows where x begins: leave offset = {offset} out")
+        raise ValueError(f"the cache says where x begins: leave offset = {offset} out")
     if mask is not None and mask.dim() != 3:
         raise ValueError(f"with a cache the mask says which new keys are valid, (B, 1, L), got {tuple(mask.shape)}")
     if cache.k.shape[0] != len(x):
@@ -250,7 +250,7 @@ class Attention(nn.Module):
         batch: int = 1,
         masked: bool = False,
     ) -> paths.Path:
-        """The path that such a call takes, why, and the bytes it needs beside q, k, v and the result.
+        """The path that such a call takes, why, and the bytes it needs in addition to q, k, v and the result.
 
         Arguments:
             Lq, Lk: numbers of queries and keys.

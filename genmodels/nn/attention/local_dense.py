@@ -1,4 +1,4 @@
-"""Local dense synthesizer attention: weights over the neighbours that a position makes up by itself."""
+"""Local dense synthesizer attention: weights over the neighbours, computed from each position alone."""
 
 from __future__ import annotations
 

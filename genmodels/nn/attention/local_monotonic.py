@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 
 class LocalMonotonic(Stepwise):
-    """Attention around a position that every query moves forward, by as much as the query says.
+    """Attention around a position that every query moves forward by a step computed from it.
 
         p_t = min(p_{t-1} + dp_t, T - 1),    dp_t = exp(z_t) or max_step sigmoid(z_t),    z_t = V_p^T tanh(W_p h_t)
         a_N(s) = lam_t exp(-(s - p_t)^2 / (2 sigma^2)) where |s - p_t| <= 2 sigma,    lam_t = exp(V_l^T tanh(W_l h_t))

@@ -1,4 +1,4 @@
-"""What the mechanisms beside the core have in common: their sizes, their bill, and the call of a whole sequence."""
+"""Common parts of the mechanisms other than the core: checked inputs, sizes, cost, the call of a whole sequence."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
         return not (self.x.shape[1] and self.source.shape[1])
 
     def unseen(self, values: Tensor) -> Tensor:
-        """Projected keys or values `(B, H, Lk, d)` with zeros where a full mask lets nobody look."""
+        """Projected keys or values `(B, H, Lk, d)` with zeros where a full mask lets no query attend."""
         if self.full is None:
             return values
         seen = self.full.any((1, 2)).expand(len(values), values.shape[2])
@@ -137,7 +137,7 @@ class Mechanism(nn.Module):
         batch: int = 1,
         masked: bool = False,
     ) -> Path:
-        """The path that such a call takes, why, and the bytes it needs beside projections and the result.
+        """The path that such a call takes, why, and the bytes it needs in addition to projections and the result.
 
         Arguments:
             Lq, Lk: numbers of queries and keys.

@@ -1,4 +1,4 @@
-"""What a position scheme may answer, and nothing else; the core asks and adds up."""
+"""Interface of position schemes (rotation, biases of query, score and value), distances, shift and sinusoids."""
 
 from __future__ import annotations
 

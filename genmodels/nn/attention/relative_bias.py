@@ -1,4 +1,4 @@
-"""Linear distance bias: ALiBi."""
+"""Biases by distance or by place, added to the logits: ALiBi, T5, Swin, and the axes of a mel-spectrogram."""
 
 from __future__ import annotations
 

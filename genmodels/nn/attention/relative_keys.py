@@ -1,4 +1,4 @@
-"""Relative keys and values of Shaw et al.: a learned vector for each distance of a window."""
+"""Relative keys: a vector for each distance, learned (Shaw, Music Transformer) or of sinusoids (Transformer-XL)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shaw(Position):
         shared: one table for all heads.
         cross: whether queries and keys of two sequences share one clock.
 
-    Shapes: tables `(H or 1, 2K + 1, d)`, normal of standard deviation d^-1/2; row K is distance 0.
+    Shapes: tables `(H or 1, 2K + 1, d)`, Gaussian of standard deviation d^-1/2; row K is distance 0.
     Errors: ValueError for K < 0 or an unknown `outside`.
     Source: Shaw et al. 2018, section 3.2 (clip); Kim et al. 2020 (Glow-TTS), appendix A (zero, K = 4).
 
@@ -68,9 +68,9 @@ class Shaw(Position):
         if outside not in ("clip", "zero"):
             raise ValueError(f"outside must be clip or zero, got {outside!r}")
         self.K, self.outside, self.adds_values = K, outside, values
-        shape, deviation = (1 if shared else heads, 2 * K + 1, self.head_dim), self.head_dim**-0.5
-        self.keys = nn.Parameter(torch.randn(shape) * deviation)
-        self.values = nn.Parameter(torch.randn(shape) * deviation) if values else None
+        shape, std = (1 if shared else heads, 2 * K + 1, self.head_dim), self.head_dim**-0.5
+        self.keys = nn.Parameter(torch.randn(shape) * std)
+        self.values = nn.Parameter(torch.randn(shape) * std) if values else None
 
     def rows(self, Lq: int, Lk: int | None = None, q0: int = 0, k0: int = 0, *, device=None) -> Tensor:
         """The row of the tables for each query and key: min(max(r, -K), K) + K."""
@@ -107,9 +107,10 @@ class MusicTransformer(Position):
     Arguments:
         dim, heads: as in the attention it serves.
         max_len: number of distances with a vector of their own.
+        shared: one E for all heads.
         cross: whether queries and keys of two sequences share one clock.
 
-    Shapes: E `(H, max_len, d)`, normal of standard deviation d^-1/2. Errors: ValueError for max_len < 1.
+    Shapes: E `(H or 1, max_len, d)`, Gaussian of standard deviation d^-1/2. Errors: ValueError for max_len < 1.
     Source: Huang et al. 2018, section 3.4.
 
     Example:
@@ -120,12 +121,12 @@ class MusicTransformer(Position):
     score = "content"
     past_only = True
 
-    def __init__(self, dim: int, heads: int, *, max_len: int = 512, cross: bool = False):
+    def __init__(self, dim: int, heads: int, *, max_len: int = 512, shared: bool = False, cross: bool = False):
         super().__init__(dim, heads, cross=cross)
         if max_len < 1:
             raise ValueError(f"max_len must be at least 1, got {max_len}")
         self.max_len = max_len
-        self.E = nn.Parameter(torch.randn(heads, max_len, self.head_dim) * self.head_dim**-0.5)
+        self.E = nn.Parameter(torch.randn(1 if shared else heads, max_len, self.head_dim) * self.head_dim**-0.5)
 
     def score_bias(self, q: Tensor, q0: int, k0: int, Lq: int, Lk: int, space: Space | None = None) -> Tensor:
         q = q / math.sqrt(self.head_dim)

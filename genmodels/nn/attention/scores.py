@@ -129,7 +129,7 @@ class Additive(Score):
 class Location(Additive):
     """The additive score that also sees where the queries before it looked.
 
-        e_ij = w^T tanh(W s_i + V h_j + U f_ij + b),    f_i = F * (a_{i-1}, sum_{k<i} a_k)
+        e_ij = w^T tanh(W s_i + V h_j + U f_ij + b),    f_i = F * (a_{i-1}, sum_{k<i} a_k), or F * a_{i-1}
 
     F is a convolution along the keys, padded with zeros. Queries are scored one after the other.
 
@@ -138,9 +138,11 @@ class Location(Additive):
         hidden: width n of the hidden layer of each head, D / H by default.
         channels: number of filters of F.
         kernel: their length, odd, so that a filter has a middle.
+        cumulative: whether the filters see the sum of all weights so far too, or those of the last query alone.
 
     Errors: ValueError for an even kernel, for channels or hidden < 1.
-    Source: Chorowski et al. 2015, equations 8 and 9; the sum of weights: Shen et al. 2018 (Tacotron 2), section 2.2.
+    Source: Chorowski et al. 2015, equations 8 and 9 (`cumulative=False`); the sum of weights: Shen et al. 2018
+        (Tacotron 2), section 2.2.
 
     Example:
         >>> score, memory = Location(8, 2, channels=3, kernel=5), torch.randn(3, 6, 8)
@@ -151,18 +153,29 @@ class Location(Additive):
 
     uses_past = True
 
-    def __init__(self, dim: int, heads: int, *, hidden: int | None = None, channels: int = 32, kernel: int = 31):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        hidden: int | None = None,
+        channels: int = 32,
+        kernel: int = 31,
+        cumulative: bool = True,
+    ):
         super().__init__(dim, heads, hidden=hidden)
         if kernel < 1 or kernel % 2 == 0:
             raise ValueError(f"kernel must be odd, so that a filter has a middle, got {kernel}")
         if channels < 1:
             raise ValueError(f"channels must be at least 1, got {channels}")
-        self.filters = nn.Conv1d(2, channels, kernel, padding=kernel // 2, bias=False)
+        self.cumulative = cumulative
+        self.filters = nn.Conv1d(2 if cumulative else 1, channels, kernel, padding=kernel // 2, bias=False)
         self.project_location = nn.Parameter(torch.randn(heads, channels, self.hidden) * channels**-0.5)
 
     def features(self, past: Past) -> Tensor:
         """U f of the next query, `(B, H, Lk, n)`."""
-        seen = torch.stack([past.previous, past.cumulative], dim=2).flatten(0, 1)  # (B H, 2, Lk)
+        seen = torch.stack([past.previous, past.cumulative] if self.cumulative else [past.previous], dim=2)
+        seen = seen.flatten(0, 1)  # (B H, 2 or 1, Lk)
         found = self.filters(seen.to(self.filters.weight.dtype))
         found = found.unflatten(0, (len(past.previous), self.heads))  # (B, H, channels, Lk)
         return found.mT @ self.project_location

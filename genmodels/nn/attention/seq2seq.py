@@ -46,7 +46,7 @@ class Stepwise(Mechanism):
 
         Arguments:
             cache: where earlier queries of the same memory came to; `start` begins one.
-            offset: absolute index of the first query, which nothing here asks for: the state knows.
+            offset: absolute index of the first query; unused, since the state holds it.
         """
         given = admit(self, x, memory, mask, memory_mask, cache, full=self.full, carries=self.state)
         y, _, state = self._attend(given, self._keys(given), cache)
@@ -130,7 +130,7 @@ class ScoredAttention(Stepwise):
         self.project_out = nn.Linear(dim, dim, bias=bias)
 
     def start(self, memory: Tensor) -> Past:
-        """The state before the first query: nobody has looked anywhere."""
+        """The state before the first query: no weights yet."""
         nowhere = wide(memory).new_zeros(len(memory), self.heads, memory.shape[1])
         return Past(nowhere, nowhere)
 
@@ -208,17 +208,19 @@ def straight_through(logits: Tensor, allowed: Tensor | None = None) -> Tensor:
 class HardAttention(ScoredAttention):
     """Attention to a single key: the value of the one with the largest score, with the derivatives of the soft mean.
 
-        a_i = one-hot(argmax_j z_ij),    da_i := d softmax_j(z_ij),    z = e / temperature
+        a_i = one-hot(argmax_j z_ij),    in training da_i := d softmax_j(z_ij),    z = e / temperature
 
-    With a generator the choice is drawn in training, by noise on the scores: z = (e + Gumbel noise) / temperature, so
-    that key j is chosen with probability softmax(e)_j. In evaluation it is the largest score, the first of equals.
+    In evaluation the derivative is that of the function itself, through the values alone, so that divergences and
+    log-determinants of networks that hold this are their own. With a generator the choice is drawn in training, by
+    noise on the scores: z = (e + Gumbel noise) / temperature, so that key j is chosen with probability softmax(e)_j. In
+    evaluation it is the largest score, the first of equals.
 
     Arguments:
         dim: width D of x, memory and y.
         heads: number of heads; divides D.
         score: score function, built for the same dim and heads; `Additive` by default.
         temperature: of the softmax that lends its derivatives.
-        generator: where the noise comes from; None is for no noise.
+        generator: where the noise comes from in training; None is for no noise.
         bias: whether the projections of values and output have biases.
 
     Shapes: as in `ScoredAttention`. Errors: ValueError for a temperature that is not positive.
@@ -250,4 +252,6 @@ class HardAttention(ScoredAttention):
             u = uniform(logits.shape, self.generator, dtype=logits.dtype, device=logits.device)
             u = u.clamp(torch.finfo(u.dtype).tiny, 1 - torch.finfo(u.dtype).eps)
             logits = logits - torch.log(-torch.log(u))
+        if not self.training:
+            return one_hot_of_largest(logits, allowed)
         return straight_through(logits / self.temperature, allowed)

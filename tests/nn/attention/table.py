@@ -74,6 +74,7 @@ CASES = [
     Case("shaw zero", lambda D, H: Shaw(D, H, K=2, outside="zero", shared=True)),
     Case("shaw keys", lambda D, H: Shaw(D, H, K=2, values=False)),
     Case("music", lambda D, H: MusicTransformer(D, H, max_len=16)),
+    Case("music shared", lambda D, H: MusicTransformer(D, H, max_len=4, shared=True)),
     Case("music short", lambda D, H: MusicTransformer(D, H, max_len=3)),
     Case("t5", lambda D, H: T5Bias(D, H, buckets=8, max_distance=6)),
     Case("t5 one way", lambda D, H: T5Bias(D, H, buckets=4, max_distance=6, bidirectional=False)),
@@ -99,7 +100,7 @@ class Mechanism:
     """A mechanism beside the core.
 
     cross: takes a memory; pairs: takes full masks; carries: can go on step by step along a memory; sums: the weights of
-    a query sum to 1; equivariant: to permutations; differentiable: its derivatives are those of its values.
+    a query sum to 1; equivariant: to permutations.
     """
 
     name: str
@@ -109,7 +110,6 @@ class Mechanism:
     carries: bool = False
     sums: bool = True
     equivariant: bool = False
-    differentiable: bool = True
 
     def build(self, *, seed: int = 0, dtype=torch.float64, replaced: Callable | None = None, **options):
         """A module with every parameter random; `replaced` stands in for its class."""
@@ -131,9 +131,10 @@ ROUGH = {"sums": False}  # weights that only approach those of a mean
 MECHANISMS = [
     Mechanism("additive", scored(lambda: Additive(DIM, HEADS, hidden=3)), equivariant=True, **STEPS),
     Mechanism("location", scored(lambda: Location(DIM, HEADS, channels=2, kernel=3)), **STEPS),
-    Mechanism("scaled dot", scored(lambda: ScaledDot(DIM, HEADS)), equivariant=True, **STEPS),
-    Mechanism("hard", scored(lambda: Additive(DIM, HEADS), HardAttention), equivariant=True, differentiable=False,
+    Mechanism("location previous", scored(lambda: Location(DIM, HEADS, channels=2, kernel=3, cumulative=False)),
               **STEPS),
+    Mechanism("scaled dot", scored(lambda: ScaledDot(DIM, HEADS)), equivariant=True, **STEPS),
+    Mechanism("hard", scored(lambda: Additive(DIM, HEADS), HardAttention), equivariant=True, **STEPS),
     Mechanism("local dense", module(LocalDenseSynthesizer, c=3), **LONE),
     Mechanism("local dense even", module(LocalDenseSynthesizer, c=4), **LONE),
     Mechanism("local dense zero", module(LocalDenseSynthesizer, c=4, boundary="zero"), sums=False, **LONE),

@@ -35,6 +35,14 @@ def test_causality_is_forced_and_longer_inputs_work():
     assert {n: tuple(t.shape) for n, t in attention.position.state_dict().items()} == {"E": (2, 4, 4)}
 
 
+def test_heads_can_share_one_table():
+    shared, own = MusicTransformer(8, 2, max_len=4, shared=True), MusicTransformer(8, 2, max_len=4)
+    assert shared.E.shape == (1, 4, 4)
+    own.load_state_dict({"E": shared.E.detach().expand(2, -1, -1)})
+    q = torch.randn(3, 2, 6, 4)
+    assert torch.equal(shared.score_bias(q, 0, 0, 6, 6), own.score_bias(q, 0, 0, 6, 6))
+
+
 def test_errors():
     with pytest.raises(ValueError, match="max_len must be at least 1"):
         MusicTransformer(8, 2, max_len=0)

@@ -49,6 +49,18 @@ def test_location_by_hand():
     assert worst(e, torch.tanh(0.5 + 1 + f)) < 1e-12
 
 
+def test_location_without_the_sum_sees_the_last_weights_alone():
+    score = Location(8, 2, channels=3, kernel=3, cumulative=False).double()
+    assert score.filters.weight.shape == (3, 1, 3)
+    past, other = Past(draw(1, 2, 6), draw(1, 2, 6, seed=2)), Past(draw(1, 2, 6), draw(1, 2, 6, seed=3))
+    assert torch.equal(score.features(past), score.features(other))
+    both = Location(8, 2, channels=3, kernel=3).double()
+    with torch.no_grad():  # the same score with the sum's filters at zero
+        both.load_state_dict(score.state_dict() | {"filters.weight": torch.zeros(3, 2, 3)})
+        both.filters.weight[:, :1] = score.filters.weight
+    assert worst(both.features(past), score.features(past)) < 1e-12
+
+
 @pytest.mark.parametrize("name", ["additive", "location", "scaled dot"])
 @torch.no_grad()
 def test_zero_weights_give_the_mean_over_valid_keys(name):

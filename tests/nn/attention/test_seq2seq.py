@@ -42,7 +42,7 @@ def test_the_module_has_the_derivatives_of_the_soft_one():
     soft = ScoredAttention(8, 2, Additive(8, 2)).double()
     soft.load_state_dict(hard.state_dict())
     x, memory = draw(2, 3, 8), draw(2, 5, 8, seed=2)
-    got, wanted = (torch.autograd.grad(attention(x, memory)[0].sum(), list(attention.score.parameters()))
+    got, wanted = (torch.autograd.grad(attention.train()(x, memory)[0].sum(), list(attention.score.parameters()))
                    for attention in (hard, soft))  # fmt: skip
     assert max(worst(a, b) for a, b in zip(got, wanted, strict=True)) < 1e-12
     assert hard.weights(x, memory).detach().unique().tolist() == [0, 1]
