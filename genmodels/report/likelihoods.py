@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from genmodels.evaluation.report import gap_of, parts_of_error
-from genmodels.report.plot import Field, Rule, Series, plot
-from genmodels.report.view import (
+from genmodels.report.figures import Field, Figure, Rule, Series, figure
+from genmodels.report.parts import (
     KINDS,
     UNITS,
-    Markup,
+    Gallery,
+    Listing,
     Model,
+    Pictures,
+    Text,
     address,
-    density_map,
     facts,
     grouped,
     is_image,
-    listing,
     number,
-    tag,
     tiles,
     typeset,
     unit_of,
@@ -30,13 +30,13 @@ _BINS = 40
 _TAIL = 0.002  # share of items beyond either end of a histogram that may fall into its last bin
 
 
-def headline(models: list[Model]) -> Markup:
-    """The first likelihood of every model with its kind in words."""
+def headline(models: list[Model]) -> list[tuple[str, str, str]]:
+    """The name of every model, its first likelihood, and the kind of that in words."""
     entries = []
     for model in models:
         line = next(iter(model.likelihoods), None)
         if line is None:
-            entries.append(tag("li", model.name, tag("b", "no likelihood")))
+            entries.append((model.name, "no likelihood", ""))
             continue
         title, meaning, _ = KINDS[line["kind"]]
         label, how = str(line.get("label") or ""), str(line.get("how") or "")
@@ -45,16 +45,15 @@ def headline(models: list[Model]) -> Markup:
         if line["kind"] != "unnormalised":
             said += (f"{recipe}. " if recipe else "") + f"{number(line.get('n'))} items, error over them."
             said += f" {line['unreliable'].capitalize()}." if line.get("unreliable") else ""
-        said = tag("span", said, class_="note")
-        entries.append(tag("li", model.name, tag("b", with_mark(line)), said))
-    return tag("ul", *entries, class_="headline")
+        entries.append((model.name, with_mark(line), said))
+    return entries
 
 
-def main_table(table: dict, models: list[Model]) -> Markup | None:
+def main_table(table: dict, models: list[Model]) -> list[Listing]:
     """The rows of the table, in groups of one kind, best first within each where a ranking is known."""
     columns, rows = table.get("columns") or [], table.get("rows") or []
     if not columns or not rows or not models:
-        return None
+        return []
     places = {row: (k, place) for ranking in table.get("ranking") or []
               for k, (place, row) in enumerate(_in_order(ranking.get("order") or []))}
     names = [name or "row" for name in columns]
@@ -82,7 +81,7 @@ def main_table(table: dict, models: list[Model]) -> Markup | None:
     if len(table.get("ranking") or []) == 1 and len(by_kind) > 1 and not own_rank:
         said = "Lines in groups of one kind; what a rank compares is said below"
     ranked = ["rank in its kind"] if own_rank else []
-    return listing([names[heading], *ranked, *(names[other] for other in others)], groups, said)
+    return [Listing([names[heading], *ranked, *(names[other] for other in others)], groups, said)]
 
 
 def _in_order(order: list[list[int]]) -> list[tuple[int, int]]:
@@ -94,7 +93,7 @@ def _in_order(order: list[list[int]]) -> list[tuple[int, int]]:
     return ranks
 
 
-def histograms(models: list[Model], references: list[dict]) -> list[Markup]:
+def histograms(models: list[Model], references: list[dict]) -> list[Text | Figure]:
     """The likelihood of single items, one plot for each kind and unit: other kinds never share an axis."""
     lines = []
     for model in models:
@@ -103,12 +102,12 @@ def histograms(models: list[Model], references: list[dict]) -> list[Markup]:
             if nats is not None:
                 lines.append((model, line, nats))
     hidden = [one for one in lines if not _single(one[1]).get("shown", True)]
-    figures = [tag("p", f"{_name(model, line, lines)}: not drawn, {noise_of(line)}. More draws= or "
-                   "importance_samples= make it smaller.", class_="note") for model, line, _ in hidden]
+    figures: list = [Text(f"{_name(model, line)}: not drawn, {noise_of(line)}. More draws= or importance_samples= make "
+                          "it smaller.") for model, line, _ in hidden]
     drawn = [one for one in lines if _single(one[1]).get("shown", True)]
     for (kind, unit), some in grouped(drawn, lambda one: (one[1]["kind"], unit_of(one[1]))).items():
         costs = [model.per_item(nats)[0] for model, _, nats in some]
-        names = [_name(model, line, some) for model, line, _ in some]
+        names = [_name(model, line) for model, line, _ in some]
         noises = [f"{name}: {noise_of(line)}." for name, (_, line, _) in zip(names, some, strict=True)
                   if _single(line).get("noise")]
         if kind == "unnormalised":  # every energy has a zero of its own
@@ -148,19 +147,19 @@ def _lower(title: str) -> str:
     return title[:1].lower() + title[1:]
 
 
-def _name(model: Model, line: dict, among: list) -> str:
+def _name(model: Model, line: dict) -> str:
     return f"{model.name}, {line['label']}" if line.get("label") else model.name
 
 
 def histogram(
     names: list[str], values: list[np.ndarray], title: str, x_label: str, colours: list[int] | None = None,
     rules: list[Rule] | None = None, noise: str = "",
-) -> Markup:
+) -> Text | Figure:
     """Histograms on common bins, in percent of each one's items; `noise` is said below."""
     finite = [v[np.isfinite(v)] for v in values]
     together = np.concatenate(finite)
     if not len(together):
-        return tag("figure", tag("figcaption", title), tag("p", "No value is finite.", class_="note"))
+        return Text(f"{title}: no value is finite.")
     low = min(np.quantile(v, _TAIL) for v in finite if len(v))
     high = max(np.quantile(v, 1 - _TAIL) for v in finite if len(v))
     room = 0.02 * (high - low) or 0.5
@@ -177,26 +176,19 @@ def histogram(
     notes = [noise, f"Beyond the ends, counted in the last bins: {beyond}." if beyond else "",
              f"Not finite, left out: {lost}." if lost else ""]
     inside = [rule for rule in rules or [] if edges[0] <= rule.at <= edges[-1]]
-    return plot(series, title, x_label, "percent of items", rules=inside, note=" ".join(filter(None, notes)))
+    return figure(series, title, x_label, "percent of items", rules=inside, note=" ".join(filter(None, notes)))
 
 
-def extremes(models: list[Model]) -> list[Markup]:
+def extremes(models: list[Model]) -> list[Gallery]:
     """The least and the most likely items of every model."""
-    parts = []
-    for model in models:
-        figures = []
-        for which in ("least", "most"):
-            entries = (model.get("items", which)) or []
-            if entries:
-                figures.append(_items(model, which, entries))
-        if figures:
-            parts.append(tag("section", tag("h3", model.name), tag("div", *figures, class_="gallery")))
-    return parts
+    found = [(model, [_items(model, which, entries) for which in ("least", "most")
+                      if (entries := model.get("items", which))]) for model in models]
+    return [Gallery(figures, model.name) for model, figures in found if figures]
 
 
-def _items(model: Model, which: str, entries: list[dict]) -> Markup:
+def _items(model: Model, which: str, entries: list[dict]) -> Pictures:
     x = model.array(f"{which}_x")
-    pictures = tiles(x, model.data) if x is not None and is_image(model.data) else None
+    pictures = tiles(x, model.data) if x is not None and is_image(model.data) else []
     nats = [np.nan if entry.get("nats") is None else entry["nats"] for entry in entries]
     costs, unit = model.per_item(np.array(nats))
     errors = -model.per_item(np.array([entry.get("error") or 0.0 for entry in entries]))[0]
@@ -208,13 +200,11 @@ def _items(model: Model, which: str, entries: list[dict]) -> Markup:
     shown = []
     for k, entry in enumerate(entries):
         words = f"item {entry['index']}: {with_error(float(costs[k]), float(errors[k]) or None, 3)}"
-        if pictures is not None and k < len(pictures):
-            alt = f"{which} likely item number {k + 1}, test item {entry['index']}"
-            words = [tag("img", src=address(pictures[k]), alt=alt), words]
-        elif x is not None and k < len(x) and x[k].size <= 4:
+        if not pictures and x is not None and k < len(x) and x[k].size <= 4:
             words += " at (" + ", ".join(f"{v:.2f}" for v in np.ravel(x[k])) + ")"
-        shown.append(tag("li", words))
-    return tag("figure", tag("figcaption", f"{which} likely ({said})"), tag("ul", *shown, class_="items"))
+        shown.append((address(pictures[k]) if k < len(pictures) else None,
+                      f"{which} likely item number {k + 1}, test item {entry['index']}", words))
+    return Pictures(f"{which} likely ({said})", shown)
 
 
 def _parts(line: dict) -> str:
@@ -222,7 +212,7 @@ def _parts(line: dict) -> str:
     return ", ".join(f"{number(part)} {name}" for name, part in parts.items()) if len(parts) > 1 else ""
 
 
-def recipes(models: list[Model]) -> Markup | None:
+def recipes(models: list[Model]) -> list[Listing]:
     """Every likelihood with its kind, errors and how it was made."""
     columns = ["model", "kind", "value", "parts of the error", "KL gap", "bracket", "items", "not finite", "parts",
                "weights", "how it was made", "seconds"]
@@ -240,15 +230,13 @@ def recipes(models: list[Model]) -> Markup | None:
                 ", ".join(f"{name} {value:.1f}" for name, value in (line.get("parts_nats") or {}).items()),
                 made.get("weights") or model.get("checkpoint", "weights"), recipe, number(line.get("seconds"), 1),
             ])
-    if not rows:
-        return None
-    return listing(columns, [(None, rows)], "Every likelihood with its kind, its errors and how it was made "
-                                            "(parts in nats of an item)")
+    caption = "Every likelihood with its kind, its errors and how it was made (parts in nats of an item)"
+    return [Listing(columns, [(None, rows)], caption)] if rows else []
 
 
-def out_of_distribution(models: list[Model]) -> list[Markup]:
+def out_of_distribution(models: list[Model]) -> list[Listing | Gallery]:
     """Histograms with the area under the ROC curve; 0.5 is chance, below it the other data are the likelier ones."""
-    rows, figures = [], []
+    rows, galleries = [], []
     for model in models:
         for k, found in enumerate(model.get("ood") or []):
             name, kind = str(found.get("name")), str(found.get("kind") or "unnormalised")
@@ -267,29 +255,29 @@ def out_of_distribution(models: list[Model]) -> list[Markup]:
             legend = [f"{model.data.get('name')} (test)", name]
             line = next(iter(model.likelihoods), {})  # the line that other data are evaluated by
             noise = "" if line.get("single", {}).get("noise", 0.0) == 0 else f"Of the test items {noise_of(line)}."
+            noise = " ".join(filter(None, [noise, f"{KINDS[kind][1]}."]))
             shown = histogram(legend, values, title, f"{unit} of an item (left: more likely)", noise=noise)
-            figures.append(tag("div", shown, tag("p", KINDS[kind][1] + ".", class_="note"), _likely(model, k, name)))
+            galleries.append(Gallery([shown, *_likely(model, k, name)]))
     if not rows:
         return []
     columns = ["model", "kind", "likelihood", "AUROC", "mean inside", "mean outside", "unit", "items", "verdict"]
     caption = "Whether the likelihood tells other data from the test items: AUROC 1 always, 0.5 by chance, 0 never"
-    return [listing(columns, [(None, rows)], caption), tag("div", *figures, class_="gallery") if figures else None]
+    return [Listing(columns, [(None, rows)], caption), *galleries]
 
 
-def _likely(model: Model, k: int, name: str) -> Markup | None:
+def _likely(model: Model, k: int, name: str) -> list[Pictures]:
     x = model.array(f"ood_{k}_x")
     if x is None or not is_image(model.data) or list(x.shape[1:]) != list(model.data["event_shape"]):
-        return None
-    shown = [tag("li", tag("img", src=address(tile), alt=f"likely item {i + 1} of {name}"))
-             for i, tile in enumerate(tiles(x, model.data))]
-    return tag("figure", tag("figcaption", f"the most likely items of {name}"), tag("ul", *shown, class_="items"))
+        return []
+    shown = [(address(tile), f"likely item {i + 1} of {name}", "") for i, tile in enumerate(tiles(x, model.data))]
+    return [Pictures(f"the most likely items of {name}", shown)]
 
 
 _POINTS = 1500
 _RESULTS = {"passed": "one", "failed": "not one, the check failed", "not verified": "not settled"}
 
 
-def densities(models: list[Model]) -> list[Markup]:
+def densities(models: list[Model]) -> list[Figure]:
     """The test points, the true density where it is known, and the density of every model."""
     shown = [model for model in models if model.array("density") is not None and model.get("density", "extent")]
     if not shown:
@@ -303,8 +291,8 @@ def densities(models: list[Model]) -> list[Markup]:
     if points is not None:
         points = points[:_POINTS]
         dots = Series("test items", points[:, 0].tolist(), points[:, 1].tolist(), "dots")
-        empty = Field("data:,", tuple(first.get("density", "extent")))
-        figures.append(plot([dots], f"The data: {len(points):,} test items", "", "", field=empty))
+        plane = Field(tuple(first.get("density", "extent")))
+        figures.append(figure([dots], f"The data: {len(points):,} test items", "", "", field=plane))
     if truth:
         figures.append(_map(truth[1], truth[0], top, "The true density", scale))
     for model in shown:
@@ -322,6 +310,8 @@ def _top(log_density: np.ndarray) -> float:
     return float(np.exp(finite.max())) if finite.size else 1.0
 
 
-def _map(log_density: np.ndarray, model: Model, top: float, title: str, note: str) -> Markup:
-    field = Field(address(density_map(log_density, top)), tuple(model.get("density", "extent")))
-    return plot([], title, "", "", field=field, note=note)
+def _map(log_density: np.ndarray, model: Model, top: float, title: str, note: str) -> Figure:
+    with np.errstate(over="ignore"):
+        density = np.exp(np.asarray(log_density, dtype=np.float64))
+    field = Field(tuple(model.get("density", "extent")), density, top)
+    return figure([], title, "", "", field=field, note=note)

@@ -6,19 +6,22 @@ import math
 
 import numpy as np
 
-from genmodels.report.plot import Field, Rule, Series, plot
-from genmodels.report.view import (
-    Markup,
+from genmodels.report.figures import Field, Rule, Series, figure
+from genmodels.report.parts import (
+    Gallery,
+    Listing,
     Model,
+    Pictures,
+    Sheet,
+    Styled,
+    Text,
     address,
     facts,
     grouped,
     is_image,
-    listing,
     number,
     percent,
     sheet,
-    tag,
     tiles,
     with_error,
 )
@@ -28,7 +31,7 @@ _CURVES = {"frechet": "Fr\u00e9chet distance", "kernel": "kernel distance", "pre
            "recall": "recall", "samples_per_second": "samples per second"}
 
 
-def samples(models: list[Model]) -> list[Markup]:
+def samples(models: list[Model]) -> list:
     """A grid of samples of every model: number k of the seed stands at the same place in each."""
     figures = []
     for model in models:
@@ -44,23 +47,23 @@ def samples(models: list[Model]) -> list[Markup]:
             points = Series(model.name, x[:, 0].tolist(), x[:, 1].tolist(), "dots", colour=model.number)
             title = f"{len(x):,} samples of {model.name}"
             note = _numbered(index, len(x)) + recipe
-            figures.append(plot([points], title, "", "", field=_around(x, models), note=note))
+            figures.append(figure([points], title, "", "", field=_around(models), note=note))
     return figures
 
 
-def _around(x: np.ndarray, models: list[Model]) -> Field:
-    every = [a for model in models if (a := model.array(model.get("samples", "x"))) is not None and a.ndim == 2]
-    inside = np.concatenate([*every, x])
+def _around(models: list[Model]) -> Field:
+    """The part of the plane that holds the samples of all models, so that they are compared on one scale."""
+    inside = np.concatenate([a for model in models if (a := model.array(model.get("samples", "x"))) is not None])
     low, high = np.quantile(inside, 0.002, axis=0), np.quantile(inside, 0.998, axis=0)
     room = 0.06 * (high - low) + 1e-9
-    return Field("data:,", (low[0] - room[0], high[0] + room[0], low[1] - room[1], high[1] + room[1]))
+    return Field((low[0] - room[0], high[0] + room[0], low[1] - room[1], high[1] + room[1]))
 
 
 def _numbered(index: np.ndarray | None, count: int) -> str:
     return "" if index is None else f"samples {int(index[0])} to {int(index[count - 1])}, "
 
 
-def _sheet(model: Model, x: np.ndarray, index: np.ndarray | None, recipe: str, alone: bool) -> Markup:
+def _sheet(model: Model, x: np.ndarray, index: np.ndarray | None, recipe: str, alone: bool) -> Sheet:
     cond = model.array(model.get("samples", "cond"))
     classes = model.data.get("num_classes") or 0
     turns = cond is not None and 2 <= classes <= 12 and len(x) > classes
@@ -70,12 +73,11 @@ def _sheet(model: Model, x: np.ndarray, index: np.ndarray | None, recipe: str, a
     pictures = tiles(x[: len(x) // columns * columns] if turns else x, model.data)
     order = f"{'two columns' if columns > classes else 'a column'} for each class" if turns else "row by row"
     alt = f"{len(pictures)} samples of {model.name} in {columns} columns, {order}"
-    return tag("figure", tag("figcaption", model.name),
-               tag("img", src=address(sheet(pictures, columns)), alt=alt, class_="sheet"),
-               tag("p", f"{order}; {_numbered(index, len(pictures))}{recipe}", class_="note"), class_="grid")
+    note = f"{order}; {_numbered(index, len(pictures))}{recipe}"
+    return Sheet(model.name, address(sheet(pictures, columns)), alt, note)
 
 
-def fidelity(models: list[Model], scale: dict | None) -> list[Markup]:
+def fidelity(models: list[Model], scale: dict | None) -> list:
     """Distances of samples to data, one group for each network of features: other networks never share a column."""
     measured = [m for m in models if (m.get("fidelity") or {}).get("network")]
     parts = []
@@ -97,10 +99,10 @@ def fidelity(models: list[Model], scale: dict | None) -> list[Markup]:
         title = f"Features of {name}{own}{note}" + (f", weights {digest[:12]}" if digest else "")
         groups.append((title, rows))
     if groups:
-        parts.append(listing(columns, groups, "Samples against test items, in the features of a named network"))
+        parts.append(Listing(columns, groups, "Samples against test items, in the features of a named network"))
     for model in models:
         if model.get("fidelity", "skipped"):
-            parts.append(tag("p", f"{model.name}: not measured, {model.get('fidelity', 'skipped')}", class_="note"))
+            parts.append(Text(f"{model.name}: not measured, {model.get('fidelity', 'skipped')}"))
     parts += [part for model in measured if (part := _confusion(model)) is not None]
     return parts
 
@@ -130,28 +132,24 @@ def _between(found: dict, key: str = "interval") -> str:
     return "" if low is None else f" ({percent(low)} to {percent(high)})"
 
 
-def _copies(found: dict) -> object:
+def _copies(found: dict) -> str | Styled:
     if not found:
         return ""
     said = found.get("said") or f"{percent(found.get('closer'))} closer than expected"
-    return tag("span", said, class_="bad") if found.get("flagged") else said
+    return Styled(said, "bad") if found.get("flagged") else said
 
 
-def _confusion(model: Model) -> Markup | None:
+def _confusion(model: Model) -> Listing | None:
     counts = model.get("fidelity", "class_accuracy", "confusion")
     if not counts:
         return None
     names = [str(name) for name in model.data.get("class_names") or range(len(counts))]
-    head = tag("tr", tag("td", "asked for"), *(tag("th", name, scope="col") for name in names))
-    rows = [tag("tr", tag("th", name, scope="row"), *(tag("td", number(count)) for count in row))
-            for name, row in zip(names, counts, strict=False)]
-    title = f"Confusion of {model.name}: class asked for (rows), class recognised (columns)"
-    table = tag("table", tag("caption", title), tag("thead", head), tag("tbody", *rows), class_="confusion")
-    return tag("details", tag("summary", f"confusion matrix of {model.name}"),
-               tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=title))
+    rows = [[name, *(number(count) for count in row)] for name, row in zip(names, counts, strict=False)]
+    caption = f"Confusion of {model.name}: class asked for (rows), class recognised (columns)"
+    return Listing(["asked for", *names], [(None, rows)], caption, "confusion", f"confusion matrix of {model.name}")
 
 
-def neighbours(models: list[Model]) -> list[Markup]:
+def neighbours(models: list[Model]) -> list[Pictures]:
     """Samples beside the training items closest to them."""
     parts = []
     for model in models:
@@ -164,13 +162,12 @@ def neighbours(models: list[Model]) -> list[Markup]:
         for k, pair in enumerate(pairs):
             row = f"item {rows[k]}" if k < len(rows) else "an item"
             far = f", distance {distances[k]:.3g}" if k < len(distances) and distances[k] is not None else ""
-            shown.append(tag("li", tag("img", src=address(pair), alt=f"a sample and training {row}"), row + far))
-        caption = f"{model.name}: samples (left) and their nearest training items (right)"
-        parts.append(tag("figure", tag("figcaption", caption), tag("ul", *shown, class_="items")))
+            shown.append((address(pair), f"a sample and training {row}", row + far))
+        parts.append(Pictures(f"{model.name}: samples (left) and their nearest training items (right)", shown))
     return parts
 
 
-def sweeps(models: list[Model]) -> list[Markup]:
+def sweeps(models: list[Model]) -> list:
     """Quality and cost over numbers of steps and temperatures; networks of features and devices are kept apart."""
     curves: dict[tuple, list[Series]] = {}
     rules: dict[tuple, Rule] = {}
@@ -199,12 +196,12 @@ def sweeps(models: list[Model]) -> list[Markup]:
         title = f"{_CURVES[metric].capitalize()} over {key}" + (f" ({apart})" if apart else "")
         far = key == "steps" and min(places) > 0 and max(places) > 8 * min(places)
         label = "steps of the sampler" if key == "steps" else key
-        figures.append(plot(series, title, label, _CURVES[metric], log_x=far, log_y=wide,
-                            rules=[rules[key, metric, apart]] if (key, metric, apart) in rules else []))
+        figures.append(figure(series, title, label, _CURVES[metric], log_x=far, log_y=wide,
+                              rules=[rules[key, metric, apart]] if (key, metric, apart) in rules else []))
     return figures
 
 
-def cost(models: list[Model]) -> Markup | None:
+def cost(models: list[Model]) -> list[Listing]:
     """What a sample costs, one group for each device and setting: other machines never share a column."""
     columns = ["model", "sampler", "steps", "network evaluations a sample", "samples per second", "batch",
                "one sample, median", "95th percentile", "peak memory", "parameters", "training"]
@@ -224,10 +221,10 @@ def cost(models: list[Model]) -> Markup | None:
                 "" if trained is None else f"{trained / 60:.1f} min",
             ])
         groups.append((context or None, rows))
-    return listing(columns, groups, "Cost of sampling and training") if groups else None
+    return [Listing(columns, groups, "Cost of sampling and training")] if groups else []
 
 
-def by_noise_level(models: list[Model]) -> list[Markup]:
+def by_noise_level(models: list[Model]) -> list:
     """The bound of diffusion models over log-SNR: the area under a curve is what the noise levels there cost."""
     curves: dict[str, list[Series]] = {}
     for model in models:
@@ -243,12 +240,12 @@ def by_noise_level(models: list[Model]) -> list[Markup]:
         heights = [float(h) if math.isfinite(h) else None for _, _, h in bins]
         name = f"{model.name} ({float(sum(costs)):.3f} {unit} in all)"
         curves.setdefault(unit, []).append(Series(name, ends, heights, "steps", colour=model.number))
-    return [plot(some, f"Cost of the bound by noise level, {unit}", "log SNR (left: noise, right: data)",
-                 f"{unit} for each unit of log SNR", note="The diffusion terms alone, averaged over the items.")
+    return [figure(some, f"Cost of the bound by noise level, {unit}", "log SNR (left: noise, right: data)",
+                   f"{unit} for each unit of log SNR", note="The diffusion terms alone, averaged over the items.")
             for unit, some in curves.items()]
 
 
-def by_layer(models: list[Model]) -> list[Markup]:
+def by_layer(models: list[Model]) -> list:
     """Drift and log-determinant of the layers of flows, in the order of the data's way."""
     drift, volume, tables = [], [], []
     for model in models:
@@ -268,24 +265,23 @@ def by_layer(models: list[Model]) -> list[Markup]:
              for key, word in (("warn", "warning"), ("fail", "failure")) if limits.get(key)]
     over = [f"{model.name}: first over the limit is {model.get('drift', 'first_over')}." for model in models
             if model.get("drift", "first_over")]
-    figures = [plot(drift, "Drift of each layer", "layer, from data to latents",
-                    "relative error", log_y=True, rules=rules,
-                    note=" ".join([*over, "Layers that lose nothing are not drawn."]))]
+    figures = [figure(drift, "Drift of each layer", "layer, from data to latents", "relative error", log_y=True,
+                      rules=rules, note=" ".join([*over, "Layers that lose nothing are not drawn."]))]
     if volume:
         title = "Log-determinant of each layer"
-        figures.append(plot(volume, title, "layer, from data to latents", "nats per dimension"))
-    return [tag("div", *figures, class_="gallery"), *tables]
+        figures.append(figure(volume, title, "layer, from data to latents", "nats per dimension"))
+    return [Gallery(figures), *tables]
 
 
-def _layers(model: Model, layers: list[dict]) -> Markup:
+def _layers(model: Model, layers: list[dict]) -> Listing:
     rows = [[f"{k}. {one.get('name')}", one.get("kind"), number(one.get("log_det_per_dim")), number(one.get("drift")),
              number(one.get("log_scale"), 2), number(one.get("condition"), 1)] for k, one in enumerate(layers, 1)]
     columns = ["layer", "kind", "log-det per dim", "drift", "largest log-scale", "condition number"]
-    return tag("details", tag("summary", f"the {len(layers)} layers of {model.name}"),
-               listing(columns, [(None, rows)], f"Layers of {model.name}"))
+    summary = f"the {len(layers)} layers of {model.name}"
+    return Listing(columns, [(None, rows)], f"Layers of {model.name}", summary=summary)
 
 
-def by_temperature(models: list[Model]) -> list[Markup]:
+def by_temperature(models: list[Model]) -> list:
     """What annealed importance sampling met on its way from the base to the model."""
     curves: dict[str, list[Series]] = {}
     for model in models:
@@ -294,5 +290,5 @@ def by_temperature(models: list[Model]) -> list[Markup]:
         for key, values in profile.items():
             if key != "betas" and isinstance(values, list) and betas and len(values) == len(betas):
                 curves.setdefault(key, []).append(Series(model.name, betas, values, colour=model.number))
-    return [plot(some, f"Annealing: {name.replace('_', ' ')}", "inverse temperature (0: base, 1: model)",
-                 name.replace("_", " ")) for name, some in curves.items()]
+    return [figure(some, f"Annealing: {name.replace('_', ' ')}", "inverse temperature (0: base, 1: model)",
+                   name.replace("_", " ")) for name, some in curves.items()]

@@ -9,9 +9,10 @@ import re
 import numpy as np
 import pytest
 
+from genmodels.report import page as page_module
 from genmodels.report import render, write_page
+from genmodels.report.figures import DARK, LIGHT, Field, Rule, Series, figure
 from genmodels.report.likelihoods import histogram
-from genmodels.report.page import DARK, LIGHT
 from tests.report import example
 from tests.report.browser import CHROMIUM, Browser
 
@@ -61,16 +62,16 @@ def check_closed(page: str) -> None:
     assert not {"script", "iframe", "object", "form", "base"} & {tag for tag, _ in reader.tags}
     for tag, attributes in reader.tags:
         assert not [key for key in attributes if key.startswith("on")], (tag, attributes)
-        for key in ("src", "href"):
+        for key in ("src", "href", "xlink:href"):
             assert attributes.get(key, "#").startswith(("data:", "#")), (tag, attributes[key])
-    assert "url(" not in page and "@import" not in page
+    anchors = {attributes["id"] for _, attributes in reader.tags if "id" in attributes}
+    assert {name for name in re.findall(r"url\(([^)]*)\)", page)} <= {f"#{name}" for name in anchors}
+    assert {a["xlink:href"][1:] for a in reader.all("use")} <= anchors and "@import" not in page
     assert "default-src 'none'" in reader.all("meta")[1]["content"]
 
 
 def test_a_page_that_did_not_escape_would_be_caught(monkeypatch):
-    from genmodels.report import view as markup
-
-    monkeypatch.setattr(markup, "escape", lambda words, quote=True: words)
+    monkeypatch.setattr(page_module, "TEMPLATES", page_module.TEMPLATES.overlay(autoescape=False))
     with pytest.raises(AssertionError):
         check_closed(render(*TABLES["hostile"]()))
 
@@ -143,10 +144,31 @@ def test_whatever_is_missing_leaves_its_section_out():
 def test_a_histogram_counts_every_item_and_says_what_it_leaves_out():
     rng = np.random.default_rng(0)
     values = np.concatenate([rng.normal(size=997), [1e6, np.nan, np.inf]])
-    page = histogram(["a"], [values], "title", "x")
-    shares = [float(v) for v in re.findall(r"</th><td>[^<]*</td><td>([\d.e+-]+)</td>", page)]
+    found = histogram(["a"], [values], "title", "x")
+    shares = [float(row[2]) for row in found.numbers.groups[0][1]]
     assert sum(shares) == pytest.approx(100, abs=0.01) and len(shares) == 31
-    assert "Not finite, left out: 2." in page and "Beyond the ends" in page
+    assert "Not finite, left out: 2." in found.notes[0] and "Beyond the ends" in found.notes[0]
+
+
+def test_a_figure_draws_what_it_is_given():
+    """Positions in the drawing grow with the values; gaps break a curve; dots are strokes of no length."""
+    def points(found, colour):
+        path = re.search(rf'<path d="([^"]*)"[^>]*style="fill: none; stroke(?:-dasharray: [^;]*; stroke-dashoffset: 0; '
+                         rf'stroke)?: var\(--{colour}\)', found.svg)[1]
+        return [(pen, float(x), float(y)) for pen, x, y in re.findall(r"([ML]) ([\d.]+) ([\d.]+)", path)]
+
+    line = points(figure([Series("a", [1, 10, 100, 1000], [1.0, 2.0, None, 4.0])], "t", "x", "y", log_x=True), "c0")
+    assert [pen for pen, _, _ in line] == ["M", "L", "M"] and line[0][2] > line[1][2] > line[2][2]
+    assert (line[1][1] - line[0][1]) * 2 == pytest.approx(line[2][1] - line[1][1], abs=0.1)
+    dots = points(figure([Series("a", [0, 1], [0, 1], "dots")], "t", "", "", field=Field((-1, 2, -1, 2))), "c0")
+    assert dots[0][1:] == dots[1][1:] and dots[2][1:] == dots[3][1:]
+    assert dots[2][1] - dots[0][1] == pytest.approx(dots[0][2] - dots[2][2], abs=0.1)  # one scale for both axes
+    ruled = figure([Series("a", [0, 1], [1, -1]), Series("b", [0, 1], [2, 1], colour=0, dash=1)], "t", "x", "$y$ <",
+                   log_y=True, rules=[Rule("limit", 3.0)])
+    assert ruled.legend == [("a", "c0", ""), ("b", "c0", "6 2.5"), ("limit", "soft", "2 3")]
+    assert ruled.notes == ["1 values that are not positive or not finite are left out."]
+    assert ">$y$ &lt;</text>" in ruled.svg and not re.search("#[0-9a-f]{6}", ruled.svg)
+    assert ruled.numbers.groups[0][1][1] == ["a", "1", "-1"]
 
 
 def test_values_of_single_items_are_drawn_only_where_they_stand_out_of_their_noise():

@@ -1,4 +1,4 @@
-"""A table of reports as the sections of a page read it: whatever is missing reads as nothing."""
+"""What sections of the page are made of: models, tables, pictures, and the words that numbers are written in."""
 
 from __future__ import annotations
 
@@ -7,68 +7,101 @@ import io
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from html import escape
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from markupsafe import Markup
 from PIL import Image
 
 from genmodels.core.data import DataSpec
 from genmodels.plots.images import images_of
 
-#: Elements that have no content and no end tag.
-_VOID = {"meta", "link", "img", "br", "hr", "col"}
 
-
-class Markup(str):
-    """Text that is markup already, made by this module alone: everything else is escaped when it is put in."""
-
-    __slots__ = ()
-
-
-def text(value: object) -> Markup:
-    """Any value as markup: what is markup stays, the rest is escaped; None is nothing, a list is its items in turn.
+def legal(value: object) -> str:
+    """Words as text or markup of a document: what none may hold shows that it is out of place, None is nothing.
 
     Example:
-        >>> text("a < b"), text(tag("b", "fat")), text(["x", None, 3])
-        ('a &lt; b', '<b>fat</b>', 'x3')
+        >>> legal("a\\x00b") == "a\\ufffdb", legal(None), legal(3)
+        (True, '', '3')
     """
-    if value is None:
-        return Markup("")
     if isinstance(value, Markup):
         return value
-    if isinstance(value, list | tuple):
-        return Markup("".join(text(each) for each in value))
-    return Markup(escape(_legal(str(value)), quote=True))
-
-
-def tag(name: str, /, *content: object, **attributes: object) -> Markup:
-    """An element; in names of attributes `_` stands for `-`, and a trailing one is dropped (`class_`).
-
-    An attribute that is None or False is left out, one that is True stands without a value.
-
-    Example:
-        >>> tag("p", "1 < 2", class_="note", hidden=False)
-        '<p class="note">1 &lt; 2</p>'
-        >>> tag("img", src="data:,", alt='a "picture"')
-        '<img src="data:," alt="a &quot;picture&quot;">'
-    """
-    shown = []
-    for key, value in attributes.items():
-        if value is None or value is False:
-            continue
-        key = key.rstrip("_").replace("_", "-")
-        shown.append(key if value is True else f'{key}="{escape(_legal(str(value)), quote=True)}"')
-    start = " ".join([name, *shown])
-    if name in _VOID:
-        return Markup(f"<{start}>")
-    return Markup(f"<{start}>{text(list(content))}</{name}>")
-
-
-def _legal(words: str) -> str:
-    """Characters that no HTML document may hold, shown as what they are: one that is out of place."""
+    words = "" if value is None else str(value)
     return "".join("\ufffd" if (ord(c) < 32 and c not in "\t\n") or 0xD800 <= ord(c) < 0xE000 else c for c in words)
+
+
+class Styled(NamedTuple):
+    """Words in a style of the page: `good`, `bad`, `odd` or `note`."""
+
+    words: str
+    style: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    words: str
+    style: str = "note"
+    kind = "text"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A table whose rows lie in titled groups.
+
+    Arguments:
+        columns: names; the first one heads its rows.
+        groups: title (None for none) and rows of each; a cell is words or `Styled`.
+        caption: what the table is.
+        style: `cards` makes each row a card with its own labels on a narrow screen; `numbers`, `confusion`.
+        summary: where it unfolds, the words to press.
+    """
+
+    columns: list[str]
+    groups: list[tuple[str | None, list[list]]]
+    caption: str
+    style: str = "cards"
+    summary: str | None = None
+    kind = "listing"
+
+    def filled(self) -> Listing:
+        """The same without columns that hold nothing in any row."""
+        rows = [row for _, rows in self.groups for row in rows]
+        kept = [k for k in range(len(self.columns)) if k == 0 or any(row[k] not in ("", None) for row in rows)]
+        groups = [(title, [[row[k] for k in kept] for row in rows]) for title, rows in self.groups]
+        return Listing([self.columns[k] for k in kept], groups, self.caption, self.style, self.summary)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A picture, or several small ones (address, description, words below), under one caption."""
+
+    title: str
+    entries: list[tuple[str | None, str, str]]
+    note: str = ""
+    kind = "pictures"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One large picture with its caption."""
+
+    title: str
+    address: str
+    description: str
+    note: str
+    kind = "sheet"
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Figures side by side, as many as there is room for, under a heading if there is one."""
+
+    parts: list
+    title: str | None = None
+    kind = "gallery"
 
 
 Item = TypeVar("Item")
@@ -87,7 +120,7 @@ UNITS = {"bits_per_dim": "bits/dim", "nats": "nats", "nats_per_dim": "nats/dim"}
 
 @dataclass(frozen=True)
 class Model:
-    """One judged model: its place in the table, its report, and its arrays."""
+    """One evaluated model: its place in the table, its report, and its arrays."""
 
     number: int
     report: dict
@@ -241,40 +274,6 @@ def typeset(words: str) -> str:
     return words
 
 
-def _manner(cell: object) -> str | None:
-    """The class of a cell: empty ones vanish on a phone, long ones may break anywhere."""
-    if cell in ("", None):
-        return "nothing"
-    return "long" if len(str(cell)) > 24 else None
-
-
-def listing(columns: list[str], groups: list[tuple[object, list[list[object]]]], caption: str, **attributes) -> Markup:
-    """A table whose rows lie in titled groups; on a narrow screen each row becomes a card with its own labels.
-
-    Arguments:
-        columns: names; the first one heads its rows. Columns without anything in any row are left out.
-        groups: title (None for none) and rows of each.
-        caption: what the table is.
-    """
-    every = [row for _, rows in groups for row in rows]
-    kept = [k for k in range(len(columns)) if k == 0 or any(row[k] not in ("", None) for row in every)]
-    head = tag("tr", *(tag("th", columns[k], scope="col", role="columnheader") for k in kept), role="row")
-    bodies = []
-    for title, rows in groups:
-        lines = []
-        if title is not None:
-            heading = tag("th", title, scope="rowgroup", colspan=len(kept), role="rowheader")
-            lines.append(tag("tr", heading, role="row", class_="title"))
-        for row in rows:
-            cells = [tag("th", row[0], scope="row", role="rowheader")]
-            cells += [tag("td", row[k], role="cell", data_label=columns[k], class_=_manner(row[k])) for k in kept[1:]]
-            lines.append(tag("tr", *cells, role="row"))
-        bodies.append(tag("tbody", *lines, role="rowgroup"))
-    table = tag("table", tag("caption", caption), tag("thead", head, role="rowgroup"), *bodies, role="table",
-                class_="cards", **attributes)
-    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=caption)
-
-
 def address(picture: Image.Image) -> str:
     """A picture as a `data:` address, PNG inside.
 
@@ -313,14 +312,3 @@ def sheet(pictures: list[Image.Image], columns: int, gap: int = 2) -> Image.Imag
     for k, picture in enumerate(pictures):
         whole.paste(picture, (k % columns * (width + gap), k // columns * (height + gap)))
     return whole
-
-
-def density_map(log_density: np.ndarray, top: float) -> Image.Image:
-    """Densities (H, W), row 0 at the bottom, as colours from 0 (dark) to `top` (light); what is not finite is red."""
-    from matplotlib import colormaps
-
-    with np.errstate(over="ignore"):
-        values = np.exp(np.asarray(log_density, dtype=np.float64))
-    colours = (colormaps["viridis"](np.clip(np.nan_to_num(values / top), 0, 1))[..., :3] * 255).round().astype(np.uint8)
-    colours[np.isnan(values)] = (220, 30, 30)
-    return Image.fromarray(colours[::-1])
