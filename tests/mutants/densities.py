@@ -16,7 +16,7 @@ from genmodels.verification.densities import check_energy, check_schedule
 
 @dataclass(frozen=True)
 class Mutant:
-    """A broken schedule or energy and exactly the checks that fail with it; none for a sound one."""
+    """A broken object, the function that checks it, and exactly the checks that fail; none for a sound one."""
 
     make: Callable
     check: Callable[..., Report]
@@ -62,6 +62,14 @@ class FromStepZero(CosineSchedule):
         return super().betas(num_steps).roll(1)
 
 
+class OpenEnd(CosineSchedule):
+    """End points without the limits of the schedule."""
+
+    @property
+    def end_points(self):
+        return 20.0, -20.0
+
+
 class Exploding(CosineSchedule):
     """The signal is not scaled down."""
 
@@ -71,7 +79,7 @@ class Exploding(CosineSchedule):
 
 
 class _Well(EnergyFunction):
-    """(|x|^2 - 1)^2, to be broken."""
+    """(|x|^2 - 1)^2, to break."""
 
     def __init__(self):
         super().__init__()
@@ -117,6 +125,18 @@ class Dead(_Well):
         self.unused = torch.nn.Parameter(torch.ones(3))
 
 
+class Counting(_Well):
+    """The state changes with every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def energy(self, x, cond=None):
+        self.calls += 1
+        return super().energy(x)
+
+
 class Summed(_Well):
     """One number for the whole batch."""
 
@@ -150,6 +170,7 @@ MUTANTS: dict[str, Mutant] = {
     "rate without the square": _schedule(FactorTwo, "rate"),
     "inverse a step late": _schedule(ShiftedTime, "time of a level"),
     "steps counted from zero": _schedule(FromStepZero, "betas"),
+    "end points of another schedule": _schedule(OpenEnd, "end points"),
     "signal not scaled": _schedule(Exploding, "variance preserving"),
     "nothing (energy)": _energy(DoubleWell),
     "nothing (jet)": _energy(lambda: Quadratic(torch.eye(2))),
@@ -158,6 +179,7 @@ MUTANTS: dict[str, Mutant] = {
     "bounded energy": _energy(Flat, "falls off"),
     "energy upside down": _energy(Upside, "falls off"),
     "dead parameter of an energy": _energy(Dead, "gradients"),
+    "calls counted in the state": _energy(Counting, "nothing modified"),
     "one energy for all": _energy(Summed, "shape", "rows independent", "score"),
     "curvature halved": _energy(lambda: Bent(torch.eye(2)), "jet"),
 }

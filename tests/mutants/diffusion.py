@@ -101,7 +101,7 @@ def _prediction(x, log_snr, output, x0, eps, v, score=None) -> Prediction:
 
 
 class Broken(Denoiser):
-    """A denoiser of points in the plane that predicts v, to be broken: `change(prediction, x, log_snr)`."""
+    """A denoiser of points in the plane that predicts v, to break: `change(prediction, x, log_snr)`."""
 
     def __init__(self, change=lambda found, x, log_snr: found):
         super().__init__(MLPDenoiser((2,), hidden=8), CosineSchedule(), V())

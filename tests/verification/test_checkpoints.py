@@ -1,0 +1,56 @@
+"""Checks of trained models: each has a mutant that fails it, and sound models pass all of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from genmodels.core.data import Batch
+from genmodels.core.errors import Interrupted, RunError
+from genmodels.verification.checkpoints import FAMILIES, NO_TIME, ModelSubject, verify_checkpoint
+from genmodels.verification.trained_flows import CHECKS as LAYER_CHECKS
+from tests.mutants.models import MUTANTS, OwnFlow
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_exactly_the_right_checks_fail(name):
+    checks = MUTANTS[name].run()
+    for status, expected in (("failed", MUTANTS[name].failing), ("not verified", MUTANTS[name].unverified)):
+        assert {check.name for check in checks if check.status == status} == expected, checks
+
+
+def test_every_check_has_a_mutant():
+    noticed = set().union(*(mutant.failing | mutant.unverified for mutant in MUTANTS.values()))
+    assert noticed == {*LAYER_CHECKS.specs, *(name for _, checks in FAMILIES for name in checks.specs)}
+
+
+def subject(model, until: float = 60.0) -> ModelSubject:
+    x = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+    return ModelSubject(model, Batch(x), "raw", 0, {"weights": "raw", "seed": 0}, None, time.monotonic() + until, x)
+
+
+def test_without_time_nothing_is_verified():
+    checks = verify_checkpoint(subject(OwnFlow(), until=-1.0))
+    assert len(checks) == 12 and all(check.status == "not verified" and check.note == NO_TIME for check in checks)
+
+
+def test_an_error_fails_the_check_it_is_raised_in(monkeypatch):
+    model = OwnFlow()
+    monkeypatch.setattr(model, "sample", lambda *given, **options: raises(RunError("sample 1 is not finite")))
+    failed = [check for check in verify_checkpoint(subject(model)) if check.failed]
+    assert [check.name for check in failed] == ["sample 3 alone and in a batch", "density integrates to one"]
+    assert failed[0].note == "raised RunError: sample 1 is not finite"
+    assert failed[0].to_dict()["error"] is None and failed[0].to_dict()["note"].endswith(", not finite")
+
+
+def test_stopping_is_no_failure(monkeypatch):
+    model = OwnFlow()
+    monkeypatch.setattr(model, "sample", lambda *given, **options: raises(Interrupted("stopped")))
+    with pytest.raises(Interrupted):
+        verify_checkpoint(subject(model))
+
+
+def raises(error: Exception):
+    raise error
