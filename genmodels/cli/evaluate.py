@@ -42,14 +42,14 @@ def run(
     device: str = "auto",
     trust: list[str] | None = None,
 ) -> None:
-    """Judge trained models on a split of their data.
+    """Evaluate trained models on a split of their data.
 
     Arguments:
         ckpt: a checkpoint, a run folder, or a list of them, which makes one table.
         split: train, val or test.
         out: the report's file (one checkpoint) or folder (several); default report.json beside each checkpoint, and
             the table of several in the folder they share.
-        stages: what is judged, any of likelihood, fidelity, cost, checks; default all.
+        stages: what is evaluated, any of likelihood, fidelity, cost, checks; default all.
         draws: terms of a diffusion bound: all of them, or a number of strata with one term each; auto is all where that
             takes at most 100,000 network evaluations, else 5 to 100 strata.
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
@@ -78,9 +78,9 @@ def run(
         audit: rank the utterances of a split, the least likely first, to find wrong transcripts and broken clips.
         checks: the default ones, bounded to a minute, or full.
         rank: rank lines within each kind of likelihood, or across kinds, telling how each may err.
-        batch_size: items judged at once.
+        batch_size: items evaluated at once.
         processes: processes that share the items and the samples.
-        limit: judge the first items of the split only (the report says so), or all; default as the run was configured,
+        limit: evaluate only the first items of the split (the report says so), or all; default as the run was set up,
             all unless trainer.limit_evaluation says otherwise.
         seed: seed of the noise.
         ema: averaged weights (true), raw ones (false), or the average of one decay.

@@ -283,10 +283,6 @@ class MelFiles:
             raise AudioError(f"{path}: {os.strerror(error.errno) if error.errno else error}") from error
         return digest, self.folder / digest[:2] / f"{digest}.npz"
 
-    def is_kept(self, path: Path) -> bool:
-        """Whether nothing has to be computed."""
-        return self.place(path)[1].is_file()
-
     def read(self, path: Path) -> Recording:
         """What is known of a recording, from the cache or computed and kept.
 

@@ -26,7 +26,7 @@ from genmodels.models.base import GenerativeModel, Samples
 from genmodels.models.checkpoint import weights_of
 from genmodels.training.run import training_time
 
-#: What there is to judge, in the order in which it is done.
+#: What there is to evaluate, in the order in which it is done.
 STAGES = ("likelihood", "audit", "ood", "fidelity", "cost", "checks", "sweeps")
 
 
@@ -35,12 +35,12 @@ class Request:
     """One evaluation, the same for every model of a table.
 
     Arguments:
-        split, limit: which items are judged; limit is a number, `all`, or None for what the run was configured with.
+        split, limit: which items are evaluated; limit is a number, `all`, or None for what the run was configured with.
         batch_size, processes, device: how they are gone through.
         seed, ema: seed of all noise, and which weights.
         stages: names of `STAGES`, None for all but those nobody asked for.
         importance_samples, draws, replicates, bound, partition, ode, ode_options: options of the likelihoods.
-        samples, sampler, steps, temperature: the samples that are judged; `auto` is as many as there are items, at
+        samples, sampler, steps, temperature: the samples that are evaluated; `auto` is as many as there are items, at
             most 1,000.
         features, force: the feature network, and whether few items are compared all the same.
         sweeps: `steps`, `temperature`: further samples at several values of these.
@@ -120,7 +120,7 @@ class Opened:
         model, header: what it holds.
         datamodule: the data.
         request: what is asked.
-        items: number of items judged.
+        items: number of items evaluated.
     """
 
     path: Path
@@ -162,7 +162,7 @@ class Opened:
 
     @property
     def limited(self) -> bool:
-        """Whether fewer items are judged than the split has."""
+        """Whether fewer items are evaluated than the split has."""
         return self.items < len(self.datamodule.split(self.request.split))
 
     def whole(self, split: str, most: int | None = None) -> Batch:
@@ -171,23 +171,23 @@ class Opened:
         rows = spread_rows(size, size if most is None else min(size, most))
         return _joined(self.datamodule.loader(split, 4096, rows))
 
-    def judged(self, most: int | None = None) -> Batch:
-        """The items that are judged, as one batch; the first `most` of them."""
+    def evaluated(self, most: int | None = None) -> Batch:
+        """The items that are evaluated, as one batch; the first `most` of them."""
         count = self.items if most is None else min(most, self.items)
         return _joined(self.datamodule.loader(self.request.split, 4096, torch.arange(count)))
 
     def likelihood(
         self, method: str, options: dict, label: str = "", other: DataModule | None = None, count: int | None = None
     ) -> Likelihood:
-        """The likelihood of every item that is judged (or of the first ones of another data set), in index order.
+        """The likelihood of every item that is evaluated (or of the first ones of another data set), in index order.
 
         Arguments:
             method: name of the model's method, with these options.
             label: for the progress bar.
-            other: another data set, of which `count` items are judged.
+            other: another data set, of which `count` items are evaluated.
 
         Raises:
-            RunError: when an item was lost or judged twice, or holds what is no value of these data.
+            RunError: when an item was lost or evaluated twice, or holds what is no value of these data.
         """
         request, count = self.request, self.items if count is None else count
         bar = f"{self.model.family}{f', {label}' if label else ''} on {request.split}"
@@ -230,7 +230,7 @@ class Opened:
 def likelihood_share(
     path: Path, request: Request, indices: Tensor, method: str, options: dict, bar: str | None
 ) -> Likelihood:
-    """What one of several processes does: it opens the checkpoint and judges its indices."""
+    """What one of several processes does: it opens the checkpoint and evaluates its indices."""
     opened = Opened.open(path, request)
     return _likelihood(opened.model, opened.datamodule, request, indices, method, options, bar)
 
@@ -363,7 +363,7 @@ class Frame:
 
 
 def item_hash(datamodule: DataModule, split: str, limit: int | None = None) -> str:
-    """A hash of the items judged: their indices, values and labels."""
+    """A hash of the items evaluated: their indices, values and labels."""
     indices = None if limit is None else torch.arange(min(limit, len(datamodule.split(split))))
     digest = hashlib.sha256()
     for batch in datamodule.loader(split, 1024, indices):

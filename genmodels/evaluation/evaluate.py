@@ -1,4 +1,4 @@
-"""One path that judges every family: the same items, the same integers, the same weights, one result."""
+"""Evaluation of a checkpoint: likelihood, sample quality, cost and checks, the same for every family."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ class Evaluation:
 
         def compute() -> dict:
             subject = ModelSubject(
-                model, self.opened.judged(64).to(model.device), weights_of(request.ema), request.seed, line.options,
-                self.likelihood.first, time.monotonic() + bound, self.opened.judged(2000).x,
+                model, self.opened.evaluated(64).to(model.device), weights_of(request.ema), request.seed, line.options,
+                self.likelihood.first, time.monotonic() + bound, self.opened.evaluated(2000).x,
             )
             with tqdm(desc=f"checks of {model.family}", unit="check", mininterval=0.5) as bar:
 

@@ -22,7 +22,7 @@ WIDTH = 64
 #: Raised when the training of the classifier changes.
 RECIPE = 1
 _STEPS, _BATCH, _RATE = 500, 64, 3e-3
-_WEAK = 0.9  # held-out accuracy below which a classifier is no judge of digits
+_WEAK = 0.9  # held-out accuracy below which a classifier says little about digits
 
 
 def wilson(hits: int, n: int, z: float = 1.959964) -> list[float]:

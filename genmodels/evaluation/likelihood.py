@@ -134,7 +134,7 @@ def automatic_draws(items: int, terms: int, replicates: int, budget: int = _AUTO
 
 
 def chosen_partition(given: dict, limited: bool) -> dict:
-    """How log Z is found, where it needs annealed importance sampling: with less effort where few items are judged.
+    """How log Z is found, where it needs annealed importance sampling: with less effort where few items are evaluated.
 
     Example:
         >>> chosen_partition({"chains": 32}, True)
@@ -319,7 +319,7 @@ _GRID = 160  # cells a side of a density map
 
 
 class LikelihoodStage:
-    """Likelihoods of the items judged, one line for each way a model has to tell them."""
+    """Likelihoods of the items evaluated, one line for each way a model has to tell them."""
 
     def __init__(self, frame: Frame):
         self.frame = frame
@@ -330,7 +330,7 @@ class LikelihoodStage:
         """Every line; then what the first one says of items, noise levels and, in the plane, of the density."""
         opened, spec = self.frame.opened, self.frame.opened.spec
         self.frame.report["warnings"] += self.notes
-        x = opened.judged().x if spec.entropy is not None else None
+        x = opened.evaluated().x if spec.entropy is not None else None
         for number, line in enumerate(self.lines):
             start = time.monotonic()
             found = self._judged(line)
@@ -377,7 +377,7 @@ class LikelihoodStage:
         if not usable or self.frame.request.limit not in (None, "all") or self.frame.opened.limited:
             return
         line, model = self.lines[usable[0]], self.frame.opened.model
-        points = self.frame.opened.judged(2000).x
+        points = self.frame.opened.evaluated(2000).x
         extent = extent_of(points)
         size = _GRID if kinds[usable[0]] == "exact" else _GRID // 2
 

@@ -75,10 +75,10 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
         return [{"name": "exact entropy", "unit": "nats", "value": spec.entropy}] if known else []
     rows = [{"name": "uniform", "unit": "bits_per_dim", "value": uniform_bits_per_dim(spec.levels)}]
     if spec.dims * spec.levels <= 2_000_000:
-        train, val, judged = (
+        train, val, evaluated = (
             torch.cat([b.x for b in datamodule.loader(name, 4096)]) for name in ("train", "val", split)
         )
-        nats = best_histogram(train, val, spec.levels).log_prob(judged[:limit])
+        nats = best_histogram(train, val, spec.levels).log_prob(evaluated[:limit])
         found = Likelihood(nats, "exact", spec.dims, spec.levels)
         rows.append({"name": "best per-pixel histogram", "unit": "bits_per_dim", "value": found.mean_bits_per_dim(),
                      "error": _error(found, "bits_per_dim")})

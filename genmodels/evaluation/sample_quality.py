@@ -284,7 +284,7 @@ class FidelityStage:
         return whole[rows], other
 
     def _drawn(self, n: int) -> dict:
-        """The samples that are judged and shown: the same seed and numbers for every model."""
+        """The samples that are evaluated and shown: the same seed and numbers for every model."""
 
         def compute() -> dict:
             start = time.monotonic()
@@ -310,7 +310,7 @@ class FidelityStage:
         model, spec = self.frame.opened.model, self.frame.opened.spec
         if not is_flow(model) or model.num_classes is None:
             return {}
-        batch = self.frame.opened.judged(_LABELLED)
+        batch = self.frame.opened.evaluated(_LABELLED)
         if batch.cond is None:
             return {}
 

@@ -52,7 +52,7 @@ def speech_of(frame: Frame) -> dict:
     recogniser, reason = _recogniser(opened.spec.text)
 
     def compute() -> dict:
-        batch = opened.judged(count)
+        batch = opened.evaluated(count)
         texts = _texts(batch, opened.spec.text)
         spoken, seconds, outcomes = _spoken(opened, batch, texts)
         found = _beside(opened, batch, spoken, seconds, outcomes)
@@ -175,7 +175,7 @@ def _recognised(
 
 
 def _recordings(opened: Opened, count: int) -> list[Path] | None:
-    """The sound files of the items that are judged, where the data set has them by name."""
+    """The sound files of the items that are evaluated, where the data set has them by name."""
     from genmodels.data.clips import read_clips
 
     items = getattr(opened.datamodule.split(opened.request.split), "items", None)
@@ -227,7 +227,7 @@ _AGAINST = 8  # texts of other utterances that each text is measured against
 
 
 def audit(frame: Frame, likelihood: Likelihood) -> list[dict]:
-    """Every utterance that is judged, the least likely for each cell of its mel first.
+    """Every utterance that is evaluated, the least likely for each cell of its mel first.
 
     Arguments:
         likelihood: of these utterances, in index order.

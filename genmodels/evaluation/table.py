@@ -36,7 +36,7 @@ UNITS = {"bits_per_dim": "bits/dim", "nats": "nats", "nats_per_dim": "nats/dim"}
 
 
 def same_items(reports: Sequence[dict]) -> None:
-    """Raise an InputError unless all were judged on the same items in the same units.
+    """Raise an InputError unless all were evaluated on the same items in the same units.
 
     Example:
         >>> a = {"checkpoint": {"path": "a"}, "data": {"name": "digits", "levels": 17}}
@@ -83,17 +83,17 @@ def make_table(
     reports: list[dict], arrays: Sequence[Mapping[str, Tensor]], *, rank: str = "kind", command: str = "",
     failures: Sequence[tuple[str, str]] = (),
 ) -> dict:
-    """The comparison of models judged on the same items, plain types only.
+    """The comparison of models evaluated on the same items, plain types only.
 
     Arguments:
         reports: one for each model, as `Evaluation.run` makes them; they are given names.
         arrays: the numbers that belong to each, for paired differences.
         rank: `kind` ranks within each kind; `across` ranks all lines, and says which kinds that mixes.
         command: what makes this table again.
-        failures: (path, message) of checkpoints that could not be judged.
+        failures: (path, message) of checkpoints that could not be evaluated.
 
     Raises:
-        InputError: for models that were judged on unlike items.
+        InputError: for models that were evaluated on unlike items.
     """
     same_items(reports)
     labelled(reports)

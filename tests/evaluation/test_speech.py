@@ -192,14 +192,15 @@ def opened(data: Speech, **manner) -> Opened:
 
 
 def figures(own: Opened) -> dict:
-    batch = own.judged(COUNT)
+    batch = own.evaluated(COUNT)
     texts = speech_stage._texts(batch, own.spec.text)
     return speech_stage._beside(own, batch, *speech_stage._spoken(own, batch, texts))
 
 
 def test_texts_are_those_that_were_read(data):
     own = opened(data)
-    assert speech_stage._texts(own.judged(COUNT), own.spec.text) == [i.text for i in data.split("test").items[:COUNT]]
+    texts = [item.text for item in data.split("test").items[:COUNT]]
+    assert speech_stage._texts(own.evaluated(COUNT), own.spec.text) == texts
 
 
 def test_recordings_played_back_are_perfect(data):
@@ -207,7 +208,7 @@ def test_recordings_played_back_are_perfect(data):
     assert found["mcd_mel13"] == 0 and found["length_ratio"] == 1 and found["duration_error"] == 0
     assert not any(found["failures_per_100"].values()) and found["utterances"] == COUNT
     assert found["real_time_factor"] > 0 and sum(found["sound"]) == pytest.approx(
-        sum(int(m.sum()) for m in opened(data).judged(COUNT).mask) * 256 / 22050)
+        sum(int(m.sum()) for m in opened(data).evaluated(COUNT).mask) * 256 / 22050)
 
 
 def test_what_is_wrong_is_seen(data):
@@ -220,7 +221,7 @@ def test_what_is_wrong_is_seen(data):
 
 def test_recognition_is_under_its_ceilings(data, monkeypatch):
     own = opened(data)
-    batch = own.judged(COUNT)
+    batch = own.evaluated(COUNT)
     texts = speech_stage._texts(batch, own.spec.text)
     monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
     spoken = speech_stage._spoken(own, batch, texts)[0]
@@ -246,7 +247,7 @@ def test_recordings_are_found_by_name(data):
 
 def test_a_recogniser_hears_a_few_seconds(data, monkeypatch):
     own = opened(data)
-    batch = own.judged(COUNT)
+    batch = own.evaluated(COUNT)
     seconds = batch.mask.sum((1, 2)) * 256 / 22050
     monkeypatch.setattr(speech_stage, "_HEARD", float(seconds.sum()) + 0.01)
     assert speech_stage._heard(own, batch) == COUNT
