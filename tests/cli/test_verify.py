@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 
 import pytest
 import torch
 
 from genmodels.cli.main import main
 from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Affine
@@ -16,6 +19,8 @@ from genmodels.models.ddpm import DDPM
 from genmodels.models.nsf import NSF
 from genmodels.models.realnvp import RealNVP
 from genmodels.nn.coupling_networks import ConvNet
+from genmodels.verification import attention as mechanisms
+from genmodels.verification.attention import MECHANISMS
 from genmodels.verification.check import PASSED, Check, Findings, Options, Report
 from genmodels.verification.flows import NUMERIC, fingerprint
 from genmodels.verification.models import verify
@@ -228,9 +233,9 @@ def test_a_broken_layer_deep_in_a_model_is_named(capsys, monkeypatch):
 
 def test_a_trained_checkpoint(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    train = ["model=realnvp", "data=toy", "data.n_train=256", "data.n_val=32", "data.n_test=32", "data.batch_size=32",
-             "trainer.max_steps=3", "trainer.max_epochs=null", "trainer.progress=false", "logger=csv", "run_dir=run",
-             "trainer.sample_every_n_steps=0"]  # fmt: skip
+    train = ["model=realnvp", "data=toy", "model.hidden=8", "model.couplings=4", "data.n_train=256", "data.n_val=32",
+             "data.n_test=32", "data.batch_size=32", "trainer.max_steps=3", "trainer.max_epochs=null",
+             "trainer.progress=false", "logger=csv", "run_dir=run", "trainer.sample_every_n_steps=0"]
     assert main(["train", *train]) == 0
     capsys.readouterr()
     assert main(["verify", "ckpt=run", *QUICK]) == 0
@@ -308,3 +313,233 @@ def test_findings_name_the_check_closest_to_its_tolerance():
     checks = (Check("a", PASSED, 1e-12, 1e-10), Check("b", PASSED, 1e-5, 1e-4))
     found = Findings([], [(["x", "y"], [Report("x Flip (3,)", checks)])])
     assert "x Flip  (3,)" in found.text() and "b 1e-05 of 0.0001" in found.text()
+
+
+# ---- `genmodels verify what=attention`: one's own module, every mechanism, the mutants, and what it refuses ----
+
+
+MY_ATTENTION = '''
+import torch
+from torch import nn
+
+
+class Mine(nn.Module):
+    """Attention by distance through a table that may be cut from the middle."""
+
+    def __init__(self, dim, heads, cut, max_len):
+        super().__init__()
+        self.project, self.slope = nn.Linear(dim, dim), nn.Parameter(torch.ones(()))
+        self.start = max_len // 2 if cut else 0
+
+    def forward(self, x, mask=None):
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError("mask must be boolean")
+        x = x if mask is None else x.masked_fill(~mask.mT, 0)
+        place = torch.arange(x.shape[1], dtype=x.dtype)
+        r = place - place[:, None] + self.start
+        s = torch.sin(self.slope * r).expand(len(x), -1, -1)
+        if mask is not None:
+            s = torch.where(mask | ~mask.any(-1, keepdim=True), s, -torch.inf)
+        y = s.softmax(-1).to(x.dtype) @ x
+        return self.project(y).to(x.dtype)
+
+
+def table(dim, heads, cut=False, max_len=100):
+    return Mine(dim, heads, cut, max_len)
+
+
+def number(dim, heads):
+    return 3
+'''
+RELATIVE = "capabilities=[relative]"
+
+
+@pytest.fixture
+def my_attention(tmp_path, monkeypatch):
+    """A package of the user's in the working directory."""
+    (tmp_path / "myattention.py").write_text(MY_ATTENTION)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "myattention", raising=False)
+
+
+def verify_attention(*words):
+    return main(["verify", "what=attention", *words, *QUICK])
+
+
+def own(*words):
+    return verify_attention("object=myattention.table", "trust=[myattention]", *words)
+
+
+def test_a_sound_module(my_attention, capsys):
+    assert own(RELATIVE, "out=results.json") == 0
+    shown = capsys.readouterr().out
+    assert "Mine: " in shown and "every check passed" in shown
+    with open("results.json") as file:
+        checks = {check["name"]: check for check in json.load(file)["wholes"][0]["checks"]}
+    assert checks["shift"]["status"] == checks["longest length"]["status"] == "passed"
+    assert checks["cache"]["status"] == checks["double loop"]["status"] == "not applicable"
+    assert checks["longest length"]["error"] == 0
+
+
+def test_a_broken_module(my_attention, capsys):
+    assert own(RELATIVE, "options.cut=true") == 1
+    shown, error = capsys.readouterr()
+    assert "longest length" in error and "shift" not in error
+    assert "longest length  FAILED" in shown
+
+
+def test_checks_that_were_not_asked_for_are_not_made(my_attention, capsys):
+    assert own("verbose=true") == 0
+    assert "relative is not among its capabilities" in capsys.readouterr().out
+
+
+def test_every_mechanism(capsys, monkeypatch):
+    few = {name: MECHANISMS[name] for name in ("Transformer-XL", "Swin", "local dense")}
+    monkeypatch.setattr(mechanisms, "MECHANISMS", few)
+    assert verify_attention() == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in few) and "every check passed" in shown
+
+
+@pytest.mark.parametrize("words, said", [
+    (["object=myattention.number", "trust=[myattention]"], "makes a int, not a module"),
+    (["object=myattention.absent", "trust=[myattention]"], "object=myattention.absent cannot be found"),
+    (["object=myattention.table"], r"object=myattention.table is not of genmodels; .* trust=\[myattention\]"),
+    (["object=myattention.table", "trust=[myattention]", "capabilities=[relatve]"], "did you mean 'relative'"),
+    (["object=myattention.table", "trust=[myattention]", "capabilities=[2d]"], "says 2d and is tried on a space"),
+    (["object=myattention.table", "trust=[myattention]", "shape=[2]"], "shape is that of a map here"),
+    (["object=myattention.table", "trust=[myattention]", "options.wide=3"], "unexpected keyword argument 'wide'"),
+    (["capabilities=[relative]"], "capabilities goes with object="),
+    (["options.dim=16"], "options goes with object="),
+])  # fmt: skip
+def test_what_is_refused(my_attention, capsys, words, said):
+    assert verify_attention(*words) == 2
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1
+    assert re.search(said, error), error
+
+
+def test_object_goes_with_attention(my_attention, capsys):
+    assert main(["verify", "model=glow", "object=myattention.table", *QUICK]) == 2
+    assert "object goes with what=attention" in capsys.readouterr().err
+
+
+def test_the_kinds_of_attention_are_spelled_out_and_checked(capsys):
+    assert main(["train", "model=ddpm", "--keys"]) == 0
+    assert "one of none, plain, absolute, swin2d" in " ".join(capsys.readouterr().out.split())
+    for key in ("model=ddpm", "model.net.attention=swin"), ("model=glow", "model.attention=swin"):
+        assert main(["train", *key]) == 2
+        assert "must be one of none, plain, absolute, swin2d" in capsys.readouterr().err
+
+
+# ---- `genmodels verify` on what is no bijection, of a user's own, and on models that are no flows ----
+
+
+MY_KINDS = """
+import torch
+from genmodels.diffusion.schedule import NoiseSchedule
+from genmodels.energy import EnergyFunction
+
+class Straight(NoiseSchedule):
+    def __init__(self, *, top: float = 8.0):
+        super().__init__()
+        self.top = top
+    def log_snr(self, t):
+        return self.top * (1 - 2 * torch.as_tensor(t, dtype=torch.float64))
+
+class Backwards(Straight):
+    def log_snr(self, t):
+        return -super().log_snr(t)
+
+class Bowl(EnergyFunction):
+    def energy(self, x, cond=None):
+        return x.flatten(1).square().sum(1)
+
+class Uphill(Bowl):
+    def score(self, x, cond=None):
+        return 2 * x
+
+from genmodels.diffusion import CosineSchedule, Denoiser, EulerSampler, V
+from genmodels.nn import MLPDenoiser
+
+def euler(denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+    return EulerSampler()(denoiser, x, t, s, memory, generator, cond, temperature)
+
+class Late(EulerSampler):
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        return super().__call__(denoiser, x, t, 0.9 * s, memory, generator, cond, temperature)
+
+def of_points(classes=None):
+    return Denoiser(MLPDenoiser((2,), classes, hidden=8), CosineSchedule(), V())
+
+class Negative(Denoiser):
+    def __init__(self):
+        super().__init__(MLPDenoiser((2,), hidden=8), CosineSchedule(), V())
+    def at_log_snr(self, x, *rest):
+        return super().at_log_snr(-x, *rest)
+"""
+
+
+@pytest.fixture
+def my_kinds(tmp_path, monkeypatch):
+    (tmp_path / "my_own_kinds.py").write_text(MY_KINDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def verify_kind(name: str, *words: str) -> int:
+    return main(["verify", f"what=my_own_kinds:{name}", "trust=[my_own_kinds]", *words])
+
+
+@pytest.mark.usefixtures("my_kinds")
+def test_sound_ones_pass(capsys):
+    assert verify_kind("Straight", "options.top=5") == 0 and verify_kind("Bowl", "shape=[3]") == 0
+    out = capsys.readouterr().out
+    assert "Straight, a noise schedule: 7 passed" in out and "Bowl, an energy: 5 passed" in out
+    assert verify_kind("euler") == 0
+    assert verify_kind("of_points", "shape=[2]", "options.classes=4", "cond=labels:4") == 0
+    out = capsys.readouterr().out
+    assert "euler, a sampler: 9 passed" in out and "order 0.99" in out and "Denoiser, a denoiser: 9 passed" in out
+
+
+@pytest.mark.usefixtures("my_kinds")
+def test_broken_ones_are_named_and_exit_with_one(capsys):
+    assert verify_kind("Backwards") == 1 and verify_kind("Uphill", "shape=[3]") == 1
+    captured = capsys.readouterr()
+    assert "decreasing" in captured.err and "score (Uphill, an energy)" in captured.err
+    assert captured.err.count("\n") == 2
+    assert verify_kind("Late") == 1 and verify_kind("Negative", "shape=[2]") == 1
+    captured = capsys.readouterr()
+    assert "trajectory (Late, a sampler)" in captured.err and "signal and noise (Negative, a denoiser)" in captured.err
+
+
+@pytest.mark.usefixtures("my_kinds")
+@pytest.mark.parametrize("words, said", [(["Bowl"], "shape is missing"), (["Straight", "shape=[3]"], "has no shape"),
+                                         (["Straight", "options.peak=3"], "peak"),
+                                         (["euler", "shape=[3]"], "a sampler has no shape"),
+                                         (["of_points"], "shape is missing"),
+                                         (["Straight", "cond=labels:3"], "leave cond out")])
+def test_bad_input_is_one_line(capsys, words, said):
+    assert verify_kind(*words) == InputError.exit_code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, said", [
+    (["model=ddpm", "data=toy", "model.num_steps=20"], ["the whole model: 6 passed", "a denoiser: 9 passed"]),
+    (["model=energy", "data=toy"], ["an energy: 7 passed", "density integrates to one"]),
+    (["model=score", "data=toy"], ["ScoreModel (2,), the whole model: 1 passed"]),
+])
+def test_models_that_are_no_flows(capsys, words, said):
+    assert main(["verify", *words, "progress=false"]) == 0
+    out = capsys.readouterr().out
+    assert all(part in out for part in said)
+
+
+def test_a_broken_model_is_named(capsys, monkeypatch):
+    from genmodels.models.ddpm import DDPM
+
+    encode = DDPM.encode
+    monkeypatch.setattr(DDPM, "encode", lambda model, x: encode(model, x) + 0.1 * x.mean())
+    assert main(["verify", "model=ddpm", "data=toy", "model.num_steps=20", "progress=false"]) == 1
+    assert "batch size 1 against 64" in capsys.readouterr().err

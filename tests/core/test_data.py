@@ -20,6 +20,7 @@ def test_every_level_is_accepted(levels, dtype):
     highest = min(levels - 1, torch.iinfo(dtype).max)
     spec, batch = _levels(highest, dtype, levels)
     spec.check(batch)
+    assert int(batch.x.max()) == highest  # and nothing was changed
 
 
 @pytest.mark.parametrize(

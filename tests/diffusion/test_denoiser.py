@@ -201,7 +201,8 @@ def test_eps_without_signal_is_refused_at_construction(schedule):
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "sigmoid"])
 def test_eps_is_accepted_elsewhere(name):
-    Denoiser(torch.nn.Identity(), SCHEDULES[name](), Eps())
+    denoiser = Denoiser(torch.nn.Identity(), SCHEDULES[name](), Eps())
+    assert float(denoiser.schedule.log_snr(torch.ones(1)).detach()) >= -20
 
 
 def test_an_undefined_field_raises_when_read_not_before():

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from scipy.stats import chi2
+from torch.distributions import Normal
 
 from genmodels.core.random import normal
 from genmodels.diffusion import (
@@ -14,11 +15,16 @@ from genmodels.diffusion import (
     DDIMSampler,
     DDPMSampler,
     Denoiser,
+    DPMSolverPP2MSampler,
     EDMSampler,
+    EulerSampler,
     GaussianDenoiser,
     HeunSampler,
+    Memory,
     MixtureDenoiser,
+    UniPCSampler,
     V,
+    karras,
     posterior_variance,
     renoise,
     sample,
@@ -26,6 +32,8 @@ from genmodels.diffusion import (
     uniform_log_snr,
     uniform_t,
 )
+from genmodels.diffusion.process import alpha_sigma, expand
+from genmodels.diffusion.sampling import log_snrs, predict
 from tests.diffusion.table import INSTANCES, keyed, seeded
 
 MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)
@@ -127,3 +135,155 @@ def test_bad_options():
         DDIMSampler(eta=1.5)
     with pytest.raises(ValueError, match="beta, beta_tilde"):
         DDPMSampler(variance="learnt")
+
+
+# ---- deterministic steps against the closed-form paths of the probability-flow ODE, and EDM's noise ----
+
+
+RAW = CosineSchedule(log_snr_max=math.inf, log_snr_min=-math.inf)
+START, END = 0.9, 0.05
+
+
+def follow(oracle, sampler, x, steps):
+    """Where the sampler arrives at END from x at START."""
+    times = torch.linspace(START, END, steps + 1, dtype=torch.float64)
+    begin = torch.tensor([[x]], dtype=torch.float64)
+    return sample(oracle, (1, 1), times, sampler, seeded(), dtype=torch.float64, start=begin).x
+
+
+def gaussian_error(sampler, steps):
+    """Of a normal law every path is alpha_s m + sqrt(V_s/V_t) (x - alpha_t m)."""
+    m, c, x = 0.7, 0.4, 1.3
+    oracle = GaussianDenoiser(RAW, torch.tensor([m], dtype=torch.float64), c**2)
+    (a_t, s_t), (a_s, s_s) = (oracle.schedule.alpha_sigma(torch.tensor(t).double()) for t in (START, END))
+    scale = ((a_s**2 * c**2 + s_s**2) / (a_t**2 * c**2 + s_t**2)).sqrt()
+    return abs(float(follow(oracle, sampler, x, steps) - (a_s * m + scale * (x - a_t * m))))
+
+
+def mixture_error(sampler, steps):
+    """On the line the ODE keeps the order of points, hence the value of the distribution function along every path."""
+    weights, means, variance, x = torch.tensor([0.4, 0.6]).double(), torch.tensor([-1.0, 0.8]).double(), 0.16, 0.3
+
+    def below(value, t):
+        alpha, sigma = RAW.alpha_sigma(torch.tensor(t).double())
+        return float((weights * Normal(alpha * means, (alpha**2 * variance + sigma**2).sqrt()).cdf(value)).sum())
+
+    end = follow(MixtureDenoiser(RAW, weights, means[:, None], variance), sampler, x, steps)
+    return abs(below(end, END) - below(torch.tensor(x).double(), START))
+
+
+def converges(sampler, order, last_error=None, error=gaussian_error, steps=80):
+    found = [error(sampler, n) for n in (steps, 2 * steps)]
+    assert last_error is None or found[-1] == pytest.approx(last_error, rel=5e-3)
+    assert abs(math.log2(found[-2] / found[-1]) - order) < 0.15
+
+
+# Errors after 160 steps; computed once, they also tell samplers of one order apart.
+ORDERS = {
+    "ddim": (DDIMSampler(), 1, 3.60e-3),
+    "euler": (EulerSampler(), 1, 3.60e-3),
+    "heun": (HeunSampler(), 2, 3.86e-5),
+    "edm without churn": (EDMSampler(160), 2, 3.86e-5),
+    "dpmpp_2m": (DPMSolverPP2MSampler(), 2, 1.22e-4),
+    "unipc 1": (UniPCSampler(order=1), 2, None),
+    "unipc 2": (UniPCSampler(), 3, 2.22e-5),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_order(name):
+    converges(*ORDERS[name])
+
+
+@pytest.mark.parametrize("name", ["euler", "heun", "dpmpp_2m", "unipc 2"])
+def test_order_on_a_mixture(name):
+    sampler, order, _ = ORDERS[name]
+    converges(sampler, order, error=mixture_error, steps=160)
+
+
+class OldSlope(HeunSampler):
+    """The second slope at the old time."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
+        before = predict(denoiser, x, t, cond)
+        (alpha_s, sigma_s), (alpha_t, sigma_t) = alpha_sigma(log_snr_s), alpha_sigma(log_snr_t)
+        ahead = expand(alpha_s, x) * before.x0 + expand(sigma_s, x) * before.eps
+        after = predict(denoiser, ahead, t, cond)
+        half = (sigma_s - alpha_s * sigma_t / alpha_t) / 2
+        return ahead + expand(half, x) * (after.eps - before.eps), Memory(before.x0, log_snr_t)
+
+
+class WholeSlope(DPMSolverPP2MSampler):
+    """1/r in place of 1/2r."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        if memory is not None:
+            memory = Memory(memory.x0, (memory.log_snr + denoiser.schedule.log_snr(t)) / 2)
+        return super().__call__(denoiser, x, t, s, memory, generator, cond, temperature)
+
+
+class OldAlpha(DDIMSampler):
+    """x0 put back with the signal of the old time."""
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        out, memory = super().__call__(denoiser, x, t, s, memory, generator, cond, temperature)
+        alpha_s, alpha_t = denoiser.schedule.alpha_sigma(torch.stack([s, t]))[0]
+        return out + expand(alpha_t - alpha_s, x) * memory.x0, memory
+
+
+@pytest.mark.parametrize("bug, order, error", [
+    (OldSlope(), 2, 3.86e-5), (WholeSlope(), 2, 1.22e-4), (OldAlpha(), 1, 3.60e-3), (DPMSolverPP2MSampler(), 3, 2.22e-5)
+], ids=["Heun's slope at the old time", "1/r", "the old alpha", "no correction"])  # fmt: skip
+def test_order_catches(bug, order, error):
+    with pytest.raises(AssertionError):
+        converges(bug, order, error)
+
+
+def test_euler_is_ddim_without_noise():
+    oracle = GaussianDenoiser(CosineSchedule(), torch.tensor([0.3, -0.2]), torch.tensor([0.5, 0.1]))
+    for times in (uniform_log_snr(oracle.schedule, 12), karras(oracle.schedule, 12)):
+        a, b = (sample(oracle, (6, 2), times, step, keyed(6), dtype=torch.float64).x
+                for step in (EulerSampler(), DDIMSampler()))  # fmt: skip
+        assert (a - b).abs().max() < 1e-12
+
+
+def test_edm_without_churn_is_heun_bit_for_bit_and_with_it_is_not():
+    oracle = GaussianDenoiser(CosineSchedule(), torch.tensor([0.3, -0.2]), torch.tensor([0.5, 0.1]))
+    times = karras(oracle.schedule, 12)
+
+    def run(sampler):
+        return sample(oracle, (6, 2), times, sampler, keyed(6)).x
+
+    heun = run(HeunSampler())
+    assert torch.equal(run(EDMSampler(12)), heun)
+    assert torch.equal(run(EDMSampler(12, churn=5.0, smallest=1e4)), heun)  # no level lies in the range
+    assert not torch.allclose(run(EDMSampler(12, churn=5.0)), heun)
+
+
+def test_edm_returns_to_the_level_it_names():
+    """One step, seen from the denoiser: it is asked at sigma_bar (1 + g), where x has that level's variance."""
+    asked = []
+
+    class Watched(GaussianDenoiser):
+        def forward(self, x, t, cond=None, mask=None):
+            asked.append((x, float(t[0])))
+            return super().forward(x, t, cond, mask)
+
+    oracle = Watched(CosineSchedule(), torch.zeros(2, dtype=torch.float64), 0.25)
+    n, t = 20_000, torch.tensor(0.5, dtype=torch.float64)
+    x = oracle.sample_marginal(n, t.expand(n), seeded())
+    EDMSampler(10, churn=2.0)(oracle, x, t, t / 2, None, keyed(n))
+    seen, time = asked[0]
+    level = oracle.schedule.sigma_bar(torch.tensor([time, float(t)]).double())
+    assert float(level[0] / level[1]) == pytest.approx(1.2)
+    alpha, sigma = oracle.schedule.alpha_sigma(torch.tensor(time).double())
+    ratio = float(seen.var(0).mean() / (0.25 * alpha**2 + sigma**2))
+    assert abs(ratio - 1) < 4 * math.sqrt(2 / (2 * n))
+
+
+def test_bad_options_of_ode_steps():
+    with pytest.raises(ValueError, match="churn = -1"):
+        EDMSampler(10, churn=-1)
+    with pytest.raises(ValueError, match="order = 4"):
+        UniPCSampler(order=4)

@@ -119,6 +119,7 @@ INSTANCES: dict[str, Instance] = {
     "actnorm-vector": Instance(lambda: ActNorm(5), VECTOR_5, identity=True),
     "actnorm-image": Instance(lambda: ActNorm(4), IMAGE, identity=True),
     "actnorm-sequence": Instance(lambda: ActNorm(4), SEQUENCE, identity=True),
+    "actnorm-single": Instance(lambda: ActNorm(1), (1,), identity=True),
     "actnorm-plane": Instance(lambda: ActNorm(2), PLANE, identity=True),
     "standardise-vector": Instance(lambda: Standardise(VECTOR_5), VECTOR_5, identity=True),
     "standardise-image": Instance(lambda: Standardise(IMAGE), IMAGE, identity=True),
@@ -127,11 +128,15 @@ INSTANCES: dict[str, Instance] = {
     "lu-vector": Instance(lambda: InvertibleLinear(5), VECTOR_5),
     "lu-image": Instance(lambda: InvertibleLinear(4), IMAGE),
     "lu-sequence": Instance(lambda: InvertibleLinear(4), SEQUENCE),
+    "lu-single": Instance(lambda: InvertibleLinear(1), (1,)),
     "full-image": Instance(lambda: InvertibleLinear(4, kind="full"), IMAGE),
+    "full-sequence": Instance(lambda: InvertibleLinear(4, kind="full"), SEQUENCE),
     "full-plane": Instance(lambda: InvertibleLinear(2, kind="full"), PLANE),
     "householder-image": Instance(lambda: InvertibleLinear(4, kind="householder"), IMAGE),
+    "householder-vector": Instance(lambda: InvertibleLinear(5, kind="householder"), VECTOR_5),
     "grouped-sequence": Instance(lambda: GroupedLinear(8, groups=4), (8, 6)),
     "grouped-full": Instance(lambda: GroupedLinear(8, groups=2, kind="full"), (8, 6)),
+    "grouped-householder": Instance(lambda: GroupedLinear(4, kind="householder"), (4,)),
     "permute": Instance(lambda: Permute.random(5), VECTOR_5),
     "permute-image": Instance(lambda: Permute.random(4), IMAGE),
     "flip": Instance(lambda: Flip(4), SEQUENCE),
@@ -139,6 +144,7 @@ INSTANCES: dict[str, Instance] = {
     "squeeze-alternative": Instance(lambda: Squeeze2d(order="alternative"), (2, 4, 6)),
     "squeeze-three": Instance(lambda: Squeeze2d(3), (1, 3, 6)),
     "flatten": Instance(lambda: Flatten((2, 3, 4)), (2, 3, 4)),
+    "flatten-vector": Instance(lambda: Flatten((5,)), VECTOR_5),
     "squeeze-sequence": Instance(lambda: Squeeze1d(), (3, 8)),
     "squeeze-sequence-three": Instance(lambda: Squeeze1d(3), (2, 9)),
     # Single numbers.
@@ -147,6 +153,7 @@ INSTANCES: dict[str, Instance] = {
     "scale": Instance(lambda: Scale(torch.tensor([-2.0, 0.5, 1.0, 3.0])), IMAGE),
     "scale-all": Instance(lambda: Scale(-2.0), SEQUENCE),
     "shift": Instance(lambda: Shift(-0.5), IMAGE),
+    "shift-sequence": Instance(lambda: Shift(torch.tensor([1.0, 2.0])), (2, 4)),
     # Couplings of vectors.
     "additive": Instance(lambda: vector_coupling(5, lambda _: Additive()), VECTOR_5, identity=True),
     "affine": Instance(lambda: vector_coupling(5, Affine), VECTOR_5, identity=True),
@@ -196,6 +203,11 @@ INSTANCES: dict[str, Instance] = {
     # Autoregressive layers.
     "maf": Instance(lambda: autoregressive(5, MeanScale()), VECTOR_5, identity=True),
     "maf-ordered": Instance(lambda: autoregressive(4, MeanScale(), order=[2, 0, 3, 1]), (4,), identity=True),
+    "maf-residual": Instance(
+        lambda: autoregressive(4, MeanScale(), residual=True, order=[3, 2, 1, 0]), (4,), identity=True
+    ),
+    "maf-affine": Instance(lambda: autoregressive(4, Affine(4)), (4,), identity=True),
+    "maf-mixture": Instance(lambda: autoregressive(3, mixture(3)), (3,)),
     "maf-labels": Instance(lambda: autoregressive(3, MeanScale(), cond=LABELS), (3,), LABELS, identity=True),
     "maf-spline": Instance(lambda: autoregressive(4, RationalQuadraticSpline(bins=4)), (4,), identity=True),
     "maf-plane": Instance(lambda: autoregressive(2, MeanScale()), PLANE, identity=True),

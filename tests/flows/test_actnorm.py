@@ -34,12 +34,6 @@ def initialized(x, mask=None, layer=None):
 # ---- the map ----
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 4), (3, 6), (5,), (1,)])
-def test_laws(shape):
-    compiler = "aot_eager" if len(shape) == 3 else None
-    check_bijection(ActNorm(shape[0]), shape, starts_as_identity=True, compiler=compiler).raise_if_failed()
-
-
 class OnePosition(ActNorm):
     """A log-determinant without H W."""
 
@@ -105,7 +99,7 @@ def test_channels_of_any_width_leave_with_variance_one():
     z, logdet = layer(x)
     torch.testing.assert_close(z.std(0, unbiased=False), torch.ones_like(widths), rtol=1e-6, atol=0)
     torch.testing.assert_close(layer.inverse(z)[0], x, rtol=1e-12, atol=0)
-    assert float(logdet[0]) == pytest.approx(-float(x.std(0, unbiased=False).log().sum()), rel=1e-6)
+    assert float(logdet[0].detach()) == pytest.approx(-float(x.std(0, unbiased=False).log().sum()), rel=1e-6)
     assert (layer.offset == 0).tolist() == [True, True, True, False, False]
     layer.log_scale().sum().backward()
     assert float(layer.raw_log_scale.grad.min()) > 0.15

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
+import pkgutil
 
 import pytest
 import torch
 from torch import nn
 
-from genmodels.flows.actnorm import ActNorm
-from genmodels.flows.bijection import Bijection, Freeze, Inverse, at_each_position, per_example, positions
+import genmodels.flows
+from genmodels.flows.actnorm import ActNorm, DataInitialized
+from genmodels.flows.bijection import (
+    Around,
+    Bijection,
+    Channelwise,
+    Freeze,
+    Inverse,
+    at_each_position,
+    per_example,
+    positions,
+)
 from genmodels.flows.composition import Compose
+from genmodels.flows.elementwise import ElementTransform
 from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear
 from genmodels.flows.scaling import Logit, Scale, Shift
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
-from genmodels.verification.bijections import check_bijection
+from genmodels.verification.bijections import CHECKS, check_bijection
+from tests.flows.table import INSTANCES
 
 
 def gaussian(*shape, seed=0):
@@ -67,25 +82,6 @@ def sequence_flow():
     generator = torch.Generator().manual_seed(0)
     layers = [ActNorm(2), Squeeze1d(), GroupedLinear(4, generator=generator), Flip(4), Inverse(Squeeze1d())]
     return Compose(layers, (2, None))
-
-
-def image_flow():
-    parts = [Squeeze2d(order="alternative"), ActNorm(8), InvertibleLinear(8)]
-    return Compose([Compose(parts, (2, 4, 4)), Inverse(Squeeze2d())], (2, 4, 4))
-
-
-@pytest.mark.parametrize("make, shape", [
-    (sequence_flow, (2, 6)),
-    (image_flow, (2, 4, 4)),
-    (lambda: Inverse(image_flow()), (2, 4, 4)),
-    (lambda: Freeze(sequence_flow()), (2, 4)),
-    (lambda: Compose([], (3,)), (3,)),
-])  # fmt: skip
-def test_laws(make, shape):
-    layer = make()
-    if isinstance(layer, Inverse):
-        layer.bijection.initialize(gaussian(8, *shape).float())
-    check_bijection(layer, shape, compiler="aot_eager" if shape == (2, 6) else None).raise_if_failed()
 
 
 class LastLogDet(Compose):
@@ -387,3 +383,64 @@ def test_a_bijection_must_say_what_it_does():
     for call in (Bijection(), Bijection().inverse):
         with pytest.raises(NotImplementedError):
             call(torch.zeros(1, 1))
+
+
+# ---- every check of bijections on every instance of the table ----
+
+
+#: Compiled in the slow tests alone: many layers, each of which is compiled by itself, and other sizes of the same code.
+COMPILED_ELSEWHERE = {
+    "realnvp-image", "realnvp-vector", "glow-image", "glow-labels", "glow-sequence", "multiscale-sequence",
+    "spline-flow", "maf-flow", "maf-spline", "dequantisation", "compose-inverse-memory",
+    "actnorm-single", "actnorm-image", "actnorm-plane", "standardise-image", "lu-single", "lu-image", "full-sequence",
+    "full-plane", "householder-vector", "grouped-householder", "permute-image", "squeeze-three", "flatten-vector",
+    "squeeze-sequence-three", "logit-tight", "shift-sequence", "affine-swapped", "affine-plane", "affine-labels",
+    "spline-plane-labels", "mixture-plane", "channels-map", "channels-film", "checkerboard-spline",
+    "checkerboard-mixture", "sequence-spline", "sequence-labels", "wavenet-map", "maf-ordered", "maf-affine",
+    "maf-mixture", "maf-plane", "factor-out-prior", "factor-out-sequence", "inverse", "freeze",
+}
+
+
+def checked(name: str, **options):
+    instance = INSTANCES[name]
+    torch.manual_seed(0)
+    return check_bijection(
+        instance.make(), instance.shape, cond=instance.conditions(), starts_as_identity=instance.identity,
+        fresh=instance.make, **options, **instance.options,
+    )
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_every_check(name):
+    checked(name, without=["compiled"]).raise_if_failed()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in COMPILED_ELSEWHERE else []) for name in INSTANCES]
+)
+def test_compiles_without_a_graph_break(name):
+    checked(name, only=["compiled"], compiler="eager").raise_if_failed()
+
+
+def everything(kind: type) -> set[type]:
+    """All classes of a kind in genmodels.flows that are meant to be used."""
+    found = set()
+    for _, name, _ in pkgutil.iter_modules(genmodels.flows.__path__, "genmodels.flows."):
+        module = importlib.import_module(name)
+        found |= {c for _, c in inspect.getmembers(module, inspect.isclass)
+                  if issubclass(c, kind) and c.__module__ == name and not c.__name__.startswith("_")}
+    return found
+
+
+def test_no_bijection_and_no_transform_is_missing_from_the_table():
+    torch.manual_seed(0)
+    listed = {type(module) for instance in INSTANCES.values() for module in instance.make().modules()}
+    abstract = {Around, Bijection, Channelwise, DataInitialized, ElementTransform}
+    assert (everything(Bijection) | everything(ElementTransform)) - abstract <= listed
+
+
+def test_every_check_applies_somewhere():
+    """Checks that pass only because they never apply would show nothing."""
+    names = ["actnorm-sequence", "affine-plane", "affine-labels", "maf-ordered", "compose"]
+    seen = {v.name for name in names for v in checked(name, compiler="eager").checks if v.status == "passed"}
+    assert seen == set(CHECKS.specs)

@@ -18,22 +18,6 @@ def gaussian(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("layer, shape", [
-    (Logit(0.05), (2, 3, 3)),
-    (Logit(1e-5), (3, 4)),
-    (Scale(-2.5), (2, 4)),
-    (Scale(torch.tensor([2.0, -0.3])), (2, 3, 2)),
-    (Shift(-0.5), (2, 3, 2)),
-    (Shift(torch.tensor([1.0, 2.0])), (2, 4)),
-    (Standardise((3,)), (3,)),
-    (Standardise((3, None)), (3, 5)),
-    (Standardise((3, 2, 2)), (3, 2, 2)),
-])  # fmt: skip
-def test_laws(layer, shape):
-    compiler = "aot_eager" if len(shape) == 2 else None
-    check_bijection(layer, shape, compiler=compiler).raise_if_failed()
-
-
 class WithoutSlope(Logit):
     """Forgets log(1 - 2 alpha)."""
 

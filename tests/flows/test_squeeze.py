@@ -12,19 +12,6 @@ from genmodels.flows.squeeze import Flatten, PadToMultiple, Squeeze1d, Squeeze2d
 from genmodels.verification.bijections import check_bijection
 
 
-@pytest.mark.parametrize("layer, shape", [
-    (Squeeze2d(), (3, 4, 6)),
-    (Squeeze2d(order="alternative"), (3, 4, 6)),
-    (Squeeze2d(3), (2, 3, 6)),
-    (Squeeze1d(), (3, 6)),
-    (Squeeze1d(3), (2, 6)),
-    (Flatten((2, 3, 4)), (2, 3, 4)),
-    (Flatten((5,)), (5,)),
-])  # fmt: skip
-def test_laws(layer, shape):
-    check_bijection(layer, shape).raise_if_failed()
-
-
 class ForwardOrderBack(Squeeze2d):
     """Ignores the order on the way back."""
 

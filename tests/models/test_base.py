@@ -1,5 +1,7 @@
 """What every model has from its base: numbers of samples, classes, and the condition of a batch."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.nsf import NSF
 from genmodels.models.score import ScoreModel
+from genmodels.training.dashboards import density_of
 
 SPEC = DataSpec("plane", (2,), num_classes=3)
 SMALL = {"net": {"hidden": 8, "depth": 1}}
@@ -34,3 +37,69 @@ def test_numbers_of_samples(name):
         model.sample(0)
     with pytest.raises(ValueError, match="start must be at least 0, got -1"):
         model.sample(1, start=-1)
+
+
+# ---- what needs derivatives works in torch's inference mode too, and gives the same numbers ----
+
+
+PLANE = DataSpec("toy_moons", (2,))
+TABLE = DataSpec("table", (3,))
+MODELS_WITH_DERIVATIVES = {
+    "score": lambda: ScoreModel(PLANE, net={"hidden": 8}),
+    "ddpm": lambda: DDPM(PLANE, net={"hidden": 8}, num_steps=10),
+    "nsf": lambda: NSF(PLANE, hidden=8),
+    "energy": lambda: EnergyModel(PLANE, net={"hidden": [8, 8]}),
+    "energy of a table": lambda: EnergyModel(TABLE, net={"hidden": [8, 8]}),
+}
+SHORT = {"ode_likelihood": {"solver": "heun", "steps": 2}, "sample": {"steps": 4}}
+
+
+def answers(model, batch: Batch) -> dict:
+    """Everything that a model is asked for beside its loss."""
+    likelihood = {"chains": 4, "densities": 3} if isinstance(model, EnergyModel) else {}
+    found = {"likelihood": model.log_likelihood(batch, **likelihood).nats}
+    found["samples"] = model.sample(3, **({} if isinstance(model, NSF) else SHORT["sample"])).x
+    for divergence in ("exact", "hutchinson") if hasattr(model, "ode_likelihood") else ():
+        one = model.ode_likelihood(batch, divergence=divergence, **SHORT["ode_likelihood"])
+        found[f"ode, {divergence}"] = one.nats
+    if model.spec is PLANE:
+        found["density"] = density_of(model, [-1, 1, -1, 1], 6)
+        found |= {name: torch.tensor(list(picture.tobytes())) for name, picture in model.pictures().items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize("name", MODELS_WITH_DERIVATIVES)
+def test_answers_are_those_without_inference_mode(name):
+    torch.manual_seed(0)
+    model = MODELS_WITH_DERIVATIVES[name]().eval()
+    x = torch.randn(50, *model.spec.event_shape, generator=torch.Generator().manual_seed(0))
+    model.initialize(Batch(x, index=torch.arange(50)))
+    plain = answers(model, Batch(x[:4], index=torch.arange(4)))
+    for kept in ("_samplers", "_normalisers"):  # so that inference mode finds nothing ready
+        if hasattr(model, kept):
+            setattr(model, kept, {})
+    with torch.inference_mode():
+        inside = answers(model, Batch(x[:4].clone(), index=torch.arange(4)))
+    assert inside.keys() == plain.keys()
+    for key, value in plain.items():
+        torch.testing.assert_close(inside[key].clone(), value, equal_nan=True, msg=lambda text, k=key: f"{k}: {text}")
+        assert not value.requires_grad
+
+
+def test_derivatives_of_masked_fields_and_schedules():
+    from genmodels.diffusion import CosineSchedule, NoiseSchedule
+    from genmodels.diffusion.ode import exact_divergence, hutchinson
+
+    class Numerically(CosineSchedule):
+        log_snr_rate = NoiseSchedule.log_snr_rate
+
+    def found():
+        x, mask = torch.ones(1, 2, 3), torch.tensor([[[True, True, False]]])
+        probes = torch.ones(1, 1, 2, 3)
+        rate = Numerically().log_snr_rate(torch.tensor([0.3]))
+        return exact_divergence(torch.sin, x, mask)[1], hutchinson(torch.sin, x, probes, mask)[1], rate
+
+    plain = found()
+    with torch.inference_mode():
+        inside = found()
+    torch.testing.assert_close([one.clone() for one in inside], list(plain))

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from genmodels.nn import ResidualBlock, Upsample
-from genmodels.nn.blocks import narrow_convolution, resized_twice_convolution
+from genmodels.nn import (
+    ChannelNorm,
+    ConditionEmbedding,
+    GroupNorm,
+    ResidualBlock,
+    Upsample,
+    group_count,
+    log_snr_features,
+)
+from genmodels.nn.blocks import fourier_features, narrow_convolution, resized_twice_convolution
 
 
 def upsampled_by_loop(x, size, weight, bias):
@@ -83,3 +93,204 @@ def test_residual_block_is_its_skip_at_the_start(dims, space, out_channels):
     block = ResidualBlock(dims, 8, out_channels)
     x = torch.randn(2, 8, *space)
     assert (block(x, torch.randn(2, 2 * out_channels)) == block.skip(x)).all()
+
+
+# ---- the norm over channels against a loop ----
+
+
+def by_loop(norm, x):
+    rows = x.movedim(1, -1).reshape(-1, x.shape[1])
+    done = []
+    for row in rows:
+        mean = row.sum() / len(row)
+        variance = (row - mean).square().sum() / len(row)
+        done.append((row - mean) / (variance + norm.eps).sqrt() * norm.weight + norm.bias)
+    return torch.stack(done).reshape(len(x), *x.shape[2:], x.shape[1]).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("space", [(), (7,), (4, 5)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_equals_the_loop(space, channels_last):
+    torch.manual_seed(0)
+    norm, x = ChannelNorm(6).double(), torch.randn(3, 6, *space).double()
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    if channels_last and len(space) == 2:
+        x = x.contiguous(memory_format=torch.channels_last)
+    assert torch.allclose(norm(x), by_loop(norm, x), atol=1e-12)
+    # Planted bug: moments over the positions of a channel.
+    if space:
+        wrong = torch.nn.functional.instance_norm(x, None, None, norm.weight, norm.bias)
+        assert not torch.allclose(wrong, by_loop(norm, x), atol=1e-2)
+
+
+def test_keeps_the_memory_format():
+    x = torch.randn(2, 4, 5, 6).contiguous(memory_format=torch.channels_last)
+    assert ChannelNorm(4)(x).is_contiguous(memory_format=torch.channels_last)
+
+
+# ---- group normalisation against a plain loop ----
+
+
+def group_norm_by_loop(x, groups, eps, a, b, length=None):
+    """Normalise each example and group in turn, over the first `length` of the last axis; zero beyond."""
+    y = torch.zeros_like(x)
+    width = x.shape[1] // groups
+    for i in range(len(x)):
+        stop = x.shape[-1] if length is None else int(length[i])
+        for c in range(0, x.shape[1], width):
+            part = x[i, c : c + width, ..., :stop]
+            y[i, c : c + width, ..., :stop] = (part - part.mean()) / (part.var(unbiased=False) + eps).sqrt()
+        for c in range(x.shape[1]):
+            y[i, c, ..., :stop] = y[i, c, ..., :stop] * a[i, c] + b[i, c]
+    return y
+
+
+def for_group_norm(*space):
+    generator = torch.Generator().manual_seed(0)
+    x = 3 + 2 * torch.randn(3, 12, *space, generator=generator, dtype=torch.float64)
+    scale, shift = torch.randn(2, 3, 12, generator=generator, dtype=torch.float64)
+    return x, scale, shift
+
+
+@pytest.mark.parametrize("space", [(7,), (4, 5), (1, 2)])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_scale_and_shift_equal_the_loop(space, memory_format):
+    x, scale, shift = for_group_norm(*space)
+    norm = GroupNorm(12, affine=False)
+    expected = group_norm_by_loop(x, norm.groups, norm.eps, 1 + scale, shift)
+    if len(space) == 2:
+        x = x.contiguous(memory_format=memory_format)
+    assert torch.allclose(norm(x, scale, shift), expected, atol=1e-12)
+    # Planted bug: the scale of one example given to another.
+    assert not torch.allclose(norm(x, scale.roll(1, 0), shift), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("space", [(7,), (4, 7)])
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_masked_norm_equals_the_loop_over_valid_positions(space, conditioned):
+    x, scale, shift = for_group_norm(*space)
+    length = torch.tensor([7, 4, 1])
+    mask = (torch.arange(7) < length[:, None]).reshape(3, *(1,) * len(space), 7)
+    norm = GroupNorm(12, affine=not conditioned).double()
+    a, b = (1 + scale, shift) if conditioned else (torch.ones(3, 12), torch.zeros(3, 12))
+    given = (scale, shift) if conditioned else ()
+    expected = group_norm_by_loop(x, norm.groups, norm.eps, a, b, length)
+    assert torch.allclose(norm(x, *given, mask=mask), expected, atol=1e-12)
+    # Planted bug: mean and variance over the padding too.
+    assert not torch.allclose(norm(x, *given) * mask, expected, atol=1e-2)
+
+
+def test_masked_norm_of_everything_is_the_plain_norm():
+    x, scale, shift = for_group_norm(5)
+    norm = GroupNorm(12, affine=False)
+    everything = norm(x, scale, shift, mask=torch.ones(3, 1, 5, dtype=torch.bool))
+    assert torch.allclose(everything, norm(x, scale, shift), atol=1e-12)
+
+
+def test_an_example_without_valid_positions_stays_finite():
+    x, scale, shift = for_group_norm(5)
+    y = GroupNorm(12, affine=False)(x, scale, shift, mask=torch.zeros(3, 1, 5, dtype=torch.bool))
+    assert (y == 0).all()
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4, 6, 8, 20, 32, 48, 64, 96, 100, 128, 192, 256, 1024])
+def test_groups_are_the_largest_legal_divisor(channels):
+    legal = [n for n in range(1, 33) if channels % n == 0 and channels / n >= 4]
+    assert group_count(channels) == (legal[-1] if legal else 1)
+
+
+# ---- the noise level and the class, told to a network ----
+
+
+def closest(features, spacing: float) -> float:
+    """Least distance between the features of any two log-SNRs of a grid over [-20, 20]."""
+    grid = torch.arange(-20, 20 + spacing / 2, spacing, dtype=torch.float64)
+    return float(torch.pdist(features(grid)).min())
+
+
+@pytest.mark.parametrize("width", [16, 32, 64, 128])
+def test_noise_levels_are_told_apart(width):
+    assert closest(lambda log_snr: log_snr_features(log_snr, width), 0.02) > 0.1
+
+
+def test_law_catches_features_that_repeat():
+    # Without the slow sinusoids every 2 pi of the position looks alike.
+    assert closest(lambda log_snr: log_snr_features(log_snr, 128)[:, [0, 64]], 0.02) < 0.01
+
+
+def test_close_noise_levels_differ_in_float32_too():
+    log_snr = torch.linspace(-20, 20, 40001)  # steps of 1e-3
+    features = log_snr_features(log_snr, 64)
+    assert float((features[1:] - features[:-1]).norm(dim=1).min()) > 0.01
+
+
+def test_features_equal_the_formula():
+    log_snr = torch.tensor([-3.7, 12.25], dtype=torch.float64)
+    features = log_snr_features(log_snr, 6)
+    for row, value in zip(features, log_snr.tolist(), strict=True):
+        position = (value + 20) / 40 * 1000
+        angles = [position * 10000 ** (-i / 3) for i in range(3)]
+        expected = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
+        assert row.tolist() == pytest.approx(expected, abs=1e-10)
+
+
+def test_values_beyond_the_ends_are_clipped():
+    log_snr = torch.tensor([-math.inf, -25.0, -20.0, 20.0, 25.0, math.inf])
+    features = log_snr_features(log_snr, 8)
+    assert (features[:3] == features[0]).all() and (features[3:] == features[5]).all()
+
+
+def test_features_stay_wide_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert log_snr_features(torch.zeros(2), 8).dtype == torch.float32
+    assert log_snr_features(torch.zeros(2, dtype=torch.bfloat16), 8).dtype == torch.float32
+    assert log_snr_features(torch.zeros(2, dtype=torch.float64), 8).dtype == torch.float64
+
+
+@pytest.mark.parametrize("log_snr", [-3.0, 0.5, 4.0])
+def test_fourier_features_are_means_given_the_noisy_data(log_snr):
+    # Under a flat prior x_0 given x is N(x / alpha, 1 / SNR): the means of sin and cos by quadrature.
+    x = torch.tensor([[[-0.9, 0.2, 1.1]]], dtype=torch.float64)
+    found = fourier_features(x, torch.tensor([log_snr], dtype=torch.float64), [0, 2])
+    alpha, width = 1 / math.sqrt(1 + math.exp(-log_snr)), math.exp(-log_snr / 2)
+    z = torch.linspace(-9, 9, 4001, dtype=torch.float64)
+    weight = torch.exp(-z.square() / 2) / torch.exp(-z.square() / 2).sum()
+    for i, value in enumerate(x.flatten().tolist()):
+        points = value / alpha + width * z
+        means = [(weight * f(2**n * math.pi * points)).sum() for f in (torch.sin, torch.cos) for n in (0, 2)]
+        assert found[0, :, i].tolist() == pytest.approx([float(m) for m in means], abs=1e-9)
+
+
+def test_fourier_features_of_channels_at_the_ends_and_under_autocast():
+    x = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fourier_features(x, torch.tensor([-math.inf, 3.0, math.inf]), [3, 7])
+    assert found.shape == (3, 8, 5) and found.dtype == torch.float32 and bool(found.isfinite().all())
+    assert bool((found[0] == 0).all())  # nothing but noise
+    angles = torch.cat([8 * math.pi * x[2:], 128 * math.pi * x[2:]], 1)
+    assert torch.allclose(found[2:], torch.cat([angles.sin(), angles.cos()], 1), atol=1e-3)
+
+
+def test_no_condition_is_the_null_class():
+    torch.manual_seed(0)
+    embedding, log_snr = ConditionEmbedding(8, 16, 12, num_classes=3), torch.randn(4)
+    null = embedding(log_snr, torch.full((4,), 3))
+    assert (embedding(log_snr) == null).all()
+    for label in range(3):
+        assert (embedding(log_snr, torch.full((4,), label)) - null).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: ConditionEmbedding(7, 8, 8), "even width"),
+        (lambda: ConditionEmbedding(8, 8, 8)(torch.zeros(2), torch.zeros(2, dtype=torch.int64)), "without classes"),
+        (lambda: ConditionEmbedding(8, 8, 8, 3)(torch.zeros(2), torch.zeros(2)), "integer labels"),
+        (lambda: ConditionEmbedding(8, 8, 8, 3)(torch.zeros(2), torch.zeros(2, 1, dtype=torch.int64)), "labels"),
+    ],
+)
+def test_errors_are_one_line(make, words):
+    with pytest.raises(ValueError, match=words) as error:
+        make()
+    assert "\n" not in str(error.value)

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
+import json
+import os
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from pytorch_lightning.loggers import WandbLogger
+from scipy.io import wavfile
 
-from genmodels.training.loggers import CSVLogger, LoggerOptions
+from genmodels.cli.main import main
+from genmodels.speech.audio import MelConfig
+from genmodels.speech.vocoder import sounds_of
+from genmodels.training.loggers import CSVLogger, LoggerOptions, play
 
 
 def rows(path):
@@ -69,3 +82,76 @@ def test_what_a_logger_lacks_is_found_before_there_is_a_run_folder(tmp_path, mon
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["train", "model=nsf", "data=toy", *words]) == 2
     assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+# ---- samples of mels are heard: in the run folder, in W&B's offline run, and in TensorBoard ----
+
+
+TINY = ["model.encoder={channels: 8, depth: 1, hidden: 8}", "model.steps=1", "model.hidden=8", "model.depth=1",
+        "model.duration_channels=8"]  # fmt: skip
+STEPS = ["trainer=smoke", "trainer.max_steps=2", "trainer.validate_every_n_steps=2", "trainer.sample_every_n_steps=2",
+         "trainer.limit_validation=1", "trainer.progress=false", "logger=tensorboard", "data.batch_size=2", "~preset"]
+
+
+@pytest.mark.slow
+def test_a_run_is_heard(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)  # an extra that nobody has to install
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from tests.test_run import offline_records
+
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
+            code = main(["train", "model=glow_tts", "data=speech", *TINY, *STEPS, "run_dir=run"])
+    finally:
+        os.chdir(before)
+    assert code == 0, told.getvalue()
+    folder = tmp_path / "run"
+    kept = sorted((folder / "samples").glob("*.wav"))
+    assert [path.name for path in kept] == ["step_000002_0.wav", "step_000002_1.wav"]
+    history = {item.key or ".".join(item.nested_key): json.loads(item.value_json)
+               for record in offline_records(folder) for item in record.history.item}
+    media = next((folder / "wandb").glob("offline-run-*")) / "files"
+    sent = [(media / history[f"sounds/samples/{k}.path"]).read_bytes() for k in range(2)]
+    assert sorted(sent) == sorted(path.read_bytes() for path in kept)
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"audio": 0})
+    events.Reload()
+    assert events.Tags()["audio"] == ["sounds/samples/0", "sounds/samples/1"]
+    for k, path in enumerate(kept):
+        (event,) = events.Audio(f"sounds/samples/{k}")
+        rate, samples = wavfile.read(path)
+        again = wavfile.read(io.BytesIO(event.encoded_audio_string))[1]
+        assert event.step == 2 and event.sample_rate == rate == 22050 and len(samples) <= 5 * 22050
+        assert np.abs(again.reshape(-1).astype(int) - samples.astype(int)).max() <= 2
+    assert "pictures/samples" in events.Tags()["images"]
+
+
+def test_loggers_that_play_sound_are_given_it(tmp_path, monkeypatch):
+    sent = []
+    wandb = object.__new__(WandbLogger)
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    monkeypatch.setattr(WandbLogger, "log_metrics", lambda self, metrics, step: sent.append((metrics, step)))
+    waves = [torch.sin(torch.arange(600) / 5), 3 * torch.sin(torch.arange(400) / 9)]
+    play(tmp_path, [wandb, CSVLogger(tmp_path / "metrics.csv")], "samples", waves, 8000, 7)
+    paths = [str(tmp_path / "samples" / f"step_000007_{k}.wav") for k in range(2)]
+    (metrics, step), = sent
+    assert step == 7 and list(metrics) == ["sounds/samples/0", "sounds/samples/1"]
+    assert all(audio._path == path for audio, path in zip(metrics.values(), paths, strict=True))
+    for path, wave in zip(paths, waves, strict=True):
+        rate, samples = wavfile.read(path)
+        expected = (wave / wave.abs().max().clamp(min=1)).numpy()
+        assert rate == 8000 and np.abs(samples / 32767 - expected).max() < 1e-4
+    play(tmp_path, [wandb], "samples", [], 8000, 8)
+    assert len(sent) == 1
+
+
+def test_what_is_not_finite_is_not_heard_and_lengths_are_kept():
+    x = torch.full((3, 80, 20), -5.0)
+    x[0, 0, 0] = torch.nan
+    mask = torch.arange(20) < torch.tensor([20, 7, 20])[:, None, None]
+    assert [len(wave) for wave in sounds_of(x, mask, MelConfig(), count=3, seconds=0.2)] == [7 * 256, 17 * 256]
+    assert sounds_of(x, None, MelConfig(), count=1, seconds=0.2) == []
+    assert sounds_of(x + 1000, None, MelConfig(), count=3, seconds=0.2) == []

@@ -28,11 +28,11 @@ NO_COMPILER = {"compiler": None}
 def test_exactly_the_right_checks_fail(name):
     mutant = MUTANTS[name]
     torch.manual_seed(0)
-    report = mutant.run(compiler="eager")
+    report = mutant.run(compiler="eager" if "compiled" in mutant.failing else None)
     assert set(report.failed) == mutant.failing, str(report)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 @pytest.mark.parametrize("name", MUTANTS)
 def test_whatever_the_seed(name, seed):
     mutant = MUTANTS[name]

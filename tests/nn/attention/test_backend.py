@@ -88,22 +88,27 @@ def test_fused_is_explicit(make, dtype, bound):
     assert float((fused(x, mask=mask)[0] - explicit(x, mask=mask)[0]).abs().max()) < bound
 
 
+POSITIONS = [None, T5Bias, ALiBi, Rotary]
+REACHES = [{}, {"causal": True}, {"window": (3, 2)}, {"chunk": (4, 1)}]
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("make", [None, T5Bias, ALiBi, Rotary])
-@pytest.mark.parametrize("reach", [{}, {"causal": True}, {"window": (3, 2)}, {"chunk": (4, 1)}])
+@pytest.mark.parametrize("make, reach, mask", [
+    (make, reach, (i + j) % 4) for i, make in enumerate(POSITIONS) for j, reach in enumerate(REACHES)
+])  # fmt: skip
 @torch.no_grad()
-def test_flex_has_the_same_forward(make, reach):
-    """FlexAttention without its compiler, which runs forward anywhere."""
+def test_flex_has_the_same_forward(make, reach, mask):
+    """FlexAttention without its compiler, which runs forward anywhere: each scheme, reach and mask with each other."""
     torch.manual_seed(0)
     attention = Attention(32, 2, make and make(32, 2), **reach)
-    x, mask = torch.randn(2, 16, 32), torch.rand(2, 1, 16) < 0.7
-    mask[..., 0] = True
-    for call_mask in (None, mask, torch.rand(2, 2, 16, 16) < 0.7, torch.zeros(16, 16, dtype=torch.bool)):
-        call = attention._prepare(x, None, call_mask, None, None, 5, None)
-        allowed = attention._masks(call)
-        y = attend_flex(call.q, call.k, call.v, attention.position, attention.reach, allowed, call.q0, call.k0,
-                        kernel=flex_attention)  # fmt: skip
-        assert float((y - attention._attend(call, "explicit")).abs().max()) < 1e-5
+    x, padding = torch.randn(2, 16, 32), torch.rand(2, 1, 16) < 0.7
+    padding[..., 0] = True
+    mask = (None, padding, torch.rand(2, 2, 16, 16) < 0.7, torch.zeros(16, 16, dtype=torch.bool))[mask]
+    call = attention._prepare(x, None, mask, None, None, 5, None)
+    allowed = attention._masks(call)
+    y = attend_flex(call.q, call.k, call.v, attention.position, attention.reach, allowed, call.q0, call.k0,
+                    kernel=flex_attention)  # fmt: skip
+    assert float((y - attention._attend(call, "explicit")).abs().max()) < 1e-5
 
 
 def test_masked_softmax_of_nothing_is_zero_with_zero_gradient():

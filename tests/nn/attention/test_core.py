@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from genmodels.core.tensors import wide
 from genmodels.nn.attention import (
     Attention,
     MusicTransformer,
@@ -16,15 +19,11 @@ from genmodels.nn.attention import (
     build_mask,
     sinusoids,
 )
-from genmodels.nn.attention import (
-    backend as paths,
-)
-from genmodels.nn.attention import (
-    relative_keys as xl_module,
-)
+from genmodels.nn.attention import backend as paths
+from genmodels.nn.attention import relative_keys as xl_module
 from genmodels.nn.attention.position import shift_padded
 from genmodels.verification.attention_reference import reference_attention
-from tests.nn.attention.table import REACHES, draw, kinds, lengths, worst
+from tests.nn.attention.table import BY_NAME, DOUBLE, REACHES, draw, half_error, kinds, lengths, worst
 
 
 @pytest.mark.parametrize("make, words", [
@@ -381,3 +380,342 @@ def test_dropout_acts_on_weights_and_never_in_evaluation(table, kind):
     # Dropping the output would leave nothing but 0 and 2.
     assert float(((y > 1e-6) & (y < 2 - 1e-6)).double().mean()) > 0.9
     assert abs(float(y.mean()) - 1) < 0.05
+
+
+# ---- what is masked is as if it were not there; who may attend to nothing gets nothing ----
+
+
+def padding_error(attention, x, mask, **call):
+    """The worst difference, in values and gradients, that the content of padding makes; nan counts as infinite."""
+    results = []
+    for content in (0.0, math.nan, 1e4, None):
+        filler = draw(*x.shape, seed=9) if content is None else torch.full_like(x, content)
+        given = torch.where(mask.transpose(1, 2), x, filler).requires_grad_()
+        y = attention(given, mask=mask, **call)[0]
+        gradients = torch.autograd.grad(y.sin().sum(), [given, *attention.parameters()])
+        results.append([y, *gradients])
+    differences = [worst(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)]
+    alone = [worst(attention(x[b : b + 1, mask[b, 0]], **call)[0], results[0][0][b : b + 1, mask[b, 0]])
+             for b in range(len(x))] if call.get("space") is None else []  # fmt: skip
+    return max(math.inf if math.isnan(d) else d for d in [*differences, *(d for d in alone if d > 1e-10)])
+
+
+def test_the_content_of_padding_changes_nothing_at_all(case):
+    L = case.length
+    mask = torch.ones(2, 1, L, dtype=torch.bool)
+    mask[1, 0, L - 2 :] = False
+    for kind in kinds(case):
+        assert padding_error(case.build(backend=kind), draw(2, L, 8), mask, space=case.space) == 0
+
+
+def test_the_content_of_a_masked_memory_changes_nothing(sequence_case):
+    for kind in kinds(sequence_case):
+        attention = sequence_case.build(backend=kind, cross=True)
+        x, results = draw(2, 3, 8), []
+        for shape in (lengths([[1, 1, 0, 0], [0, 1, 1, 0]]), torch.tensor([True, True, True, False]).expand(3, 4)):
+            for content in (0.0, math.nan):
+                hidden = ~shape.transpose(1, 2) if shape.dim() == 3 else ~shape[0, None, :, None]
+                memory = draw(2, 4, 8, seed=2).masked_fill(hidden, content)
+                y = attention(x, memory, memory_mask=shape)[0]
+                results.append([y, *torch.autograd.grad(y.sum(), list(attention.parameters()), allow_unused=True)])
+        for a, b in (results[:2], results[2:]):
+            assert all(s is None or worst(s, t) == 0 for s, t in zip(a, b, strict=True))
+
+
+class CountsZeros(Attention):
+    """A fault: padded frames are set to zero, and still take part in the softmax."""
+
+    def _allowed(self, call):
+        return super()._allowed(call._replace(padding=None))
+
+
+def test_the_padding_law_catches_zeros_that_are_counted():
+    attention = CountsZeros(8, 2, TransformerXL(8, 2)).double().eval()
+    mask = lengths([[1, 1, 1, 1], [1, 1, 0, 0]])
+    assert padding_error(attention, draw(2, 4, 8), mask) > 1e-3
+
+
+def empty_row_error(attention, x, space=None):
+    """Of queries that may attend to nothing: outputs must be W_O 0, gradients finite and zero."""
+    x = x.clone().requires_grad_()
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+    mask[1] = False
+    y = attention(x, mask=mask, space=space)[0]
+    bias = attention.project_out.bias
+    error = worst(y[:, 1], bias.expand_as(y[:, 1]))
+    gradient = torch.autograd.grad(y[:, 1].sum(), [x, *(p for p in attention.parameters())], allow_unused=True)
+    gradient = [g for g, p in zip(gradient, [x, *attention.parameters()], strict=True)
+                if g is not None and not any(p is own for own in attention.project_out.parameters())]  # fmt: skip
+    return max([error, *(float(g.abs().nan_to_num(math.inf).max()) for g in gradient)])
+
+
+def test_a_query_that_sees_nothing_gives_zero(case):
+    for kind in kinds(case):
+        for dtype in (DOUBLE, torch.float32):
+            attention = case.build(backend=kind, dtype=dtype)
+            assert empty_row_error(attention, draw(2, case.length, 8, dtype=dtype), case.space) == 0
+
+
+def test_an_example_without_any_valid_key(case):
+    mask = torch.ones(2, 1, case.length, dtype=torch.bool)
+    mask[1] = False
+    for kind in kinds(case):
+        attention = case.build(backend=kind)
+        y = attention(draw(2, case.length, 8), mask=mask, space=case.space)[0]
+        assert not y[1].any() and bool(y.isfinite().all())
+
+
+def fills_with_least(scores, allowed):
+    return scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1)
+
+
+def fills_with_minus_infinity(scores, allowed):
+    return scores.masked_fill(~allowed, -math.inf).softmax(-1)
+
+
+@pytest.mark.parametrize("fault", [fills_with_least, fills_with_minus_infinity])
+def test_the_empty_row_law_catches(fault, table, monkeypatch):
+    monkeypatch.setattr(paths, "masked_softmax", fault)
+    assert not empty_row_error(table["xl"].build(backend="explicit"), draw(1, 4, 8)) < 1e-3
+
+
+# ---- first and second derivatives, backward and forward mode ----
+
+
+def gradients_hold(attention, x, space=None):
+    names = [name for name, _ in attention.named_parameters()]
+
+    def output(x, *values):
+        given = dict(zip(names, values, strict=True))
+        return torch.func.functional_call(attention, given, (x,), {"space": space})[0]
+
+    given = [x.clone().requires_grad_(), *(p.detach().clone().requires_grad_() for p in attention.parameters())]
+    return torch.autograd.gradcheck(output, given, raise_exception=False, fast_mode=True)
+
+
+def test_first_derivatives(case):
+    x = draw(1, 3 if case.space is None else case.length, 8)
+    for kind in kinds(case):
+        assert gradients_hold(case.build(backend=kind), x, case.space)
+
+
+class Detached(TransformerXL):
+    """A fault: the position term has no gradient."""
+
+    def score_bias(self, *arguments):
+        return super().score_bias(*arguments).detach()
+
+
+def test_the_derivative_law_catches_a_detached_term(table):
+    assert not gradients_hold(table["xl"].build(replaced=Detached), draw(1, 3, 8))
+
+
+def test_second_derivatives_and_forward_mode(case):
+    attention = case.build(derivatives=2)
+    assert attention.explain(4, 4).kind == "explicit"
+    x = draw(1, 3 if case.space is None else case.length, 8).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: attention(x, space=case.space)[0], x, fast_mode=True)
+    direction = draw(*x.shape, seed=7)
+    _, tangent = torch.func.jvp(lambda x: attention(x, space=case.space)[0], (x.detach(),), (direction,))
+    step = 1e-6
+    ends = [attention(x.detach() + sign * step * direction, space=case.space)[0] for sign in (1, -1)]
+    assert worst(tangent, (ends[0] - ends[1]) / (2 * step)) < 1e-7
+
+
+def test_the_fused_path_has_no_second_derivatives(table):
+    """Why `derivatives=2` exists; when torch learns it, the explicit path is no longer needed."""
+    attention, x = table["none"].build(), draw(1, 4, 8).requires_grad_()
+    gradient = torch.autograd.grad(attention(x)[0].sum(), x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="not implemented"):
+        torch.autograd.grad(gradient.pow(2).sum(), x)
+
+
+# ---- half precision, the compiler, files ----
+
+
+def test_half_precision_is_near(case):
+    """Found: 0.8 to 1.8."""
+    for kind in kinds(case):
+        attention = case.build(backend=kind, dtype=torch.float32)
+        assert half_error(attention, draw(2, case.length, 8, dtype=torch.float32), space=case.space) < 4
+
+
+def test_the_law_of_half_precision_catches_eight_bits(monkeypatch):
+    """What comes in half precision loses four more bits on its way to the scores."""
+    coarse = {torch.bfloat16: torch.float8_e4m3fn}
+    monkeypatch.setattr(paths, "wide", lambda t: wide(t.to(coarse.get(t.dtype, t.dtype)).to(t.dtype)))
+    attention = BY_NAME["none"].build(backend="explicit", dtype=torch.float32)
+    assert half_error(attention, draw(2, 6, 8, dtype=torch.float32)) > 4
+
+
+def test_a_module_in_half_precision(case):
+    attention = case.build(dtype=torch.bfloat16)
+    y = attention(draw(2, case.length, 8, dtype=torch.bfloat16), space=case.space)[0]
+    assert y.dtype == torch.bfloat16 and bool(y.isfinite().all())
+
+
+def test_the_softmax_is_in_single_precision():
+    q, k = (4 * draw(1, 1, 64, 4, seed=s).bfloat16() for s in (1, 2))
+    exact = (q.double() @ k.double().mT / 2).softmax(-1)
+    assert worst(paths.explicit_weights(q, k, None, None), exact) < 1e-4
+    assert worst((q @ k.mT / 2).softmax(-1), exact) > 3e-2
+
+
+#: One of each scheme: further options are other numbers in the same code.
+SCHEMES = ["none", "xl", "shaw clip", "shaw zero", "shaw keys", "music", "t5", "alibi", "rotary", "rotary half", "swin",
+           "rotary 2d", "mel", "mel xl"]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_compiled_is_eager(name):
+    case = BY_NAME[name]
+    torch._dynamo.reset()
+    attention = case.build(backend=kinds(case)[0], dtype=torch.float32)
+    x = draw(2, case.length, 8, dtype=torch.float32)
+    mask = torch.ones(2, 1, case.length, dtype=torch.bool)
+    mask[1, 0, -1] = False
+    compiled = torch.compile(attention, fullgraph=True, backend="eager")
+    assert worst(compiled(x, mask=mask, space=case.space)[0], attention(x, mask=mask, space=case.space)[0]) < 1e-5
+
+
+def test_a_compiled_cache(table):
+    torch._dynamo.reset()
+    attention, x = table["xl"].build(causal=True, dtype=torch.float32), draw(2, 4, 8, dtype=torch.float32)
+    compiled = torch.compile(attention, fullgraph=True, backend="eager")
+    y, cache = compiled(x[:, :2], cache=attention.empty_cache(x))
+    z, _ = compiled(x[:, 2:], cache=cache)
+    assert worst(torch.cat([y, z], 1), attention(x)[0]) < 1e-5
+
+
+def test_compiled_once_for_many_lengths(table):
+    torch._dynamo.reset()
+    attention = table["xl"].build(window=(2, 0), dtype=torch.float32)
+    compiled = torch.compile(attention, fullgraph=True, backend="eager", dynamic=True)
+    for L in (5, 9, 17, 300):  # the last in blocks
+        x = draw(1, L, 8, dtype=torch.float32)
+        assert worst(compiled(x)[0], attention(x)[0]) < 1e-5
+
+
+@pytest.mark.slow
+def test_compiled_by_the_real_compiler(table):
+    torch._dynamo.reset()
+    attention, x = table["xl"].build(window=(2, 1), dtype=torch.float32), draw(2, 6, 8, dtype=torch.float32)
+    assert worst(torch.compile(attention, fullgraph=True)(x)[0], attention(x)[0]) < 1e-5
+
+
+class Reads(TransformerXL):
+    """A fault: a value of a tensor is read."""
+
+    def score_bias(self, q, *arguments):
+        return super().score_bias(q, *arguments) * (1.0 if self.u.abs().max().item() >= 0 else 0.0)
+
+
+def test_the_compiler_law_catches_a_value_that_is_read(table):
+    torch._dynamo.reset()
+    attention = table["xl"].build(replaced=Reads, dtype=torch.float32)
+    with pytest.raises(Exception, match="item|data-dependent"):
+        torch.compile(attention, fullgraph=True, backend="eager")(draw(1, 4, 8, dtype=torch.float32))
+
+
+@torch.no_grad()
+def test_weights_load_whatever_lengths_were_seen(case):
+    attention = case.build()
+    attention(draw(1, case.length, 8), space=case.space)
+    if case.space is None:
+        attention(draw(1, 11, 8))
+    state = attention.state_dict()
+    other = case.build(seed=1)
+    other.load_state_dict(state)
+    x = draw(1, case.length, 8)
+    assert torch.equal(other(x, space=case.space)[0], attention(x, space=case.space)[0])
+    allowed = {"project_q", "project_k", "project_v", "project_out"}
+    for name, value in case.build().state_dict().items():
+        assert name.split(".")[0] in allowed or value.shape == state[name].shape
+
+
+# ---- step by step is the whole ----
+
+
+@torch.no_grad()
+def cache_error(attention, x, step, mask=None):
+    whole, none = attention(x, mask=mask)
+    assert none is None
+    cache, parts, sizes = attention.empty_cache(x), [], []
+    for start in range(0, x.shape[1], step):
+        now = slice(start, start + step)
+        y, cache = attention(x[:, now], mask=None if mask is None else mask[..., now], cache=cache)
+        parts.append(y)
+        sizes.append(cache.k.shape[2])
+    return worst(torch.cat(parts, 1), whole), sizes
+
+
+CACHED = [{"causal": True}, {"window": (2, 0)}, {"window": (None, 0)}, {"causal": True, "chunk": (3, 1)}]
+
+
+def test_step_by_step_is_the_whole(sequence_case):
+    x = draw(2, 5, 8)
+    mask = lengths([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0]])
+    for kind in kinds(sequence_case):
+        for reach in CACHED:
+            attention = sequence_case.build(backend=kind, **reach)
+            for step in range(1, 6):
+                assert cache_error(attention, x, step)[0] < 1e-10
+            assert cache_error(attention, x, 2, mask)[0] < 1e-10
+
+
+def test_chunks_are_taken_whole(sequence_case):
+    attention = sequence_case.build(chunk=(2, 1))
+    x = draw(2, 7, 8)
+    for step in (2, 4, 6):
+        assert cache_error(attention, x, step)[0] < 1e-10
+    if not attention.reach.no_future:
+        with pytest.raises(ValueError, match="within a chunk of 2"):
+            cache_error(attention, x, 3)
+
+
+def test_a_bounded_reach_bounds_the_cache(table):
+    _, sizes = cache_error(table["xl"].build(window=(3, 0)), draw(1, 20, 8), 2)
+    assert max(sizes) == 3
+    _, sizes = cache_error(table["xl"].build(chunk=(4, 2)), draw(1, 40, 8), 4)
+    assert max(sizes) == 8
+    _, sizes = cache_error(table["xl"].build(causal=True), draw(1, 20, 8), 5)
+    assert sizes == [5, 10, 15, 20]
+
+
+def test_the_cache_is_never_changed(table):
+    attention, x = table["rotary"].build(causal=True), draw(1, 4, 8)
+    _, first = attention(x, cache=attention.empty_cache(x))
+    kept = [t.clone() for t in first[:2]]
+    one, two = (attention(draw(1, 2, 8, seed=5), cache=first)[0] for _ in range(2))
+    assert worst(one, two) == 0 and all(torch.equal(a, b) for a, b in zip(kept, first[:2], strict=True))
+
+
+def test_a_padded_past_joins_an_unpadded_present(table):
+    attention, x = table["xl"].build(causal=True), draw(2, 5, 8)
+    mask = lengths([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+    whole = attention(x, mask=mask)[0]
+    y, cache = attention(x[:, :2], mask=mask[..., :2], cache=attention.empty_cache(x))
+    z, _ = attention(x[:, 2:], cache=cache)
+    assert worst(torch.cat([y, z], 1), whole) < 1e-12
+
+
+class NotAdvanced(TransformerXL):
+    """A fault: every call believes that it begins at the first key."""
+
+    def score_bias(self, q, q0, k0, Lq, Lk, space=None):
+        return super().score_bias(q, k0, k0, Lq, Lk)
+
+
+class Unshifted(TransformerXL):
+    """A fault: the shift is left out, as some published code with a cache has it."""
+
+    def score_bias(self, q, q0, k0, Lq, Lk, space=None):
+        r = torch.arange(-Lq, Lk) + (k0 - q0)
+        encoded = self.project(sinusoids(r, self.dim)).view(-1, self.heads, self.head_dim).permute(1, 2, 0)
+        return ((q + self.v[:, None]) @ encoded)[..., :Lk]
+
+
+@pytest.mark.parametrize("fault", [NotAdvanced, Unshifted])
+def test_the_cache_law_catches(fault, table):
+    attention = table["xl"].build(replaced=fault, causal=True)
+    assert max(cache_error(attention, draw(1, 6, 8), step)[0] for step in range(1, 7)) > 1e-3

@@ -1,4 +1,4 @@
-"""What a run leaves of itself: a whole configuration, one W&B run that evaluations join, and a log with its figures."""
+"""Run folders: never two runs in one, nothing left behind by a run that never began, only the same run resumed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,104 @@ from genmodels.cli.schema import Schema
 from genmodels.cli.signatures import target
 from genmodels.core.checkpoint import read_header
 from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
 from genmodels.data.vision import Digits
 from genmodels.models.build import build
+from genmodels.models.checkpoint import write_checkpoint
+from genmodels.training import run
 from tests.models import texts
+
+HEADER = {
+    "format": 1, "family": "ddpm", "genmodels": "0.1.0", "torch": "2.6.0",
+    "model": {"_target_": "genmodels.models.ddpm.DDPM"}, "config": {},
+    "data": {"name": "digits", "event_shape": [1, 8, 8]}, "parameters": 500, "step": 3, "batches_seen": 3,
+    "seed": 0, "figures": {}, "finished": False,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch, tmp_path):
+    monkeypatch.delenv("GENMODELS_RUN_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def forget(monkeypatch):
+    monkeypatch.delenv("GENMODELS_RUN_DIR", raising=False)
+
+
+def checkpoint(path: Path, **header) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_checkpoint(path, {"genmodels": HEADER | header, "state_dict": {}})
+    return path
+
+
+def test_two_runs_of_one_second_have_two_folders(monkeypatch):
+    first = run.choose_folder(Path("runs"), "ddpm-digits", None)
+    forget(monkeypatch)
+    second = run.choose_folder(Path("runs"), "ddpm-digits", None)
+    assert first != second and first.is_dir() and second.is_dir() and first.parent == Path("runs/ddpm-digits")
+
+
+def test_the_processes_of_one_run_share_its_folder():
+    assert run.choose_folder(Path("runs"), "a", None) == run.choose_folder(Path("runs"), "a", None)
+
+
+def test_a_folder_with_a_run_is_not_taken(monkeypatch):
+    checkpoint(Path("mine/last.ckpt"))
+    with pytest.raises(InputError, match="resume=last"):
+        run.choose_folder(Path("runs"), "a", "mine")
+
+
+def test_what_never_began_leaves_nothing_but_what_was_there():
+    folder = run.choose_folder(Path("runs"), "a", None)
+    (folder / "log.txt").write_text("x")
+    run.discard_unused(folder)
+    assert not Path("runs").exists()
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("keep")
+    Path("mine/log.txt").write_text("x")
+    run.discard_unused(Path("mine"))
+    assert [p.name for p in Path("mine").iterdir()] == ["notes.txt"]
+    kept = checkpoint(Path("begun/last.ckpt"))
+    run.discard_unused(kept.parent)
+    assert kept.exists()
+
+
+def test_a_folder_is_held_by_one_run():
+    Path("mine").mkdir()
+    held = run.claim(Path("mine"))
+    attempt = "from genmodels.training.run import claim; from pathlib import Path; claim(Path('mine'))"
+    words = [sys.executable, "-c", attempt]
+    environment = os.environ | {"PYTHONPATH": str(Path(run.__file__).parents[2])}
+    refused = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert "another run is training in mine" in refused.stderr
+    held.close()
+    run.claim(Path("mine")).close()
+
+
+def test_resume_finds_the_newest_run_a_folder_or_a_file(monkeypatch):
+    old, new = (checkpoint(Path(f"runs/a/{name}/last.ckpt")) for name in ("1", "2"))
+    os.utime(old, (1, 1))
+    assert run.find_resume(Path("runs"), "a", None, "last") == new
+    for where in ("runs/a/1", "runs/a/1/last.ckpt"):
+        forget(monkeypatch)
+        assert run.find_resume(Path("runs"), "a", None, where) == old
+    forget(monkeypatch)
+    with pytest.raises(InputError, match="no last.ckpt in runs/b"):
+        run.find_resume(Path("runs"), "b", None, "last")
+
+
+def test_the_time_of_training_adds_up_over_resumes(tmp_path):
+    assert run.training_time(tmp_path) == 0
+    run.add_training_time(tmp_path, 2.5)
+    run.add_training_time(tmp_path, 4.0)
+    assert run.training_time(tmp_path) == 6.5
+    (tmp_path / "training.json").write_text("{")
+    assert run.training_time(tmp_path) == 0
+
+
+# ---- what a run leaves of itself: a whole configuration, one W&B run that evaluations join, and a log with ----
+
 
 WORDS = ["model=nsf", "data=toy", "trainer=smoke", "trainer.max_steps=4", "trainer.validate_every_n_steps=2",
          "trainer.sample_every_n_steps=0", "trainer.log_every_n_steps=1", "trainer.progress=false", "data.n_train=200",
@@ -38,7 +135,7 @@ def command(*words: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def whole_run(tmp_path_factory):
     """The folder of a short run that was moved, resumed and evaluated; what its training printed."""
     folder, before = tmp_path_factory.mktemp("run"), Path.cwd()
     os.chdir(folder)
@@ -58,31 +155,31 @@ def started(folder: Path) -> list:
     return [record.run for record in offline_records(folder) if record.HasField("run")]
 
 
-def test_training_resume_and_evaluation_are_one_run_of_wandb(run):
-    records = started(run[0])
-    assert len({one.run_id for one in records}) == 1 and len(list((run[0] / "wandb").glob("offline-run-*"))) == 3
+def test_training_resume_and_evaluation_are_one_run_of_wandb(whole_run):
+    records = started(whole_run[0])
+    assert len({one.run_id for one in records}) == 1 and len(list((whole_run[0] / "wandb").glob("offline-run-*"))) == 3
     (name,) = {one.display_name for one in records}
     assert re.fullmatch(r"nsf-toy_\w+-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", name)
     assert {(one.run_group, *one.tags) for one in records} == {(name[:-20], "nsf", name[4:-20])}
 
 
-def test_wandb_has_the_whole_configuration_and_what_it_made(run):
+def test_wandb_has_the_whole_configuration_and_what_it_made(whole_run):
     from tests.test_run import offline_records
 
     found = {}
-    for record in offline_records(run[0]):
+    for record in offline_records(whole_run[0]):
         updates = [*record.config.update, *record.run.config.update]
         found |= {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in updates}
     assert found["model"]["optimizer"]["betas"] == [0.9, 0.999] and found["model"]["optimizer"]["lr"] == 0.002
     assert found["trainer"]["precision"] == "32-true" and found["data"]["batch_size"]
-    assert found["parameters"]["all"] == read_header(run[0] / "last.ckpt")["parameters"] > 0
+    assert found["parameters"]["all"] == read_header(whole_run[0] / "last.ckpt")["parameters"] > 0
     assert found["data_card"]["event_shape"] == [2]
     assert found["data_card"]["items"] == {"train": 200, "val": 50, "test": 50}
 
 
-def test_the_configuration_and_the_checkpoint_name_every_default(run):
-    config = yaml.safe_load((run[0] / "config.yaml").read_text())
-    header = read_header(run[0] / "last.ckpt")
+def test_the_configuration_and_the_checkpoint_name_every_default(whole_run):
+    config = yaml.safe_load((whole_run[0] / "config.yaml").read_text())
+    header = read_header(whole_run[0] / "last.ckpt")
     assert header["config"] == config and header["model"] == config["model"]
     for node, dotted in ((config["model"], config["model"]["_target_"]), (config["data"], config["data"]["_target_"]),
                          (config["model"]["optimizer"], OPTIMIZER),
@@ -91,15 +188,15 @@ def test_the_configuration_and_the_checkpoint_name_every_default(run):
         assert set(node) - {"_target_"} == set(target(dotted).keys)
 
 
-def test_a_whole_configuration_still_has_few_words(run):
-    found = words_of(yaml.safe_load((run[0] / "config.yaml").read_text()))
+def test_a_whole_configuration_still_has_few_words(whole_run):
+    found = words_of(yaml.safe_load((whole_run[0] / "config.yaml").read_text()))
     assert found[:2] == ["model=nsf", "data=toy"] and len(found) <= 15  # of more than 50 keys
     with composer("train") as hydra:
         assert hydra.compose(found)["model"]["optimizer"]["lr"] == 0.002
 
 
-def test_the_log_holds_the_figures_and_no_advertisements(run):
-    folder, told = run
+def test_the_log_holds_the_figures_and_no_advertisements(whole_run):
+    folder, told = whole_run
     log = (folder / "log.txt").read_text()
     for step in range(5):  # counted from 0, as in metrics.csv
         assert re.search(rf"step {step}: .*train/loss -?\d", log), step
