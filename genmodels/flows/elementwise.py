@@ -179,8 +179,8 @@ class PlainScale(nn.Module):
         channels: number of channels; nothing is learned here.
 
     Example:
-        >>> PlainScale(1).signed(torch.tensor([0.0, -0.5, 3.0]))
-        tensor([ 0.0010, -0.5010,  3.0010])
+        >>> PlainScale(1).signed(torch.tensor([1.0, -0.5]))
+        tensor([ 1.0010, -0.5010])
     """
 
     start = 1 - _FLOOR
