@@ -29,6 +29,19 @@ limit_threads()
 os.environ.setdefault("MPLBACKEND", "Agg")  # no windows
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """`pytest -n 2` gives each process one half in order, and what is left of it later to whoever has finished.
+
+    The usual small portions would make the fixtures of a module in every process.
+    """
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def a_cache_of_their_own(tmp_path_factory):
     """Tests neither read nor fill the user's cache."""
