@@ -88,7 +88,7 @@ class Reach:
             bounds.append(i - self.window[0])
         if self.chunk is not None and self.chunk[1] is not None:
             bounds.append((i // self.chunk[0] - self.chunk[1]) * self.chunk[0])
-        return max(bounds, default=None)
+        return max(bounds) if bounds else None  # torch 2.11 compiles no default=
 
     def last(self, i: int) -> int | None:
         """The last key that query i reaches, None where the future is unbounded; never falls as i grows."""
@@ -97,7 +97,7 @@ class Reach:
             bounds.append(i + self.window[1])
         if self.chunk is not None:
             bounds.append((i // self.chunk[0] + 1) * self.chunk[0] - 1)
-        return min(bounds, default=None)
+        return min(bounds) if bounds else None
 
 
 def build_mask(
