@@ -91,7 +91,8 @@ def _explain(error: Exception, path: Path) -> Exception:
     full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "file write failed" in str(error)
     if full or "unexpected pos" in str(error):
         kept = f"the previous {path.name} is kept" if path.exists() else "nothing was overwritten"
-        return RunError(f"no space left to write {path}: {kept}; free some space, then resume with resume=last")
+        again = "then resume with resume=last" if path.suffix == ".ckpt" else "then try again"
+        return RunError(f"no space left to write {path}: {kept}; free some space, {again}")
     if isinstance(error, OSError):
         return RunError(f"cannot write {path}: {os.strerror(number) if number else error}")
     return error

@@ -177,7 +177,8 @@ class Log:
         """Detach from logging."""
         logging.getLogger().removeHandler(self.handler)
         logging.captureWarnings(False)
-        self.handler.close()
+        with contextlib.suppress(OSError):  # of a full disk, told already
+            self.handler.close()
 
 
 def say(*lines: str) -> None:

@@ -235,3 +235,54 @@ def test_a_whole_configuration_builds_the_same_model(words):
     assert all(torch.equal(v, again[k]) for k, v in given.state_dict().items())
     assert schema.complete(whole) == whole
     assert set(whole["model"]["optimizer"]) == set(target(OPTIMIZER).keys)
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """A folder on a file system of its own, of 1 MB, and a function that mounts it again with other options."""
+    place = tmp_path / "mount"
+    place.mkdir()
+
+    def mounted(options):
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True)
+        return done.returncode == 0
+
+    if sys.platform != "linux" or not mounted("size=1m"):
+        pytest.skip("mounting is not allowed here")
+    yield place, mounted
+    subprocess.run(["umount", place], check=True)
+
+
+TRAIN = ["train", "model=nsf", "data=toy", "data.n_train=200", "model.hidden=8", "model.layers=1", "logger=csv",
+         "trainer.progress=false", "trainer.sample_every_n_steps=0", "data.batch_size=50"]  # fmt: skip
+
+
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_is_kept(mount, capsys):
+    place, mounted = mount
+    folder = place / "run"
+    assert main([*TRAIN, f"run_dir={folder}", "trainer.max_steps=10"]) == 0
+    last = (folder / "last.ckpt").read_bytes()
+    with pytest.raises(OSError, match="No space left"), open(place / "fill", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    capsys.readouterr()
+    assert main([*TRAIN, f"run_dir={folder}", "trainer.max_steps=20", "resume=last"]) == 1
+    said = capsys.readouterr().err
+    assert "no space left" in said and said.count("\n") == 1
+    assert (folder / "last.ckpt").read_bytes() == last and not list(folder.glob(".*.tmp"))
+    assert main([*TRAIN, f"run_dir={place / 'other'}", "trainer.max_steps=20"]) == 1
+    said = capsys.readouterr().err
+    assert "no space left" in said and said.count("\n") == 1 and not (place / "other").exists()
+    assert main(["sample", f"ckpt={folder}", "n=4", f"out={place / 'x.npz'}"]) == 1
+    assert capsys.readouterr().err.endswith("nothing was overwritten; free some space, then try again\n")
+    (place / "fill").unlink()
+    assert main([*TRAIN, f"run_dir={folder}", "trainer.max_steps=20", "resume=last"]) == 0
+
+
+def test_a_folder_that_is_read_only_is_one_line(mount, capsys):
+    place, mounted = mount
+    assert mounted("remount,ro")
+    for folder in (place, place / "run"):
+        assert main([*TRAIN, f"run_dir={folder}"]) == 1
+        said = capsys.readouterr().err
+        assert "Read-only file system" in said and said.count("\n") == 1
