@@ -1,4 +1,4 @@
-"""What the README promises of its first command, and the bound of MNIST's preset.
+"""What README and docs/ddpm.md promise of the first command, and the bound of MNIST's preset.
 
 Minutes, and most of an hour for MNIST: run with `pytest -m slow tests/test_quality.py`.
 """
@@ -16,6 +16,8 @@ import pytest
 from genmodels.cli.main import main
 
 ROOT = Path(__file__).parents[1]
+#: Value and standard error of the first command's model in docs/ddpm.md: bound in bits/dim, Fréchet distance.
+BOUND, FRECHET = (1.841, 0.016), (2.43, 0.97)
 
 
 @pytest.mark.slow
@@ -34,6 +36,14 @@ def test_the_default_model_draws_digits_and_beats_the_pixel_histogram(tmp_path, 
     histogram = next(r["value"] for r in report["references"] if "histogram" in r["name"])
     row = report["likelihood"][0]
     assert row["bits_per_dim"] + 4 * row["se_data"] < histogram
+    assert row["bits_per_dim"] <= BOUND[0] + 3 * BOUND[1]
+    assert report["fidelity"]["frechet"] <= FRECHET[0] + 3 * FRECHET[1]
+
+
+def test_the_promised_figures_are_those_of_the_documentation():
+    (row,) = [line for line in (ROOT / "docs" / "ddpm.md").read_text().splitlines()
+              if line.startswith("| digits 8x8") and "`python train.py model=ddpm`" in line]
+    assert f"<= {BOUND[0]}({BOUND[1] * 1000:.0f})" in row and f"distance {FRECHET[0]}({FRECHET[1] * 100:.0f})" in row
 
 
 @pytest.mark.slow
