@@ -144,7 +144,7 @@ def _work(sender, threads: int, function: Callable, arguments: tuple) -> None:
     torch.set_num_threads(threads)
     try:
         message = True, function(*arguments)
-    except Exception as error:  # told to the process that started this one, which raises it
+    except Exception as error:  # sent to the process that started this one, which raises it
         message = False, error
     try:
         sent = pickle.dumps(message)

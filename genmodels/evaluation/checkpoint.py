@@ -275,8 +275,8 @@ def fits(model: GenerativeModel, found: DataSpec) -> None:
             raise InputError(f"these data do not fit the checkpoint: {key} is {now}, the model was built for {then}")
     if model.num_classes is not None and found.num_classes != model.num_classes:
         now = "no labels" if found.num_classes is None else f"{found.num_classes} classes"
-        raise InputError(f"these data do not fit the checkpoint: they have {now}, the model is told which of "
-                         f"{model.num_classes} classes an item is of: give labelled data of these classes")
+        raise InputError(f"these data do not fit the checkpoint: they have {now}, the model is conditioned on "
+                         f"{model.num_classes} classes: give labelled data of these classes")
 
 
 def _joined(batches) -> Batch:

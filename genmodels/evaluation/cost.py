@@ -1,4 +1,4 @@
-"""What a sample costs: network evaluations, samples a second, the wait for one, memory."""
+"""What a sample costs: network evaluations, samples a second, latency, memory."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _reset_peak(device: torch.device) -> bool:
-    """Let the peak of memory start again from here; False where the system cannot, which has to be told."""
+    """Let the peak of memory start again from here; False where the system cannot, which is then reported."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

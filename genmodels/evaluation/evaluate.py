@@ -108,7 +108,7 @@ class Evaluation:
             self.pictures["audit"] = picture
 
     def cost(self) -> None:
-        """Network evaluations, samples a second, the wait for one, memory, on this device."""
+        """Network evaluations, samples a second, latency, memory, on this device."""
         small = self.opened.limited
         own = Opened(self.opened.path, self.opened.model, self.opened.header, self.opened.datamodule,
                      _alone(self.frame.request), self.opened.items)

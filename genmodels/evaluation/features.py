@@ -1,4 +1,4 @@
-"""Features in which samples are compared: one named network, its hash and its accuracy beside every number."""
+"""Features in which samples are compared: one named network, reported with its hash and its accuracy."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class FeatureNetwork:
         return torch.cat([self.classify(part).argmax(1).cpu() for part in x.split(rows)])
 
     def told(self) -> dict:
-        """What stands beside every number."""
+        """What is reported of the network."""
         return {"name": self.name, "sha256": self.sha256, "accuracy": self.accuracy,
                 "interval": self.interval, "dims": self.dims, "note": self.note}
 
@@ -191,7 +191,7 @@ def classifier(items: Items) -> FeatureNetwork:
         hits = int((found.classes(items.test) == items.test_labels).sum())
         accuracy, interval = hits / len(items.test), wilson(hits, len(items.test))
     weak = accuracy is not None and accuracy < _WEAK
-    note = f"trained on the training split; only {accuracy:.1%} of the test items are told rightly" if weak else (
+    note = f"trained on the training split; only {accuracy:.1%} accurate on test items" if weak else (
         "trained on the training split")
     return FeatureNetwork("classifier", WIDTH, found.sha256, net.features, accuracy, net, note, interval=interval)
 

@@ -55,7 +55,7 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         if isinstance(draws, int) and draws >= model.num_steps:
             raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the bound, got {draws}")
         own = {"draws": None if draws == "all" else draws, "replicates": request.replicates}
-        if "alignment" in known:  # the other one, along the best path, would be ranked beside bounds on the sum
+        if "alignment" in known:  # the other one, along the best path, would be ranked with bounds on the sum
             own["alignment"] = "marginal"
         usual = known["bound"].default
         for bound in {"auto": (usual,), "both": ("discrete", "continuous")}.get(request.bound, (request.bound,)):
@@ -185,7 +185,7 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
         numbers["class_cost"] = math.log(spec.num_classes) / scale
     if spec.entropy is not None and value is not None:
         numbers |= {"entropy": spec.entropy, "kl_gap": value - spec.entropy, **paired_gap(likelihood, spec, x)}
-    if likelihood.kind == "unnormalised":  # of no use beside others, so no figure that could stand beside theirs
+    if likelihood.kind == "unnormalised":  # not comparable, so no number that could be compared
         numbers = dict.fromkeys(numbers)
         found["reason"] = made["reason"]
     elif mean is None:
@@ -205,7 +205,7 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
     return {
         **found, **numbers, "how": how(likelihood), "n": len(likelihood), "nonfinite": len(likelihood.nonfinite),
         "nonfinite_first": [int(i) for i in likelihood.nonfinite[:3]],
-        "worst": _told(likelihood, order[:8]), "best": _told(likelihood, order.flip(0)[:8]),
+        "worst": _extremes(likelihood, order[:8]), "best": _extremes(likelihood, order.flip(0)[:8]),
         "parts_nats": {name: float(part.double().mean()) for name, part in likelihood.parts.items()}, "made": made,
     }
 
@@ -238,7 +238,7 @@ def faults(found: dict) -> list[str]:
 
 
 def notes_on(found: dict) -> list[str]:
-    """What has to be said beside a line.
+    """Notes on a line.
 
     Example:
         >>> notes_on({"label": "K = 8", "ess_median": 1.4, "made": {"importance_samples": 8}})
@@ -309,7 +309,7 @@ def _label(likelihood: Likelihood, label: str) -> str:
     return label or likelihood.kind
 
 
-def _told(likelihood: Likelihood, rows: torch.Tensor) -> list[dict]:
+def _extremes(likelihood: Likelihood, rows: torch.Tensor) -> list[dict]:
     index = torch.arange(len(likelihood)) if likelihood.index is None else likelihood.index
     errors = torch.zeros(len(likelihood)) if likelihood.stderr is None else likelihood.stderr
     return [{"index": int(index[i]), "nats": float(likelihood.nats[i]), "error": float(errors[i])} for i in rows]
@@ -333,7 +333,7 @@ class LikelihoodStage:
         x = opened.evaluated().x if spec.entropy is not None else None
         for number, line in enumerate(self.lines):
             start = time.monotonic()
-            found = self._judged(line)
+            found = self._evaluated(line)
             told = row(found, spec, line.label, x) | {"values": f"nats_{number}"}
             self.frame.report["likelihood"].append(told | {"seconds": time.monotonic() - start})
             self.frame.arrays[f"nats_{number}"] = found.nats
@@ -349,11 +349,11 @@ class LikelihoodStage:
     def of_first_line(self) -> tuple[Line, Likelihood]:
         """The first line and its likelihood, which is computed if it was not."""
         if self.first is None:
-            self.first = self._judged(self.lines[0])
+            self.first = self._evaluated(self.lines[0])
             self.frame.arrays["nats_0"] = self.first.nats
         return self.lines[0], self.first
 
-    def _judged(self, line: Line) -> Likelihood:
+    def _evaluated(self, line: Line) -> Likelihood:
         stored = self.frame.once("likelihood", {"method": line.method, **line.options}, lambda: packed(
             self.frame.opened.likelihood(line.method, line.options, line.label)))
         return unpacked(stored)
@@ -371,7 +371,7 @@ class LikelihoodStage:
             self.frame.arrays[f"{name}_x"], self.frame.arrays[f"{name}_index"] = batch.x, index
 
     def _density(self) -> None:
-        """The density in the plane by the best line that has one, beside the truth and the data."""
+        """The density in the plane by the best line that has one, the true density, and the data."""
         kinds = [entry["kind"] for entry in self.frame.report["likelihood"]]
         usable = [k for k, kind in enumerate(kinds) if kind in ("exact", "ode")]
         if not usable or self.frame.request.limit not in (None, "all") or self.frame.opened.limited:

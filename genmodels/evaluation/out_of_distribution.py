@@ -82,7 +82,7 @@ def _shuffled(x: Tensor, spec: DataSpec, noise: KeyedGenerator) -> Tensor:
     return x.flatten(1).gather(1, order).view_as(x)
 
 
-#: Sets that every data set has beside it, without a download.
+#: Sets that are made from any data set, without a download.
 ALTERATIONS = {"noise": _noise, "shuffled": _shuffled}
 
 
@@ -113,19 +113,19 @@ def told(name: str, area: float, error: float, kind: str) -> str:
 
     Example:
         >>> told("digits", 0.12, 0.01, "lower_bound")
-        'digits is found likelier than the test items (AUROC 0.120 +- 0.010): likelihood does not tell them apart'
+        'digits is found likelier than the test items (AUROC 0.120 +- 0.010): likelihood does not separate them'
     """
     figure = f"(AUROC {area:.3f} +- {error:.3f})"
     constant = ", by values that lack their constant, which an order does not need" if kind == "unnormalised" else ""
     if area + 2 * error < 0.5:
-        return f"{name} is found likelier than the test items {figure}: likelihood does not tell them apart{constant}"
+        return f"{name} is found likelier than the test items {figure}: likelihood does not separate them{constant}"
     if area - 2 * error > 0.5:
         return f"{name} is found less likely than the test items {figure}{constant}"
     return f"{name} is found as likely as the test items {figure}{constant}"
 
 
 class OtherDataStage:
-    """Other data sets under the first line of a model: histograms and the probability to tell an item of each apart."""
+    """Other data sets under the first line of a model: histograms and AUROC."""
 
     def __init__(self, frame: Frame, likelihood: LikelihoodStage):
         self.frame, self.likelihood = frame, likelihood

@@ -1,4 +1,4 @@
-"""The report of an evaluation: report.json with its arrays, and the words its numbers are told in."""
+"""The report of an evaluation: report.json with its arrays, and descriptions of its numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from genmodels.core.files import write_whole
 
 
 def report_target(checkpoint: Path, out: str | None, several: bool, split: str = "test", limit: int | None = None):
-    """Where a report goes: `out`, or report.json beside the checkpoint, its name telling what is not the default."""
+    """Where a report goes: `out`, or report.json in the folder of the checkpoint, named for what is not the default."""
     if out is not None and not several:
         return Path(out)
     words = [w for w, usual in ((checkpoint.stem, "best"), (split, "test")) if w != usual]
@@ -24,7 +24,7 @@ def report_target(checkpoint: Path, out: str | None, several: bool, split: str =
 
 
 def arrays_target(target: Path) -> Path:
-    """Where the arrays of a report go: beside it.
+    """Where the arrays of a report go: to the same folder.
 
     Example:
         >>> str(arrays_target(Path("runs/a/report.json")))

@@ -1,4 +1,4 @@
-"""How good samples are: their features beside those of held-out items, and of the training split as a scale."""
+"""Sample quality: features of samples compared with those of held-out items; training items and noise as a scale."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def copies(network: FeatureNetwork, items: Items, real: Tensor, generated: Tenso
 
 
 def classes_of(network: FeatureNetwork, spec: DataSpec, generated: Tensor, wanted: Tensor) -> dict:
-    """Whether samples show the classes they were asked for, beside the classifier's accuracy on real test items."""
+    """Whether samples show the classes they were asked for, and the classifier's accuracy on real test items."""
     found = class_accuracy(network.classes(generated), wanted.cpu(), spec.num_classes, spec.class_names)
     return {**found, "real": network.accuracy, "real_interval": network.interval}
 
@@ -211,7 +211,7 @@ class FidelityStage:
         return half if 2 * items <= 3 * half < 3 * items else items
 
     def run(self) -> None:
-        """Samples beside held-out items in features of one network; copies of training items; classes."""
+        """Samples compared with held-out items in features of one network; copies of training items; classes."""
         if self.frame.opened.spec.text is not None:
             self.frame.report["speech"] = speech_of(self.frame)
             return
@@ -306,7 +306,7 @@ class FidelityStage:
                                         "outside": share_outside(samples["outside"])}
 
     def _asked_classes(self) -> dict:
-        """p(y|x) of a flow that is told classes: how often the true class is the likeliest."""
+        """p(y|x) of a class-conditional flow: how often the true class is the likeliest."""
         model, spec = self.frame.opened.model, self.frame.opened.spec
         if not is_flow(model) or model.num_classes is None:
             return {}

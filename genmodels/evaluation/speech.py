@@ -1,4 +1,4 @@
-"""What speech is like: held-out texts spoken by a model, beside their recordings and under a recogniser's ceilings."""
+"""Quality of speech: held-out texts synthesised by a model, compared with recordings; CER and WER with toplines."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _own(batch: Batch, k: int) -> Tensor:
 def _recognised(
     opened: Opened, batch: Batch, texts: Sequence[str], spoken: Sequence[dict], recogniser: Recogniser
 ) -> dict:
-    """Errors of characters and words, and the same of recordings and of their mels through the same vocoder."""
+    """CER and WER of the model, and toplines: those of recordings and of their mels through the same vocoder."""
     config = MelConfig(**opened.spec.mel)
     vocoder, rate = GriffinLim(config), config.sample_rate
     sounds = {"model": [vocoder(one["mel"]) for one in spoken],
@@ -167,7 +167,7 @@ def _recognised(
     own = edits.pop("model")
     words = {name: pooled(word_edits(*pair) for pair in zip(texts, found, strict=True)).rate
              for name, found in heard.items()}
-    return {"recogniser": type(recogniser).__name__, "vocoder": "Griffin-Lim", "word_error_rate": words,
+    return {"recogniser": type(recogniser).__name__, "vocoder": "Griffin-Lim", "wer": words,
             "curve": [asdict(part) for part in error_curve(own, edits, seed=opened.request.seed)],
             "claimed": {name: part.claimed for name, part in error_curve(
                 own, edits, seed=opened.request.seed)[-1].differences.items()},
@@ -201,12 +201,13 @@ def spoken_notes(found: dict) -> list[str]:
                      f"token, at most {shape['longest']}, {100 * shape['single']:.0f} % of one frame")
     heard = found["recognition"]
     if "skipped" in heard:
-        return [*lines, f"errors of characters were not counted: {heard['skipped']}"]
+        return [*lines, f"CER was not measured: {heard['skipped']}"]
     whole = heard["curve"][-1]
-    lines.append(f"errors of characters in {whole['utterances']} texts by {heard['recogniser']} through "
+    lines.append(f"CER of {whole['utterances']} texts by {heard['recogniser']} through "
                  f"{heard['vocoder']}: {_interval(whole['rate'])}"
-                 + "".join(f"; {name} {_interval(part)}" for name, part in whole["ceilings"].items()))
-    return lines + [f"less {name}: {_interval(part)}" + ("" if heard["claimed"][name] else ", too little to claim")
+                 + "".join(f"; topline, {name}: {_interval(part)}" for name, part in whole["toplines"].items()))
+    return lines + [f"CER less that of {name}: {_interval(part)}"
+                    + ("" if heard["claimed"][name] else ", too little to claim")
                     for name, part in whole["differences"].items()]
 
 
@@ -268,7 +269,7 @@ def require_texts(spec: DataSpec) -> None:
 
 
 def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:
-    """How far each value lies above the line through all of them over log length, in deviations from that line.
+    """Residuals of values from their regression on log length, in standard deviations.
 
         z_k = (v_k - a - b log T_k)/s,    a, b by least squares,    s^2 = sum_k (v_k - a - b log T_k)^2/(n - 2)
 

@@ -1,4 +1,4 @@
-"""The comparison: one row a likelihood, ranks within a kind only, and what is proved of two models."""
+"""The comparison: one row a likelihood, ranks within a kind only, and what the bounds say of two models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from genmodels.verification.check import FAILED, NOT_VERIFIED, PASSED
 
 COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Fréchet",
            "kernel distance", "precision", "recall", "evaluations", "samples/s"]
-#: Measures of samples, each with its error beside it: key in a report, column of table.csv.
+#: Measures of samples, each with its error: key in a report, column of table.csv.
 MEASURES = (("frechet", "frechet"), ("kernel", "kernel_distance"), ("precision", "precision"), ("recall", "recall"))
 #: In which direction a value of each kind may err, for ranks across kinds.
 ERRS = {
@@ -27,7 +27,7 @@ ERRS = {
     "upper_bound": "may be better than the truth, never worse",
     "ode": "may err either way, by its tolerance and its noise", "ais": "flatters the model where log Z is too small",
 }
-#: Which sides of the truth a kind proves: the bits/dim are at least, at most.
+#: Which sides of the true value a kind bounds: the bits/dim are at least, at most.
 _SIDES = {"exact": (True, True), "lower_bound": (False, True), "upper_bound": (True, False), "ais": (True, False),
           "ode": (False, False)}
 _OF_LIKELIHOOD = ("value", "error", "unit", "kind", "low", "high", "given", "items", "how", "rank")  # in table.csv
@@ -70,7 +70,7 @@ def value_of(line: dict) -> float | None:
 
 
 def condition_of(line: dict) -> str:
-    """What the likelihood of a line is given beside the item: the class, the text, or nothing.
+    """What the likelihood of a line is conditioned on: the class, the text, or nothing.
 
     Example:
         >>> condition_of({"made": {"given": "text, through its best alignment"}}), condition_of({"made": {}})
@@ -106,7 +106,8 @@ def make_table(
         "format": 1, "created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": command,
         "genmodels": reports[0]["genmodels"], "data": reports[0]["data"], "references": reports[0]["references"],
         "scale": None if scale is None else {**scale, "network": scale["network"]["name"]},
-        "columns": COLUMNS, "rows": rows, "ranking": ranking, "proved": proved(lines, reports), "models": reports,
+        "columns": COLUMNS, "rows": rows, "ranking": ranking, "conclusions": conclusions(lines, reports),
+        "models": reports,
         "failures": [{"path": path, "message": message} for path, message in failures],
         "warnings": [f"{report['name']}: {note}" for report in reports for note in report["warnings"]],
     }
@@ -214,8 +215,8 @@ def paired(first: Tensor, second: Tensor) -> tuple[float, float]:
     return float(difference.mean()), float(difference.std() / math.sqrt(len(difference)))
 
 
-def proved(lines: list, reports: list[dict]) -> list[str]:
-    """`a is better than b` wherever what a value bounds proves it, with two standard errors on each side."""
+def conclusions(lines: list, reports: list[dict]) -> list[str]:
+    """`a is better than b` wherever the bounds show it, with two standard errors on each side."""
     found: dict[str, None] = {}
     for m, _, a in lines:
         for other, _, b in lines:
@@ -272,7 +273,7 @@ def _notes(table: dict, rank: str) -> list[str]:
     kinds = {line["kind"] for model in models for line in model["likelihood"]}
     if len(kinds - {"unnormalised"}) > 1 and rank != "across":
         notes["values of unlike kinds are not ranked: rank=across does it, and says how each may err"] = None
-    notes |= dict.fromkeys(table["proved"]) | dict.fromkeys(f"note: {warning}" for warning in table["warnings"])
+    notes |= dict.fromkeys(table["conclusions"]) | dict.fromkeys(f"note: {warning}" for warning in table["warnings"])
     notes |= dict.fromkeys(f"failed: {failure['path']}: {failure['message']}" for failure in table["failures"])
     if "lower_bound" in kinds:
         notes["<= means: the true value is at most this"] = None
@@ -360,7 +361,7 @@ def _on_model(report: dict) -> list[str]:
 
 
 def on_scale(scale: dict | None) -> list[str]:
-    """What is measured of items that are no samples, at the same n: distances are read beside it."""
+    """What is measured of items that are no samples, at the same n: a scale for distances."""
     notes = []
     for key, name in (("frechet", "Fréchet distance"), ("kernel", "kernel distance")):
         rows = {} if scale is None else scale["rows"]

@@ -1,4 +1,4 @@
-"""Learned densities and scores in the plane as pictures, beside the truth where it is known."""
+"""Learned densities and scores in the plane as pictures, with the true density where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models judged one after the other, and everything written that is left of it."""
+"""Models evaluated one after the other, their reports, and the table that compares them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compare(
     paths: list[Path], request: Request, *, out: str | None, rank: str, keep: bool, several: bool,
     failures: dict[str, str],
 ) -> list[str]:
-    """Judge checkpoints, print and write their table; what failed, in words.
+    """Evaluate checkpoints, print and write their table; what failed, in words.
 
     Arguments:
         paths: whole checkpoints.
@@ -91,8 +91,8 @@ def compare(
         page = folder / "report.html"
     write_page(plain(table), [{name: value.numpy() for name, value in e.arrays.items()} for e, _ in done], page)
     print(f"page: {page}")
-    told = [f"{e.report['checkpoint']['path']}: {note}" for e, _ in done for note in e.report["failed"]]
-    return [*failures.values(), *told]
+    notes = [f"{e.report['checkpoint']['path']}: {note}" for e, _ in done for note in e.report["failed"]]
+    return [*failures.values(), *notes]
 
 
 def _write(evaluation: Evaluation, target: Path) -> None:
@@ -124,11 +124,11 @@ def _keep_fuller(target: Path, stages: set[str]) -> None:
 
 
 def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]:
-    """Where each report goes; two that would share a file are told apart by a number."""
+    """Where each report goes; those that would share a file are numbered."""
     targets: list[Path] = []
     for one in opened:
-        judged = one.items if one.limited else None
-        target = report_target(one.path, out, several, one.request.split, judged)
+        evaluated = one.items if one.limited else None
+        target = report_target(one.path, out, several, one.request.split, evaluated)
         number = 2
         while target in targets:
             target = target.with_name(f"{target.stem}_{number}.json")

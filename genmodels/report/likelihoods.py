@@ -76,7 +76,7 @@ def main_table(table: dict, models: list[Model]) -> list[Listing]:
             lines.append([cells[heading] or models[rows[k]["model"]].name, *([place] if own_rank else []),
                           *(cells[other] for other in others)])
         groups.append((f"{KINDS[kind][0]}: {KINDS[kind][1]}", lines))
-    said = ("Each kind of likelihood is ranked by itself, apart for what is given beside the item (equal ranks: no "
+    said = ("Each kind of likelihood is ranked by itself, apart for what it is conditioned on (equal ranks: no "
             "difference beyond two standard errors)")
     if len(table.get("ranking") or []) == 1 and len(by_kind) > 1 and not own_rank:
         said = "Lines in groups of one kind; what a rank compares is said below"
@@ -130,7 +130,7 @@ def _single(line: dict) -> dict:
 
 
 def noise_of(line: dict) -> str:
-    """The noise of the value of a single item beside the spread of items, in words.
+    """The noise of the value of a single item and the spread of items, in words.
 
     Example:
         >>> noise_of({"unit": "bits_per_dim", "single": {"noise": 0.7, "spread": 0.25}})
@@ -260,8 +260,9 @@ def out_of_distribution(models: list[Model]) -> list[Listing | Gallery]:
             galleries.append(Gallery([shown, *_likely(model, k, name)]))
     if not rows:
         return []
-    columns = ["model", "kind", "likelihood", "AUROC", "mean inside", "mean outside", "unit", "items", "verdict"]
-    caption = "Whether the likelihood tells other data from the test items: AUROC 1 always, 0.5 by chance, 0 never"
+    columns = ["model", "kind", "likelihood", "AUROC", "mean of test items", "mean of other data", "unit", "items",
+               "result"]
+    caption = "How well the likelihood separates test items from other data: AUROC 1 perfectly, 0.5 by chance"
     return [Listing(columns, [(None, rows)], caption), *galleries]
 
 

@@ -70,7 +70,7 @@ def render(table: dict, arrays: list[Mapping[str, np.ndarray]]) -> str:
     return TEMPLATES.get_template("page.html").render(
         title=_title(table, models), introduction=_introduction(table), content=content, models=models,
         sections=shown, headline=likelihoods.headline(models), failures=failures,
-        warnings=list(dict.fromkeys(warnings)), conclusions=table.get("proved") or [],
+        warnings=list(dict.fromkeys(warnings)), conclusions=table.get("conclusions") or [],
         notes=_notes(table), command=table.get("command"), version=(table.get("genmodels") or {}).get("version"),
         light=LIGHT, dark=DARK,
     )

@@ -150,7 +150,7 @@ def _confusion(model: Model) -> Listing | None:
 
 
 def neighbours(models: list[Model]) -> list[Pictures]:
-    """Samples beside the training items closest to them."""
+    """Samples with the training items closest to them."""
     parts = []
     for model in models:
         drawn, near = model.array("neighbours_x"), model.array("neighbours_train")
@@ -246,7 +246,7 @@ def by_noise_level(models: list[Model]) -> list:
 
 
 def by_layer(models: list[Model]) -> list:
-    """Drift and log-determinant of the layers of flows, in the order of the data's way."""
+    """Drift and log-determinant of the layers of flows, in order from data to latents."""
     drift, volume, tables = [], [], []
     for model in models:
         layers = model.get("profile", "flow") or []
@@ -282,7 +282,7 @@ def _layers(model: Model, layers: list[dict]) -> Listing:
 
 
 def by_temperature(models: list[Model]) -> list:
-    """What annealed importance sampling met on its way from the base to the model."""
+    """Statistics of annealed importance sampling over the inverse temperature, from the base to the model."""
     curves: dict[str, list[Series]] = {}
     for model in models:
         profile = model.get("profile", "energy") or {}

@@ -1,4 +1,4 @@
-"""How well speech is understood: a recogniser as a plug, its errors against the length of the text, and ceilings."""
+"""Intelligibility of speech: CER and WER of any recogniser, by the length of the text, with toplines."""
 
 from __future__ import annotations
 
@@ -88,6 +88,8 @@ def aligned(reference: Sequence, heard: Sequence) -> list[Pair]:
         >>> aligned("cat", "at")
         [Pair(reference=0, heard=None), Pair(reference=1, heard=0), Pair(reference=2, heard=1)]
     """
+    # Not by jiwer: of the alignments of fewest edits the one of most equal pairs is needed, from which repeated words
+    # are counted, and jiwer returns another; CER and WER are then a sum over the same alignment.
     numbers = {item: k for k, item in enumerate(dict.fromkeys([*reference, *heard]))}
     code = np.array([numbers[item] for item in heard], dtype=np.int64)
     change = 1 + max(len(reference), len(heard))
@@ -235,7 +237,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """A rate less that of a ceiling, over the same utterances."""
+    """A rate less that of a topline, over the same utterances."""
 
     @property
     def claimed(self) -> bool:
@@ -250,32 +252,32 @@ class ErrorBin:
     Attributes:
         utterances: how many.
         rate: pooled over them.
-        ceilings: the pooled rates of each ceiling.
-        differences: the rate less that of each ceiling.
+        toplines: the pooled rates of each topline.
+        differences: the rate less that of each topline.
     """
 
     shortest: int
     longest: int
     utterances: int
     rate: Interval
-    ceilings: dict[str, Interval]
+    toplines: dict[str, Interval]
     differences: dict[str, Difference]
 
 
 def error_curve(
-    edits: Sequence[Edits], ceilings: Mapping[str, Sequence[Edits]] | None = None, *,
+    edits: Sequence[Edits], toplines: Mapping[str, Sequence[Edits]] | None = None, *,
     lengths: Sequence[int] | None = None, width: int = 40, draws: int = 2000, seed: int = 0,
 ) -> list[ErrorBin]:  # fmt: skip
-    """Error rates in bins of the length of the text, beside what the recogniser makes of ceilings; the last bin is all.
+    """Error rates in bins of the length of the text, with those of toplines; the last bin is all.
 
         rate = sum of edits / sum of lengths over a bin
 
-    Whole utterances are drawn anew for the intervals, the same ones for a rate and its ceilings, so that a difference
+    Whole utterances are drawn anew for the intervals, the same ones for a rate and its toplines, so that a difference
     has the interval of a paired comparison.
 
     Arguments:
         edits: of each utterance.
-        ceilings: name to the edits of the same utterances in other sound: recordings, and mels of recordings vocoded.
+        toplines: name to the edits of the same utterances in other sound: recordings, and mels of recordings vocoded.
         lengths: characters of each text; of the references when None, which is right for edits of characters.
         width: characters of a bin.
         draws: of the bootstrap.
@@ -290,8 +292,8 @@ def error_curve(
         [(1, 40, 0.1), (41, 80, 0.02), (30, 50, 0.05)]
     """
     lengths = [e.length for e in edits] if lengths is None else lengths
-    ceilings = {} if ceilings is None else ceilings
-    sizes = {"edits": len(edits), "lengths": len(lengths), **{name: len(found) for name, found in ceilings.items()}}
+    toplines = {} if toplines is None else toplines
+    sizes = {"edits": len(edits), "lengths": len(lengths), **{name: len(found) for name, found in toplines.items()}}
     if not edits or len(set(sizes.values())) > 1:
         raise ValueError(f"a curve needs the same utterances everywhere, one at least, got {sizes}")
     bins: dict[int, list[int]] = {}
@@ -301,12 +303,12 @@ def error_curve(
     ranges.append((min(lengths), max(lengths), list(range(len(edits)))))
     generator = np.random.default_rng(seed)
     return [_bin(low, high, [edits[k] for k in members],
-                 {name: [found[k] for k in members] for name, found in ceilings.items()}, draws, generator)
+                 {name: [found[k] for k in members] for name, found in toplines.items()}, draws, generator)
             for low, high, members in ranges]
 
 
 def _bin(
-    low: int, high: int, edits: list[Edits], ceilings: dict[str, list[Edits]], draws: int,
+    low: int, high: int, edits: list[Edits], toplines: dict[str, list[Edits]], draws: int,
     generator: np.random.Generator,
 ) -> ErrorBin:  # fmt: skip
     chosen = generator.integers(0, len(edits), (draws, len(edits)))
@@ -317,7 +319,7 @@ def _bin(
         return total[chosen].sum(1) / np.maximum(length[chosen].sum(1), 1)
 
     own, rate = drawn(edits), pooled(edits).rate
-    others = {name: (pooled(found).rate, drawn(found)) for name, found in ceilings.items()}
+    others = {name: (pooled(found).rate, drawn(found)) for name, found in toplines.items()}
     return ErrorBin(
         low, high, len(edits), Interval(rate, *_middle(own, len(edits))),
         {name: Interval(value, *_middle(found, len(edits))) for name, (value, found) in others.items()},

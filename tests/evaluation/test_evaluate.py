@@ -309,7 +309,7 @@ def test_a_label_is_missing_or_not_needed(digits, tmp_path):
     words = [f"ckpt={digits}", "data._target_=genmodels.data.arrays.Arrays", f"data.file={tmp_path}/plain.npz",
              "data.levels=17"]
     _, err = evaluate(*words, cwd=tmp_path, code=2)
-    assert "they have no labels, the model is told which of 10 classes" in err
+    assert "they have no labels, the model is conditioned on 10 classes" in err
 
 
 def test_an_interrupted_evaluation_keeps_what_is_finished(gaussians, tmp_path, monkeypatch):

@@ -219,7 +219,7 @@ def test_what_is_wrong_is_seen(data):
     assert found["failures_per_100"] == failures
 
 
-def test_recognition_is_under_its_ceilings(data, monkeypatch):
+def test_recognition_is_under_its_toplines(data, monkeypatch):
     own = opened(data)
     batch = own.evaluated(COUNT)
     texts = speech_stage._texts(batch, own.spec.text)
@@ -232,9 +232,9 @@ def test_recognition_is_under_its_ceilings(data, monkeypatch):
     found = speech_stage._recognised(
         own, batch, texts, spoken, lambda wave, rate: known.get(float(wave[0]), ""))
     whole = found["curve"][-1]
-    assert whole["ceilings"]["recordings' mels vocoded"]["value"] < whole["rate"]["value"]
-    assert whole["ceilings"]["recordings"]["value"] == 1  # waves, which are not among the sums
-    assert found["word_error_rate"]["recordings"] == 1
+    assert whole["toplines"]["recordings' mels vocoded"]["value"] < whole["rate"]["value"]
+    assert whole["toplines"]["recordings"]["value"] == 1  # waves, which are not among the sums
+    assert found["wer"]["recordings"] == 1
     assert len(found["heard"]) == COUNT and found["heard"][0] == ""
 
 
@@ -259,4 +259,4 @@ def test_notes_say_what_is_missing(data):
     found = figures(opened(data)) | {"recognition": {"skipped": "no recogniser"}}
     lines = speech_stage.spoken_notes(found)
     assert "mcd_mel13" in lines[0] and "durations off by 0.00" in lines[0]
-    assert lines[-1] == "errors of characters were not counted: no recogniser"
+    assert lines[-1] == "CER was not measured: no recogniser"

@@ -1,4 +1,4 @@
-"""The table: ranks within a kind, ties by pairs, what is proved, and what is refused."""
+"""The table: ranks within a kind, ties by pairs, what bounds show, and what is refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_values_given_the_class_are_ranked_apart(monkeypatch):
     (("", ""), -81, True), (("class", "class"), -81, True), (("class", ""), -81, False), (("class", ""), -84, True),
     (("", "class"), -84, False),
 ])  # fmt: skip
-def test_a_bound_given_the_class_proves_less_by_the_logarithm_of_their_number(given, worse, told):
+def test_a_bound_given_the_class_shows_less_by_the_logarithm_of_their_number(given, worse, told):
     """log p(x) >= log p(x | y) - log 10, here 2.3 nats; what p(x | y) says of p(x) from above is nothing."""
     reports, arrays = [], []
     for kind, mean, what in zip(("lower_bound", "ais"), (-80, worse), given, strict=True):
@@ -92,7 +92,7 @@ def test_a_bound_given_the_class_proves_less_by_the_logarithm_of_their_number(gi
         own = {"made": {"given": what}, "class_cost": math.log2(10) / DIMS} if what else {}
         reports.append(report(f"{kind}.ckpt", line(kind, values, **own)))
         arrays.append({"nats_0": values})
-    assert bool(make_table(reports, arrays)["proved"]) is told
+    assert bool(make_table(reports, arrays)["conclusions"]) is told
 
 
 def test_a_line_that_stands_in_two_rankings_is_shown_in_both():
@@ -110,11 +110,11 @@ def test_a_line_that_stands_in_two_rankings_is_shown_in_both():
      ("lower_bound", "lower_bound", False), ("lower_bound", "ais", True), ("exact", "ode", False),
      ("ode", "exact", False), ("ais", "exact", False)],
 )
-def test_only_what_bounds_prove_is_said_to_be_proved(better, worse, told):
+def test_only_what_bounds_show_is_a_conclusion(better, worse, told):
     table = table_of((better, nats(-80)), (worse, nats(-140, 1)))
-    assert bool(table["proved"]) is told
+    assert bool(table["conclusions"]) is told
     if told:
-        assert table["proved"][0].startswith("glow (0) is better than glow (1): at most ")
+        assert table["conclusions"][0].startswith("glow (0) is better than glow (1): at most ")
 
 
 def test_pairs_by_hand():

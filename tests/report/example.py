@@ -101,7 +101,7 @@ def of_digits(hostile: str = "") -> tuple[dict, list[dict]]:
             "neighbours": {"distance": [1.5] * 8, "index": list(range(8))},
             "ood": [{"name": "fashion_mnist" + hostile, "n": 200, "auroc": 0.612, "value": "bits_per_dim",
                      "kind": rows[0]["kind"], "label": rows[0]["label"], "mean_in": 2.1, "mean_out": 2.5,
-                     "said": "the other data are told apart badly" + hostile,
+                     "said": "the other data are separated badly" + hostile,
                      "values": "ood_0_nats", "inside": "nats_0"}],
             "warnings": ["one layer drifts" + hostile] if family == "glow" else [], "failed": [],
             "seconds": {"likelihood": 3.2},
@@ -125,7 +125,8 @@ def of_digits(hostile: str = "") -> tuple[dict, list[dict]]:
             "other held-out items": measures(1.2, 0.001), "noise" + hostile: measures(310.0, 9.0)}},
         "notes": ["<= means: the true value is at most this"],
         "ranking": [{"kind": "lower_bound", "unit": "bits_per_dim", "order": [[0], [3, 2]]}],
-        "proved": [], "failures": [{"path": "runs/cut.ckpt", "message": "the file is cut" + hostile}], "warnings": [],
+        "failures": [{"path": "runs/cut.ckpt", "message": "the file is cut" + hostile}], "warnings": [],
+        "conclusions": [],
     }  # fmt: skip
     return table, arrays
 
@@ -169,5 +170,5 @@ def of_points() -> tuple[dict, list[dict]]:
             for m, r in enumerate(reports)]
     table = {"format": 1, "data": PLANE, "genmodels": MACHINE, "columns": ["model", "value", "unit"], "rows": rows,
              "models": reports, "references": [{"name": "exact entropy", "unit": "nats", "value": 2.35}],
-             "proved": ["nsf is better than nothing"], "ranking": []}  # fmt: skip
+             "conclusions": ["nsf is better than nothing"], "ranking": []}  # fmt: skip
     return table, arrays

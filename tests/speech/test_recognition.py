@@ -62,23 +62,23 @@ def test_intervals_cover_the_truth():
 def test_differences_are_paired():
     edits = utterances(60, 0.3)
     worse = [Edits(e.substitutions + 2, 0, 0, e.length) for e in edits]
-    bin = error_curve(worse, {"ceiling": edits}, width=1000)[-1]
-    difference = bin.differences["ceiling"]
+    bin = error_curve(worse, {"topline": edits}, width=1000)[-1]
+    difference = bin.differences["topline"]
     assert difference.value == pytest.approx(pooled(worse).rate - pooled(edits).rate)
     assert difference.claimed and difference.high - difference.low < 0.5 * (bin.rate.high - bin.rate.low)
-    same = error_curve(edits, {"ceiling": edits}, width=1000)[-1].differences["ceiling"]
+    same = error_curve(edits, {"topline": edits}, width=1000)[-1].differences["topline"]
     assert same.value == same.low == same.high == 0 and not same.claimed
     # Under two points nothing is claimed, however sure.
     assert not Difference(0.019, 0.018, 0.0195).claimed and not Difference(0.05, -0.01, 0.1).claimed
     assert Difference(-0.05, -0.08, -0.01).claimed
-    again = error_curve(worse, {"ceiling": edits}, width=1000)[-1]
-    assert again == bin and error_curve(worse, {"ceiling": edits}, width=1000, seed=1)[-1] != bin
+    again = error_curve(worse, {"topline": edits}, width=1000)[-1]
+    assert again == bin and error_curve(worse, {"topline": edits}, width=1000, seed=1)[-1] != bin
 
 
 def test_bad_input(monkeypatch):
-    for errors, ceilings in (([], None), ([Edits(0, 0, 0, 1)], {"recordings": []})):
+    for errors, toplines in (([], None), ([Edits(0, 0, 0, 1)], {"recordings": []})):
         with pytest.raises(ValueError, match="same utterances everywhere"):
-            error_curve(errors, ceilings)
+            error_curve(errors, toplines)
     monkeypatch.setitem(sys.modules, "pocketsphinx", None)
     with pytest.raises(ValueError, match=r"genmodels\[speech\]"):
         PocketSphinx()
