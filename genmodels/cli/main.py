@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from importlib import import_module
 
-from genmodels.core.errors import InputError, explain, nearest, printable
+from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
 
 #: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
 CONFIGURED = ("train", "sample", "evaluate", "verify")
@@ -83,7 +83,7 @@ def guarded(command: str, work: Callable[[], int]) -> int:
             return work() or 0
     except KeyboardInterrupt:
         return _fail(command, "interrupted", 130)
-    except Exception as error:
+    except (Exception, Interrupted) as error:
         known = explain(command, error)
         if known is None:
             raise

@@ -26,8 +26,12 @@ class RunError(RuntimeError):
     exit_code = 1
 
 
-class Interrupted(RunError):
-    """Stopped from outside (Ctrl-C, SIGTERM) after saving what there was. Exit code 130."""
+class Interrupted(BaseException):
+    """Stopped from outside (Ctrl-C, SIGTERM) after saving what there was. Exit code 130.
+
+    No Exception, nor a KeyboardInterrupt: raised at any line, it must not pass for the failure of what ran there, and
+    Lightning turns the latter into exit code 1.
+    """
 
     exit_code = 130
 
@@ -131,7 +135,7 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
         >>> explain("train", ZeroDivisionError()) is None
         True
     """
-    if isinstance(error, InputError | RunError):
+    if isinstance(error, InputError | RunError | Interrupted):
         return " ".join(str(error).split()), error.exit_code
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk ({error.filename or 'while writing'}): free some and go on", 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -232,3 +233,4 @@ def _whole(batch: Batch) -> Batch:
 
 def _one_thread(worker: int) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: the first ends this one

@@ -86,7 +86,7 @@ class Evaluation:
                 if self.frame.request.wants(name):
                     with self._timed(name):
                         stage()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Interrupted):
             self.report["partial"] = True
             raise Interrupted("interrupted: the stages that were finished are in the report") from None
         return self.report

@@ -101,12 +101,12 @@ class Checkpointing(Callback):
         self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def _on_signal(self, number, frame) -> None:
+        again, self._stop = self._stop is not None, number
         if self._model.batches_seen == self._seen:  # the first step may take minutes, and all before it is saved
             raise Interrupted(f"interrupted before the step after {self.saved_step}, which is saved; the same command "
                               "with resume=last goes on")
-        if self._stop is not None:
+        if again:
             raise Interrupted("interrupted at once; resume=last goes on from the last checkpoint")
-        self._stop = number
 
     def _restore_signals(self) -> None:
         for number, handler in self._handlers.items():

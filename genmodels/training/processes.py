@@ -16,24 +16,56 @@ _GRACE = 3.0  # seconds in which this process may end with words of its own
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
-    """SIGTERM ends what runs here by an exception, so that folders and loggers are left in order.
+def stoppable(patience: float = 3.0) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what runs here by an exception, so that folders and loggers are left in order.
+
+    The line that is interrupted may swallow any exception: the destructor of an object, or an import that goes on
+    without what it could not import, and fails later. So the exception is raised again while nothing handles it, and
+    a failure after a signal is an interruption.
+
+    Arguments:
+        patience: seconds until the exception is raised again.
 
     Raises:
-        Interrupted: when the signal comes.
+        Interrupted: when a signal comes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python takes signals in its main thread alone
         return
+    said, alarm = [], getattr(signal, "SIGALRM", None)
+
+    def rearm(seconds: float) -> None:
+        if alarm is not None:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def stop(number, frame):
-        raise Interrupted("stopped by a signal (SIGTERM)")
+        rearm(patience)
+        if number != alarm:
+            said.append("interrupted" if number == signal.SIGINT else "stopped by a signal (SIGTERM)")
+        elif _is_handled(sys.exc_info()[1]):
+            return
+        raise Interrupted(said[0])
 
-    before = signal.signal(signal.SIGTERM, stop)
+    taken = [each for each in (signal.SIGTERM, signal.SIGINT, alarm)
+             if each is not None and signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, stop) for each in taken}
     try:
         yield
+    except Exception as error:
+        if said:
+            raise Interrupted(said[0]) from error
+        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        rearm(0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_handled(error: BaseException | None) -> bool:
+    """Whether a line that runs belongs to the end of an interruption."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error is not None
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from genmodels.core.errors import Interrupted, nearest
+from genmodels.core.errors import nearest
 
 PASSED, FAILED, NOT_APPLICABLE, NOT_VERIFIED = "passed", "failed", "not applicable", "not verified"
 
@@ -278,7 +278,7 @@ def run_check(spec: CheckSpec, subject: Any, tolerance: float | None = None) -> 
         status, error, note = NOT_APPLICABLE, None, str(reason)
     except NotVerified as reason:
         status, error, note = NOT_VERIFIED, reason.error, str(reason)
-    except (MemoryError, Interrupted):
+    except MemoryError:
         raise
     except Exception as raised:
         if "out of memory" in str(raised):

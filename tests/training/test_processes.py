@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,14 +38,80 @@ def test_a_signal_during_the_first_step_is_obeyed_at_once_and_later_ones_after_t
     callback = Checkpointing(tmp_path, CheckpointOptions())
     callback.on_train_start(trainer, model)
     try:
+        model.batches_seen = 8
+        terminate()  # noted: the step is finished and saved first
+        model.batches_seen = 7
         with pytest.raises(Interrupted, match="before the step after 7"):
             terminate()
         model.batches_seen = 8
-        terminate()  # noted: the step is finished and saved first
         with pytest.raises(Interrupted, match="at once"):
             terminate()
     finally:
         callback.on_exception(trainer, model, None)
+
+
+def test_a_signal_during_a_save_is_no_failure_of_the_save(tmp_path):
+    def save(path):
+        terminate()
+
+    trainer = SimpleNamespace(global_step=0, max_steps=9, is_global_zero=True, loggers=[], save_checkpoint=save,
+                              lightning_module=SimpleNamespace())
+    with pytest.raises(Interrupted, match="SIGTERM"), stoppable():
+        Checkpointing(tmp_path, CheckpointOptions()).on_train_start(trainer, trainer.lightning_module)
+
+
+class Destroyed:
+    """What is raised in its destructor is lost."""
+
+    def __del__(self):
+        terminate()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_no_line_can_keep_a_signal_for_itself():
+    def swallow():
+        try:
+            terminate()
+        except Exception:
+            pass
+
+    def fail_later():
+        Destroyed()
+        raise AttributeError("what the import would have defined")
+
+    def go_on():
+        Destroyed()
+        time.sleep(20)
+
+    assert guarded("train", swallow) == 130
+    assert guarded("train", fail_later) == 130
+    start = time.monotonic()
+    assert guarded("train", go_on) == 130 and time.monotonic() - start < 10
+
+
+def test_the_end_of_an_interruption_is_left_alone():
+    done = []
+    with pytest.raises(Interrupted), stoppable(patience=0.05):
+        try:
+            terminate()
+        finally:
+            for _ in range(4):
+                time.sleep(0.05)
+            done.append("report")
+    assert done == ["report"] and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("seconds", [0.6, 1.2, 1.8])
+def test_a_run_that_starts_ends_with_a_line(tmp_path, seconds, number):
+    words = ["train", "model=ddpm", "data=digits", "trainer.max_steps=5000", "logger=csv", "model.net.channels=8"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.Popen([sys.executable, "-m", "genmodels", *words, f"run_dir={tmp_path}/run"], cwd=tmp_path,
+                           env=environment, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    run.send_signal(number)
+    _, told = run.communicate(timeout=30)
+    assert (run.returncode, told.count("\n")) == (130, 1) and "genmodels train: " in told, told
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
