@@ -250,6 +250,15 @@ class StepBar(ProgressBar):
         """The opposite of `disable`."""
         self._enabled = True
 
+    @property
+    def is_enabled(self) -> bool:
+        """Asked for by Lightning, whose modules then `print` by way of the bar."""
+        return self._enabled
+
+    def print(self, *values, sep: str = " ") -> None:
+        """A line above the bar."""
+        tqdm.write(sep.join(map(str, values)))
+
     def on_train_start(self, trainer, pl_module) -> None:
         """Open the bar."""
         terminal = sys.stderr.isatty()

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pytorch_lightning import LightningModule, Trainer
 
 from genmodels.core.data import DataSpec
 from genmodels.models.ddpm import DDPM
-from genmodels.training.callbacks import SampleGrid
+from genmodels.training.callbacks import SampleGrid, StepBar
 
 SPECS = {"images": DataSpec("digits", (1, 8, 8), levels=17), "points": DataSpec("plane", (2,))}
 
@@ -28,3 +29,11 @@ def test_samples_that_are_not_finite_are_told_instead_of_shown(name, tmp_path, c
     grid.draw(trainer, model, 2)
     assert "step 2: sample 0 is not finite, so no samples are shown" in capsys.readouterr().out
     assert len(list(tmp_path.rglob("*.png"))) == 1 and model.training
+
+
+def test_what_a_model_prints_is_seen_above_the_bar(capsys):
+    model = LightningModule()
+    model.trainer = Trainer(accelerator="cpu", callbacks=[StepBar()], logger=False, enable_checkpointing=False,
+                            enable_model_summary=False)
+    model.print("step 8: layer 3", "does not invert")
+    assert capsys.readouterr().out == "step 8: layer 3 does not invert\n"
