@@ -353,6 +353,7 @@ class Bridge(Target):
         self.base, self.beta = base, 0.0
 
     def evaluate(self, x: Tensor) -> Point:
+        x = self.kept(x)
         self.evaluations += len(x)
         with torch.no_grad():
             base_energy, base_score = self.base.energy_and_score(x)

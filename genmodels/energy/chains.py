@@ -276,7 +276,7 @@ def run_chains(
         if move.acceptance is None:
             _require_finite(point, f"left all bounds at step {first.step + i}:", "use a smaller step_size, or MALA")
         elif warming:
-            adaptation = adaptation.update(move.acceptance, wanted=kernel.wanted_acceptance)
+            adaptation = adaptation.update(target.kept(move.acceptance), wanted=kernel.wanted_acceptance)
         else:
             accepted = accepted + move.acceptance
         if not warming and keep_every and (i + 1 - warm_up) % keep_every == 0:

@@ -35,9 +35,11 @@ class ScoreFunction(nn.Module):
 
     Attributes:
         smooth: whether the score may be differentiated with respect to x.
+        grain: precision in which chains keep positions and acceptances; None for that in which they compute.
     """
 
     smooth: bool = True
+    grain: torch.dtype | None = None
 
     def score(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         """The score at x: (B, *event) to the same, the gradient of the log-density with respect to x."""

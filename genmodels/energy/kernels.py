@@ -53,8 +53,14 @@ class Target:
     def __init__(self, model: ScoreFunction, cond: Tensor | None = None):
         self.model, self.cond, self.evaluations = model, cond, 0
 
+    def kept(self, x: Tensor) -> Tensor:
+        """Values in the precision that the model asks for: what a batch has rounded differently is the same again."""
+        grain = getattr(self.model, "grain", None)
+        return x if grain is None else x.to(grain).to(x.dtype)
+
     def evaluate(self, x: Tensor) -> Point:
         """Energy and score at x, without a graph."""
+        x = self.kept(x)
         self.evaluations += len(x)
         with torch.no_grad():
             if isinstance(self.model, EnergyFunction):

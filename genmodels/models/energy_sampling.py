@@ -112,7 +112,7 @@ STEP_SIZES = {"annealed": 0.1, "hmc": 0.1, "mala": 0.01, "ula": 0.001}
 
 
 class Tempered(EnergyFunction):
-    """p^beta: the energy times an inverse temperature.
+    """p^beta: the energy times an inverse temperature, for chains that keep their positions in float32.
 
     Example:
         >>> from genmodels.energy import Quadratic
@@ -123,6 +123,7 @@ class Tempered(EnergyFunction):
     def __init__(self, model: EnergyFunction, inverse_temperature: float):
         super().__init__()
         self.model, self.inverse_temperature = model, inverse_temperature
+        self.grain = torch.float32
 
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         return self.inverse_temperature * self.model.energy(x, cond)
@@ -149,10 +150,12 @@ inverse_temperature=beta (what was p^(1/T) by temperature=0.5 is inverse_tempera
 class Sampler:
     """One way to draw from an energy.
 
-    Chains multiply rounding errors, so they run in float64 where the device has it: then a sample is itself in any
-    batch. `annealed` takes one HMC move at each density between base and model, with step sizes from a pilot run of
-    chains of its own. The others are chains at the model itself, the first half of them a warm-up: they find the modes
-    they start near, and keep to them.
+    Chains multiply rounding errors, and a product of matrices rounds differently for another number of rows: 1e-16
+    becomes 1 in some fifty moves. So chains compute in float64 where the device has it and keep their positions, and
+    the acceptances that step sizes follow, in float32, which drops such a difference before it grows (one in 10^8 lies
+    where it is kept): a sample is the same in any batch. `annealed` takes one HMC move at each density between base and
+    model, with step sizes from a pilot run of chains of its own. The others are chains at the model itself, the first
+    half of them a warm-up: they find the modes they start near, and keep to them.
 
     Arguments:
         model: the energy, in units of standard deviations of the data.

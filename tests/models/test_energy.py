@@ -330,3 +330,24 @@ def test_pictures_stand_beside_the_truth():
     assert isinstance(model.core, Energy) and isinstance(model.core.network(torch.zeros(1, 2)), torch.Tensor)
     with pytest.raises(InputError):
         model.sample(1, step_size=-1.0)
+
+
+class Uneven(torch.nn.Module):
+    """A rough energy that rounds in another way for another number of rows, as products of matrices do."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(9.0))
+
+    def forward(self, x):
+        rounded = x * (1 + 4e-16 * (len(x) % 7))
+        return 0.5 * x.square().sum(1) + torch.sin(self.scale * rounded).sum(1)
+
+
+@pytest.mark.parametrize(("sampler", "steps"), [("annealed", 100), ("hmc", 200), ("mala", 1000)])
+def test_what_the_batch_rounds_differently_does_not_grow(sampler, steps):
+    base = base_of(torch.zeros(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
+    chains = Sampler(Energy(Uneven()), base, name=sampler, steps=steps)
+    many, _ = chains(6, keyed(6, "sample"), lambda done, z: None)
+    alone, _ = chains(1, KeyedGenerator(0, torch.tensor([4]), "sample"), lambda done, z: None)
+    torch.testing.assert_close(many[4:5], alone, rtol=1e-6, atol=1e-6)
