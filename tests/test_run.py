@@ -89,7 +89,7 @@ def test_the_run_folder_is_whole(trained):
 def test_the_last_lines_say_what_to_type_next(trained):
     cwd, folder, done = trained
     lines = done.stdout.strip().splitlines()
-    assert re.match(r"reached: step 12, val/bits_per_dim <= \d+\.\d{4}\(\d+\); best", lines[-3]), lines[-3]
+    assert re.match(r"result:   step 12, val/bits_per_dim <= \d+\.\d{4}\(\d+\); best", lines[-3]), lines[-3]
     for line, script in ((lines[-2], "sample.py"), (lines[-1], "evaluate.py")):
         words = line.split()
         assert words[1] == "python" and words[2] == str(ROOT / script)

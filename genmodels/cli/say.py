@@ -18,7 +18,7 @@ from genmodels.core.files import write_whole
 from genmodels.evaluation.samples import save_png
 from genmodels.models.glow_tts import check_streams, stream_text
 from genmodels.models.text_model import TextReader
-from genmodels.plots.images import spoken
+from genmodels.plots.images import mel_with_tokens
 from genmodels.speech.audio import MelConfig, write_wav
 from genmodels.speech.markup import phrases
 from genmodels.speech.streaming import Vocoder, collect, stream_sound
@@ -271,7 +271,7 @@ def write_spoken(
     if factor < 1:
         lines.append(f"it was too loud and was made quieter as a whole, by a factor of {factor:.2g}")
     tokens, durations = _joined(told)
-    save_png(spoken(told.mel, spec, tokens, durations, told.text[:120]), target.with_suffix(".png"), about)
+    save_png(mel_with_tokens(told.mel, spec, tokens, durations, told.text[:120]), target.with_suffix(".png"), about)
     plain = about | {"sample_rate": config.sample_rate, "hop": config.hop, "sentences": [
         {"text": text, "tokens": [spec.text["symbols"][t] for t in tokens], "durations": durations}
         for text, tokens, durations, _ in told.parts

@@ -1,8 +1,8 @@
-"""The checkpoint file as a file, tested before a byte of it is believed.
+"""The checkpoint file format: header, schema and checksum, verified before anything is loaded.
 
 A checkpoint is torch's zip archive with two additions: the record `archive/genmodels.json` (the header, readable
-without torch) and the SHA-256 of everything before it as the comment, so that any flipped byte and any cut is found.
-This module needs the standard library alone.
+without torch) and the SHA-256 of everything before it as the comment, so that any altered or missing byte is found.
+This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LARGE = 2**31 - 1  # sizes, levels, classes: beyond any data, within 32 bits
 
 @dataclass(frozen=True)
 class _Form:
-    """What one value must be, in words and as a test."""
+    """The type of one value, as a description and as a test."""
 
     expected: str
     holds: Callable[[Any], bool]
@@ -94,13 +94,13 @@ _HEADER = {
 
 
 def parse(text: bytes) -> dict[str, Any]:
-    """The header that a record holds.
+    """The header stored in a record.
 
     Raises:
-        ValueError: one line that says which key is wrong, and what it should be.
+        ValueError: one line that names the invalid key and the expected value.
     """
     if len(text) > MOST_BYTES:
-        raise ValueError(f"it takes {len(text)} bytes, {MOST_BYTES} at most are read")
+        raise ValueError(f"it has {len(text)} bytes, the limit is {MOST_BYTES}")
     try:
         header = json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
@@ -115,10 +115,10 @@ def parse(text: bytes) -> dict[str, Any]:
     _bound(header["model"], _OPTION)
     data, target = header["data"], header["model"].get("_target_")
     if math.prod(data["event_shape"]) > _LARGE or len(data["event_shape"]) > 8:
-        raise ValueError(f"data.event_shape is {reprlib.repr(data['event_shape'])}, which no data have")
+        raise ValueError(f"data.event_shape is {reprlib.repr(data['event_shape'])}, too large for any data")
     names, classes = data.get("class_names") or [], data.get("num_classes")
     if names and len(names) != classes:
-        raise ValueError(f"data.class_names are {len(names)} names, where data.num_classes is {classes}")
+        raise ValueError(f"data.class_names has {len(names)} names, but data.num_classes is {classes}")
     if not _WORD.holds(target):
         raise ValueError(f"model._target_ is {reprlib.repr(target)}, expected the name of a class")
     return header
@@ -127,14 +127,14 @@ def parse(text: bytes) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one mapping")
+        raise ValueError("a key occurs twice in one mapping")
     return found
 
 
 def _bound(header: Any, largest: int = 2**64) -> None:
-    """Raise a ValueError for what is nested too deep, too much, too long, not finite, or under a key of odd characters.
+    """Raise a ValueError for values nested too deeply, too many, too long or not finite, and for unprintable keys.
 
-    Python's own functions recurse into values, and their results are printed: both are safe after this.
+    Python's own functions recurse into values, and their results are printed: both are safe afterwards.
     """
     left, seen = [(header, 1)], 0
     while left:
@@ -151,13 +151,13 @@ def _bound(header: Any, largest: int = 2**64) -> None:
         elif type(value) is list:
             left += [(item, depth + 1) for item in value]
         elif type(value) is str and len(value) > _CHARACTERS:
-            raise ValueError(f"{reprlib.repr(value)} has {len(value)} characters, {_CHARACTERS} at most are read")
+            raise ValueError(f"{reprlib.repr(value)} has {len(value)} characters, the limit is {_CHARACTERS}")
         elif type(value) is float and not math.isfinite(value) or type(value) is int and abs(value) > largest:
-            raise ValueError(f"{reprlib.repr(value)} is no number that may stand there")
+            raise ValueError(f"{reprlib.repr(value)} is not a valid number")
 
 
 def _fit(value: Any, form: _Form | dict, where: str) -> None:
-    """Raise a ValueError naming the first key, dotted, whose value is not of its form."""
+    """Raise a ValueError with the dotted name of the first key whose value does not fit."""
     if isinstance(form, _Form):
         if not form.holds(value):
             raise ValueError(f"{where} is {reprlib.repr(value)}, expected {form.expected}")
@@ -168,7 +168,7 @@ def _fit(value: Any, form: _Form | dict, where: str) -> None:
     prefix = f"{where}." if where else ""
     for key in value:
         if key not in known and "*" not in form:
-            raise ValueError(f"{prefix}{key} is unknown to this version: if a later one wrote it, upgrade genmodels")
+            raise ValueError(f"{prefix}{key} is unknown to this version; if a later one wrote it, upgrade genmodels")
     for key, spelt in known.items():
         if key not in value:
             if key == spelt:
@@ -185,13 +185,13 @@ def seal(file, header: dict) -> None:
     """Append the header record and the SHA-256 comment to a torch archive that is open for reading and writing.
 
     Raises:
-        RunError: for a header that could not be read again.
+        RunError: if the header does not fit the schema.
     """
     text = json.dumps(header, indent=1)
     try:
         parse(text.encode())
     except ValueError as error:
-        raise RunError(f"this is no header that a checkpoint may have: {error}") from None
+        raise RunError(f"invalid checkpoint header: {error}") from None
     with zipfile.ZipFile(file, "a") as archive:
         root = archive.namelist()[0].split("/")[0]
         archive.writestr(f"{root}/{HEADER}", text)
@@ -212,21 +212,21 @@ def _sha256(file, length: int) -> str:
 
 
 def checkpoint_hash(path: str | Path) -> str:
-    """The SHA-256 (hex) that names a checkpoint: of its content, as stored in the file."""
+    """The SHA-256 (hex) of a checkpoint's content, as stored in the file."""
     with open(path, "rb") as file:
         file.seek(-_DIGEST, os.SEEK_END)
         return file.read(_DIGEST).decode("ascii", "replace")
 
 
 def verify(path: str | Path) -> None:
-    """Raise a RunError of one line if the file is missing, cut, altered, or not a genmodels checkpoint."""
+    """Raise a RunError of one line if the file is missing, truncated, altered, or not a genmodels checkpoint."""
     path = Path(path)
     if not path.is_file():
         if path.exists() and not path.is_dir():
-            raise RunError(f"{path}: not a checkpoint but {kind_of(path)}")
+            raise RunError(f"{path}: {kind_of(path)}, not a checkpoint")
         runs = sorted(one.parent for one in path.parent.glob("*/best.ckpt")) if path.parent.is_dir() else []
         if runs:
-            raise RunError(f"{path.parent} holds {len(runs)} runs: name one, such as {runs[-1]}")
+            raise RunError(f"{path.parent} contains {len(runs)} runs: choose one, such as {runs[-1]}")
         raise RunError(f"{path}: no such checkpoint{_last_good(path)}")
     try:
         with open(path, "rb") as file:
@@ -238,22 +238,22 @@ def verify(path: str | Path) -> None:
 
 
 def _damage(file) -> str | None:
-    """What is wrong with an open file, in words; None when it is whole."""
+    """A description of the damage of an open file; None if it is intact."""
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     if end == 0:
         return "the file is empty"
     if file.read(4) != b"PK\x03\x04":
-        return "not a genmodels checkpoint (it does not begin as a torch archive)"
+        return "not a genmodels checkpoint (not a torch archive)"
     try:
         with zipfile.ZipFile(file) as archive:
             records, stored = archive.infolist(), archive.comment
     except Exception:  # a damaged index makes the zip reader raise almost anything
-        return "the file is cut short or its index is damaged"
+        return "the file is truncated or its index is damaged"
     if not any(map(_is_header, records)):
         return f"not a genmodels checkpoint (a torch archive without {HEADER}; was it written by another program?)"
     if len(stored) != _DIGEST:
-        return "its checksum is missing: the file was cut or rewritten by another program"
+        return "its checksum is missing: the file was truncated or rewritten by another program"
     if _sha256(file, end - _DIGEST).encode() != stored:
         return f"its content was altered{_altered_record(file)}: SHA-256 does not match"
     return _misbuilt(records, end)
@@ -264,12 +264,12 @@ def _is_header(record: zipfile.ZipInfo) -> bool:
 
 
 def _misbuilt(records: list[zipfile.ZipInfo], length: int) -> str | None:
-    """Why records whose checksum agrees are still not read: together they must not unpack to more than the file."""
+    """Why records are refused although the checksum agrees: they must not unpack to more than the file's size."""
     packed = next((r for r in records if r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size), None)
     if packed is not None:
-        return f"not a genmodels checkpoint (record {packed.filename[:100]!r} is packed, and may unpack to any size)"
+        return f"not a genmodels checkpoint (record {packed.filename[:100]!r} is compressed)"
     if len({record.filename for record in records}) < len(records) or sum(map(_is_header, records)) > 1:
-        return "not a genmodels checkpoint (two of its records have one name)"
+        return "not a genmodels checkpoint (two of its records have the same name)"
     if sum(record.file_size for record in records) > length:
         return "not a genmodels checkpoint (its records overlap)"
     return None
@@ -285,7 +285,7 @@ def _altered_record(file) -> str:
 
 
 def _last_good(path: Path) -> str:
-    """A hint naming the newest whole checkpoint of the same folder."""
+    """A hint naming the newest intact checkpoint of the same folder."""
     if not path.parent.is_dir():
         return "; its folder does not exist"
     others = [p for p in path.parent.glob("*.ckpt") if p.name != path.name and p.name[0] != "." and p.is_file()]
@@ -293,18 +293,18 @@ def _last_good(path: Path) -> str:
         try:
             with open(other, "rb") as file:
                 if _damage(file) is None:
-                    return f"; the last good one beside it is {other}: use that"
+                    return f"; the newest intact checkpoint in this folder is {other}"
         except OSError:
             continue
-    return "; there is no whole checkpoint beside it"
+    return "; the folder has no intact checkpoint"
 
 
 def read_header(path: str | Path, *, check: bool = True) -> dict:
     """The header of a checkpoint: format, family, config, data, step, figures, ... without loading torch.
 
     Raises:
-        RunError: as `verify` (unless `check` is False), when the header does not fit its schema, or when its format is
-            of a later version.
+        RunError: as `verify` (unless `check` is False), and if the header does not fit its schema or is of a later
+            format.
     """
     if check:
         verify(path)
@@ -313,4 +313,4 @@ def read_header(path: str | Path, *, check: bool = True) -> dict:
     try:
         return parse(text)
     except ValueError as error:
-        raise RunError(f"{path}: its header is malformed: {error}") from None
+        raise RunError(f"{path}: malformed header: {error}") from None

@@ -1,4 +1,4 @@
-"""What a batch and a data set are: the contract between data, models and evaluation."""
+"""`Batch`, `DataSpec`, `TextCondition` and `Latents`: the contract between data, models and evaluation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from genmodels.core.errors import printable
 
 @dataclass
 class TextCondition:
-    """What is said in each item of a batch, and by whom.
+    """The text and the speaker of each item of a batch.
 
     Shapes: `tokens (B, N)` int64, `mask (B, 1, N)` bool, True = valid; `speaker (B,)` int64 or None.
 
     Example:
-        >>> spoken = TextCondition(torch.tensor([[3, 4], [5, 0]]), torch.tensor([[[True, True]], [[True, False]]]))
-        >>> len(spoken), spoken[1:].tokens
+        >>> text = TextCondition(torch.tensor([[3, 4], [5, 0]]), torch.tensor([[[True, True]], [[True, False]]]))
+        >>> len(text), text[1:].tokens
         (2, tensor([[5, 0]]))
     """
 
@@ -50,9 +50,9 @@ class TextCondition:
 class Batch:
     """A batch in the data's own units (uint8 levels, log-mel values, float vectors).
 
-    Shapes: `x (B, *event)`, of sequences as long as the longest item of the batch; `cond (B,)` int64 labels, `(B, K)`
-    features, a `TextCondition` or None; `mask (B, 1, T)` bool, True = valid, or None; `index (B,)` int64, the position
-    of each item in its split, so that an error can name it.
+    Shapes: `x (B, *event)`, sequences padded to the longest of the batch; `cond (B,)` int64 labels, `(B, K)` features,
+    a `TextCondition` or None; `mask (B, 1, T)` bool, True = valid, or None; `index (B,)` int64, the position of each
+    item in its split, for noise and messages.
     """
 
     x: Tensor
@@ -65,7 +65,7 @@ class Batch:
 
     @property
     def item_index(self) -> Tensor:
-        """(B,) int64, what noise is keyed by: `index`, or the places in the batch where there is none.
+        """(B,) int64, the key of the noise: `index`, or positions in the batch if that is None.
 
         Example:
             >>> Batch(torch.zeros(3, 2)).item_index, Batch(torch.zeros(1, 2), index=torch.tensor([7])).item_index
@@ -80,7 +80,7 @@ class Batch:
         return (self.x, self.cond, self.mask, self.index)
 
     def to(self, *args, **kwargs) -> Batch:
-        """Every tensor moved; only devices and `non_blocking` make sense here, dtypes are the data's own."""
+        """Every tensor moved to a device; pass no dtype, which would change `cond` and `mask` too."""
         return self._map(lambda value: value.to(*args, **kwargs))
 
     def pin_memory(self) -> Batch:
@@ -88,27 +88,27 @@ class Batch:
         return self._map(lambda value: value.pin_memory())
 
     def rows(self, selection) -> Batch:
-        """Some of the examples."""
+        """The selected examples."""
         return self._map(lambda value: value[selection])
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What a model must know about a data set: offered by every datamodule, stored in every checkpoint.
+    """The description of a data set that a model is built for: provided by data modules, stored in checkpoints.
 
     Arguments:
         name: the data set's name.
         event_shape: shape of one example: images (C, H, W), mels (n_mels, T), vectors (D,).
         levels: number of integer levels (256, 17, ...), None for continuous data.
         num_classes: number of classes, None without labels.
-        class_names: their names, empty when they are just numbers.
-        entropy: exact differential entropy in nats where it is known.
-        mel: settings of the mel-spectrogram, None for other data; `event_shape` then has the longest item's length.
-        statistics: mean and deviation of its cells (`mean`, `std`: numbers, or one for each band) in training, and the
-            median length of an item (`frames`).
-        text: the symbols that texts are written in, how they are brought into that form, and a few examples.
-        speakers: names of the speakers, empty where nobody asks.
-        columns: names of the columns of vectors, empty where they have none.
+        class_names: their names, empty if they are just numbers.
+        entropy: exact differential entropy in nats, if known.
+        mel: settings of the mel-spectrogram, None for other data; `event_shape` then has the longest length.
+        statistics: mean and standard deviation of the cells (`mean`, `std`: numbers, or one per band) in training, and
+            the median length of an item (`frames`).
+        text: the symbols of texts, how texts are normalised, and a few examples.
+        speakers: names of the speakers, empty if not conditioned on.
+        columns: names of the columns of vectors, empty if they have none.
 
     Example:
         >>> DataSpec("digits", (1, 8, 8), levels=17, num_classes=10).dims
@@ -129,7 +129,7 @@ class DataSpec:
 
     def __post_init__(self):
         object.__setattr__(self, "event_shape", tuple(int(n) for n in self.event_shape))
-        # Names come from files and folders of anybody, and are shown on terminals.
+        # Names come from files of unknown origin and are printed on terminals.
         object.__setattr__(self, "name", printable(self.name))
         for key in ("class_names", "speakers", "columns"):
             object.__setattr__(self, key, tuple(printable(str(name)) for name in getattr(self, key)))
@@ -148,7 +148,7 @@ class DataSpec:
         return math.prod(self.event_shape)
 
     def column(self, place: int) -> str:
-        """What column `place` (from 0) of vectors is called in messages, where they are counted from 1.
+        """The name of column `place` (from 0) in messages, which count from 1.
 
         Example:
             >>> DataSpec("people", (2,), columns=("age", "height")).column(1), DataSpec("points", (2,)).column(0)
@@ -158,7 +158,7 @@ class DataSpec:
 
     @property
     def names_of_columns(self) -> list[str]:
-        """What all scalars of an event are called in messages."""
+        """The names of all scalars of an event in messages."""
         return [self.column(place) for place in range(self.dims)]
 
     @property
@@ -182,7 +182,7 @@ class DataSpec:
         return replace(self, name=name)
 
     def holds(self, shape: tuple[int, ...]) -> bool:
-        """Whether events may have this shape; mels with a text are as long as the batch needs.
+        """Whether events may have this shape; mels with a text may have any length.
 
         Example:
             >>> DataSpec("speech", (80, 900), mel={}, text={}).holds((80, 120)), DataSpec("v", (3,)).holds((2,))
@@ -191,7 +191,7 @@ class DataSpec:
         return shape == self.event_shape or (self.text is not None and shape[:-1] == self.event_shape[:-1])
 
     def check(self, batch: Batch) -> None:
-        """Raise a ValueError naming the first bad item: wrong shape, level out of range, NaN, label out of range."""
+        """Raise a ValueError naming the first invalid item (shape, level, NaN or label out of range)."""
         x = batch.x
         if not self.holds(tuple(x.shape[1:])):
             raise ValueError(f"events of shape {tuple(x.shape[1:])}, but {self.name} has {self.event_shape}")
@@ -222,7 +222,7 @@ def _first(batch: Batch, bad: Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Latents:
-    """All of a latent, fine to coarse: what left at each scale and what stayed to the end.
+    """The latents of all scales, fine to coarse: the part factored out at each scale, then the rest.
 
     Arguments:
         scales: tensors `(B, *scale)`.
@@ -242,7 +242,7 @@ class Latents:
         return self.scales[number]
 
     def rows(self, selection) -> Latents:
-        """Some of the examples."""
+        """The selected examples."""
         return Latents(tuple(scale[selection] for scale in self.scales))
 
     def flatten(self) -> Tensor:
@@ -259,15 +259,15 @@ class Latents:
         return Latents(tuple(part.unflatten(1, shape) for part, shape in zip(parts, shapes, strict=True)))
 
     def interpolate(self, other: Latents, weights: Tensor | float) -> Latents:
-        """The way from these latents to others, along which the norm of a standard normal vector is kept.
+        """Interpolation from these latents to others that preserves the norm of a standard normal vector.
 
             z(w) = ((1 - w) z_0 + w z_1) / sqrt((1 - w)^2 + w^2)
 
-        z(0) and z(1) are the ends themselves. A single weight gives B latents; N weights give B strips of N, one after
-        the other, (B N, *scale).
+        z(0) and z(1) are the two ends. A single weight gives B latents; N weights give B strips of N, one after the
+        other, (B N, *scale).
         """
         if [scale.shape for scale in self.scales] != [scale.shape for scale in other.scales]:
-            raise ValueError("latents of unlike shapes have nothing between them")
+            raise ValueError("latents of different shapes cannot be interpolated")
 
         def between(start: Tensor, end: Tensor) -> Tensor:
             w = torch.as_tensor(weights, dtype=start.dtype, device=start.device)

@@ -1,4 +1,4 @@
-"""The errors that a command turns into one line: bad input (exit 2) and a run that failed or was stopped (1, 130)."""
+"""Errors that a command prints as one line, with their exit codes: usage (2), failure (1), interruption (130)."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_HOTTEST = 1e6
+_LARGEST_TEMPERATURE = 1e6
 
 
 class InputError(ValueError):
-    """What the user asked for cannot be done: the message says what is wrong and what to do. Exit code 2."""
+    """A usage error: the message says what is wrong and what to do. Exit code 2."""
 
     exit_code = 2
 
 
 class RunError(RuntimeError):
-    """A sound request that could not be carried out (broken file, full disk, non-finite loss). Exit code 1."""
+    """A valid request that failed (damaged file, full disk, non-finite loss). Exit code 1."""
 
     exit_code = 1
 
 
 class Interrupted(BaseException):
-    """Stopped from outside (Ctrl-C, SIGTERM) after saving what there was. Exit code 130.
+    """Stopped by Ctrl-C or SIGTERM, after saving the current state. Exit code 130.
 
-    No Exception, nor a KeyboardInterrupt: raised at any line, it must not pass for the failure of what ran there, and
-    Lightning turns the latter into exit code 1.
+    Not an Exception, so that it is never taken for a failure of the interrupted line, and not a KeyboardInterrupt,
+    which Lightning turns into exit code 1.
     """
 
     exit_code = 130
 
 
 class NotFinite(RunError):
-    """A sample that is not finite, and so is no value of the data; `row` is its place in the batch."""
+    """A sample that is not finite; `row` is its position in the batch."""
 
     def __init__(self, row: int, name: str | None = None):
         super().__init__(f"{name or f'row {row}'} is not finite: try more steps, a lower temperature, or ema=true")
@@ -45,10 +45,10 @@ class NotFinite(RunError):
 
 
 def require_finite_rows(x: Tensor) -> Tensor:
-    """x (B, *event) itself, where every value is finite: asked before a cast to integers, which would hide it.
+    """Return x (B, *event) if every value is finite; called before a cast to integers, which would hide NaN.
 
     Raises:
-        NotFinite: naming the first row that is not.
+        NotFinite: naming the first row with a non-finite value.
     """
     finite = x.isfinite()
     if not bool(finite.all()):
@@ -57,11 +57,11 @@ def require_finite_rows(x: Tensor) -> Tensor:
 
 
 def check_temperature(value: float, name: str = "temperature", *, positive: bool = False) -> None:
-    """Raise InputError for a temperature that is no number from 0 to a million, beyond which samples overflow.
+    """Raise InputError for a temperature that is not a number from 0 to a million, beyond which samples overflow.
 
     Arguments:
-        value: what is asked for.
-        name: of the option.
+        value: the temperature.
+        name: name of the option.
         positive: whether 0 is refused too.
 
     Example:
@@ -71,14 +71,14 @@ def check_temperature(value: float, name: str = "temperature", *, positive: bool
         genmodels.core.errors.InputError: temperature must be a finite number from 0 to 1e+06, got inf
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 <= value <= _HOTTEST and not (positive and value == 0)):
+    if not (number and 0 <= value <= _LARGEST_TEMPERATURE and not (positive and value == 0)):
         kind = "positive number up to" if positive else "finite number from 0 to"
-        raise InputError(f"{name} must be a {kind} {_HOTTEST:g}, got {value!r}")
+        raise InputError(f"{name} must be a {kind} {_LARGEST_TEMPERATURE:g}, got {value!r}")
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """A value that a model refuses while it is asked for something, as an InputError with the same message.
+    """Turn a ValueError of a model into an InputError with the same message.
 
     Example:
         >>> with refusals():
@@ -94,12 +94,12 @@ def refusals() -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
-#: Keys and choices of former versions, for hints (docs/migration.md).
+#: Keys and choices of earlier versions, for hints (docs/migration.md).
 _RENAMED = {"proofs": "checks"}
 
 
 def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
-    """The entry of `names` most like `name` (or its new name), or None when nothing comes close.
+    """The entry of `names` most similar to `name` (or its new name), or None if nothing is similar.
 
     Example:
         >>> nearest("dpmm", ["ddpm", "glow"])
@@ -117,7 +117,7 @@ def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
 
 
 def printable(text: str) -> str:
-    r"""Text from a file as one line for a terminal: characters that are not shown, line feeds too, are escaped.
+    r"""Text from a file as one line for a terminal: non-printable characters, line feeds too, are escaped.
 
     Example:
         >>> printable("name: \x1b]0;title\x07 \u202eexe")
@@ -127,7 +127,7 @@ def printable(text: str) -> str:
 
 
 def explain(command: str, error: BaseException) -> tuple[str, int] | None:
-    """The line and the exit code for a foreseen failure, None for a programming error.
+    """The message and the exit code for an expected failure, None for a programming error.
 
     Example:
         >>> explain("train", RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))[1]
@@ -138,32 +138,32 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, InputError | RunError | Interrupted):
         return " ".join(str(error).split()), error.exit_code
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left on the disk ({error.filename or 'while writing'}): free some and go on", 1
+        return f"no space left on the disk ({error.filename or 'while writing'}): free some space and repeat", 1
     text = str(error)
     if "DataLoader worker" in text:
-        return ("a worker process that loads data was killed or ended (often for want of memory): lower "
-                "data.num_workers or data.batch_size; resume=last goes on"), 1
+        return ("a data loading process was killed or ended (often out of memory): lower data.num_workers or "
+                "data.batch_size; continue with resume=last"), 1
     if any(one in text for one in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")) and (
         isinstance(error, RuntimeError)
     ):
-        return "another process of the run has ended; the same command with resume=last goes on", 1
+        return "another process of the run has ended; continue with the same command and resume=last", 1
     if "torchvision::nms" in text:
-        return "torch and torchvision are not of the same build: genmodels doctor says what to do", 1
+        return "torch and torchvision are from different builds: run genmodels doctor for advice", 1
     too_large = ("out of memory", "can't allocate memory", "Storage size calculation overflowed")
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(one in text for one in too_large)):
         key = "data.batch_size or the model" if command == "train" else "batch_size"
-        return f"out of memory: make {key} smaller", 1
+        return f"out of memory: reduce {key}", 1
     return None
 
 
 def one_of(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raise ValueError, listing the choices, for any other value of an option.
+    """Raise ValueError, listing the choices, if the value of an option is not one of them.
 
     Example:
         >>> one_of("transform", "cubic", ("spline", "affine"))
         Traceback (most recent call last):
         ...
-        ValueError: transform is one of spline, affine, got 'cubic'
+        ValueError: transform must be one of spline, affine, got 'cubic'
     """
     if value not in tuple(choices):
-        raise ValueError(f"{name} is one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

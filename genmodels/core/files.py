@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, through no link of somebody else's, and the locks beside them."""
+"""Atomic writing of files, locks, the cache folder and the configuration folder."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from genmodels.core.errors import InputError, RunError
 
 
 def write_whole(path: str | Path, write: Callable, *, mode: str = "w+b") -> None:
-    """Write a file so that `path` holds either its old content or the new one, whatever happens in between.
+    """Write a file atomically: `path` holds either its old content or the new one, whatever happens in between.
 
-    `write(file)` fills a temporary file beside the target, which is fsynced and then moved into place.
+    `write(file)` fills a temporary file in the same folder, which is fsynced and then moved into place.
 
     Raises:
-        RunError: when the disk is full, the folder cannot be written, or the target is a device or a pipe; the target
-            is untouched.
+        RunError: if the disk is full, the folder cannot be written, or the target is a device or a pipe; the target
+            is unchanged.
     """
     path = Path(path)
-    # Nobody can know the name in advance and plant a link there; opened exclusively, a link would not be followed.
-    temporary = _beside(path)
+    # The name is unpredictable and opened exclusively, so that no link of another user is followed.
+    temporary = _temporary_name(path)
     try:
         if path.exists() and not path.is_file():
             raise RunError(f"cannot write {path}: it is {kind_of(path)}, not a file")
@@ -43,7 +43,7 @@ def write_whole(path: str | Path, write: Callable, *, mode: str = "w+b") -> None
 
 
 def kind_of(path: str | Path) -> str:
-    """What there is, where it should have been a file: reading a pipe or a device may never end.
+    """What kind of thing a path is, when a file was expected; reading a pipe or a device may never end.
 
     Example:
         >>> kind_of("/dev/null"), kind_of(".")
@@ -56,22 +56,22 @@ def kind_of(path: str | Path) -> str:
 
 
 def open_lock(path: str | Path):
-    """A file to lock, made where there is none; it is never emptied, and a link in its place is not followed.
+    """Open a file for locking, creating it if necessary; it is never truncated, and links are not followed.
 
     Raises:
-        OSError: when it cannot be opened.
+        OSError: if it cannot be opened.
     """
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666), "r+")
 
 
-def _beside(path: Path) -> Path:
+def _temporary_name(path: Path) -> Path:
     return path.parent / f".{path.name[:100]}.{secrets.token_hex(8)}.tmp"
 
 
 def _remove(temporary: Path) -> None:
     try:
         temporary.unlink(missing_ok=True)
-    except OSError:  # its folder is not one, or is gone: what has failed is told by the error that led here
+    except OSError:  # its folder is missing: the error that led here reports the failure
         pass
 
 
@@ -99,7 +99,7 @@ def _explain(error: Exception, path: Path) -> Exception:
 
 
 def cache_folder() -> Path:
-    """$GENMODELS_CACHE, or genmodels in the user's cache folder."""
+    """`$GENMODELS_CACHE`, or `genmodels` in the user's cache folder."""
     given = os.environ.get("GENMODELS_CACHE")
     if given:
         return Path(given).expanduser()
@@ -111,7 +111,7 @@ CONFIG_DIR = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKA
 
 
 def groups() -> dict[str, list[str]]:
-    """The config groups and their choices, as the folders have them.
+    """The configuration groups and their choices, from the folders in `configs`.
 
     Example:
         >>> "ddpm" in groups()["model"]
@@ -122,11 +122,11 @@ def groups() -> dict[str, list[str]]:
 
 
 def check_writable(key: str, target: Path) -> None:
-    """Find out before any work is done whether a file can be written; nothing is left behind.
+    """Check before any work is done whether a file can be written; nothing is left behind.
 
     Raises:
-        InputError: where a file stands in the place of a folder, or a folder in that of the file.
-        RunError: when the folder cannot be written, or the disk is full.
+        InputError: if the target is a folder, or one of its folders is a file.
+        RunError: if the folder cannot be written, or the disk is full.
     """
     if target.suffix and target.is_dir():
         raise InputError(f"{key}={target} is a folder: name a file in it")
@@ -139,6 +139,6 @@ def check_writable(key: str, target: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except NotADirectoryError as error:
-        raise InputError(f"{key}={target}: a file stands in the place of a folder") from error
+        raise InputError(f"{key}={target}: one of its folders is a file") from error
     except OSError as error:
         raise RunError(f"{key}={target} cannot be written: {os.strerror(error.errno)}") from error

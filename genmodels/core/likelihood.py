@@ -10,15 +10,15 @@ from torch import Tensor
 
 from genmodels.core.errors import RunError
 
-#: What a value of each kind means, and the mark printed before it (a bits/dim `<=` bounds the truth from above).
+#: The mark printed before a value of each kind; `<=` in bits/dim means that the true value is at most this.
 MARKS = {"exact": "=", "lower_bound": "<=", "upper_bound": ">=", "ode": "~", "ais": "~?", "unnormalised": "-"}
 
 
 def bits_per_dim(nats: Tensor, dims: Tensor | int, levels: int | None) -> Tensor:
     """Bits per dimension of integer data: -nats / (dims ln 2).
 
-    `nats` is the log-mass on the integers 0..levels-1, with every volume term (dequantisation, logit, scaling) already
-    inside; continuous data (levels None) have no bits/dim and raise.
+    `nats` is the log-probability of the integers 0..levels-1, including every volume term (dequantisation, logit,
+    scaling). Continuous data (levels None) have no bits/dim and raise a ValueError.
 
     Example:
         >>> bits_per_dim(torch.tensor(-2000.0, dtype=torch.float64), 784, 256)
@@ -32,7 +32,7 @@ def bits_per_dim(nats: Tensor, dims: Tensor | int, levels: int | None) -> Tensor
 
 @dataclass
 class Profile:
-    """Cost in nats by noise level: `nats[i]` is what all examples together pay between `edges[i]` and `edges[i + 1]`.
+    """NLL in nats by noise level: `nats[i]` is the part between `edges[i]` and `edges[i + 1]`, summed over examples.
 
     Shapes: `edges (n + 1,)` increasing log-SNR, `nats (n,)` float64 sums over `items` examples.
     """
@@ -61,9 +61,9 @@ class StandardError:
         total^2 = items^2 + draws^2 + log_z^2
 
     Arguments:
-        items: what other items would change; holds the draws too where these are not known apart.
-        draws: what other draws for the same items would change, or None.
-        log_z: error of the constant that all items share, which no number of items makes smaller.
+        items: error from the finite number of items; includes that of the draws where they cannot be separated.
+        draws: error from the random draws for these items, or None.
+        log_z: error of log Z, which all items share, so that more items do not reduce it.
 
     Example:
         >>> StandardError(0.3, 0.4, 1.2).total
@@ -82,7 +82,7 @@ class StandardError:
 
 @dataclass(frozen=True)
 class SingleValues:
-    """The noise of the value of a single item, None where it is not known, and the spread of items, both in one unit.
+    """The noise of the value of a single item (None if unknown) and the spread over items, in the same unit.
 
     Example:
         >>> SingleValues(0.1, 0.4).shown, SingleValues(0.7, 0.4).shown, SingleValues(None, 0.4).shown
@@ -94,26 +94,26 @@ class SingleValues:
 
     @property
     def shown(self) -> bool:
-        """Whether single values mean something: noise is at most a third of the spread, a tenth of the variance."""
+        """Whether single values are meaningful: noise is at most a third of the spread, a tenth of the variance."""
         return self.noise is not None and 3 * self.noise <= self.spread
 
 
 @dataclass
 class Likelihood:
-    """Log-likelihoods of a set of examples, with all that is needed to compare them.
+    """Log-likelihoods of a set of examples, with everything needed to compare them.
 
     Arguments:
-        nats: (N,) natural logarithms, made float64; log-mass for integer data, log-density for continuous data.
+        nats: (N,) natural logarithms, float64; log-probability for integer data, log-density for continuous data.
         kind: exact, lower_bound, upper_bound, ode, ais or unnormalised.
         dims: (N,) number of valid dimensions of each example, or one int for all.
         levels: number of integer levels, None for continuous data.
         stderr: (N,) Monte-Carlo standard error of each value (the draws alone), or None.
-        made: how it was made, plain values: steps, draws, solver, tolerances, weights, seed, ...
+        made: how it was computed, plain values: steps, draws, solver, tolerances, weights, seed, ...
         index: (N,) positions in the split, or None.
-        parts: named summands of the cost -nats, (N,) each (prior, diffusion, reconstruction of a bound).
-        profile: the cost by noise level, for diffusion.
-        evaluations: (N,) calls of the network for each example, where they differ, or None.
-        solver_change: (N,) by how much a coarser solution of an ODE differs, NaN where none was made, or None.
+        parts: named summands of -nats, (N,) each (prior, diffusion, reconstruction of a bound).
+        profile: the NLL by noise level, for diffusion.
+        evaluations: (N,) network evaluations for each example, where they differ, or None.
+        solver_change: (N,) difference to a coarser ODE solution, NaN where none was computed, or None.
 
     Example:
         >>> l = Likelihood(torch.tensor([-1800.0, -2000.0, -2200.0]), "lower_bound", 784, 256)
@@ -167,7 +167,7 @@ class Likelihood:
         return bad if self.index is None else self.index[bad]
 
     def mean_nats(self) -> float | None:
-        """Mean log-likelihood of an example; None when a value is not finite (never a silent nanmean)."""
+        """Mean log-likelihood per example; None if a value is not finite (never a silent nanmean)."""
         return None if len(self.nonfinite) else float(self.nats.mean())
 
     def mean_nll_per_dim(self) -> float | None:
@@ -181,16 +181,16 @@ class Likelihood:
         return float(bits_per_dim(self.nats.sum(), self.dims.sum(), self.levels))
 
     def standard_error(self, unit: str = "nats") -> StandardError | None:
-        """The standard error of the mean in its parts; None when it is not known, with one item or values not finite.
+        """The standard error of the mean in its parts; None for a single item or values that are not finite.
 
-        S^2, the variance of the values over items, is that of the items and of the draws for them together: what is
-        left of S^2/N beside the error of the draws is that of the items. In units per dimension the mean is a ratio of
-        two sums, of which items that are long have no part by that:
+        S^2, the variance of the values over items, contains that of the draws: S^2/N minus the squared error of the
+        draws is that of the items. In units per dimension the mean is a ratio of two sums, so that differences in
+        length do not count as differences in value:
 
             S^2 = sum_i (n_i - r d_i)^2 / (N - 1) / mean(d)^2,   r = sum n / sum d
 
         Arguments:
-            unit: `nats` of an item, `nats_per_dim` or `bits_per_dim`.
+            unit: `nats` (per item), `nats_per_dim` or `bits_per_dim`.
         """
         if len(self.nonfinite) or len(self) < 2:
             return None
@@ -206,10 +206,10 @@ class Likelihood:
                              shared / scale)
 
     def single_values(self) -> SingleValues:
-        """How well the value of one item is known beside how much items differ, in nats per dimension.
+        """The noise of the value of a single item and the spread over items, in nats per dimension.
 
-        The variance over items holds both; what is left of it beside the mean square of `stderr` is that of the items.
-        Continuous data of an exact kind have no draws, and no noise.
+        The variance over items contains both; subtracting the mean square of `stderr` leaves that of the items.
+        Exact values of continuous data have no draws, hence no noise.
         """
         finite = torch.isfinite(self.nats)
         values = (self.nats / self.dims)[finite]
@@ -224,14 +224,14 @@ class Likelihood:
 
     @classmethod
     def concatenate(cls, parts: list[Likelihood]) -> Likelihood:
-        """One result from many batches; they must agree in kind, levels and how they were made."""
+        """One result from many batches, which must agree in kind, levels and `made`."""
         if not parts:
             raise ValueError("no likelihoods to concatenate")
         first = parts[0]
         for part in parts[1:]:
             for what in ("kind", "levels", "made"):
                 if getattr(part, what) != getattr(first, what):
-                    raise ValueError(f"unlike likelihoods: {what} {getattr(first, what)!r} and {getattr(part, what)!r}")
+                    raise ValueError(f"likelihoods differ in {what}: {getattr(first, what)!r}, {getattr(part, what)!r}")
 
         def together(name):
             values = [getattr(part, name) for part in parts]
@@ -247,7 +247,7 @@ class Likelihood:
         )
 
     def in_index_order(self) -> Likelihood:
-        """The same values sorted by index; raises when one of 0 .. N-1 is missing or repeated."""
+        """The same values sorted by index; raises RunError if one of 0 .. N-1 is missing or repeated."""
         order = self.index.argsort()
         expected = torch.arange(len(self), device=self.index.device)
         if not torch.equal(self.index[order], expected):
@@ -272,7 +272,7 @@ def packed(likelihood: Likelihood) -> dict:
 
 
 def unpacked(stored: dict) -> Likelihood:
-    """What `packed` made plain."""
+    """The inverse of `packed`."""
     profile = stored["profile"]
     return Likelihood(**{**stored, "profile": None if profile is None else Profile(*profile)})
 
@@ -310,11 +310,11 @@ def log_mean_exp(log_weights: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def breakdown(result: Likelihood, per_dim: bool = False) -> dict[str, float]:
-    """Costs of an item by name, in bits/dim for integers and nats for continuous data; `per_dim`, nats for each cell.
+    """Parts of the NLL per item by name, in bits/dim for integers and nats for continuous data (`per_dim`: per cell).
 
-    `val/<part>` are the summands of the bound. `noise/k_of_n` is what the k-th of n equal shares of the steps costs,
-    the first being the cleanest: shares of steps, not log-SNRs, so that runs of different schedules have the same
-    names. Their sum is `val/diffusion`.
+    `val/<part>` are the summands of the bound. `noise/k_of_n` is the part of the k-th of n equal shares of the steps,
+    the first having the least noise: shares of steps, not log-SNRs, so that runs with different schedules have the
+    same names. Their sum is `val/diffusion`.
 
     Example:
         >>> import torch

@@ -1,8 +1,8 @@
-"""Where classes are that checkpoints and configurations name by a module they have left."""
+"""New locations of classes that older checkpoints and configurations name by their former module."""
 
 from __future__ import annotations
 
-#: Former module to present one, for classes that a configuration can name.
+#: Former module to current module, for classes that a configuration can name.
 MOVED = {
     "genmodels.data.digits": "genmodels.data.vision",
     "genmodels.nn.deep_kernel": "genmodels.nn.energy_nets",
@@ -13,7 +13,7 @@ MOVED = {
 
 
 def present_name(name: str) -> str:
-    """The dotted name of a class today.
+    """The current dotted name of a class.
 
     Example:
         >>> present_name("genmodels.data.digits.Digits"), present_name("genmodels.models.ddpm.DDPM")

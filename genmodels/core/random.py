@@ -1,9 +1,9 @@
-"""Addressable randomness: every number is a pure function of (seed, stream, step, index, position).
+"""Keyed random numbers: every number is a pure function of (seed, stream, step, index, position).
 
-A stateful generator makes sample k depend on who was drawn before it, hence on the batch size, on the
-number of processes and on where a killed run stopped. Here the bits come from the counter-based generator
-Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), written in
-torch integer arithmetic, so that it runs on the device and gives the same bits everywhere.
+With a stateful generator sample k depends on all samples drawn before it, hence on the batch size, on the number of
+processes and on where a killed run stopped. Here the bits come from the counter-based generator Philox4x32-10 (Salmon,
+Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), written in torch integer arithmetic, so
+that it runs on the device and gives the same bits everywhere.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class KeyedGenerator:
         return type(self)(self.seed, self.index, self.stream, step)
 
     def rows(self, selection) -> KeyedGenerator:
-        """The generator of some rows only, from its first draw."""
+        """The generator of the selected rows, from its first draw."""
         step = self.step[selection] if isinstance(self.step, Tensor) else self.step
         return type(self)(self.seed, self.index[selection], self.stream, step)
 
@@ -104,14 +104,14 @@ class KeyedGenerator:
         return type(self)(self.seed, self.index, f"{self.stream}/{name}", self.step)
 
     def _words(self, index: Tensor, count: int, device) -> Tensor:
-        """(len(index), at least count) words in 0 .. 2^32 - 1; one draw is used up."""
+        """(len(index), at least count) words in 0 .. 2^32 - 1; counts as one draw."""
         blocks = torch.arange(-(-count // 4), device=device)[None, :]
         index = index.to(device)[:, None]
         own = isinstance(self.step, Tensor)
         step = self.step.to(device)[:, None] if own else torch.full_like(blocks, self.step)
         draw = torch.full_like(blocks, self._draw)
         self._draw += 1
-        # Four quarters side by side (not interleaved): one `cat` of contiguous pieces.
+        # The four words are concatenated, not interleaved: one `cat` of contiguous pieces.
         words = philox(torch.broadcast_tensors(blocks, index, step, draw), self._key)
         return torch.cat(words, dim=1)
 
@@ -184,7 +184,7 @@ class FrameKeyedGenerator(KeyedGenerator):
         return draw(one, (rows * frames, channels)).view(rows, frames, channels).mT.contiguous()
 
     def _by_step(self, shape, draw) -> Tensor:
-        """Rows of one step together: the name of a stream of frames holds its step."""
+        """Rows of one step together, because the name of a stream of frames contains its step."""
         steps, of = self.step.unique(return_inverse=True)
         parts, places = [], []
         for k, step in enumerate(steps.tolist()):
@@ -197,7 +197,7 @@ class FrameKeyedGenerator(KeyedGenerator):
 
 
 def _unit(words: Tensor, dtype) -> Tensor:
-    """Words to the open unit interval; 24 bits survive in float32, hence the shift before the conversion."""
+    """Words to the open unit interval; float32 keeps 24 bits, hence the shift before the conversion."""
     if dtype == torch.float64:
         return (words.to(torch.float64) + 0.5) * 2.0**-32
     return ((words >> 9).to(torch.float32) + 0.5).mul(2.0**-23).to(dtype)
@@ -223,7 +223,7 @@ def uniform(shape, generator: Generator, *, dtype=torch.float32, device=None) ->
 
 
 def shared_uniform(count: int, generator: Generator, *, dtype=torch.float64, device=None) -> Tensor:
-    """(count,) uniform draws that every row (and, if keyed, every process) has in common."""
+    """(count,) uniform draws shared by all rows and, if keyed, by all processes."""
     if isinstance(generator, KeyedGenerator):
         return generator.shared_uniform(count, dtype=dtype, device=device)
     return uniform((count,), generator, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Sums and means over the valid scalars of an event: what a sequence of another length leaves out of every term.
+"""Masked sums and means over the scalars of an event, and tensors that autograd may save.
 
 A mask is `(B, 1, T)` bool, True = valid, with T the last axis of the event; None means that all scalars are valid.
 """
@@ -18,7 +18,7 @@ def spread(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x with zeros where the mask is False; a choice, not a product, so that a NaN of the padding goes too.
+    """x with zeros where the mask is False; by selection, not by a product, so that NaN in the padding vanishes too.
 
     Shapes: `mask (B, 1, T)` for events with T as their last axis, or any that broadcasts to x.
 
@@ -60,7 +60,7 @@ def event_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in float32, or as it is where that is wider.
+    """x in float32, or unchanged if its type is wider.
 
     Example:
         >>> wide(torch.ones(1, dtype=torch.bfloat16)).dtype, wide(torch.ones(1, dtype=torch.float64)).dtype
@@ -70,7 +70,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def usable(x: Tensor | None) -> Tensor | None:
-    """The same values as a tensor that autograd may keep: tensors made in inference mode may not be.
+    """The same values as a tensor that autograd may save, which is not allowed for tensors created in inference mode.
 
     Example:
         >>> with torch.inference_mode():
@@ -83,7 +83,7 @@ def usable(x: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def outside_inference() -> Iterator[None]:
-    """Tensors made here may be differentiated; whether gradients are enabled stays as it is. Also a decorator.
+    """Tensors created here may be differentiated; whether gradients are enabled is unchanged. Also a decorator.
 
     Example:
         >>> with torch.inference_mode(), outside_inference():

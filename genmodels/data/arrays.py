@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
 import numpy as np
 import torch
-from collections.abc import Sequence
-from pathlib import Path
 from torch import Tensor
 from torch.utils.data import Dataset
+
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
-from dataclasses import dataclass
-from typing import Literal
-from genmodels.data.base import DataModule, SPLITS, check_choice, check_fractions, data_root, split_rows
+from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, split_rows
 from genmodels.data.loading import BatchDataset, TensorData
-
 
 _BLOCK = 2**22
 TABLES = (".csv", ".tsv", ".txt", ".data")
@@ -160,8 +161,8 @@ def _read_table(path: Path) -> dict[str, np.ndarray]:
         bad = np.argwhere(~np.isfinite(table.astype(np.float32)))
     if len(bad):
         (number, row), column = list(cells.items())[bad[0][0]], int(bad[0][1])
-        raise InputError(f"data.file={path}{_place(number, column, heading)}: {row[column].strip()} is not a finite number "
-                         "of single precision; complete it or leave that column or line out")
+        raise InputError(f"data.file={path}{_place(number, column, heading)}: {row[column].strip()} is not a finite "
+                         "number in single precision; complete it or leave out that column or line")
     return {"arr_0": table}
 
 

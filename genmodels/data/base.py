@@ -9,9 +9,9 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, SequentialBatches, training_loader
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
+from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, SequentialBatches, training_loader
 
 SPLITS = ("train", "val", "test")
 _EXAMINED = 20_000  # items that are looked at for constant columns and copies
@@ -178,8 +178,8 @@ class DataModule(pl.LightningDataModule):
             far = (column - middle).abs()
             item = int(far.argmax())
             if high > low and float(far[item]) > _FAR * (high - low):
-                found.append(f"{self.spec.name}: column {k} of training item {item} is {float(column[item]):.3g}, half of "
-                             f"the column lies between {low:.3g} and {high:.3g}: drop it if it is a mistake")
+                found.append(f"{self.spec.name}: column {k} of training item {item} is {float(column[item]):.3g}, but "
+                             f"half of the column is between {low:.3g} and {high:.3g}: drop it if it is a mistake")
         return found
 
     def _faults(self) -> list[str]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import re
 import hashlib
 import json
 import math
 import os
+import re
 import zipfile
 import zlib
-import numpy as np
-import torch
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from genmodels.core.errors import InputError, RunError
+
+import numpy as np
+import torch
 from torch import Tensor
+
+from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import cache_folder, kind_of, write_whole
 from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav, resample
-
 
 #: The clips inside the package that are held out; the rest trains.
 EMBEDDED = Path(__file__).parent / "ljspeech"

@@ -6,22 +6,23 @@ import contextlib
 import hashlib
 import json
 import os
-import numpy as np
-import torch
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
+
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import cache_folder, kind_of, write_whole
-from typing import Literal
-from genmodels.data.base import DataModule, SPLITS, check_choice, check_fractions, data_root, split_rows
+from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, split_rows
 from genmodels.data.loading import BatchDataset, TensorData
-
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .jp2".split())
 INDEX_NAME = ".genmodels-index.json"
@@ -124,7 +125,8 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _index_places(root: Path) -> list[Path]:
-    return [root / INDEX_NAME, cache_folder() / f"index-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]}.json"]
+    digest = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()
+    return [root / INDEX_NAME, cache_folder() / f"index-{digest[:16]}.json"]
 
 
 def _read_index(root: Path) -> dict[str, list]:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import sys
-import torch
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
-from genmodels.data.clips import Clip, LAYOUTS, MelFiles, read_clips
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError, nearest
+from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, split_rows
+from genmodels.data.clips import LAYOUTS, Clip, MelFiles, read_clips
+from genmodels.data.loading import BatchDataset
 from genmodels.data.utterances import BucketedBatchSampler, Utterance, Utterances
 from genmodels.speech.audio import AudioError, MelConfig
 from genmodels.speech.text import FORMS, Symbols, TextForm, UnknownSymbol, in_form, ready, table_of
-from pathlib import Path
-from typing import Literal
-from tqdm import tqdm
-from genmodels.data.base import DataModule, SPLITS, check_choice, check_fractions, data_root, split_rows
-from genmodels.data.loading import BatchDataset
-from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, nearest
-
 
 _SILENT = -60.0  # dB of full scale
 _CLIPPED = 1e-3
@@ -161,8 +162,8 @@ class Speech(DataModule):
         mel: settings of the mels that differ from those of HiFi-GAN: sample_rate, n_fft, hop, n_mels, f_min, f_max,
             padding. Recordings of another rate are resampled.
         rate: samples per second that every recording must have; null for any.
-        symbols: what texts are made of: `characters`; `phonemes` (espeak reads them, which has to be installed, with the
-            extra `phonemes`); or `ipa`, where the transcripts are phonemes already.
+        symbols: the symbols of the texts: `characters`; `phonemes` by espeak (which must be installed, with the extra
+            `phonemes`); or `ipa`, if the transcripts are phonemes already.
         language: in which numbers are read, and that of espeak.
         blanks: put a blank before, between and after the symbols of a text.
         on_unknown: characters without a symbol are left out (`drop`, counted) or an `error`.

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError, nearest
+from genmodels.core.random import seed_of
+from genmodels.data.base import SPLITS, DataModule
 from genmodels.data.density_forms import (
     Arm,
     Checkerboard,
@@ -18,13 +25,7 @@ from genmodels.data.density_forms import (
     normal,
     uniform,
 )
-from genmodels.core.errors import InputError, nearest
-from typing import Literal
-from genmodels.data.base import DataModule, SPLITS
 from genmodels.data.loading import TensorData
-from genmodels.core.data import DataSpec
-from genmodels.core.random import seed_of
-
 
 _SQRT2 = math.sqrt(2)
 

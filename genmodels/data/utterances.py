@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from genmodels.data.loading import ResumableBatchSampler, one_process
-from genmodels.data.clips import Recording
 from genmodels.core.data import Batch, TextCondition
 from genmodels.core.errors import InputError
 from genmodels.core.random import seed_of
+from genmodels.data.clips import Recording
+from genmodels.data.loading import ResumableBatchSampler, one_process
 
 #: What padding holds: silence.
 FLOOR = math.log(1e-5)

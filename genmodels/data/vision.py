@@ -6,14 +6,15 @@ import contextlib
 import io
 import socket
 import sys
-import torch
 from pathlib import Path
-from genmodels.data.base import DataModule, data_root, split_rows
-from genmodels.data.loading import TensorData
+
+import torch
+
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.files import open_lock
-
+from genmodels.data.base import DataModule, data_root, split_rows
+from genmodels.data.loading import TensorData
 
 _TIMEOUT = 15.0  # seconds without an answer after which a server counts as unreachable
 

@@ -1,4 +1,4 @@
-"""Learned densities and scores in the plane as pictures, with the true density where there is one."""
+"""Pictures of learned densities and scores in the plane, with the true ones where they are known."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Function = Callable[[Tensor], Tensor]
 
 _PIXELS = 160  # of a density, per side
 _ARROWS = 22  # of a field, per side
-_FAINT = 1e-3  # of the largest density: arrows are drawn where there are data
+_FAINT = 1e-3  # of the largest density: no arrows below
 
 
 def truth_of(spec: DataSpec):
-    """The exact density of a two-dimensional set, None where it is not known.
+    """The exact density of a two-dimensional data set, None if unknown.
 
     Example:
         >>> truth_of(DataSpec("table", (2,))) is None, truth_of(DataSpec("toy_moons", (2,))) is None
@@ -38,14 +38,14 @@ def truth_of(spec: DataSpec):
 def picture_of_fields(
     spec: DataSpec, score: Function, log_density: Function | None, location: Tensor, scale: Tensor, width: float = 2.6
 ) -> Image.Image:
-    """Density and score field of a model in the plane, and those of the truth below them.
+    """Density and scores of a model in the plane, with the true ones above them.
 
     Arguments:
-        spec: the data set; the truth is looked up by its name.
-        score: `(N, 2)` points to the model's scores.
-        log_density: `(N, 2)` points to `(N,)`; None for a model that has none.
-        location, scale: `(2,)` centre and deviation of the data.
-        width: half-width of the picture in deviations.
+        spec: the data set; the true density is looked up by its name.
+        score: maps `(N, 2)` points to the model's scores.
+        log_density: maps `(N, 2)` points to `(N,)`; None for a model without a density.
+        location, scale: `(2,)` mean and standard deviation of the data.
+        width: half-width of the picture in standard deviations.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -62,7 +62,7 @@ def picture_of_fields(
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots(len(rows), columns, squeeze=False)
     top, arrows = None, None
-    for row, (name, log_p, field) in zip(axes, reversed(rows), strict=True):  # the truth first: it sets the scales
+    for row, (name, log_p, field) in zip(axes, reversed(rows), strict=True):  # the true density sets the scales
         if log_density is not None:
             values = log_p(_grid(box, _PIXELS)).detach().double().exp().cpu().numpy().reshape(_PIXELS, _PIXELS)
             top = float(values.max()) if top is None else top
@@ -75,7 +75,7 @@ def picture_of_fields(
 
 
 def _arrows(axes, box, field: Function, shown: Function | None, longest: float | None) -> float:
-    """Draw a field where there are data; all fields of a picture have one scale, which is returned."""
+    """Draw a vector field where there are data; all fields of a picture share a scale, which is returned."""
     points = _grid(box, _ARROWS)
     if shown is not None:
         log_p = shown(points).detach()
@@ -99,7 +99,7 @@ def _grid(box, count: int) -> Tensor:
 
 
 def _slopes(log_density: Function, x: Tensor, step: float) -> Tensor:
-    """The gradient by central differences, in float64: not every density of the plane is made of smooth pieces."""
+    """The gradient by central differences, in float64, because not all densities are differentiable everywhere."""
     x = x.double()
     moves = step * torch.eye(2, dtype=x.dtype)
     sides = [(log_density(x + move) - log_density(x - move)) / (2 * step) for move in moves]

@@ -1,4 +1,4 @@
-"""Samples as pictures: grids of images, scatter plots of 2-D vectors, curves of longer ones."""
+"""Pictures of samples: grids of images and mels, scatter plots of points, mels with their tokens and alignments."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
 
-LEGIBLE = 64  # pixels that an image of a grid is high at least
-_LINE, _MARGIN = 15, 8  # pixels of a line of words, and around the number of a row
+LEGIBLE = 64  # smallest height of an image in a grid, in pixels
+_LINE, _MARGIN = 15, 8  # pixels of a line of text, and around the number of a row
 
 
 def to_uint8(x: Tensor, levels: int) -> Tensor:
@@ -23,7 +23,7 @@ def to_uint8(x: Tensor, levels: int) -> Tensor:
 
 
 def images_of(x: Tensor, spec: DataSpec, smallest: int = 0) -> list[Image.Image]:
-    """One PIL image for each example (N, C, H, W), enlarged by whole pixels until it is `smallest` high."""
+    """One PIL image per example (N, C, H, W), enlarged by a whole factor to a height of at least `smallest`."""
     levels = spec.levels or 256
     pixels = to_uint8(x, levels) if spec.levels else (x.clamp(0, 1) * 255).to(torch.uint8)
     if pixels.shape[1] not in (1, 3):
@@ -38,20 +38,20 @@ def grid(
     tiles: list[Image.Image], columns: int | None = None, gap: int = 2, *, names: Sequence[str] = (),
     numbers: Sequence[int] = (),
 ) -> Image.Image:
-    """Images of one size in rows, on white, with what they are in words.
+    """Images of one size in rows, on white, with labels.
 
     Arguments:
         tiles: the images.
-        columns: how many stand in a row; default a square.
+        columns: images per row; default a square.
         gap: pixels between them.
-        names: of each image; told once over a column that has one name, else over each image.
-        numbers: of each image; told before a row, of its first image, where there are several rows.
+        names: name of each image, printed once above a column if its images share it, otherwise above each image.
+        numbers: number of each image; that of the first is printed before each row, if there are several rows.
     """
     columns = columns or math.ceil(math.sqrt(len(tiles)))
     width, height = tiles[0].size
     rows = math.ceil(len(tiles) / columns)
     kinds = [set(names[column::columns]) for column in range(columns)] if names else []
-    over_all = all(len(kind) <= 1 for kind in kinds)  # a column has one name
+    over_all = all(len(kind) <= 1 for kind in kinds)  # each column has a single name
     head, line = (_LINE if names and over_all else 0), (_LINE if names and not over_all else 0)
     before = [str(numbers[row * columns]) for row in range(rows)] if len(numbers) and rows > 1 else []
     font = _font()
@@ -86,7 +86,7 @@ def _font() -> ImageFont.FreeTypeFont:
 
 
 def _fitting(text: str, width: int, font: ImageFont.FreeTypeFont) -> str:
-    """As much of a text as a width has room for."""
+    """A text, shortened to fit a width."""
     while font.getlength(text) > width and len(text) > 1:
         text = text[:-2] + "\u2026"
     return text
@@ -109,7 +109,7 @@ def scatter(x: Tensor, title: str = "") -> Image.Image:
 
 
 def in_turn(cond: Sequence[int], index: Sequence[int]) -> list[int]:
-    """The fewest classes that lead to these labels when sample number i takes entry i modulo their number.
+    """The shortest list of classes from which these labels result if sample i takes entry i modulo its length.
 
     Example:
         >>> in_turn([3, 5, 3, 5, 3], index=[0, 1, 2, 3, 4]), in_turn([5, 3], index=[7, 8])
@@ -119,11 +119,11 @@ def in_turn(cond: Sequence[int], index: Sequence[int]) -> list[int]:
         found = dict(zip((i % period for i in index), cond, strict=True))
         if len(found) == period and all(found[i % period] == label for i, label in zip(index, cond, strict=True)):
             return [found[k] for k in range(period)]
-    raise ValueError("samples that follow each other have numbers that do")
+    raise ValueError("the indices of samples must be consecutive")
 
 
 def columns_for(cond: Sequence[int] | None, n: int) -> int | None:
-    """Columns of a grid of n samples: whole turns of the classes, so that each column has one; else None (a square).
+    """Columns of a grid of n samples such that each column has a single class; otherwise None (a square).
 
     Example:
         >>> columns_for([*range(10)] * 6, 60), columns_for([3, 5] * 32, 64), columns_for(None, 60)
@@ -138,39 +138,38 @@ def columns_for(cond: Sequence[int] | None, n: int) -> int | None:
 def picture_of(
     x: Tensor, spec: DataSpec, cond: Tensor | None = None, index: Tensor | None = None
 ) -> Image.Image | None:
-    """The picture that suits the data: a grid of images or mels, a scatter plot of points; None for other vectors.
+    """A picture of samples by type of data: a grid of images or mels, a scatter plot of points; None otherwise.
 
     Arguments:
         x: (N, *event) samples.
-        spec: what they are.
-        cond: (N,) their classes, which a grid names.
-        index: (N,) their numbers, told before its rows.
+        spec: the data set.
+        cond: (N,) classes, printed in a grid.
+        index: (N,) numbers of the samples, printed before rows.
     """
     if spec.event_shape == (2,):
         return scatter(x, f"{len(x)} samples")
     if not (spec.is_image or spec.mel is not None):
         return None
     labels = None if cond is None else cond.tolist()
-    told = {} if labels is None else {"names": [class_name(spec, label) for label in labels]}
-    told |= {} if index is None else {"numbers": index.tolist()}
+    captions = {} if labels is None else {"names": [class_name(spec, label) for label in labels]}
+    captions |= {} if index is None else {"numbers": index.tolist()}
     columns = columns_for(labels, len(x))
     if spec.mel is not None:
-
-        return mel_sheet(x, columns, **told)
-    return grid(images_of(x, spec, smallest=LEGIBLE), columns, **told)
+        return mel_sheet(x, columns, **captions)
+    return grid(images_of(x, spec, smallest=LEGIBLE), columns, **captions)
 
 
 def class_name(spec: DataSpec, label: int) -> str:
-    """What a class is called: its name, or its number."""
+    """The name of a class, or its number if it has none."""
     return str(spec.class_names[label]) if spec.class_names else str(label)
 
 
-_LOWEST, _HIGHEST = math.log(1e-5), 2.0  # of log-mels, the same colours in every picture
-_LEGIBLE = 10  # points of a token's letter
+_LOWEST, _HIGHEST = math.log(1e-5), 2.0  # range of log-mels, so that colours are the same in every picture
+_FONT_SIZE = 10  # points
 
 
 def mel_image(mel: Tensor, width: int = 1, height: int = 2) -> Image.Image:
-    """A log-mel (n_mels, T), low bands at the bottom, each cell so many pixels wide and high.
+    """An image of a log-mel (n_mels, T), low bands at the bottom, with `width` x `height` pixels per cell.
 
     Example:
         >>> from torch import zeros
@@ -184,7 +183,7 @@ def mel_image(mel: Tensor, width: int = 1, height: int = 2) -> Image.Image:
     return Image.fromarray(np.repeat(np.repeat(colours, height, 0), width, 1))
 
 
-def mel_sheet(x: Tensor, columns: int | None = None, **told) -> Image.Image:
+def mel_sheet(x: Tensor, columns: int | None = None, **captions) -> Image.Image:
     """Several log-mels (N, n_mels, T) on one sheet, with `names` and `numbers` as in `grid`.
 
     Example:
@@ -193,13 +192,13 @@ def mel_sheet(x: Tensor, columns: int | None = None, **told) -> Image.Image:
         'RGB'
     """
     columns = columns or max(1, round(math.sqrt(len(x)) * 160 / max(160, x.shape[2])))
-    return grid([mel_image(mel) for mel in x], columns, gap=4, **told)
+    return grid([mel_image(mel) for mel in x], columns, gap=4, **captions)
 
 
-def spoken(
+def mel_with_tokens(
     mel: Tensor, spec: DataSpec, tokens: Sequence[int], durations: Sequence[int], title: str = ""
 ) -> Image.Image:
-    """A mel with the time of every token: the path of the alignment over it, and its symbols above."""
+    """A mel with its alignment drawn over it and the symbol of every token above it."""
     hop = spec.mel["hop"] / spec.mel["sample_rate"]
     table = spec.text["symbols"]
     frames, ends = mel.shape[1], np.cumsum(durations)
@@ -213,15 +212,15 @@ def spoken(
     for token, start, end in zip(tokens, starts, ends, strict=True):
         if token > 1:
             axes.text((start + end) / 2 * hop, mel.shape[0] + 1, table[token], ha="center", va="bottom",
-                      fontsize=_LEGIBLE - 2, family="monospace")
-    axes.set_xlabel("seconds; the white line climbs one step a token")
+                      fontsize=_FONT_SIZE - 2, family="monospace")
+    axes.set_xlabel("seconds; the white line rises one step per token")
     axes.set_ylabel("mel band")
-    axes.set_title(title, pad=16, fontsize=_LEGIBLE)
+    axes.set_title(title, pad=16, fontsize=_FONT_SIZE)
     return _drawn(figure)
 
 
 def alignments(posterior: Tensor, batch: Batch, spec: DataSpec) -> Image.Image:
-    """For each item its mel, and below it the probability (N, T) of every token at every frame."""
+    """The mel of each item, and below it the posterior probability (N, T) of each token at each frame."""
     count = len(posterior)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

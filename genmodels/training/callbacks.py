@@ -1,4 +1,4 @@
-"""What happens beside the steps: checkpoints at the right moments, sample grids, and an orderly stop."""
+"""Lightning callbacks: checkpoints, sample grids, the progress bar, and stopping on signals or non-finite metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from genmodels.core.errors import Interrupted, NotFinite, RunError, require_fini
 from genmodels.plots.images import picture_of
 from genmodels.training.loggers import play, show
 
-_SOUNDS, _SECONDS = 2, 5.0  # samples that are heard, and how long at most: Griffin-Lim takes a third of that time
+_SOUNDS, _SECONDS = 2, 5.0  # number and longest duration of sounds: Griffin-Lim takes a third of that time
 
 
 @dataclass(kw_only=True)
@@ -25,8 +25,8 @@ class CheckpointOptions:
     """When checkpoints are written.
 
     Arguments:
-        every_n_steps: steps between two writings of last.ckpt.
-        keep_best: keep best.ckpt, the best by validation likelihood.
+        every_n_steps: steps between two versions of last.ckpt.
+        keep_best: keep best.ckpt, the checkpoint with the best validation metric.
     """
 
     every_n_steps: int = 500
@@ -38,10 +38,10 @@ class CheckpointOptions:
 
 
 def between_batches(loops: dict, step: int, batches: int) -> dict:
-    """Lightning's loop state, rewritten to say one thing: `batches` are done, with all that was due after them.
+    """Lightning's loop state, rewritten to a single meaning: `batches` are done, with everything due after them.
 
-    Lightning's own record depends on the hook in which the file was written, and decides from it whether to repeat or
-    to skip the validation of that step; a single meaning makes a resumed run the same run.
+    Lightning's own record depends on the hook in which the file was written and decides whether the validation of that
+    step is repeated or skipped; with a single meaning a resumed run equals an uninterrupted one.
     """
     fit = loops["fit_loop"]
     done = {"ready": batches, "started": batches, "processed": batches, "completed": batches}
@@ -58,8 +58,8 @@ def between_batches(loops: dict, step: int, batches: int) -> dict:
 class Checkpointing(Callback):
     """Writes `last.ckpt` every n steps, at the start and at the end, and `best.ckpt` after the best validation.
 
-    A step that is followed by a validation is saved after it, so that no resumed run validates twice or never. Signals
-    to stop (Ctrl-C, SIGTERM) are obeyed between two steps, after saving.
+    A step followed by a validation is saved after it, so that a resumed run neither repeats nor skips a validation.
+    Ctrl-C and SIGTERM stop the run between two steps, after saving.
 
     Arguments:
         run_dir: the run folder.
@@ -75,14 +75,14 @@ class Checkpointing(Callback):
         self._handlers: dict = {}
 
     def state_dict(self) -> dict:
-        """The best figure so far."""
+        """The best metric so far."""
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """The inverse of `state_dict`."""
         best = state_dict["best"]
         if not (best is None or isinstance(best, float) and math.isfinite(best)):
-            raise RunError(f"the best figure so far is {best!r}: no run can go on from this checkpoint")
+            raise RunError(f"the best metric so far is {best!r}: this checkpoint cannot be resumed")
         self.best = best
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint: dict) -> None:
@@ -90,7 +90,7 @@ class Checkpointing(Callback):
         between_batches(checkpoint["loops"], trainer.global_step, pl_module.batches_seen)
 
     def on_train_start(self, trainer, pl_module) -> None:
-        """Remove what a killed run left half-written, save the start, listen for signals."""
+        """Remove temporary files of a killed run, save the start, install the signal handlers."""
         if trainer.is_global_zero:
             for stale in self.run_dir.glob(".*.tmp"):
                 stale.unlink(missing_ok=True)
@@ -103,10 +103,10 @@ class Checkpointing(Callback):
     def _on_signal(self, number, frame) -> None:
         again, self._stop = self._stop is not None, number
         if self._model.batches_seen == self._seen:  # the first step may take minutes, and all before it is saved
-            raise Interrupted(f"interrupted before the step after {self.saved_step}, which is saved; the same command "
-                              "with resume=last goes on")
+            raise Interrupted(f"interrupted after step {self.saved_step}, which is saved; continue with the same "
+                              "command and resume=last")
         if again:
-            raise Interrupted("interrupted at once; resume=last goes on from the last checkpoint")
+            raise Interrupted("interrupted immediately; resume=last continues from the last checkpoint")
 
     def _restore_signals(self) -> None:
         for number, handler in self._handlers.items():
@@ -117,7 +117,7 @@ class Checkpointing(Callback):
         """Write the metrics so far, then one checkpoint.
 
         Raises:
-            RunError: when it cannot be written, naming the step that is safe.
+            RunError: if it cannot be written, naming the last saved step.
         """
         trainer.lightning_module.finished = trainer.global_step >= trainer.max_steps
         for logger in trainer.loggers:
@@ -125,18 +125,18 @@ class Checkpointing(Callback):
         try:
             trainer.save_checkpoint(self.run_dir / name)
         except RunError as error:
-            safe = "no step was saved before" if self.saved_step is None else f"step {self.saved_step} is safe"
+            safe = "no step was saved before" if self.saved_step is None else f"step {self.saved_step} is saved"
             raise RunError(f"{error} ({safe})") from error
         if name == "last.ckpt":
             self.saved_step, self._due = trainer.global_step, False
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        """Note that it is time to save."""
+        """Note whether a save is due."""
         self._due = self._due or trainer.global_step % self.options.every_n_steps == 0
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        """Between two steps, when the metrics of the last one are logged: save if it is time, stop if asked to."""
-        # Lightning counts one step too many when a finished run goes on, and would log under the wrong numbers.
+        """Between two steps, when the metrics of the last one are logged: save if due, stop if a signal came."""
+        # Lightning counts one step too many when a finished run is continued, and would log under wrong steps.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         if trainer.global_step == self.saved_step or pl_module.batches_seen % trainer.accumulate_grad_batches:
             return
@@ -144,10 +144,10 @@ class Checkpointing(Callback):
             self.save(trainer, "last.ckpt")
         if self._stop is not None:
             step = trainer.global_step
-            raise Interrupted(f"interrupted at step {step}, saved; the same command with resume=last goes on")
+            raise Interrupted(f"interrupted at step {step}, saved; continue with the same command and resume=last")
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        """After a validation: best.ckpt if it is one, last.ckpt if it is time."""
+        """After a validation: best.ckpt if the metric improved, last.ckpt if due."""
         if trainer.sanity_checking:
             return
         figure = next((value for key, value in pl_module.figures.items() if key.startswith("val/")), None)
@@ -168,21 +168,21 @@ class Checkpointing(Callback):
 
 
 class SampleGrid(Callback):
-    """A picture of samples from the same fixed latents at intervals, in the run folder and on every logger.
+    """Pictures of samples with a fixed seed at intervals, in the run folder and on every logger.
 
-    Of mels, the first two can be heard too.
+    For mels, the first two are also written as sound.
 
     Arguments:
-        run_dir: the run folder; samples go to its `samples`, what else a model has to show to folders of their names.
+        run_dir: the run folder; samples go to its folder `samples`, other pictures of the model to folders by name.
         every_n_steps: interval, 0 for never.
-        n: number of pictures; points in the plane are always 2,000, mels 8.
+        n: number of images; points in the plane are always 2,000, mels 8.
     """
 
     def __init__(self, run_dir: Path, every_n_steps: int, n: int = 60):
         self.run_dir, self.every, self.n = Path(run_dir), every_n_steps, n
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        """Draw when it is time."""
+        """Draw if due."""
         step = trainer.global_step
         stepped = pl_module.batches_seen % trainer.accumulate_grad_batches == 0
         if self.every and stepped and (step % self.every == 0 or step == trainer.max_steps):
@@ -192,7 +192,7 @@ class SampleGrid(Callback):
         return self.n if spec.is_image else 8 if spec.mel is not None else 2000
 
     def draw(self, trainer, pl_module, step: int) -> None:
-        """Sample, save, log; nothing where there would be nothing to see."""
+        """Sample, save and log; nothing for data that cannot be shown."""
         spec = pl_module.spec
         if not trainer.is_global_zero or not (spec.is_image or spec.mel is not None or spec.event_shape == (2,)):
             return
@@ -202,7 +202,7 @@ class SampleGrid(Callback):
             require_finite_rows(samples.x)
             further = pl_module.pictures()
         except NotFinite as error:
-            pl_module.print(f"step {step}: sample {error.row} is not finite, so no samples are shown")
+            pl_module.print(f"step {step}: sample {error.row} is not finite, no samples are shown")
             return
         finally:
             pl_module.train(mode)
@@ -221,20 +221,20 @@ class SampleGrid(Callback):
 
 
 class FiniteMetrics(Callback):
-    """Stops a run whose validation figure is not finite, before anything is overwritten."""
+    """Stops a run with a non-finite validation metric, before any file is overwritten."""
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        """Look at the figure just computed."""
+        """Check the metrics just computed."""
         for name, value in trainer.callback_metrics.items():
             if name.startswith("val/") and not math.isfinite(float(torch.as_tensor(value))):
                 raise RunError(
                     f"step {trainer.global_step}: {name} is not finite; last.ckpt keeps the last saved step. "
-                    "Look at the validation data, or lower model.optimizer.lr"
+                    "Check the validation data, or lower model.optimizer.lr"
                 )
 
 
 class StepBar(ProgressBar):
-    """One bar from the resumed step to the last one; in a log file it prints a line every half minute."""
+    """A progress bar from the first to the last step; without a terminal, a line every half minute."""
 
     def __init__(self):
         super().__init__()
@@ -284,7 +284,7 @@ class StepBar(ProgressBar):
         self._bar.update(trainer.global_step - self._bar.n)
 
     def on_validation_start(self, trainer, pl_module) -> None:
-        """Say what is going on."""
+        """Show that a validation runs."""
         if self._bar is not None and not trainer.sanity_checking:
             self._bar.set_description("validating")
 

@@ -1,4 +1,4 @@
-"""What a dashboard shows beside samples after a validation: the bound by noise level, densities in the plane.
+"""Pictures and metrics logged after a validation: the bound by noise level, learned densities, the loss by log-SNR.
 
 The names are the same for every family, see docs/dashboards.md.
 """
@@ -27,7 +27,7 @@ _POINTS = 2000  # validation items that span its box
 
 
 class NoiseLevels(Callback):
-    """The cost of a diffusion bound over log-SNR as a picture; the area under the curve is what is paid.
+    """A picture of a diffusion bound as a function of log-SNR; the area under the curve is the bound.
 
     Arguments:
         run_dir: the run folder; pictures go to its `noise_levels`.
@@ -37,16 +37,17 @@ class NoiseLevels(Callback):
         self.run_dir = Path(run_dir)
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        """Draw what the validation found."""
+        """Draw the profile of this validation."""
         found = pl_module.validated
         if trainer.is_global_zero and found is not None and found.profile is not None:
             show(self.run_dir, trainer.loggers, "noise_levels", picture_of_profile(found), trainer.global_step)
 
 
 class LearnedDensity(Callback):
-    """The density that a model of points in the plane has learned, beside the true one where it is known.
+    """A picture of the learned density of points in the plane, with the true one where it is known.
 
-    Flows and energies are asked for it, diffusion and score models by their probability-flow ODE on a coarser grid.
+    Flows and energy-based models compute it directly, diffusion and score-based models by their probability-flow ODE on
+    a coarser grid.
 
     Arguments:
         run_dir: the run folder; pictures go to its `density`.
@@ -57,14 +58,14 @@ class LearnedDensity(Callback):
         self._points: list[Tensor] = []
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0) -> None:
-        """Keep some points: they say where the data lie."""
+        """Keep some points, which determine the extent of the picture."""
         spec = pl_module.spec
         wanted = spec.event_shape == (2,) and spec.levels is None and pl_module.num_classes is None
         if wanted and trainer.is_global_zero and sum(map(len, self._points)) < _POINTS:
             self._points.append(batch.x.cpu())
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        """Draw, where there is a density."""
+        """Draw the density, if the model has one."""
         if not self._points:
             return
         points, self._points = torch.cat(self._points)[:_POINTS], []
@@ -76,12 +77,12 @@ class LearnedDensity(Callback):
 
 
 def density_of(model, extent: list[float], pixels: int = _PIXELS) -> Tensor | None:
-    """The log-density of a model in a box, (pixels, pixels); None where it has none, or none yet.
+    """The log-density of a model in a box, (pixels, pixels); None if it has none (yet).
 
     Arguments:
         model: a model of points in the plane.
         extent: [x0, x1, y0, y1].
-        pixels: points on each side; a third of them where each costs the solution of an equation.
+        pixels: points per side; a third of them if each needs an ODE solution.
     """
     how: dict = {"method": "log_likelihood"}
     if hasattr(model, "ode_likelihood"):
@@ -94,14 +95,14 @@ def density_of(model, extent: list[float], pixels: int = _PIXELS) -> Tensor | No
         if method(two, **{key: value for key, value in how.items() if key != "method"}).kind == "unnormalised":
             return None
         return on_grid(model, extent, pixels, **how)[0]
-    except RunError:  # an energy whose integral is not finite yet, a path that cannot be followed: nothing to see
+    except RunError:  # log Z is not finite yet, or the ODE cannot be solved: nothing to show
         return None
     finally:
         model.train(mode)
 
 
 def picture_of_density(log_density: Tensor, extent: list[float], spec) -> Image.Image:
-    """A learned density in colours, beside the true one where it is known, in the same scale."""
+    """A learned density in colours, with the true one where it is known, on the same scale."""
     truth = truth_of(spec)
     panels = [("learned", log_density)]
     if truth is not None:
@@ -117,7 +118,7 @@ def picture_of_density(log_density: Tensor, extent: list[float], spec) -> Image.
 
 
 def picture_of_profile(result: Likelihood) -> Image.Image:
-    """The cost of a bound for each unit of log-SNR."""
+    """A bound per unit of log-SNR."""
     edges, nats = result.profile.edges.double().cpu(), result.profile.nats.double().cpu() / result.profile.items
     unit = 1.0 if result.levels is None else float(result.dims.double().mean()) * math.log(2)
     name = "nats" if result.levels is None else "bits/dim"
@@ -126,8 +127,8 @@ def picture_of_profile(result: Likelihood) -> Image.Image:
     figure, (axes,) = _figure(1, 5.0)
     falling = bool(edges[0] > edges[-1])
     axes.stairs((heights.flip(0) if falling else heights).numpy(), edges[order].numpy(), fill=True, alpha=0.4)
-    axes.set(xlabel="log SNR (left: noise, right: data)", ylabel=f"{name} for each unit of log SNR")
-    axes.set_title(f"diffusion terms: {float(nats.sum()) / unit:.3f} {name} in all")
+    axes.set(xlabel="log SNR (left: noise, right: data)", ylabel=f"{name} per unit of log SNR")
+    axes.set_title(f"diffusion terms: {float(nats.sum()) / unit:.3f} {name} in total")
     return _picture(figure)
 
 
@@ -154,9 +155,9 @@ class LossProfile(Callback):
 
         bin k of n:  c - k w < lambda <= c - (k - 1) w,    c = 15, w = 30 / n;    the outermost are open
 
-    The bins are those of the log-SNR and not of time, so that runs of other schedules overlay; a bin in which no time
-    was drawn is left out. A loss whose variance sits in few bins is one that a loss-aware time sampler helps. Sums are
-    kept on the device and belong to the checkpoint: a resumed run logs what an uninterrupted one would.
+    The bins are in log-SNR, not time, so that runs with different schedules are comparable; empty bins are left out. If
+    few bins have most of the variance, a loss-aware time sampler helps. Sums are kept on the device and stored in the
+    checkpoint: a resumed run logs the same values as an uninterrupted one.
 
     Arguments:
         bins: n.
@@ -173,7 +174,7 @@ class LossProfile(Callback):
         self.sums = torch.zeros(3, bins, dtype=torch.float64)  # number, sum and sum of squares of the losses
 
     def add(self, log_snr: Tensor, losses: Tensor) -> None:
-        """Count losses (n,) at these log-SNRs (n,); neither waits for the device."""
+        """Count losses (n,) at these log-SNRs (n,), without synchronising with the device."""
         share = (CLEANEST - log_snr.double()) / (CLEANEST - NOISIEST)
         chosen = (share.clamp(0, 1) * self.bins).long().clamp(max=self.bins - 1)
         losses = losses.double()
@@ -181,7 +182,7 @@ class LossProfile(Callback):
         self.sums = self.sums.to(losses.device).index_add(1, chosen, values)
 
     def figures(self, sums: Tensor | None = None) -> dict[str, float]:
-        """The means by name, then the variances where there are two losses or more."""
+        """The means by name, then the variances of bins with at least two losses."""
         number, first, second = (self.sums if sums is None else sums).cpu()
         mean = first / number
         variance = (second / number - mean.square()).clamp(min=0)
@@ -201,14 +202,14 @@ class LossProfile(Callback):
         self.sums = state_dict["sums"]
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        """Count the losses of a batch of a model that says at which times it drew them."""
+        """Count the losses of a batch, if the model reports their times."""
         _, loss = pl_module.latest
         schedule = getattr(pl_module.core, "schedule", None)
         if loss.times is not None and schedule is not None:
             self.add(schedule.log_snr(loss.times).detach(), loss.per_example.detach())
 
     def on_validation_epoch_end(self, trainer, pl_module) -> None:
-        """Log what all processes have seen, and begin anew."""
+        """Log the sums over all processes, and reset them."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         sums = pl_module.all_gather(self.sums.to(pl_module.device))

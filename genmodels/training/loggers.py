@@ -1,4 +1,4 @@
-"""Where metrics and pictures go: CSV always, W&B offline unless asked for, TensorBoard on request."""
+"""Loggers of metrics, pictures and sounds: CSV, W&B (offline by default) and TensorBoard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from genmodels.core.files import write_whole
 from genmodels.speech.audio import write_wav
 
 COLUMNS = ["kind", "label", "value", "unit", "se_data", "se_mc", "items", "weights", "made"]
-#: Where single values stand in a report, by the names they are logged under.
+#: Paths of single values in a report, by the names they are logged under.
 _SINGLE = {
     "frechet": ("fidelity", "frechet"), "kernel_distance": ("fidelity", "kernel"),
     "precision": ("fidelity", "precision"), "recall": ("fidelity", "recall"),
@@ -37,7 +37,7 @@ _SINGLE = {
 
 
 def rows_of(report: dict) -> list[list[Any]]:
-    """A row of COLUMNS for every likelihood of a report, each with its kind, errors and recipe."""
+    """A row of COLUMNS for every likelihood of a report, with its kind, errors and how it was computed."""
     unit, weights = _unit(report), (report.get("checkpoint") or {}).get("weights")
     return [
         [row["kind"], row.get("label") or row["kind"], row.get(unit), unit, row.get("se_data"), row.get("se_mc"),
@@ -47,7 +47,7 @@ def rows_of(report: dict) -> list[list[Any]]:
 
 
 def values_of(report: dict) -> dict[str, float]:
-    """Single values by name; of several likelihoods of one kind the first has its name alone, further ones a label.
+    """Single values by name; further likelihoods of the same kind have their label in the name.
 
     Example:
         >>> rows = [{"kind": "lower_bound", "nll": 1.5, "label": "K = 1"}, {"kind": "lower_bound", "nll": 1.4,
@@ -71,7 +71,7 @@ def values_of(report: dict) -> dict[str, float]:
 
 
 def as_markdown(report: dict) -> str:
-    """The rows as a table of Markdown."""
+    """The rows as a Markdown table."""
     lines = [COLUMNS, ["---"] * len(COLUMNS), *rows_of(report)]
     cells = [["" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in line]
              for line in lines]
@@ -84,12 +84,12 @@ def _unit(report: dict) -> str:
 
 @dataclass(kw_only=True)
 class LoggerOptions:
-    """Which loggers a run has.
+    """The loggers of a run.
 
     Arguments:
         csv: write metrics.csv.
         wandb: `offline` (a run file in the folder, no login, no network), `online`, or `off`.
-        tensorboard: write event files too (needs the extra `tensorboard`).
+        tensorboard: write TensorBoard event files (needs the extra `tensorboard`).
         project: the W&B project.
         name: the W&B run's name; default <model>-<data>-<time>.
         group: the W&B group; default <model>-<data>.
@@ -105,10 +105,10 @@ class LoggerOptions:
     tags: list[str] | None = None
 
     def check(self) -> None:
-        """Find out before a run has a folder whether its loggers can be built.
+        """Check that the loggers can be built, before a run has a folder.
 
         Raises:
-            InputError: for a package that is not installed, or W&B online without a login.
+            InputError: if a package is not installed, or W&B is online without a login.
         """
         for wanted, package, name in ((self.tensorboard, "tensorboard", "TensorBoard"),
                                       (self.wandb != "off", "wandb", "W&B")):
@@ -118,7 +118,7 @@ class LoggerOptions:
             raise InputError("logger=wandb is online and needs 'wandb login' first; logger=default stays offline")
 
     def build(self, run_dir: Path, model: str, data: str, resume_step: int = 0) -> list[Logger]:
-        """The loggers of a run folder, for a model on a data set; after a resume they go on where it stood."""
+        """The loggers of a run folder, for a model on a data set; after a resume they continue from that step."""
         loggers: list[Logger] = [LogLines()]
         if self.csv:
             loggers.append(CSVLogger(run_dir / "metrics.csv", resume_step))
@@ -134,7 +134,7 @@ class LoggerOptions:
         return WandbLogger(experiment=run, project=self.project, save_dir=str(run_dir), offline=not online)
 
     def wandb_run(self, run_dir: Path, model: str, data: str):
-        """The W&B run of a run folder, open for writing; training, resumes and evaluations write to one run."""
+        """The W&B run of a run folder, open for writing; training, resumes and evaluations share one run."""
         wandb = quiet_wandb()
         run_id, time = identity_of(run_dir)
         return wandb.init(
@@ -151,7 +151,7 @@ class LoggerOptions:
 
 
 def _logged_in() -> bool:
-    """Whether `wandb login` has left a key: in the environment or in the netrc file."""
+    """Whether there is a W&B key in the environment or in the netrc file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
@@ -173,7 +173,7 @@ def quiet_wandb():
 
 
 class LogLines(Logger):
-    """Figures as lines of Python's logging, which is log.txt of a run: losses, validations, what is monitored."""
+    """Metrics as lines of Python's logging, which is log.txt of a run."""
 
     name, version = "log", ""
 
@@ -190,7 +190,7 @@ class LogLines(Logger):
 
 
 class CSVLogger(Logger):
-    """One table, metrics.csv, a row for each logged step; a resumed run cuts it back to its checkpoint and goes on.
+    """A table, metrics.csv, with a row per logged step; a resumed run drops the rows after its checkpoint.
 
     Arguments:
         path: the file.
@@ -237,7 +237,7 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the table whole; nothing while it is empty."""
+        """Write the whole table, unless it is empty."""
         if not self._rows:
             return
         text = io.StringIO()
@@ -258,7 +258,7 @@ class CSVLogger(Logger):
 
 @rank_zero_only
 def show(run_dir: Path, loggers: list[Logger], name: str, picture: Image.Image, step: int) -> None:
-    """Keep a picture in the folder `name` of a run, and send it to every logger that shows pictures."""
+    """Save a picture in the folder `name` of a run and send it to every logger that supports pictures."""
     import numpy as np
 
     path, key = run_dir / name / f"step_{step:06d}.png", f"pictures/{name}"
@@ -272,9 +272,9 @@ def show(run_dir: Path, loggers: list[Logger], name: str, picture: Image.Image, 
 
 @rank_zero_only
 def play(run_dir: Path, loggers: list[Logger], name: str, waves: list[Tensor], rate: int, step: int) -> None:
-    """Keep sounds (N,) in the folder `name` of a run, and send them to every logger that plays sound.
+    """Save sounds (N,) in the folder `name` of a run and send them to every logger that supports sound.
 
-    Each is logged under its number: of a list W&B would ask for a further package.
+    Each is logged under its number, because W&B needs a further package for lists.
     """
     key, paths = f"sounds/{name}", []
     for k, wave in enumerate(waves):
@@ -295,7 +295,7 @@ def play(run_dir: Path, loggers: list[Logger], name: str, waves: list[Tensor], r
 
 @rank_zero_only
 def log_config(loggers: list[Logger], config: dict) -> None:
-    """Send the whole configuration, and what else describes the run, to every logger that keeps such."""
+    """Send the whole configuration and metadata of the run to every logger that stores them."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             logger.experiment.config.update(config, allow_val_change=True)
@@ -306,9 +306,9 @@ def log_config(loggers: list[Logger], config: dict) -> None:
 
 
 def identity_of(run_dir: Path) -> tuple[str, str]:
-    """The W&B id of a run folder and the time when its run began: those of its first W&B record, else new ones.
+    """The W&B id of a run folder and its starting time: those of its first W&B record, else new ones.
 
-    W&B puts both into the record's name, `offline-run-<time>-<id>`; so they are found again wherever the folder goes.
+    W&B puts both into the record's name, `offline-run-<time>-<id>`, so that they are found even if the folder moves.
     """
     records = sorted(found.groups() for path in (run_dir / "wandb").glob("*run-*")
                      if (found := re.fullmatch(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)", path.name)))
@@ -345,7 +345,7 @@ def log_evaluation(run_dir: Path, options: LoggerOptions, report: dict) -> bool:
 def _finish() -> None:
     """End the W&B run of this process, if there is one, and the service that writes it.
 
-    The file of a second run in the same process would otherwise be written only when the process ends.
+    Otherwise the file of a second run in the same process would be written only when the process ends.
     """
     wandb = quiet_wandb()
     if wandb.run is not None:
@@ -354,7 +354,7 @@ def _finish() -> None:
 
 
 def close(logger: Logger) -> None:
-    """Write what is left and end the logger's run, so that the next one in this process is its own."""
+    """Flush a logger and end its run, so that the next run in this process is separate."""
     logger.save()
     if isinstance(logger, WandbLogger):
         _finish()

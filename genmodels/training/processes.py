@@ -1,4 +1,4 @@
-"""The end of a run's processes: a signal before there is anything to save, and a process whose partner is gone."""
+"""Ending the processes of a run: on SIGTERM before training, and when another process of the run has ended."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from contextlib import contextmanager
 from genmodels.core.errors import Interrupted
 
 _POLL = 0.2  # seconds between two looks at the other processes
-_GRACE = 3.0  # seconds in which this process may end with words of its own
+_GRACE = 3.0  # seconds for this process to end with its own message
 
 
 @contextmanager
 def stoppable(patience: float = 3.0) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what runs here by an exception, so that folders and loggers are left in order.
+    """Turn Ctrl-C and SIGTERM into an exception, so that folders and loggers are cleaned up.
 
-    The line that is interrupted may swallow any exception: the destructor of an object, or an import that goes on
-    without what it could not import, and fails later. So the exception is raised again while nothing handles it, and
-    a failure after a signal is an interruption.
+    The interrupted line may swallow any exception: the destructor of an object, or an import that continues without a
+    module and fails later. Therefore the exception is raised again while nothing handles it, and a failure after a
+    signal is reported as an interruption.
 
     Arguments:
         patience: seconds until the exception is raised again.
 
     Raises:
-        Interrupted: when a signal comes.
+        Interrupted: on a signal.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python takes signals in its main thread alone
+        yield  # Python handles signals in its main thread only
         return
     said, alarm = [], getattr(signal, "SIGALRM", None)
 
@@ -62,7 +62,7 @@ def stoppable(patience: float = 3.0) -> Iterator[None]:
 
 
 def _is_handled(error: BaseException | None) -> bool:
-    """Whether a line that runs belongs to the end of an interruption."""
+    """Whether the current line handles an interruption."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error is not None
@@ -70,10 +70,10 @@ def _is_handled(error: BaseException | None) -> bool:
 
 @contextmanager
 def watched(children: Callable[[], list]) -> Iterator[None]:
-    """End this process soon after another one of the run has been killed, with a line that says which.
+    """End this process soon after another one of the run was killed, with a line that names it.
 
-    The first process looks at those it has started, each other one at the first. What waits for a process that is gone
-    waits for up to half an hour otherwise.
+    The first process watches those it has started, the others watch the first. Otherwise they would wait for a missing
+    process for up to half an hour.
 
     Arguments:
         children: gives the processes (`Popen`) that this one has started so far.
@@ -85,7 +85,7 @@ def watched(children: Callable[[], list]) -> Iterator[None]:
             lost = gone(children(), parent)
             if lost is not None:
                 if not over.wait(_GRACE):
-                    print(f"genmodels train: {lost}; the same command with resume=last goes on", file=sys.stderr,
+                    print(f"genmodels train: {lost}; continue with the same command and resume=last", file=sys.stderr,
                           flush=True)
                     for child in children():
                         child.kill()
@@ -101,7 +101,7 @@ def watched(children: Callable[[], list]) -> Iterator[None]:
 
 
 def gone(children: list, parent: int | None) -> str | None:
-    """Which other process has ended although this one goes on, None while all is well.
+    """A description of another process of the run that has ended, None if there is none.
 
     Example:
         >>> gone([], None) is None, gone([], 0)

@@ -1,4 +1,4 @@
-"""One training run: its folder, its parts put together, its end told in a few lines."""
+"""The folder, log file, configuration and final summary of a training run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from genmodels.models.base import GenerativeModel
 from genmodels.nn.attention import Attention
 from genmodels.nn.attention.backend import choose
 
-_FOLDER = "GENMODELS_RUN_DIR"  # tells the processes of one run their common folder
+_FOLDER = "GENMODELS_RUN_DIR"  # the folder shared by all processes of a run
 _LOCK = ".lock"
 
 
@@ -63,7 +63,7 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
 
 
 def add_training_time(folder: Path, seconds: float) -> None:
-    """Add to what the run has taken so far, in training.json: a checkpoint is to be the same however long it took."""
+    """Add to the training time in training.json; not stored in checkpoints, which must not depend on it."""
     place = folder / "training.json"
     try:
         write_whole(place, lambda file: json.dump({"seconds": training_time(folder) + seconds}, file), mode="w")
@@ -72,7 +72,7 @@ def add_training_time(folder: Path, seconds: float) -> None:
 
 
 def training_time(folder: Path) -> float:
-    """Seconds that training has taken in this folder, over all resumes; 0 where nothing says so."""
+    """Seconds of training in this folder, over all resumes; 0 if unknown."""
     try:
         return float(json.loads((folder / "training.json").read_text())["seconds"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -80,11 +80,11 @@ def training_time(folder: Path) -> float:
 
 
 def claim(folder: Path):
-    """Hold a run folder for this run until the process ends; the open file that holds it, or None without locks.
+    """Lock a run folder until the process ends; returns the open lock file, or None where locks are not supported.
 
     Raises:
-        InputError: when another run holds it.
-        RunError: when nothing can be written in it.
+        InputError: if another run holds the lock.
+        RunError: if the folder cannot be written.
     """
     try:
         import fcntl
@@ -101,14 +101,14 @@ def claim(folder: Path):
         lock.close()
         if error.errno not in (errno.EACCES, errno.EAGAIN):  # a file system without locks
             return None
-        raise InputError(f"another run is training in {folder}: choose another run_dir, or wait for its end") from None
+        raise InputError(f"another run is training in {folder}: wait for it, or choose another run_dir") from None
     return lock
 
 
 def discard_unused(folder: Path) -> None:
-    """Remove what a run that never began has left in its folder, and the folder if that empties it.
+    """Remove the files of a run that never started, and its folder if it is empty then.
 
-    What cannot be removed stays: a folder that is a mount of its own, say.
+    What cannot be removed stays, for example a mount point.
     """
     if (folder / "last.ckpt").exists():
         return
@@ -122,10 +122,10 @@ def discard_unused(folder: Path) -> None:
 
 
 def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path:
-    """The checkpoint that `resume` means: `last` (of run_dir, or of the newest such run), a folder, or a file.
+    """The checkpoint for `resume`: `last` (of run_dir, or of the newest such run), a folder, or a file.
 
     Raises:
-        InputError: when there is nothing to resume.
+        InputError: if there is nothing to resume.
     """
     if os.environ.get(_FOLDER):
         return Path(os.environ[_FOLDER]) / "last.ckpt"
@@ -144,25 +144,25 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
     return path
 
 
-#: What Lightning tells every run, and what concerns no user of genmodels.
-_IDLE = re.compile("in eval mode at the start of training|does not have many workers|`weights_only` was not set|"
+#: Messages of Lightning that do not concern users of genmodels.
+_IRRELEVANT = re.compile("in eval mode at the start of training|does not have many workers|`weights_only` was not set|"
                    "no logger configured|isinstance.treespec, LeafSpec|GPU available but not used")
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a record belongs into log.txt: all of genmodels' own, warnings of others that are not idle."""
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Whether a record belongs into log.txt: all of genmodels, and relevant warnings of others."""
     own = record.name.split(".")[0] == "genmodels"
-    return own or (record.levelno >= logging.WARNING and not _IDLE.search(record.getMessage()))
+    return own or (record.levelno >= logging.WARNING and not _IRRELEVANT.search(record.getMessage()))
 
 
 class Log:
-    """What happens goes to log.txt of the run folder: figures, and warnings, which are kept from the terminal."""
+    """log.txt of the run folder: metrics, and warnings, which are not shown on the terminal."""
 
     def __init__(self, path: Path):
         logging.captureWarnings(True)
         handler = logging.FileHandler(path)
-        handler.handleError = lambda record: None  # a full disk is told once, by whoever needs the space
-        handler.addFilter(_is_news)
+        handler.handleError = lambda record: None  # a full disk is reported when a checkpoint is written
+        handler.addFilter(_is_relevant)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
         root.addHandler(handler)
@@ -182,7 +182,7 @@ class Log:
 
 
 def say(*lines: str) -> None:
-    """Print, and keep in log.txt, on the first process only."""
+    """Print lines and write them to log.txt, on the first process only."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(*lines, sep="\n", flush=True)
         for line in lines:
@@ -190,7 +190,7 @@ def say(*lines: str) -> None:
 
 
 def described(model: GenerativeModel, datamodule: DataModule) -> dict:
-    """What a run is about beside its configuration: numbers of parameters, of the parts too, and a card of the data."""
+    """Metadata of a run besides its configuration: numbers of parameters, in total and by part, and the data card."""
     parts = dict(model.core.named_children())
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in {"all": model.core, **parts}.items()}
     sizes = {name: len(datamodule.split(name)) for name in SPLITS}
@@ -198,12 +198,12 @@ def described(model: GenerativeModel, datamodule: DataModule) -> dict:
 
 
 def write_config(folder: Path, config: dict) -> None:
-    """config.yaml of the run folder."""
+    """Write config.yaml into the run folder."""
     write_whole(folder / "config.yaml", lambda f: f.write(yaml.safe_dump(config, sort_keys=False)), mode="w")
 
 
 def attention_paths(model: nn.Module, device_type: str) -> list[str]:
-    """One line for each attention of a model: the path that it takes on such a device, and why.
+    """One line for each attention of a model: its implementation on such a device, and the reason.
 
     Example:
         >>> from genmodels.nn.attention import Rotary
@@ -215,18 +215,18 @@ def attention_paths(model: nn.Module, device_type: str) -> list[str]:
 
 
 def summary(model: GenerativeModel, folder: Path) -> list[str]:
-    """The last lines of a run: the figures reached and what to type next."""
+    """The last lines of a run: the final metrics, and the commands to sample and evaluate."""
     script = Path(sys.argv[0])
     sample, evaluate = "genmodels sample", "genmodels evaluate"
     if script.name == "train.py":
         sample, evaluate = (f"python {shlex.quote(str(script.with_name(s)))}" for s in ("sample.py", "evaluate.py"))
     best = folder / "best.ckpt"
     ckpt = best if best.exists() else folder / "last.ckpt"
-    figures = ", ".join(f"{name} {value}" for name, value in figures_of(model).items()) or "no figures"
-    lines = [f"reached: step {model.trainer.global_step}, {figures}"]
+    figures = ", ".join(f"{name} {value}" for name, value in figures_of(model).items()) or "no metrics"
+    lines = [f"result:   step {model.trainer.global_step}, {figures}"]
     if best.exists():
         header = read_header(best, check=False)
-        lines[0] += f"; best.ckpt is step {header['step']}"
+        lines[0] += f"; best.ckpt is of step {header['step']}"
     wanted = "n=60" if model.spec.text is None else "text='Hello there.'"
     trust = model.run_config.get("trust")
     named = [f"ckpt={ckpt}", *([f"trust=[{','.join(trust)}]"] if trust else [])]
@@ -234,7 +234,7 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
 
 
 def figures_of(model: GenerativeModel) -> dict[str, str]:
-    """The figures of the last validation; of a likelihood its kind too, and its error over items and draws."""
+    """The metrics of the last validation; likelihoods with their kind and standard error."""
     return {name: _figure(model, name) for name in model.figures}
 
 
@@ -248,10 +248,10 @@ def _figure(model: GenerativeModel, name: str) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step instead of returning it to the system; elsewhere do nothing.
+    """Let glibc keep freed memory for the next step instead of returning it to the system; no effect elsewhere.
 
-    A step on the CPU frees and takes again hundreds of megabytes of activations; handing them back costs a page fault
-    for each 4 kB, measured at 7 to 17 % of a U-Net's step.
+    A step on the CPU frees and allocates hundreds of megabytes of activations; returning them costs a page fault for
+    each 4 kB, measured at 7 to 17 % of a U-Net's step.
     """
     import ctypes
 
@@ -265,7 +265,7 @@ def keep_freed_memory() -> None:
 
 
 def compile_network(model: GenerativeModel) -> None:
-    """Compile what the model says is worth it, in place; names in the state dict stay as they are."""
+    """Compile the model's `compiled_parts` in place; names in the state dict do not change."""
     if model.tolerates_tf32:
         torch.set_float32_matmul_precision("high")
     for part in model.compiled_parts():

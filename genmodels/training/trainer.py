@@ -1,4 +1,4 @@
-"""The options of a run's Trainer, and the Lightning Trainer they describe."""
+"""The trainer's options, the endless stream of batches, and which settings may change on resume."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from genmodels.training.callbacks import StepBar
 
 @dataclass(kw_only=True)
 class TrainerOptions:
-    """How long, where and in which precision a model trains.
+    """Length, devices and precision of training.
 
     Arguments:
         max_steps: optimiser steps of the run.
-        max_epochs: passes over the training data; with both given, the shorter holds; with neither, 10,000 steps.
+        max_epochs: passes over the training data; the shorter of both limits applies; without either, 10,000 steps.
         accelerator: `auto`, `cpu`, `gpu` or another of Lightning's.
-        devices: number of processes, one for each device (cores count as devices on the CPU).
+        devices: number of processes, one per device (on the CPU, one per core used).
         strategy: Lightning's strategy, `ddp` for several processes.
         num_nodes: number of machines.
-        precision: `32-true`, `64-true` or `bf16-mixed`; float16 needs a loss scaler and is not offered.
+        precision: `32-true`, `64-true` or `bf16-mixed`; float16 needs a loss scaler and is not supported.
         compile: compile the network with torch.compile.
-        accumulate: batches for each optimiser step.
-        validate_every_n_steps: interval of validations, 0 for one at the end.
-        limit_validation: most batches of a validation, None for all.
-        limit_evaluation: items that evaluate.py judges of this run's models unless it is told otherwise, None for all.
-        sample_every_n_steps: interval of sample grids, 0 for none.
-        log_every_n_steps: interval of logged training figures.
+        accumulate: batches per optimiser step.
+        validate_every_n_steps: steps between validations, 0 for a single one at the end.
+        limit_validation: largest number of batches per validation, None for all.
+        limit_evaluation: default number of items for evaluate.py on models of this run, None for all.
+        sample_every_n_steps: steps between sample grids, 0 for none.
+        log_every_n_steps: steps between logged training metrics.
         progress: show a progress bar.
-        deterministic: ask torch for deterministic kernels on accelerators (slower; exact resume needs it there).
+        deterministic: use torch's deterministic kernels on accelerators (slower; needed for exact resume there).
     """
 
     max_steps: int | None = None
@@ -90,7 +90,7 @@ class TrainerOptions:
         return min(limits, default=10_000)
 
     def build(self, steps: int, callbacks: list, root_dir: str) -> pl.Trainer:
-        """The Lightning Trainer of a run of `steps` steps over an endless stream; loggers are set afterwards."""
+        """The Lightning Trainer for `steps` steps over an endless stream; loggers are set afterwards."""
         every = min(self.validate_every_n_steps or steps, steps)
         try:
             return pl.Trainer(
@@ -106,7 +106,7 @@ class TrainerOptions:
                 check_val_every_n_epoch=None,
                 limit_val_batches=self.limit_validation,
                 num_sanity_val_steps=0,
-                inference_mode=False,  # what is drawn after a validation may need gradients
+                inference_mode=False,  # pictures drawn after a validation may need gradients
                 log_every_n_steps=self.log_every_n_steps,
                 enable_checkpointing=False,
                 enable_model_summary=False,
@@ -146,10 +146,10 @@ class EndlessBatchSampler(Sampler):
 
 
 def training_stream(datamodule: DataModule, batches_seen: int = 0) -> Loader:
-    """This process's batches for training, for ever, after `batches_seen` batches of the run.
+    """This process's endless training batches, after the first `batches_seen` batches of the run.
 
-    One stream without epochs has one meaning for "where was I": a number. Workers keep running across epochs, and what
-    they fetched ahead when a run was killed is fetched again.
+    In one stream without epochs the position is a single number. Workers keep running across epochs, and batches that
+    were prefetched when a run was killed are fetched again.
     """
     loader = datamodule.train_dataloader()
     sampler = EndlessBatchSampler(loader.batch_sampler, batches_seen)
@@ -159,9 +159,9 @@ def training_stream(datamodule: DataModule, batches_seen: int = 0) -> Loader:
 
 
 def initial_batch(datamodule: DataModule, largest: int = 20_000) -> Batch:
-    """Training items for data-dependent initialisation: all of them, or `largest` spread evenly.
+    """Training items for data-dependent initialisation: all of them, or `largest` evenly spaced ones.
 
-    A data set of large items says itself how many make a batch, by `most_at_once`.
+    A data set of large items has its own limit, `most_at_once`.
     """
     data = datamodule.split("train")
     largest = getattr(data, "most_at_once", largest)
@@ -169,20 +169,19 @@ def initial_batch(datamodule: DataModule, largest: int = 20_000) -> Batch:
     return data.__getitems__(positions)
 
 
-#: Where the data lie, how fast they come, when something is looked at: nothing of what is learnt. The length may
-#: change too; the command tells it in steps.
+#: May change on resume: the location of the data, the speed of loading, what is displayed, and the length of training.
 FREE = {
     "trainer.max_steps", "trainer.max_epochs",
     "data.num_workers", "data.root", "data.download", "trainer.validate_every_n_steps", "trainer.limit_evaluation",
     "trainer.sample_every_n_steps", "trainer.log_every_n_steps", "trainer.progress",
 }  # fmt: skip
-_ROUNDING = "from here on its numbers are the same up to rounding, not bit for bit"
-#: What may change, and what that does. Whatever stands in neither table belongs to the run, and may not.
-TOLD = {
-    "trainer.limit_validation": "the best figure so far is of other items than those to come",
+_ROUNDING = "from here on results are equal up to rounding, not bit for bit"
+#: May change on resume with a message about the effect. Settings in neither table must stay the same.
+REPORTED = {
+    "trainer.limit_validation": "the best metric so far was computed on other validation items",
     "trainer.accelerator": _ROUNDING,
-    "trainer.devices": f"{_ROUNDING}, and dropout draws anew",
-    "trainer.num_nodes": f"{_ROUNDING}, and dropout draws anew",
+    "trainer.devices": f"{_ROUNDING}, and dropout masks differ",
+    "trainer.num_nodes": f"{_ROUNDING}, and dropout masks differ",
     "trainer.strategy": _ROUNDING,
     "trainer.compile": _ROUNDING,
     "trainer.deterministic": _ROUNDING,
@@ -190,7 +189,7 @@ TOLD = {
 
 
 def check_same(header: dict, config: dict, path: Path) -> list[str]:
-    """What to tell of a run that goes on under other settings; a setting that makes it another run is refused.
+    """Messages about settings that changed on resume; a change that would make it another run is refused.
 
     Arguments:
         header: of the checkpoint.
@@ -200,26 +199,27 @@ def check_same(header: dict, config: dict, path: Path) -> list[str]:
     Raises:
         InputError: naming the first such key and both values.
     """
-    told = []
+    messages = []
     for part in ("model", "data", "seed", "trainer"):
         then, now = _flat(header["config"], part), _flat(config, part)
         for key in dict.fromkeys([*then, *now]):
             if key in FREE or then.get(key) == now.get(key):
                 continue
             was, given = (f"is {d[key]!r}" if key in d else "is not set" for d in (then, now))
-            if key not in TOLD:
+            if key not in REPORTED:
                 raise InputError(
                     f"resume: {key} {was} in {path} but {given} here; a resumed run keeps its model, data, seed, "
                     "precision and accumulation"
                 )
-            told.append(f"resume: {key} {was} in the checkpoint and {given} here: {TOLD[key]}")
+            messages.append(f"resume: {key} {was} in the checkpoint and {given} here: {REPORTED[key]}")
     if header.get("torch", torch.__version__) != torch.__version__:
-        told.append(f"resume: the checkpoint is of torch {header['torch']}, this is {torch.__version__}: {_ROUNDING}")
-    return told
+        messages.append(f"resume: the checkpoint is of torch {header['torch']}, this is torch {torch.__version__}: "
+                        f"{_ROUNDING}")
+    return messages
 
 
 def _flat(config: dict, part: str) -> dict:
-    """The settings of a part by dotted key; those of the trainer with their defaults."""
+    """The settings of a part by dotted key, with defaults for the trainer."""
     node = config.get(part)
     return _leaves(vars(construct(TrainerOptions, **(node or {}))) if part == "trainer" else node, part)
 

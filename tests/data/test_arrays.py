@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from genmodels.data import arrays
-from genmodels.data.arrays import MappedArray, MappedData
-from genmodels.data.arrays import Arrays
-from genmodels.data.loading import TensorData
 from genmodels.core.errors import InputError
+from genmodels.data import arrays
+from genmodels.data.arrays import Arrays, MappedArray, MappedData
+from genmodels.data.loading import TensorData
 
 RNG = np.random.default_rng(0)
 NHWC = RNG.integers(0, 256, (50, 6, 7, 3), dtype=np.uint8)

@@ -10,14 +10,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
 from genmodels.data.arrays import Arrays
 from genmodels.data.base import DataModule
-from genmodels.data.vision import Digits
 from genmodels.data.image_folder import ImageFolder
 from genmodels.data.loading import TensorData
-from genmodels.core.data import DataSpec
 from genmodels.data.toy import Toy
-from genmodels.core.errors import InputError
+from genmodels.data.vision import Digits
 
 SPLITS = ("train", "val", "test")
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from genmodels.data import image_folder
-from genmodels.data.image_folder import INDEX_NAME, decode, find_problems, image_files
-from genmodels.data.image_folder import ImageFolder
 from genmodels.core.errors import InputError, RunError
+from genmodels.data import image_folder
+from genmodels.data.image_folder import INDEX_NAME, ImageFolder, decode, find_problems, image_files
 
 
 def picture(number: int, size=(12, 10)) -> Image.Image:

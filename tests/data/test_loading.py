@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from genmodels.core.errors import InputError
 from genmodels.data.base import split_rows
 from genmodels.data.loading import Loader, ResumableBatchSampler, SequentialBatches, TensorData, training_loader
-from genmodels.core.errors import InputError
 
 SIZE, BATCH = 53, 8
 

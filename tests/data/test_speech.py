@@ -10,13 +10,12 @@ import pytest
 import torch
 from scipy.io import wavfile
 
-from genmodels.data import clips as mel_files
-from genmodels.data.clips import read_clips
-from genmodels.data.clips import MelFiles, cell_statistics
 from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
+from genmodels.data import clips as mel_files
+from genmodels.data.clips import MelFiles, cell_statistics, read_clips
 from genmodels.data.speech import Speech
 from genmodels.data.utterances import FLOOR, BucketedBatchSampler, Utterances, joined
-from genmodels.core.errors import InputError
 from genmodels.speech.audio import MelConfig
 
 RATE = 22050

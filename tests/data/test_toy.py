@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import pytest
-import torch
 import typing
 from dataclasses import replace
-from genmodels.data.toy import DENSITIES, Toy, density
-from genmodels.core.errors import InputError
-from genmodels.data.vision import Digits
 
+import pytest
+import torch
+
+from genmodels.core.errors import InputError
+from genmodels.data.toy import DENSITIES, Toy, density
+from genmodels.data.vision import Digits
 
 # Entropies in nats to four digits, and half the width of a square that holds all but a negligible part of the mass.
 KNOWN = {

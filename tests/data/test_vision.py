@@ -10,9 +10,9 @@ import pytest
 import torch
 from torchvision import datasets
 
+from genmodels.core.errors import InputError
 from genmodels.data import vision
 from genmodels.data.vision import CIFAR10, MNIST, FashionMNIST
-from genmodels.core.errors import InputError
 
 
 def write_idx(folder, name: str, values: np.ndarray) -> None:

@@ -204,9 +204,9 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: Glow(DataSpec("odd", (1, 7, 5), levels=2)), r"model=realnvp model.layout=\[checkerboard\*4\]"),
         (lambda: RealNVP(DataSpec("odd", (1, 7, 5), levels=2)), "model.layout"),
         (lambda: NSF(PLANE, class_conditional=True), "needs labels, and plane has none"),
-        (lambda: NSF(COUNTS, dequantisation="none"), "dequantisation is one of uniform, variational"),
-        (lambda: NSF(COUNTS, preprocess="none"), "preprocess is one of logit, centre"),
-        (lambda: NSF(COUNTS, base="uniform"), "base is one of normal, diagonal, class"),
+        (lambda: NSF(COUNTS, dequantisation="none"), "dequantisation must be one of uniform, variational"),
+        (lambda: NSF(COUNTS, preprocess="none"), "preprocess must be one of logit, centre"),
+        (lambda: NSF(COUNTS, base="uniform"), "base must be one of normal, diagonal, class"),
         (lambda: RealNVP(TABLE, hidden=0), "hidden = 0"),
     ):
         with pytest.raises(ValueError, match=told):

@@ -27,7 +27,7 @@ def test_samples_that_are_not_finite_are_told_instead_of_shown(name, tmp_path, c
     with torch.no_grad():
         next(model.core.parameters()).fill_(math.nan)
     grid.draw(trainer, model, 2)
-    assert "step 2: sample 0 is not finite, so no samples are shown" in capsys.readouterr().out
+    assert "step 2: sample 0 is not finite, no samples are shown" in capsys.readouterr().out
     assert len(list(tmp_path.rglob("*.png"))) == 1 and model.training
 
 

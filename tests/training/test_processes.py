@@ -41,7 +41,7 @@ def test_a_signal_during_the_first_step_is_obeyed_at_once_and_later_ones_after_t
         model.batches_seen = 8
         terminate()  # noted: the step is finished and saved first
         model.batches_seen = 7
-        with pytest.raises(Interrupted, match="before the step after 7"):
+        with pytest.raises(Interrupted, match="after step 7"):
             terminate()
         model.batches_seen = 8
         with pytest.raises(Interrupted, match="at once"):
@@ -141,7 +141,7 @@ with watched(lambda: [child]):
 print("went on")
 """)
     assert done.returncode == 1 and done.stdout == ""
-    assert "process 1 of the run was killed by SIGKILL; the same command with resume=last goes on\n" in done.stderr
+    assert "process 1 of the run was killed by SIGKILL; continue with the same command and resume=last\n" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -160,4 +160,5 @@ inner = subprocess.Popen([sys.executable, "-c", {inner!r}], env=alone, stdout=su
 inner.stdout.readline()
 os.kill(os.getpid(), 9)
 """)
-    assert done.stderr == "genmodels train: process 0 of the run has ended; the same command with resume=last goes on\n"
+    expected = "genmodels train: process 0 of the run has ended; continue with the same command and resume=last\n"
+    assert done.stderr == expected

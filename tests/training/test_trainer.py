@@ -1,4 +1,4 @@
-"""What may differ when a run goes on."""
+"""What may differ when a run is resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from genmodels.core.errors import InputError
 from genmodels.data.vision import Digits
-from genmodels.training.trainer import FREE, TOLD, TrainerOptions, check_same, initial_batch, training_stream
+from genmodels.training.trainer import FREE, REPORTED, TrainerOptions, check_same, initial_batch, training_stream
 
 HERE = Path("c")
 SAME = {"model": {"_target_": "x", "net": {"channels": 8}}, "data": {"root": "/a", "num_workers": 0}, "seed": 0}
@@ -43,9 +43,9 @@ def test_every_setting_of_the_trainer_is_free_told_or_refused(key):
         header, config = {"config": {**SAME, "trainer": then}}, {**SAME, "trainer": now}
         if f"trainer.{key}" in FREE:
             assert check_same(header, config, HERE) == []
-        elif f"trainer.{key}" in TOLD:
+        elif f"trainer.{key}" in REPORTED:
             (line,) = check_same(header, config, HERE)
-            assert f"trainer.{key} is" in line and TOLD[f"trainer.{key}"] in line and "\n" not in line
+            assert f"trainer.{key} is" in line and REPORTED[f"trainer.{key}"] in line and "\n" not in line
         else:
             assert key in ("precision", "accumulate")
             with pytest.raises(InputError, match=f"trainer.{key} is"):
@@ -65,8 +65,8 @@ def test_another_version_of_torch_is_told():
 
 def test_tables_name_what_exists_and_do_not_overlap():
     known = {f"trainer.{field.name}" for field in dataclasses.fields(TrainerOptions)}
-    assert not FREE & set(TOLD)
-    assert {key for key in FREE | set(TOLD) if key.startswith("trainer.")} <= known
+    assert not FREE & set(REPORTED)
+    assert {key for key in FREE | set(REPORTED) if key.startswith("trainer.")} <= known
 
 
 def indices(done: int, n: int, workers: int = 0) -> list[list[int]]:
