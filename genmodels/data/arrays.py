@@ -23,7 +23,7 @@ TABLES = (".csv", ".tsv", ".txt", ".data")
 
 
 class MappedArray:
-    """An array inside a file that is read item by item; worker processes open the file anew.
+    """An array in a file that is read item by item; each worker process opens the file itself.
 
     Example:
         >>> import tempfile
@@ -111,7 +111,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray | MappedArray]:
                 array = MappedArray.of_npy(path, start)
                 if not array.dtype.hasobject and array.offset + array.nbytes != start + member.file_size:
                     raise ValueError(f"{name} has not the size that its header declares")
-                with archive.open(member) as file:  # what is mapped is not compared with its checksum again
+                with archive.open(member) as file:  # compares the checksum, which mapping does not
                     while file.read(_BLOCK):
                         pass
                 array.whole()
@@ -123,7 +123,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray | MappedArray]:
 
 
 def columns_of(path: Path) -> tuple[str, ...]:
-    """The names that the heading of a table gives its columns; none where the file has no heading, or is no table."""
+    """The column names from the header line of a table; empty if it has none or the file is not a table."""
     if path.suffix.lower() not in TABLES:
         return ()
     with open(path, encoding="utf-8-sig") as file:
@@ -131,10 +131,10 @@ def columns_of(path: Path) -> tuple[str, ...]:
 
 
 def _heading(line: str) -> tuple[list[str], str | None]:
-    """The names in the first line of a table, none if it is an item; and what stands between its cells."""
+    """The names in the first line of a table (none if it is an item), and the delimiter of its cells."""
     delimiter = next((mark for mark in (",", ";", "\t") if mark in line), None)
     cells = [cell.strip().strip('"') for cell in line.split(delimiter)]
-    # With a word or a gap among numbers it is a faulty item.
+    # A line of mostly numbers is an invalid item, not a header.
     return ([] if 2 * sum(map(_is_number, cells)) > len(cells) else cells), delimiter
 
 
@@ -171,7 +171,7 @@ def _place(line: int, column: int, heading: list[str]) -> str:
 
 
 def _fault(lines: dict[int, list[str]], heading: list[str]) -> str | None:
-    """What is wrong with the first cell that is no number, or the first line of another length."""
+    """A description of the first cell that is not a number, or of the first line with another number of cells."""
     width = len(heading or next(iter(lines.values())))
     for number, cells in lines.items():
         if len(cells) != width:
@@ -193,7 +193,7 @@ def _is_number(text: str) -> bool:
 
 
 class MappedData(Dataset):
-    """A split of which only the items of a batch are read from the file.
+    """A split that reads only the items of a batch from the file.
 
     Arguments:
         array: (N, ...) the mapped array.
@@ -217,7 +217,7 @@ class MappedData(Dataset):
 
 _X, _Y = ("x", "images", "data", "arr_0"), ("y", "labels", "arr_1")
 _MEMORY = 512 * 2**20  # bytes up to which a mapped array is read into memory
-_CHUNK = 2**24  # values looked at at a time
+_CHUNK = 2**24  # values checked at a time
 
 
 class Arrays(DataModule):
@@ -226,13 +226,13 @@ class Arrays(DataModule):
     Names of the arrays in an .npz: x, images, data or arr_0, with labels y, labels or arr_1; or one per split, x_train
     or train_x (images_train, train_images, ...), with val and test. A missing val or test is held out of train.
 
-    What the items are: (N, H, W) and (N, H, W, C) or (N, C, H, W) integers are images, where the channel axis is the
-    one of length 1 or 3; if both or neither of the two axes are so, `layout` must say it. (N, D) numbers are vectors.
-    Floating point values are continuous data (then images need `layout`); integers have `levels`, 256 for uint8.
-    Labels 0..K-1 are classes without names; any other integers or texts become classes in sorted order, with names.
+    Integers of shape (N, H, W), (N, H, W, C) or (N, C, H, W) are images. The channel axis is the one of length 1 or 3;
+    if this is ambiguous, set `layout`. (N, D) numbers are vectors. Floating-point values are continuous data (images
+    then need `layout`); integers have `levels`, 256 for uint8. Labels 0..K-1 are classes without names; other integers
+    or strings become classes in sorted order, with names.
 
     Arguments:
-        file: path of an .npz, .npy, .csv, .tsv, .txt or .data file (a table: one item per line, a heading is skipped).
+        file: path of an .npz, .npy, .csv, .tsv, .txt or .data file (a table: one item per line, header optional).
         labels: path of an .npy file with the labels, for an .npy file of items.
         layout: order of the axes of images.
         levels: number of integer levels; null infers 256 for uint8 and 2 for booleans.
@@ -273,7 +273,7 @@ class Arrays(DataModule):
         self.fractions = (1 - val_fraction - test_fraction, val_fraction, test_fraction)
 
     def load(self):
-        """Read or map the file, find out what it holds, check every value."""
+        """Read or map the file, determine the type of its items, check every value."""
         arrays = read_arrays(self.file)
         parts = _find_parts(arrays, self.file)
         if self.labels is not None:
@@ -393,7 +393,7 @@ def _kind(array, layout: str, levels: int | None, file: Path) -> _Kind:
 
 
 def _check_values(array, levels: int | None, where: str) -> None:
-    """An InputError that names the first item with a value that is not finite or not a level."""
+    """Raise an InputError naming the first item with a value that is not finite or not a level."""
     if len(array) == 0:
         raise InputError(f"{where} holds no items")
     step = max(1, _CHUNK // int(np.prod(array.shape[1:])))

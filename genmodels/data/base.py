@@ -1,4 +1,4 @@
-"""The base of all datamodules: splits, loaders, position; a data set adds only how it is read."""
+"""The base class of all data modules: splits, loaders, position in training; a subclass only reads its data."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from genmodels.core.errors import InputError
 from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, SequentialBatches, training_loader
 
 SPLITS = ("train", "val", "test")
-_EXAMINED = 20_000  # items that are looked at for constant columns and copies
+_EXAMINED = 20_000  # items that are checked for constant columns and copies
 _CONSTANT = "is constant"
-_FAR = 1e4  # interquartile ranges from the median: no heavy tail of a table that can be modelled reaches that far
+_FAR = 1e4  # interquartile ranges from the median, beyond any heavy tail that can be modelled
 
 
 class DataModule(pl.LightningDataModule):
     """A data set with its three splits; a subclass implements `load` (and `fetch`, if something can be downloaded).
 
     Arguments:
-        batch_size: items per optimisation step, over all processes together (so that more processes do not change what
-            is learnt); it must be a multiple of their number.
+        batch_size: items per optimiser step over all processes together, so that more processes do not change the
+            result; it must be a multiple of their number.
         num_workers: worker processes per loader; 0 loads in the training process, which is fastest for data in memory.
         seed: seed of the splits (the order of the data has its own seed, `order_seed`, which comes from the run).
 
     Attributes:
-        order_seed: seed of the shuffling and of random mirroring; set before training.
+        order_seed: seed of shuffling and random mirroring; set before training.
         flip: whether training items are mirrored left to right at random.
 
-    Errors: `InputError` with one line when the data are missing, empty or broken.
+    Errors: `InputError` with one line if the data are missing, empty or damaged.
     """
 
     name: str = ""
@@ -53,14 +53,14 @@ class DataModule(pl.LightningDataModule):
         self._sampler: ResumableBatchSampler | None = None
 
     def fetch(self) -> None:
-        """Download what is missing; nothing to do for most data sets."""
+        """Download missing files; most data sets have nothing to download."""
 
     def load(self) -> tuple[DataSpec, dict[str, BatchDataset]]:
         """Read the data: the DataSpec and the splits train, val, test."""
         raise NotImplementedError
 
     def prepare(self) -> DataModule:
-        """Make everything ready (download if allowed, read, split) and return self; further calls cost nothing."""
+        """Download if allowed, read and split the data, and return self; further calls return immediately."""
         if self._loaded is None:
             self.prepare_data()
             self.setup()
@@ -83,7 +83,7 @@ class DataModule(pl.LightningDataModule):
 
     @property
     def spec(self) -> DataSpec:
-        """What a model must know about these data; after `prepare()`."""
+        """The DataSpec of these data; available after `prepare()`."""
         return self._ready()[0]
 
     def split(self, name: str) -> BatchDataset:
@@ -99,9 +99,9 @@ class DataModule(pl.LightningDataModule):
         return self._loaded
 
     def set_position(self, epoch: int, batches_done: int) -> None:
-        """Let the next training iteration, and only that one, go on after `batches_done` batches of `epoch`.
+        """Let the next training iteration, and only that one, continue after `batches_done` batches of `epoch`.
 
-        Counted are the batches that training has consumed; what workers had fetched ahead does not matter.
+        Only batches that training has consumed count, not those prefetched by workers.
         """
         if self._sampler is None:
             self._position = (epoch, batches_done)
@@ -118,7 +118,7 @@ class DataModule(pl.LightningDataModule):
         return training_loader(data, self._sampler, self.flip, self.num_workers, self._pin())
 
     def training_batches(self, data: BatchDataset) -> ResumableBatchSampler:
-        """Which items each training batch holds."""
+        """The sampler that decides which items each training batch holds."""
         return ResumableBatchSampler(len(data), self.batch_size, self.order_seed, self._processes)
 
     def val_dataloader(self) -> Loader:
@@ -140,7 +140,7 @@ class DataModule(pl.LightningDataModule):
         return Loader(data, SequentialBatches(positions, batch_size), self.num_workers, self._pin())
 
     def problems(self) -> list[str]:
-        """One line per thing that would stop or spoil a training on these data; empty when all is well."""
+        """One line per problem that would stop or spoil training on these data; empty if there are none."""
         try:
             self.prepare()
         except (InputError, OSError) as error:
@@ -155,19 +155,19 @@ class DataModule(pl.LightningDataModule):
         return found + [fault for fault in self._faults() if _CONSTANT in fault]
 
     def warnings(self) -> list[str]:
-        """One line per thing that does not stop a training, but should be looked at."""
-        loaded = self._loaded is not None  # what cannot be loaded has problems, and nothing to note
+        """One line per finding that does not stop training but should be checked."""
+        loaded = self._loaded is not None  # otherwise `problems` reports why
         return [fault for fault in self._faults() if _CONSTANT not in fault] + (self.notes() if loaded else [])
 
     def notes(self) -> list[str]:
-        """The few lines of the warnings that a training says by itself: what it does that its settings do not say."""
+        """The warnings that training prints: behaviour that does not follow from the settings."""
         items = len(self.split("train"))
         large = [f"data.batch_size={self.batch_size} is more than the {items} training items: every step takes all "
                  f"{items}"]
         return (large if self.batch_size > items else []) + self._outliers()
 
     def _outliers(self) -> list[str]:
-        """Continuous vectors with values far beyond all others, to whose scale everything would be standardised."""
+        """Columns of continuous vectors with extreme outliers, which would dominate the standardisation."""
         if self.spec.levels is not None or len(self.spec.event_shape) != 1:
             return []
         found, data = [], self.split("train")
@@ -183,14 +183,14 @@ class DataModule(pl.LightningDataModule):
         return found
 
     def _faults(self) -> list[str]:
-        """Why continuous vectors have no density, if that is so: training refuses constant columns alone."""
+        """Why continuous vectors have no density, if they have none; training refuses only constant columns."""
         if self._loaded is None or self.spec.levels is not None or len(self.spec.event_shape) != 1:
             return []
         from genmodels.energy.guards import require_continuous
 
         x = next(iter(self.loader("train", _EXAMINED))).x
         if not bool(x.isfinite().all()):
-            return []  # told before, and nothing to reckon with
+            return []  # already reported by `DataSpec.check`
         try:
             require_continuous(x, self.spec.names_of_columns)
         except InputError as error:
@@ -217,9 +217,9 @@ class DataModule(pl.LightningDataModule):
 def split_rows(
     labels: Tensor | None, size: int, fractions: tuple[float, float, float], seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of train, val and test: a fixed random split, within each class where there are labels.
+    """Rows of train, val and test: a fixed random split, stratified by class if there are labels.
 
-    The totals are round(fraction * size), and every class has its share to one item.
+    The totals are round(fraction * size), and every class has its share to within one item.
 
     Example:
         >>> train, val, test = split_rows(torch.arange(100) % 2, 100, (0.7, 0.1, 0.2), seed=0)
@@ -240,7 +240,7 @@ def split_rows(
         return counts[k][part] - fractions[part] * len(groups[k])
 
     for k in (k for k, count in enumerate(counts) if count[0] < 0):
-        # Val and test were rounded up at the same small class: another one gives the item that this one has not.
+        # Val and test were both rounded up in a small class: a larger class gives up an item instead.
         swaps = [(part, o) for part in (1, 2) for o, count in enumerate(counts) if counts[k][part] and count[0] > 0]
         part, other = min(swaps, key=lambda swap: max(1 - excess(k, swap[0]), 1 + excess(swap[1], swap[0])))
         for row, item in ((k, 1), (other, -1)):
@@ -250,7 +250,7 @@ def split_rows(
 
 
 def spread_rows(size: int, wanted: int) -> Tensor:
-    """(wanted,) rows of 0 .. size - 1, evenly spread, the first and the last among them; some twice where too few.
+    """(wanted,) evenly spaced rows of 0 .. size - 1, including the first and the last; repeated if there are too few.
 
     Example:
         >>> spread_rows(10, 4).tolist()
@@ -260,18 +260,18 @@ def spread_rows(size: int, wanted: int) -> Tensor:
 
 
 def data_root(root: str) -> str:
-    """`root` with ~ and variables of the environment expanded."""
+    """`root` with `~` and environment variables expanded."""
     return os.path.expanduser(os.path.expandvars(root))
 
 
 def check_fractions(val_fraction: float, test_fraction: float) -> None:
-    """An InputError unless something is left for training."""
+    """Raise an InputError unless the fractions leave items for training."""
     if not (val_fraction >= 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
         got = f"{val_fraction} and {test_fraction}"
         raise InputError(f"data.val_fraction and data.test_fraction must be >= 0 with a sum below 1, got {got}")
 
 
 def check_choice(key: str, value, allowed: Sequence) -> None:
-    """An InputError unless `value` is one of `allowed`."""
+    """Raise an InputError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise InputError(f"data.{key} must be {', '.join(map(str, allowed[:-1]))} or {allowed[-1]}, got {value!r}")

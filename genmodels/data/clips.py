@@ -1,4 +1,4 @@
-"""Recordings on disk in the layouts that speech comes in: which clips there are, and what is said in each."""
+"""Speech recordings on disk: the supported layouts with their texts, and the cache of mels."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import cache_folder, kind_of, write_whole
 from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav, resample
 
-#: The clips inside the package that are held out; the rest trains.
+#: The clips inside the package, and those held out; the rest is for training.
 EMBEDDED = Path(__file__).parent / "ljspeech"
 _EMBEDDED_SPLITS = {"val": ("LJ001-0061", "LJ001-0125"),
                     "test": ("LJ001-0013", "LJ001-0043", "LJ001-0104", "LJ001-0126")}
 _SUFFIXES = (".wav", ".g722")
 _SPOKEN_DIGIT = re.compile(r"(\d)_([^_]+)_(\d+)\.wav")
-_HELD_OUT = 5  # recordings of a digit by a speaker that are the test set of the Free Spoken Digits
+_HELD_OUT = 5  # first recordings of each digit and speaker, the test set of the Free Spoken Digits
 _LISTED = 5
 
 
@@ -38,11 +38,11 @@ class Clip:
 
     Attributes:
         path: the file.
-        where: how an error names it, with the line of the list it comes from.
-        text: what is said, as it is written; None where there is no text.
-        speaker: who says it, None where nobody asks.
-        label: its class, None where there are none.
-        split: the split that its layout gives it, None for any.
+        where: its name in messages, with the line of its list.
+        text: the transcript as written, or None.
+        speaker: name of the speaker, or None.
+        label: its class, or None.
+        split: the split given by the layout, or None.
     """
 
     path: Path
@@ -71,7 +71,7 @@ def read_clips(layout: str, root: Path | None, *, allow_partial: bool = False) -
         (16, 'LJ001-0002.wav', 'in being comparatively modern.')
     """
     if root is None and layout != "embedded":
-        raise InputError(f"data.layout={layout} needs data.root=, where the recordings are")
+        raise InputError(f"data.layout={layout} needs data.root=, the folder or file of the recordings")
     if root is not None and layout == "embedded":
         raise InputError(f"data.root={root} needs data.layout=, one of {', '.join(k for k in LAYOUTS if k != layout)}")
     clips = LAYOUTS[layout](EMBEDDED if root is None else root)
@@ -95,7 +95,7 @@ def embedded(root: Path) -> list[Clip]:
 
 
 def ljspeech(root: Path) -> list[Clip]:
-    """`metadata.csv` with `id|as written|in words`, and `wavs/<id>.wav`; quotes are characters like others."""
+    """`metadata.csv` with `id|as written|in words`, and `wavs/<id>.wav`; quotes have no special meaning."""
     folder = root / "wavs" if (root / "wavs").is_dir() else root
     found = []
     for number, fields in _rows(root / "metadata.csv", least=2, most=3, form="id|text or id|text|text in words"):
@@ -120,7 +120,7 @@ def manifest(root: Path) -> list[Clip]:
 def folder(root: Path) -> list[Clip]:
     """One folder for each class; or files `<digit>_<speaker>_<number>.wav` as in the Free Spoken Digits.
 
-    Of the digits numbers 0 to 4 are the test set, as their authors have it.
+    Of the digits, recordings 0 to 4 are the test set, as defined by their authors.
     """
     _require_folder(root)
     root = root / "recordings" if (root / "recordings").is_dir() else root
@@ -134,16 +134,16 @@ def folder(root: Path) -> list[Clip]:
     for path in files:
         inside = path.relative_to(root)
         if len(inside.parts) < 2:
-            raise InputError(f"{path} lies beside the folders of the classes: put it into one, or name all files as "
+            raise InputError(f"{path} is not in a folder of a class: move it into one, or name all files as "
                              "<digit>_<speaker>_<number>.wav")
         found.append(Clip(path, str(inside), label=inside.parts[0]))
     return found
 
 
 def asterisk(root: Path) -> list[Clip]:
-    """Prompts as wav or g722 files with a list `key: text`, lines of `;` being comments.
+    """Prompts as wav or g722 files with a list `key: text`, in which lines starting with `;` are comments.
 
-    Prompts whose text has a bracket are tones or silence, or have notes in them: they are left out.
+    Prompts with a bracket in their text are tones, silence or annotated, and are left out.
     """
     _require_folder(root)
     lists = sorted(root.rglob("core-sounds*.txt")) or sorted(root.rglob("*.txt"))
@@ -165,7 +165,7 @@ def asterisk(root: Path) -> list[Clip]:
     return found
 
 
-#: What `layout=` may be.
+#: The values of `layout=`.
 LAYOUTS: dict[str, Callable[[Path], list[Clip]]] = {
     "embedded": embedded, "ljspeech": ljspeech, "manifest": manifest, "folder": folder, "asterisk": asterisk,
 }
@@ -186,7 +186,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _rows(path: Path, *, least: int, most: int, form: str):
-    """(line number, fields) of a list that `|` divides."""
+    """(line number, fields) of a list with the delimiter `|`."""
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
@@ -196,25 +196,25 @@ def _rows(path: Path, *, least: int, most: int, form: str):
         yield number, fields
 
 
-#: Raised when what a kept file holds, or how it is computed, changes.
+#: Increased when the content of a cached file, or its computation, changes.
 FORMAT = 1
-_FULL = 0.999  # share of full scale from which a sample counts as cut
-_QUIET = 1e-10  # mean square of what is called silence, so that its level is a number
+_FULL = 0.999  # share of full scale from which a sample counts as clipped
+_QUIET = 1e-10  # smallest mean square, so that the level of silence is a number
 _G722_RATE = 16000
-#: What reading a kept file raises that a full disk has cut, or something else has written.
+#: Exceptions from reading a damaged cached file.
 _DAMAGED = (OSError, ValueError, KeyError, EOFError, TypeError, RecursionError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What is known of a sound file, without its samples.
+    """The properties of a sound file, without its samples.
 
     Attributes:
-        digest: hash of the file's contents.
-        place: the kept mel.
+        digest: hash of the file's content.
+        place: the cached mel.
         rate: samples per second of the file.
-        samples: their number, at that rate.
-        frames: of the mel, 0 where the clip is too short for one.
+        samples: number of samples at that rate.
+        frames: length of the mel, 0 if the clip is too short.
         level: root mean square in dB of full scale.
         clipped: share of samples at full scale.
     """
@@ -229,14 +229,14 @@ class Recording:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """The duration."""
         return self.samples / self.rate
 
     def mel(self) -> Tensor:
         """(n_mels, T) float32.
 
         Raises:
-            RunError: when the kept file is damaged or gone.
+            RunError: if the cached file is damaged or missing.
         """
         try:
             with np.load(self.place) as kept:
@@ -246,14 +246,14 @@ class Recording:
 
 
 class MelFiles:
-    """The mels of one configuration.
+    """The cache of mels with one configuration.
 
-    The name of a kept file is a hash of the configuration (all of it) and of the recording's contents, so a changed
-    setting or a changed recording is computed anew, and a renamed one is not.
+    The name of a cached file is a hash of the whole configuration and of the recording's content, so that a changed
+    setting or recording is computed again, and a renamed one is not.
 
     Arguments:
         config: settings of the mels.
-        folder: where they are kept; the user's cache when None.
+        folder: of the cached files; the user's cache if None.
 
     Example:
         >>> import tempfile
@@ -271,10 +271,10 @@ class MelFiles:
         self.folder = (cache_folder() / "mels" if folder is None else folder) / name
 
     def place(self, path: Path) -> tuple[str, Path]:
-        """The hash of a recording's contents, and where its mel is kept.
+        """The hash of a recording's content, and the path of its cached mel.
 
         Raises:
-            AudioError: when it cannot be read.
+            AudioError: if it cannot be read.
         """
         if path.exists() and not path.is_file():
             raise AudioError(f"{path}: it is {kind_of(path)}, not a file")
@@ -285,7 +285,7 @@ class MelFiles:
         return digest, self.folder / digest[:2] / f"{digest}.npz"
 
     def read(self, path: Path) -> Recording:
-        """What is known of a recording, from the cache or computed and kept.
+        """The properties of a recording, from the cache or computed and cached.
 
         Raises:
             AudioError: for a file that is missing, not sound, empty or not finite.
@@ -296,7 +296,7 @@ class MelFiles:
                 with np.load(place) as kept:
                     return Recording(digest, place, *(kind(kept[name]) for name, kind in _FACTS.items()))
             except _DAMAGED:
-                place.unlink(missing_ok=True)  # cut short by a full disk: as good as none
+                place.unlink(missing_ok=True)  # for example truncated by a full disk
         wave, rate = read_sound(path)
         facts = {"rate": rate, "samples": len(wave), "frames": 0,
                  "level": 10 * math.log10(max(float(wave.double().square().mean()), _QUIET)),
@@ -311,9 +311,9 @@ class MelFiles:
         return Recording(digest, place, **facts)
 
     def statistics(self, recordings: list[Recording], per: str) -> dict:
-        """Mean and deviation of all cells of these mels, in float64: two numbers, or two for each band (`per=band`).
+        """Mean and standard deviation of all cells of these mels, in float64, or (`per=band`) of each band.
 
-        Kept under a hash of the recordings' contents.
+        Cached under a hash of the recordings' content.
         """
         digest = hashlib.blake2b(per.encode(), digest_size=16)
         for name in sorted(recording.digest for recording in recordings):
@@ -329,7 +329,7 @@ class MelFiles:
 
 
 def cell_statistics(mels, per: str) -> dict:
-    """Mean and population deviation over the cells of mels (n_mels, T), of all or (`per=band`) of each band.
+    """Mean and population standard deviation over the cells of mels (n_mels, T), of all or (`per=band`) of each band.
 
     Example:
         >>> cell_statistics([torch.tensor([[1.0, 3.0], [5.0, 7.0]])], "band")

@@ -1,7 +1,7 @@
-"""Two-dimensional densities known exactly: each can be sampled, evaluated and has a known entropy.
+"""Two-dimensional densities in closed form or by quadrature, each with a sampler and a known entropy.
 
-Points are float64, shape (N, 2); entropies are in nats. Densities of noisy curves are integrals over the curve of a
-Gaussian, taken by Gauss-Legendre panels so short that the error is that of rounding.
+Points are float64, shape (N, 2); entropies are in nats. Densities of noisy curves are integrals of a Gaussian along the
+curve, by Gauss-Legendre quadrature on panels so short that only rounding errors remain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHUNK = 2**20  # entries of the largest intermediate matrix
 
 
 class Density(Protocol):
-    """What every set offers."""
+    """The interface of all densities."""
 
     entropy: float
 
@@ -267,7 +267,7 @@ class Pinwheel:
         return self.factor * torch.stack([r * cos - tau * sin, r * sin + tau * cos], dim=1)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """(N,) log-density; roots that are missed lie where the density is below 1e-7 of its peak."""
+        """(N,) log-density; roots can be missed only where the density is below 1e-7 of its peak."""
         return _in_chunks(self._part, x, 512)
 
     def _turn(self, psi: Tensor, rho: Tensor) -> Tensor:

@@ -26,11 +26,11 @@ from genmodels.data.loading import BatchDataset, TensorData
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .jp2".split())
 INDEX_NAME = ".genmodels-index.json"
-_SINGLE_PICTURE = ("MPO",)  # formats that hold other views of the same photograph as further frames
+_SINGLE_PICTURE = ("MPO",)  # formats whose further frames are other views of the same photograph
 
 
 def image_files(root: Path) -> list[str]:
-    """Paths, relative to root and sorted, of all files with the suffix of an image; what is hidden is left out."""
+    """Sorted paths, relative to root, of all files with the suffix of an image, hidden ones excepted."""
     found, visited = [], set()
     for folder, below, files in os.walk(root, followlinks=True):
         status = os.stat(folder)
@@ -47,8 +47,8 @@ def image_files(root: Path) -> list[str]:
 def decode(path: Path, size: int, channels: int) -> Tensor:
     """One image as uint8 levels (channels, size, size): shorter side resized to `size`, centre cropped.
 
-    Transparent parts lie on white, 16-bit values are divided by 257, palettes, CMYK and the camera's orientation are
-    resolved. A ValueError or OSError says why a file cannot be used.
+    Transparent parts become white, 16-bit values are divided by 257, palettes, CMYK and the camera's orientation are
+    converted. A ValueError or OSError explains why a file cannot be used.
     """
     if not path.is_file() and path.exists():
         raise ValueError(f"is {kind_of(path)}, not a file")
@@ -78,10 +78,10 @@ def _eight_bit(image: Image.Image) -> Image.Image:
 
 
 def try_decode(path: Path, size: int, channels: int) -> Tensor | str:
-    """The image, or one phrase that says why there is none."""
+    """The image, or a phrase that explains why it cannot be decoded."""
     try:
         return decode(path, size, channels)
-    except Exception as error:  # decoders of broken files raise whatever they trip over
+    except Exception as error:  # decoders raise all kinds of exceptions for damaged files
         return _reason(path, error)
 
 
@@ -94,16 +94,16 @@ def _reason(path: Path, error: Exception) -> str:
 
 
 def in_threads(function: Callable, items: Sequence) -> list:
-    """[function(item) for item in items], several at a time: decoding leaves the interpreter free."""
+    """[function(item) for item in items] in threads, which helps because decoding releases the interpreter lock."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(function, items))
 
 
 def find_problems(root: Path, files: Sequence[str], size: int, channels: int) -> dict[str, str]:
-    """Which files cannot be used, and why: every file is decoded once, what was found is kept in an index file.
+    """The files that cannot be used, with the reason: every file is decoded once and the result kept in an index file.
 
-    The index (one entry per path, with size and time of the file) lies in `root`, or in the user's cache folder where
-    root cannot be written.
+    The index (one entry per path, with size and time of the file) is in `root`, or in the user's cache folder if root
+    cannot be written.
     """
     known = _read_index(root)
     stamps = {name: _stamp(root / name) for name in files}
@@ -137,7 +137,7 @@ def _read_index(root: Path) -> dict[str, list]:
                 if content["format"] == 1 and all(map(_is_entry, content["files"].values())):
                     return content["files"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue  # cut, or written by something else: every file is looked at again
+            continue  # damaged, or written by another program: every file is decoded again
     return {}
 
 
@@ -149,12 +149,12 @@ def _is_entry(entry) -> bool:
 def _write_index(root: Path, files: dict[str, list]) -> None:
     text = json.dumps({"format": 1, "files": files})
     for place in _index_places(root):
-        with contextlib.suppress(RunError):  # the next place, or none: then every file is looked at again
+        with contextlib.suppress(RunError):  # try the next place; without any, files are decoded again next time
             return write_whole(place, lambda file: file.write(text), mode="w")
 
 
 class FileData(Dataset):
-    """A split whose images are decoded when they are asked for (in the loader's workers)."""
+    """A split whose images are decoded on request (in the loader's workers)."""
 
     def __init__(self, root: Path, files: Sequence[str], cond: Tensor | None, size: int, channels: int):
         self.root, self.files, self.cond, self.size, self.channels = root, list(files), cond, size, channels
@@ -168,22 +168,22 @@ class FileData(Dataset):
         for position in index.tolist():
             image = try_decode(self.root / self.files[position], self.size, self.channels)
             if isinstance(image, str):
-                raise RunError(f"{self.root / self.files[position]} could be read before, but no more: {image}")
+                raise RunError(f"{self.root / self.files[position]} can no longer be read: {image}")
             images.append(image)
         return Batch(torch.stack(images), None if self.cond is None else self.cond[index], index=index)
 
 
 _SPLIT_FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 _MEMORY = 512 * 2**20  # bytes up to which decoded images are held in memory
-_NAMED = 10  # how many bad files an error names
+_NAMED = 10  # unusable files named by an error
 
 
 class ImageFolder(DataModule):
     """All images below a folder as (channels, size, size), 256 levels.
 
-    If every image lies in a sub-folder and there are at least two of them, the sub-folders of the first level are the
+    If every image is in a sub-folder and there are at least two of them, the sub-folders of the first level are the
     classes. If the sub-folders of the first level are train, val (valid, validation) and test, they are the splits, and
-    classes lie one level deeper; a missing val or test is held out of train.
+    classes are one level deeper; a missing val or test is held out of train.
 
     Arguments:
         root: the folder.
@@ -196,8 +196,8 @@ class ImageFolder(DataModule):
         flip: mirror training images at random.
         batch_size, num_workers, seed: see `DataModule`.
 
-    Errors: `InputError` for a missing or empty folder, and for images that are broken, empty, animated or of no known
-    range, which are all found before training.
+    Errors: `InputError` for a missing or empty folder, and for images that are damaged, empty, animated or of unknown
+    value range, all before training.
     """
 
     name = "image_folder"

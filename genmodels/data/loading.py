@@ -24,10 +24,10 @@ class BatchDataset(Protocol):
 
 
 class TensorData(Dataset):
-    """A split held in memory, of which a batch is one tensor index.
+    """A split held in memory, from which a batch is taken by tensor indexing.
 
     Arguments:
-        x: (N, *event), all items of which this split is a part.
+        x: (N, *event), all items, of which the split is a part.
         cond: (N,) labels or None.
         rows: (M,) which items form this split, None for all; nothing is copied.
 
@@ -57,8 +57,8 @@ class TensorData(Dataset):
 class Augmented(Dataset):
     """A training split whose items are mirrored left to right with probability 1/2.
 
-    Whether an item is mirrored is a pure function of (order_seed, epoch, position): workers, batch size and resuming do
-    not change it. The epoch travels with the positions, because workers outlive epochs.
+    Whether an item is mirrored is a pure function of (order_seed, epoch, position), so that workers, batch size and
+    resuming do not change it. The epoch is passed with the positions, because workers outlive epochs.
     """
 
     def __init__(self, data: BatchDataset, order_seed: int, flip: bool):
@@ -86,12 +86,12 @@ class Augmented(Dataset):
 
 
 def one_process() -> tuple[int, int]:
-    """Rank and number of processes of a program that is alone."""
+    """Rank and number of processes of a single process."""
     return 0, 1
 
 
 class ResumableBatchSampler(Sampler):
-    """Which items each batch of an epoch holds: a pure function of (order_seed, epoch, global batch size).
+    """Batches of an epoch as a pure function of (order_seed, epoch, global batch size).
 
     The epoch's permutation is cut into global batches; of global batch b process `rank` of `world` gets the positions
     rank, rank + world, ... Every process has the same number of batches and no item is served twice. The last
@@ -101,7 +101,7 @@ class ResumableBatchSampler(Sampler):
         size: number of items.
         batch_size: items per batch, over all processes together.
         order_seed: seed of the permutations.
-        processes: gives (rank, world); asked when an epoch begins, since loaders are made before processes are joined.
+        processes: returns (rank, world); called when an epoch begins, since loaders are made before processes join.
 
     Iterating gives (epoch, positions (B / world,) int64) pairs.
 
@@ -128,11 +128,11 @@ class ResumableBatchSampler(Sampler):
 
     @property
     def sampler(self) -> ResumableBatchSampler:
-        """Itself: where Lightning looks for `set_epoch`."""
+        """Itself, because Lightning looks for `set_epoch` here."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next iteration (a position that was set explicitly goes first)."""
+        """The epoch of the next iteration (an explicitly set position takes precedence)."""
         self.epoch = int(epoch)
 
     def set_position(self, epoch: int, batches_done: int) -> None:
@@ -151,7 +151,7 @@ class ResumableBatchSampler(Sampler):
         return max(1, self.size // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        # A generator: nothing is taken before the first batch, as torch's loader makes iterators that it never uses.
+        # A generator, because torch's loader makes iterators that it never uses.
         epoch, first = (self.epoch, 0) if self._position is None else self._position
         self.epoch, self._position = epoch, None
         rank, world = self.processes()
@@ -165,9 +165,9 @@ class ResumableBatchSampler(Sampler):
 
 
 class SequentialBatches(Sampler):
-    """Batches of given positions in their order, of which each process takes its share; the last one may be shorter.
+    """Batches of given positions in order, shared among processes; the last one may be shorter.
 
-    Of `world` processes, number `rank` serves positions rank, rank + world, ...: nothing is padded or served twice.
+    Process `rank` of `world` gets positions rank, rank + world, ...: nothing is padded or repeated.
     """
 
     def __init__(self, positions: Tensor, batch_size: int, processes: Callable[[], tuple[int, int]] = one_process):
@@ -186,10 +186,10 @@ class SequentialBatches(Sampler):
 
 
 class Loader(DataLoader):
-    """torch's DataLoader over whole batches, which starts when the first batch is asked for.
+    """torch's DataLoader over whole batches, which starts at the first request for a batch.
 
-    Lightning makes the iterator before it says which epoch it is for, and workers would begin to fetch at once: waiting
-    for the first `next` gives the same batches with any number of workers.
+    Lightning makes the iterator before it sets the epoch, and workers would start prefetching immediately. Waiting for
+    the first `next` gives the same batches with any number of workers.
     """
 
     def __init__(self, data: BatchDataset, batches: Sampler, num_workers: int = 0, pin_memory: bool = False):

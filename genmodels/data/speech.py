@@ -1,4 +1,4 @@
-"""Speech as log-mel-spectrograms: with its text, or with a class for each clip."""
+"""Speech data sets as log-mel-spectrograms, with a text or a class for each clip."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from genmodels.speech.text import FORMS, Symbols, TextForm, UnknownSymbol, in_fo
 
 _SILENT = -60.0  # dB of full scale
 _CLIPPED = 1e-3
-_SLOW = 60  # frames for each token
+_SLOW = 60  # frames per token
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about one item.
+    """An error or a warning about one item.
 
     Attributes:
         where: the item.
         reason: what is wrong.
-        is_error: whether it cannot be used as it is.
+        is_error: whether the item cannot be used.
 
     Example:
         >>> str(Finding("a.wav (list.txt, line 3)", "the text is empty"))
@@ -52,16 +52,16 @@ def read_utterance(
     rate: int | None = None, max_seconds: float | None = None, language: str = "en",
     form: TextForm = "characters",
 ) -> tuple[Utterance | None, list[Finding]]:
-    """An item, or None where it cannot be used, and all that is to be said of it.
+    """An item (None if it cannot be used) and the findings about it.
 
     Arguments:
-        clip: where it is and what is said.
+        clip: the recording and its text.
         files: the mels.
         symbols: of the texts.
-        speakers, labels: all there are, in the order of their numbers.
-        rate, max_seconds: what recordings must be like.
+        speakers, labels: all of them, in the order of their numbers.
+        rate, max_seconds: required sample rate, largest duration.
         language: in which numbers are read.
-        form: what texts are made of, see `in_form`.
+        form: kind of symbols in texts, see `in_form`.
     """
     found: list[Finding] = []
 
@@ -125,7 +125,7 @@ def _read_text(clip: Clip, symbols: Symbols, form: TextForm, language: str, note
 
 
 def findings_between(items: list[Utterance], split_of: dict[int, str]) -> list[Finding]:
-    """What only shows between items: the same sound twice, the same text in two splits."""
+    """Findings about pairs of items: the same sound twice, the same text in two splits."""
     found = []
     by_sound, by_text = defaultdict(list), defaultdict(list)
     for k, item in enumerate(items):
@@ -144,20 +144,20 @@ def findings_between(items: list[Utterance], split_of: dict[int, str]) -> list[F
     return found
 
 
-_NAMED = 5  # bad items that an error names
-_EXAMPLES = 8  # texts that a checkpoint carries along
+_NAMED = 5  # unusable items named by an error
+_EXAMPLES = 8  # example texts stored in a checkpoint
 
 
 class Speech(DataModule):
-    """Recordings as mels (n_mels, T) of unlike length; with texts `cond` is a `TextCondition`, with classes a label.
+    """Recordings as mels (n_mels, T) of different lengths; `cond` is a `TextCondition` or a class label.
 
-    Every item is read, and its mel computed and kept in the user's cache, before training; what is wrong with any of
-    them stops it then. Splits keep equal texts together.
+    Every item is read, and its mel computed and cached, before training; unusable items are reported then. Equal texts
+    are kept in the same split.
 
     Arguments:
         root: the folder of the recordings, or the file of a manifest.
         layout: `embedded` (16 clips of LJSpeech inside the package), `ljspeech` (metadata.csv and wavs/), `manifest`
-            (lines path|text or path|text|speaker), `folder` (one folder a class, or the Free Spoken Digits),
+            (lines path|text or path|text|speaker), `folder` (one folder per class, or the Free Spoken Digits),
             `asterisk` (prompts with a list of texts).
         mel: settings of the mels that differ from those of HiFi-GAN: sample_rate, n_fft, hop, n_mels, f_min, f_max,
             padding. Recordings of another rate are resampled.
@@ -167,18 +167,18 @@ class Speech(DataModule):
         language: in which numbers are read, and that of espeak.
         blanks: put a blank before, between and after the symbols of a text.
         on_unknown: characters without a symbol are left out (`drop`, counted) or an `error`.
-        speakers: names of the speakers of a manifest, in the order of their numbers; null for those found.
-        statistics: mean and deviation over all cells (`global`), or for each `band`.
-        multiple: lengths are brought to a multiple of this by frames of silence, which count as data; null for 2 with
-            texts, 8 with classes.
+        speakers: names of the speakers of a manifest, in the order of their numbers; null for all in the manifest.
+        statistics: mean and standard deviation over all cells (`global`), or for each `band`.
+        multiple: lengths are rounded up to a multiple of this by frames of silence, which count as data; null for 2
+            with texts, 8 with classes.
         max_seconds: longer recordings are an error.
-        val_fraction, test_fraction: share of the items (of the texts) held out where the layout does not say which.
+        val_fraction, test_fraction: share of the items (of the texts) held out if the layout has no splits.
         allow_partial: leave out rows of a list whose recording is missing instead of stopping.
-        skip_bad: leave out items that cannot be used, instead of stopping.
-        max_frames: most frames of a training batch, padding counted; null for no bound but batch_size.
+        skip_bad: leave out items that cannot be used instead of stopping.
+        max_frames: largest number of frames per training batch, including padding; null for no limit.
         batch_size, num_workers, seed: see `DataModule`.
 
-    Errors: `InputError` naming the first bad items: missing, unreadable, empty, not finite, of another rate than
+    Errors: `InputError` naming the first unusable items: missing, unreadable, empty, not finite, of another rate than
     declared, shorter than a window, longer than allowed, without text, with more tokens than frames, by an unknown
     speaker.
 
@@ -236,10 +236,10 @@ class Speech(DataModule):
             raise InputError(f"data.multiple and data.max_frames must be at least 1, got {multiple} and {max_frames}")
 
     def examine(self) -> tuple[list[Utterance], list[Finding]]:
-        """Every item that can be used, and what was found about all of them; the mels are computed where they must be.
+        """All usable items and the findings about all items; missing mels are computed.
 
         Raises:
-            InputError: for what is wrong with the whole set.
+            InputError: for problems of the whole data set.
         """
         clips = read_clips(self.layout, self.root, allow_partial=self.allow_partial)
         self.speakers = self._speakers(clips)
@@ -259,18 +259,17 @@ class Speech(DataModule):
     def _speakers(self, clips: list[Clip]) -> list[str]:
         if self.speakers is not None:
             return list(self.speakers)
-        spoken = sorted({clip.speaker for clip in clips if clip.speaker is not None and clip.label is None})
-        return spoken
+        return sorted({clip.speaker for clip in clips if clip.speaker is not None and clip.label is None})
 
     def load(self):
-        """Read everything, stop at what cannot be used, split the rest."""
+        """Read all items, stop at unusable ones (unless `skip_bad`), split the rest."""
         items, findings = self.examine()
         errors = [finding for finding in findings if finding.is_error]
         if errors and not (self.skip_bad and items):
-            told = "; ".join(map(str, errors[:_NAMED]))
+            listed = "; ".join(map(str, errors[:_NAMED]))
             more = f"; and {len(errors) - _NAMED} more" if len(errors) > _NAMED else ""
             raise InputError(f"{len({e.where for e in errors})} items of {self.root or 'the embedded clips'} cannot be "
-                             f"used: {told}{more}. `genmodels doctor data=...` lists them all, data.skip_bad=true "
+                             f"used: {listed}{more}. `genmodels doctor data=...` lists them all, data.skip_bad=true "
                              "leaves them out")
         rows = _split(items, self.fractions, self.seed)
         longest = int(max(-(-item.recording.frames // self.multiple) for item in items)) * self.multiple
@@ -291,7 +290,7 @@ class Speech(DataModule):
         return spec, splits
 
     def _text(self, held_out: list[Utterance]) -> dict:
-        """What a model must know to read texts: never more than what a checkpoint may carry."""
+        """Symbols, language and examples of the texts, as stored in checkpoints."""
         examples = [ready(item.text, self.form) for item in held_out[:_EXAMPLES]]
         return {"symbols": list(self.symbols.table), "blanks": self.symbols.blanks, "language": self.language,
                 "form": self.form, "examples": examples}
@@ -301,10 +300,10 @@ class Speech(DataModule):
         return BucketedBatchSampler(data.frames(), self.batch_size, self.max_frames, self.order_seed, self._processes)
 
     def findings(self) -> list[Finding]:
-        """All that is to be said of these data, errors and warnings, item by item.
+        """All errors and warnings about these data, item by item.
 
         Raises:
-            InputError: for what is wrong with the whole set.
+            InputError: for problems of the whole data set.
         """
         if self._findings is None:
             items, found = self.examine()
@@ -321,7 +320,7 @@ class Speech(DataModule):
             return [str(error)]
 
     def warnings(self) -> list[str]:
-        """One line for each item that can be used, but should be looked at."""
+        """One line for each usable item that should be checked."""
         return [str(finding) for finding in self.findings() if not finding.is_error]
 
 
@@ -329,7 +328,7 @@ def mel_config(given: dict) -> MelConfig:
     """The settings of mels from a configuration.
 
     Raises:
-        InputError: for a key that does not exist, or values that do not fit together.
+        InputError: for an unknown key, or inconsistent values.
 
     Example:
         >>> mel_config({"n_mels": 40}).n_mels
@@ -348,7 +347,7 @@ def mel_config(given: dict) -> MelConfig:
 
 
 def _split(items: list[Utterance], fractions: tuple[float, float, float], seed: int) -> dict[str, list[int]]:
-    """Rows of each split: those that the layout gives, the others at random, equal texts in the same."""
+    """Rows of each split: those given by the layout, the others at random, equal texts in the same split."""
     rows: dict[str, list[int]] = {name: [k for k, item in enumerate(items) if item.split == name] for name in SPLITS}
     free = [k for k, item in enumerate(items) if item.split is None]
     groups: dict = {}
@@ -357,7 +356,7 @@ def _split(items: list[Utterance], fractions: tuple[float, float, float], seed: 
     keys = list(groups)
     if not keys:
         return rows
-    # A split that is wanted has one item at least, however few there are.
+    # A split with a positive fraction has at least one item.
     wanted = [0.0 if rows[name] else max(f, 1 / len(keys)) * (f > 0) for name, f in zip(SPLITS, fractions, strict=True)]
     labels = [items[groups[key][0]].label for key in keys]
     classes = None if None in labels else torch.tensor(labels)

@@ -123,7 +123,7 @@ def density(name: str) -> Density:
 
 
 class Toy(DataModule):
-    """Independent draws from a density in the plane, float32 (2,); the DataSpec carries its entropy in nats.
+    """Independent draws from a density in the plane, float32 (2,); the DataSpec has its entropy in nats.
 
     Arguments:
         set: which density.

@@ -1,4 +1,4 @@
-"""Mels of unlike length in batches: padded, masked, and put together with others of about their length."""
+"""Batches of mels of different lengths: padded, masked, and grouped by length."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from genmodels.core.random import seed_of
 from genmodels.data.clips import Recording
 from genmodels.data.loading import ResumableBatchSampler, one_process
 
-#: What padding holds: silence.
+#: The value of padding: silence.
 FLOOR = math.log(1e-5)
 _MEMORY = 512 * 2**20  # bytes of mels up to which a split is held in memory
-#: Batches are padded to a multiple of so many frames and tokens. Convolutions on the CPU are compiled anew for every
-#: length: with few lengths a step of Glow-TTS took 0.7 s instead of 2.3 s.
+#: Batches are padded to a multiple of so many frames and tokens, because convolutions on the CPU are prepared for every
+#: new length: with few lengths a step of Glow-TTS took 0.7 s instead of 2.3 s.
 _FRAMES, _TOKENS = 64, 16
-_SPREAD = 0.1  # how far lengths are shaken before they are sorted, as a share
+_SPREAD = 0.1  # relative width of the random perturbation of lengths before sorting
 
 
 @dataclass(frozen=True)
 class Utterance:
-    """One item: a recording, and what it is conditioned on.
+    """One item: a recording and its condition.
 
     Attributes:
-        name: how errors name it.
+        name: its name in messages.
         recording: the sound.
         tokens: its text as numbers, empty without text.
         text: the text in normal form.
@@ -54,12 +54,12 @@ class Utterances(Dataset):
     Arguments:
         items: the utterances.
         multiple: lengths become a multiple of this by frames of silence, which count as data.
-        length: frames of every batch; None for as many as its longest item needs, up to a multiple of 64.
+        length: frames of every batch; None for the longest item's, rounded up to a multiple of 64.
 
     Shapes: a batch has `x (B, n_mels, T)` and `mask (B, 1, T)`; `cond` is a `TextCondition`, or labels `(B,)`, or None.
     """
 
-    #: Items that one batch may be made of where all are asked for at once.
+    #: Largest number of items in a batch for initialisation.
     most_at_once = 64
 
     def __init__(self, items: Sequence[Utterance], multiple: int = 1, length: int | None = None):
@@ -72,7 +72,7 @@ class Utterances(Dataset):
         return len(self.items)
 
     def frames(self) -> Tensor:
-        """(N,) lengths as they are served."""
+        """(N,) lengths, rounded up to `multiple`."""
         frames = torch.tensor([item.recording.frames for item in self.items], dtype=torch.int64)
         return -(-frames // self.multiple) * self.multiple
 
@@ -102,7 +102,7 @@ def _condition(items: list[Utterance]) -> TextCondition | Tensor | None:
 
 
 def padded_tokens(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Texts as one tensor (B, N), zero where they have ended, and its mask (B, 1, N).
+    """Texts as one tensor (B, N), padded with zeros, and its mask (B, 1, N).
 
     Example:
         >>> padded_tokens([(5, 6), (7,)])
@@ -120,7 +120,7 @@ def padded_tokens(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def joined(parts: Sequence[Tensor | TextCondition | None]) -> Tensor | TextCondition | None:
-    """What several batches hold, as one: what is shorter is padded, mels by silence, all else by zeros.
+    """Several batches concatenated; shorter ones are padded, mels with silence, everything else with zeros.
 
     Example:
         >>> joined([torch.zeros(1, 2, 3), torch.ones(2, 2, 5)]).shape, joined([None, None])
@@ -139,19 +139,19 @@ def joined(parts: Sequence[Tensor | TextCondition | None]) -> Tensor | TextCondi
 
 
 class BucketedBatchSampler(ResumableBatchSampler):
-    """Batches of items of about the same length, each item once an epoch: a pure function of (order_seed, epoch).
+    """Batches of items of similar length, each item once per epoch: a pure function of (order_seed, epoch).
 
-    The lengths are shaken by up to 5 % either way, sorted, cut into batches, and the batches shuffled. With
-    `max_frames` the lengths are not shaken (only ties are), so that a batch never has more frames than that, padding
-    counted. Several processes share each batch; items that do not share out evenly are left to the next epoch.
+    The lengths are perturbed by up to 5 %, sorted, divided into batches, and the batches shuffled. With `max_frames`
+    only ties are randomised, so that a batch never has more frames than that, including padding. Several processes
+    share each batch; items that cannot be shared evenly are left out of that epoch.
 
     Arguments:
         frames: (N,) length of every item.
-        batch_size: most items of a batch, over all processes together.
-        max_frames: most frames of a batch; None for no bound.
+        batch_size: largest number of items per batch, over all processes together.
+        max_frames: largest number of frames per batch; None for no limit.
         order_seed, processes: see `ResumableBatchSampler`.
 
-    Errors: InputError for an item that is longer than `max_frames`.
+    Errors: InputError if an item is longer than `max_frames`.
 
     Example:
         >>> sampler = BucketedBatchSampler(torch.tensor([5, 90, 6, 100]), 2)

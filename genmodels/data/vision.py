@@ -22,12 +22,12 @@ _TIMEOUT = 15.0  # seconds without an answer after which a server counts as unre
 class _Vision(DataModule):
     """A torchvision data set: its standard test split, and `held_out` training items for validation.
 
-    The validation items are drawn within each class by `seed`. A subclass names torchvision's class and how its files
-    are laid out below `root`.
+    The validation items are drawn within each class by `seed`. A subclass names torchvision's class and the layout of
+    its files below `root`.
 
     Arguments:
-        root: folder that holds (or shall hold) the files as torchvision lays them out.
-        download: fetch the files when they are missing.
+        root: folder of the files, in torchvision's layout.
+        download: download missing files.
         batch_size, num_workers, seed: see `DataModule`.
     """
 
@@ -54,16 +54,16 @@ class _Vision(DataModule):
         return getattr(datasets, self.torchvision_name)(self.root, train=train, download=download)
 
     def _advice(self) -> str:
-        return f"place {self.layout} below data.root={self.root} (or point data.root to where it is)"
+        return f"place {self.layout} below data.root={self.root} (or set data.root to its location)"
 
     def fetch(self) -> None:
-        """Download the files unless they are there."""
+        """Download missing files."""
         try:
             self._open(train=False)
             self._open(train=True)
         except (RuntimeError, OSError):
             if not self.download:
-                raise InputError(f"{self.name} is not there and data.download=false: {self._advice()}") from None
+                raise InputError(f"{self.name} is missing and data.download=false: {self._advice()}") from None
             self._download()
 
     def _download(self) -> None:
@@ -106,8 +106,8 @@ class MNIST(_Vision):
     """MNIST: 60,000 + 10,000 handwritten digits, (1, 28, 28), 256 levels, 10 classes (LeCun, Cortes, Burges).
 
     Arguments:
-        root: folder that holds (or shall hold) `MNIST/raw/`.
-        download: fetch the files when they are missing.
+        root: folder that contains `MNIST/raw/`.
+        download: download missing files.
         batch_size, num_workers, seed: see `DataModule`.
     """
 
@@ -120,8 +120,8 @@ class FashionMNIST(_Vision):
     """Fashion-MNIST: 60,000 + 10,000 pictures of clothes, (1, 28, 28), 256 levels, 10 classes (Xiao et al., 2017).
 
     Arguments:
-        root: folder that holds (or shall hold) `FashionMNIST/raw/`.
-        download: fetch the files when they are missing.
+        root: folder that contains `FashionMNIST/raw/`.
+        download: download missing files.
         batch_size, num_workers, seed: see `DataModule`.
     """
 
@@ -138,8 +138,8 @@ class CIFAR10(_Vision):
     """CIFAR-10: 50,000 + 10,000 photographs, (3, 32, 32), 256 levels, 10 classes (Krizhevsky, 2009).
 
     Arguments:
-        root: folder that holds (or shall hold) `cifar-10-batches-py/`.
-        download: fetch the files when they are missing.
+        root: folder that contains `cifar-10-batches-py/`.
+        download: download missing files.
         flip: mirror training items at random.
         batch_size, num_workers, seed: see `DataModule`.
     """
@@ -159,7 +159,7 @@ class CIFAR10(_Vision):
 
 @contextlib.contextmanager
 def _one_at_a_time(root: Path):
-    """Processes that start together download once: the others wait and then find the files."""
+    """Only one of several processes downloads: the others wait and then find the files."""
     try:
         import fcntl
     except ImportError:  # not on Windows
@@ -177,7 +177,7 @@ def _one_at_a_time(root: Path):
 
 @contextlib.contextmanager
 def _quiet():
-    """Progress bars are for someone who watches, not for log files."""
+    """Suppress progress bars unless standard error is a terminal."""
     if sys.stderr.isatty():
         yield
     else:
@@ -186,7 +186,7 @@ def _quiet():
 
 
 def _remove_empty(root: Path, before: set[Path]) -> None:
-    """Take away the empty folders that a failed download left behind."""
+    """Remove the empty folders of a failed download."""
     for folder in sorted([root, *root.rglob("*")], reverse=True):
         if folder not in before and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

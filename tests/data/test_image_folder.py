@@ -254,7 +254,7 @@ def test_an_image_that_breaks_during_training_is_named(folder):
     module = ImageFolder(root=str(folder), size=8, cache="none").prepare()
     data = module.split("train")
     (folder / data.files[2]).write_bytes(b"")
-    with pytest.raises(RunError, match=f"{os.path.basename(data.files[2])} could be read before, but no more: empty"):
+    with pytest.raises(RunError, match=f"{os.path.basename(data.files[2])} can no longer be read: empty"):
         data.__getitems__([1, 2])
 
 
