@@ -1,4 +1,4 @@
-"""Energy models as a plain library: score-matching losses, Langevin samplers, partition functions."""
+"""Energy-based and score-based models in plain PyTorch: score-matching losses, MCMC samplers, partition functions."""
 
 from genmodels.energy.annealed import annealed_langevin, predictor_corrector
 from genmodels.energy.annealed_importance import GRIDS, AnnealedImportanceSampling, LogPartition

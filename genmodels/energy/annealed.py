@@ -31,21 +31,21 @@ def annealed_langevin(
     device=None,
     callback: Callback | None = None,
 ) -> Tensor:
-    """Unadjusted Langevin at every noise level in turn, each going on where the larger one ended.
+    """Annealed Langevin dynamics: unadjusted Langevin steps at each noise level, from the largest to the smallest.
 
         h_i = c sigma_i^2 / sigma_L^2,   x <- x + h_i s(x, sigma_i) + tau sqrt(2 h_i) xi
         at the end   x <- x + sigma_L^2 s(x, sigma_L)
 
-    The last line is the mean of the clean data given x. There is no correction and no stationary density: acceptance,
-    effective sample size and R-hat mean nothing here.
+    The last line is the posterior mean of the clean data given x. There is no correction and no stationary density, so
+    that acceptance, effective sample size and R-hat are undefined.
 
     Arguments:
         shape: (B, *event).
         sigmas: decreasing noise levels, as from `noise_levels`.
         steps_per_level: steps at each of them.
         step: c, the step size at the smallest level; None is a tenth of sigma_L^2 (the alpha of the source is 2h).
-        temperature: tau, the factor of all noise: densities p^(1/tau^2) at every level.
-        denoise: whether to end with the mean.
+        temperature: tau, a factor on the standard deviation of all noise: densities p^(1/tau^2) at every level.
+        denoise: whether to end with the posterior mean.
         start: (B, *event) in place of N(0, tau^2 sigma_1^2).
         callback: called after each level as callback(number from 0, x).
 
@@ -95,17 +95,17 @@ def predictor_corrector(
         predictor   x <- x + (sigma_i^2 - sigma_{i+1}^2) s(x, sigma_i) + sqrt(sigma_i^2 - sigma_{i+1}^2) xi
         corrector   x <- x + h s(x, sigma_{i+1}) + sqrt(2h) xi,   h = min((snr |xi| / |s|)^2, sigma_{i+1}^2)
 
-    The bound on h is ours: where the score of an example nearly vanishes the quotient has none. In few dimensions the
-    quotient varies much, and the predictor alone (`corrector_steps=0`) is more exact.
+    The bound on h is ours: if the score of an example nearly vanishes, the quotient is unbounded. In few dimensions the
+    quotient varies strongly, and the predictor alone (`corrector_steps=0`) is more accurate.
 
     Arguments:
         shape: (B, *event).
         sigmas: decreasing noise levels.
-        snr: ratio of the lengths of a corrector's drift and noise, up to a factor.
+        snr: ratio of the norms of a corrector's drift and noise, up to a factor.
         corrector_steps: corrections at each level; 0 is the predictor alone.
-        batch_norms: whether the lengths are averaged over the batch, as the source does; samples then depend on
-            the batch they are in.
-        denoise: whether to end with the mean of the clean data given x.
+        batch_norms: whether the norms are averaged over the batch, as in the source; samples then depend on their
+            batch.
+        denoise: whether to end with the posterior mean of the clean data given x.
         start: (B, *event) in place of N(0, sigma_1^2).
         callback: called after each level as callback(number from 0, x).
 
@@ -154,7 +154,7 @@ def _score(model: NoiseConditionalScore, x: Tensor, sigma: float, cond: Tensor |
 
 
 def _length(x: Tensor, over_batch: bool) -> Tensor:
-    """(B, 1, ..., 1) lengths of the events, or their mean."""
+    """(B, 1, ..., 1) norms of the events, or their mean."""
     length = x.flatten(1).norm(dim=1)
     length = length.mean().expand_as(length) if over_batch else length
     return length.reshape(-1, *(1,) * (x.dim() - 1)).clamp(min=torch.finfo(x.dtype).tiny)

@@ -1,11 +1,11 @@
-"""Annealed importance sampling: log Z in any dimension, from below, from above, and as a number with an error.
+"""Annealed importance sampling: estimates of log Z in any dimension, with lower and upper bounds and a standard error.
 
     E_b = (1 - b) E_q + b E,   0 = b_0 < ... < b_K = 1,   x_0 ~ q,   x_k by a kernel that leaves exp(-E_{b_k}) invariant
 
     log w = sum_k [E_{b_{k-1}}(x_{k-1}) - E_{b_k}(x_{k-1})],    E[w] = Z / Z_q
 
-Each term is evaluated before the move. By Jensen E[log w] + log Z_q <= log Z. The same path walked backwards from
-samples of the model has E[1/w] = Z_q / Z, hence log Z <= E_reverse[log w] + log Z_q.
+Each term is evaluated before the move. By Jensen's inequality E[log w] + log Z_q <= log Z. The reverse sequence of
+densities from samples of the model has E[1/w] = Z_q / Z, hence log Z <= E_reverse[log w] + log Z_q.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from genmodels.energy.function import EnergyFunction, require_energy
 from genmodels.energy.kernels import HMC, Kernel, Point, Target
 from genmodels.energy.known import GaussianBase
 
-_FEWEST = 20  # chains that must count: the error of log mean w holds from about here on, whatever the weights
+_FEWEST = 20  # smallest effective sample size from which the error of log mean w is about right
 _SHARE = 0.05
 _DISAGREE = 3.0  # standard errors
 
@@ -36,14 +36,14 @@ class LogPartition:
     """An estimate of log Z between two bounds, each with its standard error over the chains.
 
     Arguments:
-        log_z: log Z_q + log mean w, a lower bound in the mean, and close where the effective sample size is large.
+        log_z: log Z_q + log mean w, a lower bound in expectation, tight if the effective sample size is large.
         stderr: its standard error, by the delta method: sd(w) / (mean(w) sqrt(B)).
         lower, lower_stderr: log Z_q + mean log w, and the standard error of that mean.
         upper, upper_stderr: log Z_q + mean of log w over reverse chains; None without them.
         ess: (sum w)^2 / sum w^2, at most the number of chains.
-        chains, steps, grid, kernel, acceptance, dims: how it was made.
-        reverse: `exact` where the reverse chains started at draws of the model, else `approximate`: then the upper
-            bound is one only as far as those are; None without reverse chains.
+        chains, steps, grid, kernel, acceptance, dims: how it was computed.
+        reverse: `exact` if the reverse chains started at draws of the model, otherwise `approximate`: then the upper
+            bound holds only as far as the starting points are such draws; None without reverse chains.
 
     Example:
         >>> log_w = torch.tensor([0.0, 0.1, -0.1, 0.0], dtype=torch.float64)
@@ -74,7 +74,7 @@ class LogPartition:
         cls, log_w: Tensor, reverse_log_w: Tensor | None, log_base: float, *, dims: int, steps: int, grid: str = "",
         kernel: str = "", acceptance: float = 1.0, reverse: str | None = None,
     ) -> LogPartition:  # fmt: skip
-        """From the weights of both directions; those of many batches of chains may be joined before."""
+        """From the weights of both directions, which may be concatenated from several batches of chains."""
         log_w = log_w.to(torch.float64)
         count = len(log_w)
         relative = torch.exp(log_w - torch.logsumexp(log_w, 0) + math.log(count))  # w / mean(w)
@@ -92,7 +92,7 @@ class LogPartition:
 
     @property
     def width(self) -> float | None:
-        """Of the bracket, None without an upper side."""
+        """The distance between the bounds, None without an upper bound."""
         return None if self.upper is None else self.upper - self.lower
 
     @property
@@ -118,7 +118,7 @@ class LogPartition:
 
     @property
     def doubts(self) -> list[str]:
-        """Why the estimate and its error cannot be relied on, and which option helps; empty where they can."""
+        """Reasons why the estimate and its error are unreliable, with the option that helps; empty if reliable."""
         few, allowed = f"{self.ess:.0f} of {self.chains} chains count", 1 + 0.02 * self.dims
         doubts = [] if self.consistent else ["forward and reverse chains disagree: more densities="]
         if self.ess < _SHARE * self.chains:
@@ -133,16 +133,16 @@ class LogPartition:
 
     @property
     def reliable(self) -> bool:
-        """Whether the estimate and its standard error can be relied on.
+        """Whether the estimate and its standard error are reliable.
 
-        The two directions agree, the bounds are at most 1 + 0.02 D nats apart, and at least 20 and 5 % of the chains
-        count.
+        The two directions agree, the bounds are at most 1 + 0.02 D nats apart, and the effective sample size is at
+        least 20 and 5 % of the chains.
         """
         return not self.doubts
 
     @property
     def note(self) -> str:
-        """What has to be said beside the number; empty where nothing has."""
+        """A note to print with the estimate; empty if there is none."""
         notes = [f"unreliable: {'; '.join(self.doubts)}"] if self.doubts else []
         notes += ["reverse, approximate"] if self.reverse == "approximate" else []
         return "; ".join(notes)
@@ -160,13 +160,13 @@ def _mean(log_w: Tensor, log_base: float) -> tuple[float, float]:
 
 
 def _standard_error(values: Tensor) -> float:
-    """Of a mean; infinite for one value, or where a chain met an infinite energy."""
+    """The standard error of a mean; infinite for one value, or if a chain met an infinite energy."""
     error = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.inf
     return error if math.isfinite(error) else math.inf
 
 
 class Run(NamedTuple):
-    """One direction of the path: `log_w (B,)` as above, without log Z_q; acceptance; points where it ended."""
+    """One direction: `log_w (B,)` as above, without log Z_q; acceptance rate; final points."""
 
     log_w: Tensor
     acceptance: float
@@ -178,12 +178,12 @@ class AnnealedImportanceSampling:
 
     Arguments:
         steps: K, the number of intermediate densities.
-        grid: where b_1 .. b_K lie: `sigmoid` is dense at both ends, `geometric_linear` at the start, `linear` even.
-        kernel: the invariant moves, HMC if None; ULA is refused, its bias has no sign.
+        grid: spacing of b_1 .. b_K: `sigmoid` is dense at both ends, `geometric_linear` at the start, `linear` uniform.
+        kernel: the invariant moves, HMC if None; ULA is refused, its bias has no known sign.
         moves: moves at each density.
-        tune: chains of a pilot run that finds the step size of each density; 0 takes the kernel's for all. Step sizes
-            do not follow the chains that are counted, so they leave the estimate unbiased.
-        reverse_steps: HMC steps that make samples for the reverse run where none are given.
+        tune: chains of a pilot run that finds the step size of each density; 0 uses the kernel's for all. Step sizes
+            do not depend on the chains of the estimate, which stays unbiased.
+        reverse_steps: HMC steps that generate samples for the reverse run if none are given.
 
     Errors: InputError for a kernel that is not exact, a score without energy, an unknown grid.
     Source: Neal 2001, "Annealed importance sampling"; the bracket is bidirectional Monte Carlo, Grosse et al. 2015.
@@ -235,14 +235,14 @@ class AnnealedImportanceSampling:
         cond: Tensor | None = None,
         dtype=torch.float32,
     ) -> LogPartition:
-        """Both directions and what follows from them.
+        """Run both directions and estimate log Z.
 
         Arguments:
             base: q, broad enough to cover the model.
             generator: keyed by chain, or a torch.Generator.
             chains: number of chains B of each direction.
             samples: (B', *event) draws of the model for the reverse run; None makes them by HMC from the forward run.
-            exact_samples: whether those are draws of the model itself: only then is the upper bound one.
+            exact_samples: whether those are exact draws of the model; only then is the upper bound guaranteed.
             reverse: whether to walk the path backwards too.
             cond: (B, ...) condition.
             dtype: of the points; energies and weights are float64.
@@ -318,7 +318,7 @@ class AnnealedImportanceSampling:
         for k in range(count):
             bridge.beta = float(self.betas[k])
             point = bridge.recombined(point)
-            # Long at the start, where nothing is known, then a little at each density: neighbours are alike.
+            # Many steps at the first density, then few at each, because neighbouring densities are similar.
             for _ in range(50 if k == 0 else max(1, 100 // count)):
                 done += 1
                 size = torch.full((self.tune,), math.exp(log_size), dtype=torch.float64, device=point.x.device)
@@ -345,8 +345,8 @@ class AnnealedImportanceSampling:
 
 
 class Bridge(Target):
-    """The density between base and model at inverse temperature `beta`; points keep the two ends, so that another
-    beta costs no evaluation."""
+    """The density between base and model at inverse temperature `beta`; points store both energies, so that changing
+    beta needs no evaluation."""
 
     def __init__(self, model: EnergyFunction, base: GaussianBase, cond: Tensor | None):
         super().__init__(model, cond)
@@ -362,7 +362,7 @@ class Bridge(Target):
         return self.recombined(Point(x, energy, score, parts))
 
     def recombined(self, point: Point) -> Point:
-        """The same point under the present beta."""
+        """The same point under the current beta."""
         base_energy, base_score, energy, score = point.parts
         b = self.beta
         return Point(point.x, _mix(base_energy, energy, b), _mix(base_score, score, b), point.parts)
@@ -373,14 +373,14 @@ class Bridge(Target):
 
 
 def _mix(a: Tensor, b: Tensor, beta: float) -> Tensor:
-    """(1 - beta) a + beta b, and a itself at beta = 0, however infinite b is there."""
+    """(1 - beta) a + beta b, and a at beta = 0 even if b is infinite."""
     return a if beta == 0 else (1 - beta) * a + beta * b
 
 
 def _finite(log_w: Tensor) -> Tensor:
     bad = (log_w.isnan() | (log_w == torch.inf)).nonzero().flatten()
     if len(bad):
-        raise RunError(f"the weight of chain {int(bad[0])} is no number: the energy is not finite on its path")
+        raise RunError(f"the weight of chain {int(bad[0])} is not finite: the energy is not finite along the chain")
     return log_w
 
 
@@ -399,7 +399,7 @@ def _sigmoid(steps: int, sharpness: float = 4.0) -> Tensor:
 
 
 def _geometric_linear(steps: int, smallest: float = 1e-3, turn: float = 0.1) -> Tensor:
-    """A quarter of the steps from 0.001 to 0.1 by one factor, the others even."""
+    """A quarter of the steps from 0.001 to 0.1 in a geometric sequence, the others uniform."""
     first = steps // 4
     if first < 2:
         return _linear(steps)

@@ -1,4 +1,4 @@
-"""Running chains: warm-up, kept draws, and what is known of them afterwards."""
+"""Running Markov chains: step size adaptation, warm-up, draws, effective sample size and R-hat."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class DualAveraging(NamedTuple):
         log h_{t+1} = mu - sqrt(t)/gamma H_t,   log h_bar = t^-kappa log h + (1 - t^-kappa) log h_bar
 
     Each chain adapts by its own acceptance alone, so that it is the same in any batch. Use `step_size` while adapting
-    and `averaged` afterwards, unchanged: a chain whose step follows its past does not leave the target invariant.
+    and the constant `averaged` afterwards, because a chain with an adapting step size does not leave the target
+    invariant.
 
     Shapes: all `(B,)` float64, `count` an integer.
     Source: Hoffman and Gelman 2014, section 3.2.1, with its constants.
 
     Example:
         >>> state = DualAveraging.start(0.1, 1)
-        >>> for _ in range(500):  # an acceptance that falls with the step: .65 at h = .35
+        >>> for _ in range(500):  # an acceptance that decreases with the step: .65 at h = .35
         ...     state = state.update(1 - state.step_size, wanted=0.65)
         >>> round(float(state.averaged), 2)
         0.35
@@ -44,7 +45,7 @@ class DualAveraging(NamedTuple):
 
     @classmethod
     def start(cls, step_size: float, chains: int, device=None) -> DualAveraging:
-        """Before the first step; the step size is drawn towards ten times the one given."""
+        """The state before the first step; the step size is pulled towards ten times the given one."""
         log_step = torch.full((chains,), math.log(step_size), dtype=torch.float64, device=device)
         return cls(torch.zeros_like(log_step), log_step, log_step.clone(), log_step + math.log(10), 0)
 
@@ -59,7 +60,7 @@ class DualAveraging(NamedTuple):
         return self.log_averaged.exp()
 
     def update(self, acceptance: Tensor, *, wanted: float) -> DualAveraging:
-        """The state after a step with that probability of acceptance (B,)."""
+        """The state after a step with acceptance probability (B,)."""
         t = self.count + 1
         share = 1 / (t + 10)
         error = (1 - share) * self.error + share * (wanted - acceptance.to(torch.float64))
@@ -69,7 +70,7 @@ class DualAveraging(NamedTuple):
 
 
 def split_r_hat(draws: Tensor) -> Tensor | None:
-    """Split R-hat of each quantity: the spread over halves of chains against the spread within them; 1 when mixed.
+    """Split R-hat of each quantity, from the variances between and within half-chains; 1 for converged chains.
 
         R = sqrt(((n - 1)/n W + B/n) / W)
 
@@ -93,7 +94,7 @@ def split_r_hat(draws: Tensor) -> Tensor | None:
 
 
 def effective_sample_size(draws: Tensor) -> Tensor | None:
-    """Number of independent draws that would know the mean of each quantity as well.
+    """Effective sample size: the number of independent draws that would estimate the mean of each quantity as well.
 
         ESS = N B / (1 + 2 sum_t rho_t),   rho_t = 1 - (W - mean autocovariance at lag t) / var_plus
 
@@ -112,7 +113,7 @@ def effective_sample_size(draws: Tensor) -> Tensor | None:
     halves = _halves(draws.to(torch.float64))
     n, chains, _ = halves.shape
     centred = halves - halves.mean(0)
-    # Autocovariances by the Fourier transform, padded so that the ends do not meet.
+    # Autocovariances by the Fourier transform, padded to avoid wrap-around.
     spectrum = torch.fft.rfft(centred, n=2 * n, dim=0)
     covariance = torch.fft.irfft(spectrum.abs().square(), n=2 * n, dim=0)[:n].mean(1) / n  # (n, K)
     within = covariance[0] * n / (n - 1)
@@ -132,12 +133,12 @@ def _halves(draws: Tensor) -> Tensor:
     return torch.cat([draws[:half], draws[half : 2 * half]], dim=1)
 
 
-#: Events of more coordinates than this are judged by their energy alone.
+#: Diagnostics of events with more coordinates use the energy instead.
 _MOST_COORDINATES = 64
 
 
 class Start(NamedTuple):
-    """Where chains begin, and what that says about their "samples"."""
+    """The starting points of chains, with a label for reports."""
 
     x: Tensor
     label: str = "given"
@@ -150,12 +151,12 @@ class Start(NamedTuple):
 
     @classmethod
     def data(cls, x: Tensor, sigma: float, generator: Generator) -> Start:
-        """From data with noise: such chains need not have left the data, and their draws are labelled so."""
+        """From data with noise; labelled, because such chains may not have left the data."""
         return cls(x + sigma * noise_like(x, at_step(generator, 0)), "data plus noise")
 
 
 class ChainState(NamedTuple):
-    """All that a chain needs to go on: position, number of steps done, adaptation."""
+    """The state from which chains continue: position, number of steps done, adaptation."""
 
     x: Tensor
     step: int
@@ -164,17 +165,17 @@ class ChainState(NamedTuple):
 
 @dataclass
 class ChainResult:
-    """Draws of chains, and what is known of them.
+    """Draws of chains, with diagnostics.
 
     Arguments:
-        draws: (N, B, *event), the kept ones after the warm-up; the last of them are the samples.
-        state: to go on from.
-        acceptance: (B,) mean probability of acceptance after the warm-up, None without correction.
-        divergences: (B,) proposals after the warm-up whose energy rose by more than 1000 or was not finite.
-        step_size: (B,) in use after the warm-up.
-        ess, r_hat: of each coordinate, or of the energy for more than 64 of them; None for fewer than 4 draws.
-        evaluations: of the score, over all chains.
-        started: where the chains began.
+        draws: (N, B, *event), kept after the warm-up; the last of them are the samples.
+        state: the state from which the chains can continue.
+        acceptance: (B,) mean acceptance probability after the warm-up, None without correction.
+        divergences: (B,) number of proposals after the warm-up whose energy rose by more than 1000 or was not finite.
+        step_size: (B,) after the warm-up.
+        ess, r_hat: of each coordinate, or of the energy if there are more than 64; None for fewer than 4 draws.
+        evaluations: number of evaluations of the score, over all chains.
+        started: how the chains were started.
         exact: whether the kernel leaves the target invariant.
     """
 
@@ -191,11 +192,11 @@ class ChainResult:
 
     @property
     def samples(self) -> Tensor:
-        """(B, *event), where the chains are now."""
+        """(B, *event), the final positions of the chains."""
         return self.state.x
 
     def summary(self) -> dict[str, float | int | str | None]:
-        """Plain values for logs and reports: the worst coordinate counts."""
+        """Plain values for logs and reports, of the worst coordinate."""
         return {
             "acceptance": None if self.acceptance is None else float(self.acceptance.mean()),
             "ess": None if self.ess is None else float(self.ess.min()),
@@ -221,27 +222,27 @@ def run_chains(
     cond: Tensor | None = None,
     callback: Callable[[int, Tensor], None] | None = None,
 ) -> ChainResult:
-    """Chains of a kernel from a start, B at once; step k of chain b draws its noise from `generator` at step k + 1.
+    """Run B chains of a kernel in parallel; step k of chain b draws its noise from `generator` at step k + 1.
 
-    The step size adapts in the first `warm_up` steps, if the kernel has an acceptance, and is frozen afterwards. With a
-    keyed generator chain b is the same alone and in any batch. Going on from a `ChainState` with a keyed generator is
-    the same as not having stopped.
+    The step size adapts in the first `warm_up` steps, if the kernel has an acceptance, and is constant afterwards. With
+    a keyed generator chain b is the same alone and in any batch, and continuing from a `ChainState` equals an
+    uninterrupted run.
 
-    A proposal whose energy is not finite is refused by MALA and HMC and counted as a divergence; ULA, which refuses
-    nothing, stops there. No chain starts at such a point, which it might never leave.
+    MALA and HMC reject proposals with a non-finite energy and count them as divergences; ULA, which rejects nothing,
+    raises an error there. Chains may not start at such a point, which they might never leave.
 
     Arguments:
-        model: an energy; a score alone will do for a kernel without correction.
+        model: an energy; for kernels without correction a score suffices.
         kernel: ULA, MALA or HMC.
-        start: where to begin.
+        start: starting points, or the state of earlier chains.
         steps: number of steps after the warm-up.
         warm_up: number of steps before, for a fresh start.
-        keep_every: every so many steps after the warm-up are kept; 0 keeps none but the last state.
+        keep_every: interval of kept draws after the warm-up; 0 keeps only the last state.
         callback: called after each step as callback(number from 0, x).
 
     Errors: InputError for a score without energy under a corrected kernel, or an unadjusted step beyond the stability
-    of a quadratic energy; RunError naming the chain that starts where energy or score is not finite, and the unadjusted
-    one that gets there.
+    of a quadratic energy; RunError naming a chain that starts at, or with ULA reaches, a point with non-finite energy
+    or score.
 
     Example:
         >>> from genmodels.energy import LogDensity
@@ -274,7 +275,7 @@ def run_chains(
         point, move = kernel(target, point, at_step(generator, first.step + i + 1), size)
         divergences += move.divergent & (not warming)
         if move.acceptance is None:
-            _require_finite(point, f"left all bounds at step {first.step + i}:", "use a smaller step_size, or MALA")
+            _require_finite(point, f"diverged at step {first.step + i}:", "use a smaller step_size, or MALA")
         elif warming:
             adaptation = adaptation.update(target.kept(move.acceptance), wanted=kernel.wanted_acceptance)
         else:
@@ -285,23 +286,23 @@ def run_chains(
         if callback is not None:
             callback(i, point.x)
     draws = torch.stack(kept) if kept else point.x.new_empty(0, *point.x.shape)
-    judged = _judged(draws, energies)
+    quantities = _quantities(draws, energies)
     return ChainResult(
         draws=draws,
         state=ChainState(point.x, first.step + warm_up + steps, adaptation),
         acceptance=accepted / steps if kernel.wanted_acceptance is not None and steps else None,
         divergences=divergences,
         step_size=adaptation.averaged,
-        ess=None if judged is None else effective_sample_size(judged),
-        r_hat=None if judged is None else split_r_hat(judged),
+        ess=None if quantities is None else effective_sample_size(quantities),
+        r_hat=None if quantities is None else split_r_hat(quantities),
         evaluations=target.evaluations,
         started=label,
         exact=kernel.exact,
     )
 
 
-def _judged(draws: Tensor, energies: list[Tensor | None]) -> Tensor | None:
-    """(N, B, K): the coordinates, or the energy of large events."""
+def _quantities(draws: Tensor, energies: list[Tensor | None]) -> Tensor | None:
+    """(N, B, K) quantities for diagnostics: the coordinates, or the energy of large events."""
     if not len(draws):
         return None
     if draws[0, 0].numel() <= _MOST_COORDINATES:
@@ -317,9 +318,9 @@ def _require_finite(point: Point, event: str, advice: str) -> None:
 
 
 def _require_stable(model: ScoreFunction, x: Tensor, step_size: float, cond: Tensor | None) -> None:
-    """Refuses h > 2/lambda where the score looks linear, lambda its steepest slope: there the chain must explode.
+    """Refuse h > 2/lambda if the score is linear, lambda its steepest slope: such a chain diverges.
 
-    The steepest slope comes from a few power iterations with differences of the score, at one chain and beside it.
+    The slope comes from a few power iterations with differences of the score, at one chain and a shifted point.
     """
     with torch.no_grad():
         one, condition = x[:1], None if cond is None else cond[:1]

@@ -1,4 +1,4 @@
-"""Denoising score matching: the score of the data with noise, from one or from many noise levels."""
+"""Denoising score matching with one or many noise levels, and contrastive divergence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def denoising(score: Tensor, noise: Tensor, sigma: Tensor | float) -> Tensor:
 class DenoisingScoreMatching:
     """1/2 sigma^2 |s(x + sigma n) + n/sigma|^2, n ~ N(0, I).
 
-    What it fits is the density of the data with noise N(0, sigma^2).
+    The minimiser is the score of the data with noise N(0, sigma^2).
 
     Arguments:
         sigma: standard deviation of the noise.
@@ -62,7 +62,7 @@ class MultiScaleDenoising:
 
     Arguments:
         sigmas: the noise levels, as from `noise_levels`.
-        levels: `one` draws a level for each example, which has that mean; `all` computes every level.
+        levels: `one` draws a level for each example, with the same expectation; `all` computes every level.
 
     Errors: InputError for levels that are not positive.
 
@@ -100,7 +100,7 @@ class MultiScaleDenoising:
 
 
 def noise_levels(largest: float, smallest: float = 0.01, ratio: float = 1.3) -> tuple[float, ...]:
-    """Noise levels from `largest` down to `smallest`, each smaller than the one before by one factor, at most `ratio`.
+    """Noise levels from `largest` down to `smallest` in a geometric sequence with a factor of at most `ratio`.
 
     Source: Song and Ermon 2020, "Improved techniques for training score-based generative models", techniques 1 and 2.
 
@@ -129,20 +129,20 @@ def largest_distance(x: Tensor, chunk: int = 1024) -> float:
 
 
 class ContrastiveDivergence(nn.Module):
-    """E(x) - E(x') + penalty (E(x)^2 + E(x')^2), x' from short Langevin chains that go on where the last ones ended.
+    """E(x) - E(x') + penalty (E(x)^2 + E(x')^2), x' from short Langevin chains that continue where the last ones ended.
 
-    In the mean over draws x' of the model its gradient is that of -log p(x); short chains only come near. The value
-    itself says nothing of the likelihood. The chains live in a buffer that belongs to the state of this module, so that
-    a training goes on from a checkpoint as if it had never stopped.
+    For exact samples x' of the model its expected gradient is that of -log p(x); short chains approximate it. The value
+    itself is unrelated to the likelihood. The chains are in a buffer of this module's state, so that training resumes
+    exactly from a checkpoint.
 
     Arguments:
         event_shape: shape of x.
         size: chains in the buffer.
-        restarts: share of chains that begin anew, from noise, at each use.
-        steps: Langevin steps of each use.
+        restarts: share of chains that restart from noise at each use.
+        steps: Langevin steps per use.
         step_size: h of these steps.
         penalty: weight of the squared energies, which keeps them from drifting.
-        spread: standard deviation of the noise that chains begin with.
+        spread: standard deviation of the initial noise.
 
     Shapes: `(model, x (B, *event), generator, cond)` to `(B,)`, B at most `size`.
     Errors: InputError for a score without energy, or batches larger than the buffer.
@@ -182,11 +182,11 @@ class ContrastiveDivergence(nn.Module):
 
     @torch.no_grad()
     def sample(self, model: EnergyFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
-        """(B, *event) chains, moved on and put back."""
+        """(B, *event) chains after `steps` steps, also stored in the buffer."""
         size = len(self.chains)
         if len(x) > size:
             raise InputError(f"a batch of {len(x)} is larger than the buffer of {size} chains: raise size")
-        # A run of neighbours from a random place: no chain is taken twice.
+        # Consecutive chains from a random position, so that no chain is used twice.
         first = int(shared_uniform(1, generator)[0] * size)
         slots = (first + torch.arange(len(x), device=x.device)) % size
         fresh = self.spread * normal(x.shape, generator, dtype=x.dtype, device=x.device)

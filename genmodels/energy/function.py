@@ -1,8 +1,8 @@
-"""Energy, log-density and score: three faces of one density, and the only place with the minus sign between them.
+"""Energies, log-densities and scores, and the only place with the minus sign between them.
 
     p(x) = exp(-E(x)) / Z,    score(x) = grad log p(x) = -grad E(x)
 
-Z does not depend on x, so it is nowhere here; `genmodels.energy.integrals` and `annealed_importance` estimate it.
+Z does not depend on x and is not needed here; `genmodels.energy.integrals` and `annealed_importance` estimate it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from genmodels.nn.jet import require_independent, require_smooth
 
 
 def log_density_of(energy: Tensor) -> Tensor:
-    """The logarithm of exp(-energy), and of what is linear in it; the one minus sign of this package.
+    """The logarithm of exp(-energy), also for linear functions of energies; the only minus sign of this package.
 
     Example:
         >>> log_density_of(torch.tensor(2.0))
@@ -28,10 +28,10 @@ def log_density_of(energy: Tensor) -> Tensor:
 
 
 class ScoreFunction(nn.Module):
-    """What a loss or a sampler asks of a model: its score.
+    """The interface of a score for losses and samplers.
 
-    Subclasses define `score(x, cond=None)`, `(B, *event)` to the same. Where gradients are enabled the result is
-    differentiable with respect to the parameters, and to x if x asks for it.
+    Subclasses define `score(x, cond=None)`, `(B, *event)` to the same. Where gradients are enabled, the result is
+    differentiable with respect to the parameters, and to x if it requires a gradient.
 
     Attributes:
         smooth: whether the score may be differentiated with respect to x.
@@ -47,12 +47,12 @@ class ScoreFunction(nn.Module):
 
 
 class ScoreNetwork(ScoreFunction):
-    """A network that is the score itself: any field, not always the gradient of something.
+    """A network that outputs the score directly, which need not be the gradient of any function.
 
     It has no energy, hence no likelihood, no acceptance step and no annealed importance sampling.
 
     Arguments:
-        network: `(x)` or `(x, cond)` to a tensor like x.
+        network: maps `(x)` or `(x, cond)` to a tensor like x.
 
     Errors: InputError for batch normalisation or dropout, or a result of another shape.
 
@@ -76,11 +76,11 @@ class ScoreNetwork(ScoreFunction):
 
 
 class EnergyFunction(ScoreFunction):
-    """An energy with the score that belongs to it.
+    """An energy and its score.
 
-    Subclasses define `energy(x, cond=None)`, `(B, *event)` to `(B,)`. Energy and score are float32 or wider whatever
-    the autocast. The graph for the score is made also where the caller has gradients off (`no_grad`, inference mode),
-    and x is left as it was.
+    Subclasses define `energy(x, cond=None)`, `(B, *event)` to `(B,)`. Energy and score are float32 or wider regardless
+    of autocast. The score can be computed even if the caller has disabled gradients (`no_grad`, inference mode), and x
+    is not changed.
 
     Example:
         >>> class Normal(EnergyFunction):
@@ -119,13 +119,13 @@ class EnergyFunction(ScoreFunction):
 
 
 class Energy(EnergyFunction):
-    """A network as an energy, checked.
+    """A network as an energy, after a check of its layers.
 
     Arguments:
-        network: `(x)` or `(x, cond)` to `(B,)`; with a method `jet(x, v)` (and no attribute `has_jet` that is False)
-            the sliced loss takes the fast way.
-        second_derivatives: whether the Hessian will be used; False lets networks with kinks pass, for the denoising
-            and finite-difference losses and for sampling alone.
+        network: maps `(x)` or `(x, cond)` to `(B,)`; with a method `jet(x, v)` (and no attribute `has_jet` that is
+            False) the sliced loss uses jets, which are faster.
+        second_derivatives: whether the Hessian is needed; False allows networks with kinks, for the denoising and
+            finite-difference losses and for sampling.
 
     Errors: InputError for batch normalisation, dropout, activations without second derivative, or a result that is not
     (B,).
@@ -144,7 +144,7 @@ class Energy(EnergyFunction):
 
     @property
     def has_jet(self) -> bool:
-        """Whether the network carries second-order directional derivatives along."""
+        """Whether the network can propagate second-order directional derivatives."""
         return hasattr(self.network, "jet") and getattr(self.network, "has_jet", True)
 
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
@@ -161,10 +161,10 @@ class Energy(EnergyFunction):
 
 
 class LogDensity(EnergyFunction):
-    """A known log-density, of a flow for instance, as an energy: then its score is that of every energy.
+    """A known log-density, of a flow for instance, as an energy.
 
     Arguments:
-        model: something with `log_prob(x)` or `log_prob(x, cond)` to `(B,)`, or such a function itself.
+        model: an object with a method `log_prob(x)` or `log_prob(x, cond)` to `(B,)`, or such a function.
         second_derivatives: as for `Energy`.
 
     Errors: InputError for a model with batch normalisation or dropout, or activations without second derivative.
@@ -182,7 +182,7 @@ class LogDensity(EnergyFunction):
 
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         log_prob = getattr(self.model, "log_prob", self.model)
-        # The same sign leads back: the energy of a log-density is what that energy's log-density would be.
+        # The sign is its own inverse: the energy of a log-density is minus that log-density.
         return log_density_of(log_prob(x) if cond is None else log_prob(x, cond))
 
 
@@ -190,7 +190,7 @@ class NoiseConditionalScore(nn.Module):
     """The scores of the data with noise N(0, sigma^2), for every sigma, by one network.
 
     Arguments:
-        network: `(x, sigma (B,), cond)` to a tensor like x, as `genmodels.models.score.NoiseConditionalNet`.
+        network: maps `(x, sigma (B,), cond)` to a tensor like x, as `genmodels.models.score.NoiseConditionalNet`.
 
     Example:
         >>> def network(x, sigma, cond=None):  # the exact one of a point mass at zero
@@ -226,9 +226,9 @@ class _AtOneLevel(ScoreFunction):
 
 
 def require_energy(model: ScoreFunction, what: str) -> EnergyFunction:
-    """The model itself; raises InputError for one that has a score alone."""
+    """Return the model; raises InputError if it has only a score."""
     if not isinstance(model, EnergyFunction):
-        raise InputError(f"{what} needs an energy, and {type(model).__name__} is a score alone: use an energy, or ULA")
+        raise InputError(f"{what} needs an energy, but {type(model).__name__} has only a score: use an energy, or ULA")
     return model
 
 

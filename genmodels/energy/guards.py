@@ -1,4 +1,4 @@
-"""What stops a training that can only go wrong: data without density, values that are no numbers, runaway energies."""
+"""Checks that stop training of energy-based models: data without a density, non-finite values, diverging energies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from genmodels.core.errors import InputError, RunError
 
 
 def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_repeated: float = 0.01) -> None:
-    """Refuses data on which score matching diverges to minus infinity: constant, repeated or dependent columns.
+    """Refuse data on which score matching diverges to minus infinity: constant, repeated or dependent columns.
 
-    A density of continuous data is needed; with points or lower-dimensional sets the loss falls without bound.
+    The data must have a density; on points or lower-dimensional sets the loss is unbounded below.
 
     Arguments:
-        x: (N, D) training rows, N > 1; only vectors are judged column by column.
+        x: (N, D) training rows, N > 1.
         names: of the columns; their numbers from 1 on by default.
         most_repeated: share of rows that may be copies of others.
 
@@ -50,7 +50,7 @@ def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_re
 
 
 def require_finite(what: str, values: Tensor, step: int, index: Tensor | None = None) -> None:
-    """Stops where a value per example is no number, naming step and item; nothing is ever put in its place.
+    """Raise a RunError naming step and item if a value is not finite.
 
     Example:
         >>> require_finite("energy", torch.tensor([0.0, float("nan")]), 7, torch.tensor([40, 41]))
@@ -65,16 +65,16 @@ def require_finite(what: str, values: Tensor, step: int, index: Tensor | None = 
         value = values[row].detach().flatten()
         value = float(value[~value.isfinite()][0])
         raise RunError(
-            f"the {what} of item {item} is {value} at step {step}: lower the learning rate, or look at the item"
+            f"the {what} of item {item} is {value} at step {step}: lower the learning rate, or check the item"
         )
 
 
 class DivergenceGuard:
-    """Stops a training whose energy runs away: loss below -1000 D, or mean |E| above a million for 100 steps.
+    """Stop training when the energy diverges: loss below -1000 D, or mean |E| above a million for 100 steps.
 
     Arguments:
         dims: D.
-        patience: steps that large energies are borne.
+        patience: number of consecutive steps with large energies that are tolerated.
 
     Errors: RunError, from `check`.
 
@@ -91,7 +91,7 @@ class DivergenceGuard:
         self.dims, self.patience, self.large = dims, patience, 0
 
     def check(self, step: int, loss: Tensor, energy: Tensor | None = None) -> None:
-        """Looks at a step's losses (B,) and energies (B,)."""
+        """Check the losses (B,) and energies (B,) of a step."""
         large = energy is not None and float(energy.detach().abs().mean()) > 1e6
         self.large = self.large + 1 if large else 0
         if float(loss.detach().mean()) < -1e3 * self.dims or self.large >= self.patience:

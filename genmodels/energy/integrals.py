@@ -20,15 +20,15 @@ Limits = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Quadrature:
-    """log Z on stated limits.
+    """log Z over a box.
 
     Arguments:
         log_z: the logarithm of the integral of exp(-E) over the limits.
         error: bound on its absolute error, as estimated by the rule.
-        limits: (low, high) of each coordinate; what lies outside is not in Z.
-        edge: the largest density on the border, relative to the largest inside: limits are wide enough where this
-            is negligible.
-        evaluations: of the energy.
+        limits: (low, high) of each coordinate; Z excludes what is outside.
+        edge: the largest density on the border, relative to the largest inside; limits are wide enough if this is
+            negligible.
+        evaluations: number of evaluations of the energy.
     """
 
     log_z: float
@@ -52,12 +52,12 @@ def quadrature(
 
     Arguments:
         limits: (low, high) of each of one or two coordinates.
-        cells: cells per coordinate that are refined each by itself, so that narrow modes are not overlooked.
-        tolerance: relative error aimed at; None is 1e-10 in float64 and 1e-5 in float32.
+        cells: cells per coordinate, each refined separately, so that narrow modes are not overlooked.
+        tolerance: target relative error; None is 1e-10 in float64 and 1e-5 in float32.
         cond: condition (1,) or (1, ...) of all points.
-        dtype: of the points that the energy is given.
+        dtype: of the points at which the energy is evaluated.
 
-    Errors: InputError in more than two dimensions, or for a score without energy; RunError where the rule does not
+    Errors: InputError in more than two dimensions, or for a score without energy; RunError if the rule does not
     converge or the energy is not finite.
 
     Example:
@@ -126,7 +126,7 @@ class _Energy:
                 values.append(self.model.energy(some, cond).to("cpu", torch.float64))
         energy = torch.cat(values).numpy()
         if np.isnan(energy).any():
-            raise RunError(f"the energy is no number at x = {points[np.isnan(energy)][0].tolist()}")
+            raise RunError(f"the energy is NaN at x = {points[np.isnan(energy)][0].tolist()}")
         return energy
 
 

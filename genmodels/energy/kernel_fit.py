@@ -1,11 +1,11 @@
-"""The last weights of a deep kernel energy in closed form, and the loss that trains the rest.
+"""Deep kernel energies: the last weights in closed form, and the loss that trains the others.
 
 log p = alpha . k(x) - E_0(x) is linear in alpha, so every score-matching loss is quadratic in it:
 
     J(alpha) = linear . alpha + 1/2 alpha^T gram alpha - alpha . pull + constant
     alpha = (gram + ridge)^-1 (pull - linear)
 
-Half of each batch gives alpha, the other half judges the score that follows: gradients go through the solution.
+Half of each batch gives alpha, the loss is evaluated on the other half, and gradients pass through the solution.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DeepKernel(EnergyFunction):
         return log_density_of(energy_bend).sum(0), log_density_of(energy_slope).T
 
     def fit(self, x: Tensor, loss: Loss, generator: Generator, *, chunk: int = 1024) -> None:
-        """Sets the network's weights to the best for that loss on all of x (N, D), at the end of training."""
+        """Set the network's weights to the minimiser of that loss on all of x (N, D), at the end of training."""
         with torch.no_grad():
             total: Design | None = None
             for start in range(0, len(x), chunk):
@@ -105,7 +105,7 @@ class DeepKernelLoss:
         if not isinstance(model, DeepKernel):
             raise InputError(f"the closed form is for deep kernel energies, not {type(model).__name__}")
         if len(x) < 2:
-            raise InputError("half of a batch fits and half judges: at least 2 rows are needed")
+            raise InputError("one half of a batch is fitted, the other is for the loss: at least 2 rows are needed")
         half = len(x) // 2
         first, second = _halves(generator, half)
         alpha = _solve(design(model.network, x[:half], self.loss, first), model.network)
@@ -113,7 +113,7 @@ class DeepKernelLoss:
 
 
 def design(network: DeepKernelEnergy, x: Tensor, loss: Loss, generator: Generator) -> Design:
-    """The quadratic form of a loss in alpha, mean over x (B, D); see the head of this module."""
+    """The quadratic form of a loss in alpha, mean over x (B, D); see the docstring of this module."""
     return _design_of(loss)(network, x, loss, generator)
 
 
@@ -173,13 +173,13 @@ _DESIGNS = {
 def _design_of(loss: Loss):
     if type(loss) not in _DESIGNS:
         raise InputError(
-            f"no closed form is known for {type(loss).__name__}: use one of the five score-matching losses"
+            f"there is no closed form for {type(loss).__name__}: use one of the five score-matching losses"
         )
     return _DESIGNS[type(loss)]
 
 
 def _all_coordinates(network: DeepKernelEnergy, x: Tensor, extra: Tensor | None = None) -> Design:
-    """(gram, pull, trace) with whole gradients, by jets along all coordinates; `extra (B, D)` joins the base's."""
+    """(gram, pull, trace) with full gradients, by jets along all coordinates; `extra (B, D)` is added to the base's."""
     basis = _basis(x)
     _, slope, curvature = network.kernel_jets(x, basis)
     base = torch.stack([network.confinement.jet(x, v)[1] for v in basis])  # (D, B)
@@ -207,7 +207,7 @@ def _mean(parts: list[Design]) -> Design:
 
 
 def _solve(found: Design, network: DeepKernelEnergy) -> Tensor:
-    """alpha (L,), solved in float64: the kernels of neighbouring points are nearly alike; NaN where none is defined."""
+    """alpha (L,), in float64 because the matrix is ill-conditioned; NaN if there is no solution."""
     linear, gram, pull = (part.to(torch.float64) for part in found)
     ridge = network.log_ridge.exp().to(torch.float64) * torch.eye(len(linear), dtype=torch.float64, device=gram.device)
     solved, fault = torch.linalg.solve_ex(gram + ridge, pull - linear)
@@ -221,5 +221,5 @@ def _halves(generator: Generator, half: int) -> tuple[Generator, Generator]:
 
 
 def _rows(generator: Generator, which: slice) -> Generator:
-    """The generator of some rows, where every row has noise of its own."""
+    """The generator of some rows, if it is keyed."""
     return generator.rows(which) if isinstance(generator, KeyedGenerator) else generator

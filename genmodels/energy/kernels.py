@@ -1,9 +1,9 @@
-"""Langevin steps: one pure step on a point of every chain, with or without the Metropolis correction.
+"""MCMC kernels as pure functions of a point per chain: ULA, MALA and HMC.
 
     kernel(target, point, generator, step_size (B,)) -> (point, Move)
 
 h is the step size of x' = x + h s(x) + sqrt(2h) xi everywhere in this package: the alpha of Song and Ermon 2019 is 2h,
-the epsilon of Song et al. 2021 is h. Every chain has its own step size and its own noise, so no chain knows the others.
+the epsilon of Song et al. 2021 is h. Every chain has its own step size and noise, independent of the others.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.energy.function import EnergyFunction, ScoreFunction
 
-#: A rise of the energy by more than this within one proposal is a divergence of the integrator, not bad luck.
+#: A proposal that raises the energy by more than this counts as a divergence of the integrator.
 DIVERGENCE = 1000.0
 
 
 class Point(NamedTuple):
-    """Where the chains are, with what was computed there.
+    """The positions of the chains, with energy and score there.
 
     Shapes: `x`, `score` `(B, *event)`, `energy (B,)` or None for a score without energy; `parts` are further tensors
-    with B rows that a target wants back (see `annealed_importance`).
+    with B rows that the target needs again (see `annealed_importance`).
     """
 
     x: Tensor
@@ -36,17 +36,17 @@ class Point(NamedTuple):
 
 
 class Move(NamedTuple):
-    """What a step did, each (B,): the probability of acceptance (None without correction) and whether it diverged."""
+    """Statistics of a step, each (B,): the acceptance probability (None without correction) and whether it diverged."""
 
     acceptance: Tensor | None
     divergent: Tensor
 
 
 class Target:
-    """The density that chains sample, at work: counts evaluations (of all chains together).
+    """The density that chains sample; counts its evaluations, over all chains.
 
     Arguments:
-        model: an energy, or a score alone for kernels without correction.
+        model: an energy, or only a score for kernels without correction.
         cond: condition of every chain.
     """
 
@@ -70,12 +70,12 @@ class Target:
 
 
 class Kernel(Protocol):
-    """One step of a chain; see the head of this module.
+    """One step of a chain; see the docstring of this module.
 
     Attributes:
-        exact: whether it leaves the target invariant; the others have a bias of order of their step size.
-        step_size: the step size at the start.
-        wanted_acceptance: what the adaptation of the step size aims at, None without acceptance.
+        exact: whether it leaves the target invariant; otherwise it has a bias of the order of its step size.
+        step_size: the initial step size.
+        wanted_acceptance: target of the adaptation of the step size, None without acceptance.
     """
 
     exact: bool
@@ -88,7 +88,7 @@ class Kernel(Protocol):
 class ULA:
     """The unadjusted Langevin step: x' = x + h s(x) + sqrt(2h) xi.
 
-    On N(0, 1) its stationary variance is 1/(1 - h/2), not 1: the bias is of order h, and from h = 2 on it explodes.
+    On N(0, 1) its stationary variance is 1/(1 - h/2), not 1: the bias is of order h, and for h >= 2 it diverges.
 
     Arguments:
         step_size: h.
@@ -175,7 +175,7 @@ def rows(value: Tensor, x: Tensor) -> Tensor:
 
 
 def noise_like(x: Tensor, generator: Generator) -> Tensor:
-    """Standard normal noise of the shape, type and place of x."""
+    """Standard normal noise with the shape, type and device of x."""
     return normal(x.shape, generator, dtype=x.dtype, device=x.device)
 
 
@@ -210,16 +210,16 @@ def leapfrog(
 
 
 class HMC:
-    """Hamiltonian Monte Carlo with a diagonal mass.
+    """Hamiltonian Monte Carlo with a diagonal mass matrix.
 
         p ~ N(0, m),   (x', p') = leapfrog(x, p),   accept with min(1, exp(H(x, p) - H(x', p'))),   H = E + p^2/(2m)
 
     Arguments:
         step_size: e, length of a leapfrog step.
-        leapfrog_steps: number of them in one move.
+        leapfrog_steps: number of them per move.
         inverse_mass: 1/m, event-shaped, about the variance of each coordinate; None is one everywhere.
-        jitter: each move's step is e times a number from 1 - jitter to 1 + jitter, drawn before it: moves of one length
-            may follow the period of the density and never leave an orbit.
+        jitter: the step of each move is e times a uniform draw from 1 - jitter to 1 + jitter; moves of equal length can
+            be periodic and never leave an orbit.
 
     Errors: InputError for a step that is not positive or fewer than one leapfrog step.
     Source: Neal 2011, sections 5.3 and 5.4.2.2.
@@ -255,7 +255,7 @@ class HMC:
 
     @property
     def wanted_acceptance(self) -> float:
-        """.65 for short trajectories, .8 for those longer than 1, whose errors add up."""
+        """.65 for short trajectories, .8 for those longer than 1, whose errors accumulate."""
         return 0.8 if self.step_size * self.leapfrog_steps > 1 else 0.65
 
     def __call__(self, target: Target, point: Point, generator: Generator, step_size: Tensor) -> tuple[Point, Move]:

@@ -1,4 +1,4 @@
-"""Densities whose energy, score, constant and moments are known: what losses and samplers are held against."""
+"""Energies with known log Z, scores and samples, for testing and as base densities; energies of a diffusion network."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class DoubleWell(EnergyFunction):
 
 
 class NormalMixture(EnergyFunction):
-    """A mixture of round normal densities, times exp(log_z).
+    """A mixture of isotropic Gaussians, times exp(log_z).
 
         E(x) = -log_z - log sum_k w_k N(x; m_k, s^2 I)
 
     Arguments:
-        weights: (K,) positive, made to sum to one.
+        weights: (K,) positive, normalised to sum to one.
         means: (K, D).
         spread: s.
         log_z: the logarithm of Z.
@@ -123,7 +123,7 @@ class NormalMixture(EnergyFunction):
 
 
 class GaussianBase(EnergyFunction):
-    """A normal density with its energy, its normalising constant and draws, in float64.
+    """A Gaussian with its energy, normalising constant and samples, in float64.
 
         E(x) = 1/2 (x - m)^T C^-1 (x - m),   log Z = D/2 log(2 pi) + 1/2 log |C|
 
@@ -151,9 +151,9 @@ class GaussianBase(EnergyFunction):
 
     @classmethod
     def fit(cls, x: Tensor, *, widen: float = 2.0) -> GaussianBase:
-        """From training data, with `widen` times their covariance: broad, so that weights stay bounded.
+        """Fitted to training data, with `widen` times their covariance, so that importance weights stay bounded.
 
-        Directions in which the data hardly vary get 1e-6 of the largest variance.
+        The variance in every direction is at least 1e-6 of the largest.
         """
         rows = x.flatten(1).to(torch.float64)
         covariance = widen * torch.cov(rows.T).reshape(rows.shape[1], -1)
@@ -171,18 +171,18 @@ class GaussianBase(EnergyFunction):
 
 
 class Potential(nn.Module):
-    """The gradient of a scalar made of a network f, as the velocity of a diffusion x = alpha x_0 + sigma eps.
+    """The gradient of a scalar potential of a network f, as the velocity of a diffusion x = alpha x_0 + sigma eps.
 
         Phi(x) = sum x f(x),    v = grad Phi
         E(x) = 1/2 |x|^2 + (alpha/sigma) Phi(x),    score = -grad E = -x - (alpha/sigma) v
 
-    Any v gives a score; one that is a gradient gives a score with an energy. f is usually zero at the start, where E is
-    that of a standard normal density at every noise level. Calls are float32 or wider whatever the autocast, and make
-    the graph they need also where the caller has gradients off.
+    Any v gives a score; one that is a gradient gives a score with an energy. f is usually initialised to zero; then E
+    is that of a standard Gaussian at every noise level. Computed in float32 or wider regardless of autocast, and with
+    gradients even if the caller has disabled them.
 
     Arguments:
-        network: `(x, log_snr, cond)`, with a mask as fourth argument where there is one, to a tensor like x with second
-            derivatives.
+        network: maps `(x, log_snr, cond)`, and a mask as fourth argument if given, to a tensor like x; twice
+            differentiable.
 
     Shapes: `x (B, *event)`, `log_snr (B,)`, `mask (B, 1, T)` bool or None; the gradient is like x, zero where the mask
     is False, energies are `(B,)`.
@@ -202,7 +202,7 @@ class Potential(nn.Module):
     def energy(
         self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """(B,) E(x), whose differences at one noise level are those of -log p."""
+        """(B,) E(x), equal to -log p up to a constant for each noise level."""
         x = hide(wide(x), mask)
         return 0.5 * x.square().flatten(1).sum(1) + torch.exp(0.5 * log_snr) * self._scalar(x, log_snr, cond, mask)
 

@@ -28,7 +28,7 @@ from genmodels.energy.products import Directional, directional, trace
 
 
 class Projection(Protocol):
-    """A law of random directions."""
+    """A distribution of random directions."""
 
     def draw(self, shape, generator: Generator, *, dtype=torch.float32, device=None) -> Tensor:
         """(B, *event) directions, independent over the batch."""
@@ -96,17 +96,17 @@ class Sphere:
         return 2 * dims / (dims + 2) * (matrix.square().sum() - matrix.trace().square() / dims)
 
 
-#: What `projection=` may be.
+#: The values of `projection=`.
 PROJECTIONS: dict[str, type[Projection]] = {"rademacher": Rademacher, "gaussian": Gaussian, "sphere": Sphere}
 
 
-def projection_law(name: str) -> Projection:
-    """The law of that name.
+def projection_named(name: str) -> Projection:
+    """The distribution of directions of that name.
 
-    Errors: InputError for an unknown one.
+    Errors: InputError for an unknown name.
 
     Example:
-        >>> type(projection_law("sphere")).__name__
+        >>> type(projection_named("sphere")).__name__
         'Sphere'
     """
     if name not in PROJECTIONS:
@@ -143,7 +143,7 @@ def sliced(found: Directional) -> Tensor:
 
 
 def sliced_vr(found: Directional) -> Tensor:
-    """v^T J v + 1/2 |s|^2, mean over directions, (B,): the second half is known without a direction.
+    """v^T J v + 1/2 |s|^2, mean over directions, (B,): the second term needs no random direction.
 
     Source: Song et al. 2019, equation 8.
     """
@@ -176,7 +176,7 @@ class ExactScoreMatching:
 
     Arguments:
         chunk: coordinates whose backward passes run at once; fewer need less memory.
-        confirm: whether more than 1024 dimensions are meant.
+        confirm: allow more than 1024 dimensions.
 
     Errors: InputError for events of more than 1024 dimensions, unless confirmed.
 
@@ -203,13 +203,13 @@ class ExactScoreMatching:
 
 
 class SlicedScoreMatching:
-    """v^T J v + 1/2 (v . s)^2, by directions drawn anew in every step.
+    """v^T J v + 1/2 (v . s)^2, with new directions in every step.
 
     Arguments:
-        projection: law of the directions.
-        projections: number of directions, whose mean is taken.
+        projection: distribution of the directions.
+        projections: number of directions to average over.
         route: how the products are computed.
-        projection_chunk: directions taken at once where the route can; fewer need less memory.
+        projection_chunk: directions computed at once, if the route supports it; fewer need less memory.
 
     Errors: InputError for fewer than one direction.
 
@@ -231,7 +231,7 @@ class SlicedScoreMatching:
         route: Literal["auto", "double_backward", "forward_over_reverse", "jet"] = "auto",
         projection_chunk: int = 1,
     ):
-        self.projection, self.projections = projection_law(projection), _at_least_one(projections)
+        self.projection, self.projections = projection_named(projection), _at_least_one(projections)
         self.route, self.projection_chunk = route, _at_least_one(projection_chunk, "projection_chunk")
 
     def __call__(self, model: ScoreFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
@@ -245,15 +245,15 @@ class SlicedScoreMatching:
 
 
 class SlicedScoreMatchingVR(SlicedScoreMatching):
-    """v^T J v + 1/2 |s|^2: the variance of the second half of the sliced loss is gone.
+    """v^T J v + 1/2 |s|^2: the sliced loss without the variance of its second term.
 
-    With Rademacher directions it is exact where J is diagonal.
+    With Rademacher directions it is exact if J is diagonal.
 
     Arguments:
-        projection: law of the directions.
-        projections: number of directions, whose mean is taken.
+        projection: distribution of the directions.
+        projections: number of directions to average over.
         route: how the products are computed; the jet has no score.
-        projection_chunk: directions taken at once where the route can.
+        projection_chunk: directions computed at once, if the route supports it.
 
     Example:
         >>> from genmodels.energy import LogDensity
@@ -280,14 +280,14 @@ class FiniteDifferenceScoreMatching:
     """The sliced loss by differences of the energy along a direction, to second order: no second derivatives.
 
     Arguments:
-        projection: law of the directions.
-        projections: number of directions, whose mean is taken.
+        projection: distribution of the directions.
+        projections: number of directions to average over.
         step: e, in units of `scale`.
         scale: standard deviation of the data.
         projection_chunk: directions evaluated in one batch.
 
-    Errors: InputError for a score without energy, or a step below 0.01 in float32, where rounding, which grows as
-    1/e^2, drowns the differences.
+    Errors: InputError for a score without energy, or a step below 0.01 in float32, where rounding errors, which grow as
+    1/e^2, exceed the differences.
 
     Example:
         >>> from genmodels.energy import LogDensity
@@ -308,7 +308,7 @@ class FiniteDifferenceScoreMatching:
     ):
         if step <= 0 or scale <= 0:
             raise InputError(f"step = {step} and scale = {scale} must be positive")
-        self.projection, self.projections = projection_law(projection), _at_least_one(projections)
+        self.projection, self.projections = projection_named(projection), _at_least_one(projections)
         self.step, self.scale = step, scale
         self.projection_chunk = _at_least_one(projection_chunk, "projection_chunk")
 
@@ -333,8 +333,8 @@ _MOST_EXACT = 1024
 _SMALLEST_STEP = 0.01
 
 
-def _directions(law, count: int, x: Tensor, generator: Generator) -> Tensor:
-    return torch.stack([law.draw(x.shape, generator, dtype=x.dtype, device=x.device) for _ in range(count)])
+def _directions(projection: Projection, count: int, x: Tensor, generator: Generator) -> Tensor:
+    return torch.stack([projection.draw(x.shape, generator, dtype=x.dtype, device=x.device) for _ in range(count)])
 
 
 def _at_least_one(number: int, name: str = "projections") -> int:

@@ -1,11 +1,11 @@
-"""Products of the Jacobian J of a score with directions, by three routes to one result.
+"""Products of the Jacobian J of a score with directions, by three equivalent routes.
 
     double_backward       grad of v . s(x): any model; the score costs once for all directions
     forward_over_reverse  the derivative of s(x + t v) in t, by forward-mode differentiation
                           (not for training networks with attention: torch changes its softmax in place there)
     jet                   (v . s, v^T J v) carried through the layers of an energy, without s itself
 
-Only v^T J v is taken, so a J that is not symmetric (a free score network) is legal.
+Only v^T J v is used, so that J need not be symmetric (as for an unconstrained score network).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from genmodels.core.errors import InputError
 from genmodels.core.tensors import usable, wide
 from genmodels.energy.function import EnergyFunction, ScoreFunction
 
-#: Whether many gradients may be had in one backward pass. Up to torch 2.11 the second derivatives of a group norm are
-#: wrong so, some in silence.
+#: Whether several gradients can be computed in one backward pass. Up to torch 2.11 this gives wrong second derivatives
+#: of a group norm, sometimes without an error.
 BATCHED = torch.__version__ >= "2.14"
 
 Route = Literal["auto", "double_backward", "forward_over_reverse", "jet"]
 
 
 class Directional(NamedTuple):
-    """What the sliced losses are made of, for M directions.
+    """The directional derivatives in the sliced losses, for M directions.
 
-    Shapes: `slope (M, B)` v . s, `curvature (M, B)` v^T J v, `score (B, *event)` or None where the route has none.
+    Shapes: `slope (M, B)` v . s, `curvature (M, B)` v^T J v, `score (B, *event)` or None if the route has none.
     """
 
     slope: Tensor
@@ -53,17 +53,17 @@ def directional(
     with_score: bool = False,
     chunk: int = 1,
 ) -> Directional:
-    """v . s(x), v^T J(x) v and, if asked for, s(x).
+    """v . s(x), v^T J(x) v and, if requested, s(x).
 
     Arguments:
         model: an energy or a score network whose score may be differentiated.
         x: (B, *event).
         directions: (M, B, *event).
-        route: how; auto is `cheapest_route`.
+        route: how they are computed; auto is `cheapest_route`.
         with_score: whether the score is needed; the jet has none.
-        chunk: directions that the jet takes at once, as one larger batch; fewer need less memory.
+        chunk: directions per batch of the jet; fewer need less memory.
 
-    Errors: InputError for a model without second derivatives, or a route it has not.
+    Errors: InputError for a model without second derivatives, or a route it does not support.
 
     Example:
         >>> from genmodels.energy import LogDensity
@@ -94,7 +94,7 @@ def directional(
 
 
 def cheapest_route(model: ScoreFunction, *, with_score: bool, cond: Tensor | None = None) -> Route:
-    """The route that was measured to be the cheapest for this kind of model and use; `measure_routes` repeats it.
+    """The fastest route for this kind of model, by measurement; `measure_routes` repeats it.
 
     In training and in evaluation, for perceptrons and convolutions, double backward took .5 to .8 of the time of
     forward over reverse, also for score networks; the jet took about .55 of double backward where it exists.
@@ -112,9 +112,9 @@ def measure_routes(
     model: ScoreFunction, x: Tensor, directions: Tensor, cond: Tensor | None = None, *, with_score: bool = False,
     repeats: int = 5,
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of each route the model has: values and, where gradients are enabled, those of the parameters.
+    """Median seconds of each route of the model, including gradients of the parameters where they are enabled.
 
-    The routes take turns; the median of `repeats` is told.
+    The routes alternate; each is measured `repeats` times.
     """
     jet = getattr(model, "has_jet", False) and not with_score and cond is None
     routes = [route for route in _ROUTES if route != "jet" or jet]
@@ -137,7 +137,7 @@ def measure_routes(
 def trace(model: ScoreFunction, x: Tensor, cond: Tensor | None = None, *, chunk: int = 16) -> tuple[Tensor, Tensor]:
     """(tr J (B,), s (B, *event)), by one backward pass for each of the D coordinates, `chunk` of them at once.
 
-    A model that knows a cheaper way of its own has a method `trace_and_score(x)`.
+    A model with a cheaper way provides it as a method `trace_and_score(x)`.
     """
     if not model.smooth:
         raise InputError("this energy was built with second_derivatives=False: exact and sliced losses need them")
@@ -185,9 +185,9 @@ def curl(model: ScoreFunction, x: Tensor, directions: Tensor, cond: Tensor | Non
 
 @cache
 def _say_fallback(network: str) -> None:
-    """Once for each kind of network: the sliced loss could be cheaper."""
+    """Log once per class of network that the sliced loss could be cheaper."""
     logging.getLogger(__name__).info(
-        "%s has layers without a second-order jet, or a condition: the sliced loss goes by double backward", network
+        "%s has layers without a second-order jet, or a condition: the sliced loss uses double backward", network
     )
 
 

@@ -149,7 +149,7 @@ def test_starts():
 def test_a_score_alone_has_no_acceptance():
     field, start = ScoreNetwork(lambda x: -x), torch.zeros(4, 2)
     for kernel in (MALA(), HMC()):
-        with pytest.raises(ValueError, match="needs an energy, and ScoreNetwork is a score alone"):
+        with pytest.raises(ValueError, match="needs an energy, but ScoreNetwork has only a score"):
             run_chains(field, kernel, start, keyed(torch.arange(4)), steps=1)
     assert run_chains(field, ULA(), start, keyed(torch.arange(4)), steps=5).samples.isfinite().all()
 

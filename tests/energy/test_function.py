@@ -203,5 +203,5 @@ def test_errors():
         with pytest.raises(ValueError, match="layer 0 .ReLU. is not twice differentiable"):
             make(nn.Sequential(nn.ReLU()))
         make(nn.Sequential(nn.ReLU()), second_derivatives=False)
-    with pytest.raises(ValueError, match="quadrature needs an energy, and ScoreNetwork is a score alone"):
+    with pytest.raises(ValueError, match="quadrature needs an energy, but ScoreNetwork has only a score"):
         require_energy(ScoreNetwork(nn.Linear(3, 3)), "quadrature")

@@ -117,7 +117,7 @@ def test_fitting_in_parts_is_fitting_at_once():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="no closed form is known for MultiScaleDenoising"):
+    with pytest.raises(ValueError, match="there is no closed form for MultiScaleDenoising"):
         DeepKernelLoss(loss=MultiScaleDenoising(sigmas=(1.0,)))
     with pytest.raises(ValueError, match="is for deep kernel energies, not Energy"):
         DeepKernelLoss(loss=ExactScoreMatching())(Energy(EnergyMLP((3,))), X, seeded())
