@@ -1,4 +1,4 @@
-"""The part of `genmodels sample` for models of speech: texts spoken, at once or piece by piece."""
+"""The part of `genmodels sample` for text-to-speech: synthesis of texts, at once or as a stream."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from genmodels.plots.images import mel_with_tokens
 from genmodels.speech.audio import MelConfig, write_wav
 from genmodels.speech.markup import phrases
 from genmodels.speech.streaming import Vocoder, collect, stream_sound
-from genmodels.speech.vocoder import FLOOR, SPOKEN, phases, sound_of, vocoder_of
+from genmodels.speech.vocoder import FLOOR, VOCODERS, phases, sound_of, vocoder_of
 
 
 def say(model, header: dict, ckpt_path, asked: dict, manner: dict, options: dict) -> list[str]:
-    """Speak texts (the checkpoint's own examples, if there are none) and write them; what to tell the user.
+    """Synthesise texts (by default the checkpoint's examples) and write the files; returns lines for the user.
 
     Arguments:
         model, header, ckpt_path: the checkpoint.
-        asked: which texts, how many takes, where to.
-        manner: arguments of `Manner`, None for those that nobody gave.
-        options: further ones of the model's `sample`.
+        asked: texts, number of takes, output.
+        manner: arguments of `Manner`, None for defaults.
+        options: further options of the model's `sample`.
 
     Raises:
-        InputError: for texts that cannot be spoken, or files that cannot be read.
+        InputError: for texts that cannot be synthesised, or files that cannot be read.
     """
     from genmodels.core.checkpoint import checkpoint_hash
     from genmodels.evaluation.samples import takes
@@ -44,9 +44,9 @@ def say(model, header: dict, ckpt_path, asked: dict, manner: dict, options: dict
 
     for key in options:
         if not takes(model.sample, key):
-            raise InputError(f"{key}: {header['family']} has no such option of sampling")
+            raise InputError(f"{key}: {header['family']} has no such sampling option")
     if asked["text"] is not None and asked["text_file"] is not None:
-        raise InputError("text and text_file: give one of the two")
+        raise InputError("text and text_file: give only one of the two")
     texts, takes = asked["text"], 1 if asked["n"] is None else asked["n"]
     if asked["text_file"] is not None:
         try:
@@ -63,45 +63,45 @@ def say(model, header: dict, ckpt_path, asked: dict, manner: dict, options: dict
     how = Manner(**given, options=options)
     out = None if asked["out"] is None else Path(asked["out"])
     silent = out is not None and out.suffix.lower() == ".npz"
-    # Made before anything is spoken, so that what it refuses is said at once.
+    # Loaded before synthesis, so that its errors come first.
     vocoder = None if silent else vocoder_of(how.vocoder, MelConfig(**model.spec.mel))
     chunk, which = asked["chunk"], {"takes": takes, "start": asked["start"]}
     begun = time.monotonic()
     if chunk is None:
-        told, times = speak(model, texts, how, **which), []
+        found, times = synthesise(model, texts, how, **which), []
     else:
-        told, times = speak_streamed(model, texts, how, vocoder, chunk=chunk, **which)
+        found, times = stream_texts(model, texts, how, vocoder, chunk=chunk, **which)
     hop, rate = model.spec.mel["hop"], model.spec.mel["sample_rate"]
-    seconds, took = sum(one.mel.shape[1] for one in told) * hop / rate, time.monotonic() - begun
+    seconds, took = sum(one.mel.shape[1] for one in found) * hop / rate, time.monotonic() - begun
     made = {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
-    places = targets(out, ckpt_path.parent / "samples", ckpt_path.stem, told, how.seed)
+    places = targets(out, ckpt_path.parent / "samples", ckpt_path.stem, found, how.seed)
     what = "mels" if chunk is None or silent else "mels and sound"
     lines = [f"{what} of {seconds:.2f} s in {took:.2f} s (real-time factor {took / seconds:.3f}, {model.device})"]
-    return lines + times + [line for one, place in zip(told, places, strict=True)
-                    for line in write_spoken(one, model.spec, place, how, made, vocoder)]
+    return lines + times + [line for one, place in zip(found, places, strict=True)
+                            for line in write_utterance(one, model.spec, place, how, made, vocoder)]
 
 
-_TOGETHER = 16  # sentences in one pass
-_MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature")  # what files say of how a mel was sampled
+_TOGETHER = 16  # sentences per batch
+_MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature")  # sampling options recorded in files
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How texts are spoken.
+    """Options of synthesis.
 
     Arguments:
         speaker: name or number; None for the first.
-        temperature: factor of the noise's deviation; None for what the model usually has.
-        speed: above 1 is faster.
-        seconds: total time of a text, which is then spoken as one sentence.
-        pause: seconds of silence between sentences, where no mark `[pause=0.3]` says otherwise.
+        temperature: factor on the standard deviation of the noise; None for the model's default.
+        speed: factor of the speaking rate, above 1 is faster.
+        seconds: total time of a text, which is then synthesised as one sentence.
+        pause: seconds of silence between sentences, unless a mark `[pause=0.3]` sets it.
         durations: for each sentence the frames of its tokens, instead of predicted ones.
         vocoder: one of `genmodels.speech.vocoder.VOCODERS`.
         seed, weights, on_unknown: see the model's `sample`.
-        options: what else the model's `sample` is told, such as sampler and steps of a diffusion.
+        options: further options of the model's `sample`, such as sampler and steps of a diffusion model.
 
     Raises:
-        InputError: for a pause that is negative, a vocoder that does not exist, or durations beside a speed.
+        InputError: for a negative pause, an unknown vocoder, or durations together with a speed.
     """
 
     speaker: int | str | None = None
@@ -118,30 +118,30 @@ class Manner:
 
     def __post_init__(self):
         if not self.pause >= 0:
-            raise InputError(f"pause is seconds of silence, 0 or more, got {self.pause}")
-        if self.vocoder not in SPOKEN:
-            raise InputError(f"vocoder is one of {', '.join(SPOKEN)}, got {self.vocoder!r}")
+            raise InputError(f"pause must be a number of seconds from 0 on, got {self.pause}")
+        if self.vocoder not in VOCODERS:
+            raise InputError(f"vocoder must be one of {', '.join(VOCODERS)}, got {self.vocoder!r}")
         if self.durations is not None and self.speed != 1:
-            raise InputError("durations already say how long every token lasts: leave out speed, or durations")
+            raise InputError("durations already fix how long every token lasts: leave out speed, or durations")
 
     @property
     def of_model(self) -> dict:
-        """What of it a model's `sample` is told."""
+        """The arguments of a model's `sample`."""
         own = ("temperature", "speed", "seconds", "durations", "seed", "weights", "on_unknown")
-        told = {name: getattr(self, name) for name in own} | self.options
-        return {name: value for name, value in told.items() if name != "temperature" or value is not None}
+        given = {name: getattr(self, name) for name in own} | self.options
+        return {name: value for name, value in given.items() if name != "temperature" or value is not None}
 
 
 @dataclass
-class Spoken:
-    """One text, spoken.
+class SynthesisedText:
+    """The synthesis of one text.
 
     Attributes:
-        text: as it was written.
+        text: as written.
         parts: for each sentence its normal form, tokens, durations and mel (n_mels, T).
         gaps: frames of silence before each of them.
-        mel: all of them with pauses between, (n_mels, T).
-        wave: the sound (N,), None before a vocoder has run.
+        mel: the mel of the whole text with pauses, (n_mels, T).
+        wave: the sound (N,), None before vocoding.
         made: how the mel was sampled: sampler, steps, temperature.
     """
 
@@ -154,36 +154,36 @@ class Spoken:
 
 
 def in_parts(texts: Sequence[str], manner: Manner, mel: dict) -> list[list[tuple[str, int]]]:
-    """The sentences of each text with the frames of silence before each; a text with an exact total time is one.
+    """The sentences of each text with the frames of silence before each; with a total time, a text is one sentence.
 
     Raises:
-        InputError: for no text at all, marks that cannot be followed, or durations of another number of sentences.
+        InputError: for an empty text, invalid marks, or durations of another number of sentences.
     """
     marked = [phrases(text, manner.pause) for text in texts]
     if manner.seconds is not None:
         if any("[pause=" in text for text in texts):
-            raise InputError("seconds is the time of one sentence: leave the [pause=] out, or give no seconds")
+            raise InputError("seconds is the time of one sentence: leave out [pause=], or seconds")
         marked = [[(text, 0.0)] for text in texts]
     split = [[(part, round(gap * mel["sample_rate"] / mel["hop"])) for part, gap in parts] for parts in marked]
     count = sum(map(len, split))
     if not count:
-        raise InputError("there is no text to speak")
+        raise InputError("there is no text to synthesise")
     if manner.durations is not None and len(manner.durations) != count:
-        raise InputError(f"durations hold {len(manner.durations)} sentences, the text has {count}")
+        raise InputError(f"durations has {len(manner.durations)} sentences, the text has {count}")
     return split
 
 
-def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start: int = 0) -> list[Spoken]:
+def synthesise(
+    model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start: int = 0
+) -> list[SynthesisedText]:
     """Mels of texts, each `takes` times, long ones sentence by sentence; in the order of takes, then of texts.
 
-    A sentence has the same mel in whatever text, batch or process it is spoken: its noise is keyed by the seed, the
-    sentence and the number of the take.
+    A sentence has the same mel in any text, batch or process, because its noise is keyed by the seed, the sentence and
+    the number of the take.
 
     Raises:
-        InputError: for texts that cannot be spoken.
+        InputError: for texts that cannot be synthesised.
     """
-    from genmodels.models.text_model import TextReader
-
     reader = TextReader(model.spec, manner.on_unknown)
     split = in_parts(texts, manner, model.spec.mel)
     flat = [sentence for parts in split for sentence, _ in parts]
@@ -205,7 +205,7 @@ def speak(model, texts: Sequence[str], manner: Manner, *, takes: int = 1, start:
             gaps = [gap for _, gap in parts]
             pieces = [piece for part, gap in zip(own, gaps, strict=True) for piece in (silence(part[3], gap), part[3])]
             made = {key: drawn.made[key] for key in _MADE if key in drawn.made} | {"take": take}
-            found.append(Spoken(text, own, gaps, torch.cat(pieces, 1), made=made))
+            found.append(SynthesisedText(text, own, gaps, torch.cat(pieces, 1), made=made))
     return found
 
 
@@ -215,18 +215,18 @@ def silence(like: Tensor, frames: int) -> Tensor:
 
 
 def read_durations(path: Path) -> list[list[int]]:
-    """The durations in a file that `write_spoken` has written, or a plain list of them.
+    """The durations in a file written by `write_utterance`, or in a plain list.
 
     Raises:
-        InputError: for a file that holds no durations, or other than whole numbers.
+        InputError: for a file without durations in whole numbers.
     """
     try:
         rows = _rows_of(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise InputError(f"durations={path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:  # no JSON, or JSON of another form
-        raise InputError(f"durations={path} holds no durations in whole numbers of frames: it wants the .json that "
-                         "sample.py writes, or [[3, 5, 2]]") from error
+        raise InputError(f"durations={path} holds no durations in whole numbers of frames: it must be a .json written "
+                         "by sample.py, or [[3, 5, 2]]") from error
     return rows
 
 
@@ -238,77 +238,78 @@ def _rows_of(found) -> list[list[int]]:
     return rows
 
 
-def write_spoken(
-    told: Spoken, spec, target: Path, manner: Manner, made: dict, vocoder: Vocoder | None = None
+def write_utterance(
+    found: SynthesisedText, spec, target: Path, manner: Manner, made: dict, vocoder: Vocoder | None = None
 ) -> list[str]:
-    """Write one text: .wav with .png and .json beside it, or a .npz; what to tell the user.
+    """Write one text as .wav with .png and .json next to it, or as .npz; returns lines for the user.
 
     Arguments:
-        vocoder: that of `manner`, if it is loaded already; used where the text has no sound yet.
+        vocoder: that of `manner`, if it is loaded already; used if the text has no sound yet.
     """
     config = MelConfig(**spec.mel)
-    about = {"text": told.text, "seed": manner.seed, **told.made, "speed": manner.speed, "vocoder": manner.vocoder,
+    about = {"text": found.text, "seed": manner.seed, **found.made, "speed": manner.speed, "vocoder": manner.vocoder,
              **made}
     if target.suffix.lower() == ".npz":
-        arrays = {"mel": told.mel.numpy(), "tokens": np.concatenate([part[1] for part in told.parts]),
-                  "durations": np.concatenate([part[2] for part in told.parts]), "made": json.dumps(about, default=str)}
+        arrays = {"mel": found.mel.numpy(), "tokens": np.concatenate([part[1] for part in found.parts]),
+                  "durations": np.concatenate([part[2] for part in found.parts]),
+                  "made": json.dumps(about, default=str)}
         write_whole(target, lambda file: np.savez_compressed(file, **arrays))
-        return [f"mel {tuple(told.mel.shape)}: {target}"]
+        return [f"mel {tuple(found.mel.shape)}: {target}"]
     took = ""
-    if told.wave is None:
+    if found.wave is None:
         start = time.monotonic()
         vocoder = vocoder_of(manner.vocoder, config) if vocoder is None else vocoder
-        told.wave = sound_of(told.mel, vocoder, manner.seed, manner.seconds)
-        if not bool(told.wave.isfinite().all()):
-            raise RunError(f"the mel of this text goes up to {float(told.mel.max()):.4g} in log units, louder than any "
-                           f"sound: train longer, or lower temperature=; out={target.with_suffix('.npz')} keeps it")
-        took = f" ({SPOKEN[manner.vocoder]} took {time.monotonic() - start:.1f} s)"
+        found.wave = sound_of(found.mel, vocoder, manner.seed, manner.seconds)
+        if not bool(found.wave.isfinite().all()):
+            raise RunError(f"the mel of this text goes up to {float(found.mel.max()):.4g} in log units, louder than "
+                           f"any sound: train longer, or lower temperature=; out={target.with_suffix('.npz')} keeps it")
+        took = f" ({VOCODERS[manner.vocoder]} took {time.monotonic() - start:.1f} s)"
     held = io.BytesIO()
-    factor = write_wav(held, told.wave, config.sample_rate)
+    factor = write_wav(held, found.wave, config.sample_rate)
     write_whole(target, lambda file: file.write(held.getvalue()))
-    seconds = len(told.wave) / config.sample_rate
+    seconds = len(found.wave) / config.sample_rate
     lines = [f"{seconds:.2f} s of sound{took}: {target}"]
     if factor < 1:
-        lines.append(f"it was too loud and was made quieter as a whole, by a factor of {factor:.2g}")
-    tokens, durations = _joined(told)
-    save_png(mel_with_tokens(told.mel, spec, tokens, durations, told.text[:120]), target.with_suffix(".png"), about)
+        lines.append(f"the sound was beyond full scale and was multiplied by {factor:.2g}")
+    tokens, durations = _joined(found)
+    save_png(mel_with_tokens(found.mel, spec, tokens, durations, found.text[:120]), target.with_suffix(".png"), about)
     plain = about | {"sample_rate": config.sample_rate, "hop": config.hop, "sentences": [
         {"text": text, "tokens": [spec.text["symbols"][t] for t in tokens], "durations": durations}
-        for text, tokens, durations, _ in told.parts
+        for text, tokens, durations, _ in found.parts
     ]}
     write_whole(target.with_suffix(".json"),
                 lambda file: file.write(json.dumps(plain, indent=1, default=str) + "\n"), mode="w")
-    return [*lines, f"its mel with tokens: {target.with_suffix('.png')}; durations: {target.with_suffix('.json')}"]
+    return [*lines, f"mel with tokens: {target.with_suffix('.png')}; durations: {target.with_suffix('.json')}"]
 
 
-def _joined(told: Spoken) -> tuple[list[int], list[int]]:
+def _joined(found: SynthesisedText) -> tuple[list[int], list[int]]:
     """Tokens and frames of the whole text, each pause as padding."""
     tokens, durations = [], []
-    for (_, own, frames, _), gap in zip(told.parts, told.gaps, strict=True):
+    for (_, own, frames, _), gap in zip(found.parts, found.gaps, strict=True):
         if gap:
             tokens, durations = [*tokens, 0], [*durations, gap]
         tokens, durations = tokens + own, durations + frames
     return tokens, durations
 
 
-def targets(out: Path | None, folder: Path, stem: str, told: Sequence[Spoken], seed: int) -> list[Path]:
-    """A file for each text: `out` itself for one, files in the folder `out` for several, else files of the run.
+def targets(out: Path | None, folder: Path, stem: str, found: Sequence[SynthesisedText], seed: int) -> list[Path]:
+    """A file for each text: `out` for a single text, files in the folder `out` for several, else files of the run.
 
     Raises:
-        InputError: for one file and several texts, or a form that is not written.
+        InputError: for one file and several texts, or an unsupported file type.
     """
     if out is not None and out.suffix.lower() in (".wav", ".npz"):
-        if len(told) > 1:
-            raise InputError(f"out={out} is one file and there are {len(told)} texts: give a folder")
+        if len(found) > 1:
+            raise InputError(f"out={out} is one file but there are {len(found)} texts: give a folder")
         return [out]
     if out is not None and out.suffix:
-        raise InputError(f"out={out}: end it in .wav (with .png and .json beside it), .npz, or nothing (a folder)")
+        raise InputError(f"out={out}: end it in .wav (with .png and .json next to it), .npz, or nothing (a folder)")
     place = out or folder
-    return [place / f"{stem}_seed{seed}_{k}_{_words(one.text)}.wav" for k, one in enumerate(told)]
+    return [place / f"{stem}_seed{seed}_{k}_{_words(one.text)}.wav" for k, one in enumerate(found)]
 
 
 def _words(text: str) -> str:
-    """The beginning of a text as a file name has it.
+    """The beginning of a text for a file name.
 
     Example:
         >>> _words("Turn right, at 130 Prospect Street!")
@@ -318,13 +319,13 @@ def _words(text: str) -> str:
     return "-".join(kept[:5])[:40] or "text"
 
 
-def speak_streamed(
+def stream_texts(
     model, texts: Sequence[str], manner: Manner, vocoder: Vocoder | None, *, chunk: int = 64, takes: int = 1,
     start: int = 0, clock: Callable[[], float] = time.perf_counter,
-) -> tuple[list[Spoken], list[str]]:  # fmt: skip
-    """What `speak` gives, and its sound where there is a vocoder, made in pieces; and the times of each, in words.
+) -> tuple[list[SynthesisedText], list[str]]:  # fmt: skip
+    """The result of `synthesise`, and its sound if there is a vocoder, computed in chunks; and a line with its latency.
 
-    A sentence is begun when the one before it is over: the first piece waits for the text of the first one alone.
+    A sentence starts after the previous one, so that the first chunk waits only for the first sentence.
 
     Raises:
         InputError: for texts or models that cannot be streamed.
@@ -336,28 +337,28 @@ def speak_streamed(
     found, lines = [], []
     for take in range(start, start + takes):
         for text, parts, own in zip(texts, split, durations, strict=True):
-            told, kept, began = Spoken(text), [], clock()
-            pieces = _noted(_mels(model, told, list(zip(parts, own, strict=True)), manner, take, chunk), kept, clock)
+            one, kept, began = SynthesisedText(text), [], clock()
+            pieces = _noted(_mels(model, one, list(zip(parts, own, strict=True)), manner, take, chunk), kept, clock)
             if vocoder is None:
                 whole = collect(pieces, clock)
             else:
                 whole = collect(stream_sound(vocoder, pieces, phases(manner.seed)), clock)
                 cut = None if manner.seconds is None else round(manner.seconds * vocoder.config.sample_rate)
-                told.wave = whole.whole[:cut]
-            told.mel = torch.cat([piece for _, piece in kept], 1)
-            found.append(told)
-            sound = "" if vocoder is None else f", of its sound after {whole.first_packet:.3f} s"
-            waited, size = kept[0][0] - began, kept[0][1].shape[1]
-            lines.append(f"first packet of the mel ({size} frames) after {waited:.3f} s{sound}, the last after "
+                one.wave = whole.whole[:cut]
+            one.mel = torch.cat([piece for _, piece in kept], 1)
+            found.append(one)
+            sound = "" if vocoder is None else f", first audio after {whole.first_packet:.3f} s"
+            latency, size = kept[0][0] - began, kept[0][1].shape[1]
+            lines.append(f"first chunk of the mel ({size} frames) after {latency:.3f} s{sound}, the last after "
                          f"{whole.seconds:.3f} s")
     return found, lines
 
 
 def _mels(
-    model, told: Spoken, sentences: list[tuple[tuple[str, int], list[int] | None]], manner: Manner, take: int,
+    model, found: SynthesisedText, sentences: list[tuple[tuple[str, int], list[int] | None]], manner: Manner, take: int,
     chunk: int,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """The pieces of a text's mel with the pauses between sentences; what was spoken is noted in `told`."""
+    """The chunks of a text's mel with the pauses between sentences; its parts are recorded in `found`."""
     reader = TextReader(model.spec, manner.on_unknown)
     for (sentence, gap), durations in sentences:
         if gap:
@@ -368,13 +369,13 @@ def _mels(
         for piece in said.pieces:
             pieces.append(piece.cpu())
             yield pieces[-1]
-        told.gaps.append(gap)
-        told.made = said.made
-        told.parts.append((reader.normal_form(sentence), said.tokens, said.durations, torch.cat(pieces, 1)))
+        found.gaps.append(gap)
+        found.made = said.made
+        found.parts.append((reader.normal_form(sentence), said.tokens, said.durations, torch.cat(pieces, 1)))
 
 
 def _noted(pieces: Iterator[Tensor], kept: list[tuple[float, Tensor]], clock: Callable[[], float]) -> Iterator[Tensor]:
-    """The same pieces, each kept with the time at which it was there."""
+    """The same chunks, each recorded with its time."""
     for piece in pieces:
         kept.append((clock(), piece))
         yield piece

@@ -135,7 +135,8 @@ def _beside(
         error = duration_error(said, aligned.durations.cpu(), batch.cond.mask)
         found["duration_error"] = float(error.mean_absolute.mean())
         if hasattr(model, "posterior"):
-            found["alignment"] = _alignment(opened, batch, aligned.durations.cpu())._asdict()
+            shape = _alignment(opened, batch, aligned.durations.cpu())._asdict()
+            found["alignment"] = {"deviation" if key == "std" else key: value for key, value in shape.items()}
     return found
 
 

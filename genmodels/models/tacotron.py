@@ -18,7 +18,7 @@ from genmodels.models.mels import even_lengths
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.text_model import TextModel, Voices
 from genmodels.speech.measures import read_faults, words_of_tokens
-from genmodels.speech.tacotron import AttentionKind, Said, Spoken
+from genmodels.speech.tacotron import AttentionKind, Said, Synthesised
 from genmodels.speech.tacotron import Tacotron as Decoder
 from genmodels.speech.text import Symbols
 from genmodels.speech.text_encoder import TextEncoder
@@ -193,7 +193,7 @@ class Tacotron(TextModel):
                 "not_stopped": broken_off, "words_missing_repeated": self._read(said, spoken)}
         return self.as_samples(spoken.mel, spoken.mask, looked.sum(1), asked, made)
 
-    def _read(self, said: TextCondition, spoken: Spoken) -> list[list[int]]:
+    def _read(self, said: TextCondition, spoken: Synthesised) -> list[list[int]]:
         """Words of each text that the attention never looked at, and that it came back to."""
         symbols = Symbols(tuple(self.spec.text["symbols"]), self.spec.text["blanks"])
         found = []

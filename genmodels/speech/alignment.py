@@ -1,4 +1,4 @@
-"""Monotonic alignment of texts and frames: the best path by dynamic programming, and the sum over all paths."""
+"""Monotonic alignment of texts and frames: the best path, the sum over all paths, and integer durations."""
 
 from __future__ import annotations
 
@@ -37,19 +37,18 @@ def monotonic_alignment_search(
 
         Q[i, j] = max(Q[i-1, j-1], Q[i, j-1]) + P[i, j],    Q[0, 0] = P[0, 0],    unreachable cells -inf
 
-    A path starts at (0, 0), ends at (N-1, T-1), and at each frame stays or advances by one token. On a tie it stays
-    (going back from the end, it advances only where that is better), so early tokens are the short ones. There is no
-    gradient.
+    A path starts at (0, 0), ends at (N-1, T-1), and at each frame stays or advances by one token. On a tie, seen from
+    the end, it stays, so that early tokens are the short ones. There is no gradient.
 
     Arguments:
         scores: P, for example log N(z_j; mu_i, sigma_i).
         text_mask, frame_mask: which tokens and frames are valid; each item's from the front, in one run. Scores
             outside are never read.
         names: names of the items, for errors; their positions otherwise.
-        implementation: `torch` on the device of the scores; `numpy` or, compiled, `numba` on the CPU; or the fastest at
-            hand.
+        implementation: `torch` on the device of the scores; `numpy` or, compiled, `numba` on the CPU; or `auto`, the
+            fastest available.
 
-    Shapes: `scores (B, N, T)` float32 or float64, the width of the sums too; `text_mask (B, 1, N)`, `frame_mask
+    Shapes: `scores (B, N, T)` float32 or float64, also the precision of the sums; `text_mask (B, 1, N)`, `frame_mask
         (B, 1, T)`.
     Errors: ValueError for an item with more tokens than frames, without tokens or frames, or with a score that is not
         finite, each by name.
@@ -72,25 +71,25 @@ def monotonic_alignment_search(
 
 
 def explain(scores: Tensor, implementation: str = "auto") -> str:
-    """Which implementation a search over these scores takes, and why.
+    """The implementation used for these scores, with the reason.
 
     Example:
         >>> explain(torch.zeros(1, 2, 3), "torch")
-        'torch: asked for'
+        'torch: requested'
     """
     taken = chosen(scores, implementation)
     if implementation != "auto":
-        return f"{taken}: asked for"
+        return f"{taken}: requested"
     if scores.device.type != "cpu":
         return f"torch: the scores are on {scores.device.type} and stay there"
     return "numba: compiled, on the CPU" if taken == "numba" else "numpy: on the CPU, numba is not installed"
 
 
 def chosen(scores: Tensor, implementation: str) -> str:
-    """The implementation that a search takes.
+    """The name of the implementation to use.
 
     Raises:
-        ValueError: for an unknown one, or one that cannot run here.
+        ValueError: for an unknown implementation, or one that cannot run here.
     """
     if implementation == "auto":
         return "torch" if scores.device.type != "cpu" else "numba" if _has_numba() else "numpy"
@@ -110,7 +109,7 @@ def _has_numba() -> bool:
 def lengths(
     scores: Tensor, text_mask: Tensor | None, frame_mask: Tensor | None, names: list[str] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and frames (B,) of every item, after all that can be wrong with them has been looked for.
+    """Tokens and frames (B,) of every item, after validating scores and masks.
 
     Raises:
         ValueError: see `monotonic_alignment_search`.
@@ -125,7 +124,7 @@ def lengths(
         if n > t:
             raise ValueError(f"{name} has {n} tokens but only {t} frames: drop it, or leave out blanks between tokens")
     if bool(scores.sum().isfinite()):
-        return tokens, frames  # one pass says of nearly all scores that nothing is wrong with them
+        return tokens, frames  # a fast test that nearly always suffices
     valid = _within(tokens, scores.shape[1])[:, :, None] & _within(frames, scores.shape[2])[:, None, :]
     wrong = (valid & ~scores.isfinite()).nonzero()
     if len(wrong):
@@ -156,8 +155,8 @@ def _within(length: Tensor, size: int) -> Tensor:
 def _search_torch(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
     """The token (B, T) of each frame: a loop over frames, all items and tokens at once, on the device of the scores."""
     batch, size, length = scores.shape
-    # Items side by side, so that neighbouring tokens are whole blocks of memory; a row more, that nothing reaches,
-    # stands before the first token.
+    # The batch is the last axis, so that neighbouring tokens are contiguous blocks; an unreachable extra row precedes
+    # the first token.
     best = scores.new_full((length, size + 1, batch), -torch.inf)
     best[0, 1] = scores[:, 0, 0]
     at = scores.permute(2, 1, 0).contiguous().unbind()
@@ -176,7 +175,7 @@ def _search_torch(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
 
 
 def _search_numpy(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
-    """The token (B, T) of each frame: the loop of `_search_torch`, at a third of its cost for each small operation."""
+    """The token (B, T) of each frame: the loop of `_search_torch`, with a third of its overhead per operation."""
     batch, size, length = scores.shape
     at = np.ascontiguousarray(scores.detach().numpy().transpose(2, 1, 0))
     best = np.full((length, size + 1, batch), -np.inf, dtype=at.dtype)
@@ -186,7 +185,7 @@ def _search_numpy(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
         here[1:] += now
     advance = best[:-1, :-1] > best[:-1, 1:]
     advance &= np.arange(1, length)[:, None, None] < frames.numpy()
-    # Positions in the flat block of a frame: a token back is a batch back.
+    # Positions in the flat block of a frame: one token back is one batch back.
     steps = advance.reshape(length - 1, size * batch) * np.int64(batch)
     place = (tokens.numpy() - 1) * batch + np.arange(batch)
     visited = np.empty((length, batch), dtype=np.int64)
@@ -200,15 +199,14 @@ def _search_numba(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
     """The token (B, T) of each frame: compiled loops, the items on as many cores as torch may use."""
     import numba
 
-
     threads = torch.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     visited = torch.empty(scores.shape[0], scores.shape[2], dtype=torch.int64)
-    # Tokens of a frame side by side.
+    # Tokens of a frame are contiguous.
     compiled()(scores.mT.contiguous().numpy(), tokens.numpy(), frames.numpy(), visited.numpy())
     if torch.get_num_threads() != threads:
-        # Both share OpenMP's number of threads, which numba leaves as it needed it; other numbers round otherwise, and
-        # a resumed run would not be the same run.
+        # numba changes OpenMP's number of threads, which torch shares; another number would change rounding, and with
+        # it a resumed run.
         torch.set_num_threads(threads)
     return visited
 
@@ -223,7 +221,7 @@ def forward_sum(scores: Tensor, text_mask: Tensor | None = None, frame_mask: Ten
 
         a[i, j] = log(exp a[i-1, j-1] + exp a[i, j-1]) + P[i, j],    result a[N-1, T-1]
 
-    Its gradient is the posterior probability that frame j belongs to token i. Less `log_paths` it is the
+    Its gradient is the posterior probability that frame j belongs to token i. Minus `log_paths` it is the
     log-likelihood of the frames under a uniform prior of the alignments.
 
     Arguments:
@@ -267,7 +265,7 @@ def log_mean_over_paths(
 
 
 class _ForwardSum(torch.autograd.Function):
-    """Sums from the front; on the way back sums from the end, and the posterior from both."""
+    """The forward recursion; in the backward pass the backward recursion, and the posterior from both."""
 
     @staticmethod
     def forward(ctx, scores, tokens, frames):
@@ -345,7 +343,7 @@ def path_of(durations: Tensor, length: int) -> Tensor:
 
 
 def total_frames(widths: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Frames (B,) that real durations (B, N) come to: their sum rounded, at least one frame for each token.
+    """Total frames (B,) of real durations (B, N): their sum rounded, at least one frame per token.
 
     Example:
         >>> total_frames(torch.tensor([[1.4, 2.3, 0.4, 3.2], [0.1, 0.1, 0.1, 0.1]]))
@@ -356,13 +354,12 @@ def total_frames(widths: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def integer_durations(widths: Tensor, total: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-    """Whole frames for real durations, their sum exactly as asked, every token with one frame at least.
+    """Integer durations from real ones, with an exact total and at least one frame per token.
 
         c_k = w_1 + .. + w_k,    e_k = floor(T c_k / c_N + 1/2) clipped to [e_{k-1} + 1, T - (N - k)]
         d_k = e_k - e_{k-1}
 
-    Rounding the ends and not the durations keeps every end within half a frame of its place, where no clipping is
-    needed.
+    Rounding the ends instead of the durations keeps every end within half a frame of its position, unless clipped.
 
     Arguments:
         widths: w, non-negative and not all zero.
@@ -383,7 +380,7 @@ def integer_durations(widths: Tensor, total: Tensor | None = None, mask: Tensor 
     if bool((total < count).any()):
         item = int((total < count).nonzero()[0])
         raise ValueError(f"item {item} has {int(count[item])} tokens, which do not fit in {int(total[item])} frames: "
-                         f"it takes {int(count[item])} frames at least")
+                         f"it needs at least {int(count[item])} frames")
     ends = widths.cumsum(1)
     whole = ends[:, -1:].clamp(min=torch.finfo(ends.dtype).tiny)
     ends = torch.floor(total[:, None] * ends / whole + 0.5).long()

@@ -1,4 +1,4 @@
-"""Sound from files: one channel, numbers between -1 and 1, at the rate that is asked for."""
+"""Audio files, resampling, and log-mel-spectrograms."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from torch.nn.functional import pad
 
 from genmodels.core.files import kind_of
 
-#: Sizes from here on are written where the length was not yet known, to a pipe, or stand in another chunk (RF64).
+#: Sizes from here on mean that the length was unknown (a pipe) or is in another chunk (RF64).
 _UNKNOWN = 2**32 - 2**16
-#: What one stands for in each kind of integer that a wav file may hold.
+#: The integer of full scale for each type of sample in a wav file.
 _FULL_SCALE = {np.dtype(np.int16): 2.0**15, np.dtype(np.int32): 2.0**31, np.dtype(np.uint8): 2.0**7}
 
 
 class AudioError(ValueError):
-    """A file that is not sound: its path, and what is wrong."""
+    """A file that cannot be read as sound; the message has its path and the reason."""
 
 
 def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, int]:
-    """The sound of a wav file and its rate: channels averaged, integers scaled, resampled where a rate is asked for.
+    """The sound of a wav file and its rate: channels averaged, integers scaled, resampled if a rate is given.
 
     Arguments:
         path: a wav file of 8, 16, 24 or 32 bits, integers or floats.
@@ -43,7 +43,7 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
     try:
         _check_whole(Path(path))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", wavfile.WavFileWarning)  # chunks beside the sound, such as titles
+            warnings.simplefilter("ignore", wavfile.WavFileWarning)  # other chunks, such as titles
             rate, samples = wavfile.read(path)
     except FileNotFoundError as error:
         raise AudioError(f"{path}: there is no such file") from error
@@ -62,7 +62,7 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
 
 
 def _check_whole(path: Path) -> None:
-    """Raise an AudioError where a wav file is shorter than the sound that it declares: scipy reads what there is."""
+    """Raise an AudioError if a wav file is shorter than it declares, which scipy ignores."""
     if path.exists() and not path.is_file():
         raise AudioError(f"{path}: it is {kind_of(path)}, not a file")
     with open(path, "rb") as file:
@@ -74,12 +74,12 @@ def _check_whole(path: Path) -> None:
                 continue
             held = path.stat().st_size - file.tell()
             if held < size < _UNKNOWN:
-                raise AudioError(f"{path}: cut short, {held} of the {size} bytes of sound that it declares are there")
+                raise AudioError(f"{path}: truncated, it has {held} of the {size} bytes of sound that it declares")
             return
 
 
 def resample(wave: Tensor, rate: int, wanted: int) -> Tensor:
-    """Sound at another rate, by a polyphase filter; itself where the rates agree.
+    """Sound at another rate, by a polyphase filter; unchanged if the rates are equal.
 
     Shapes: `(..., N)` to `(..., ceil(N wanted / rate))`.
 
@@ -97,9 +97,9 @@ def resample(wave: Tensor, rate: int, wanted: int) -> Tensor:
 
 
 def write_wav(path: str | Path | BinaryIO, wave: Tensor, sample_rate: int) -> float:
-    """Write sound (N,) as 16 bits to a path or an open file; what is too loud is made quieter as a whole, never cut.
+    """Write sound (N,) as 16 bits to a path or an open file; sound beyond full scale is scaled down, never clipped.
 
-    Returns the factor it was multiplied by, 1 where it fitted.
+    Returns the factor it was multiplied by, 1 if it was not scaled.
     """
     if wave.dim() != 1:
         raise ValueError(f"sound to write has shape (N,), got {tuple(wave.shape)}")
@@ -114,7 +114,7 @@ def write_wav(path: str | Path | BinaryIO, wave: Tensor, sample_rate: int) -> fl
 
 @dataclass(frozen=True)
 class MelConfig:
-    """What must be known of a mel-spectrogram to compare it with another, or to turn it back into sound.
+    """The settings of a mel-spectrogram, which must agree to compare mels or to vocode them.
 
     Arguments:
         sample_rate: samples per second.
@@ -125,7 +125,7 @@ class MelConfig:
         padding: `hifigan`: (n_fft - hop)/2 samples on either side, so that N samples are floor(N / hop) frames;
             `tacotron`: n_fft/2, one frame more.
 
-    Errors: ValueError for sizes that do not fit together, or bands so narrow that no frequency falls into one.
+    Errors: ValueError for inconsistent sizes, or bands so narrow that one contains no frequency.
 
     Example:
         >>> MelConfig().frames(22050), MelConfig(padding="tacotron").frames(22050)
@@ -159,15 +159,15 @@ class MelConfig:
 
     @property
     def shortest(self) -> int:
-        """The fewest samples of a clip: a reflection needs one sample more than it is long."""
+        """The smallest number of samples of a clip: one more than are reflected."""
         return self.padded + 1
 
     def frames(self, samples: int) -> int:
-        """Number of frames of so many samples."""
+        """Number of frames for a number of samples."""
         return 1 + (samples + 2 * self.padded - self.n_fft) // self.hop
 
     def differences(self, other: MelConfig) -> list[str]:
-        """The fields in which another configuration differs, each with both values."""
+        """The fields that differ from another configuration, with both values."""
         return [f"{name}: {value} and {getattr(other, name)}"
                 for name, value in vars(self).items() if value != getattr(other, name)]
 
@@ -247,7 +247,7 @@ def log_mel(wave: Tensor, config: MelConfig | None = None) -> Tensor:
     if wave.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"sound is float32 or float64 between -1 and 1, got {wave.dtype}")
     if wave.shape[-1] < config.shortest:
-        raise ValueError(f"a clip of {wave.shape[-1]} samples is too short: {config.shortest} is the least")
+        raise ValueError(f"a clip of {wave.shape[-1]} samples is too short: it needs at least {config.shortest}")
     if not bool(wave.isfinite().all()):
         raise ValueError("the sound is not finite")
     bank = torch.tensor(filter_bank(config), dtype=wave.dtype, device=wave.device)

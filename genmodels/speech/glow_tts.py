@@ -1,4 +1,4 @@
-"""Glow-TTS: an exact density of mels given text, with the alignment summed over or found."""
+"""Glow-TTS: an exact density of mels conditioned on text, marginal over alignments or along the best one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def mel_decoder(
         attention: entry of `ATTENTION` in the coupling networks, `none` for none. `xl_chunks` and `local_dense` look no
             further than a bounded reach, so that the decoder can still be streamed (`genmodels.speech.streaming`).
         heads: heads of the attention.
-        cond: what the networks are conditioned on, such as a speaker's vector.
+        cond: the condition of the networks, such as a speaker embedding.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
 
     Shapes: `(n_mels, T)` with T even, `mask (B, 1, T)` with valid lengths even.
@@ -79,10 +79,10 @@ def mel_decoder(
 def normal_scores(z: Tensor, mu: Tensor, log_sigma: Tensor) -> Tensor:
     """log N(z_j; mu_i, diag sigma_i^2) of every token i and frame j.
 
-        -1/2 sum_c [log 2 pi + 2 log sigma + (z - mu)^2/sigma^2], the square multiplied out into matrix products
+        -1/2 sum_c [log 2 pi + 2 log sigma + (z - mu)^2/sigma^2], the square expanded into matrix products
 
-    Shapes: `z (B, C, T)`, `mu` and `log_sigma (B, C, N)`; the result is `(B, N, T)`, float32 or wider whatever the
-    autocast: half the digits would choose other paths.
+    Shapes: `z (B, C, T)`, `mu` and `log_sigma (B, C, N)`; the result is `(B, N, T)`, float32 or wider regardless of
+    autocast, because half precision would change the alignments.
 
     Example:
         >>> normal_scores(torch.zeros(1, 2, 3), torch.zeros(1, 2, 1), torch.zeros(1, 2, 1))
@@ -97,7 +97,7 @@ def normal_scores(z: Tensor, mu: Tensor, log_sigma: Tensor) -> Tensor:
 
 @dataclass
 class Aligned:
-    """A batch of mels against its text.
+    """A batch of mels aligned with its texts.
 
     Attributes:
         best: log p(y, A* | text) without the prior of alignments, (B,) nats: the flow's density along the best path.
@@ -119,9 +119,9 @@ class Aligned:
 
 
 class Latent(NamedTuple):
-    """What the decoder is given: z `(B, n_mels, T)` and its mask `(B, 1, T)`, every length even, and durations (B, N).
+    """Input of the decoder: z `(B, n_mels, T)`, its mask `(B, 1, T)` with even lengths, and durations (B, N).
 
-    An item of odd length has one frame more than its durations come to.
+    An item of odd length has one frame more than the sum of its durations.
     """
 
     z: Tensor
@@ -130,13 +130,13 @@ class Latent(NamedTuple):
 
 
 class GlowTTS(nn.Module):
-    """Text to mel by a flow whose latent is a normal density, its mean and deviation given by the token of each frame.
+    """Text to mel by a flow whose latents are Gaussian, with mean and standard deviation from the token of each frame.
 
         log p(y | text, A) = sum_j log N(z_j; mu_A(j), sigma_A(j)) + log |det df/dy|,    z = f(y)
 
     Arguments:
-        encoder: symbols to means and deviations.
-        decoder: the flow f, over mels in the units the model sees.
+        encoder: symbols to means and standard deviations.
+        decoder: the flow f, over mels in the model's units.
         durations: predictor of log durations.
 
     Shapes: mels `y (B, n_mels, T)` with `mask (B, 1, T)`, even lengths; `tokens (B, N)` with `text_mask (B, 1, N)`.
@@ -152,7 +152,7 @@ class GlowTTS(nn.Module):
         self, y: Tensor, tokens: Tensor, mask: Tensor | None = None, text_mask: Tensor | None = None,
         speaker: Tensor | None = None,
     ) -> Aligned:
-        """Latents, scores and the best path; gradients flow through the scores on it, not into its choice."""
+        """Latents, scores and the best path; gradients flow through the scores on it, not through its choice."""
         h, mu, log_sigma = self.encoder(tokens, text_mask, speaker)
         z, logdet = self.decoder(y, speaker if self.decoder.uses_cond else None, mask)
         scores = normal_scores(z, mu, log_sigma)
@@ -172,15 +172,15 @@ class GlowTTS(nn.Module):
         Raises:
             ValueError: for a text of more tokens than y has frames.
         """
-        told = None if speaker is None else speaker.expand(len(tokens), -1)
-        _, mu, log_sigma = self.encoder(tokens, text_mask, told)
+        speakers = None if speaker is None else speaker.expand(len(tokens), -1)
+        _, mu, log_sigma = self.encoder(tokens, text_mask, speakers)
         z, _ = self.decoder(y, speaker if self.decoder.uses_cond else None, None)
         return log_mean_over_paths(normal_scores(z.expand(len(tokens), -1, -1), mu, log_sigma), text_mask, None)
 
     def loss(self, aligned: Aligned, mask: Tensor | None, text_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Nats per dimension (B,) along the best path, and the error of the log durations (B,).
 
-        While training, the durations on the path are what the predictor's mean is corrected by.
+        In training mode it also updates the correction factor of the duration predictor.
         """
         if self.training:
             self.durations.observe(aligned.log_durations, aligned.durations, text_mask)
@@ -195,8 +195,9 @@ class GlowTTS(nn.Module):
     ) -> Tensor:
         """log p(y | text) in nats, (B,), under a uniform prior of the alignments.
 
-        `marginal` sums over all alignments: log sum_A p(y | text, A) - log C(T-1, N-1), the exact density. `best` takes
-        the best one, which has seen y: an optimistic number, no density, and not to be ranked beside the other.
+        `marginal` sums over all alignments: log sum_A p(y | text, A) - log C(T-1, N-1), the exact density. `best` uses
+        the best alignment, which depends on y: an optimistic value that is no density and cannot be ranked with the
+        other.
 
         Raises:
             ValueError: for another alignment.
@@ -217,10 +218,10 @@ class GlowTTS(nn.Module):
         """Mels (B, n_mels, T), their mask (B, 1, T) and durations (B, N).
 
         Arguments:
-            temperature: factor of sigma; 0 for the latent at its mean.
-            speed: above 1 is faster; one for all, or (B, N) one for each token.
-            frames: total of each item, (B,); else what the predicted durations come to.
-            durations: whole frames (B, N) to use instead of predicted ones.
+            temperature: factor on sigma; 0 for the mean latent.
+            speed: factor of the speaking rate, above 1 is faster; one for all, or (B, N) one per token.
+            frames: total of each item, (B,); default the sum of the predicted durations.
+            durations: integer frames (B, N) instead of predicted ones.
 
         Raises:
             ValueError: for a speed that is not positive, a temperature below 0 or not finite, fewer frames than tokens.
@@ -239,7 +240,7 @@ class GlowTTS(nn.Module):
         generator: Generator, temperature: float = 0.667, speed: float | Tensor = 1.0, frames: Tensor | None = None,
         durations: Tensor | None = None,
     ) -> Latent:
-        """What `sample` decodes, with the same arguments and errors: z = mu + temperature sigma eps of each frame."""
+        """The latents that `sample` decodes, z = mu + temperature sigma eps; same arguments and errors."""
         if not bool((torch.as_tensor(speed) > 0).all()):
             raise ValueError(f"speed must be positive, got {speed}")
         check_temperature(temperature)
@@ -249,7 +250,7 @@ class GlowTTS(nn.Module):
             durations = integer_durations(widths, frames, text_mask)
         total = durations.sum(1)
         longest = int(total.max())
-        # The flow takes pairs of frames: an odd length gets one more, cut off again behind it.
+        # The flow takes pairs of frames: an odd length gets one more, which is removed after decoding.
         even = total + total % 2
         path = path_of(durations, longest + longest % 2)
         last = path.shape[2] - 1

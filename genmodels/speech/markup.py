@@ -1,4 +1,4 @@
-"""Marks for words that are to be spoken slowly: `[slow]one by one[/slow]`, `[slow=2]`, within any text."""
+"""Marks in texts for slow words, `[slow]one by one[/slow]`, `[slow=2]`, and for pauses, `[pause=0.5]`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from genmodels.core.errors import InputError
 from genmodels.speech.text import sentences
 
-SLOW = 1.5  # times as long, where a mark names no factor
+SLOW = 1.5  # factor of the duration, if the mark has none
 _MARK = re.compile(r"\[(/?)slow(?:=([^\]]*))?\]")
 
 
 def without_marks(text: str) -> str:
-    """The text alone.
+    """The text without marks.
 
     Example:
         >>> without_marks("Now [slow=2]one by one[/slow].")
@@ -23,10 +23,10 @@ def without_marks(text: str) -> str:
 
 
 def paced(text: str) -> list[tuple[str, float]]:
-    """The pieces of a text, each with the factor of its time.
+    """The pieces of a text, each with the factor of its duration.
 
     Raises:
-        ValueError: for a mark that is not closed, not opened, inside another, or whose factor is no positive number.
+        ValueError: for a mark that is not closed, not opened, nested, or whose factor is not a positive number.
 
     Example:
         >>> paced("Now [slow=2]one by one[/slow].")
@@ -53,22 +53,22 @@ def _factor(mark: re.Match) -> float:
     except ValueError:
         factor = -1.0
     if not 0 < factor < float("inf"):
-        raise ValueError(f"{mark[0]}: the factor of the time is a positive number, as in [slow=2]")
+        raise ValueError(f"{mark[0]}: the factor of the duration must be a positive number, as in [slow=2]")
     return factor
 
 
 def factors_of(text: str, normal_form: Callable[[str], str]) -> list[float]:
-    """The factor of the time of each character of a text's normal form; a space goes with the word before it.
+    """The duration factor of each character of a text's normal form; a space belongs to the word before it.
 
-    What a mark encloses is counted in words of the normal form, for a number is several, and phonemes depend on their
-    neighbours.
+    The content of a mark is counted in words of the normal form, because a number becomes several words and phonemes
+    depend on their neighbours.
 
     Arguments:
         text: with marks.
         normal_form: of texts without marks.
 
     Raises:
-        ValueError: for marks that cannot be followed, or that enclose no whole word.
+        ValueError: for invalid marks, or marks that do not enclose whole words.
 
     Example:
         >>> factors_of("a [slow=2]b c[/slow] d", str.lower)
@@ -81,7 +81,7 @@ def factors_of(text: str, normal_form: Callable[[str], str]) -> list[float]:
         first, read = _words_in(read, normal_form), read + piece
         last = _words_in(read, normal_form)
         if factor != 1.0 and (last <= first or not _parted(text, pieces)):
-            raise ValueError(f"{text!r}: [slow] encloses whole words, and {piece!r} is none")
+            raise ValueError(f"{text!r}: [slow] must enclose whole words, {piece!r} is not one")
         factors[first:last] = [factor] * (min(last, len(words)) - first)
     return [factor for word, factor in zip(words, factors, strict=True) for _ in range(len(word) + 1)][:-1]
 
@@ -91,12 +91,12 @@ def _words_in(text: str, normal_form: Callable[[str], str]) -> int:
 
 
 def _parted(text: str, pieces: Sequence[tuple[str, float]]) -> bool:
-    """Whether no mark stands within a word."""
+    """Whether no mark is within a word."""
     return not any(a[-1:].isalnum() and b[:1].isalnum() for (a, _), (b, _) in zip(pieces, pieces[1:], strict=False))
 
 
 def reopened(sentences: Sequence[str]) -> list[str]:
-    """Sentences in order, with the marks that reach over an end closed and opened again.
+    """Sentences in order; marks that span several are closed and reopened in each.
 
     Raises:
         ValueError: for a mark that is not closed in any of them.
@@ -121,25 +121,25 @@ _PAUSE = re.compile(r"\[pause=([^\]]*)\]")
 
 
 def phrases(text: str, pause: float) -> list[tuple[str, float]]:
-    """The sentences of a text, each with the seconds of silence before it: `pause`, or what a mark `[pause=0.3]` says.
+    """The sentences of a text, each with the seconds of silence before it: `pause`, or those of a mark `[pause=0.3]`.
 
-    A mark within a sentence parts it in two. Marks `[slow]...[/slow]` stay, in each sentence that they reach over.
+    A pause within a sentence splits it. Marks `[slow]...[/slow]` are kept in each sentence that they span.
 
     Raises:
-        InputError: for a mark that is no number of seconds, or with nothing to speak before or behind it, and for words
-            spoken slowly without an end.
+        InputError: for a mark that is not a number of seconds, or has no text before or after it, and for `[slow]`
+            without an end.
 
     Example:
         >>> phrases("One. Two, [pause=0.7] three.", 0.2)
         [('One.', 0.0), ('Two,', 0.2), ('three.', 0.7)]
     """
-    # A sentence ends with its point, not with a mark behind that.
+    # A sentence ends with its full stop, not with a mark after it.
     pieces, found = _PAUSE.split(_POINT_IN_MARK.sub(r"\2\1", text)), []
     for piece, mark in zip(pieces[::2], [None, *pieces[1::2]], strict=True):
         seconds = pause if mark is None else _seconds(mark)
         parts = sentences(piece)
         if not parts and len(pieces) > 1:
-            raise InputError(f"{text!r}: there is nothing to speak on one side of a [pause=]")
+            raise InputError(f"{text!r}: there is no text on one side of a [pause=]")
         found += [(part, pause if k else seconds) for k, part in enumerate(parts)]
     try:
         texts = reopened([part for part, _ in found])
@@ -154,5 +154,5 @@ def _seconds(mark: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise InputError(f"[pause={mark}]: a pause is seconds of silence, 0 or more, as in [pause=0.3]")
+        raise InputError(f"[pause={mark}]: a pause must be a number of seconds from 0 on, as in [pause=0.3]")
     return seconds

@@ -1,4 +1,4 @@
-"""What is counted when a machine speaks: durations, words that were read, failures, and time."""
+"""Metrics of synthesised speech: durations, alignments, skipped words, failures, real-time factor, distortion."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from genmodels.speech.text import Symbols
 
 
 class DurationError(NamedTuple):
-    """How far durations are from others: mean |d - d'| in frames, (B,), and sum d / sum d', (B,)."""
+    """Differences between durations: mean |d - d'| in frames, (B,), and sum d / sum d', (B,)."""
 
     mean_absolute: Tensor
     total_ratio: Tensor
 
 
 def duration_error(durations: Tensor, reference: Tensor, mask: Tensor | None = None) -> DurationError:
-    """Predicted durations beside those of the best alignment.
+    """The error of predicted durations with respect to those of the best alignment.
 
         mean over valid tokens of |d_i - d'_i|,    sum_i d_i / sum_i d'_i
 
@@ -54,17 +54,17 @@ def duration_error(durations: Tensor, reference: Tensor, mask: Tensor | None = N
 
 
 class AlignmentShape(NamedTuple):
-    """What alignments of several items look like in numbers.
+    """Statistics of the alignments of several items.
 
     Attributes:
-        mean, deviation, longest: of the frames that tokens have on the best path.
+        mean, std, longest: mean, standard deviation and maximum of the frames per token on the best path.
         single: share of tokens with one frame.
         off_diagonal: mean distance of a frame's expected token from the straight line, as a share of the text.
-        entropy: of the posterior of a frame's token, nats, a mean over frames.
+        entropy: of the posterior of a frame's token, nats, averaged over frames.
     """
 
     mean: float
-    deviation: float
+    std: float
     longest: int
     single: float
     off_diagonal: float
@@ -74,7 +74,7 @@ class AlignmentShape(NamedTuple):
 def alignment_shape(
     posterior: Tensor, durations: Tensor, text_mask: Tensor, frame_mask: Tensor
 ) -> AlignmentShape:
-    """How diagonal and how sure alignments are, and how evenly they spread frames over tokens.
+    """Distance of alignments from the diagonal, entropy of their posterior, and distribution of frames over tokens.
 
         off = mean over frames |sum_i i p_i(t) / (N - 1) - t / (T - 1)|,    H = - mean over frames sum_i p_i log p_i
 
@@ -84,7 +84,7 @@ def alignment_shape(
         >>> sure = torch.eye(3)[None]
         >>> whole = torch.ones(1, 1, 3).bool()
         >>> alignment_shape(sure, torch.ones(1, 3), whole, whole)
-        AlignmentShape(mean=1.0, deviation=0.0, longest=1, single=1.0, off_diagonal=0.0, entropy=0.0)
+        AlignmentShape(mean=1.0, std=0.0, longest=1, single=1.0, off_diagonal=0.0, entropy=0.0)
     """
     found = durations[text_mask[:, 0]].double()
     p = posterior.double()
@@ -106,28 +106,29 @@ def words_of_tokens(tokens: Sequence[int], symbols: Symbols) -> list[int]:
         >>> words_of_tokens(Symbols(blanks=False).encode("so, it's"), Symbols())
         [0, 0, -1, -1, 1, 1, 1, 1]
     """
-    word, found, spoken = -1, [], False
+    word, found, inside = -1, [], False
     for token in tokens:
         symbol = symbols.table[token]
         if len(symbol) == 1 and (symbol.isalpha() or symbol == "'"):
-            word, spoken = word if spoken else word + 1, True
+            word, inside = word if inside else word + 1, True
             found.append(word)
         else:
-            # A blank stands between the letters of a word, too; a space or a mark ends it.
-            spoken = spoken and len(symbol) > 1
+            # Blanks occur within words too; a space or a punctuation mark ends a word.
+            inside = inside and len(symbol) > 1
             found.append(-1)
     return found
 
 
 def read_faults(weights: Tensor, words: Sequence[int], *, shortest: int = 3) -> WordFaults:
-    """Words that an attention never looked at, and words that it came back to after it had gone on.
+    """Words that an attention skipped, and words that it returned to later.
 
-    At each frame it looks at the token of the largest weight. A return counts when it stays for `shortest` frames, as
-    at the border of two words the maximum may waver. Needs no recogniser; an alignment by durations has neither fault.
+    At each frame the attended token is that of the largest weight. A return counts if it lasts `shortest` frames,
+    because the maximum may alternate at the border of two words. Needs no recogniser; an alignment by durations has
+    neither fault.
 
     Arguments:
         weights: of one utterance.
-        words: the word of each token, as of `words_of_tokens`.
+        words: the word of each token, as from `words_of_tokens`.
 
     Shapes: `weights (N, T)`, N words.
     Errors: ValueError for another number of tokens, or no frames.
@@ -142,18 +143,18 @@ def read_faults(weights: Tensor, words: Sequence[int], *, shortest: int = 3) -> 
     looked = [words[k] for k in weights.argmax(0).tolist() if words[k] >= 0]
     runs = [(word, sum(1 for _ in run)) for word, run in groupby(looked)]
     missing = len({word for word in words if word >= 0} - {word for word, _ in runs})
-    # What wavers is left out, and the parts on its two sides are one run again.
+    # Short runs are dropped, and the runs on both sides of them are merged.
     steady = [word for word, _ in groupby(word for word, length in runs if length >= shortest)]
     return WordFaults(missing, len(steady) - len(set(steady)))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one utterance.
+    """The result of synthesising one utterance.
 
     Attributes:
-        words: words left out and said again.
-        stopped: whether it came to an end by itself.
+        words: numbers of skipped and repeated words.
+        stopped: whether the decoder stopped by itself.
         length_ratio: its length over that of the recording.
     """
 
@@ -163,13 +164,13 @@ class Outcome:
 
     @property
     def failures(self) -> dict[str, bool]:
-        """Every way to fail, and whether this one did; a length that is not a number is out of bounds."""
+        """Whether this utterance failed in each way; a NaN length counts as a failure."""
         return {"missing word": self.words.missing > 0, "repeated word": self.words.repeated > 0,
                 "no stop": not self.stopped, "length": not 0.5 <= self.length_ratio <= 2}
 
 
 def failures_per_100(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Utterances in a hundred that failed in each way, and `any`: in one at least.
+    """Failures per 100 utterances for each kind of failure, and for `any` of them.
 
     Errors: ValueError for no utterances.
 
@@ -187,12 +188,12 @@ def failures_per_100(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RealTimeFactor:
-    """Seconds of work for a second of sound.
+    """Computing time per second of sound.
 
     Attributes:
-        seconds: of every run, after those to warm up.
-        sound: seconds of sound that one run makes.
-        threads, device: what it ran on.
+        seconds: of every run after the warm-up.
+        sound: duration of the sound of one run.
+        threads, device: the hardware used.
     """
 
     seconds: tuple[float, ...]
@@ -202,7 +203,7 @@ class RealTimeFactor:
 
     @property
     def factor(self) -> float:
-        """The median run over the sound."""
+        """The median time over the duration of the sound."""
         return median(self.seconds) / self.sound
 
     def __str__(self) -> str:
@@ -215,16 +216,16 @@ def real_time_factor(
     work: Callable[[], object], sound: float, *, repeats: int = 5, warm_up: int = 1,
     device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter,
 ) -> RealTimeFactor:  # fmt: skip
-    """Time work that makes so many seconds of sound, when it is warm.
+    """The real-time factor of a function that synthesises `sound` seconds, after a warm-up.
 
         factor = median seconds / (samples / sample rate)
 
     Arguments:
-        work: makes one utterance.
-        sound: its length in seconds: from the rate of its own MelConfig, never an assumed one.
+        work: synthesises one utterance.
+        sound: its duration in seconds, computed with the sample rate of its own MelConfig.
         repeats, warm_up: timed runs, and untimed ones before them.
-        device: waited for before the clock is read.
-        clock: seconds.
+        device: synchronised before the clock is read.
+        clock: returns seconds.
 
     Errors: ValueError for no sound or no repeats.
 
@@ -260,7 +261,7 @@ _COEFFICIENTS = 13
 def mel_cepstrum(mel: Tensor) -> np.ndarray:
     """Coefficients 1 to 13 of the orthonormal DCT-II along the bands of a log-mel, (T, 13) float64.
 
-    Coefficient 0, the loudness, is left out: a gain changes nothing, where nothing is clamped.
+    Coefficient 0, the loudness, is omitted, so that a gain changes nothing unless values are clamped.
 
     Shapes: `mel (n_mels, T)`.
     Errors: ValueError for 13 bands or fewer, for no frames, for values that are not finite.
@@ -276,16 +277,16 @@ def mel_cepstrum(mel: Tensor) -> np.ndarray:
 
 
 class Warping(NamedTuple):
-    """The cheapest path through a table: the sum of its cells, and how many they are."""
+    """The cheapest path through a table: the sum and the number of its cells."""
 
     total: float
     steps: int
 
 
 def dynamic_time_warping(costs: np.ndarray) -> Warping:
-    """The path of the smallest sum from the first cell to the last, by steps (1, 0), (0, 1) and (1, 1).
+    """The path with the smallest sum from the first cell to the last, by steps (1, 0), (0, 1) and (1, 1).
 
-        D[i, j] = costs[i, j] + min(D[i-1, j-1], D[i-1, j], D[i, j-1]),    of equal sums the one of fewer cells
+        D[i, j] = costs[i, j] + min(D[i-1, j-1], D[i-1, j], D[i, j-1]),    of equal sums the one with fewer cells
 
     Shapes: `costs (T, S)`.
     Errors: ValueError for an empty table, or one that is not finite.
@@ -298,7 +299,7 @@ def dynamic_time_warping(costs: np.ndarray) -> Warping:
     if costs.ndim != 2 or costs.size == 0 or not np.isfinite(costs).all():
         raise ValueError(f"costs are a finite table (T, S), got {costs.shape}")
     rows, columns = costs.shape
-    # Cell (i, j) stands at place i of diagonal i + j; a border of infinity stands before every diagonal.
+    # Cell (i, j) is element i of diagonal i + j; every diagonal starts with a border of infinity.
     before = [np.full(rows + 1, np.inf), np.full(rows + 1, np.inf)]
     steps = [np.zeros(rows + 1, dtype=np.int64), np.zeros(rows + 1, dtype=np.int64)]
     for diagonal in range(rows + columns - 1):
@@ -320,9 +321,9 @@ def dynamic_time_warping(costs: np.ndarray) -> Warping:
 def mcd_mel13(mel: Tensor, reference: Tensor) -> float:
     """Mel-cepstral distortion in dB, from 13 coefficients of log-mels, along the cheapest path in time.
 
-        10 sqrt(2) / ln 10 * mean over the path of |c_i - c'_j|,    the path of the smallest sum
+        10 sqrt(2) / ln 10 * mean over the path of |c_i - c'_j|,    the path with the smallest sum
 
-    Named for what it is made of: it does not compare with figures from WORLD's cepstra.
+    The name states the features: values are not comparable with those from WORLD's cepstra.
 
     Arguments:
         mel, reference: log-mels of the same settings; their lengths may differ.
@@ -340,7 +341,7 @@ def mcd_mel13(mel: Tensor, reference: Tensor) -> float:
     if mel.shape[:1] != reference.shape[:1]:
         raise ValueError(f"the mels have {mel.shape[0]} and {reference.shape[0]} bands")
     one, other = mel_cepstrum(mel), mel_cepstrum(reference)
-    # Differences, not a product multiplied out: of equal frames the distance is exactly 0.
+    # Explicit differences instead of an expanded square, so that equal frames have a distance of exactly 0.
     distances = np.stack([np.sqrt(np.square(frame - other).sum(1)) for frame in one])
     path = dynamic_time_warping(_DECIBELS * distances)
     return path.total / path.steps

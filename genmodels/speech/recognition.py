@@ -1,4 +1,4 @@
-"""Intelligibility of speech: CER and WER of any recogniser, by the length of the text, with toplines."""
+"""Intelligibility of speech: CER and WER by a recogniser, compared with toplines and by length of the text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from genmodels.speech.text import normalise
 
 
 def spoken_form(text: str, language: str = "en") -> str:
-    """A text as it is compared: its normal form, letters, apostrophes and single spaces alone.
+    """The form of a text for comparison: its normal form, reduced to letters, apostrophes and single spaces.
 
     Raises:
         ValueError: for text without a letter, or with numbers that cannot be read (see `normalise`).
@@ -30,7 +30,7 @@ def spoken_form(text: str, language: str = "en") -> str:
 
 @dataclass(frozen=True)
 class Edits:
-    """The fewest changes from a reference to what was heard.
+    """The smallest number of edits from a reference to the recognised text.
 
         rate = (substitutions + deletions + insertions) / length,    which may exceed 1
 
@@ -46,19 +46,19 @@ class Edits:
 
     @property
     def total(self) -> int:
-        """All the changes."""
+        """The number of edits."""
         return self.substitutions + self.deletions + self.insertions
 
     @property
     def rate(self) -> float:
-        """Changes for each item of the reference; of an empty reference 0, or infinity where something was heard."""
+        """Edits per item of the reference; for an empty reference 0, or infinity if something was recognised."""
         if self.length == 0:
             return float("inf") if self.total else 0.0
         return self.total / self.length
 
 
 def pooled(edits: Iterable[Edits]) -> Edits:
-    """Edits of many utterances added up: a long one counts for more.
+    """The sum of the edits of many utterances, so that long ones have more weight.
 
     Example:
         >>> pooled([Edits(1, 0, 0, 4), Edits(0, 0, 1, 16)]).rate
@@ -69,18 +69,18 @@ def pooled(edits: Iterable[Edits]) -> Edits:
 
 
 class Pair(NamedTuple):
-    """Places in the reference and in what was heard that belong together; None where there is none."""
+    """Corresponding positions in the reference and in the recognised text; None for a deletion or insertion."""
 
     reference: int | None
     heard: int | None
 
 
 def aligned(reference: Sequence, heard: Sequence) -> list[Pair]:
-    """The alignment of the fewest edits, among those of the most equal pairs.
+    """The alignment with the fewest edits, and among those with the most equal pairs.
 
         D[i, j] = min(D[i-1, j-1] + (b if a_i != b_j else -1), D[i-1, j] + b, D[i, j-1] + b),    b > any number of pairs
 
-    Of what is still equal, from the end: together, then left out, then added.
+    Remaining ties are resolved from the end: match first, then deletion, then insertion.
 
     Source: Levenshtein 1966; Wagner and Fischer 1974.
 
@@ -99,7 +99,7 @@ def aligned(reference: Sequence, heard: Sequence) -> list[Pair]:
     for i, item in enumerate(reference, 1):
         row = table[i - 1] + change
         row[1:] = np.minimum(row[1:], table[i - 1, :-1] + np.where(code != numbers[item], change, -1))
-        # What was added since an earlier place costs a change for each place between.
+        # Insertions since an earlier position cost one edit each.
         table[i] = np.minimum.accumulate(row - place) + place
     i, j, found = len(reference), len(heard), []
     while i or j:
@@ -117,7 +117,7 @@ def aligned(reference: Sequence, heard: Sequence) -> list[Pair]:
 
 
 def edits(reference: Sequence, heard: Sequence) -> Edits:
-    """The edits of an alignment, of characters for strings, of words for lists of them.
+    """The edits of the best alignment: of characters for strings, of words for lists.
 
     Example:
         >>> edits("kitten", "sitting"), edits("a b c".split(), "a c".split()).rate
@@ -132,7 +132,7 @@ def edits(reference: Sequence, heard: Sequence) -> Edits:
 
 
 def character_edits(text: str, heard: str) -> Edits:
-    """Edits of the characters of two texts in their spoken form, spaces among them; nothing heard is all left out.
+    """Character edits of two texts in their spoken form, including spaces, for the CER.
 
     Example:
         >>> character_edits("In being, modern.", "in being modem").total
@@ -142,7 +142,7 @@ def character_edits(text: str, heard: str) -> Edits:
 
 
 def word_edits(text: str, heard: str) -> Edits:
-    """Edits of the words of two texts in their spoken form.
+    """Word edits of two texts in their spoken form, for the WER.
 
     Example:
         >>> word_edits("In being, modern.", "in being modem").rate
@@ -152,22 +152,22 @@ def word_edits(text: str, heard: str) -> Edits:
 
 
 def _form_of_heard(heard: str) -> str:
-    """A recogniser may hear nothing, which a text may not be."""
+    """The spoken form of a recognised text, which may be empty."""
     return spoken_form(heard) if any(c.isalnum() for c in heard) else ""
 
 
 class WordFaults(NamedTuple):
-    """How many words were left out, and how many were said again."""
+    """Numbers of skipped and of repeated words."""
 
     missing: int
     repeated: int
 
 
 def heard_faults(text: str, heard: str) -> WordFaults:
-    """Words of a text that were not heard, and words that were heard once more beside where they belong.
+    """Words of a text that were not recognised, and words that were recognised again next to their position.
 
-    A word heard as another counts as neither. A weak recogniser leaves out words of good speech too: compare with what
-    it makes of recordings.
+    A substituted word counts as neither. A weak recogniser misses words of good speech too: compare with its result on
+    recordings.
 
     Example:
         >>> heard_faults("one two three", "one one two")
@@ -179,8 +179,8 @@ def heard_faults(text: str, heard: str) -> WordFaults:
     repeated = 0
     for k, pair in enumerate(pairs):
         if pair.reference is None:
-            beside = [p for p in (*pairs[max(0, k - 1) : k], *pairs[k + 1 : k + 2]) if p.heard is not None]
-            repeated += any(found[p.heard] == found[pair.heard] for p in beside)
+            neighbours = [p for p in (*pairs[max(0, k - 1) : k], *pairs[k + 1 : k + 2]) if p.heard is not None]
+            repeated += any(found[p.heard] == found[pair.heard] for p in neighbours)
     return WordFaults(missing, repeated)
 
 
@@ -189,11 +189,11 @@ Recogniser = Callable[[Tensor, int], str]
 
 
 class PocketSphinx:
-    """A small recogniser of English with its model inside the package: weak, but everywhere the same.
+    """A small English recogniser whose model is part of its package: weak, but reproducible.
 
-    What it hears of a clip does not depend on the clips before it.
+    The result for a clip does not depend on the clips before it.
 
-    Errors: ValueError where pocketsphinx is not installed.
+    Errors: ValueError if pocketsphinx is not installed.
     Source: Huggins-Daines et al. 2006.
     """
 
@@ -208,7 +208,7 @@ class PocketSphinx:
         self._decoder = Decoder(samprate=self.sample_rate, loglevel="FATAL")
 
     def __call__(self, wave: Tensor, sample_rate: int) -> str:
-        """The text heard in sound (N,); empty where nothing is.
+        """The text recognised in sound (N,), possibly empty.
 
         Raises:
             ValueError: for sound of another shape, empty, or not finite.
@@ -217,7 +217,7 @@ class PocketSphinx:
             raise ValueError(f"sound to recognise is finite and of shape (N,), got {tuple(wave.shape)}")
         heard = resample(wave.detach().double().cpu(), sample_rate, self.sample_rate)
         samples = (heard / heard.abs().max().clamp(min=1) * (2**15 - 1)).round().to(torch.int16)
-        # The running mean of its features would otherwise go on from clip to clip.
+        # Otherwise the running mean of its features would continue from clip to clip.
         self._decoder.reinit_feat()
         self._decoder.start_utt()
         self._decoder.process_raw(samples.numpy().tobytes(), full_utt=True)
@@ -228,7 +228,7 @@ class PocketSphinx:
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with the 95 % of its bootstrap: not finite where fewer than two utterances say nothing of the spread."""
+    """A value with its 95 % bootstrap interval, NaN for fewer than two utterances."""
 
     value: float
     low: float
@@ -237,11 +237,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """A rate less that of a topline, over the same utterances."""
+    """An error rate minus that of a topline, on the same utterances."""
 
     @property
     def claimed(self) -> bool:
-        """Whether the recogniser may be believed: two points or more, and 0 outside the interval."""
+        """Whether the difference is large enough to claim: two points or more, and 0 outside the interval."""
         return abs(self.value) >= 0.02 and (self.low > 0 or self.high < 0)
 
 
@@ -250,10 +250,10 @@ class ErrorBin:
     """Utterances whose texts have `shortest` to `longest` characters.
 
     Attributes:
-        utterances: how many.
+        utterances: their number.
         rate: pooled over them.
-        toplines: the pooled rates of each topline.
-        differences: the rate less that of each topline.
+        toplines: the pooled rate of each topline.
+        differences: the rate minus that of each topline.
     """
 
     shortest: int
@@ -268,20 +268,20 @@ def error_curve(
     edits: Sequence[Edits], toplines: Mapping[str, Sequence[Edits]] | None = None, *,
     lengths: Sequence[int] | None = None, width: int = 40, draws: int = 2000, seed: int = 0,
 ) -> list[ErrorBin]:  # fmt: skip
-    """Error rates in bins of the length of the text, with those of toplines; the last bin is all.
+    """Error rates in bins of the length of the text, with those of toplines; the last bin holds all utterances.
 
         rate = sum of edits / sum of lengths over a bin
 
-    Whole utterances are drawn anew for the intervals, the same ones for a rate and its toplines, so that a difference
-    has the interval of a paired comparison.
+    The intervals resample whole utterances, the same ones for a rate and its toplines, so that the interval of a
+    difference is that of a paired comparison.
 
     Arguments:
         edits: of each utterance.
-        toplines: name to the edits of the same utterances in other sound: recordings, and mels of recordings vocoded.
-        lengths: characters of each text; of the references when None, which is right for edits of characters.
-        width: characters of a bin.
-        draws: of the bootstrap.
-        seed: of its draws.
+        toplines: edits of the same utterances for each topline by name: recordings, and vocoded mels of recordings.
+        lengths: characters of each text; default the lengths of the references, which is right for character edits.
+        width: characters per bin.
+        draws: number of bootstrap samples.
+        seed: of the bootstrap.
 
     Errors: ValueError for no utterances, or lists of different lengths.
     Source: Efron and Tibshirani 1993, chapter 6.
@@ -315,7 +315,7 @@ def _bin(
 
     def drawn(found: list[Edits]) -> np.ndarray:
         total, length = (np.array([getattr(e, part) for e in found], dtype=np.float64) for part in ("total", "length"))
-        # At least 1, for a draw of nothing but empty references.
+        # At least 1, for a sample with only empty references.
         return total[chosen].sum(1) / np.maximum(length[chosen].sum(1), 1)
 
     own, rate = drawn(edits), pooled(edits).rate
@@ -328,7 +328,7 @@ def _bin(
 
 
 def _middle(values: np.ndarray, utterances: int) -> tuple[float, float]:
-    """The 95 % in the middle; not a number for a single utterance, whose draws are all the same."""
+    """The central 95 %; NaN for a single utterance, of which all samples are equal."""
     if utterances < 2:
         return float("nan"), float("nan")
     return tuple(float(v) for v in np.quantile(values, (0.025, 0.975)))

@@ -1,4 +1,4 @@
-"""Mels and sound in pieces as they become ready, equal to what comes of decoding everything at once."""
+"""Streaming synthesis: mels and sound in chunks, equal to the result of decoding everything at once."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from genmodels.speech.glow_tts import GlowTTS, Latent
 
 
 class Reach(NamedTuple):
-    """How far a decoder looks.
+    """The receptive field of a decoder.
 
     Attributes:
         context: frames on either side that a frame of its output depends on.
-        pace: frames that it takes together, by squeezes and by chunks of attention; pieces begin at multiples of this.
+        pace: frames processed together, by squeezes and by chunks of attention; chunks begin at multiples of this.
     """
 
     context: int
@@ -87,16 +87,16 @@ def _own_reach(layer: Bijection) -> tuple[int, int]:
 
 @torch.no_grad()
 def stream_decoder(decoder: Compose, z: Tensor, cond: Tensor | None = None, *, chunk: int = 64) -> Iterator[Tensor]:
-    """Latents decoded piece by piece, each with as much around it as it depends on.
+    """Latents decoded in chunks, each with the context that it depends on.
 
-    The pieces side by side are `decoder.inverse(z)`. A piece costs as much as its frames and those of the context on
-    both sides.
+    The concatenated chunks equal `decoder.inverse(z)`. A chunk costs as much as its frames and the context on both
+    sides.
 
     Arguments:
         decoder: the flow from mels to latents.
         z: latents of items without padding.
         cond: vectors of the speakers, (B, K).
-        chunk: frames of a piece; the last may be shorter.
+        chunk: frames per chunk; the last may be shorter.
 
     Shapes: `z (B, C, T)`; pieces `(B, C, chunk)`.
     Errors: ValueError for a chunk below 1, and what `reach` refuses.
@@ -124,18 +124,18 @@ def stream(
     model: GlowTTS, tokens: Tensor, speaker: Tensor | None = None, *, generator: Generator, temperature: float = 0.667,
     speed: float | Tensor = 1.0, frames: Tensor | None = None, durations: Tensor | None = None, chunk: int = 64,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """The mel of one text, piece by piece; the pieces side by side are `model.sample` of the same arguments.
+    """The mel of one text in chunks; concatenated they equal `model.sample` with the same arguments.
 
-    Text, durations and latent are computed before the first piece, the flow from piece to piece.
+    Text, durations and latents are computed before the first chunk, the flow for each chunk.
 
     Arguments:
         tokens: one text.
         speaker, generator, temperature, speed, frames, durations: as of `GlowTTS.sample`.
-        chunk: frames of a piece.
+        chunk: frames per chunk.
 
     Shapes: `tokens (1, N)`; pieces `(n_mels, chunk)`, the last one shorter.
     Errors: ValueError for more than one text, and what `GlowTTS.sample` and `stream_decoder` refuse.
-    Source: Kim et al. 2020 (Glow-TTS); the pieces are ours.
+    Source: Kim et al. 2020 (Glow-TTS); streaming is ours.
     """
     if len(tokens) != 1:
         raise ValueError(f"one text is streamed at a time, got {len(tokens)}")
@@ -146,7 +146,7 @@ def stream(
 
 
 def stream_latent(model: GlowTTS, drawn: Latent, speaker: Tensor | None = None, *, chunk: int = 64) -> Iterator[Tensor]:
-    """The mel of what `model.latent` has drawn for one text, piece by piece; see `stream`.
+    """The mel of the latents `drawn` by `model.latent` for one text, in chunks; see `stream`.
 
     Shapes: pieces `(n_mels, chunk)`, the last one shorter.
     """
@@ -161,7 +161,7 @@ def stream_latent(model: GlowTTS, drawn: Latent, speaker: Tensor | None = None, 
 
 
 class Vocoder(Protocol):
-    """What can be streamed: sound of hop samples for each frame, which depends on so many frames on either side."""
+    """A vocoder that can be streamed: hop samples per frame, which depend on `context` frames on either side."""
 
     config: MelConfig
 
@@ -173,14 +173,14 @@ class Vocoder(Protocol):
 
 
 def stream_sound(vocoder: Vocoder, mels: Iterable[Tensor], generator: Generator | None = None) -> Iterator[Tensor]:
-    """Sound from pieces of a mel: a frame's sound is given out as soon as all that it depends on is there.
+    """Sound from chunks of a mel: the sound of a frame is returned as soon as all frames that it depends on are there.
 
-    The sound side by side is that of the whole mel. HiFi-GAN waits for 13 frames; Griffin-Lim for three in each of its
-    rounds, two seconds in all, which is exact but late.
+    The concatenated sound is that of the whole mel. HiFi-GAN has a latency of 13 frames; Griffin-Lim of three frames
+    per iteration, two seconds in total.
 
     Arguments:
         vocoder: `HiFiGAN`, or `GriffinLim` of mels with `hifigan` padding.
-        mels: the pieces.
+        mels: the chunks.
         generator: of Griffin-Lim's phases, a KeyedGenerator of one row or None.
 
     Shapes: pieces `(n_mels, any)`; sound `(hop frames,)`.
@@ -196,7 +196,7 @@ def stream_sound(vocoder: Vocoder, mels: Iterable[Tensor], generator: Generator 
         raise ValueError(f"sound is streamed from mels with hifigan padding, these have {vocoder.config.padding}")
     context, hop = vocoder.context, vocoder.config.hop
     held: Tensor | None = None
-    first = done = 0  # the first frame that is held, and the first that has not been given out
+    first = done = 0  # the first frame in `held`, and the first whose sound has not been returned
 
     def given(ready: int) -> Tensor:
         return vocoder(held, generator, first_frame=first)[(done - first) * hop : (ready - first) * hop]
@@ -214,7 +214,7 @@ def stream_sound(vocoder: Vocoder, mels: Iterable[Tensor], generator: Generator 
 
 
 class Collected(NamedTuple):
-    """A stream put together: `whole (.., N)`, seconds until the first piece was there, and until the last."""
+    """A concatenated stream: `whole (.., N)`, seconds until the first chunk, and until the last."""
 
     whole: Tensor
     first_packet: float

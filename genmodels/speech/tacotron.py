@@ -1,4 +1,4 @@
-"""The autoregressive baseline: a mel frame by frame, each from the frames before it and a look at the text."""
+"""Tacotron 2, the autoregressive baseline: each frame from the previous frames and from attention to the text."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from genmodels.speech.text_encoder import TextEncoder
 
 
 class PostNet(nn.Module):
-    """A mel with a correction that sees frames on both sides: five convolutions, the last of which starts at zero.
+    """A correction of a mel that uses frames on both sides: five convolutions, the last of which starts at zero.
 
         y = m + W_5 h_4,    h_k = dropout(tanh(norm(W_k h_{k-1}))),    h_0 = m
 
-    A refined frame depends on frames that come after it, so that there is no density of it given those before:
-    likelihoods are those of m. Normalised are the channels of each frame (the source normalises over the batch), so
-    that neither padding nor other items matter.
+    A refined frame depends on later frames, so that it has no density given the previous ones: likelihoods are those of
+    m. Normalisation is over the channels of each frame (in the source over the batch), so that neither padding nor
+    other items matter.
 
     Arguments:
         n_mels: channels of the mel.
@@ -91,7 +91,7 @@ def make_attention(kind: str, dim: int) -> Stepwise:
 
 
 class Memory(NamedTuple):
-    """A text made ready: `h (B, N, C)`, its keys for the attention, and which tokens are valid, `(B, 1, N)` or None."""
+    """An encoded text: `h (B, N, C)`, its keys for the attention, and the mask of tokens `(B, 1, N)` or None."""
 
     h: Tensor
     keys: Keys
@@ -99,7 +99,7 @@ class Memory(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that one frame hands to the next: both LSTM cells, what was read last, and where the attention looked."""
+    """The recurrent state: both LSTM cells, the last context vector, and the state of the attention."""
 
     first: tuple[Tensor, Tensor]
     second: tuple[Tensor, Tensor]
@@ -108,12 +108,12 @@ class State(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What the decoder says of a frame, or with a last dimension T of all frames.
+    """The decoder's output for one frame, or with a last dimension T for all frames.
 
     Attributes:
         mean: `(B, n_mels)`.
         stop: logit that the frame is the last, `(B,)`.
-        weights: where the attention looked, `(B, N)`.
+        weights: of the attention, `(B, N)`.
     """
 
     mean: Tensor
@@ -121,13 +121,13 @@ class Said(NamedTuple):
     weights: Tensor
 
 
-class Spoken(NamedTuple):
-    """What was spoken.
+class Synthesised(NamedTuple):
+    """Mels synthesised from texts.
 
     Attributes:
         mel: `(B, n_mels, T)`, zero outside the mask `(B, 1, T)`.
-        weights: where the attention looked, `(B, N, T)`.
-        stopped: whether an item came to its own stop, `(B,)`; else it was broken off.
+        weights: of the attention, `(B, N, T)`.
+        stopped: whether the decoder stopped by itself, `(B,)`; otherwise the item was cut off.
     """
 
     mel: Tensor
@@ -143,8 +143,8 @@ class Tacotron(nn.Module):
         m_t = V (u_t, c_t),       p(y_t | y_<t, text) = prod_c exp(-|y_tc - m_tc| / b_c) / 2 b_c
         P(t is the last frame) = sigmoid(v . (u_t, c_t))
 
-    The prenet's dropout stays on when speaking, as published, since without it the decoder leans on the frame before
-    and does not look at the text; its masks are drawn from the generator that is passed in.
+    The prenet's dropout stays on in synthesis, as published, because without it the decoder relies on the previous
+    frame and ignores the text; its masks are drawn from the generator that is passed in.
 
     Arguments:
         encoder: symbols to h; its head, which makes means for other models, is not used and does not train.
@@ -153,7 +153,7 @@ class Tacotron(nn.Module):
         hidden: width of the LSTM cells.
         prenet: width of the prenet's two layers.
         dropout: of the prenet.
-        postnet: channels of a network that refines the whole mel when all frames are there, 0 for none.
+        postnet: channels of a network that refines the complete mel, 0 for none.
 
     Shapes: mels `y (B, n_mels, T)` with `mask (B, 1, T)`; `tokens (B, N)` with `text_mask (B, 1, N)`.
     Errors: ValueError for an unknown attention, a dropout outside [0, 1).
@@ -162,8 +162,8 @@ class Tacotron(nn.Module):
 
     Example:
         >>> model = Tacotron(TextEncoder(9, 4, channels=8, depth=1, hidden=8), hidden=16, prenet=8)
-        >>> spoken = model.sample(torch.tensor([[3, 1, 2]]), generator=torch.Generator().manual_seed(0), max_frames=5)
-        >>> spoken.mel.shape[1], spoken.weights.shape[1], spoken.stopped.shape
+        >>> found = model.sample(torch.tensor([[3, 1, 2]]), generator=torch.Generator().manual_seed(0), max_frames=5)
+        >>> found.mel.shape[1], found.weights.shape[1], found.stopped.shape
         (4, 3, torch.Size([1]))
     """
 
@@ -200,18 +200,18 @@ class Tacotron(nn.Module):
         return Memory(h, self.attention.keys(h, text_mask), text_mask)
 
     def start(self, memory: Memory) -> State:
-        """The state before the first frame: nothing said, nothing read."""
+        """The state before the first frame."""
         zeros = memory.h.new_zeros(len(memory.h), self.hidden)
         context = memory.h.new_zeros(len(memory.h), memory.h.shape[2])
         return State((zeros, zeros), (zeros, zeros), context, self.attention.start(memory.h))
 
     def step(self, before: Tensor, kept: Tensor, state: State, memory: Memory) -> tuple[Said, State]:
-        """One frame, from the one before it `(B, n_mels)` and the prenet's dropout `(B, 2, prenet)` as factors."""
+        """One frame, from the previous one `(B, n_mels)` and the prenet's dropout `(B, 2, prenet)` as factors."""
         found, weights, state = self._advance(self._prenet(before, kept), state, memory)
         return Said(self.head(found), self.stop(found)[:, 0], weights), state
 
     def forward(self, y: Tensor, memory: Memory, generator: Generator, mask: Tensor | None = None) -> Said:
-        """Every frame from the true ones before it (teacher forcing); what comes after a frame cannot matter to it."""
+        """Every frame from the true previous ones (teacher forcing); later frames have no influence."""
         y = hide(y, mask)
         before = torch.cat([torch.zeros_like(y[:, :, :1]), y[:, :, :-1]], dim=2).mT
         factors = self.factors(generator, len(y), y)
@@ -244,9 +244,9 @@ class Tacotron(nn.Module):
         return -self.log_prob(y, forced, mask) / (self.n_mels * count), stop
 
     def refinement(self, y: Tensor, forced: Said, mask: Tensor | None = None) -> Tensor | None:
-        """Mean distance (B,) of the refined means from the true mel for each cell; None without a post-net.
+        """Mean absolute error (B,) per cell of the refined means; None without a post-net.
 
-        The means are given to it without their gradient, so that it corrects them and does not bend them.
+        The means are detached, so that the post-net does not influence them.
         """
         if self.postnet is None:
             return None
@@ -258,15 +258,15 @@ class Tacotron(nn.Module):
     def sample(
         self, tokens: Tensor, text_mask: Tensor | None = None, speaker: Tensor | None = None, *,
         generator: Generator, temperature: float = 0.0, max_frames: int | Tensor = 2000, threshold: float = 0.5,
-    ) -> Spoken:  # fmt: skip
-        """Mels of texts, each until the decoder says that a frame is the last.
+    ) -> Synthesised:  # fmt: skip
+        """Mels of texts, each until the decoder stops.
 
         Arguments:
             generator: of the prenet's dropout and of the frames' noise.
-            temperature: factor of the deviations b; 0 for means, as is usual.
-            max_frames: where an item is broken off, one number or (B,); its `stopped` is False then, a failure to be
-                counted as such.
-            threshold: probability of the stop from which on it is one.
+            temperature: factor on the scales b; 0 for means, as is usual.
+            max_frames: where an item is cut off, one number or (B,); its `stopped` is then False, which counts as a
+                failure.
+            threshold: probability of the stop token from which the decoder stops.
 
         Raises:
             ValueError: for a temperature below 0 or not finite, a threshold outside (0, 1), max_frames below 1.
@@ -297,10 +297,10 @@ class Tacotron(nn.Module):
         mask = (torch.arange(len(frames), device=tokens.device) < length[:, None])[:, None]
         mel = hide(torch.stack(frames, 2), mask)
         refined = mel if self.postnet is None else self.postnet(mel, mask)
-        return Spoken(refined, mask, hide(torch.stack(weights, 2), mask), stopped)
+        return Synthesised(refined, mask, hide(torch.stack(weights, 2), mask), stopped)
 
     def factors(self, generator: Generator, batch: int, like: Tensor) -> Iterator[Tensor]:
-        """The prenet's dropout for ever, `(B, 64, 2, prenet)` at a time: 0, or 1/(1 - dropout) where a unit is kept.
+        """An endless stream of the prenet's dropout, `(B, 64, 2, prenet)` at a time: 0, or 1/(1 - dropout).
 
         Drawn in blocks of frames, so that the start of a mel does not depend on its length.
         """
@@ -317,7 +317,7 @@ class Tacotron(nn.Module):
         return before
 
     def _advance(self, entering: Tensor, state: State, memory: Memory) -> tuple[Tensor, Tensor, State]:
-        """What the heads see of the next frame, the weights (B, N), and the state behind it."""
+        """The input of the output layers for the next frame, the attention weights (B, N), and the new state."""
         first = self.first(torch.cat([entering, state.context], 1), state.first)
         context, weights, looked = self.attention.step(
             self.query(first[0]), memory.h, memory.keys, state.attention, memory.mask
@@ -327,6 +327,6 @@ class Tacotron(nn.Module):
 
 
 def _laplace(like: Tensor, generator: Generator) -> Tensor:
-    """Draws of the density exp(-|x|)/2, shaped like something else: -sign(u) log(1 - 2|u|) for u uniform around 0."""
+    """Draws of the density exp(-|x|)/2 with the shape of `like`: -sign(u) log(1 - 2|u|) for u uniform around 0."""
     u = uniform(tuple(like.shape), generator, dtype=torch.float64, device=like.device) - 0.5
     return (-u.sign() * torch.log1p(-2 * u.abs().clamp(max=0.5 - 2.0**-33))).to(like.dtype)

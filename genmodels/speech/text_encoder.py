@@ -12,11 +12,11 @@ from genmodels.nn.blocks import ChannelNorm, zeroed
 from genmodels.nn.dropout import Dropout
 from genmodels.nn.transformer import Transformer
 
-_KEPT = 0.99  # of what was seen of durations, after each further batch
+_KEPT = 0.99  # decay of the duration statistics per batch
 
 
 class Prenet(nn.Module):
-    """Convolutions of neighbouring symbols, added to what came in; the identity at the start.
+    """Convolutions over neighbouring symbols with a residual connection; the identity at the start.
 
         y = x + W h,    h <- dropout(relu(norm(conv(h)))) three times,    W = 0 at the start
 
@@ -47,7 +47,7 @@ class Prenet(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """The encoder that all text models share: symbols, a prenet, a transformer with relative positions.
+    """The encoder shared by all text models: symbols, a prenet, a transformer with relative positions.
 
         h = transformer(prenet(embedding(tokens))),    mu = W h,    log sigma = 0, or learned
 
@@ -55,7 +55,7 @@ class TextEncoder(nn.Module):
         symbols: how many symbols there are.
         n_mels: channels of mu and log sigma.
         channels, depth, heads, hidden, window, dropout, attention: of the transformer.
-        speaker_channels: length of the speaker's vector, added to every position; 0 without speakers.
+        speaker_channels: length of the speaker embedding, added to every position; 0 without speakers.
         learn_sigma: whether log sigma is learned too.
 
     Shapes: `tokens (B, N)` int64, `mask (B, 1, N)`, `speaker (B, speaker_channels)`; h is `(B, channels, N)`, mu and
@@ -101,7 +101,7 @@ class TextEncoder(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if (speaker is None) != (self.speaker is None):
             raise ValueError("the text encoder was built without speakers" if self.speaker is None
-                             else "the text encoder was built for speakers: say which")
+                             else "the text encoder was built with speakers: pass speaker=")
         x = self.embedding(tokens).mT * self.channels**0.5
         x = self.prenet(hide(x, mask), mask)
         if speaker is not None:
@@ -113,13 +113,13 @@ class TextEncoder(nn.Module):
 
 
 class DurationPredictor(nn.Module):
-    """How long each token lasts: log frames, by two convolutions of what the encoder says.
+    """Predicts the log duration of each token in frames, by two convolutions of the encoder's output.
 
         log d = W h,    h <- dropout(norm(relu(conv(h)))) twice
 
-    It is given the encoder's output without its gradient, so that durations do not bend the text's representation.
-    A mean of logarithms is that of the geometric mean, which is shorter than durations are; spoken would be too fast by
-    a third. `frames` mends that by one factor for all tokens, which training keeps (Duan's smearing estimate),
+    The encoder's output is detached, so that durations do not influence the representation of the text. A mean of
+    logarithms corresponds to the geometric mean, which is below the mean duration; speech would be too fast by a third.
+    `frames` corrects this by one factor for all tokens, estimated in training (Duan's smearing estimate),
 
         frames = exp(log d) sum d / sum exp(log d),    sums over the last hundred batches or so
 
@@ -140,16 +140,16 @@ class DurationPredictor(nn.Module):
         self.norms = nn.ModuleList(ChannelNorm(hidden) for _ in widths)
         self.dropout = Dropout(dropout)
         self.head = nn.Conv1d(hidden, 1, 1)
-        self.register_buffer("seen", torch.ones(2))  # frames that tokens had, frames that exp(log d) gave them
+        self.register_buffer("seen", torch.ones(2))  # running sums of true frames, and of exp(log d)
 
     def frames(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
         """Expected frames of each token, (B, N), 0 outside the mask."""
-        told, given = self.seen
-        return hide((self(h, mask).exp() * (told / given))[:, None], mask)[:, 0]
+        true, predicted = self.seen
+        return hide((self(h, mask).exp() * (true / predicted))[:, None], mask)[:, 0]
 
     @torch.no_grad()
     def observe(self, log_durations: Tensor, durations: Tensor, mask: Tensor | None = None) -> None:
-        """Keep in mind how long tokens of a training batch were, and how long they were said to be."""
+        """Update the running sums with the true and predicted durations of a training batch."""
         pairs = torch.stack([durations.to(log_durations.dtype), log_durations.exp()], 1)  # (B, 2, N)
         self.seen.mul_(_KEPT).add_(hide(pairs, mask).sum((0, 2)).to(self.seen.dtype))
 
@@ -161,7 +161,7 @@ class DurationPredictor(nn.Module):
 
 
 def duration_loss(log_durations: Tensor, durations: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean squared error (B,) of log durations over an item's tokens, of which each has a frame at least.
+    """Mean squared error (B,) of log durations over an item's tokens, each with at least one frame.
 
     Example:
         >>> duration_loss(torch.zeros(1, 2), torch.tensor([[1, 1]]))

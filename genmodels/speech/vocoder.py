@@ -1,4 +1,4 @@
-"""From mel-spectrograms back to sound, without anything learned."""
+"""Vocoding: Griffin-Lim, and the choice of a vocoder by name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class GriffinLim:
-    """Sound whose spectrogram is near a given one: phases that a signal can have, found by going back and forth.
+    """Sound with a given magnitude spectrogram: consistent phases by alternating projections (Griffin-Lim).
 
         c_k = STFT(ISTFT(S t_k/|t_k|)),    t_{k+1} = c_k + momentum (c_k - c_{k-1})
 
     Arguments:
         config: the settings of the mels.
-        iterations: how often back and forth.
-        momentum: 0 for Griffin and Lim's own, whose error never rises; near 1 it falls faster.
+        iterations: number of alternations.
+        momentum: 0 for the original algorithm, whose error never rises; near 1 it falls faster.
 
     Shapes: mels `(n_mels, T)`, sound `(N,)` with N = hop T (`hifigan` padding), float32 or float64 as the mel.
     Errors: ValueError for mels of another number of bands, or not finite.
@@ -46,23 +46,23 @@ class GriffinLim:
 
     @property
     def context(self) -> int:
-        """Frames on either side that a frame's sound depends on: every round reaches as far as windows overlap."""
+        """Frames on either side that the sound of a frame depends on: each iteration adds the overlap of windows."""
         return (self.config.n_fft - 1) // self.config.hop * (self.iterations + 1)
 
     @torch.no_grad()
     def __call__(self, mel: Tensor, generator: Generator | None = None, *, first_frame: int = 0) -> Tensor:
-        """The sound of one mel; the phases begin at random.
+        """The sound of one mel, from random initial phases.
 
         Arguments:
-            generator: of the phases; a KeyedGenerator has one row, and its noise is addressed by frame.
-            first_frame: where in a longer mel this one begins, so that it gets that one's phases; needs a
-                KeyedGenerator, or None for that of seed 0.
+            generator: of the phases; a KeyedGenerator has one row, and its noise is keyed by frame.
+            first_frame: position of this mel in a longer one, so that it gets the same phases; needs a KeyedGenerator,
+                or None for that of seed 0.
         """
         if mel.dim() != 2 or mel.shape[0] != self.config.n_mels or not bool(mel.isfinite().all()):
             raise ValueError(f"a mel is finite and ({self.config.n_mels}, T), got {tuple(mel.shape)}")
         config, frames = self.config, mel.shape[1]
         samples = config.n_fft + (frames - 1) * config.hop - 2 * config.padded
-        if samples <= config.padded:  # too short to be reflected: silence behind it, cut off again
+        if samples <= config.padded:  # too short to be reflected: silence is appended and removed afterwards
             mel = pad(mel, (0, config.padded // config.hop + 2), value=math.log(1e-5))
         sound = self.from_magnitudes(magnitudes(mel, config), generator, first_frame=first_frame)
         return sound if mel.shape[1] == frames else sound[:samples]
@@ -83,13 +83,13 @@ class GriffinLim:
         return self.istft(_directed(magnitude, target))
 
     def stft(self, wave: Tensor) -> Tensor:
-        """The transform of sound (N,) as its mel sees it, (n_fft/2 + 1, T) complex."""
+        """The Fourier transform of sound (N,) as used for its mel, (n_fft/2 + 1, T) complex."""
         padded = pad(wave[None, None], (self.config.padded,) * 2, mode="reflect")[0, 0]
         return torch.stft(padded, self.config.n_fft, self.config.hop, window=self._window(wave), center=False,
                           return_complex=True)
 
     def istft(self, bins: Tensor) -> Tensor:
-        """The sound (N,) whose transform is nearest in least squares, without the samples of the padding."""
+        """The sound (N,) whose transform is nearest in least squares, without the padding."""
         config = self.config
         pieces = torch.fft.irfft(bins.mT, config.n_fft)  # (T, n_fft)
         window = self._window(pieces)
@@ -102,7 +102,7 @@ class GriffinLim:
 
 
 def _phases(magnitude: Tensor, generator: Generator | None, first_frame: int) -> Tensor:
-    """Phases like the magnitudes, drawn frame by frame."""
+    """Random phases with the shape of the magnitudes, drawn frame by frame."""
     bins, frames = magnitude.shape
     if generator is None:
         generator = KeyedGenerator(0, torch.zeros(1, dtype=torch.int64), "phases")
@@ -110,28 +110,28 @@ def _phases(magnitude: Tensor, generator: Generator | None, first_frame: int) ->
         frame = torch.arange(first_frame, first_frame + frames)
         generator = generator.rows(torch.zeros_like(frame)).at(frame)
     elif first_frame:
-        raise ValueError("the phases of a part of a mel need a KeyedGenerator, whose noise is addressed by frame")
+        raise ValueError("the phases of a part of a mel need a KeyedGenerator, whose noise is keyed by frame")
     return 2 * torch.pi * uniform((frames, bins), generator, dtype=magnitude.dtype, device=magnitude.device).mT
 
 
 def _overlapped(pieces: Tensor, hop: int) -> Tensor:
-    """Frames (T, n) added up, each a hop after the one before."""
+    """Overlap-add of frames (T, n), one hop apart."""
     length = pieces.shape[1] + hop * (len(pieces) - 1)
     return fold(pieces.mT[None], (1, length), (1, pieces.shape[1]), stride=(1, hop))[0, 0, 0]
 
 
 def _directed(magnitude: Tensor, direction: Tensor) -> Tensor:
-    """Magnitudes with the phases of something else."""
+    """The given magnitudes with the phases of `direction`."""
     return direction * (magnitude / direction.abs().clamp(min=torch.finfo(magnitude.dtype).tiny))
 
 
 def magnitudes(mel: Tensor, config: MelConfig, iterations: int = 100) -> Tensor:
-    """Magnitudes (n_fft/2 + 1, T), none of them negative, whose bands are nearest to those of a log-mel.
+    """Non-negative magnitudes (n_fft/2 + 1, T) whose bands are nearest to those of a log-mel.
 
         S <- S * (F' b) / (F' F S),    b = exp(mel)    falls to min_S |F S - b|^2 over S >= 0
 
-    Of the many solutions this finds one that is dense, since it starts at the smooth F' b; solutions with many zeros,
-    as active sets give them, sound worse.
+    Of the many solutions this finds a dense one, because it starts at the smooth F' b; sparse solutions, as found by
+    active-set methods, sound worse.
 
     Source: Lee and Seung 2001.
 
@@ -149,17 +149,17 @@ def magnitudes(mel: Tensor, config: MelConfig, iterations: int = 100) -> Tensor:
     return found
 
 
-#: Names of the vocoders as users give them, and as they are told.
-SPOKEN = {"griffin_lim": "Griffin-Lim", "hifigan": "HiFi-GAN", "hifigan_universal": "HiFi-GAN of many voices"}
+#: Names of the vocoders as options, and in messages.
+VOCODERS = {"griffin_lim": "Griffin-Lim", "hifigan": "HiFi-GAN", "hifigan_universal": "HiFi-GAN of many voices"}
 #: A log-mel of silence.
 FLOOR = math.log(1e-5)
 
 
 def vocoder_of(name: str, config: MelConfig) -> Vocoder:
-    """The vocoder of that name for mels of these settings.
+    """The vocoder of that name for mels with these settings.
 
     Raises:
-        InputError: where its weights are not installed, or were made for other mels: each field that differs.
+        InputError: if its weights are not installed, or were trained on mels with other settings, naming them.
 
     Example:
         >>> vocoder_of("griffin_lim", MelConfig()).context
@@ -176,12 +176,12 @@ def vocoder_of(name: str, config: MelConfig) -> Vocoder:
 
 
 def phases(seed: int) -> KeyedGenerator:
-    """The noise that a vocoder begins with: the same for the whole of a mel and for its pieces."""
+    """The generator of a vocoder's initial phases, the same for a whole mel and for its chunks."""
     return KeyedGenerator(seed, torch.zeros(1, dtype=torch.int64), "phases")
 
 
 def sound_of(mel: Tensor, vocoder: Vocoder, seed: int, seconds: float | None = None) -> Tensor:
-    """The sound (N,) of a mel (n_mels, T), cut to exactly so many seconds.
+    """The sound (N,) of a mel (n_mels, T), cut to exactly `seconds`.
 
     Example:
         >>> sound_of(torch.full((80, 30), -3.0), GriffinLim(iterations=2), 0, seconds=0.3).shape
@@ -192,9 +192,9 @@ def sound_of(mel: Tensor, vocoder: Vocoder, seed: int, seconds: float | None = N
 
 
 def sounds_of(x: Tensor, mask: Tensor | None, config: MelConfig, *, count: int, seconds: float) -> list[Tensor]:
-    """The first mels of a sheet (n, n_mels, T) as sound by Griffin-Lim, each of so many seconds at most.
+    """The first `count` mels of (n, n_mels, T) as sound by Griffin-Lim, each at most `seconds` long.
 
-    Those of which nothing can be heard, since a value is not finite, are left out.
+    Mels with non-finite values are left out.
 
     Example:
         >>> [len(wave) for wave in sounds_of(torch.zeros(3, 80, 9), None, MelConfig(), count=2, seconds=0.05)]

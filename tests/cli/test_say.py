@@ -12,7 +12,7 @@ from PIL import Image
 from scipy.io import wavfile
 
 from genmodels.cli.sample import run
-from genmodels.cli.say import Manner, read_durations, speak, speak_streamed, targets, write_spoken
+from genmodels.cli.say import Manner, read_durations, stream_texts, synthesise, targets, write_utterance
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.models import text_model as texts
@@ -53,13 +53,13 @@ def ckpt(tmp_path_factory):
 def test_streaming_gives_the_same_and_tells_when_it_began(ckpt, tmp_path, capsys):
     for name, options in (("whole", {}), ("pieces", {"stream": True, "chunk": 4})):
         run(ckpt=ckpt, text="Abc. De.", seed=2, out=str(tmp_path / f"{name}.npz"), **options)
-        assert ("first packet of the mel (4 frames) after" in capsys.readouterr().out) == bool(options)
+        assert ("first chunk of the mel (4 frames) after" in capsys.readouterr().out) == bool(options)
     whole, pieces = (np.load(tmp_path / f"{name}.npz") for name in ("whole", "pieces"))
     np.testing.assert_allclose(pieces["mel"], whole["mel"], atol=1e-4)
     assert (pieces["durations"] == whole["durations"]).all()
     run(ckpt=ckpt, text="Abc. De.", seed=2, out=str(tmp_path / "a.wav"), stream=True)
     told = capsys.readouterr().out
-    assert "of its sound after" in told and "took" not in told
+    assert "first audio after" in told and "took" not in told
     assert len(wavfile.read(tmp_path / "a.wav")[1]) == 256 * whole["mel"].shape[1]
     assert json.loads((tmp_path / "a.json").read_text())["vocoder"] == "griffin_lim"
 
@@ -132,7 +132,7 @@ def model():
 
 
 def test_sentences_are_spoken_one_by_one_with_pauses(model):
-    told = speak(model, ["One cab. Two cabs!", "One cab."], Manner(pause=0.5))
+    told = synthesise(model, ["One cab. Two cabs!", "One cab."], Manner(pause=0.5))
     assert [len(one.parts) for one in told] == [2, 1]
     gap = round(0.5 * 22050 / 256)
     lengths = [part[3].shape[1] for part in told[0].parts]
@@ -140,53 +140,53 @@ def test_sentences_are_spoken_one_by_one_with_pauses(model):
     assert (told[0].mel[:, lengths[0] : lengths[0] + gap] < -11.5).all()
     # A sentence is the same in any text; another take is not.
     assert torch.allclose(told[0].parts[0][3], told[1].parts[0][3], atol=1e-4)
-    takes = speak(model, ["One cab."], Manner(), takes=2)
+    takes = synthesise(model, ["One cab."], Manner(), takes=2)
     assert torch.allclose(takes[0].mel, told[1].mel, atol=1e-4) and not torch.allclose(takes[1].mel, takes[0].mel)
 
 
 def test_a_marked_pause_is_as_long_as_it_says(model):
-    told = speak(model, ["One cab, [pause=0.75] two. Three.", "two."], Manner(pause=0.1))
+    told = synthesise(model, ["One cab, [pause=0.75] two. Three.", "two."], Manner(pause=0.1))
     marked, plain = (round(seconds * 22050 / 256) for seconds in (0.75, 0.1))
     assert told[0].gaps == [0, marked, plain] and [part[0] for part in told[0].parts] == ["one cab,", "two.", "three."]
     first = told[0].parts[0][3].shape[1]
     assert (told[0].mel[:, first : first + marked] < -11.5).all()
     assert torch.allclose(told[0].parts[1][3], told[1].mel, atol=1e-4)  # marks change nothing of what is spoken
-    for text, reason in (("One [pause=soon] two", "seconds of silence"), ("One [pause=-1] two", "0 or more"),
-                         ("[pause=1] one", "nothing to speak"), ("One. [pause=1] ", "nothing to speak")):
+    for text, reason in (("One [pause=soon] two", "number of seconds"), ("One [pause=-1] two", "from 0 on"),
+                         ("[pause=1] one", "no text on one side"), ("One. [pause=1] ", "no text on one side")):
         with pytest.raises(InputError, match=reason):
-            speak(model, [text], Manner())
-    with pytest.raises(InputError, match="leave the"):
-        speak(model, ["One [pause=1] two"], Manner(seconds=2.0))
+            synthesise(model, [text], Manner())
+    with pytest.raises(InputError, match="leave out"):
+        synthesise(model, ["One [pause=1] two"], Manner(seconds=2.0))
 
 
 def test_seconds_are_exact_to_the_sample_and_files_carry_their_making(model, tmp_path):
     manner = Manner(seconds=3.2, seed=4)
-    told = speak(model, ["One cab. Two."], manner)[0]
+    told = synthesise(model, ["One cab. Two."], manner)[0]
     assert len(told.parts) == 1 and told.mel.shape[1] == 276
     place = tmp_path / "a.wav"
-    lines = write_spoken(told, model.spec, place, manner, {"step": 7})
+    lines = write_utterance(told, model.spec, place, manner, {"step": 7})
     rate, samples = wavfile.read(place)
     assert (rate, len(samples), samples.dtype) == (22050, 70560, np.int16) and "3.20 s" in lines[0]
     assert Image.open(place.with_suffix(".png")).text["genmodels.seed"] == "4"
     made = json.loads(place.with_suffix(".json").read_text())
     assert made["step"] == 7 and sum(made["sentences"][0]["durations"]) == 276
     # Its durations speak again, as they are or edited.
-    again = speak(model, ["One cab. Two."], Manner(seconds=3.2, seed=4, durations=read_durations(
+    again = synthesise(model, ["One cab. Two."], Manner(seconds=3.2, seed=4, durations=read_durations(
         place.with_suffix(".json"))))[0]
     assert torch.allclose(again.mel, told.mel, atol=1e-5)
-    write_spoken(told, model.spec, tmp_path / "a.npz", manner, {})
+    write_utterance(told, model.spec, tmp_path / "a.npz", manner, {})
     assert np.load(tmp_path / "a.npz")["mel"].shape == (80, 276)
 
 
 def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path):
-    with pytest.raises(InputError, match="hold 1 sentences, the text has 2"):
-        speak(model, ["One. Two."], Manner(durations=[[1, 2]]))
+    with pytest.raises(InputError, match="has 1 sentences, the text has 2"):
+        synthesise(model, ["One. Two."], Manner(durations=[[1, 2]]))
     with pytest.raises(InputError, match="leave out speed"):
         Manner(durations=[[1, 2]], speed=2.0)
     with pytest.raises(InputError, match=r"\[slow\] is not closed"):
-        speak(model, ["One. [slow]Two."], Manner())
+        synthesise(model, ["One. [slow]Two."], Manner())
     with pytest.raises(InputError, match="there is no text"):
-        speak(model, [], Manner())
+        synthesise(model, [], Manner())
     with pytest.raises(InputError, match="pause"):
         Manner(pause=-1)
     (tmp_path / "d.json").write_text("{}")
@@ -200,7 +200,7 @@ def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path):
     for right in ("[1, 2]", "[[1, 2]]", '{"sentences": [{"durations": [1, 2]}]}'):
         (tmp_path / "d.json").write_text(right)
         assert read_durations(tmp_path / "d.json") == [[1, 2]]
-    told = speak(model, ["One.", "Two."], Manner())
+    told = synthesise(model, ["One.", "Two."], Manner())
     with pytest.raises(InputError, match="give a folder"):
         targets(tmp_path / "a.wav", tmp_path, "best", told, 0)
     with pytest.raises(InputError, match="end it in .wav"):
@@ -248,15 +248,15 @@ def same(pieces, whole) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_mels_in_pieces_are_mels_at_once(one_voice, chunk):
     manner = Manner(pause=0.1, seed=3)
-    whole = speak(one_voice, TEXTS, manner, takes=2, start=1)
-    pieces, lines = speak_streamed(one_voice, TEXTS, manner, None, chunk=chunk, takes=2, start=1)
+    whole = synthesise(one_voice, TEXTS, manner, takes=2, start=1)
+    pieces, lines = stream_texts(one_voice, TEXTS, manner, None, chunk=chunk, takes=2, start=1)
     same(pieces, whole)
-    assert len(lines) == 4 and "first packet" in lines[0] and all(one.wave is None for one in pieces)
+    assert len(lines) == 4 and "first chunk" in lines[0] and all(one.wave is None for one in pieces)
 
 
 def test_sound_in_pieces_is_sound_at_once(one_voice):
     vocoder, manner = GriffinLim(iterations=2), Manner(seed=5)
-    whole, pieces = speak(one_voice, TEXTS, manner), speak_streamed(one_voice, TEXTS, manner, vocoder, chunk=9)[0]
+    whole, pieces = synthesise(one_voice, TEXTS, manner), stream_texts(one_voice, TEXTS, manner, vocoder, chunk=9)[0]
     same(pieces, whole)
     for one in pieces:
         # Of the same mel: rounding in a mel would grow where phases are hardly determined.
@@ -266,22 +266,22 @@ def test_sound_in_pieces_is_sound_at_once(one_voice):
 def test_seconds_speed_durations_and_speakers():
     voices = untrained(("anna", "ben"))
     for manner in (Manner(speed=0.5, speaker="ben"), Manner(seconds=1.0, temperature=0.0)):
-        whole = speak(voices, ["One cab. Two red cabs!"], manner)
-        pieces, _ = speak_streamed(voices, ["One cab. Two red cabs!"], manner, GriffinLim(iterations=1), chunk=16)
+        whole = synthesise(voices, ["One cab. Two red cabs!"], manner)
+        pieces, _ = stream_texts(voices, ["One cab. Two red cabs!"], manner, GriffinLim(iterations=1), chunk=16)
         same(pieces, whole)
     assert len(pieces[0].wave) == 22050
-    said = speak(voices, TEXTS, Manner())
+    said = synthesise(voices, TEXTS, Manner())
     given = [[d + 1 for d in part[2]] for one in said for part in one.parts]
-    pieces, _ = speak_streamed(voices, TEXTS, Manner(durations=given), None)
+    pieces, _ = stream_texts(voices, TEXTS, Manner(durations=given), None)
     assert [part[2] for one in pieces for part in one.parts] == given
-    same(pieces, speak(voices, TEXTS, Manner(durations=given)))
+    same(pieces, synthesise(voices, TEXTS, Manner(durations=given)))
 
 
 def test_noise_of_another_take_is_seen(one_voice, monkeypatch):
-    whole = speak(one_voice, TEXTS, Manner())
+    whole = synthesise(one_voice, TEXTS, Manner())
     rows = texts.noise_rows
     monkeypatch.setattr(texts, "noise_rows", lambda said, takes: rows(said, [take + 1 for take in takes]))
-    pieces, _ = speak_streamed(one_voice, TEXTS, Manner(), None)
+    pieces, _ = stream_texts(one_voice, TEXTS, Manner(), None)
     with pytest.raises(AssertionError):
         same(pieces, whole)
 
@@ -301,7 +301,7 @@ def test_the_first_piece_waits_for_the_first_sentence_alone(one_voice, monkeypat
         heard_at.append(len(asked))
         return float(next(ticks))
 
-    speak_streamed(one_voice, TEXTS[:1], Manner(), None, clock=clock)
+    stream_texts(one_voice, TEXTS[:1], Manner(), None, clock=clock)
     assert asked == ["One cab.", "Two red cabs,", "and three!"]
     assert heard_at[2] == 1  # begun, collecting begun, first piece
 
@@ -309,7 +309,7 @@ def test_the_first_piece_waits_for_the_first_sentence_alone(one_voice, monkeypat
 def test_what_cannot_be_streamed_is_said(one_voice):
     baseline = Tacotron(spec(), encoder=ENCODER, hidden=8, prenet=8)
     with pytest.raises(InputError, match="stream: a tacotron"):
-        speak_streamed(baseline, TEXTS, Manner(), None)
+        stream_texts(baseline, TEXTS, Manner(), None)
     for options, reason in (({"seconds": 0.1}, "seconds=.* is enough"), ({"seconds": -1.0}, "must be positive"),
                             ({"speed": 0.0}, "speed must be positive"), ({"durations": [1]}, "tokens and needs"),
                             ({"chunk": 0}, "at least 1")):  # fmt: skip

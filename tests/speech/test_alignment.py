@@ -138,7 +138,7 @@ def test_all_implementations_agree(implementation):
     found = monotonic_alignment_search(scores, implementation=implementation)
     assert found.durations.equal(monotonic_alignment_search(scores, implementation="torch").durations)
     assert found.path.equal(path_of(found.durations, 90))
-    assert explain(scores, implementation) == f"{implementation}: asked for"
+    assert explain(scores, implementation) == f"{implementation}: requested"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_padding_has_no_frames():
 
 
 def test_too_few_frames_and_bad_widths():
-    with pytest.raises(ValueError, match="it takes 3 frames at least"):
+    with pytest.raises(ValueError, match="it needs at least 3 frames"):
         integer_durations(torch.ones(1, 3), torch.tensor([2]))
     with pytest.raises(ValueError, match="finite and not negative"):
         integer_durations(torch.tensor([[1.0, -1.0]]))

@@ -40,7 +40,7 @@ def test_a_file_that_is_cut_anywhere_in_its_sound_is_refused(kind, tmp_path):
     assert read_wav(path)[0].shape == (4000,)
     for share in (0.9, 0.5, 0.999):
         path.write_bytes(whole[: int(share * len(whole))])
-        with pytest.raises(AudioError, match=r"a.wav: cut short, \d+ of the \d+ bytes"):
+        with pytest.raises(AudioError, match=r"a.wav: truncated, it has \d+ of the \d+ bytes"):
             read_wav(path)
 
 

@@ -192,7 +192,7 @@ def test_the_shape_of_alignments_against_loops():
             surprises.append(-sum(v * math.log(v) for v in column))
     found = alignment_shape(p, durations, text, frames)
     assert (found.longest, found.single) == (max(spans), spans.count(1) / len(spans))
-    assert (found.mean, found.deviation) == pytest.approx((statistics.fmean(spans), statistics.pstdev(spans)))
+    assert (found.mean, found.std) == pytest.approx((statistics.fmean(spans), statistics.pstdev(spans)))
     assert found.off_diagonal == pytest.approx(statistics.fmean(distances), abs=1e-6)
     assert found.entropy == pytest.approx(statistics.fmean(surprises), abs=1e-6)
     # Padding that counts is seen.
