@@ -131,7 +131,7 @@ class Composer:
         return points
 
     def _asking(self, question):
-        """Hydra's answer; its errors, of many lines and kinds, become one line."""
+        """The result of a call to Hydra, with its errors as an InputError of one line."""
         try:
             return question()
         except MissingConfigException as error:
@@ -154,7 +154,7 @@ class Composer:
             raise InputError(text) from error
 
     def _where(self, path: str, parsed: list[Override]) -> str:
-        """Where a dotted key was set: the last place that did."""
+        """Where a dotted key was last set."""
         for override in parsed:
             key = override.key_or_group
             tail = path.removeprefix(key).removeprefix(".")
@@ -199,7 +199,7 @@ def composer(command: str, config_dir: str | None = None) -> Iterator[Composer]:
 
 
 def shown(file: Path) -> str:
-    """A configuration file's path as the reader knows it."""
+    """The path of a configuration file for messages."""
     return str(file.relative_to(CONFIG_DIR.parent)) if file.is_relative_to(CONFIG_DIR.parent) else str(file)
 
 
@@ -227,15 +227,15 @@ def _unreadable(word: str) -> str:
     return f"cannot read {word!r}: quote the value, as in \"{key}='{value}'\", or write lists as {key}=[1,2]"
 
 
-#: What a training run is made of, with what stands for nothing said; folders and loggers may differ when it goes on.
+#: The parts that define a training run, with their empty values; folders and loggers may change on resume.
 PARTS: dict = {"model": {}, "data": {}, "trainer": {}, "seed": 0}
-_MANY = 5  # from so many words on a published setting may be nearer
+_MANY = 5  # from this number of words on, try published settings too
 _PLAIN = re.compile(r"[A-Za-z_][\w./*-]*")
 _OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra reads as something else than text
 
 
 def how_to_resume(config: dict, checkpoint: Path) -> str:
-    """What to type so that a run goes on from its checkpoint; where its folder has it, if no words compose to it.
+    """The command that resumes a run from its checkpoint, or the path of its config.yaml if there is no short one.
 
     Arguments:
         config: the run's own configuration, as its checkpoint has it.
@@ -243,14 +243,14 @@ def how_to_resume(config: dict, checkpoint: Path) -> str:
     """
     words = None if GlobalHydra.instance().is_initialized() else words_of(config)  # a sweep needs its own Hydra
     if words is None:
-        return f"its own are in {checkpoint.parent / 'config.yaml'}"
+        return f"its settings are in {checkpoint.parent / 'config.yaml'}"
     script = Path(sys.argv[0])
     command = f"python {shlex.quote(str(script))}" if script.name == "train.py" else "genmodels train"
-    return f"go on by {command} {shlex.join([*words, f'resume={checkpoint}'])}"
+    return f"resume with {command} {shlex.join([*words, f'resume={checkpoint}'])}"
 
 
 def words_of(config: dict) -> list[str] | None:
-    """Few words that `train` composes to this model, data, trainer and seed; None where there are none.
+    """A few words from which `train` composes this model, data, trainer and seed; None if there are none.
 
     Example:
         >>> from genmodels.cli.compose import composer
@@ -281,7 +281,7 @@ def _of_class(group: str, config: dict) -> list[str]:
 
 
 def _differences(plain: dict, wanted: dict, usual: dict) -> list[str]:
-    """Words that lead from one composed configuration to another, which may name defaults that the first leaves out."""
+    """Words that turn one composed configuration into another, which may set defaults explicitly."""
     now, then = map(_flat, (_parts(plain), wanted))
     gone = [f"~{key}" for key in now if key not in then]
     return gone + [f"{key}={_shown(value)}" for key, value in then.items()
@@ -312,7 +312,7 @@ def _flat(config: dict, prefix: str = "") -> dict:
 
 
 def _shown(value) -> str:
-    """A value as Hydra reads it.
+    """A value in Hydra's syntax.
 
     Example:
         >>> _shown([1, None, True, "adam", "a b", "null"])

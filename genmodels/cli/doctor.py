@@ -1,4 +1,4 @@
-"""`genmodels doctor`: are this machine, this environment and these data fit to train? One line for each check."""
+"""`genmodels doctor`: checks of the environment, and of data before training; one line per check."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def main(words: list[str]) -> int:
 
 
 def run(*, data: str | None = None) -> int:
-    """Check this environment, and data if they are named.
+    """Check the environment, and a data set if one is given.
 
     Arguments:
-        data: a data set as in training, with any of its keys: data=image_folder data.root=photos.
+        data: a data set as in training, with any of its settings: data=image_folder data.root=photos.
     """
     return main([] if data is None else [f"data={data}"])
 
@@ -70,7 +70,7 @@ def installed(package: str) -> str | None:
 
 
 def check_python() -> str:
-    """Which Python this is."""
+    """The version of Python."""
     return f"{platform.python_version()} on {platform.system()} {platform.machine()} ({sys.prefix})"
 
 
@@ -84,24 +84,24 @@ def check_torch() -> str:
         import torchvision
     except (ImportError, RuntimeError, OSError) as error:
         raise Failed(
-            f"torch {torch.__version__} and torchvision {installed('torchvision')} are not of the same build "
+            f"torch {torch.__version__} and torchvision {installed('torchvision')} are from different builds "
             f"({_first_line(error)}): {PAIR}"
         ) from error
     return f"torch {torch.__version__}, torchvision {torchvision.__version__}"
 
 
 def check_lightning() -> str:
-    """pytorch-lightning alone: beside the package `lightning` two copies of every class exist."""
+    """pytorch-lightning is installed, and `lightning`, which has a second copy of every class, is not."""
     ours, other = installed("pytorch-lightning"), installed("lightning")
     if ours is None:
         raise Failed("pytorch-lightning is not installed: pip install 'pytorch-lightning>=2.6.4,<3'")
     if other is not None:
-        raise Failed(f"package lightning {other} stands beside pytorch-lightning {ours}: pip uninstall -y lightning")
+        raise Failed(f"lightning {other} conflicts with pytorch-lightning {ours}: pip uninstall -y lightning")
     return f"pytorch-lightning {ours}"
 
 
 def check_hydra() -> str:
-    """The Hydra and OmegaConf that the configuration is written for."""
+    """The supported versions of Hydra and OmegaConf."""
     advice = "pip install 'hydra-core>=1.3.8,<1.4' 'omegaconf>=2.3.1,<2.4'"
     for name, low, high in (("hydra-core", (1, 3, 8), (1, 4)), ("omegaconf", (2, 3, 1), (2, 4))):
         found = installed(name)
@@ -109,48 +109,48 @@ def check_hydra() -> str:
             raise Failed(f"{name} is not installed: {advice}")
         numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
         if not low <= numbers < high:
-            raise Failed(f"{name} {found} does not suit: {advice}")
+            raise Failed(f"{name} {found} is not supported: {advice}")
     return f"hydra-core {installed('hydra-core')}, omegaconf {installed('omegaconf')}"
 
 
 def check_wandb() -> str:
-    """W&B, which is used offline unless asked otherwise."""
+    """W&B, which is offline by default."""
     found = installed("wandb")
     if found is None:
         raise Failed("wandb is not installed: pip install wandb, or train with logger=csv")
     mode = os.environ.get("WANDB_MODE")
-    told = f", WANDB_MODE={mode} is set in the environment" if mode else ""
-    return f"wandb {found}, offline unless logger=wandb{told}"
+    also = f", WANDB_MODE={mode} is set in the environment" if mode else ""
+    return f"wandb {found}, offline unless logger=wandb{also}"
 
 
 def check_folder() -> str:
-    """runs/ can be written and has room for checkpoints."""
+    """runs/ can be written and has space for checkpoints."""
     place = Path("runs") if Path("runs").exists() else Path(".")
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise Failed(f"{place.absolute()} cannot be written: start elsewhere or give run_dir=...")
     free = shutil.disk_usage(place).free / GIGABYTE
     if free < 1:
-        raise Failed(f"{free:.2f} GB free in {place.absolute()}: free 1 GB at least, or give run_dir=... elsewhere")
+        raise Failed(f"{free:.2f} GB free in {place.absolute()}: free at least 1 GB, or set run_dir=... elsewhere")
     return f"runs go to {Path('runs').absolute()}, {free:.0f} GB free"
 
 
 def check_device() -> str:
-    """What training would run on; no GPU is no failure."""
+    """The device that training would use; having no GPU is not a failure."""
     import torch
 
     threads = f"{torch.get_num_threads()} threads on {os.cpu_count()} cores"
     if not torch.cuda.is_available():
-        return f"no GPU that torch {torch.__version__} can use; CPU, {threads}"
+        return f"CPU, {threads}; torch {torch.__version__} finds no GPU"
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / GIGABYTE
     bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16: keep trainer.precision=32-true"
     return f"{torch.cuda.device_count()} x {name}, {memory:.0f} GB, {bf16}; {threads}"
 
 
 def check_data(words: list[str], fix_list: Path | None = None, read: dict | None = None) -> str:
-    """The data set that training with these words would read: that it is there and that its items are sound.
+    """The data set that training with these words would read exists and its items are valid.
 
-    What is wrong is listed item by item, then what should be looked at; `fix_list` is a file for the former, `read`
-    takes the configuration and the data for `check_training`.
+    Problems are listed item by item, then warnings. `fix_list` is a file for the problems; `read` receives the
+    configuration and the data for `check_training`.
     """
     from genmodels.cli.compose import composer
     from genmodels.models.build import build
@@ -169,15 +169,15 @@ def check_data(words: list[str], fix_list: Path | None = None, read: dict | None
     if problems:
         more = f" (and {len(problems) - 1} more:" + "".join(f"\n        {p}" for p in problems[1:]) + ")"
         raise Failed(problems[0] + (more if len(problems) > 1 else "") + to_look_at(datamodule.warnings()))
-    told = to_look_at(datamodule.warnings())
+    warnings = to_look_at(datamodule.warnings())
     spec = datamodule.spec
     return f"{spec.name}, {' x '.join(map(str, spec.event_shape))}, " + ", ".join(
         f"{len(datamodule.split(split)):,} {split}" for split in ("train", "val", "test")
-    ) + told
+    ) + warnings
 
 
 def check_training(read: dict) -> str:
-    """What `train` does with the same words before its first step: the same refusals in the same words."""
+    """The checks that `train` does with the same words before its first step, with the same messages."""
     import torch
 
     from genmodels.models.build import build, construct
@@ -185,7 +185,7 @@ def check_training(read: dict) -> str:
 
     config, datamodule = read["config"], read["data"]
     if datamodule.spec.text is not None and not read["named"]:  # the default model is for other data
-        return "not checked, data with texts need one of their own models: name it, for example model=glow_tts"
+        return "not checked, data with texts need a text-to-speech model: add one, for example model=glow_tts"
     try:
         options = construct(TrainerOptions, **(config.get("trainer") or {}))
         torch.manual_seed(0)
@@ -199,14 +199,14 @@ def check_training(read: dict) -> str:
 
 
 def to_look_at(warnings: list[str]) -> str:
-    """What can be used but should be looked at, a line each.
+    """Warnings, one per line.
 
     Example:
         >>> print(to_look_at(["a.wav: silent"]))
-        ; 1 to look at:
+        ; 1 to check:
             a.wav: silent
     """
-    return f"; {len(warnings)} to look at:" + "".join(f"\n        {printable(w)}" for w in warnings) if warnings else ""
+    return f"; {len(warnings)} to check:" + "".join(f"\n        {printable(w)}" for w in warnings) if warnings else ""
 
 
 def _first_line(error: BaseException) -> str:

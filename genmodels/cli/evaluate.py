@@ -42,50 +42,49 @@ def run(
     device: str = "auto",
     trust: list[str] | None = None,
 ) -> None:
-    """Evaluate trained models on a split of their data.
+    """Evaluate and compare trained models on a split of their data.
 
     Arguments:
-        ckpt: a checkpoint, a run folder, or a list of them, which makes one table.
+        ckpt: a checkpoint, a run folder, or a list of them for a comparison in one table.
         split: train, val or test.
-        out: the report's file (one checkpoint) or folder (several); default report.json beside each checkpoint, and
+        out: the report's file (one checkpoint) or folder (several); default report.json next to each checkpoint, and
             the table of several in the folder they share.
-        stages: what is evaluated, any of likelihood, fidelity, cost, checks; default all.
-        draws: terms of a diffusion bound: all of them, or a number of strata with one term each; auto is all where that
+        stages: any of likelihood, fidelity, cost, checks; default all.
+        draws: terms of a diffusion bound: all of them, or a number of strata with one term each; auto is all if that
             takes at most 100,000 network evaluations, else 5 to 100 strata.
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
-        bound: of a diffusion: that of the model's T steps (discrete), of infinitely many (continuous), or both; auto is
+        bound: of a diffusion model: with its T steps (discrete), with infinitely many (continuous), or both; auto is
             the first, and for texts the second, which few terms estimate better.
-        importance_samples: dequantisations of each item by a flow or an energy, K; a list gives one line for each K;
-            default 1 and 8, and 1 always.
-        ode: the likelihood of a diffusion by its probability-flow ODE, a line of its own; auto adds it for vectors of
-            few dimensions, where it is quick.
+        importance_samples: dequantisations per item, K, for flows and energy-based models; a list gives one line for
+            each K; default 1 and 8; K = 1 is always included.
+        ode: also compute the likelihood by the probability-flow ODE, on a line of its own; auto does so for vectors of
+            few dimensions, where it is fast.
         ode_options: its solver, tolerance, probes, ...
-        normaliser: how log Z of an energy is found; default quadrature in one and two dimensions, else annealed
-            importance sampling (ais); none leaves the energy alone.
-        chains: chains of annealed importance sampling; default 256, 64 where limit is set.
-        densities: densities between its base and the model; default 1,000, 50 where limit is set.
-        samples: how many samples are compared with as many items; auto is all items, at most 1,000.
-        sampler: how they are drawn, as in sample.py; default each family's own.
-        steps: number of sampling steps; default each sampler's own.
-        temperature: factor on the standard deviation of the noise that samples of flows, diffusion and speech are drawn
-            with.
+        normaliser: method for log Z of an energy-based model; default quadrature in one and two dimensions, else
+            annealed importance sampling (ais); none skips it.
+        chains: chains of annealed importance sampling; default 256, 64 with limit.
+        densities: densities between its base and the model; default 1,000, 50 with limit.
+        samples: number of samples to compare with as many items; auto is the number of items, at most 1,000.
+        sampler: as in sample.py; default that of the family.
+        steps: number of sampling steps; default that of the sampler.
+        temperature: factor on the standard deviation of the noise of samples of flows, diffusion and speech.
         features: the network whose features are compared; auto is a small classifier trained on the training split,
             random convolutions for images without labels, the coordinates themselves for vectors.
-        force: compare fewer items than twice the number of features all the same.
+        force: allow a comparison of fewer items than twice the number of features.
         sweeps: compare samples at several numbers of steps, at several temperatures, or both.
-        ood: another data set (fashion_mnist, ...), or noise or shuffled: which does the model find likelier?
+        ood: other data whose likelihood to compute: a data set (fashion_mnist, ...), noise or shuffled.
         ood_data: options of that data set, such as ood_data.root.
-        audit: rank the utterances of a split, the least likely first, to find wrong transcripts and broken clips.
-        checks: the default ones, bounded to a minute, or full.
-        rank: rank lines within each kind of likelihood, or across kinds, telling how each may err.
-        batch_size: items evaluated at once.
+        audit: rank the utterances of a split, the least likely first, to find wrong transcripts and damaged clips.
+        checks: default (at most a minute) or full.
+        rank: rank lines within each kind of likelihood, or across kinds, with a note how each kind may err.
+        batch_size: items per batch.
         processes: processes that share the items and the samples.
-        limit: evaluate only the first items of the split (the report says so), or all; default as the run was set up,
-            all unless trainer.limit_evaluation says otherwise.
+        limit: evaluate only the first items of the split (the report says so), or all; default
+            trainer.limit_evaluation of the run.
         seed: seed of the noise.
-        ema: averaged weights (true), raw ones (false), or the average of one decay.
+        ema: averaged weights (true), raw ones (false), or the average with one decay.
         data: options of the data set that differ from training, such as data.root.
-        cache: keep results, and take those that were computed for the same checkpoint, settings and code.
+        cache: store results, and reuse those computed for the same checkpoint, settings and code.
         device: auto, cpu, cuda, ...
         trust: further packages whose classes a checkpoint may name.
     """

@@ -1,4 +1,4 @@
-"""`genmodels info`: what a checkpoint is, told without loading torch."""
+"""`genmodels info`: the description of a checkpoint, without loading torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from genmodels.core.errors import InputError, RunError, nearest, printable
 
 
 def main(words: list[str]) -> int:
-    """`genmodels info <ckpt> [<ckpt> ...] [--full]`; 1 if any of the files is not whole.
+    """`genmodels info <ckpt> [<ckpt> ...] [--full]`; 1 if any of the files is damaged.
 
     Raises:
-        InputError: when no file is named.
+        InputError: if no file is given.
     """
     files, full = [], False
     for word in words:
@@ -37,11 +37,11 @@ def main(words: list[str]) -> int:
 
 
 def run(*, ckpt: list[str], full: bool = False) -> int:
-    """Say what checkpoints hold: family, configuration, data, steps, figures, and whether the file is whole.
+    """Describe checkpoints: family, configuration, data, steps, metrics, and whether the file is intact.
 
     Arguments:
         ckpt: the files.
-        full: print every option of the model and the whole configuration of the run.
+        full: print all options of the model and the whole configuration of the run.
     """
     code = 0
     for number, name in enumerate(ckpt):
@@ -56,10 +56,10 @@ def run(*, ckpt: list[str], full: bool = False) -> int:
 
 
 def describe(path: Path, full: bool = False) -> str:
-    """The description of one checkpoint, a `name: value` line for each thing known.
+    """The description of one checkpoint, in lines `name: value`.
 
     Raises:
-        RunError: for a file that is missing, cut, altered or foreign.
+        RunError: for a file that is missing, truncated, altered or not a checkpoint.
     """
     if path.is_dir():
         path = next((path / name for name in ("best.ckpt", "last.ckpt") if (path / name).is_file()), path)
@@ -89,7 +89,7 @@ def _data(spec: dict) -> str:
 
 
 def _settings(config: dict, model: dict, full: bool) -> str:
-    """What differs from the defaults of the classes, as one would type it; with `full` every option of the model."""
+    """The settings that differ from the defaults, as on the command line; with `full` all options of the model."""
     shown = {**config, "model": {**(config.get("model") or {}), **model}} if full else config
     usual = Schema("genmodels.cli.train.run").defaults(config)
     pairs = [printable(f"{key}={show(value)}") for key, value in flat(shown)
@@ -98,7 +98,7 @@ def _settings(config: dict, model: dict, full: bool) -> str:
 
 
 def flat(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
-    """The leaves of a nested mapping under dotted keys; empty mappings and None say nothing and are left out.
+    """The leaves of a nested mapping by dotted key, without empty mappings and None.
 
     Example:
         >>> flat({"model": {"net": {"channels": 32}}, "seed": 0, "logger": {}})
@@ -114,5 +114,5 @@ def flat(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _verdict(header: dict) -> str:
-    state = "training finished" if header.get("finished") else "training can go on with resume="
-    return f"whole (checksums agree), {state}"
+    state = "training finished" if header.get("finished") else "training can be continued with resume="
+    return f"intact (checksum matches), {state}"

@@ -1,8 +1,8 @@
-"""`genmodels <command>`: from words on the command line to an exit code.
+"""`genmodels <command>`: the command line and its exit codes.
 
-Exit codes: 0 done; 1 a sound request that failed (also `genmodels doctor` finding something); 2 a request that cannot
-be carried out as it stands; 130 interrupted; 141 nobody reads the output any more (`| head`), said nowhere, as other
-programs do. Every foreseen failure is one line on stderr; others keep their traceback.
+Exit codes: 0 success; 1 failure (also findings of `genmodels doctor`); 2 usage error; 130 interrupted; 141 the reader
+of the output is gone (`| head`), without a message, as usual. Every expected failure is one line on stderr; others
+keep their traceback.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ VALUED = {"-c": "cfg", "--cfg": "cfg", "-cd": "config_dir", "--config-dir": "con
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Carry out `argv` (without the program's name) and return the exit code."""
+    """Run the command in `argv` (without the program's name) and return the exit code."""
     try:
         code = _command(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()  # here, where it can still be answered, not at the interpreter's end
+        sys.stdout.flush()  # here, where an error can still be handled, not at the interpreter's end
         return code
     except BrokenPipeError:
         if not unread():
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def unread() -> bool:
-    """Whether nobody reads stdout or stderr any more; what is still printed there then goes nowhere.
+    """Whether the reader of stdout or stderr is gone; further output is then discarded.
 
     Example:
         >>> unread()
@@ -75,7 +75,7 @@ def _command(argv: list[str]) -> int:
 
 
 def guarded(command: str, work: Callable[[], int]) -> int:
-    """The exit code of `work`, with every foreseen failure told in one line."""
+    """The exit code of `work`, with every expected failure printed as one line."""
     from genmodels.training.processes import stoppable
 
     try:
@@ -125,7 +125,7 @@ def _dispatch(command: str, words: list[str]) -> int:
 
 
 def spelt(word: str) -> str:
-    """A word `text=...` with its value in quotes, unless it has them or is a list: prose is no configuration.
+    """A word `text=...` with its value quoted, unless it is quoted already or a list.
 
     Example:
         >>> print(spelt("text=Don't stop, please!"), spelt("text=[one,two]"), spelt("n=3"))

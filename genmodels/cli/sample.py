@@ -1,10 +1,10 @@
-"""`genmodels sample`: pictures or arrays from nothing but a checkpoint."""
+"""`genmodels sample`: samples of a trained model as pictures, arrays, tables or sound."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-_CANDIDATES = 8  # frames of the way from noise to data that are made for each one shown
+_CANDIDATES = 8  # moments of the trajectory recorded for each one shown
 
 
 def run(
@@ -56,52 +56,53 @@ def run(
     Arguments:
         ckpt: the checkpoint (or a run folder: its best.ckpt).
         n: number of samples, 64 by default; with text the number of takes, 1 by default.
-        seed: sample k of a seed is the same alone, in any batch, on any number of processes.
+        seed: seed of the noise; sample k of a seed is the same alone, in any batch, on any number of processes.
         out: a .png (one grid), a .npz (arrays), a .csv (a table of vectors), or a folder (one PNG each); default a
-            grid, or a table where the columns of the data have names, in the run folder.
-        cond: class, or classes that are cycled; default every class in turn, none with inpaint and edit. The speaker
-            of a text.
-        text: what a model of speech says: out is a .wav, with the mel (.png) and the durations (.json) beside it; a
-            .npz; or a folder. Long texts are spoken by sentences.
-        text_file: a file of texts, one a line.
-        speed: of speech, above 1 is faster.
+            grid, or a table if the columns of the data have names, in the run folder.
+        cond: class, or classes that are cycled; default every class in turn, none with inpaint and edit. For texts
+            the speaker.
+        text: text to synthesise; out is then a .wav (with the mel as .png and the durations as .json next to it), a
+            .npz, or a folder. Long texts are synthesised by sentences.
+        text_file: a file of texts, one per line.
+        speed: factor of the speaking rate, above 1 is faster.
         seconds: total time of a text.
-        durations: a .json as it is written beside a .wav: frames of every token, to be used instead of predicted ones.
-        pause: seconds of silence between sentences, 0.2 by default; [pause=0.5] in a text is one of its own.
+        durations: a .json as written next to a .wav, with the frames of every token, instead of predicted durations.
+        pause: seconds of silence between sentences, 0.2 by default; [pause=0.5] in a text adds one there.
         on_unknown: characters of a text without a symbol are an error, or dropped.
-        vocoder: what makes sound of a text's mel: griffin_lim (the default), or the weights of HiFi-GAN, of one voice
-            (hifigan) or many (hifigan_universal).
-        stream: speak piece by piece, and tell when the first one was there; the result is the same.
-        chunk: frames of a piece, 64 by default.
+        vocoder: griffin_lim (the default), or the weights of HiFi-GAN for one voice (hifigan) or many
+            (hifigan_universal).
+        stream: synthesise in chunks and print the time to first audio; the result is the same.
+        chunk: frames per chunk, 64 by default.
         temperature: factor on the standard deviation of the noise of flows, diffusion and speech; 1 for the model's own
-            distribution, which is the default but for texts: 0.667, and 0 for model=tacotron.
-        inverse_temperature: beta of the density p^beta that energies and scores are sampled from, 1 by default; above 1
-            for likelier samples.
-        sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m or unipc for diffusion; annealed, hmc, mala or ula for energies;
-            predictor_corrector or annealed_langevin for scores; those of diffusion or annealed_langevin for mels around
-            the mean of a text.
-        steps: number of sampling steps: of a diffusion or a chain, densities of `annealed`, noise levels of scores.
+            distribution. Default 1; for texts 0.667, and 0 for model=tacotron.
+        inverse_temperature: beta of the density p^beta to sample, for energy- and score-based models, 1 by default;
+            above 1 for likelier samples.
+        sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m or unipc for diffusion models; annealed, hmc, mala or ula for
+            energy-based models; predictor_corrector or annealed_langevin for score-based models; for mel_ddpm and
+            mel_energy those of diffusion models or annealed_langevin.
+        steps: number of sampling steps, of intermediate densities (annealed), or of noise levels (score-based models).
         spacing: spacing of the times of those steps: uniform_t, uniform_log_snr, karras, integer_trailing or
             integer_leading.
         eta: share of ancestral noise in ddim.
-        churn: noise that edm adds on its way.
+        churn: amount of noise added by edm.
         clip: keep the estimate of the data in its range at every step, static (true) or dynamic, or not (false).
         guidance: scale of classifier-free guidance: 1 the class alone, 0 no class, more for more typical samples.
-        guidance_rescale: share of the excess contrast that guidance is made to give back.
+        guidance_rescale: share of the excess contrast of guidance to remove.
         guidance_interval: lowest and highest log-SNR where guidance applies.
         inpaint: a picture file, or the number of a test item, of which a part is kept and the rest drawn.
         mask: a picture file for inpaint, white where the item is kept, black where it is drawn.
-        rounds: how often each step of inpaint is taken, for the drawn part to settle to the kept one.
-        edit: a picture file, or the number of a test item, to which noise is added and sampled away again.
-        strength: how much noise for edit, from 0 (none) to 1 (nothing is left of the item).
-        step_size: first step size of an energy's chains, in standard deviations of the data.
-        size: height and width (or length) of the samples, where a diffusion model is to draw another than it learnt.
-        batch_size: samples drawn at once.
+        rounds: repetitions of each step of inpaint, which adapt the drawn part to the kept one.
+        edit: a picture file, or the number of a test item, to which noise is added and removed again.
+        strength: amount of noise for edit, from 0 (none) to 1 (nothing is left of the item).
+        step_size: initial step size of MCMC chains, in standard deviations of the data.
+        size: height and width (or length) of the samples of a diffusion model, if different from the data.
+        batch_size: samples per batch.
         start: number of the first sample; n=32 start=32 are samples 32 to 63.
-        ema: averaged weights (true), raw ones (false), or the average of one decay.
-        path: also write the way from noise to data, to a .png (a strip) or a .gif.
-        frames: number of pictures on that way, or between two items.
-        interpolate: two items (numbers of the test split, or picture files): the way between their latents, as a strip.
+        ema: averaged weights (true), raw ones (false), or the average with one decay.
+        path: also write the trajectory from noise to data, to a .png (a strip) or a .gif.
+        frames: number of pictures of the trajectory or interpolation.
+        interpolate: two items (numbers of the test split, or picture files) to interpolate through their latents, as a
+            strip.
         device: auto, cpu, cuda, ...
         trust: further packages whose classes the checkpoint may name.
     """
@@ -118,12 +119,12 @@ def run(
         if value is not None and value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
     if path is not None and Path(path).suffix.lower() not in (".png", ".gif"):
-        raise InputError(f"path={path}: the way from noise to data is written to a .png (a strip) or a .gif")
+        raise InputError(f"path={path}: the trajectory is written to a .png (a strip) or a .gif")
     for key, partner, ours, theirs in (("inpaint", "mask", inpaint, mask), ("mask", "inpaint", mask, inpaint),
                                        ("rounds", "inpaint", rounds, inpaint), ("strength", "edit", strength, edit),
                                        ("chunk", "stream", chunk, stream or None)):
         if ours is not None and theirs is None:
-            raise InputError(f"{key}={ours} goes with {partner}=: give both")
+            raise InputError(f"{key}={ours} needs {partner}=: give both")
     for key, place in (("out", out), ("path", path)):
         if place is not None:
             check_writable(key, Path(place))
@@ -148,16 +149,16 @@ def run(
     if model.spec.text is not None:
         from genmodels.cli.say import say
 
-        spoken = {"text": text, "text_file": text_file, "n": n, "start": start, "out": out}
-        spoken |= {"chunk": (chunk or 64) if stream else None}
+        asked = {"text": text, "text_file": text_file, "n": n, "start": start, "out": out}
+        asked |= {"chunk": (chunk or 64) if stream else None}
         manner |= {"speaker": cond, "temperature": temperature, "seed": seed, "weights": weights_of(ema)}
-        for line in say(model, header, ckpt_path, spoken, manner, options):
+        for line in say(model, header, ckpt_path, asked, manner, options):
             print(line)
         return
     only = {"text": text, "text_file": text_file, "stream": stream or None} | manner
-    unspoken = [key for key, value in only.items() if value is not None]
-    if unspoken:
-        raise InputError(f"{unspoken[0]} is for models of speech with texts: {ckpt_path} holds a {header['family']}")
+    unused = [key for key, value in only.items() if value is not None]
+    if unused:
+        raise InputError(f"{unused[0]} is for text-to-speech models: {ckpt_path} holds a {header['family']}")
     n, temperature = 64 if n is None else n, 1.0 if temperature is None else temperature
     given = {"cond": cond} | options | {"inpaint": inpaint, "mask": mask, "edit": edit}
     given |= {"temperature": None if temperature == 1 else temperature, "ema": None if ema is True else ema}
@@ -171,7 +172,7 @@ def run(
         plain = (("n", n, 64), ("seed", seed, 0), ("start", start, 0))
         unused += [key for key, value, usual in plain if value != usual]
         if unused:
-            raise InputError(f"interpolate goes from item to item, without {', '.join(unused)}; frames= is how many")
+            raise InputError(f"interpolate takes only frames=, ema= and out=: leave out {', '.join(unused)}")
         place = Path(out) if out else None
         for line in strip(model, header, interpolate, frames, ema, place, ckpt_path, trust or []):
             print(line)
@@ -185,8 +186,8 @@ def run(
     if gigabytes > 8:
         raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=")
     named = {"inpaint": inpaint, "mask": mask, "edit": edit}
-    materials, told = material(model, header, named, ckpt_path, trust or [])
-    if path is not None:  # many frames, of which those are shown between which as much changes
+    materials, lines = material(model, header, named, ckpt_path, trust or [])
+    if path is not None:  # many moments, of which those with equal changes are shown
         options["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * n * model.spec.dims))))
     samples = draw(
         model, n, cond=cond, temperature=temperature, seed=seed, start=start, batch_size=batch_size,
@@ -194,15 +195,15 @@ def run(
     )
     samples.made |= {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
     samples.made |= {key: str(value) for key, value in named.items() if value is not None}
-    told += write_samples(samples, model.spec, target, sources(materials, model.spec))
-    for line in told + unmixed(samples.made):
+    lines += write_samples(samples, model.spec, target, sources(materials, model.spec))
+    for line in lines + unmixed(samples.made):
         print(line)
     if path is not None:
         print(write_path(samples, model.spec, Path(path), frames))
 
 
 def sources(materials: dict, spec) -> dict:
-    """What samples were made from, as images that can stand over them."""
+    """The inputs of inpainting or editing, as images to show above the samples."""
     if not spec.is_image:
         return {}
     shown = {"original": materials.get("known", materials.get("edit"))}
@@ -213,28 +214,28 @@ def sources(materials: dict, spec) -> dict:
 
 
 def unmixed(made: dict) -> list[str]:
-    """What to say of chains that have not reached their distribution.
+    """Warnings about chains that have not converged.
 
     Example:
         >>> unmixed({"r_hat": 1.01, "divergences": 0})
         []
         >>> unmixed({"r_hat": 22.0, "divergences": 0})
-        ['the chains have not mixed (R-hat 22, should be below 1.1): take more steps, or sampler=annealed']
+        ['the chains have not mixed (R-hat 22, should be below 1.1): use more steps, or sampler=annealed']
     """
-    said = []
+    lines = []
     if made.get("r_hat") is not None and not made["r_hat"] < 1.1:
-        said.append(f"the chains have not mixed (R-hat {made['r_hat']:.3g}, should be below 1.1): take more steps, or "
-                    "sampler=annealed")
+        lines.append(f"the chains have not mixed (R-hat {made['r_hat']:.3g}, should be below 1.1): use more steps, or "
+                     "sampler=annealed")
     if made.get("divergences"):
-        said.append(f"{made['divergences']} proposals of the chains diverged: take a smaller step_size")
-    return said
+        lines.append(f"{made['divergences']} proposals of the chains diverged: use a smaller step_size")
+    return lines
 
 
 def material(model, header: dict, named: dict, ckpt_path, trust: list[str]) -> tuple[dict, list[str]]:
-    """The tensors that `inpaint`, `mask` and `edit` name, as options of `sample`, and what to tell the user.
+    """The tensors named by `inpaint`, `mask` and `edit`, as options of `sample`, and lines for the user.
 
     Raises:
-        InputError: for a model that cannot begin with an item, or items that do not exist.
+        InputError: for a model that cannot start from an item, or items that do not exist.
     """
     import inspect
 
@@ -247,7 +248,7 @@ def material(model, header: dict, named: dict, ckpt_path, trust: list[str]) -> t
     if not asked:
         return {}, []
     if "known" not in inspect.signature(model.sample).parameters:
-        raise InputError(f"{asked[0]}: a {header['family']} cannot begin with an item; it is for diffusion models")
+        raise InputError(f"{asked[0]} is for diffusion models: {ckpt_path} holds a {header['family']}")
 
     def item(key: str):
         def data():
@@ -261,12 +262,12 @@ def material(model, header: dict, named: dict, ckpt_path, trust: list[str]) -> t
     if not model.spec.is_image:
         raise InputError(f"inpaint keeps a part of an image; these data have events of shape {model.spec.event_shape}")
     keep = read_mask(named["mask"], model.spec, "mask")
-    told = [f"kept {int(keep.sum())} of {keep.numel()} pixels of {named['inpaint']}, where {named['mask']} is white"]
-    return tensors | {"known": item("inpaint").x[0], "keep": keep}, told
+    line = f"kept {int(keep.sum())} of {keep.numel()} pixels of {named['inpaint']}, where {named['mask']} is white"
+    return tensors | {"known": item("inpaint").x[0], "keep": keep}, [line]
 
 
 def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, trust: list[str]) -> list[str]:
-    """Write the way between two items through the latents as one row of pictures; what to tell the user.
+    """Write the interpolation of two items through the latents as one row of pictures; returns lines for the user.
 
     Raises:
         InputError: for a model without latents, data that are not images, or items that do not exist.
@@ -281,9 +282,9 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
     from genmodels.plots.images import LEGIBLE, grid, images_of
 
     if target is not None and target.suffix.lower() != ".png":
-        raise InputError(f"out={target}: the way between two items is one strip, end it in .png")
+        raise InputError(f"out={target}: an interpolation is one strip, end it in .png")
     if not hasattr(model, "latents"):
-        raise InputError(f"interpolate: a {header['family']} has no latents to go through; flows and diffusion have")
+        raise InputError(f"interpolate is for flows and diffusion models: {ckpt_path} holds a {header['family']}")
     if not (model.spec.is_image and model.spec.levels):
         raise InputError(f"interpolate shows images; these data have events of shape {model.spec.event_shape}")
     batch = read_ends(ends, lambda: build(data_options(header, ckpt_path), trust=trust).prepare(), model.spec)
@@ -301,9 +302,9 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
 
 
 def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):
-    """Where samples go when nobody says: the `samples` folder of the run, a picture where there is one to draw.
+    """The default file of samples, in the folder `samples` of the run; a picture if the data can be drawn.
 
-    The name holds all that was asked for, so that no other samples are overwritten.
+    The name contains all options, so that no other samples are overwritten.
     """
     drawn = spec.is_image or spec.mel is not None or spec.event_shape == (2,)
     suffix = ".csv" if spec.columns else ".png" if drawn else ".npz"

@@ -53,9 +53,9 @@ class Several:
 
     def __str__(self) -> str:
         names = {"int": "integers", "float": "numbers", "str": "texts", "bool": "true/false values"}
-        told = [names[i.name] for i in self.items if isinstance(i, Scalar) and i.name in names]
-        told += [f"any of {', '.join(map(str, i.values))}" for i in self.items if isinstance(i, Choice)]
-        what = " or ".join(told) or "values"
+        kinds_of_items = [names[i.name] for i in self.items if isinstance(i, Scalar) and i.name in names]
+        kinds_of_items += [f"any of {', '.join(map(str, i.values))}" for i in self.items if isinstance(i, Choice)]
+        what = " or ".join(kinds_of_items) or "values"
         return f"a list of {'' if self.length is None else f'{self.length} '}{what}"
 
 
@@ -81,7 +81,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Anything:
-    """No restriction that a source file could tell."""
+    """A kind without restriction, because the annotation cannot be resolved."""
 
     def __str__(self) -> str:
         return "anything"
@@ -176,7 +176,7 @@ def _name(name: str, module: Module) -> list[Kind]:
 
 
 def accept(value: Any, kind: Kind) -> tuple[bool, Any]:
-    """Whether a plain value (no mapping) is of a kind, and the value as that kind has it.
+    """Whether a plain value (no mapping) is of a kind, and the value converted to it.
 
     Numbers follow what people type: 1e4 is an integer where an integer is asked, 3 is text where text is asked.
 
@@ -222,7 +222,7 @@ def _accept_scalar(value: Any, name: str) -> tuple[bool, Any]:
 
 
 def usable(value: float) -> bool:
-    """Whether a number means something to whoever takes it: finite, and an integer of 64 bits if it is one."""
+    """Whether a number is usable: finite, and within 64 bits if it is an integer."""
     return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
 
 
@@ -248,7 +248,7 @@ EXAMPLES = {"ckpt": "runs/ddpm-digits/<time>/best.ckpt"}
 
 
 class Schema:
-    """The keys that a command takes, at every depth.
+    """The settings of a command, at every depth.
 
     Arguments:
         run: dotted name of the command's function.
@@ -261,7 +261,7 @@ class Schema:
         self.packages = {ROOT.name, *trust}
 
     def check(self, config: dict) -> dict:
-        """The configuration with every value as its annotation has it.
+        """The configuration with every value converted to its annotation.
 
         Raises:
             InputError: one line for the first unknown key, wrong type or missing value.
@@ -281,7 +281,7 @@ class Schema:
         return checked
 
     def walk(self, config: dict) -> Iterator[tuple[str, Target, Key]]:
-        """Every key that can be set for this choice of classes: its dotted path, its class, itself."""
+        """Every setting of the chosen classes: its dotted path, its class, itself."""
         yield from self._walk(config, [self.top], "")
 
     def _walk(self, config: dict, takers: list[Target], path: str) -> Iterator[tuple[str, Target, Key]]:
@@ -300,7 +300,7 @@ class Schema:
         return [found for name in names if (found := target(str(name)))]
 
     def complete(self, config: dict, built: Iterable[type] = ()) -> dict:
-        """The configuration with the defaults of all that nobody gave, so that it keeps its meaning when they change.
+        """The configuration completed with all defaults, so that it keeps its meaning when they change.
 
         Arguments:
             config: what was given, checked; top-level keys that it lacks stay away.
@@ -335,7 +335,7 @@ class Schema:
         return whole
 
     def defaults(self, config: dict) -> dict:
-        """The default of every key that its classes take, by dotted path, where it is a plain value."""
+        """The default of every setting of the chosen classes, by dotted path, if it is a plain value."""
         return dict(self._defaults(config, self.top, ""))
 
     def _defaults(self, config: dict, taker: Target, path: str) -> Iterator[tuple[str, Any]]:
@@ -348,7 +348,7 @@ class Schema:
                 yield from self._defaults(value, inner, _join(path, key.name))
 
     def _meant(self, value: dict, alternatives: tuple[Kind, ...], built: set[str]) -> Target | None:
-        """The one class whose options these are, or None where that is open."""
+        """The one class whose options these are, or None if there are several."""
         names = [str(value[TARGET])] if TARGET in value else [k.dotted for k in alternatives if isinstance(k, Node)]
         if len(names) > 1:
             names = [name for name in names if name in built] or names
@@ -420,11 +420,11 @@ class Schema:
         return f"unknown key {path!r} ({self.where(path)}):{hint} {'; '.join(map(_takes, meant))}"
 
     def _wrong(self, value: Any, alternatives: tuple[Kind, ...], path: str) -> str:
-        # "an integer or null" reads better than "null or an integer", whatever the annotation's order; and beside a
+        # "an integer or null" reads better than "null or an integer", whatever the annotation's order; and next to a
         # class, `dict` in an annotation only says in which form its keys arrive.
         named = any(isinstance(kind, Node) for kind in alternatives)
-        told = [kind for kind in alternatives if not (named and isinstance(kind, Table))]
-        expected = " or ".join(dict.fromkeys(str(k) for k in sorted(told, key=lambda k: str(k) == "null")))
+        shown_kinds = [kind for kind in alternatives if not (named and isinstance(kind, Table))]
+        expected = " or ".join(dict.fromkeys(str(k) for k in sorted(shown_kinds, key=lambda k: str(k) == "null")))
         choices = [v for kind in alternatives if isinstance(kind, Choice) for v in kind.values]
         near = nearest(value, choices) if isinstance(value, str) else None
         hint = f": did you mean {near!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""What a class or function can be configured with, read from its source text: nothing is imported.
+"""The settings of a class or function, read from its source text without importing it.
 
 The keyword-only arguments of a class are its configuration; their defaults, annotations and the lines of the
 docstring's `Arguments:` section are all that the command line knows of them. Importing a model to learn its argument
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Key:
-    """One thing that can be set: its annotation, its default as source text (None: it must be given), its meaning."""
+    """A setting: its annotation, its default as source text (None: required), its meaning."""
 
     name: str
     annotation: ast.expr | None
@@ -31,7 +31,7 @@ class Key:
     meaning: str = ""
 
     def default_value(self) -> Any:
-        """The default as configuration has it, lists for tuples.
+        """The default as in a configuration, with lists for tuples.
 
         Raises:
             ValueError: when it must be given, or is no plain value.
@@ -85,13 +85,13 @@ class Module:
 
     @property
     def file(self) -> str:
-        """The path from the folder that holds the package, as a reader would look for it."""
+        """The path relative to the folder of the package."""
         top = self.name.split(".")[0]
         parts = self.path.parts
         return "/".join(parts[len(parts) - 1 - parts[::-1].index(top) :]) if top in parts else str(self.path)
 
     def lookup(self, name: str) -> tuple[Module, ast.AST] | None:
-        """What a name stands for, in the module that defines it, through any chain of imports."""
+        """The definition of a name in its defining module, through any chain of imports."""
         bound = self.names.get(name)
         if isinstance(bound, str):
             return find(bound)
@@ -122,7 +122,7 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
 
 @cache
 def load(name: str) -> Module | None:
-    """The module of that dotted name, or None where there is no such source file."""
+    """The module of that dotted name, or None if there is no such source file."""
     first, *rest = name.split(".")
     if first == ROOT.name:
         folder = ROOT
@@ -202,7 +202,7 @@ def _inherited(module: Module, node: ast.ClassDef) -> dict[str, Key]:
 
 
 def _meanings(module: Module, node: ast.AST) -> dict[str, str]:
-    """What the docstrings say of each argument; "see `Base`" leaves the word to the base class."""
+    """The description of each argument in the docstrings; "see `Base`" refers to the base class."""
     inherited = {name: text for base in _bases(module, node) for name, text in _meanings(*base).items()}
     own = argument_lines(ast.get_docstring(node) or "")
     return {**inherited, **{name: text for name, text in own.items() if not text.startswith("see ")}}

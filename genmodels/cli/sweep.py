@@ -20,14 +20,14 @@ from genmodels.core.errors import explain
 
 @dataclass(frozen=True)
 class Failure:
-    """What a point returns in place of a result when it failed, so that the points after it still run."""
+    """The result of a failed point, so that the following points still run."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Point:
-    """The task that Hydra calls for each point; a plain value, so that any launcher can send it elsewhere."""
+    """The task that Hydra calls for each point; a plain value, so that any launcher can pickle it."""
 
     command: str
     swept: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Point:
             return Failure(known[0] if known else f"{type(error).__name__}: {error}")
 
     def title(self, words: list[str]) -> str:
-        """What tells this point from the others, as its user would have typed it."""
+        """The settings that distinguish this point from the others, as on the command line."""
         plain = [word.lstrip("+") for word in words]
         return " ".join(word for word in plain if word.split("=")[0] in self.swept) or " ".join(plain)
 

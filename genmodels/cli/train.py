@@ -1,4 +1,4 @@
-"""`genmodels train`: build the data and the model, fit, and say what was reached."""
+"""`genmodels train`: build data and model, train, and report the result."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def run(
         trainer: length, devices, precision, intervals.
         logger: where metrics and pictures go.
         checkpoint: when checkpoints are written.
-        seed: seed of everything: weights, order of the data, noise.
-        resume: `last`, a run folder or a checkpoint to go on from, as if it had never stopped.
+        seed: seed of weights, order of the data and noise.
+        resume: `last`, a run folder or a checkpoint to continue from, with the same result as an uninterrupted run.
         run_dir: the run folder; default runs/<model>-<data>/<time>.
-        trust: further packages whose classes may be named in the configuration.
+        trust: further packages whose classes the configuration may name.
     """
     import errno
     import logging
@@ -127,10 +127,10 @@ def run(
             parts.compile_network(network)
         log_config(loggers, config | parts.described(network, datamodule))
         if before != steps:
-            parts.say(f"the run was to take {before} steps and takes {steps} now: from here on its learning rate is "
-                      "that of the new length")
+            parts.say(f"note: the run now has {steps} steps instead of {before}; from here on the learning rate "
+                      "follows the new length")
         if options.compile and not network.compiled_parts():
-            parts.say(f"trainer.compile: no part of a {network.family} is compiled, as it needs second derivatives")
+            parts.say(f"note: trainer.compile has no effect on {network.family}, which needs second derivatives")
         logging.getLogger("genmodels").info("started with %s", config)
         for line in parts.attention_paths(network.core, lightning.strategy.root_device.type):
             logging.getLogger("genmodels").info("attention %s", line)
@@ -154,8 +154,8 @@ def run(
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        safe = "nothing was saved" if checkpointing.saved_step is None else f"step {checkpointing.saved_step} is safe"
-        raise RunError(f"no space left in {folder} ({safe}): free some, then resume with resume=last") from error
+        safe = "nothing was saved" if checkpointing.saved_step is None else f"step {checkpointing.saved_step} is saved"
+        raise RunError(f"no space left in {folder} ({safe}): free some, then continue with resume=last") from error
     finally:
         for each in loggers:
             close(each)
@@ -169,7 +169,7 @@ def run(
 
 
 def amount(count: int) -> str:
-    """A count in three digits, in millions or thousands.
+    """A count with three significant digits, in millions or thousands.
 
     Example:
         >>> amount(1_234_567), amount(54_321), amount(4_321), amount(999_999), amount(321)

@@ -1,4 +1,4 @@
-"""The texts of --help and --keys, made from the configuration folder and the signatures."""
+"""The texts of --help and --keys, generated from the configuration folder and the signatures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from genmodels.cli.signatures import Key, find, target
 from genmodels.core.files import CONFIG_DIR, groups
 
 OPTIONS = """\
-  --keys             list every key this choice takes, with type, value and meaning
-  --cfg job          print the configuration and stop
-  -m, --multirun     a sweep: every combination of values given as a,b,c
-  -cd, --config-dir  a folder of your own with more model/, data/, experiment/, ... files
-  -h, --help         this text"""
+  --keys             list all settings with type, value and meaning, and exit
+  --cfg job          print the configuration and exit
+  -m, --multirun     run every combination of values given as a,b,c (a sweep)
+  -cd, --config-dir  further folder with model/, data/, experiment/, ... files
+  -h, --help         show this help and exit"""
 SCRIPTS = ("train", "sample", "evaluate")  # those with a file of that name at the top of the repository
 EXAMPLES = {
     "train": ["model=ddpm", "model=ddpm data=mnist trainer.max_epochs=50 seed=1", "-m model=ddpm seed=0,1",
@@ -41,7 +41,7 @@ def overview(commands: tuple[str, ...]) -> str:
     """One line for every command."""
     lines = [f"  {name:<10} {_summary(name)}" for name in commands]
     return "\n".join(["usage: genmodels <command> [key=value ...]", "", *lines, "",
-                      "genmodels <command> --help tells more."])
+                      "Run 'genmodels <command> --help' for details."])
 
 
 def _run(command: str):
@@ -53,7 +53,7 @@ def _summary(command: str) -> str:
 
 
 def command_help(command: str) -> str:
-    """What a command does, what can be chosen, its keys, its options, examples."""
+    """The help of a command: summary, groups, settings, options, examples."""
     run = _run(command)
     script = f"python {command}.py" if command in SCRIPTS else f"genmodels {command}"
     also = f"  (installed: genmodels {command})" if command in SCRIPTS else ""
@@ -61,12 +61,12 @@ def command_help(command: str) -> str:
     chosen = _defaults(command)
     if chosen:
         available = groups()
-        parts.append("choose (group=option):\n" + "\n".join(
+        parts.append("groups (group=option):\n" + "\n".join(
             f"  {group:<11} {_choices(available.get(group, []), default)}" for group, default in chosen.items()
         ))
     own = [entry for key in run.keys.values() if key.name not in chosen for entry in _entries(key)]
     if own:
-        parts.append("keys:\n" + "\n".join(own))
+        parts.append("settings:\n" + "\n".join(own))
     if find(f"genmodels.cli.{command}.main") is None:
         parts.append(f"options:\n{OPTIONS}")
     parts.append("examples:\n" + "\n".join(f"  {script} {example}".rstrip() for example in EXAMPLES[command]))
@@ -74,7 +74,7 @@ def command_help(command: str) -> str:
 
 
 def _defaults(command: str) -> dict[str, str | None]:
-    """The config groups of a command's defaults list, with the option each has when nothing is said."""
+    """The config groups of a command's defaults list, with their default options."""
     import yaml
 
     file = CONFIG_DIR / f"{command}.yaml"
@@ -89,7 +89,7 @@ def _choices(options: list[str], default: str | None) -> str:
 
 
 def _entries(key: Key) -> list[str]:
-    """The lines for a key of the top level; a key that holds a class' options is told by these."""
+    """The lines for a top-level key; for a key that configures a class, those of the class's options."""
     nodes = [kind for kind in kinds(key.annotation, key.module) if isinstance(kind, Node)]
     inner = {f"{key.name}.{k.name}": k for node in nodes for k in target(node.dotted).keys.values()} or {key.name: key}
     return [_entry(_assigned(path, k.default), k.meaning) for path, k in inner.items()]
@@ -119,7 +119,7 @@ def as_yaml(config: dict) -> str:
 
 
 def all_keys(composer, overrides: list[str], config: dict) -> str:
-    """Every key that a choice of classes takes, grouped by class; * marks those set by YAML or the command line."""
+    """All settings of the chosen classes, grouped by class; * marks those set by YAML or the command line."""
     schema = composer.schema(composer.parse(overrides), config)
     lines: list[str] = []
     heading = None
@@ -136,7 +136,7 @@ def all_keys(composer, overrides: list[str], config: dict) -> str:
 
 
 def _type_text(key: Key) -> str:
-    """The annotation as it is written; the values themselves where it is another name for a list of them."""
+    """The annotation as written; the values themselves if it is an alias of a list of them."""
     found = kinds(key.annotation, key.module)
     named = key.type_text.isidentifier() and len(found) == 1 and isinstance(found[0], Choice)
     return str(found[0]) if named else key.type_text

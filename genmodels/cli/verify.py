@@ -48,24 +48,24 @@ def run(
     Arguments:
         model: a model as in training; its parameters are drawn at random, then it is initialised on the data.
         data: the data set it is built for.
-        ckpt: a checkpoint or run folder instead: its trained weights as they are.
+        ckpt: a checkpoint or run folder instead, with its trained weights.
         what: a bijection, energy, denoiser, noise schedule or sampler of your own instead, package.module:Class or a
-            function that returns one; needs trust, and shape but for schedules and samplers. Or attention: every
-            mechanism of this package, or the one that object names.
+            function that returns one; needs trust, and shape except for schedules and samplers. Or attention: all
+            mechanisms of this package, or the one given by object.
         object: with what=attention, package.module:factory of your own; factory(dim, heads) makes a module (x, mask).
-        capabilities: what that module says of itself, as in [relative,cache,causal]; each names further checks.
-        shape: event shape for what, as in shape=[3,8,8]; of attention on maps height and width.
-        options: arguments of the class that what or object names.
+        capabilities: of that module, as in [relative,cache,causal]; each adds further checks.
+        shape: event shape for what, as in shape=[3,8,8]; for attention on maps height and width.
+        options: arguments of the class given by what or object.
         cond: condition of what, labels:10, vector:4 or map:2 for classes, length or channels.
-        out: file for the results; default verify.json beside a checkpoint, none otherwise.
-        verbose: every check of every layer, also those that do not apply.
+        out: file for the results; default verify.json next to a checkpoint, none otherwise.
+        verbose: print every check of every layer, also those that do not apply.
         seed: seed of parameters and inputs.
-        compiler: backend for the check of torch.compile, none to leave it out.
-        max_dims: largest event of which a whole Jacobian is made of every row; of larger ones of one row, or of a part.
-        patience: seconds that one Jacobian of a larger event may take; what takes longer is not verified.
-        ema: averaged weights (true), raw ones (false), or the average of one decay.
+        compiler: backend for the check of torch.compile, none to skip it.
+        max_dims: largest event for full Jacobians of all rows; larger events use one row, or a part of the event.
+        patience: time limit in seconds for one Jacobian of a larger event, beyond which it is not verified.
+        ema: averaged weights (true), raw ones (false), or the average with one decay.
         device: auto, cpu, cuda, ...
-        progress: whether a bar is shown.
+        progress: show a progress bar.
         trust: further packages whose classes may be named.
         trainer: not used here; presets and experiments may bring it.
         logger: not used here.

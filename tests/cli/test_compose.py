@@ -196,7 +196,7 @@ def test_a_class_of_ones_own_has_no_words():
     config = composed(["model=ddpm"])
     config["model"] = {"_target_": "mine.Model"}
     assert words_of(config) is None
-    assert how_to_resume(config, Path("runs/a/last.ckpt")) == "its own are in runs/a/config.yaml"
+    assert how_to_resume(config, Path("runs/a/last.ckpt")) == "its settings are in runs/a/config.yaml"
 
 
 def test_an_option_that_is_null_stays_so():
@@ -207,5 +207,5 @@ def test_an_option_that_is_null_stays_so():
 def test_what_to_type_is_ready_for_a_shell():
     config = composed(["model=maf", "data=arrays", "data.file='a b.csv'"])
     told = how_to_resume(config, Path("runs/a/last.ckpt"))
-    words = shlex.split(told.removeprefix("go on by genmodels train"))
+    words = shlex.split(told.removeprefix("resume with genmodels train"))
     assert words == ["model=maf", "data=arrays", "data.file='a b.csv'", "resume=runs/a/last.ckpt"]

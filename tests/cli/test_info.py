@@ -44,7 +44,7 @@ def test_what_is_told(checkpoint, capsys):
     assert told["parameters"] == "702,753" and told["steps"] == "1,500" and told["val/bits_per_dim"] == "2.34568"
     assert told["settings"] == "model.net.channels=32 seed=3"
     assert told["versions"] == "genmodels 0.1.0, torch 2.15.0"
-    assert told["verdict"] == "whole (checksums agree), training finished"
+    assert told["verdict"] == "intact (checksum matches), training finished"
 
 
 def test_full_shows_the_defaults_too(checkpoint, capsys):
@@ -57,7 +57,8 @@ def test_unfinished_and_continuous(checkpoint, capsys):
     data = {"name": "toy_moons", "event_shape": [2], "levels": None, "num_classes": None}
     main(["info", str(checkpoint(finished=False, data=data, figures={}))])
     told = capsys.readouterr().out
-    assert "1,500 (not finished)" in told and "toy_moons, 2, continuous" in told and "can go on with resume=" in told
+    for part in ("1,500 (not finished)", "toy_moons, 2, continuous", "can be continued with resume="):
+        assert part in told
 
 
 def test_a_broken_file_is_one_line_and_the_others_are_told(checkpoint, tmp_path, capsys):
