@@ -1,6 +1,6 @@
-"""Train, sample and judge normalizing flows, diffusion and energy models side by side.
+"""Train, sample, evaluate and compare normalizing flows, diffusion models and energy-based models.
 
-Importing this package imports nothing heavy: torch is loaded by the rooms that need it.
+Importing this package is cheap: torch is imported only by the subpackages that need it.
 """
 
 __version__ = "0.2.0"

@@ -348,7 +348,7 @@ def test_a_header_that_is_not_the_one_of_the_weights(whole, tmp_path):
 def test_what_is_no_record_of_torch(whole, tmp_path):
     readers = (archive.verify, info.describe, load_model)
     first = forge(tmp_path / "twice.ckpt", whole, extra=[("other/genmodels.json", b"{}")])
-    assert "one name" in refusals_of(first, readers)[0]
+    assert "the same name" in refusals_of(first, readers)[0]
     text = json.dumps(whole["genmodels"]).encode() + b" " * 50_000
     packed = forge(tmp_path / "packed.ckpt", whole, text, packed=True)
     assert "packed" in refusals_of(packed, readers)[0]

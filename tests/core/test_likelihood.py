@@ -63,7 +63,7 @@ def test_a_lost_or_repeated_item_is_named(index):
 
 @pytest.mark.parametrize("change", [{"kind": "exact"}, {"levels": 17}, {"made": {"steps": 3}}])
 def test_unlike_results_are_not_joined(change):
-    with pytest.raises(ValueError, match="unlike"):
+    with pytest.raises(ValueError, match="likelihoods differ"):
         Likelihood.concatenate([made([-1.0]), made([-1.0], **change)])
 
 

@@ -439,7 +439,7 @@ ERRORS = [
     (lambda: ConvNet(3, 4, depth=0, attention="plain"), "depth = 0 has none"),
     (lambda: ConvNet(3, 4, attention="plane"), "attention = 'plane' is not one of none, plain"),
     (lambda: ConvNet(3, 4, hidden=8, attention="plain", heads=3), "heads = 3 does not divide 8"),
-    (lambda: MLP(3, 4, activation="gelu"), "activation must be one of silu, relu, got 'gelu'"),
+    (lambda: MLP(3, 4, activation="gelu"), "activation is one of silu, relu, got 'gelu'"),
     (lambda: MLP(3, 4, conditioning="add"), "conditioning is concat or film, got 'add'"),
     (lambda: WaveNet(3, 4, kernel_size=4), "kernel_size = 4 must be odd"),
     (lambda: WaveNet(3, 4, dilation_rate=0), "dilation_rate = 0 at least 1"),

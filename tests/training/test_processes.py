@@ -44,7 +44,7 @@ def test_a_signal_during_the_first_step_is_obeyed_at_once_and_later_ones_after_t
         with pytest.raises(Interrupted, match="after step 7"):
             terminate()
         model.batches_seen = 8
-        with pytest.raises(Interrupted, match="at once"):
+        with pytest.raises(Interrupted, match="immediately"):
             terminate()
     finally:
         callback.on_exception(trainer, model, None)
