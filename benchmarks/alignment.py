@@ -1,4 +1,4 @@
-"""Monotonic alignment search beside the Cython package of PyPI.
+"""Monotonic alignment search compared with the Cython package of PyPI.
 
     python benchmarks/alignment.py [--threads 2] [--repeats 15] [--batch 16] [--tokens 150] [--frames 800]
 

@@ -1,4 +1,4 @@
-"""Time and peak memory of every attention against the length of the sequence, beside torch's own and x-transformers.
+"""Time and peak memory of every attention by sequence length, compared with torch's own and x-transformers.
 
     python benchmarks/attention.py [--threads 2] [--repeats 5] [--lengths 256 512 1024 2048 4096 8192] [--backward]
                                    [--only "Transformer-XL" ...] [--device cuda] [--out cost.csv] [--figure cost.png]
@@ -82,8 +82,8 @@ class Contestant:
 
     Arguments:
         make: `make(dim, heads, length) -> module`.
-        bytes: `bytes(length, dim, heads)`, what it needs beside q, k and v, where `explain` of the module cannot say.
-        map: whether it is told the height and width of a map.
+        bytes: `bytes(length, dim, heads)`, memory besides q, k and v, if the module has no `explain`.
+        map: whether it takes the height and width of a map.
     """
 
     make: Callable[[int, int, int], nn.Module]
@@ -103,8 +103,8 @@ def of_maps(position: Callable[[int, int, int], nn.Module]) -> Contestant:
     )
 
 
-def beside(make: Callable[[int, int], nn.Module]) -> Contestant:
-    """A mechanism beside the core."""
+def mechanism(make: Callable[[int, int], nn.Module]) -> Contestant:
+    """A mechanism that is no position scheme of `Attention`."""
     return Contestant(lambda dim, heads, length: make(dim, heads))
 
 
@@ -138,13 +138,13 @@ CONTESTANTS: dict[str, Contestant] = {
     "Swin": of_maps(lambda dim, heads, height: Swin2d(dim, heads, size=(height, WIDTH_OF_MAPS))),
     "axial RoPE": of_maps(lambda dim, heads, height: Rotary2d(dim, heads)),
     "mel, RoPE": of_maps(lambda dim, heads, height: MelPosition(dim, heads, n_freq=height, time=Rotary(dim, heads))),
-    "scaled dot": beside(lambda dim, heads: ScoredAttention(dim, heads, ScaledDot(dim, heads))),
-    "additive": beside(ScoredAttention),
-    "location": beside(lambda dim, heads: ScoredAttention(dim, heads, Location(dim, heads))),
-    "hard": beside(lambda dim, heads: HardAttention(dim, heads, ScaledDot(dim, heads))),
-    "local monotonic": beside(LocalMonotonic),
-    "local dense": beside(lambda dim, heads: LocalDenseSynthesizer(dim, heads, c=15)),
-    "Nystrom": beside(lambda dim, heads: Nystrom(dim, heads, landmarks=32)),
+    "scaled dot": mechanism(lambda dim, heads: ScoredAttention(dim, heads, ScaledDot(dim, heads))),
+    "additive": mechanism(ScoredAttention),
+    "location": mechanism(lambda dim, heads: ScoredAttention(dim, heads, Location(dim, heads))),
+    "hard": mechanism(lambda dim, heads: HardAttention(dim, heads, ScaledDot(dim, heads))),
+    "local monotonic": mechanism(LocalMonotonic),
+    "local dense": mechanism(lambda dim, heads: LocalDenseSynthesizer(dim, heads, c=15)),
+    "Nystrom": mechanism(lambda dim, heads: Nystrom(dim, heads, landmarks=32)),
     "LSH": Contestant(lambda dim, heads, length: LSH(dim, heads, buckets=max(length // 64, 2), chunk=64, rounds=2)),
 }
 
@@ -207,7 +207,7 @@ def measure(length: int, names: list[str], options: argparse.Namespace) -> list[
             else module.explain(length, length, options.device).extra_bytes
         )  # fmt: skip
         if needed * (3 if options.backward else 1) > options.limit * 2**30:
-            print(f"  {name}: left out, needs about {needed / 2**30:.1f} GiB beside q, k, v")
+            print(f"  {name}: left out, needs about {needed / 2**30:.1f} GiB besides q, k, v")
             continue
         given = {"space": (length // WIDTH_OF_MAPS, WIDTH_OF_MAPS)} if contestant.map else {}
         works[name] = work_of(module, x, options.backward, given)

@@ -5,7 +5,7 @@
                                             [--out runs/attention_ablation]
 
 Each run is a small U-Net with two heads of attention on the maps of 8 x 8 and of 4 x 4, otherwise the first command of
-the README, and is judged on the whole test split by a stratified bound: the same items and the same noise for every
+the README, and is evaluated on the whole test split by a stratified bound: the same items and the same noise for every
 model, so that their differences are known better than the figures themselves. A run that is there already is not made
 again. The table gives the mean over the seeds with its standard error, and that of the differences from `none`, seed
 by seed. Nothing is asserted.
@@ -38,10 +38,10 @@ def run(kind: str, seed: int, options: argparse.Namespace) -> dict:
     report = folder / "report.json"
     if command(["evaluate", f"ckpt={folder / 'last.ckpt'}", f"draws={options.draws}", f"out={report}"]):
         raise SystemExit(f"{kind}, seed {seed}: the evaluation failed")
-    judged = json.loads(report.read_text())
-    (line,) = judged["likelihood"]
+    evaluated = json.loads(report.read_text())
+    (line,) = evaluated["likelihood"]
     found = {"kind": kind, "seed": seed, "steps": options.steps, "seconds": seconds}
-    found |= {"parameters": judged["checkpoint"]["parameters"]}
+    found |= {"parameters": evaluated["checkpoint"]["parameters"]}
     found |= {name: line[name] for name in ("bits_per_dim", "se_data", "se_mc")}
     path.write_text(json.dumps(found))
     return found

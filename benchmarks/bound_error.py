@@ -38,7 +38,7 @@ def batches(header: dict, items: int) -> list:
     return found
 
 
-def judged(model, parts: list, **options) -> tuple[float, float | None, float]:
+def evaluated(model, parts: list, **options) -> tuple[float, float | None, float]:
     """Cost of an item in bits/dim (nats), the standard error of its draws, seconds."""
     began = time.perf_counter()
     with torch.no_grad():
@@ -77,25 +77,25 @@ def main() -> None:
     items = sum(map(len, parts))
     for steps in given.steps:
         trained, model.num_steps = model.num_steps, steps
-        value, _, seconds = judged(model, parts)
+        value, _, seconds = evaluated(model, parts)
         model.num_steps = trained
         print(f"{steps:4d} steps  {value:.4f}  {items} items in {seconds:.1f} s", flush=True)
     truth = None
     if given.whole:
-        truth, _, seconds = judged(model, parts)
+        truth, _, seconds = evaluated(model, parts)
         print(f"all terms: {truth:.4f}, {items} items, {seconds:.1f} s", flush=True)
     errors = []
     for draws in given.draws:
-        rows = [judged(model, parts, draws=draws, seed=seed) for seed in range(given.seeds)]
+        rows = [evaluated(model, parts, draws=draws, seed=seed) for seed in range(given.seeds)]
         values = [value for value, _, _ in rows]
         errors.append(math.sqrt(statistics.fmean(se**2 for _, se, _ in rows)))
-        told = f"K = {draws:4d}  {statistics.fmean(values):.4f}  se {errors[-1]:.4f}"
+        line = f"K = {draws:4d}  {statistics.fmean(values):.4f}  se {errors[-1]:.4f}"
         if given.seeds > 1:
-            told += f"  spread {statistics.stdev(values):.4f} over {given.seeds} seeds"
+            line += f"  spread {statistics.stdev(values):.4f} over {given.seeds} seeds"
         if truth is not None:
-            told += f"  error {statistics.fmean(values) - truth:+.4f}"
+            line += f"  error {statistics.fmean(values) - truth:+.4f}"
         seconds = statistics.median(taken for _, _, taken in rows)
-        print(f"{told}  {items} items in {seconds:.1f} s, {items * draws * 2 / seconds:.0f} terms/s", flush=True)
+        print(f"{line}  {items} items in {seconds:.1f} s, {items * draws * 2 / seconds:.0f} terms/s", flush=True)
     if len(given.draws) > 1:
         print(f"slope of log se against log K: {slope(given.draws, errors):.2f}")
 

@@ -50,8 +50,8 @@ def main() -> None:
         events.Reload()
     for axis, (name, limits) in zip(axes[0], PANELS, strict=True):
         for model, events in runs.items():
-            told = events.Scalars(name)
-            axis.plot([e.step for e in told], [e.value for e in told], label=model, lw=1.2)
+            values = events.Scalars(name)
+            axis.plot([e.step for e in values], [e.value for e in values], label=model, lw=1.2)
         if name == "val/nll":
             axis.axhline(ENTROPY, color="grey", ls=":", label="exact entropy")
         axis.set(title=name, xlabel="step", ylim=limits)

@@ -4,7 +4,7 @@
     python benchmarks/ddpm_objectives.py --data mnist --seeds 3 --steps 2200 --options data.root=/data
 
 Every run is `genmodels train model=ddpm data=... model.objective=...` in a folder of its own under --out; what is there
-already, run or figures, is not made again. Judged are the averaged weights: the bound of 1,000 steps on the test
+already, run or figures, is not made again. The averaged weights are evaluated: the bound of 1,000 steps on the test
 split, from --draws strata drawn twice, and --samples samples, each of two ways: Fréchet distance of the pixels' mean
 and covariance to those of the test split, in levels (0 for equal Gaussians; both sets are finite, so that real data
 score above 0), and for digits the share that is read as its class by a support-vector machine (digits_quality.py).
@@ -66,7 +66,7 @@ def frechet(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.square(mean_a - mean_b).sum() + np.trace(cov_a) + np.trace(cov_b) - 2 * root)
 
 
-def judge(folder: Path, given: argparse.Namespace) -> dict:
+def evaluate(folder: Path, given: argparse.Namespace) -> dict:
     """The figures of a finished run."""
     from genmodels.core.likelihood import Likelihood
     from genmodels.evaluation.samples import draw
@@ -82,9 +82,9 @@ def judge(folder: Path, given: argparse.Namespace) -> dict:
     row |= {name: float(nats.mean() / (model.spec.dims * np.log(2))) for name, nats in found.parts.items()}
     test = pixels([batch.x for batch in data.loader("test", 2048)])
     if given.data == "digits":
-        from digits_quality import judge as reader
+        from digits_quality import fitted_classifier
 
-        classifier, row["svm_on_test"] = reader()
+        classifier, row["svm_on_test"] = fitted_classifier()
     for name, options in SAMPLERS.items():
         samples = draw(model, given.samples, batch_size=250, progress=False, **options)
         x = pixels([samples.x])
@@ -117,7 +117,7 @@ def main() -> None:
             if row is None:
                 folder = given.out / f"{given.data}-{name.replace(', ', '_').replace(' ', '_')}-{seed}"
                 row = {"objective": name, "seed": seed, "train_s": train(folder, name, seed, given)}
-                row |= judge(folder, given)
+                row |= evaluate(folder, given)
                 print(json.dumps(row), flush=True)
                 with open(log, "a") as file:
                     file.write(json.dumps(row) + "\n")

@@ -1,7 +1,7 @@
-"""Are the samples digits? A support-vector machine reads class-conditional samples of a trained model.
+"""Classification of class-conditional digit samples of a trained model by a support-vector machine.
 
-The judge is scikit-learn's SVC, fitted on real training and validation digits (17 levels) and scored on the real test
-split; its share of right answers on the samples is printed beside that.
+The classifier is scikit-learn's SVC, fitted on real training and validation digits (17 levels) and scored on the real
+test split; its accuracy on the samples is printed too.
 
     python benchmarks/digits_quality.py runs/ddpm-digits/<time>/best.ckpt [n]
 
@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, dict]] = {
 }
 
 
-def judge() -> tuple[SVC, float]:
+def fitted_classifier() -> tuple[SVC, float]:
     """The fitted classifier and its accuracy on the real test split."""
     data = Digits().prepare()
     x, y = {}, {}
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("n", type=int, nargs="?", default=500)
     given = parser.parse_args()
-    classifier, real = judge()
+    classifier, real = fitted_classifier()
     model, header = load_model(given.checkpoint)
     n = given.n
     out = {"svm_on_real_test": round(real, 4), "n": n, "step": header["step"]}

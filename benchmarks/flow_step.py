@@ -1,4 +1,4 @@
-"""Training and sampling step of our flows beside nflows, zuko and normflows, and beside the bare coupling networks.
+"""Training and sampling steps of our flows compared with nflows, zuko, normflows and the bare coupling networks.
 
     python benchmarks/flow_step.py [--threads 2] [--repeats 9] [--cases vector glow] [--compile]
 
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--compile", action="store_true", help="our density compiled as well, beside the eager one")
+    parser.add_argument("--compile", action="store_true", help="also measure our compiled density")
     parser.add_argument("--inner", type=int, default=3, help="steps in each timed unit")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -235,7 +235,7 @@ def main() -> None:
 
 
 def repeated(work, times: int):
-    """The same work several times, so that one unit is long beside the clock."""
+    """The same work several times, so that one unit is long compared with the clock's resolution."""
 
     def run():
         for _ in range(times):

@@ -1,4 +1,4 @@
-"""A training step of Glow-TTS beside that of coqui-tts, at equal sizes.
+"""A training step of Glow-TTS compared with coqui-tts, at equal sizes.
 
     python benchmarks/glow_tts_step.py [--threads 1] [--rounds 7] [--batch 4] [--tokens 120] [--frames 400]
 

@@ -8,8 +8,8 @@ with four hidden layers, a scale for each dimension, a normal base; pixels x/255
 `--hidden` and `--steps` state what is done here. The cut puts half of the background exactly on one value, where score
 matching has no minimum: its losses go on falling as long as training goes on.
 
-The score-matching loss of test data is estimated without bias by `sliced_vr` with ten directions. Beside it stands the
-published table, marked as such.
+The score-matching loss of test data is estimated without bias by `sliced_vr` with ten directions. The published
+table is printed too, marked as such.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def train(flow: Flow, loss: ScoreLoss, data: Tensor, steps: int, lr: float, batc
     return time.monotonic() - start
 
 
-def judge(flow: Flow, data: Tensor) -> dict[str, float]:
+def evaluate(flow: Flow, data: Tensor) -> dict[str, float]:
     """Score-matching loss and log-likelihood of test data, with standard errors over items."""
     generator, model = torch.Generator().manual_seed(1), LogDensity(flow)
     loss, found = SlicedScoreMatchingVR(projections=10), {"score_matching": [], "log_likelihood": []}
@@ -128,7 +128,7 @@ def main() -> None:
         torch.manual_seed(0)
         flow = nice(given.hidden)
         row = {"hidden": given.hidden, "steps": given.steps, "lr": given.lr}
-        row |= {"seconds": train(flow, LOSSES[name], training, given.steps, given.lr)} | judge(flow, test)
+        row |= {"seconds": train(flow, LOSSES[name], training, given.steps, given.lr)} | evaluate(flow, test)
         results[name] = row
         given.out.write_text(json.dumps(results, indent=1))
         published = PUBLISHED.get(name)

@@ -1,4 +1,4 @@
-"""The table of docs/results.md: every family trained on the same data and judged by the same code, several seeds.
+"""The table of docs/results.md: every family trained on the same data and evaluated by the same code, several seeds.
 
     python benchmarks/results.py --sets digits 8gaussians --seeds 0 1 2
     python benchmarks/results.py --sets mnist-minutes --seeds 0 1 2 --root ~/data
@@ -59,7 +59,7 @@ RUNS = {
     },
 }
 #: What is said to `genmodels evaluate`.
-JUDGED = {
+EVALUATION = {
     "digits": ["ode=true", "ode_options.divergence=hutchinson", "ode_options.tolerance=1e-3",
                "importance_samples=[1,64]", "chains=64", "densities=300", "samples=200",
                "stages=[likelihood,fidelity,cost]"],
@@ -93,7 +93,7 @@ def train(folder: Path, words: list[str], seed: int) -> None:
 
 
 def make(name: str, seeds: list[int], given: argparse.Namespace) -> None:
-    """Train and judge one data set, seed by seed."""
+    """Train and evaluate one data set, seed by seed."""
     where = [] if given.root is None else [f"data.root={given.root}"]
     own = dict(pair.split("=", 1) for pair in given.given)
     for seed in seeds:
@@ -109,12 +109,12 @@ def make(name: str, seeds: list[int], given: argparse.Namespace) -> None:
         if not is_whole(table / "table.json", name):
             start = time.monotonic()
             listed = ",".join(map(str, folders))
-            run("evaluate", [f"ckpt=[{listed}]", f"out={table}", *JUDGED[name]])
-            print(f"{name}, seed {seed}: judged in {time.monotonic() - start:.0f} s", flush=True)
+            run("evaluate", [f"ckpt=[{listed}]", f"out={table}", *EVALUATION[name]])
+            print(f"{name}, seed {seed}: evaluated in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def is_whole(table: Path, name: str) -> bool:
-    """Whether a table is there with all models of its data; a model added to them is judged alone, the rest is kept."""
+    """Whether a table exists with all models of its data; only models that were added are evaluated."""
     return table.exists() and len(json.loads(table.read_text())["models"]) == len(RUNS[name])
 
 
@@ -144,12 +144,12 @@ def as_markdown(tables: list[dict], labels: list[str]) -> str:
                      mean_and_spread([found[0].get("se_data")], places)]
             cells += _about(models) if k == 0 else [""] * 9
             lines.append("| " + " | ".join(cells) + " |")
-    told = []
+    scale = []
     for row in tables[0]["references"]:
-        told.append(f"{row['name']} {row['value']:.4f} {'nats' if row['unit'] == 'nats' else 'bits/dim'}")
-    told += on_scale(tables[0]["scale"])
+        scale.append(f"{row['name']} {row['value']:.4f} {'nats' if row['unit'] == 'nats' else 'bits/dim'}")
+    scale += on_scale(tables[0]["scale"])
     seeds = f"{len(tables)} seed{'s' if len(tables) > 1 else ''}"
-    first = f"{data['items']:,} items of the {data['split']} split, {seeds}. {'; '.join(told)}."
+    first = f"{data['items']:,} items of the {data['split']} split, {seeds}. {'; '.join(scale)}."
     return "\n".join([first, "", *lines])
 
 
@@ -182,7 +182,7 @@ def fill(page: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Trains, judges, and fills the page."""
+    """Train, evaluate, and fill the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="*", default=["digits", "8gaussians"], choices=list(RUNS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

@@ -66,8 +66,8 @@ def drawn(model, row: str, n: int, part: int, keep: Path | None) -> tuple[torch.
     return torch.cat(xs), torch.cat(classes), seconds, calls
 
 
-def judged(network: FeatureNetwork, real: torch.Tensor, x: torch.Tensor, classes: torch.Tensor) -> dict:
-    """The figures of one set of samples beside the features of real items."""
+def evaluated(network: FeatureNetwork, real: torch.Tensor, x: torch.Tensor, classes: torch.Tensor) -> dict:
+    """The metrics of one set of samples with respect to real items."""
     found = network(x)
     most = min(_MOST, len(found), len(real))
     precision, recall = precision_recall(real[:most], found[:most])
@@ -89,12 +89,12 @@ def main() -> None:
     items = items_of(header)
     network = network_for(items)
     real = network(items.train)
-    scale = judged(network, real, items.test, items.test_labels)
-    told = {"n": arguments.n, "network": network.told(), "step": header["step"]}
-    print(json.dumps(told | {"test split": {"n": len(items.test)} | scale}), flush=True)
+    scale = evaluated(network, real, items.test, items.test_labels)
+    facts = {"n": arguments.n, "network": network.told(), "step": header["step"]}
+    print(json.dumps(facts | {"test split": {"n": len(items.test)} | scale}), flush=True)
     for row in arguments.rows:
         x, classes, seconds, calls = drawn(model, row, arguments.n, arguments.part, arguments.keep)
-        figures = judged(network, real, x, classes)
+        figures = evaluated(network, real, x, classes)
         line = {"row": row, "calls": calls, "ms per image": 1000 * seconds / len(x)} | figures
         print(json.dumps({key: round(v, 4) if isinstance(v, float) else v for key, v in line.items()}), flush=True)
 

@@ -1,4 +1,4 @@
-"""Wall time of sampling beside diffusers: the same number of network calls, an equal network, in one run.
+"""Wall time of sampling compared with diffusers: the same number of network calls, an equal network, in one run.
 
     python benchmarks/sampler_time.py [--threads 2] [--repeats 5] [--steps 20] [--settings digits small]
 

@@ -1,4 +1,4 @@
-"""Speed of speech: the parallel decoder beside the autoregressive baseline, and seconds of work for a second of sound.
+"""Speed of speech: the parallel decoder compared with the autoregressive baseline, and real-time factors.
 
     python benchmarks/speech_speed.py [--threads 1] [--rounds 5] [--frames 100 400 861 1722] [--clock process]
 

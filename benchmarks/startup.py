@@ -1,4 +1,4 @@
-"""How long the first answer takes: `--help` and a misspelt key, beside Python itself and beside importing Hydra.
+"""Start-up time of `--help` and of the answer to a misspelt key, compared with Python itself and importing Hydra.
 
     python benchmarks/startup.py [repetitions]
 

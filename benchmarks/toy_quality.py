@@ -4,7 +4,7 @@
 
 KL is the mean of log p - log q over the model's own test split, log q with its log Z by quadrature, where the model has
 a likelihood. The maximum mean discrepancy is the root of |mean k(x, .) - mean k(y, .)|^2 with a Gaussian kernel as wide
-as 0.3 standard deviations of the data; it is told between samples and each of `--sets` fresh sets from the truth, and
+as 0.3 standard deviations of the data; it is computed between samples and each of `--sets` fresh sets of draws, and
 between pairs of such sets.
 """
 
@@ -34,7 +34,7 @@ def discrepancy(x: Tensor, y: Tensor, width: float) -> float:
     return float((mean(x, x) + mean(y, y) - 2 * mean(x, y)).clamp(min=0).sqrt())
 
 
-def judge(path: str, samples: int, sets: int) -> dict:
+def evaluate(path: str, samples: int, sets: int) -> dict:
     """All figures of one checkpoint."""
     model, header = load_model(path)
     truth = density(model.spec.name)
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=10)
     given = parser.parse_args()
     for path in given.checkpoints:
-        print(json.dumps(judge(path, given.samples, given.sets)), flush=True)
+        print(json.dumps(evaluate(path, given.samples, given.sets)), flush=True)
 
 
 if __name__ == "__main__":

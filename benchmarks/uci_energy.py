@@ -97,7 +97,7 @@ def train(rows: dict, name: str, seed: int, steps: int, patience: int) -> tuple[
     return model, at
 
 
-def judge(model: DeepKernel, rows: dict, seed: int, chains: int, densities: int) -> dict:
+def evaluate(model: DeepKernel, rows: dict, seed: int, chains: int, densities: int) -> dict:
     """Exact loss and log-likelihood of the test rows, with what is known of log Z."""
     test = rows["test"]
     base = GaussianBase(torch.zeros(test.shape[1]), 2 * torch.eye(test.shape[1]))
@@ -153,7 +153,7 @@ def main() -> None:
                 model, step = train(rows, name, seed, given.steps, given.patience)
                 trained = time.monotonic() - start
                 row = {"table": path.stem, "loss": name, "seed": seed, "step": step, "train_s": trained}
-                row |= judge(model, rows, seed, given.chains, given.densities)
+                row |= evaluate(model, rows, seed, given.chains, given.densities)
                 results.append(row)
                 given.out.write_text(json.dumps(results, indent=1))
                 print(json.dumps(row), flush=True)

@@ -1,4 +1,4 @@
-"""Training and denoising step of our U-Net beside diffusers' `UNet2DModel`, at equal size, in one run.
+"""Training and denoising steps of our U-Net compared with diffusers' `UNet2DModel`, at equal size, in one run.
 
     python benchmarks/unet_step.py [--threads 2] [--repeats 7] [--settings small mnist] [--ours-channels-last]
 

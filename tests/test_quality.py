@@ -24,9 +24,9 @@ BOUND, FRECHET = (1.841, 0.016), (2.43, 0.97)
 def test_the_default_model_draws_digits_and_beats_the_pixel_histogram(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "model=ddpm", "run_dir=run", "logger=csv", "trainer.progress=false"]) == 0
-    judge = [sys.executable, str(ROOT / "benchmarks" / "digits_quality.py"), "run/best.ckpt", "500"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "digits_quality.py"), "run/best.ckpt", "500"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(judge, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     read = json.loads(done.stdout)
     assert read["svm_on_real_test"] >= 0.98
