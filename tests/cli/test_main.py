@@ -49,7 +49,7 @@ def test_a_programming_error_keeps_its_traceback(error):
 
 
 def test_batch_size_is_named_as_the_command_has_it():
-    assert "make batch_size smaller" in cli.explain("sample", MemoryError())[0]
+    assert "reduce batch_size" in cli.explain("sample", MemoryError())[0]
 
 
 @pytest.fixture

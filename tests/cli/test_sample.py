@@ -1,4 +1,4 @@
-"""`genmodels sample` from one small checkpoint: guidance, inpainting, editing and the way between two items."""
+"""`genmodels sample` from one small checkpoint: guidance, inpainting, editing and interpolation."""
 
 from __future__ import annotations
 
@@ -109,15 +109,15 @@ def test_the_way_between_two_items(folder):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"inpaint": 3}, "inpaint=3 goes with mask="),
-        ({"mask": "mask.png"}, "mask=mask.png goes with inpaint="),
-        ({"strength": 0.5}, "strength=0.5 goes with edit="),
-        ({"rounds": 5}, "rounds=5 goes with inpaint="),
+        ({"inpaint": 3}, "inpaint=3 needs mask="),
+        ({"mask": "mask.png"}, "mask=mask.png needs inpaint="),
+        ({"strength": 0.5}, "strength=0.5 needs edit="),
+        ({"rounds": 5}, "rounds=5 needs inpaint="),
         ({"edit": "nowhere.png"}, "edit: there is no file nowhere.png"),
         ({"edit": 3, "strength": 2.0}, "strength = 2.0"),
         ({"temperature": float("nan")}, "temperature must be a finite number .* got nan"),
         ({"sampler": "heun", "eta": 0.5}, "eta is an option of sampler=ddim"),
-        ({"interpolate": [3, 17], "guidance": 2.0}, "without guidance"),
+        ({"interpolate": [3, 17], "guidance": 2.0}, "leave out guidance"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(folder, options, said):

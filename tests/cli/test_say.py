@@ -65,7 +65,7 @@ def test_streaming_gives_the_same_and_tells_when_it_began(ckpt, tmp_path, capsys
 
 
 def test_options_of_sampling_reach_the_model_or_are_refused(ckpt, tmp_path, capsys):
-    with pytest.raises(InputError, match="steps: glow_tts has no such option"):
+    with pytest.raises(InputError, match="steps: glow_tts has no such sampling option"):
         run(ckpt=ckpt, text="Abc.", steps=3)
     diffusion = checkpoint(tmp_path, MelDDPM, net={"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2})
     for name, options in (("few", {"steps": 2}), ("ddim", {"steps": 2, "sampler": "ddim"}), ("cold", {"steps": 2})):
@@ -112,7 +112,7 @@ def test_what_is_missing_or_does_not_fit_is_refused_before_speaking(ckpt, tmp_pa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"genmodels\[hifigan\]"):
         run(ckpt=ckpt, text="Abc.", vocoder="hifigan")
-    with pytest.raises(InputError, match="chunk=4 goes with stream="):
+    with pytest.raises(InputError, match="chunk=4 needs stream="):
         run(ckpt=ckpt, text="Abc.", chunk=4)
 
 

@@ -447,5 +447,5 @@ def test_interpolation_keeps_the_norm():
 
 
 def test_interpolation_needs_like_shapes():
-    with pytest.raises(ValueError, match="unlike shapes"):
+    with pytest.raises(ValueError, match="different shapes"):
         drawn(1).interpolate(Latents((torch.zeros(1, 3, 2),)), 0.5)
