@@ -177,7 +177,7 @@ class Log:
         """Detach from logging."""
         logging.getLogger().removeHandler(self.handler)
         logging.captureWarnings(False)
-        with contextlib.suppress(OSError):  # of a full disk, told already
+        with contextlib.suppress(OSError):  # the full disk has been reported already
             self.handler.close()
 
 

@@ -84,7 +84,7 @@ def test_frames():
     for samples in (385, 512, 1000, 22050, 22051):
         assert log_mel(torch.zeros(samples)).shape[-1] == config.frames(samples) == samples // 256
     assert log_mel(torch.zeros(22050), tacotron).shape[-1] == 87
-    with pytest.raises(ValueError, match="384 samples is too short: 385"):
+    with pytest.raises(ValueError, match="384 samples is too short: it needs at least 385"):
         log_mel(torch.zeros(384))
 
 

@@ -254,7 +254,7 @@ def test_speakers():
     one = tts.log_prob(y, tokens, mask, text_mask, voices)
     other = tts.log_prob(y, tokens, mask, text_mask, voices.flip(0))
     assert (one[[0, 2]] - other[[0, 2]]).abs().min() > 1e-6 and one[1] == other[1]
-    with pytest.raises(ValueError, match="built for speakers"):
+    with pytest.raises(ValueError, match="built with speakers"):
         tts.log_prob(y, tokens, mask, text_mask)
     with pytest.raises(ValueError, match="without speakers"):
         model().log_prob(y, tokens, mask, text_mask, voices)
