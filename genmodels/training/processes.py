@@ -1,4 +1,4 @@
-"""Ending the processes of a run: on SIGTERM before training, and when another process of the run has ended."""
+"""Ending the processes of a run: on Ctrl-C or SIGTERM, and when another process of the run has ended."""
 
 from __future__ import annotations
 
