@@ -76,9 +76,9 @@ def main() -> None:
     parts = batches(header, given.items)
     items = sum(map(len, parts))
     for steps in given.steps:
-        trained, model.num_steps = model.num_steps, steps
+        trained, model.elbo.num_steps = model.elbo.num_steps, steps
         value, _, seconds = evaluated(model, parts)
-        model.num_steps = trained
+        model.elbo.num_steps = trained
         print(f"{steps:4d} steps  {value:.4f}  {items} items in {seconds:.1f} s", flush=True)
     truth = None
     if given.whole:

@@ -161,6 +161,7 @@ def test_modules_are_neither_fragments_nor_heaps():
 
 #: Test files under tests/<subpackage>/ that mirror no module, and why.
 WITHOUT_A_MODULE = {
+    "diffusion/test_continuous.py": "the bound in continuous time, as a likelihood (bound.py) and as an objective",
     "diffusion/test_parity.py": "skipped as a whole without diffusers",
     "models/test_ddpm_compiled.py": "a part of test_ddpm.py, which would be too long",
     "models/test_ddpm_objectives.py": "another",

@@ -112,7 +112,7 @@ def test_a_score_model_draws_and_says_why_it_has_no_likelihood(here, capsys):
         many, one = np.load(f"{sampler}.npz")["x"].astype(int), np.load("one.npz")["x"].astype(int)
         assert np.abs(many[2] - one[0]).max() <= 1
     genmodels("evaluate", "ckpt=run", "stages=[likelihood]", "limit=20")
-    assert "a field of scores has no energy" in capsys.readouterr().out
+    assert "a score-based model has no energy" in capsys.readouterr().out
     row = report("report_first20.json")["likelihood"][0]
     assert row["kind"] == "unnormalised" and row["bits_per_dim"] is None
 

@@ -63,6 +63,26 @@ class Closed(Open):
         return super().sample(n, seed=seed, start=start)
 
 
+class Drawn(GenerativeModel):
+    """Defines `draw` and names the options that it heeds."""
+
+    family, sampling_options = "drawn", ("steps",)
+
+    def draw(self, options):
+        x = options.temperature * (options.steps or 1) * self.numbered(options.n, options.start)[:, None].float()
+        return Samples(x, None, self.numbered(options.n, options.start), {"seed": options.seed})
+
+
+def test_a_model_that_defines_draw_is_sampled_like_any_other():
+    model = Drawn(DataSpec("line", (1,)))
+    assert model.sample(n=3, temperature=0.5, start=2).x.flatten().tolist() == [1.0, 1.5, 2.0]
+    assert draw(model, 2, start=1, steps=4, progress=False).x.flatten().tolist() == [4.0, 8.0]
+    with pytest.raises(InputError, match="drawn has no sampling option 'guidance'; it has cond, temperature, seed, st"):
+        model.sample(2, guidance=3.0)
+    with pytest.raises(InputError, match="temperature must be a finite number"):
+        model.sample(2, temperature=-1.0)
+
+
 def test_a_model_that_takes_any_option_is_given_them():
     x = draw(Open(DataSpec("line", (1,))), 5, batch_size=2, start=3, weights="ema", steps=10, progress=False).x
     assert torch.equal(x[:, 0], 10.0 * torch.arange(3, 8))

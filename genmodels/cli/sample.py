@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from genmodels.core.samples import SamplingOptions
 
 _CANDIDATES = 8  # moments of the trajectory recorded for each one shown
 
@@ -11,93 +14,44 @@ def run(
     *,
     ckpt: str,
     n: int | None = None,
-    seed: int = 0,
     out: str | None = None,
-    cond: int | str | list[int | str] | None = None,
-    text: str | list[str] | None = None,
     text_file: str | None = None,
-    speed: float | None = None,
-    seconds: float | None = None,
     durations: str | None = None,
     pause: float | None = None,
-    on_unknown: Literal["error", "drop"] | None = None,
     vocoder: Literal["griffin_lim", "hifigan", "hifigan_universal"] | None = None,
     stream: bool = False,
     chunk: int | None = None,
-    temperature: float | None = None,
-    inverse_temperature: float | None = None,
-    sampler: str | None = None,
-    steps: int | None = None,
-    spacing: str | None = None,
-    eta: float | None = None,
-    churn: float | None = None,
-    clip: bool | Literal["static", "dynamic"] | None = None,
-    guidance: float | None = None,
-    guidance_rescale: float | None = None,
-    guidance_interval: list[float] | None = None,
     inpaint: int | str | None = None,
     mask: str | None = None,
-    rounds: int | None = None,
     edit: int | str | None = None,
-    strength: float | None = None,
-    step_size: float | None = None,
-    size: list[int] | None = None,
     batch_size: int = 64,
-    start: int = 0,
     ema: bool | float = True,
     path: str | None = None,
     frames: int = 10,
     interpolate: list[int | str] | None = None,
     device: str = "auto",
     trust: list[str] | None = None,
+    **options: SamplingOptions,
 ) -> None:
     """Draw samples from a trained model.
 
     Arguments:
         ckpt: the checkpoint (or a run folder: its best.ckpt).
         n: number of samples, 64 by default; with text the number of takes, 1 by default.
-        seed: seed of the noise; sample k of a seed is the same alone, in any batch, on any number of processes.
         out: a .png (one grid), a .npz (arrays), a .csv (a table of vectors), or a folder (one PNG each); default a
-            grid, or a table if the columns of the data have names, in the run folder.
-        cond: class, or classes that are cycled; default every class in turn, none with inpaint and edit. For texts
-            the speaker.
-        text: text to synthesise; out is then a .wav (with the mel as .png and the durations as .json next to it), a
-            .npz, or a folder. Long texts are synthesised by sentences.
+            grid, or a table if the columns of the data have names, in the run folder. With text a .wav (with the mel as
+            .png and the durations as .json next to it), a .npz, or a folder. Long texts are synthesised by sentences.
         text_file: a file of texts, one per line.
-        speed: factor of the speaking rate, above 1 is faster.
-        seconds: total time of a text.
         durations: a .json as written next to a .wav, with the frames of every token, instead of predicted durations.
         pause: seconds of silence between sentences, 0.2 by default; [pause=0.5] in a text adds one there.
-        on_unknown: characters of a text without a symbol are an error, or dropped.
         vocoder: griffin_lim (the default), or the weights of HiFi-GAN for one voice (hifigan) or many
             (hifigan_universal).
         stream: synthesise in chunks and print the time to first audio; the result is the same.
         chunk: frames per chunk, 64 by default.
-        temperature: factor on the standard deviation of the noise of flows, diffusion and speech; 1 for the model's own
-            distribution. Default 1; for texts 0.667, and 0 for model=tacotron.
-        inverse_temperature: beta of the density p^beta to sample, for energy- and score-based models, 1 by default;
-            above 1 for likelier samples.
-        sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m or unipc for diffusion models; annealed, hmc, mala or ula for
-            energy-based models; predictor_corrector or annealed_langevin for score-based models; for mel_ddpm and
-            mel_energy those of diffusion models or annealed_langevin.
-        steps: number of sampling steps, of intermediate densities (annealed), or of noise levels (score-based models).
-        spacing: spacing of the times of those steps: uniform_t, uniform_log_snr, karras, integer_trailing or
-            integer_leading.
-        eta: share of ancestral noise in ddim.
-        churn: amount of noise added by edm.
-        clip: keep the estimate of the data in its range at every step, static (true) or dynamic, or not (false).
-        guidance: scale of classifier-free guidance: 1 the class alone, 0 no class, more for more typical samples.
-        guidance_rescale: share of the excess contrast of guidance to remove.
-        guidance_interval: lowest and highest log-SNR where guidance applies.
         inpaint: a picture file, or the number of a test item, of which a part is kept and the rest drawn.
         mask: a picture file for inpaint, white where the item is kept, black where it is drawn.
-        rounds: repetitions of each step of inpaint, which adapt the drawn part to the kept one.
         edit: a picture file, or the number of a test item, to which noise is added and removed again.
-        strength: amount of noise for edit, from 0 (none) to 1 (nothing is left of the item).
-        step_size: initial step size of MCMC chains, in standard deviations of the data.
-        size: height and width (or length) of the samples of a diffusion model, if different from the data.
         batch_size: samples per batch.
-        start: number of the first sample; n=32 start=32 are samples 32 to 63.
         ema: averaged weights (true), raw ones (false), or the average with one decay.
         path: also write the trajectory from noise to data, to a .png (a strip) or a .gif.
         frames: number of pictures of the trajectory or interpolation.
@@ -105,6 +59,7 @@ def run(
             strip.
         device: auto, cpu, cuda, ...
         trust: further packages whose classes the checkpoint may name.
+        options: options of sampling.
     """
     import math
     from pathlib import Path
@@ -112,8 +67,11 @@ def run(
     from genmodels.core.errors import InputError, check_temperature
     from genmodels.core.files import check_writable
 
-    if temperature is not None:
-        check_temperature(temperature)
+    options = {key: value for key, value in options.items() if value is not None}
+    text, cond, seed, start = (options.get(key, usual) for key, usual in (("text", None), ("cond", None), ("seed", 0),
+                                                                          ("start", 0)))
+    if "temperature" in options:
+        check_temperature(options["temperature"])
     for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("start", start, 0), ("frames", frames, 2),
                               ("chunk", chunk, 1)):
         if value is not None and value < least:
@@ -121,7 +79,8 @@ def run(
     if path is not None and Path(path).suffix.lower() not in (".png", ".gif"):
         raise InputError(f"path={path}: the trajectory is written to a .png (a strip) or a .gif")
     for key, partner, ours, theirs in (("inpaint", "mask", inpaint, mask), ("mask", "inpaint", mask, inpaint),
-                                       ("rounds", "inpaint", rounds, inpaint), ("strength", "edit", strength, edit),
+                                       ("rounds", "inpaint", options.get("rounds"), inpaint),
+                                       ("strength", "edit", options.get("strength"), edit),
                                        ("chunk", "stream", chunk, stream or None)):
         if ours is not None and theirs is None:
             raise InputError(f"{key}={ours} needs {partner}=: give both")
@@ -134,33 +93,36 @@ def run(
 
     verify(ckpt_path)
 
+    from dataclasses import fields
+
     from genmodels.core.checkpoint import checkpoint_hash
+    from genmodels.core.samples import SamplingOptions
     from genmodels.evaluation.samples import check_target, draw, write_path, write_samples
     from genmodels.models.checkpoint import load_model, weights_of
 
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
-    manner = {"speed": speed, "seconds": seconds, "durations": durations, "pause": pause, "on_unknown": on_unknown}
-    manner |= {"vocoder": vocoder}
-    options = {"sampler": sampler, "steps": steps, "spacing": spacing, "eta": eta, "churn": churn, "clip": clip}
-    options |= {"guidance": guidance, "guidance_rescale": guidance_rescale, "guidance_interval": guidance_interval}
-    options |= {"rounds": rounds, "strength": strength, "step_size": step_size, "size": size}
-    options |= {"inverse_temperature": inverse_temperature}
-    options = {key: value for key, value in options.items() if value is not None}
+    manner = {"durations": durations, "pause": pause, "vocoder": vocoder}
     if model.spec.text is not None:
         from genmodels.cli.say import say
 
         asked = {"text": text, "text_file": text_file, "n": n, "start": start, "out": out}
         asked |= {"chunk": (chunk or 64) if stream else None}
-        manner |= {"speaker": cond, "temperature": temperature, "seed": seed, "weights": weights_of(ema)}
-        for line in say(model, header, ckpt_path, asked, manner, options):
+        own = {"speed", "seconds", "on_unknown", "temperature", "seed"}
+        manner |= {key: value for key, value in options.items() if key in own}
+        manner |= {"speaker": cond, "weights": weights_of(ema)}
+        further = {key: value for key, value in options.items() if key not in own | {"text", "cond", "start"}}
+        for line in say(model, header, ckpt_path, asked, manner, further):
             print(line)
         return
     only = {"text": text, "text_file": text_file, "stream": stream or None} | manner
+    only |= {key: options.get(key) for key in ("speed", "seconds", "on_unknown")}
     unused = [key for key, value in only.items() if value is not None]
     if unused:
         raise InputError(f"{unused[0]} is for text-to-speech models: {ckpt_path} holds a {header['family']}")
-    n, temperature = 64 if n is None else n, 1.0 if temperature is None else temperature
-    given = {"cond": cond} | options | {"inpaint": inpaint, "mask": mask, "edit": edit}
+    n = 64 if n is None else n
+    given = {field.name: options.get(field.name) for field in fields(SamplingOptions)}
+    temperature = given.pop("temperature")
+    given |= {"seed": None, "start": None, "inpaint": inpaint, "mask": mask, "edit": edit}
     given |= {"temperature": None if temperature == 1 else temperature, "ema": None if ema is True else ema}
     target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec, given)
     check_target(target, model.spec)
@@ -177,6 +139,7 @@ def run(
         for line in strip(model, header, interpolate, frames, ema, place, ckpt_path, trust or []):
             print(line)
         return
+    size = options.get("size")
     values = math.prod(model.spec.event_shape if size is None else (model.spec.event_shape[0], *size))
     gigabytes = n * values * (1 if model.spec.levels else 4) / 1e9
     at_once = min(n, batch_size) * values * 16 / 1e9  # samples, noise, the estimate and a first layer, in float32
@@ -190,8 +153,8 @@ def run(
     if path is not None:  # many moments, of which those with equal changes are shown
         options["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * n * model.spec.dims))))
     samples = draw(
-        model, n, cond=cond, temperature=temperature, seed=seed, start=start, batch_size=batch_size,
-        weights=weights_of(ema), **options, **materials,
+        model, n, batch_size=batch_size, weights=weights_of(ema),
+        **{"seed": 0, "temperature": 1.0} | options | materials,
     )
     samples.made |= {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
     samples.made |= {key: str(value) for key, value in named.items() if value is not None}
@@ -237,7 +200,6 @@ def material(model, header: dict, named: dict, ckpt_path, trust: list[str]) -> t
     Raises:
         InputError: for a model that cannot start from an item, or items that do not exist.
     """
-    import inspect
 
     from genmodels.core.errors import InputError
     from genmodels.evaluation.samples import read_items, read_mask
@@ -247,7 +209,7 @@ def material(model, header: dict, named: dict, ckpt_path, trust: list[str]) -> t
     asked = [key for key in ("inpaint", "edit") if named[key] is not None]
     if not asked:
         return {}, []
-    if "known" not in inspect.signature(model.sample).parameters:
+    if "known" not in model.own_options():
         raise InputError(f"{asked[0]} is for diffusion models: {ckpt_path} holds a {header['family']}")
 
     def item(key: str):

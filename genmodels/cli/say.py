@@ -38,12 +38,11 @@ def say(model, header: dict, ckpt_path, asked: dict, manner: dict, options: dict
         InputError: for texts that cannot be synthesised, or files that cannot be read.
     """
     from genmodels.core.checkpoint import checkpoint_hash
-    from genmodels.evaluation.samples import takes
     from genmodels.speech.audio import MelConfig
     from genmodels.speech.vocoder import vocoder_of
 
     for key in options:
-        if not takes(model.sample, key):
+        if not model.takes(key):
             raise InputError(f"{key}: {header['family']} has no such sampling option")
     if asked["text"] is not None and asked["text_file"] is not None:
         raise InputError("text and text_file: give only one of the two")
@@ -363,8 +362,8 @@ def _mels(
     for (sentence, gap), durations in sentences:
         if gap:
             yield torch.full((model.spec.event_shape[0], gap), FLOOR)
-        said = stream_text(model, sentence, manner.speaker, take=take, chunk=chunk,
-                           **manner.of_model | {"durations": durations})
+        own = manner.of_model | {"durations": None if durations is None else [durations]}
+        said = stream_text(model, sentence, cond=manner.speaker, start=take, chunk=chunk, **own)
         pieces = []
         for piece in said.pieces:
             pieces.append(piece.cpu())

@@ -174,11 +174,17 @@ def target(dotted: str) -> Target | None:
 
 
 def _function_keys(module: Module, node: ast.FunctionDef, meanings: dict[str, str]) -> dict[str, Key]:
-    return {
+    """Those of its keyword-only arguments, then the fields of the dataclass that annotates its `**options`."""
+    further, kwarg = {}, node.args.kwarg
+    named = kwarg is not None and isinstance(kwarg.annotation, ast.Name) and module.lookup(kwarg.annotation.id)
+    if named and isinstance(named[1], ast.ClassDef):
+        further = _class_keys(*named)
+    own = {
         argument.arg: Key(argument.arg, argument.annotation, None if default is None else ast.unparse(default), module,
                           meanings.get(argument.arg, ""))
         for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
     }
+    return own | {name: key for name, key in further.items() if name not in own}
 
 
 def _class_keys(module: Module, node: ast.ClassDef) -> dict[str, Key]:
@@ -219,8 +225,14 @@ def _field_keys(module: Module, node: ast.ClassDef) -> dict[str, Key]:
     return {
         s.target.id: Key(s.target.id, s.annotation, _field_default(s.value), module, meanings.get(s.target.id, ""))
         for s in fields
-        if "ClassVar" not in ast.unparse(s.annotation)
+        if "ClassVar" not in ast.unparse(s.annotation) and not _is_internal(s.value)
     }
+
+
+def _is_internal(value: ast.expr | None) -> bool:
+    """Whether a field is `field(..., metadata={"configurable": False})`: a tensor or a function, or set otherwise."""
+    return isinstance(value, ast.Call) and any(
+        k.arg == "metadata" and "'configurable': False" in ast.unparse(k.value) for k in value.keywords)
 
 
 def _field_default(value: ast.expr | None) -> str | None:

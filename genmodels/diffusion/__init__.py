@@ -1,11 +1,11 @@
 """Diffusion models as a plain library: noise schedules, denoisers, the bound term by term, samplers."""
 
-from genmodels.diffusion.bound import ElboTerms, ddpm_times, elbo, vdm_times
-from genmodels.diffusion.continuous import Continuous, continuous_elbo
+from genmodels.diffusion.bound import ElboTerms, continuous_elbo, ddpm_times, elbo, vdm_times
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.denoiser import EDM, PARAMETERISATIONS, X0, Denoiser, Eps, Parameterisation, Prediction, V
 from genmodels.diffusion.editing import Inpainting, invert, noised_start, times_from
 from genmodels.diffusion.exact import GaussianDenoiser, MixtureDenoiser
+from genmodels.diffusion.generation import DiffusionSampler, SamplingPlan
 from genmodels.diffusion.guidance import (
     THRESHOLDS,
     AlteredDenoiser,
@@ -14,7 +14,18 @@ from genmodels.diffusion.guidance import (
     ThresholdedDenoiser,
     require_unaltered,
 )
-from genmodels.diffusion.objectives import Hybrid, Objective, ObjectiveOutput, Simple, Vlb
+from genmodels.diffusion.likelihood import Elbo, ElboEstimate, OdeLikelihood
+from genmodels.diffusion.objectives import (
+    OBJECTIVES,
+    Continuous,
+    Hybrid,
+    Objective,
+    ObjectiveOutput,
+    Simple,
+    Vlb,
+    default_variance,
+    make_objective,
+)
 from genmodels.diffusion.ode import OdeDensity, OdeLogProb, exact_divergence, hutchinson, rademacher
 from genmodels.diffusion.process import (
     VARIANCES,
@@ -63,27 +74,16 @@ from genmodels.diffusion.schedule import (
     step_to_time,
 )
 from genmodels.diffusion.schedule_discrete import (
+    SCHEDULES,
     CosineDiscreteSchedule,
     DiscreteSchedule,
     LinearSchedule,
     ZeroTerminalSchedule,
+    make_schedule,
     rescale_zero_terminal,
 )
 from genmodels.diffusion.solvers import SOLVERS, SolverError
 from genmodels.diffusion.weighting import TIME_SAMPLERS, WEIGHTINGS, LossAwareTimes, TimeSampler, Weighting
-
-SCHEDULES: dict[str, type[NoiseSchedule]] = {
-    "linear": LinearSchedule,
-    "linear_continuous": LinearContinuousSchedule,
-    "grad_tts": GradTTSSchedule,
-    "cosine": CosineSchedule,
-    "cosine_discrete": CosineDiscreteSchedule,
-    "sigmoid": SigmoidSchedule,
-    "linear_log_snr": LinearLogSnrSchedule,
-    "learned": LearnedSchedule,
-}
-
-OBJECTIVES: dict[str, type[Objective]] = {"simple": Simple, "vlb": Vlb, "hybrid": Hybrid, "continuous": Continuous}
 
 __all__ = [
     "EDM",
@@ -108,9 +108,12 @@ __all__ = [
     "DPMSolverPP2MSampler",
     "Decoder",
     "Denoiser",
+    "DiffusionSampler",
     "DiscreteSchedule",
     "DiscretisedGaussian",
     "EDMSampler",
+    "Elbo",
+    "ElboEstimate",
     "ElboTerms",
     "Eps",
     "EulerSampler",
@@ -133,11 +136,13 @@ __all__ = [
     "Objective",
     "ObjectiveOutput",
     "OdeDensity",
+    "OdeLikelihood",
     "OdeLogProb",
     "Parameterisation",
     "Prediction",
     "SampleResult",
     "Sampler",
+    "SamplingPlan",
     "SigmoidSchedule",
     "Simple",
     "SolverError",
@@ -153,6 +158,7 @@ __all__ = [
     "alpha_ts",
     "continuous_elbo",
     "ddpm_times",
+    "default_variance",
     "elbo",
     "exact_divergence",
     "hutchinson",
@@ -163,6 +169,8 @@ __all__ = [
     "karras_sigmas",
     "kernel_variance",
     "learned_variance",
+    "make_objective",
+    "make_schedule",
     "noised_start",
     "posterior",
     "posterior_variance",

@@ -33,12 +33,17 @@ def to_levels(x: Tensor, levels: int) -> Tensor:
 
 
 class Decoder(Protocol):
-    """`log_prob(x, mean, scale)`: the log-probability of each scalar of x, all in the model's units, same shapes."""
+    """`log_prob(x, mean, scale)`: the log-probability of each scalar of x, all in the model's units, same shapes.
+
+    `finest_log_snr` is where less noise changes nothing more: for integers where the noise is smaller than the distance
+    between levels.
+    """
 
     levels: int | None
+    finest_log_snr: float
 
     def log_prob(self, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        """log P(x) or log p(x) of each scalar, given the mean and the deviation of its level; same shapes."""
+        """log P(x) or log p(x) of each scalar, given the mean and the standard deviation of its level; same shapes."""
 
 
 class DiscretisedGaussian:
@@ -65,6 +70,7 @@ class DiscretisedGaussian:
         if levels is None or levels < 2:
             raise InputError(f"levels = {levels}: a discrete decoder needs 2 or more; for continuous data use Gaussian")
         self.levels = int(levels)
+        self.finest_log_snr = 2 * math.log(2 * (self.levels - 1))
 
     def log_mass(self, k: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         """log P(k) of integer levels k (broadcast with mean and scale), in the dtype of mean, float32 at least."""
@@ -116,6 +122,8 @@ class LevelSoftmax:
         if levels is None or levels < 2:
             raise InputError(f"levels = {levels}: a softmax needs 2 or more; for continuous data use Gaussian")
         self.levels = int(levels)
+        # No network helps here: levels have to lie twice as many standard deviations apart to be distinguished.
+        self.finest_log_snr = 2 * math.log(4 * (self.levels - 1))
 
     def log_mass(self, k: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         """log P(k) of integer levels k (broadcast with mean and scale), in the dtype of mean, float32 at least."""
@@ -149,7 +157,7 @@ class Gaussian:
         tensor([-0.9189])
     """
 
-    levels = None
+    levels, finest_log_snr = None, 12.0
 
     def __init__(self, *, scale: float | None = None):
         self.scale = scale

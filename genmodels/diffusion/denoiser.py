@@ -212,14 +212,15 @@ class V(Parameterisation):
 
 
 class EDM(Parameterisation):
-    """The network sees x and predicts F, both scaled to unit variance for data of deviation s_d at every noise level.
+    """The network sees x and predicts F, both scaled to unit variance at every noise level, for data of standard
+    deviation s_d.
 
         x0 = c_skip y + c_out F(c_in y),   y = x/alpha,   s = sigma/alpha
         c_skip = s_d^2/(s^2 + s_d^2),   c_out = s s_d/sqrt(s^2 + s_d^2),   c_in = 1/sqrt(s^2 + s_d^2)
 
     Written with r^2 = sigma^2 + s_d^2 alpha^2 nothing is divided by alpha: the network sees x/r, x0 = (s_d^2 alpha x +
     sigma s_d r F)/r^2 and eps = (sigma x - alpha s_d r F)/r^2 exist at every SNR. With s_d = 1, F is -v. The network is
-    told the log-SNR, -8 times the c_noise = log(s)/4 of the paper.
+    given the log-SNR, -8 times the c_noise = log(s)/4 of the paper.
 
     Arguments:
         data_deviation: s_d, the standard deviation of the data in the model's units.

@@ -62,7 +62,7 @@ def invert(
         >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(1, dtype=torch.float64), 0.25)
         >>> x0, times = torch.tensor([[0.7]], dtype=torch.float64), uniform_log_snr(oracle.schedule, 100)
         >>> z = invert(oracle, x0, times)
-        >>> round(float(z), 1)  # as many deviations from the mean as x0 is
+        >>> round(float(z), 1)  # as many standard deviations from the mean as x0 is
         1.4
     """
     sampler = sampler or HeunSampler()

@@ -66,8 +66,8 @@ class GuidedDenoiser(AlteredDenoiser):
         denoiser: trained with its condition hidden now and then.
         scale: w.
         null: the null condition, which broadcasts to a condition of the batch: the number of classes, for labels.
-        rescale: share, in [0, 1], in which the deviation of the estimate of x_0 is put back to that of the conditional
-            one, example by example (Lin et al. 2023, section 3.4).
+        rescale: share, in [0, 1], in which the standard deviation of the estimate of x_0 is put back to that of the
+            conditional one, example by example (Lin et al. 2023, section 3.4).
         interval: lowest and highest log-SNR where w applies; elsewhere it is 1 (Kynkaanniemi et al. 2024).
 
     Errors: a rescale outside [0, 1], an interval that is none, a call without condition where w is not 0.

@@ -1,12 +1,14 @@
-"""Training objectives: what each has in common, the simple mean squared error, and the variational bound itself.
+"""Training objectives: the simple mean squared error, the variational bound itself, and the two together.
 
 Each is called as `objective(denoiser, x0, cond, generator, rank, world, mask)` with x0 (B, *event) in the model's units
-and mask (B, 1, T) or None: what it hides enters no sum or mean. `Hybrid` and `Continuous` have modules of their own.
+and mask (B, 1, T) or None: what it hides enters no sum or mean.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -16,12 +18,13 @@ from torch import Tensor
 from genmodels.core.errors import InputError
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import event_mean, event_size
-from genmodels.diffusion.bound import check_grid, diffusion_term, prior_term, reconstruction_term
+from genmodels.diffusion.bound import check_grid, diffusion_term, prior_term, rate_term, reconstruction_term
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.denoiser import Prediction
 from genmodels.diffusion.process import Variance, kernel_variance, q_sample, variance_function
 from genmodels.diffusion.schedule import NoiseSchedule
 from genmodels.diffusion.weighting import (
+    LossAwareTimes,
     TimeSampler,
     TimeSamplerName,
     Weighting,
@@ -98,6 +101,16 @@ class Objective:
                 "a learned schedule needs the bound as its objective: the simple loss would seek easy noise levels"
             )
 
+    def observe(self, out: ObjectiveOutput) -> None:
+        """In training, keep what a loss-aware time sampler learns from a batch until `learn`."""
+        if isinstance(self.time_sampler, LossAwareTimes) and torch.is_grad_enabled():
+            self.time_sampler.observe(out.drawn, out.integrand)
+
+    def learn(self, gather: Callable[[Tensor], Tensor]) -> None:
+        """Let a loss-aware time sampler learn from what was observed; `gather` as `LossAwareTimes.learn` takes it."""
+        if isinstance(self.time_sampler, LossAwareTimes):
+            self.time_sampler.learn(gather)
+
     def need_bound(self) -> None:
         """Raise unless there is a decoder and a grid."""
         if self.decoder is None or self.times is None:
@@ -129,8 +142,8 @@ def predict(
         estimate = denoiser.at_log_snr(x, log_snr, cond, mask).x0
     # Autocast would hand the weights it cast without a gradient to the second call.
     torch.clear_autocast_cache()
-    told = uniform((len(x) // copies, copies), generator, device=x.device).T.reshape(-1, *[1] * (x.dim() - 1)) < 0.5
-    estimate = torch.where(told, estimate, 0)
+    shown = uniform((len(x) // copies, copies), generator, device=x.device).T.reshape(-1, *[1] * (x.dim() - 1)) < 0.5
+    estimate = torch.where(shown, estimate, 0)
     return denoiser.at_log_snr(x, log_snr, cond, mask, estimate)
 
 
@@ -334,3 +347,103 @@ class Hybrid(Simple):
                 terms = diffusion_term(x0[rows], x0_hat[rows], s, t, variance, valid)
             nats = nats.masked_scatter(rows, terms)
         return nats / (math.log(2) * event_size(x0, mask))
+
+
+class Continuous(Objective):
+    """L_infinity: an unbiased estimate of the bound in continuous time, prior + diffusion at one t + reconstruction.
+
+    A learned schedule is trained with it, to lower the variance of the estimate: its parameters get the gradient of the
+    mean of squared diffusion terms in bits/dim, everything else that of the mean (Kingma et al. 2021, appendix I.2).
+    Both come from one backward pass.
+
+    Arguments:
+        decoder: p(x_0 | x_{t_0}).
+        times: only the first, t_0, matters.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, Gaussian, GaussianDenoiser, ddpm_times
+        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(3), 1.0)
+        >>> objective = Continuous(Gaussian(), ddpm_times(10))
+        >>> list(objective(oracle, torch.zeros(4, 3), None, torch.Generator().manual_seed(0)).parts)
+        ['prior_nats', 'diffusion_nats', 'reconstruction_nats']
+    """
+
+    in_nats = True
+
+    def check(self, denoiser) -> None:
+        """Raise where a variance would not be trained."""
+        super().check(denoiser)
+        self.need_bound()
+        if getattr(denoiser, "learned_variance", False):
+            raise InputError("in continuous time the variance of the kernels plays no part: choose beta or beta_tilde")
+
+    def at_times(
+        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
+        mask: Tensor | None,
+    ) -> ObjectiveOutput:
+        schedule, first = denoiser.schedule, float(self.times[0])
+        ends = check_grid(schedule, torch.tensor([first, 1.0], dtype=torch.float64)).to(x0.device).detach()
+        t = first + (1 - first) * u
+        log_snr, rate = schedule.log_snr(t), schedule.log_snr_rate(t)
+
+        both = torch.cat([log_snr, ends[:1].expand(len(x0))])
+        noise = [normal(x0.shape, generator, dtype=x0.dtype, device=x0.device) for _ in range(2)]
+        x = q_sample(twice(x0), both, torch.cat(noise))
+        prediction = predict(denoiser, x, both, twice(cond), twice(mask), generator, copies=2)
+        output, x0_hat = prediction.output[: len(x0)], prediction.x0[len(x0) :]
+
+        integrand = (1 - first) * rate_term(denoiser, output, x0, noise[0], log_snr, rate, mask)
+        diffusion = weight * integrand
+        if is_learned(schedule) and diffusion.requires_grad:
+            squared = 2 * diffusion.detach() / (math.log(2) * event_size(x0, mask))
+            for value in (log_snr, rate):  # d(L^2) = 2 L dL
+                value.register_hook(lambda gradient: gradient * squared)
+        parts = {
+            "prior_nats": prior_term(x0, ends[1], mask),
+            "diffusion_nats": diffusion,
+            "reconstruction_nats": reconstruction_term(
+                x0, x[len(x0) :], x0_hat, ends[:1], self.decoder, kernel_variance("beta", None), mask
+            ),
+        }
+        per_example = sum(parts.values())
+        return ObjectiveOutput(per_example.mean(), per_example, t, parts, u, integrand.detach())
+
+
+OBJECTIVES: dict[str, type[Objective]] = {"simple": Simple, "vlb": Vlb, "hybrid": Hybrid, "continuous": Continuous}
+ObjectiveName = Literal["simple", "vlb", "hybrid", "continuous"]
+
+
+def default_variance(objective: ObjectiveName, levels: int | None) -> Literal["beta", "beta_tilde", "learned"]:
+    """The variance of the reverse steps where nobody names one: `hybrid` is there to learn it, the others cannot all.
+
+    Example:
+        >>> default_variance("hybrid", 256), default_variance("simple", 256), default_variance("simple", None)
+        ('learned', 'beta_tilde', 'beta')
+    """
+    return "learned" if objective == "hybrid" else "beta" if levels is None else "beta_tilde"
+
+
+def make_objective(
+    name: ObjectiveName, denoiser, decoder: Decoder, times: Tensor, *, variance: str, weighting: WeightingName = "none",
+    time_sampler: TimeSamplerName | TimeSampler = "antithetic",
+) -> Objective:
+    """The objective of a name in OBJECTIVES that trains this denoiser.
+
+    Errors: options that do not go together.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, Gaussian, GaussianDenoiser, ddpm_times
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(3), 1.0)
+        >>> make_objective("vlb", exact, Gaussian(), ddpm_times(10), variance="beta").in_nats
+        True
+    """
+    kind = OBJECTIVES[name]
+    options = {"weighting": weighting, "variance": variance, "time_sampler": time_sampler}
+    known = inspect.signature(kind).parameters
+    if weighting != "none" and "weighting" not in known:
+        raise InputError(f"weighting={weighting} is for objective=simple and hybrid: {name} has its own")
+    if variance == "learned" and name not in ("vlb", "hybrid"):
+        raise InputError(f"objective={name} trains no variance: choose hybrid or vlb, or variance=beta")
+    objective = kind(decoder, times, **{key: value for key, value in options.items() if key in known})
+    objective.check(denoiser)
+    return objective

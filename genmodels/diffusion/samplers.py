@@ -1,14 +1,19 @@
-"""DDPM and DDIM: steps that may draw noise on the way. The table of all samplers is here too."""
+"""The samplers of diffusion, each with its defaults, and the table of them all.
+
+Adding one is a class here, with `defaults`, and its row in SAMPLERS.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import normal
 from genmodels.diffusion.denoiser import Prediction
 from genmodels.diffusion.process import (
@@ -21,7 +26,16 @@ from genmodels.diffusion.process import (
     renoise,
     variance_function,
 )
-from genmodels.diffusion.sampling import Memory, log_snrs, predict
+from genmodels.diffusion.sampling import Memory, Sampler, log_snrs, predict
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a sampler does where nobody says: its steps (None for all T), their spacing, and options of its own."""
+
+    steps: int | None = None
+    spacing: str = "uniform_log_snr"
+    options: dict[str, float] = field(default_factory=dict)
 
 
 def update(x: Tensor, d: Tensor, log_snr_s: Tensor, log_snr_t: Tensor) -> Tensor:
@@ -42,6 +56,8 @@ class DPMSolverPP2MSampler:
         >>> sample(oracle, (3, 2), times, DPMSolverPP2MSampler(), generator).evaluations
         5
     """
+
+    defaults = Defaults(20)
 
     def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
         log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
@@ -83,6 +99,8 @@ class UniPCSampler:
         >>> sample(oracle, (3, 2), times, UniPCSampler(), generator).evaluations
         5
     """
+
+    defaults = Defaults(20)
 
     def __init__(self, *, order: Literal[1, 2, 3] = 2):
         if order not in (1, 2, 3):
@@ -142,6 +160,8 @@ class EulerSampler:
         5
     """
 
+    defaults = Defaults(50)
+
     def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
         log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
         prediction = predict(denoiser, x, t, cond, memory)
@@ -161,6 +181,8 @@ class HeunSampler:
         >>> sample(oracle, (3, 2), times, HeunSampler(), generator).evaluations
         9
     """
+
+    defaults = Defaults(18, "karras")
 
     def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
         log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
@@ -196,6 +218,8 @@ class EDMSampler(HeunSampler):
         >>> sample(oracle, (3, 2), times, EDMSampler(5, churn=2.0), generator).evaluations
         9
     """
+
+    defaults = Defaults(40, "karras", {"churn": 10.0})
 
     def __init__(
         self, steps: int, *, churn: float = 0.0, smallest: float = 0.0, largest: float = math.inf, noise: float = 1.0
@@ -239,6 +263,8 @@ class DDPMSampler:
         torch.Size([3, 2])
     """
 
+    defaults = Defaults(None, "integer_trailing")
+
     def __init__(self, *, variance: Literal["beta", "beta_tilde", "learned"] | Variance = "beta"):
         self.variance = variance_function(variance)
 
@@ -250,8 +276,8 @@ class DDPMSampler:
         mean = expand(c_0, x) * x0 + expand(c_t, x) * x
         if bool(s == 0):
             return mean, Memory(x0, log_snr_t)
-        deviation = kernel_variance(self.variance, prediction.nu)(log_snr_s, log_snr_t).sqrt()
-        return mean + _shaped(deviation, x) * _noise(x, generator, temperature), Memory(x0, log_snr_t)
+        std = kernel_variance(self.variance, prediction.nu)(log_snr_s, log_snr_t).sqrt()
+        return mean + _shaped(std, x) * _noise(x, generator, temperature), Memory(x0, log_snr_t)
 
 
 class DDIMSampler:
@@ -271,6 +297,8 @@ class DDIMSampler:
         >>> sample(oracle, (3, 2), times, DDIMSampler(), generator).evaluations
         5
     """
+
+    defaults = Defaults(50, "integer_trailing", {"eta": 0.0})
 
     def __init__(self, *, eta: float = 0.0):
         if not 0 <= eta <= 1:
@@ -308,3 +336,29 @@ SAMPLERS: dict[str, type] = {
     "dpmpp_2m": DPMSolverPP2MSampler,
     "unipc": UniPCSampler,
 }
+
+
+def make_sampler(name: str, steps: int, variance: str, **options: float | None) -> tuple[Sampler, dict]:
+    """The sampler of a name in SAMPLERS, and the values of the options that it alone has.
+
+    Arguments:
+        steps: how many it is to take.
+        variance: of its kernels, where it has a choice.
+        options: such as `eta` of ddim; None for the sampler's default.
+
+    Errors: InputError for an option that is not this sampler's; ValueError for a name that does not exist.
+
+    Example:
+        >>> sampler, own = make_sampler("ddim", 10, "beta", eta=None, churn=None)
+        >>> own
+        {'eta': 0.0}
+    """
+    one_of("sampler", name, SAMPLERS)
+    takes = {key: inspect.signature(kind).parameters for key, kind in SAMPLERS.items()}
+    for option, value in options.items():
+        if value is not None and option not in takes[name]:
+            owners = ", ".join(key for key, known in takes.items() if option in known)
+            raise InputError(f"{option} is an option of sampler={owners}, not of {name}: leave it out")
+    own = dict(SAMPLERS[name].defaults.options) | {key: value for key, value in options.items() if value is not None}
+    shared = {key: value for key, value in (("steps", steps), ("variance", variance)) if key in takes[name]}
+    return SAMPLERS[name](**shared, **own), own

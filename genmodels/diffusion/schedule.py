@@ -1,4 +1,4 @@
-"""Noise schedules: how fast the signal is lost, told by one decreasing function, the log signal-to-noise ratio.
+"""Noise schedules: how fast the signal is lost, as one decreasing function, the log signal-to-noise ratio.
 
     x_t = alpha_t x_0 + sigma_t eps,   alpha^2 + sigma^2 = 1,   lambda(t) = log SNR = log(alpha_t^2 / sigma_t^2)
     alpha^2 = sigmoid(lambda),   sigma^2 = sigmoid(-lambda)

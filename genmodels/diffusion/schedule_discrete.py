@@ -7,7 +7,10 @@ step too: lambda(0) = +inf, and 0 < t < 1/T has less noise than any step of the 
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +18,17 @@ from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import InputError
 from genmodels.diffusion.process import alpha_sigma
-from genmodels.diffusion.schedule import NoiseSchedule, _wide, step_to_time
+from genmodels.diffusion.schedule import (
+    CosineSchedule,
+    GradTTSSchedule,
+    LearnedSchedule,
+    LinearContinuousSchedule,
+    LinearLogSnrSchedule,
+    NoiseSchedule,
+    SigmoidSchedule,
+    _wide,
+    step_to_time,
+)
 
 
 class DiscreteSchedule(NoiseSchedule):
@@ -168,3 +181,52 @@ def rescale_zero_terminal(schedule: NoiseSchedule) -> ZeroTerminalSchedule:
         (inf, -inf)
     """
     return ZeroTerminalSchedule(schedule)
+
+
+SCHEDULES: dict[str, type[NoiseSchedule]] = {
+    "linear": LinearSchedule,
+    "linear_continuous": LinearContinuousSchedule,
+    "grad_tts": GradTTSSchedule,
+    "cosine": CosineSchedule,
+    "cosine_discrete": CosineDiscreteSchedule,
+    "sigmoid": SigmoidSchedule,
+    "linear_log_snr": LinearLogSnrSchedule,
+    "learned": LearnedSchedule,
+}
+ScheduleName = Literal[
+    "cosine", "linear", "linear_continuous", "grad_tts", "cosine_discrete", "sigmoid", "linear_log_snr", "learned"
+]
+
+
+def make_schedule(
+    name: ScheduleName, num_steps: int, *, finest: float = 15.0, ends: Sequence[float] | None = None,
+    zero_terminal_snr: bool = False,
+) -> NoiseSchedule:
+    """The schedule of a name in SCHEDULES for a model of T steps.
+
+    Arguments:
+        num_steps: T, the length of a table of betas.
+        finest: log-SNR at t = 0 of the learned schedule.
+        ends: log-SNR at t = 0 and at t = 1 of a schedule whose ends are free.
+        zero_terminal_snr: rescale it so that no signal is left at t = 1.
+
+    Errors: ends of a schedule that has its own, or not two of them.
+
+    Example:
+        >>> make_schedule("cosine", 10, ends=[7, -9]).end_points
+        (7.0, -9.0)
+    """
+    kind = SCHEDULES[name]
+    if ends is not None:
+        if "log_snr_max" not in inspect.signature(kind).parameters:
+            raise InputError(f"log_snr_ends is for schedule=cosine, linear_log_snr and learned: {name} has its own")
+        if len(ends) != 2:
+            raise InputError(f"log_snr_ends are two log-SNRs, at t = 0 and at t = 1, got {list(ends)}")
+        schedule = kind(log_snr_max=float(ends[0]), log_snr_min=float(ends[1]))
+    elif issubclass(kind, DiscreteSchedule):
+        schedule = kind(num_steps=num_steps)
+    elif issubclass(kind, LearnedSchedule):
+        schedule = kind(log_snr_max=finest, log_snr_min=-15.0)
+    else:
+        schedule = kind()
+    return rescale_zero_terminal(schedule) if zero_terminal_snr else schedule

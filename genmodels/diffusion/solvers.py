@@ -2,7 +2,7 @@
 
     solve(f, y (B, n) float64, start, end) -> Solution
 
-`f(s (b,), y (b, n), rows (b,)) -> (b, n)` is told which rows of the batch it is asked about: examples that have
+`f(s (b,), y (b, n), rows (b,)) -> (b, n)` is given the rows of the batch that it is asked about: examples that have
 arrived are not computed any more. s runs from `start` to `end` in either direction.
 """
 
@@ -163,7 +163,7 @@ class ScipyRK45:
 
 
 class FixedSteps:
-    """A fixed number of equal steps, the same for every example: no waiting for an error to be judged.
+    """A fixed number of equal steps, the same for every example: no waiting for an estimate of the error.
 
     Arguments:
         steps: number of steps.

@@ -8,6 +8,7 @@ error by one. SNR is written u.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
@@ -184,6 +185,7 @@ class LossAwareTimes(nn.Module):
         self.bins, self.history, self.mixture = bins, history, mixture
         self.register_buffer("losses", torch.zeros(bins, history, dtype=torch.float64))
         self.register_buffer("seen", torch.zeros(bins, dtype=torch.int64))
+        self.pending: list[Tensor] = []
 
     def probabilities(self) -> Tensor:
         """(bins,) float64 on the CPU, the probability of each bin."""
@@ -215,6 +217,21 @@ class LossAwareTimes(nn.Module):
             seen[b] += 1
         self.losses.copy_(kept)
         self.seen.copy_(torch.tensor(seen))
+
+    def observe(self, t: Tensor, losses: Tensor) -> None:
+        """Keep the losses (n,) of this process at the times t (n,) until `learn`."""
+        self.pending.append(torch.stack([t, losses.double()]))
+
+    def learn(self, gather: Callable[[Tensor], Tensor]) -> None:
+        """Note what was kept, once it is known to be finite.
+
+        Arguments:
+            gather: (2, n) of one process to (world, 2, n) of all, or to itself where there is one.
+        """
+        for kept in self.pending:
+            t, losses = gather(kept).reshape(-1, *kept.shape).permute(1, 2, 0).flatten(1)  # as in the global batch
+            self.update(t, losses)
+        self.pending.clear()
 
 
 class TimeSampler(Protocol):

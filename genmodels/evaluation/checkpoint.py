@@ -21,7 +21,7 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.data.base import DataModule, spread_rows
 from genmodels.data.utterances import joined
 from genmodels.evaluation.cache import Cache, blocks, code_hash, in_processes, key_of, strided
-from genmodels.evaluation.samples import draw, takes
+from genmodels.evaluation.samples import draw
 from genmodels.models.base import GenerativeModel, Samples
 from genmodels.models.checkpoint import weights_of
 from genmodels.training.run import training_time
@@ -203,7 +203,7 @@ class Opened:
     def sampler_options(self) -> dict:
         """The sampler and its steps as asked for, where the model has such options: some in a table have none."""
         asked = {"sampler": self.request.sampler, "steps": self.request.steps}
-        return {key: value for key, value in asked.items() if value is not None and takes(self.model.sample, key)}
+        return {key: value for key, value in asked.items() if value is not None and self.model.takes(key)}
 
     def draw(self, n: int, *, progress: bool = True, start: int = 0, **options) -> Samples:
         """Samples `start` .. `start + n - 1` of the seed that was asked for.

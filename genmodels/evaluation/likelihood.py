@@ -17,7 +17,6 @@ from genmodels.core.likelihood import Likelihood, packed, unpacked
 from genmodels.data.toy import density
 from genmodels.diffusion.ode import OdeDensity
 from genmodels.evaluation.checkpoint import Frame, Opened
-from genmodels.evaluation.samples import takes
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import extent_of, midpoints, on_grid
 
@@ -90,9 +89,8 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
 def check_options(models: Sequence[Opened]) -> None:
     """Raise an InputError for an option that none of the models takes; in a table of many it is for those that do."""
     request = models[0].request
-    samplers = [opened.model.sample for opened in models]
     known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
-    known |= {name for name in ("sampler", "steps") if any(takes(sampler, name) for sampler in samplers)}
+    known |= {name for name in ("sampler", "steps") if any(opened.model.takes(name) for opened in models)}
     given = [
         ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
         ("bound", "bound", "diffusion bounds", request.bound != "auto"),
@@ -108,7 +106,7 @@ def check_options(models: Sequence[Opened]) -> None:
         if asked and needed not in known:
             raise _nobody(name, families, models)
     for opened in models:
-        if request.temperature != 1 and "inverse_temperature" in inspect.signature(opened.model.sample).parameters:
+        if request.temperature != 1 and "inverse_temperature" in opened.model.own_options():
             raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "
                              f"and {opened.path} holds a model of another kind ({opened.model.family}): samples of one "
                              "table are drawn alike, leave it out")

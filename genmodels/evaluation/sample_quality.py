@@ -26,7 +26,6 @@ from genmodels.evaluation.fidelity import (
     nearest,
     precision_recall,
 )
-from genmodels.evaluation.samples import takes
 from genmodels.evaluation.speech import speech_of
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
@@ -336,7 +335,7 @@ class FidelityStage:
 
     def _sweep(self, key: str, network: FeatureNetwork, real: Tensor) -> None:
         model = self.frame.opened.model
-        if not takes(model.sample, key):
+        if not model.takes(key):
             self.frame.report["warnings"].append(f"no sweep over {key}: a {model.family} has no such option")
             return
         values = _TEMPERATURES

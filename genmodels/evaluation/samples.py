@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import inspect
 import io
 import json
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, NotFinite, refusals, require_finite_rows
 from genmodels.core.files import kind_of, write_whole
+from genmodels.core.samples import COMMON, Samples
 from genmodels.data.utterances import joined
 from genmodels.plots.images import LEGIBLE, class_name, grid, images_of, in_turn, picture_of, stack
 
@@ -30,16 +30,13 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
         InputError: for an option this model does not take, or a value it refuses.
         RunError: when a sample is not finite, naming it.
     """
-    from genmodels.models.base import Samples
-
     for key in ("start", *options):
-        if not takes(model.sample, key):
-            if key in ("start", "weights", "seed", "temperature"):
+        if not model.takes(key):
+            if key in COMMON:
                 raise InputError(f"{type(model).__name__}.sample does not take {key}=, as every model's must "
                                  "(see GenerativeModel.sample)")
-            own = [name for name in inspect.signature(model.sample).parameters if name not in ("n", "start", "weights")]
-            raise InputError(f"{model.family} has no sampling option {key!r}; it has {', '.join(own)}")
-    tells = "progress" in inspect.signature(model.sample).parameters
+            raise InputError(f"{model.family} has no sampling option {key!r}; it has {', '.join(model.own_options())}")
+    tells = "progress" in model.own_options()
     parts, bar = [], None
     try:
         for first in range(start, start + n, batch_size):
@@ -67,17 +64,6 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
                 for name in ("x", "cond", "index", "mask", "durations", "outside")}
     path = None if parts[0].path is None else torch.cat([p.path.cpu() for p in parts], dim=1)
     return Samples(made=dict(parts[0].made), path=path, **together)
-
-
-def takes(function, name: str) -> bool:
-    """Whether a function takes that keyword argument: by its name, or with any other as `**options`.
-
-    Example:
-        >>> takes(lambda n, *, steps: n, "steps"), takes(lambda n, **options: n, "steps"), takes(lambda n: n, "steps")
-        (True, True, False)
-    """
-    known = inspect.signature(function).parameters
-    return name in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
 
 def check_target(target: Path, spec: DataSpec) -> str:

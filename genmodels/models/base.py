@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from genmodels.core.data import Batch, DataSpec, TextCondition
+from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.likelihood import Likelihood, breakdown
 from genmodels.core.random import KeyedGenerator, seed_of
+from genmodels.core.samples import COMMON, Samples, SamplingOptions
 from genmodels.models.optimizer import EMA, Optimizer
 
 _KEPT = "the weights were not changed and last.ckpt is still finite"
@@ -66,7 +67,7 @@ def explain_nonfinite(model, batch, loss) -> str:
         with torch.no_grad(), _first_nonfinite(model.core) as layers:
             model.loss(batch, model.training_generator(len(batch)))
     except Exception:
-        # A loss that cannot be taken a second time, watched and without gradients, names no layer; the rest is told.
+        # A loss that cannot be taken a second time, watched and without gradients, names no layer.
         pass
     finally:
         model.batches_seen += 1
@@ -97,26 +98,6 @@ class Loss:
     times: Tensor | None = None
 
 
-@dataclass
-class Samples:
-    """Samples in the data's own units: `x (n, *event)`, `cond` or None, `index (n,)`, and how they were made.
-
-    `path (steps, n, *event)` holds the way from noise to data when it was asked for, in the data's units too. Sequences
-    of unlike length have a `mask (n, 1, T)`; spoken texts have the frames of every token, `durations (n, N)`. Where a
-    density of real numbers is quantised, `outside (n,)` is the share of each sample's values that lay outside the range
-    of the levels and were moved to its ends.
-    """
-
-    x: Tensor
-    cond: Tensor | TextCondition | None
-    index: Tensor
-    made: dict[str, Any]
-    path: Tensor | None = None
-    mask: Tensor | None = None
-    durations: Tensor | None = None
-    outside: Tensor | None = None
-
-
 class GenerativeModel(pl.LightningModule):
     """A generative model of one family, with training, likelihood and sampling under one contract.
 
@@ -131,19 +112,24 @@ class GenerativeModel(pl.LightningModule):
     family = "model"
     #: Whether `trainer.compile=true` may let float32 products run in TF32; not where an inverse has to undo them.
     tolerates_tf32 = True
-    #: Whether it is told texts; other models are refused data with them.
+    #: Whether it is conditioned on texts; other models are refused data with them.
     takes_text = False
-    #: Whether it is told the class of an item; a subclass sets it as its options and its data say.
+    #: Whether it is conditioned on the class; a subclass sets it as its options and its data say.
     conditional = False
-    #: Whether a conditional model also knows what holds for all classes, told by `cond=None`.
+    #: Whether a conditional model also knows what holds for all classes, with `cond=None`.
     has_null_class = False
+    #: Which of `SamplingOptions` its samples depend on, besides those that every model takes.
+    sampling_options: tuple[str, ...] = ()
+    #: The temperature of samples where nobody says.
+    default_temperature = 1.0
     core: nn.Module
 
     def __init__(self, spec: DataSpec):
         super().__init__()
         if spec.text is not None and not self.takes_text:
-            raise InputError(f"{spec.name} has mels of unlike length with texts, which a {self.family} is not told: "
-                             "use model=glow_tts, or clips in a folder for each class (data=spoken_digits)")
+            raise InputError(f"{spec.name} has mels of unlike length with texts, and a {self.family} "
+                             "is not conditioned on texts: use model=glow_tts, or clips in a folder for each class "
+                             "(data=spoken_digits)")
         self.spec = spec
         self.seed = 0
         self.batches_seen = 0  # micro-batches of the whole run, in step on all processes
@@ -171,11 +157,47 @@ class GenerativeModel(pl.LightningModule):
         raise NotImplementedError
 
     def sample(
-        self, n: int, cond=None, temperature: float = 1.0, seed: int = 0, *, start: int = 0,
-        weights: str | float = "ema", **options,
+        self, n: int = 1, cond: int | str | list[int | str] | None = None, temperature: float | None = None,
+        seed: int = 0, **options,
     ) -> Samples:
-        """Samples number `start` .. `start + n - 1` of a seed, each of them the same whatever n is."""
+        """Samples number `start` .. `start + n - 1` of a seed, each of them the same whatever n is.
+
+        Arguments:
+            n: how many.
+            cond: class, classes (cycled), or None for every class in turn; of a text its speaker.
+            temperature: factor on the standard deviation of all noise; None for `default_temperature`.
+            seed: sample k of a seed depends on (seed, k) alone.
+            options: `start`, `weights`, and those of `SamplingOptions` that this model's `sampling_options` name.
+
+        Raises:
+            InputError: for an option that this model does not take, or a value that it refuses.
+        """
+        for key in options:
+            if not self.takes(key):
+                own = ", ".join(self.own_options())
+                raise InputError(f"{self.family} has no sampling option {key!r}; it has {own}")
+        asked = SamplingOptions(n=n, cond=cond, temperature=temperature, seed=seed, **options)
+        return self.draw(asked.with_default(temperature=self.default_temperature))
+
+    def draw(self, options: SamplingOptions) -> Samples:
+        """The samples that `sample` is asked for: what a family defines."""
         raise NotImplementedError
+
+    @classmethod
+    def own_options(cls) -> list[str]:
+        """The names of its sampling options, without the number, the start and the weights of every model."""
+        if cls.sample is GenerativeModel.sample:
+            return ["cond", "temperature", "seed", *cls.sampling_options]
+        every = ("self", "n", "start", "weights")
+        return [name for name in inspect.signature(cls.sample).parameters if name not in every]
+
+    @classmethod
+    def takes(cls, option: str) -> bool:
+        """Whether `sample` takes an option, by its name or, with a `sample` of one's own, as one of `**options`."""
+        if cls.sample is GenerativeModel.sample:
+            return option in COMMON or option in cls.sampling_options
+        known = inspect.signature(cls.sample).parameters
+        return option in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
     def initialize(self, batch: Batch) -> None:
         """Data-dependent initialisation on a large batch of training data, once, before the first step."""
@@ -224,7 +246,7 @@ class GenerativeModel(pl.LightningModule):
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes the model is told, None for an unconditional one."""
+        """Number of classes the model is conditioned on, None for an unconditional one."""
         return self.spec.num_classes if self.conditional else None
 
     def _cond(self, batch: Batch) -> Tensor | None:
@@ -234,14 +256,9 @@ class GenerativeModel(pl.LightningModule):
         """The numbers `start` .. `start + n - 1` of samples, (n,) int64 on this model's device.
 
         Raises:
-            ValueError: for no sample at all, or a number below 0.
+            InputError: for no sample at all, or a number below 0.
         """
-        if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}")
-        if start < 0:
-            raise ValueError(f"start must be at least 0, got {start}")
-        if start + n > 2**63 - 1:
-            raise ValueError(f"samples are numbered by 64 bits: start + n must be below 2**63, got {start} + {n}")
+        SamplingOptions(n=n, start=start)
         return torch.arange(start, start + n, device=self.device)
 
     # ---- Lightning's hooks --------------------------------------------------------------------------------------

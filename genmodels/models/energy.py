@@ -12,6 +12,7 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.likelihood import Likelihood, log_mean_exp
 from genmodels.core.random import KeyedGenerator
+from genmodels.core.samples import Samples, SamplingOptions, Trajectory
 from genmodels.core.tensors import outside_inference
 from genmodels.data.base import spread_rows
 from genmodels.energy import (
@@ -28,7 +29,7 @@ from genmodels.energy import (
     SlicedScoreMatchingVR,
     require_continuous,
 )
-from genmodels.models.base import Loss, Samples
+from genmodels.models.base import Loss
 from genmodels.models.build import construct
 from genmodels.models.energy_sampling import (
     Normaliser,
@@ -41,7 +42,6 @@ from genmodels.models.energy_sampling import (
 )
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.score_matching import MOST_PAIRS, Encoding, ScoreMatched, covariance_of
-from genmodels.models.trajectory import Path
 from genmodels.nn.energy_nets import DeepKernelEnergy, EnergyConv, EnergyMLP, UNetEnergy
 from genmodels.plots.densities import picture_of_fields
 
@@ -63,7 +63,7 @@ class EnergyModel(ScoreMatched):
         net: options of the network.
         loss: what is minimised; `contrastive` is a baseline, and no score loss.
         objective: options of the loss.
-        noise: deviation of normal noise that training adds to z: what is fitted is the density of the data with it.
+        noise: standard deviation of Gaussian noise that training adds to z: the density of the data with it is fitted.
         alpha: margin of the logit of dequantised integers.
         whitening: continuous data are standardised (`scale`), or made white (`pca`).
         gaps: fill the gaps of columns that take few values with uniform noise.
@@ -81,6 +81,7 @@ class EnergyModel(ScoreMatched):
     """
 
     family = "energy"
+    sampling_options = ("sampler", "steps", "step_size", "inverse_temperature", "path", "progress")
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class EnergyModel(ScoreMatched):
         return core
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """The loss in units of z; a deep kernel judges the second half of the batch."""
+        """The loss in units of z; a deep kernel is evaluated on the second half of the batch."""
         z = self.points(batch.x, generator)
         per_example = self.objective(self.core, z, generator.child("loss"))
         value = per_example.mean()
@@ -267,56 +268,29 @@ class EnergyModel(ScoreMatched):
     # ---- samples ------------------------------------------------------------------------------------------------
 
     @outside_inference()
-    def sample(
-        self,
-        n: int,
-        cond: None = None,
-        temperature: float = 1.0,
-        seed: int = 0,
-        *,
-        start: int = 0,
-        sampler: Literal["annealed", "hmc", "mala", "ula"] = "annealed",
-        steps: int | None = None,
-        step_size: float | None = None,
-        inverse_temperature: float = 1.0,
-        weights: str | float = "ema",
-        path: int = 0,
-        progress=None,
-    ) -> Samples:
-        """Samples `start` .. `start + n - 1` of a seed, each the end of a chain of its own.
+    def draw(self, options: SamplingOptions) -> Samples:
+        """Samples, each the end of a chain of its own.
 
-        Arguments:
-            n: how many.
-            cond: nothing, energies are unconditional.
-            temperature: 1; it is for families whose noise it scales.
-            seed: sample k of a seed depends on (seed, k) alone.
-            start: number of the first sample.
-            sampler: `annealed` from a broad normal density to the model by HMC moves, or `hmc`, `mala`, `ula` at the
-                model itself, half of their steps a warm-up.
-            steps: densities in between, or moves; default 100 (annealed), 200 (hmc), 1000 (mala, ula).
-            step_size: first step size, in standard deviations of the data; it adapts, except for `ula`.
-            inverse_temperature: beta of the density p^beta, positive; 1 for the model's own.
-            weights: `ema`, `raw`, or one of the decays kept.
-            path: number of frames of the way from noise to data to keep, 0 for none.
-            progress: called after every step with the number of steps done and their total.
+        `sampler` is `annealed` (the default), from a broad Gaussian to the model by HMC moves, or `hmc`, `mala`, `ula`
+        at the model itself, half of their steps a warm-up. `steps` are densities in between, or moves: 100 (annealed),
+        200 (hmc), 1000 (mala, ula).
         """
-        check_tempering(inverse_temperature, temperature)
-        index = self.numbered(n, start)
-        self.labels(cond, torch.zeros(1, dtype=torch.int64))
-        core = self.weights(weights)
-        key = (weights, self.batches_seen, inverse_temperature, seed, sampler, steps, step_size)
+        options = options.with_default(sampler="annealed")
+        check_tempering(options.inverse_temperature, options.temperature)
+        index = self.numbered(options.n, options.start)
+        self.labels(options.cond, torch.zeros(1, dtype=torch.int64))
+        own = {"steps": options.steps, "step_size": options.step_size,
+               "inverse_temperature": options.inverse_temperature}
+        key = (options.weights, self.batches_seen, options.seed, options.sampler, *own.values())
         if key not in self._samplers:
             base = base_of(self.mean, self.covariance)
-            chosen = Sampler(core, base, name=sampler, steps=steps, step_size=step_size,
-                             inverse_temperature=inverse_temperature)
-            self._samplers = {key: chosen}
+            self._samplers = {key: Sampler(self.weights(options.weights), base, name=options.sampler, **own)}
         chosen = self._samplers[key]
-        seen = Path(path, chosen.steps, progress)
-        z, found = chosen(
-            n, KeyedGenerator(seed, index, "sample"), lambda done, z: seen(done, lambda: self._decode(z))
-        )
-        made = {"sampler": sampler, "steps": chosen.steps, "seed": seed, "weights": str(weights)}
-        made |= {"inverse_temperature": inverse_temperature, **found}
+        seen = Trajectory(options.path, chosen.steps, options.progress)
+        noise = KeyedGenerator(options.seed, index, "sample")
+        z, found = chosen(options.n, noise, lambda done, z: seen(done, lambda: self._decode(z)))
+        made = {"sampler": options.sampler, "steps": chosen.steps, "seed": options.seed,
+                "weights": str(options.weights), "inverse_temperature": options.inverse_temperature, **found}
         with torch.no_grad():
             outside = self.encoding.outside(z.to(self.encoding.scale.dtype))
         return Samples(self._decode(z), None, index, made, seen.kept, outside=outside)
@@ -326,7 +300,7 @@ class EnergyModel(ScoreMatched):
             return self.encoding.decode(z.to(self.encoding.scale.dtype))
 
     def pictures(self) -> dict[str, Image.Image]:
-        """In the plane: the learned density and score, beside the truth where it is known."""
+        """In the plane: the learned density and score, and the exact ones where they are known."""
         if self.spec.event_shape != (2,) or self.spec.levels is not None or self.core.network.confinement is None:
             return {}
         core, log_z = self.weights(), self.normaliser().log_z

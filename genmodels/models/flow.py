@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec, Latents
-from genmodels.core.errors import InputError, check_temperature, one_of
+from genmodels.core.errors import InputError, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
+from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.base import spread_rows
 from genmodels.energy.guards import require_continuous
 from genmodels.flows.actnorm import channel_moments
@@ -26,7 +27,7 @@ from genmodels.flows.monitor import Health, examine
 from genmodels.flows.realnvp import dequantisation_flow
 from genmodels.flows.scaling import Logit, Shift, Standardise
 from genmodels.flows.squeeze import Flatten
-from genmodels.models.base import GenerativeModel, Loss, Samples
+from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn.condition import Condition
@@ -60,6 +61,7 @@ class FlowModel(GenerativeModel):
     """
 
     tolerates_tf32 = False
+    sampling_options = ("lengths",)
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class FlowModel(GenerativeModel):
 
     @property
     def condition(self) -> Condition | None:
-        """What the networks of the flow are told."""
+        """What the networks of the flow are conditioned on."""
         return Condition("labels", self.spec.num_classes) if self.conditional else None
 
     def assemble(self, bijection: Bijection) -> None:
@@ -158,8 +160,8 @@ class FlowModel(GenerativeModel):
         if bool(constant.any()):
             kind = "column" if len(self.spec.event_shape) == 1 else "channel"
             name = self.spec.column(int(constant.nonzero()[0, 0]))
-            raise InputError(f"{kind} {name} of {self.spec.name} is constant (its deviation is below a millionth of "
-                             "its mean) and has no density: leave it out")
+            raise InputError(f"{kind} {name} of {self.spec.name} is constant (its standard deviation is below a "
+                             "millionth of its mean) and has no density: leave it out")
 
     def _mention_thin_data(self, batch: Batch) -> None:
         """Say of vectors in which columns repeat or depend on each other that their likelihood has no upper bound."""
@@ -230,43 +232,23 @@ class FlowModel(GenerativeModel):
         dims = self.spec.dims if batch.mask is None else self._dims(batch)
         return Likelihood(nats, core.kind, dims, self.spec.levels, stderr, made, index)
 
-    def sample(
-        self,
-        n: int,
-        cond: int | str | list | None = None,
-        temperature: float = 1.0,
-        seed: int = 0,
-        *,
-        start: int = 0,
-        lengths: list[int] | None = None,
-        weights: str | float = "ema",
-    ) -> Samples:
-        """Samples `start` .. `start + n - 1` of a seed.
-
-        Arguments:
-            n: how many.
-            cond: class, classes (cycled), or None for every class in turn.
-            temperature: factor on the standard deviation of the latents, at every level; 1 for the model's own
-                distribution, 0 for its mode.
-            seed: sample k of a seed depends on (seed, k) alone.
-            start: number of the first sample.
-            lengths: numbers of valid frames of sequences, cycled; samples are silent beyond them.
-            weights: `ema`, `raw`, or one of the decays kept.
+    def draw(self, options: SamplingOptions) -> Samples:
+        """Samples by the inverse; the temperature is a factor on the standard deviation of the latents at every level,
+        0 for the mode. Sequences are silent beyond `lengths`.
         """
-        index = self.numbered(n, start)
-        check_temperature(temperature)
-        labels = self.labels(cond, index)
-        noise = KeyedGenerator(seed, index, "sample")
-        mask = frames_of(lengths, index, self.spec)
+        index, temperature = self.numbered(options.n, options.start), options.temperature
+        labels = self.labels(options.cond, index)
+        noise = KeyedGenerator(options.seed, index, "sample")
+        mask = frames_of(options.lengths, index, self.spec)
         given = {} if mask is None else {"mask": mask}
         with torch.no_grad():
-            core, outside = self.weights(weights), None
+            core, outside = self.weights(options.weights), None
             if self.spec.levels is None:
-                x = core.sample(n, labels, temperature=temperature, generator=noise, **given)
+                x = core.sample(options.n, labels, temperature=temperature, generator=noise, **given)
             else:
-                v = core.points(n, labels, temperature=temperature, generator=noise, **given)
+                v = core.points(options.n, labels, temperature=temperature, generator=noise, **given)
                 x, outside = core.quantise(v), core.dequantize.outside(v)
-        made = {"sampler": "inverse", "seed": seed, "weights": str(weights), "temperature": temperature}
+        made = {"sampler": "inverse", "seed": options.seed, "weights": str(options.weights), "temperature": temperature}
         return Samples(silent_beyond(self._units(x), mask, self.spec), labels, index, made, mask=mask, outside=outside)
 
     def _units(self, x: Tensor) -> Tensor:

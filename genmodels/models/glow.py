@@ -1,4 +1,4 @@
-"""Glow (Kingma and Dhariwal 2018) as a model: trained, judged and sampled like every other."""
+"""Glow (Kingma and Dhariwal 2018) as a model: trained, evaluated and sampled like every other."""
 
 from __future__ import annotations
 

@@ -12,10 +12,11 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
-from genmodels.models.base import GenerativeModel, Loss, Samples
+from genmodels.core.samples import Samples, SamplingOptions
+from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.mels import even_lengths
 from genmodels.models.optimizer import Optimizer
-from genmodels.models.text_model import AlignedModel, Voices
+from genmodels.models.text_model import AlignedModel, SpeakerEmbeddings
 from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.condition import Condition
 from genmodels.speech.alignment import log_mean_over_paths
@@ -33,7 +34,7 @@ class GlowTTS(AlignedModel):
         log p(x | text) = log sum_A exp(sum P A) - log C(T-1, N-1) + log |det df/du| - D log s
 
     What is reported is the last line, the density of the mel with uniform noise of width `noise` under a uniform prior
-    of all alignments. The one along A* has seen the mel and is told apart.
+    of all alignments. The one along A* has seen the mel and is reported apart.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
@@ -63,6 +64,8 @@ class GlowTTS(AlignedModel):
     """
 
     family = "glow_tts"
+    default_temperature = 0.667
+    sampling_options = ("text", "speed", "seconds", "durations", "on_unknown")
     tolerates_tf32 = False
 
     def __init__(
@@ -88,14 +91,14 @@ class GlowTTS(AlignedModel):
         super().__init__(spec, noise=noise)
         self.save_hyperparameters(ignore=["spec"], logger=False)
         speakers, n_mels = len(spec.speakers), spec.event_shape[0]
-        told = speaker_channels if speakers else 0
+        width = speaker_channels if speakers else 0
         reader = self.make_encoder(encoder, speaker_channels)
         decoder = mel_decoder(
             n_mels, steps=steps, hidden=hidden, depth=depth, kernel_size=kernel_size, dropout=dropout, groups=groups,
-            attention=attention, heads=heads, cond=Condition("vector", told) if told else None, memory=memory,
+            attention=attention, heads=heads, cond=Condition("vector", width) if width else None, memory=memory,
         )
         flow = SpeakingFlow(reader, decoder, self.make_durations(reader, duration_channels))
-        self.core = Voices(speakers, speaker_channels, tts=flow)
+        self.core = SpeakerEmbeddings(speakers, speaker_channels, tts=flow)
         self.finish_setup(optimizer, ema_decay)
 
     def compiled_parts(self) -> list[nn.Module]:
@@ -153,54 +156,25 @@ class GlowTTS(AlignedModel):
         kind = "exact" if alignment == "marginal" else "upper_bound"
         return Likelihood(nats, kind, self.dims_of(batch), None, None, made, noise.index)
 
-    def sample(
-        self,
-        n: int,
-        cond: int | str | None = None,
-        temperature: float = 0.667,
-        seed: int = 0,
-        *,
-        start: int = 0,
-        text: str | list[str] | None = None,
-        speed: float = 1.0,
-        seconds: float | None = None,
-        durations: list[list[int]] | None = None,
-        weights: str | float = "ema",
-        on_unknown: Literal["error", "drop"] = "error",
-    ) -> Samples:
-        """Mels number `start` .. `start + n - 1` of a seed, of the texts in turn.
-
-        Arguments:
-            n: how many.
-            cond: the speaker, by name or number; None for the first.
-            temperature: scale of the latent's noise; 0 for its mean.
-            seed: the noise depends on (seed, text, which of that text's samples it is) alone.
-            start: number of the first sample.
-            text: a text, or several that are taken in turn; None for the examples that the checkpoint carries.
-            speed: above 1 is faster.
-            seconds: total time, instead of what the durations come to.
-            durations: frames of every token, a list for each text, instead of predicted ones.
-            weights: `ema`, `raw`, or one of the decays kept.
-            on_unknown: `drop` characters without a symbol, or stop with an `error`.
-
-        Raises:
-            InputError: for texts or durations that cannot be spoken.
-        """
-        asked = self.asked(n, start, text, cond, on_unknown)
-        noise, said, core = FrameKeyedGenerator(seed, asked.rows, "sample"), asked.said, self.weights(weights)
-        frames, given = self.frames_of(seconds, asked, durations)
-        with self.speakable(said, seconds):
+    def draw(self, options: SamplingOptions) -> Samples:
+        """Mels of the texts in turn; the temperature scales the noise around the text's mean."""
+        asked = self.asked(options)
+        noise = FrameKeyedGenerator(options.seed, asked.rows, "sample")
+        said, core = asked.said, self.weights(options.weights)
+        frames, given = self.frames_of(options.seconds, asked, options.durations)
+        with self.speakable(said, options.seconds):
             u, mask, used = core.tts.sample(
-                said.tokens, said.mask, core.voice(said), generator=noise, temperature=temperature,
-                speed=asked.speed(speed), frames=frames, durations=given,
+                said.tokens, said.mask, core.voice(said), generator=noise, temperature=options.temperature,
+                speed=asked.speed(options.speed), frames=frames, durations=given,
             )
-        made = {"sampler": "inverse", "seed": seed, "weights": str(weights), "temperature": temperature,
-                "speed": speed} | ({} if seconds is None else {"seconds": seconds})
+        made = {"sampler": "inverse", "seed": options.seed, "weights": str(options.weights),
+                "temperature": options.temperature, "speed": options.speed}
+        made |= {} if options.seconds is None else {"seconds": options.seconds}
         return self.as_samples(u, mask, used, asked, made)
 
 
-class StreamedText(NamedTuple):
-    """A text on its way: tokens and their frames, which are known at once, and the pieces `(n_mels, chunk)` of its mel.
+class TextStream(NamedTuple):
+    """The synthesis of a text: tokens and their frames, known at once, and the pieces `(n_mels, chunk)` of its mel.
 
     A piece is computed when it is asked for; `made` says how, as of `Samples`.
     """
@@ -218,28 +192,13 @@ def check_streams(model: GenerativeModel) -> None:
 
 
 @torch.no_grad()
-def stream_text(
-    model: GlowTTS,
-    text: str,
-    cond: int | str | None = None,
-    temperature: float = 0.667,
-    seed: int = 0,
-    *,
-    take: int = 0,
-    speed: float = 1.0,
-    seconds: float | None = None,
-    durations: list[int] | None = None,
-    weights: str | float = "ema",
-    on_unknown: Literal["error", "drop"] = "error",
-    chunk: int = 64,
-) -> StreamedText:
+def stream_text(model: GlowTTS, text: str, *, chunk: int = 64, **options) -> TextStream:
     """One text by `model.sample` with the same options, its mel in pieces.
 
     Arguments:
         model: one whose decoder looks a bounded number of frames far.
-        take: which of the text's samples.
-        durations: frames of its tokens.
         chunk: frames of a piece; the last one may be shorter.
+        options: as `model.sample` takes them; `start` says which of the text's samples.
 
     Raises:
         InputError: for a model that cannot be streamed, a chunk below 1, and what `sample` refuses.
@@ -251,21 +210,24 @@ def stream_text(
         >>> spec = DataSpec("speech", (4, 40), mel={"hop": 256, "sample_rate": 22050},
         ...                 statistics={"mean": -5.0, "std": 2.0}, text=text)
         >>> model = GlowTTS(spec, encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1).eval()
-        >>> found = stream_text(model, "hello", durations=[2] * 11, chunk=8)
+        >>> found = stream_text(model, "hello", durations=[[2] * 11], chunk=8)
         >>> [piece.shape[1] for piece in found.pieces]
         [8, 8, 6]
     """
     check_streams(model)
     if chunk < 1:
         raise InputError(f"chunk is a number of frames, at least 1, got {chunk}")
-    asked = model.asked(1, take, text, cond, on_unknown)
-    frames, given = model.frames_of(seconds, asked, None if durations is None else [durations])
-    noise, said, core = FrameKeyedGenerator(seed, asked.rows, "sample"), asked.said, model.weights(weights)
+    wanted = SamplingOptions(text=text, **options).with_default(temperature=model.default_temperature)
+    asked = model.asked(wanted)
+    frames, given = model.frames_of(wanted.seconds, asked, wanted.durations)
+    noise = FrameKeyedGenerator(wanted.seed, asked.rows, "sample")
+    said, core = asked.said, model.weights(wanted.weights)
     voice = core.voice(said)
-    with model.speakable(said, seconds):
+    with model.speakable(said, wanted.seconds):
         reach(core.tts.decoder)
-        drawn = core.tts.latent(said.tokens, None, voice, generator=noise, temperature=temperature,
-                                speed=asked.speed(speed), frames=frames, durations=given)
+        drawn = core.tts.latent(
+            said.tokens, None, voice, generator=noise, temperature=wanted.temperature,
+            speed=asked.speed(wanted.speed), frames=frames, durations=given)
     pieces = (model.units.inverse(piece) for piece in stream_latent(core.tts, drawn, voice, chunk=chunk))
-    made = {"sampler": "inverse", "temperature": temperature}
-    return StreamedText(said.tokens[0].tolist(), drawn.durations[0].tolist(), pieces, made)
+    made = {"sampler": "inverse", "temperature": wanted.temperature}
+    return TextStream(said.tokens[0].tolist(), drawn.durations[0].tolist(), pieces, made)

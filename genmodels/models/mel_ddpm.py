@@ -1,4 +1,4 @@
-"""Text to mel by diffusion around the mean that the text gives (Popov et al. 2021, Grad-TTS), judged by its bound."""
+"""Text to mel by diffusion around the mean that the text gives (Popov et al. 2021, Grad-TTS), with its bound."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 from torch import nn
 
 from genmodels.core.data import DataSpec
-from genmodels.diffusion import PARAMETERISATIONS, Denoiser
-from genmodels.models.ddpm import ScheduleName, default_variance
+from genmodels.diffusion import PARAMETERISATIONS, Denoiser, default_variance, make_schedule
+from genmodels.diffusion.schedule_discrete import ScheduleName
 from genmodels.models.mel_diffusion import MelDiffusion
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import UNet
@@ -25,7 +25,7 @@ class MelDDPM(MelDiffusion):
 
     The shift by m has no volume, so a bound on log p(u | m) is one on log p(y | text, A*), and with the prior of that
     one alignment, 1 / C(T-1, N-1), one on the sum over all of them: the quantity that `model=glow_tts` states. The
-    value without the prior is told apart, since A* has seen the mel.
+    value without the prior is reported apart, since A* has seen the mel.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
@@ -53,7 +53,7 @@ class MelDDPM(MelDiffusion):
     """
 
     family = "mel_ddpm"
-    usual_sampler = "dpmpp_2m"
+    default_sampler = "dpmpp_2m"
 
     def __init__(
         self,
@@ -81,11 +81,13 @@ class MelDDPM(MelDiffusion):
         self.save_hyperparameters(ignore=["spec"], logger=False)
         unet = self.make_unet(net, speaker_channels, spec.event_shape[0] if self_conditioning else 0)
         denoiser = Denoiser(
-            unet, self.make_schedule(schedule, zero_terminal_snr), PARAMETERISATIONS[parameterisation](),
-            learned_variance=self.variance == "learned", self_conditioning=self_conditioning,
+            unet, make_schedule(schedule, num_steps, finest=self.decoder.finest_log_snr,
+                                zero_terminal_snr=zero_terminal_snr),
+            PARAMETERISATIONS[parameterisation](), learned_variance=self.variance == "learned",
+            self_conditioning=self_conditioning,
         )
-        self.assemble(encoder, denoiser, duration_channels, speaker_channels)
-        self.train_by(denoiser, objective, weighting, time_sampler)
+        self.assemble(encoder, denoiser, duration_channels, speaker_channels, objective=objective, weighting=weighting,
+                      time_sampler=time_sampler)
         self.finish_setup(optimizer, ema_decay)
 
     def compiled_parts(self) -> list[nn.Module]:

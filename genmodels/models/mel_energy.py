@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
-from genmodels.diffusion import Denoiser, V, alpha_sigma
+from genmodels.diffusion import Denoiser, V, alpha_sigma, make_schedule
 from genmodels.energy import Potential
 from genmodels.models.mel_diffusion import FINEST, MelDiffusion
 from genmodels.models.optimizer import Optimizer
@@ -63,7 +63,7 @@ class MelEnergy(MelDiffusion):
     """
 
     family = "mel_energy"
-    usual_sampler = "annealed_langevin"
+    default_sampler = "annealed_langevin"
     tolerates_tf32 = False  # second derivatives
 
     def __init__(
@@ -90,8 +90,8 @@ class MelEnergy(MelDiffusion):
             raise InputError("model.net.checkpointing is not for model=mel_energy, whose scores are gradients already: "
                              "smaller batches (data.batch_size) take less memory")
         field = Potential(unet)
-        self.assemble(encoder, Denoiser(field, self.make_schedule(schedule), V()), duration_channels, speaker_channels)
-        self.train_by(self.core.denoiser, "simple", "none", time_sampler)
+        denoiser = Denoiser(field, make_schedule(schedule, num_steps), V())
+        self.assemble(encoder, denoiser, duration_channels, speaker_channels, time_sampler=time_sampler)
         self.finish_setup(optimizer, ema_decay)
 
     def compiled_parts(self) -> list[nn.Module]:
@@ -114,7 +114,7 @@ class MelEnergy(MelDiffusion):
         """
         batch, noise = self.keyed(batch, seed)
         core = self.weights(weights)
-        _, u, beside = self._around(core, self.units(batch, noise)[0], batch)
+        _, u, cond = self._around(core, self.units(batch, noise)[0], batch)
         level = torch.full((len(batch),), float(log_snr), device=u.device)
         alpha, _ = alpha_sigma(level)
-        return core.denoiser.net.energy(alpha[:, None, None] * u, level, beside, batch.mask)
+        return core.denoiser.net.energy(alpha[:, None, None] * u, level, cond, batch.mask)

@@ -14,8 +14,9 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
+from genmodels.core.samples import Samples, SamplingOptions, Trajectory
 from genmodels.data.base import spread_rows
-from genmodels.diffusion import LinearLogSnrSchedule
+from genmodels.diffusion import LinearLogSnrSchedule, OdeLikelihood
 from genmodels.diffusion.denoiser import Prediction
 from genmodels.diffusion.process import alpha_sigma, expand
 from genmodels.energy import (
@@ -26,18 +27,16 @@ from genmodels.energy import (
     noise_levels,
     predictor_corrector,
 )
-from genmodels.models.base import GenerativeModel, Loss, Samples, gather
+from genmodels.models.base import GenerativeModel, Loss, gather
 from genmodels.models.build import construct
-from genmodels.models.diffusion_likelihood import OdeLikelihood
 from genmodels.models.energy_sampling import check_tempering
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.score_matching import Encoding
-from genmodels.models.trajectory import Path
 from genmodels.nn import MLPDenoiser, UNet
 from genmodels.plots.densities import picture_of_fields
 
 
-class _Walk(NamedTuple):
+class _LevelSampler(NamedTuple):
     """A sampler: its function, the default number of levels, and its evaluations at each level."""
 
     function: Callable[..., Tensor]
@@ -49,8 +48,8 @@ class _Walk(NamedTuple):
 _EACH = 10
 #: What `sampler=` may be for score models.
 SAMPLERS = {
-    "predictor_corrector": _Walk(predictor_corrector, 200, 2),
-    "annealed_langevin": _Walk(annealed_langevin, 40, _EACH),
+    "predictor_corrector": _LevelSampler(predictor_corrector, 200, 2),
+    "annealed_langevin": _LevelSampler(annealed_langevin, 40, _EACH),
 }
 _FEW = 16  # dimensions up to which a corrector harms: lengths of scores vary too much there
 
@@ -66,7 +65,7 @@ class _Tempered(nn.Module):
         return self.inverse_temperature * self.model.score_at(x, sigma, cond)
 
 
-def walk_levels(
+def sample_levels(
     model: NoiseConditionalScore,
     shape: tuple[int, ...],
     largest: float,
@@ -88,7 +87,7 @@ def walk_levels(
     Example:
         >>> exact = NoiseConditionalScore(lambda x, sigma, cond=None: (3 - x) / sigma[:, None] ** 2)  # data: 3
         >>> keyed = KeyedGenerator(0, torch.arange(2), "sample")
-        >>> x, evaluations = walk_levels(exact, (2, 1), 4.0, 0.1, keyed, sampler="annealed_langevin", steps=5,
+        >>> x, evaluations = sample_levels(exact, (2, 1), 4.0, 0.1, keyed, sampler="annealed_langevin", steps=5,
         ...                              callback=lambda done, x: None)
         >>> [round(value, 4) for value in x.flatten().tolist()], evaluations
         ([3.0, 3.0], 102)
@@ -113,7 +112,7 @@ def walk_levels(
 
 
 class NoiseConditionalNet(nn.Module):
-    """The score of data with noise N(0, sigma^2), for every sigma, by a network f that is told the noise level.
+    """The score of data with noise N(0, sigma^2), for every sigma, by a network f conditioned on the noise level.
 
         s(x, sigma) = f(x / sqrt(1 + sigma^2), log sigma) / sigma
 
@@ -121,7 +120,7 @@ class NoiseConditionalNet(nn.Module):
     to unit scale for data of unit scale.
 
     Arguments:
-        network: `(x, log_snr (B,), cond) -> like x`, as `MLPDenoiser` and `UNet`; it is told log_snr = -2 log sigma.
+        network: `(x, log_snr (B,), cond) -> like x`, as `MLPDenoiser` and `UNet`; its log_snr is -2 log sigma.
 
     Shapes: `x (B, *event)`, `sigma (B,)` positive, `cond` as the network takes it; the result is like `x`.
     Source: Song and Ermon 2019, section 4.2 (division by sigma), and 2020, technique 3.
@@ -146,7 +145,7 @@ class NoiseConditionalNet(nn.Module):
 
 
 class ScoreAsDenoiser(nn.Module):
-    """A field of scores at every noise level as the denoiser of a diffusion that scales its data down.
+    """Scores at every noise level as the denoiser of a diffusion that scales its data down.
 
         y = x / alpha,   sigma_bar = sigma / alpha = exp(-lambda / 2)
         eps = -sigma_bar s(y, sigma_bar),   x0 = y - sigma_bar eps
@@ -179,37 +178,10 @@ class ScoreAsDenoiser(nn.Module):
         return Prediction(eps, sigma, x0=lambda: x0, eps=lambda: eps, v=lambda: alpha * eps - sigma * x0)
 
 
-class ScoreOde(OdeLikelihood):
-    """What a score model has instead of an energy: the density at its smallest noise level, by the probability flow.
-
-        log p(x) = log p_0(z) + log |det dz/dx|,   z the encoded data, integers dequantised
-        p at the largest level: N(0, (1 + largest^2) I)
-
-    That density is of the data with the smallest noise on them. Source: Song et al., "Score-based generative modeling
-    through stochastic differential equations", 2021, section 4.3.
-    """
-
-    def _denoiser(self, weights: str | float) -> ScoreAsDenoiser:
-        return ScoreAsDenoiser(self.weights(weights), float(self.largest), self.smallest)
-
-    def _first_log_snr(self) -> float:
-        return -2 * math.log(self.smallest)
-
-    def _start(
-        self, denoiser, x: Tensor, mask: Tensor | None, cond: Tensor | None, noise: KeyedGenerator, dequantisation: str,
-        rows: int,
-    ) -> tuple[Tensor, Tensor]:
-        """alpha_0 z, and how volumes change till there."""
-        z, volume = self.encoding(x, noise.child("dequantise"))
-        first = torch.tensor(self._first_log_snr(), dtype=torch.float64, device=x.device)
-        alpha, _ = alpha_sigma(first)
-        return alpha * z.double(), volume.double() + self.spec.dims * torch.log(alpha)
-
-
 _ITEMS = 4096  # items among which the largest distance is sought
 
 
-class ScoreModel(ScoreOde, GenerativeModel):
+class ScoreModel(GenerativeModel):
     """A noise-conditional score model: denoising score matching at many noise levels, sampled from the largest down.
 
         s(z, sigma) = f(z / sqrt(1 + sigma^2), log sigma) / sigma
@@ -241,6 +213,7 @@ class ScoreModel(ScoreOde, GenerativeModel):
     """
 
     family = "score"
+    sampling_options = ("sampler", "steps", "inverse_temperature", "path", "progress")
 
     def __init__(
         self,
@@ -316,7 +289,7 @@ class ScoreModel(ScoreOde, GenerativeModel):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
-        """None: a field of scores has no energy whose integral could be taken; `ode_likelihood` goes another way.
+        """None: a score-based model has no energy whose integral could be taken; `ode_likelihood` goes another way.
 
         Arguments:
             batch: items in the data's own units.
@@ -327,60 +300,67 @@ class ScoreModel(ScoreOde, GenerativeModel):
         nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
         return Likelihood(nats, "unnormalised", self.spec.dims, self.spec.levels, None, made, batch.item_index)
 
-    def sample(
-        self,
-        n: int,
-        cond: int | str | list | None = None,
-        temperature: float = 1.0,
-        seed: int = 0,
-        *,
-        start: int = 0,
-        sampler: Literal["predictor_corrector", "annealed_langevin"] = "predictor_corrector",
-        steps: int | None = None,
-        inverse_temperature: float = 1.0,
-        weights: str | float = "ema",
-        path: int = 0,
-        progress=None,
-    ) -> Samples:
-        """Samples `start` .. `start + n - 1` of a seed.
+    def ode_likelihood(
+        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, **options
+    ) -> Likelihood:
+        """The log-likelihood of the data with the smallest noise on them, by the probability-flow ODE.
+
+            log p(x) = log p_0(z) + log |det dz/dx|,   z the encoded data, integers dequantised
+            p at the largest level: N(0, (1 + largest^2) I)
+
+        Source: Song et al., "Score-based generative modeling through stochastic differential equations", 2021,
+        section 4.3.
 
         Arguments:
-            n: how many.
-            cond: class, classes (cycled), or None for every class in turn.
-            temperature: 1; it is for families whose noise it scales.
-            seed: sample k of a seed depends on (seed, k) alone.
-            start: number of the first sample.
-            sampler: `predictor_corrector` or `annealed_langevin`.
-            steps: number of noise levels walked through; default 200 (predictor_corrector), 40 (annealed_langevin, with
-                ten Langevin steps at each).
-            inverse_temperature: positive factor of the score at every level; `annealed_langevin` then aims at p^beta.
+            batch: items in the data's own units.
             weights: `ema`, `raw`, or one of the decays kept.
-            path: number of frames of the way from noise to data to keep, 0 for none.
-            progress: called after every level with the number of levels done and their total.
+            seed: seed of dequantisation and probes.
+            options: see `OdeLikelihood`; `dequantisation` is `uniform`.
         """
-        index = self.numbered(n, start)
-        check_tempering(inverse_temperature, temperature)
-        one_of("sampler", sampler, SAMPLERS)
-        steps = SAMPLERS[sampler].steps if steps is None else steps
-        if steps < 2:
-            raise ValueError(f"steps must be at least 2, the number of noise levels, got {steps}")
-        labels = self.labels(cond, index)
-        seen = Path(path, steps, progress)
+        ode, log_snr = OdeLikelihood(**options), -2 * math.log(self.smallest)
+        if ode.dequantisation != "uniform":
+            raise InputError(f"dequantisation = {ode.dequantisation!r}: choose uniform")
+        denoiser = ScoreAsDenoiser(self.weights(weights), float(self.largest), self.smallest)
+
+        def start(x: Tensor, cond: Tensor | None, mask: Tensor | None, noise: KeyedGenerator):
+            """alpha_0 z, and the change of volume up to there."""
+            z, volume = self.encoding(x, noise.child("dequantise"))
+            alpha, _ = alpha_sigma(torch.tensor(log_snr, dtype=torch.float64, device=x.device))
+            return alpha * z.double(), volume.double() + self.spec.dims * torch.log(alpha)
+
+        found = ode(denoiser, self.spec, batch, self._cond(batch), start, log_snr, seed=seed)
+        found.made |= {"weights": str(weights), "seed": seed} | ({"given": "class"} if self.conditional else {})
+        return found
+
+    def draw(self, options: SamplingOptions) -> Samples:
+        """Samples by `predictor_corrector` (the default) or `annealed_langevin`, from the largest noise level down.
+
+        `steps` are noise levels: 200 (predictor_corrector), 40 (annealed_langevin, with ten Langevin steps at each). An
+        `inverse_temperature` multiplies the score at every level; `annealed_langevin` then aims at p^beta.
+        """
+        index = self.numbered(options.n, options.start)
+        options = options.with_default(sampler="predictor_corrector")
+        check_tempering(options.inverse_temperature, options.temperature)
+        one_of("sampler", options.sampler, SAMPLERS)
+        options = options.with_default(steps=SAMPLERS[options.sampler].steps)
+        if options.steps < 2:
+            raise InputError(f"steps must be at least 2, the number of noise levels, got {options.steps}")
+        labels = self.labels(options.cond, index)
+        seen = Trajectory(options.path, options.steps, options.progress)
         with torch.no_grad():
-            z, evaluations = walk_levels(
-                self.weights(weights), (n, *self.spec.event_shape), float(self.largest), self.smallest,
-                KeyedGenerator(seed, index, "sample"), sampler=sampler, steps=steps,
-                inverse_temperature=inverse_temperature, cond=labels, dtype=self.encoding.scale.dtype,
-                device=self.device,
-                callback=lambda done, z: seen(done, lambda: self.encoding.decode(z)),
-            )  # fmt: skip
+            z, evaluations = sample_levels(
+                self.weights(options.weights), (options.n, *self.spec.event_shape), float(self.largest), self.smallest,
+                KeyedGenerator(options.seed, index, "sample"), sampler=options.sampler, steps=options.steps,
+                inverse_temperature=options.inverse_temperature, cond=labels, dtype=self.encoding.scale.dtype,
+                device=self.device, callback=lambda done, z: seen(done, lambda: self.encoding.decode(z)),
+            )
             x, outside = self.encoding.decode(z), self.encoding.outside(z)
-        made = {"sampler": sampler, "steps": steps, "evaluations": evaluations, "seed": seed}
-        made |= {"weights": str(weights), "inverse_temperature": inverse_temperature}
+        made = {"sampler": options.sampler, "steps": options.steps, "evaluations": evaluations, "seed": options.seed,
+                "weights": str(options.weights), "inverse_temperature": options.inverse_temperature}
         return Samples(x, labels, index, made, seen.kept, outside=outside)
 
     def pictures(self) -> dict[str, Image.Image]:
-        """In the plane: the field of scores at the smallest noise level, beside the truth where it is known."""
+        """In the plane: the score at the smallest noise level, and the exact one where it is known."""
         if self.spec.event_shape != (2,) or self.spec.levels is not None or self.encoding.rotation is not None:
             return {}
         core = self.weights().at(self.smallest)

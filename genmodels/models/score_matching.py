@@ -86,14 +86,14 @@ class Encoding(nn.Module):
         y = self._continuous(x, generator)[0].double()
         # One number for all pixels: what is learned of one place holds at the next.
         together = len(self.spec.event_shape) > 1
-        location, deviation = (y.mean(), y.std()) if together else (y.mean(0), y.std(0))
-        if not bool((deviation > 0).all()):
-            column = self.spec.column(int((deviation <= 0).flatten().nonzero()[0, 0]))
+        location, std = (y.mean(), y.std()) if together else (y.mean(0), y.std(0))
+        if not bool((std > 0).all()):
+            column = self.spec.column(int((std <= 0).flatten().nonzero()[0, 0]))
             raise InputError(f"column {column} of {self.spec.name} is constant and has no density: leave it out")
         self.location.copy_(location)
-        self.scale.copy_(deviation)
+        self.scale.copy_(std)
         if self.rotation is not None:
-            values, vectors = torch.linalg.eigh(torch.cov(((y - location) / deviation).T).reshape(len(deviation), -1))
+            values, vectors = torch.linalg.eigh(torch.cov(((y - location) / std).T).reshape(len(std), -1))
             if float(values[0]) < 1e-10 * float(values[-1]):
                 raise InputError(f"columns of {self.spec.name} depend on each other linearly: leave one out")
             self.rotation.copy_(vectors / values.sqrt())
@@ -192,7 +192,7 @@ class ScoreMatched(GenerativeModel):
     Arguments:
         spec: the data set this model is built for.
         encoding: between the data's units and z.
-        noise: deviation of normal noise that training adds to z.
+        noise: standard deviation of Gaussian noise that training adds to z.
     """
 
     tolerates_tf32 = False  # second derivatives

@@ -12,11 +12,12 @@ from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
-from genmodels.models.base import Loss, Samples
+from genmodels.core.samples import Samples, SamplingOptions
+from genmodels.models.base import Loss
 from genmodels.models.build import construct
 from genmodels.models.mels import even_lengths
 from genmodels.models.optimizer import Optimizer
-from genmodels.models.text_model import TextModel, Voices
+from genmodels.models.text_model import SpeakerEmbeddings, TextModel
 from genmodels.speech.measures import read_faults, words_of_tokens
 from genmodels.speech.tacotron import AttentionKind, Said, Synthesised
 from genmodels.speech.tacotron import Tacotron as Decoder
@@ -63,6 +64,8 @@ class Tacotron(TextModel):
     """
 
     family = "tacotron"
+    default_temperature = 0.0
+    sampling_options = ("text", "speed", "seconds", "durations", "on_unknown", "max_frames")
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class Tacotron(TextModel):
         reader = self.make_encoder(encoder, speaker_channels)
         decoder = construct(Decoder, reader, attention=attention, hidden=hidden, prenet=prenet, dropout=dropout,
                             postnet=postnet)
-        self.core = Voices(len(spec.speakers), speaker_channels, tacotron=decoder)
+        self.core = SpeakerEmbeddings(len(spec.speakers), speaker_channels, tacotron=decoder)
         self.finish_setup(optimizer, ema_decay)
 
     def compiled_parts(self) -> list[nn.Module]:
@@ -109,7 +112,7 @@ class Tacotron(TextModel):
         total = sum(parts.values())
         return Loss(total.mean(), total, {name: part.detach() for name, part in parts.items()})
 
-    def forced(self, core: Voices, u: Tensor, batch: Batch, generator: KeyedGenerator) -> Said:
+    def forced(self, core: SpeakerEmbeddings, u: Tensor, batch: Batch, generator: KeyedGenerator) -> Said:
         """Every frame of whitened mels from the true ones before it."""
         said = batch.cond
         memory = core.tacotron.remember(said.tokens, said.mask, core.voice(said))
@@ -133,64 +136,37 @@ class Tacotron(TextModel):
                 "given": "text"}
         return Likelihood(nats, "lower_bound", self.dims_of(batch), None, None, made, generator.index)
 
-    def sample(
-        self,
-        n: int,
-        cond: int | str | None = None,
-        temperature: float = 0.0,
-        seed: int = 0,
-        *,
-        start: int = 0,
-        text: str | list[str] | None = None,
-        speed: float = 1.0,
-        seconds: float | None = None,
-        durations: list[list[int]] | None = None,
-        max_frames: int | None = None,
-        weights: str | float = "ema",
-        on_unknown: str = "error",
-    ) -> Samples:
-        """Mels number `start` .. `start + n - 1` of a seed, of the texts in turn, each until it stops by itself.
+    def draw(self, options: SamplingOptions) -> Samples:
+        """Mels of the texts in turn, each until it stops by itself; the temperature scales the frames' noise.
 
-        Arguments:
-            n: how many.
-            cond: the speaker, by name or number; None for the first.
-            temperature: scale of the frames' noise; 0 for their means.
-            seed: the noise depends on (seed, text, which of that text's samples it is) alone.
-            start: number of the first sample.
-            text: a text, or several that are taken in turn; None for the examples that the checkpoint carries.
-            speed, seconds, durations: nothing that this model can be told; it speaks as long as it speaks.
-            max_frames: where a mel is broken off; None for twenty frames a symbol and a hundred more. Mels that were
-                are named in a warning and counted in `made`.
-            weights: `ema`, `raw`, or one of the decays kept.
-            on_unknown: `drop` characters without a symbol, or stop with an `error`.
-
-        Raises:
-            InputError: for texts that cannot be spoken, and for what this model cannot be told.
+        Mels that are broken off at `max_frames` are named in a warning and counted in `made`. `speed`, `seconds` and
+        `durations` are refused: an autoregressive model lasts as long as it lasts.
         """
-        told = [name for name, given in (("speed", speed != 1), ("seconds", seconds is not None),
-                                         ("durations", durations is not None)) if given]  # fmt: skip
-        if told:
-            raise InputError(f"{told[0]}: a tacotron speaks as long as it speaks; model=glow_tts takes {told[0]}")
-        asked = self.asked(n, start, text, cond, on_unknown)
+        refused = [name for name, given in (("speed", options.speed != 1), ("seconds", options.seconds is not None),
+                                            ("durations", options.durations is not None)) if given]  # fmt: skip
+        if refused:
+            raise InputError(f"{refused[0]}: a tacotron speaks as long as it speaks; model=glow_tts takes {refused[0]}")
+        asked = self.asked(options)
         if asked.pace is not None:
             raise InputError("[slow]: a tacotron speaks as long as it speaks; model=glow_tts follows the mark")
-        noise, said = KeyedGenerator(seed, asked.rows, "sample"), asked.said
-        most = max_frames or _FRAMES_A_SYMBOL * (said.tokens > 1).sum(1) + _FRAMES_MORE
-        core = self.weights(weights)
+        noise, said = KeyedGenerator(options.seed, asked.rows, "sample"), asked.said
+        most = options.max_frames or _FRAMES_A_SYMBOL * (said.tokens > 1).sum(1) + _FRAMES_MORE
+        core = self.weights(options.weights)
         try:
             spoken = core.tacotron.sample(said.tokens, said.mask, core.voice(said), generator=noise,
-                                          temperature=temperature, max_frames=most)
+                                          temperature=options.temperature, max_frames=most)
         except ValueError as error:
             raise InputError(str(error)) from error
         broken_off = asked.index[~spoken.stopped].tolist()
         if broken_off:
             logging.getLogger(__name__).warning(
-                "%d of %d mels did not come to a stop and were broken off (samples %s)", len(broken_off), n,
+                "%d of %d mels did not come to a stop and were broken off (samples %s)", len(broken_off), options.n,
                 ", ".join(map(str, broken_off[:8])))
         # The token that the attention looked at, frame by frame; it may skip some, and come back to others.
         looked = one_hot(spoken.weights.argmax(1), said.tokens.shape[1]) * spoken.mask.mT
-        made = {"sampler": "autoregressive", "seed": seed, "weights": str(weights), "temperature": temperature,
-                "not_stopped": broken_off, "words_missing_repeated": self._read(said, spoken)}
+        made = {"sampler": "autoregressive", "seed": options.seed, "weights": str(options.weights),
+                "temperature": options.temperature, "not_stopped": broken_off,
+                "words_missing_repeated": self._read(said, spoken)}
         return self.as_samples(spoken.mel, spoken.mask, looked.sum(1), asked, made)
 
     def _read(self, said: TextCondition, spoken: Synthesised) -> list[list[int]]:

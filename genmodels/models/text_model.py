@@ -15,8 +15,9 @@ from torch.nn.functional import normalize
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator, seed_of
+from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.utterances import padded_tokens
-from genmodels.models.base import GenerativeModel, Samples
+from genmodels.models.base import GenerativeModel
 from genmodels.models.build import construct
 from genmodels.models.mels import MelUnits, even_lengths, silent_beyond
 from genmodels.speech.alignment import forward_sum
@@ -85,7 +86,7 @@ class TextReader:
         self.symbols = Symbols(tuple(spec.text["symbols"]), spec.text["blanks"], on_unknown)
 
     def normal_form(self, text: str) -> str:
-        """The text as the model is told it, for people to read, without marks."""
+        """The text as the model reads it, without marks."""
         try:
             found = in_form(without_marks(text), self.form, self.language)
         except ValueError as error:
@@ -146,8 +147,8 @@ class TextReader:
         raise InputError(f"cond={wanted!r} is no speaker of this model: there are {', '.join(names)}")
 
 
-class Asked(NamedTuple):
-    """Texts that a model is to speak, one for each sample.
+class TextRequest(NamedTuple):
+    """Texts to be synthesised, one for each sample.
 
     Attributes:
         said: tokens and speakers.
@@ -163,9 +164,9 @@ class Asked(NamedTuple):
     which: list[int]
     pace: Tensor | None = None
 
-    def to(self, device: torch.device | str) -> Asked:
+    def to(self, device: torch.device | str) -> TextRequest:
         """The same on a device."""
-        return Asked(self.said.to(device), self.index.to(device), self.rows.to(device), self.which,
+        return TextRequest(self.said.to(device), self.index.to(device), self.rows.to(device), self.which,
                      None if self.pace is None else self.pace.to(device))
 
     def speed(self, speed: float) -> float | Tensor:
@@ -180,7 +181,7 @@ class Asked(NamedTuple):
 def ask(
     spec: DataSpec, n: int, *, start: int = 0, text: str | Sequence[str] | None = None,
     speaker: int | str | None = None, on_unknown: Literal["error", "drop"] = "error",
-) -> Asked:  # fmt: skip
+) -> TextRequest:  # fmt: skip
     """The texts of samples `start` .. `start + n - 1`, taken in turn; those that the data came with, if none are given.
 
     Raises:
@@ -204,11 +205,11 @@ def ask(
     reader, spoken = TextReader(spec, on_unknown), [texts[k] for k in which]
     said = reader(spoken, speaker)
     rows = noise_rows(said, [k // len(texts) for k in numbers])
-    return Asked(said, torch.tensor(numbers), rows, which, reader.pace(spoken))
+    return TextRequest(said, torch.tensor(numbers), rows, which, reader.pace(spoken))
 
 
-class Voices(nn.Module):
-    """The parts of a speaking model and the vectors of its speakers, each of length one.
+class SpeakerEmbeddings(nn.Module):
+    """The parts of a text-to-speech model and the vectors of its speakers, each of length one.
 
     Arguments:
         speakers: how many, 0 for a model of one voice.
@@ -216,9 +217,9 @@ class Voices(nn.Module):
         parts: the modules of the model, by name.
 
     Example:
-        >>> voices = Voices(2, 4, head=nn.Linear(4, 1))
+        >>> voices = SpeakerEmbeddings(2, 4, head=nn.Linear(4, 1))
         >>> said = TextCondition(torch.ones(1, 1).long(), torch.ones(1, 1, 1).bool(), torch.tensor([1]))
-        >>> round(float(voices.voice(said).detach().norm()), 5), Voices(0, 4).voice(said)
+        >>> round(float(voices.voice(said).detach().norm()), 5), SpeakerEmbeddings(0, 4).voice(said)
         (1.0, None)
     """
 
@@ -234,7 +235,7 @@ class Voices(nn.Module):
 
 
 class TextModel(GenerativeModel):
-    """A model of mels that is told texts; a subclass adds its decoder and `seen_alignment`.
+    """A model of mels conditioned on texts; a subclass adds its decoder and `seen_alignment`.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
@@ -253,13 +254,13 @@ class TextModel(GenerativeModel):
         self.units = MelUnits(spec, noise=noise)
 
     def make_encoder(self, options: TextEncoder | dict | None, speaker_channels: int) -> TextEncoder:
-        """The text encoder of these options, told the speaker where there are several."""
+        """The text encoder of these options, conditioned on the speaker where there are several."""
         speakers = speaker_channels if self.spec.speakers else 0
         return construct(
             TextEncoder, len(self.spec.text["symbols"]), self.spec.event_shape[0], speakers, **(options or {}))
 
     def keyed(self, batch: Batch, seed: int) -> tuple[Batch, KeyedGenerator]:
-        """A batch to be judged, of even lengths, and its noise, which is keyed by item."""
+        """A batch to be evaluated, of even lengths, and its noise, which is keyed by item."""
         return even_lengths(batch), KeyedGenerator(seed, batch.item_index, "likelihood")
 
     def dims_of(self, batch: Batch) -> Tensor:
@@ -268,14 +269,13 @@ class TextModel(GenerativeModel):
 
     # ---- samples ------------------------------------------------------------------------------------------------
 
-    def asked(
-        self, n: int, start: int, text: str | list[str] | None, cond: int | str | None, on_unknown: str
-    ) -> Asked:
-        """The texts of samples `start` .. `start + n - 1`, on this model's device; see `sample`."""
-        found = ask(self.spec, n, start=start, text=text, speaker=cond, on_unknown=on_unknown)
+    def asked(self, options: SamplingOptions) -> TextRequest:
+        """The texts of samples `start` .. `start + n - 1`, on this model's device."""
+        found = ask(self.spec, options.n, start=options.start, text=options.text, speaker=options.cond,
+                    on_unknown=options.on_unknown)
         return found.to(self.device)
 
-    def as_samples(self, u: Tensor, mask: Tensor, durations: Tensor, asked: Asked, made: dict) -> Samples:
+    def as_samples(self, u: Tensor, mask: Tensor, durations: Tensor, asked: TextRequest, made: dict) -> Samples:
         """Whitened mels as samples: in log units, silent where the mask is False."""
         x = silent_beyond(self.units.inverse(u), mask, self.spec)
         return Samples(x, asked.said, asked.index, made, mask=mask, durations=durations)
@@ -305,7 +305,7 @@ class AlignedModel(TextModel):
         """The predictor of durations that belongs to a text encoder."""
         return DurationPredictor(encoder.channels, hidden=hidden)
 
-    def align(self, core: Voices, u: Tensor, batch: Batch) -> Aligned:
+    def align(self, core: SpeakerEmbeddings, u: Tensor, batch: Batch) -> Aligned:
         """Whitened mels against their texts.
 
         Raises:
@@ -368,7 +368,7 @@ class AlignedModel(TextModel):
         return self.posterior(batch)
 
     def frames_of(
-        self, seconds: float | None, asked: Asked, durations: list[list[int]] | None
+        self, seconds: float | None, asked: TextRequest, durations: list[list[int]] | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The frames (n,) that hold so many seconds of sound, and the durations (n, N) given; None where None is asked.
 

@@ -283,7 +283,7 @@ def _emptiness(s: AttentionSubject, mask: Tensor, row: tuple, name: str) -> dict
 @CHECKS.add("row sums", 1e-6, "weights are positive, sum to one over what may be attended to, and are zero elsewhere")
 @torch.no_grad()
 def row_sums(s: AttentionSubject) -> Measured:
-    """Asked of `weights`, under padding; modules that say `unnormalised` need no sum."""
+    """TextRequest of `weights`, under padding; modules that say `unnormalised` need no sum."""
     if not callable(getattr(s.module, "weights", None)):
         raise NotApplicable("has no method weights(x, mask)")
     mask, x = s.masks(s.lengths()), s.draw(3)

@@ -29,7 +29,7 @@ def verify_diffusion(
 ) -> Findings:
     """The checks of its noise schedule, denoiser and usual samplers, then those of the model as a whole."""
     _begin(model, initial)
-    denoiser, cond = model.told(batch)
+    denoiser, cond = model.denoiser_and_cond(batch)
     drawn = {"draws": min(_DRAWN["draws"], model.num_steps - 1), "replicates": _DRAWN["replicates"]}
     shape = tuple(batch.x.shape[1:]) if model.spec.text is None else (model.spec.event_shape[0], cond.shape[2])
     return _one_by_one(options, [

@@ -44,6 +44,14 @@ def test_keys_are_those_that_python_reports(dotted):
     agrees_with_python(dotted, target(dotted).keys)
 
 
+def test_options_that_travel_as_a_dataclass_are_keys():
+    """Those of sampling, without what a command line cannot hold, and with the command's own in place of its own."""
+    keys, fields = target("genmodels.cli.sample.run").keys, target("genmodels.core.samples.SamplingOptions").keys
+    assert set(fields) <= set(keys) and not {"weights", "known", "keep", "progress"} & set(keys)
+    assert keys["guidance"].default == "1.0" and keys["guidance"].meaning.startswith("scale of classifier-free")
+    assert keys["path"].type_text == "str | None" and fields["path"].type_text == "int"
+
+
 def test_law_catches_a_forgotten_key():
     keys = dict(target("genmodels.nn.MLPDenoiser").keys)
     del keys["depth"]

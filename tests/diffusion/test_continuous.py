@@ -22,11 +22,12 @@ from genmodels.diffusion import (
     LinearSchedule,
     SigmoidSchedule,
     V,
+    bound,
     continuous_elbo,
     elbo,
     vdm_times,
 )
-from genmodels.diffusion import continuous as module
+from genmodels.diffusion import objectives as module
 
 ENDS = {"log_snr_max": 10.0, "log_snr_min": -10.0}
 START = torch.tensor([0.0, 1.0], dtype=torch.float64)
@@ -69,8 +70,8 @@ def test_closed_form_under_other_schedules(kind):
 
 
 def test_closed_form_catches_a_missing_half(monkeypatch):
-    right = module.rate_term
-    monkeypatch.setattr(module, "rate_term", lambda *a: 2 * right(*a))
+    right = bound.rate_term
+    monkeypatch.setattr(bound, "rate_term", lambda *a: 2 * right(*a))
     with pytest.raises(AssertionError):
         meets_the_closed_form(0.25, schedule=CosineSchedule(**ENDS))
 

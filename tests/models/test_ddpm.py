@@ -113,7 +113,7 @@ def test_the_default_bound_of_continuous_data_is_within_two_hundredths_of_a_nat_
 def test_steps_even_in_log_snr_cost_little_under_either_variance_and_steps_even_in_time_much():
     model = DDPM(DataSpec("gauss", (2,), levels=None), variance="beta_tilde")
     assert excess(model, 1.0) < 0.08
-    model.bound_times = model.training_times
+    model.elbo.times = model.elbo.steps
     assert excess(model, 1.0) > 0.7
 
 

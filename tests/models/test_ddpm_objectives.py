@@ -115,7 +115,7 @@ def test_the_ends_of_a_schedule_can_be_chosen(schedule):
 @pytest.mark.parametrize("zero_terminal_snr", [False, True])
 def test_the_steps_of_the_bound_are_even_in_log_snr(schedule, zero_terminal_snr):
     made = model(schedule=schedule, zero_terminal_snr=zero_terminal_snr, objective="continuous", num_steps=200)
-    times, drawn = made.bound_times(), made.training_times()
+    times, drawn = made.bound_times(), made.elbo.steps(made.core.schedule)
     steps = made.core.schedule.log_snr(times)[:-1].diff().detach()
     assert bool((times.diff() > 0).all()) and float(steps.min()) == pytest.approx(float(steps.max()), rel=1e-3)
     assert len(times) == len(drawn) == 200 and torch.equal(times[[0, -1]], drawn[[0, -1]])
@@ -194,11 +194,11 @@ def drawn(made, ranks, monkeypatch):
         rows = torch.arange(rank, 8, ranks)
         monkeypatch.setattr(DDPM, "_rank_world", property(lambda self, rank=rank: (rank, ranks)))
         made.loss(items.rows(rows), KeyedGenerator(0, rows, "train", 3))
-        parts.append(made._drawn.pop())
+        parts.append(made.time_sampler.pending.pop())
     monkeypatch.setattr(DDPM, "all_gather", lambda self, value: torch.stack(parts) if ranks > 1 else value)
-    made._drawn.append(parts[-1])
+    made.time_sampler.pending.append(parts[-1])
     made.on_before_optimizer_step(None)
-    assert not made._drawn
+    assert not made.time_sampler.pending
     return made.time_sampler
 
 
@@ -213,7 +213,7 @@ def test_judging_teaches_the_sampler_nothing():
     made.log_likelihood(batch())
     with torch.no_grad():  # as the search for a layer that is not finite does
         made.loss(batch(), KeyedGenerator(0, torch.arange(6), "train"))
-    assert not made._drawn and int(made.time_sampler.seen.sum()) == 0
+    assert not made.time_sampler.pending and int(made.time_sampler.seen.sum()) == 0
 
 
 TRAIN = [

@@ -10,9 +10,10 @@ import torch
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
+from genmodels.core.samples import SamplingOptions
 from genmodels.core.tensors import event_sum
 from genmodels.data.utterances import FLOOR
-from genmodels.diffusion import SAMPLERS, GaussianDenoiser, SampleResult
+from genmodels.diffusion import SAMPLERS, GaussianDenoiser, SampleResult, generation
 from genmodels.models import mel_diffusion
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.mel_ddpm import MelDDPM
@@ -40,7 +41,7 @@ def known(variance: float = 1.0) -> MelDDPM:
 
 def mean_of(found: MelDDPM, text: str, durations: list[int]) -> torch.Tensor:
     """The mean of every frame in log units, (n_mels, T), straight from the encoder."""
-    said = found.asked(1, 0, text, None, "error").said
+    said = found.asked(SamplingOptions(text=text)).said
     _, mu, _ = found.weights("ema").tts.encoder(said.tokens, said.mask)
     return found.units.inverse(mu[0].repeat_interleave(torch.tensor(durations), dim=1)).detach()
 
@@ -86,7 +87,7 @@ def terminal_error(found: MelDDPM, monkeypatch, temperature: float = 0.5) -> flo
         started.append(eps)
         return SampleResult(options["temperature"] * eps * options["mask"], 0)
 
-    monkeypatch.setattr(mel_diffusion, "run_sampler", at_once)
+    monkeypatch.setattr(generation, "sample", at_once)
     drawn = found.sample(1, text="a cab", durations=durations, temperature=temperature)
     expected = mean_of(found, "a cab", durations[0]) + temperature * found.units.scale * started[0][0, :, :11]
     return float((drawn.x[0] - expected).abs().max())

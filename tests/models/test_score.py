@@ -12,8 +12,9 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.toy import density
+from genmodels.diffusion import OdeLikelihood
 from genmodels.energy import NoiseConditionalScore, NormalMixture
-from genmodels.models.score import SAMPLERS, ScoreAsDenoiser, ScoreModel, walk_levels
+from genmodels.models.score import SAMPLERS, ScoreAsDenoiser, ScoreModel, sample_levels
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 PLANE = DataSpec("plane", (2,))
@@ -64,7 +65,7 @@ def test_the_exact_scores_of_a_mixture_give_its_samples(sampler):
     weights = torch.tensor([0.3, 0.7], dtype=torch.float64)
     means = torch.tensor([[-1.5, 0.0], [1.5, 0.5]], dtype=torch.float64)
     mixture = NormalMixture(weights, means, 0.3)
-    z, evaluations = walk_levels(
+    z, evaluations = sample_levels(
         mixture.with_noise(), (1000, 2), 8.0, 0.01, keyed(1000, "sample"), sampler=sampler, steps=60,
         dtype=torch.float64, callback=lambda done, z: None,
     )  # fmt: skip
@@ -174,7 +175,9 @@ def test_that_law_catches(monkeypatch, bug):
         sound = ScoreAsDenoiser.forward
         monkeypatch.setattr(ScoreAsDenoiser, "forward", lambda self, x, t, *rest: sound(self, x, 0.98 * t, *rest))
     else:
-        monkeypatch.setattr(ScoreModel, "_first_log_snr", lambda self: -2 * math.log(10 * self.smallest))
+        sound = OdeLikelihood.__call__
+        monkeypatch.setattr(OdeLikelihood, "__call__", lambda self, *inputs, seed: sound(
+            self, *inputs[:-1], inputs[-1] - 2 * math.log(10), seed=seed))  # ten times the smallest noise
     torch.manual_seed(0)
     ours, truth = values(of_the_mixture())
     assert (ours - truth).abs().max() > 1e-2

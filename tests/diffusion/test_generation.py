@@ -7,10 +7,10 @@ import torch
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
-from genmodels.diffusion import SAMPLERS
+from genmodels.diffusion import SAMPLERS, EulerSampler
+from genmodels.diffusion.samplers import Defaults
 from genmodels.evaluation.samples import interpolate
 from genmodels.models.ddpm import DDPM
-from genmodels.models.diffusion_sampling import USUAL
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 POINTS = DataSpec("points", (3,), levels=None)
@@ -34,8 +34,7 @@ MODEL = small()
 
 
 def test_every_sampler_has_a_name_and_its_usual_steps():
-    assert set(USUAL) == set(SAMPLERS)
-    for name in USUAL:
+    for name in SAMPLERS:
         samples = MODEL.sample(2, sampler=name)
         twice = name in ("heun", "edm")
         assert samples.made["sampler"] == name and samples.made["steps"] == 12
@@ -98,7 +97,7 @@ def test_the_condition_is_hidden_as_often_as_asked_and_by_key():
     assert loss.value.isfinite()
 
 
-@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_what_is_kept_comes_back_bit_for_bit(name):
     samples = MODEL.sample(3, known=ITEM, keep=KEEP, sampler=name, steps=3, rounds=2, path=2)
     assert torch.equal(samples.x[:, KEEP], ITEM[KEEP].expand(3, -1)) and samples.cond is None
@@ -167,3 +166,16 @@ def test_guidance_needs_classes():
         small(POINTS).sample(2, guidance=2.0)
     with pytest.raises(ValueError, match="cond_drop is a probability"):
         small(cond_drop=1.0)
+
+
+class Coarse(EulerSampler):
+    defaults = Defaults(3, "uniform_t")
+
+
+def test_a_sampler_is_one_class_and_one_row_of_the_table(monkeypatch):
+    monkeypatch.setitem(SAMPLERS, "coarse", Coarse)
+    found = MODEL.sample(2, sampler="coarse")
+    assert found.made["steps"] == 3 and found.made["spacing"] == "uniform_t"
+    assert torch.equal(found.x, MODEL.sample(2, sampler="euler", steps=3, spacing="uniform_t").x)
+    with pytest.raises(ValueError, match="eta is an option of sampler=ddim, not of coarse"):
+        MODEL.sample(2, sampler="coarse", eta=0.5)

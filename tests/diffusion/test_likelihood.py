@@ -12,8 +12,8 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.likelihood import Likelihood
 from genmodels.diffusion import GaussianDenoiser, MixtureDenoiser, alpha_sigma
+from genmodels.diffusion import likelihood as diffusion_ode
 from genmodels.evaluation.likelihood import how
-from genmodels.models import diffusion_likelihood as diffusion_ode
 from genmodels.models.ddpm import DDPM
 
 SMALL = {"channels": 8, "multipliers": [1], "blocks": 1, "heads": 2}
@@ -86,7 +86,7 @@ def test_sequences_of_any_length_are_judged_over_their_own_scalars():
 def mass_of_the_bins() -> torch.Tensor:
     """Exact masses of the bins under the density that the model has at its cleanest level."""
     model = integer_model()
-    alpha, sigma = alpha_sigma(torch.tensor(model._first_log_snr(), dtype=torch.float64))
+    alpha, sigma = alpha_sigma(torch.tensor(model.elbo.first_log_snr(model.core.schedule), dtype=torch.float64))
     centres = torch.linspace(-1, 1, 5, dtype=torch.float64)
     law = Normal(centres, sigma / alpha)
     return (MASSES * (law.cdf(centres[:, None] + 0.25) - law.cdf(centres[:, None] - 0.25))).sum(1)

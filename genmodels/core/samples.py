@@ -1,0 +1,184 @@
+"""What is asked of a model's `sample`, what it returns, and the trajectory from noise to data that it may keep."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from genmodels.core.data import TextCondition
+from genmodels.core.errors import InputError, check_temperature
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """The options of one call of `sample`, whatever the model; a family takes those that its `sampling_options` name.
+
+    Arguments:
+        n: how many samples.
+        cond: class, or classes that are cycled; None for every class in turn, or no class with `known` and `edit`. With
+            text the speaker, by name or number; None for the first.
+        temperature: factor on the standard deviation of all noise, 1 for the model's own distribution; None for the
+            family's default: 1, with text 0.667, and 0 for a tacotron.
+        seed: sample k of a seed depends on (seed, k) alone.
+        start: number of the first sample.
+        weights: `ema`, `raw`, or one of the decays kept.
+        sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m or unipc for diffusion; annealed, hmc, mala or ula for energies;
+            predictor_corrector or annealed_langevin for scores; those of diffusion or annealed_langevin for mels around
+            the mean of a text. None for the family's default.
+        steps: number of sampling steps: of a diffusion or a chain, densities of `annealed`, noise levels of scores;
+            None for the sampler's default.
+        spacing: spacing of the times of a diffusion: uniform_t, uniform_log_snr, karras, integer_trailing or
+            integer_leading; None for the sampler's default.
+        eta: share of ancestral noise in `ddim`, 0 by default.
+        churn: noise that `edm` adds on its way, S_churn, 10 by default.
+        step_size: first step size of an energy's chains, in standard deviations of the data; it adapts, but for `ula`.
+        inverse_temperature: beta > 0 of the density p^beta that energies and scores are sampled from.
+        clip: keep the estimate of the data in its range at every step: `static` (true), `dynamic`, or false; None for
+            static where the data are integers.
+        guidance: scale of classifier-free guidance: 1 for the class alone, 0 for no class, more for samples that are
+            more typical of their class.
+        guidance_rescale: share of the excess contrast that guidance is made to give back, 0 to 1.
+        guidance_interval: lowest and highest log-SNR where guidance applies; None for everywhere.
+        known: an event in the data's own units, of which `keep` is returned as it is and the rest drawn anew.
+        keep: bool, broadcastable to the event, True where `known` holds.
+        rounds: how often each step is taken with `known`, for the drawn part to settle.
+        edit: an event in the data's own units, from which sampling starts after noise has been added.
+        strength: time from which `edit` is sampled: near 0 it hardly changes, at 1 nothing of it is left.
+        size: height and width, or length, where it is not that of the data; the channels stay.
+        lengths: numbers of valid frames of sequences, cycled; samples are zero beyond them, mels silent. None for mels
+            of their usual length.
+        text: a text, or several that are taken in turn; None for the examples that the checkpoint carries.
+        speed: speaking rate, above 1 is faster.
+        seconds: total time of a text; None for what the durations come to.
+        durations: frames of every token, a list for each text; None for predicted ones.
+        max_frames: where a mel without a stop is broken off; None for twenty frames a symbol and a hundred more.
+        on_unknown: `drop` characters without a symbol, or stop with an `error`.
+        path: number of frames of the trajectory from noise to data to keep, 0 for none.
+        progress: called after every step with the number of steps done and their total.
+
+    Errors: InputError for a number of samples, a start, a temperature or a number of frames that cannot be.
+
+    Example:
+        >>> SamplingOptions(n=4, temperature=0.7).with_default(temperature=1.0).temperature
+        0.7
+        >>> SamplingOptions(n=0)
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: n must be at least 1, got 0
+    """
+
+    n: int = 1
+    cond: int | str | list[int | str] | None = None
+    temperature: float | None = None
+    seed: int = 0
+    start: int = 0
+    weights: str | float = field(default="ema", metadata={"configurable": False})  # on the command line: ema=
+    sampler: str | None = None
+    steps: int | None = None
+    spacing: str | None = None
+    eta: float | None = None
+    churn: float | None = None
+    step_size: float | None = None
+    inverse_temperature: float = 1.0
+    clip: bool | Literal["static", "dynamic"] | None = None
+    guidance: float = 1.0
+    guidance_rescale: float = 0.0
+    guidance_interval: list[float] | None = None
+    known: Tensor | None = field(default=None, metadata={"configurable": False})
+    keep: Tensor | None = field(default=None, metadata={"configurable": False})
+    rounds: int = 10
+    edit: Tensor | None = field(default=None, metadata={"configurable": False})
+    strength: float = 0.6
+    size: list[int] | None = None
+    lengths: list[int] | None = None
+    text: str | list[str] | None = None
+    speed: float = 1.0
+    seconds: float | None = None
+    durations: list[list[int]] | None = None
+    max_frames: int | None = None
+    on_unknown: Literal["error", "drop"] = "error"
+    path: int = 0
+    progress: Callable[[int, int], None] | None = field(default=None, metadata={"configurable": False})
+
+    def __post_init__(self):
+        if self.n < 1:
+            raise InputError(f"n must be at least 1, got {self.n}")
+        if self.start < 0:
+            raise InputError(f"start must be at least 0, got {self.start}")
+        if self.start + self.n > 2**63 - 1:
+            raise InputError(
+                f"samples are numbered by 64 bits: start + n must be below 2**63, got {self.start} + {self.n}")
+        if self.temperature is not None:
+            check_temperature(self.temperature)
+        if self.path < 0:
+            raise InputError(f"path is a number of frames, 0 for none, got {self.path}")
+
+    def with_default(self, **values: Any) -> SamplingOptions:
+        """The same, with these values where there is None."""
+        missing = {key: value for key, value in values.items() if getattr(self, key) is None}
+        return dataclasses.replace(self, **missing) if missing else self
+
+
+#: Options that every model takes.
+COMMON = ("n", "cond", "temperature", "seed", "start", "weights")
+
+
+@dataclass
+class Samples:
+    """Samples in the data's own units: `x (n, *event)`, `cond` or None, `index (n,)`, and how they were made.
+
+    `path (steps, n, *event)` holds the trajectory from noise to data when it was asked for, in the data's units too.
+    Sequences of unlike length have a `mask (n, 1, T)`; spoken texts have the frames of every token, `durations (n, N)`.
+    Where a density of real numbers is quantised, `outside (n,)` is the share of each sample's values that lay outside
+    the range of the levels and were moved to its ends.
+    """
+
+    x: Tensor
+    cond: Tensor | TextCondition | None
+    index: Tensor
+    made: dict[str, Any]
+    path: Tensor | None = None
+    mask: Tensor | None = None
+    durations: Tensor | None = None
+    outside: Tensor | None = None
+
+
+class Trajectory:
+    """What is kept of the steps of a sampler: frames spread evenly over them, the first and the last among them.
+
+    Arguments:
+        frames: how many to keep, 0 for none; all steps where there are fewer, the first alone for 1.
+        steps: number of steps.
+        progress: called after every step with the number of steps done and their total.
+
+    Example:
+        >>> seen = Trajectory(2, 5, lambda done, total: print(done, "of", total) if done == total else None)
+        >>> for step in range(5):
+        ...     seen(step, lambda: torch.full((1,), step))
+        5 of 5
+        >>> seen.kept
+        tensor([[0],
+                [4]])
+    """
+
+    def __init__(self, frames: int, steps: int, progress: Callable[[int, int], None] | None = None):
+        self.steps, self.progress = steps, progress
+        self._wanted = set(torch.linspace(0, steps - 1, min(frames, steps)).round().int().tolist())
+        self._frames: list[Tensor] = []
+
+    def __call__(self, step: int, frame: Callable[[], Tensor]) -> None:
+        """Step number `step` (from 0) is done; `frame()` makes its picture `(n, *event)` where it is wanted."""
+        if step in self._wanted:
+            self._frames.append(frame())
+        if self.progress is not None:
+            self.progress(step + 1, self.steps)
+
+    @property
+    def kept(self) -> Tensor | None:
+        """(frames, n, *event), or None where none was wanted."""
+        return torch.stack(self._frames) if self._frames else None

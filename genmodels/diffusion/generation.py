@@ -1,0 +1,146 @@
+"""How a diffusion model draws samples: a sampler by name, guidance, clipping, inpainting and editing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from genmodels.core.errors import InputError, one_of
+from genmodels.core.random import KeyedGenerator
+from genmodels.core.samples import SamplingOptions
+from genmodels.diffusion.editing import Inpainting, noised_start, times_from
+from genmodels.diffusion.guidance import GuidedDenoiser, ThresholdedDenoiser
+from genmodels.diffusion.samplers import SAMPLERS, make_sampler
+from genmodels.diffusion.sampling import SPACINGS, Sampler, SampleResult, sample
+from genmodels.diffusion.schedule import NoiseSchedule
+
+_INPAINTING_STEPS = 50  # each of them is taken several times
+
+
+class SamplingPlan(NamedTuple):
+    """The decreasing times (steps + 1,), the sampler that goes along them, and what to note of both, plain values."""
+
+    times: Tensor
+    sampler: Sampler
+    made: dict
+
+    @property
+    def steps(self) -> int:
+        """How many steps it takes."""
+        return len(self.times) - 1
+
+
+@dataclass(frozen=True)
+class DiffusionSampler:
+    """Draws samples from the denoiser of a model of T steps, as `SamplingOptions` say.
+
+    Arguments:
+        num_steps: T, the most steps of a sampler.
+        variance: of the ancestral kernels, a name in VARIANCES, or `learned`.
+        clip: threshold of the estimate of the data where nobody says, a name in THRESHOLDS, or None.
+        null: the class that stands for all of them, None for a model without.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
+        >>> exact, options = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0), SamplingOptions(steps=5)
+        >>> draws = DiffusionSampler(num_steps=1000, variance="beta")
+        >>> plan = draws.plan(exact.schedule, options)
+        >>> plan.made
+        {'sampler': 'dpmpp_2m', 'steps': 5, 'spacing': 'uniform_log_snr'}
+        >>> draws(plan, exact, (3, 2), options, KeyedGenerator(0, torch.arange(3), "sample")).evaluations
+        5
+    """
+
+    num_steps: int
+    variance: Literal["beta", "beta_tilde", "learned"]
+    clip: Literal["static", "dynamic"] | None = None
+    null: int | None = None
+
+    def plan(self, schedule: NoiseSchedule, options: SamplingOptions) -> SamplingPlan:
+        """Sampler, steps and spacing that the options name, or the defaults of the sampler.
+
+        Errors: a sampler or a spacing that does not exist, options that are not the sampler's, too many steps.
+        """
+        name = options.sampler or ("dpmpp_2m" if options.known is None else "ddpm")
+        one_of("sampler", name, SAMPLERS)
+        steps = options.steps
+        if steps is None:
+            usual = SAMPLERS[name].defaults.steps or self.num_steps
+            steps = min(self.num_steps, usual if options.known is None else _INPAINTING_STEPS)
+        if not 1 <= steps <= self.num_steps:
+            raise InputError(f"steps must lie in 1..{self.num_steps} (T of this model), got {steps}")
+        sampler, own = make_sampler(name, steps, self.variance, eta=options.eta, churn=options.churn)
+        times = self.times(schedule, name, steps, options.spacing)
+        made = {"sampler": name, "steps": steps, "spacing": options.spacing or SAMPLERS[name].defaults.spacing, **own}
+        if options.known is not None:
+            made["rounds"] = options.rounds
+        if options.edit is not None:
+            times, made["strength"] = times_from(times, options.strength), options.strength
+        return SamplingPlan(times, sampler, made)
+
+    def times(self, schedule: NoiseSchedule, sampler: str, steps: int, spacing: str | None = None) -> Tensor:
+        """The decreasing times of a sampler, (steps + 1,), ending at the clean end."""
+        name = spacing or SAMPLERS[sampler].defaults.spacing
+        one_of("spacing", name, SPACINGS)
+        return SPACINGS[name](schedule, steps, self.num_steps)
+
+    def threshold(self, options: SamplingOptions) -> str | None:
+        """How the estimate of the data is kept in its range, a name in THRESHOLDS, or None for not at all."""
+        clip = self.clip if options.clip is None else options.clip
+        return {True: "static", False: None}.get(clip, clip)
+
+    def steer(self, denoiser, options: SamplingOptions):
+        """The denoiser with guidance, and with its estimate kept in range."""
+        interval = options.guidance_interval
+        if options.guidance not in (0, 1):
+            if interval is not None and len(interval) != 2:
+                raise InputError(f"guidance_interval takes two log-SNRs, got {list(interval)}")
+            between = {} if interval is None else {"interval": tuple(interval)}
+            denoiser = GuidedDenoiser(
+                denoiser, options.guidance, self.null, rescale=options.guidance_rescale, **between)
+        elif options.guidance_rescale or interval is not None:
+            raise InputError("guidance_rescale and guidance_interval go with guidance=, a scale that is not 0 or 1")
+        threshold = self.threshold(options)
+        return denoiser if threshold is None else ThresholdedDenoiser(denoiser, threshold)
+
+    def __call__(
+        self,
+        plan: SamplingPlan,
+        denoiser,
+        shape: tuple[int, ...],
+        options: SamplingOptions,
+        generator: KeyedGenerator,
+        *,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        known: Tensor | None = None,
+        edit: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        callback: Callable[[int, Tensor, Tensor], None] | None = None,
+    ) -> SampleResult:
+        """Samples of that shape, in the network's units.
+
+        Arguments:
+            plan: of the same options.
+            shape: (n, *event).
+            generator: keyed over the samples.
+            cond: as the denoiser takes it.
+            mask: (n, 1, T) of sequences, True = valid.
+            known, edit: `options.known` and `options.edit` in the network's units, (1, *event).
+            dtype, device, callback: see `sample`.
+        """
+        sampler, start = plan.sampler, None
+        if known is not None:
+            sampler = Inpainting(sampler, known, options.keep.to(known.device), rounds=options.rounds)
+        if edit is not None:
+            start = noised_start(denoiser.schedule, edit.expand(shape), float(plan.times[0]), generator)
+        return sample(
+            self.steer(denoiser, options), shape, plan.times, sampler, generator, cond=cond, mask=mask, dtype=dtype,
+            temperature=1.0 if options.temperature is None else options.temperature, device=device, start=start,
+            callback=callback,
+        )

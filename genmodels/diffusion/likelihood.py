@@ -1,0 +1,313 @@
+"""The likelihood of a diffusion model: its evidence lower bound, and the density of its probability-flow ODE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError, RunError, one_of
+from genmodels.core.likelihood import Likelihood, Profile, log_mean_exp
+from genmodels.core.random import KeyedGenerator
+from genmodels.core.tensors import event_size, hide, outside_inference
+from genmodels.diffusion.bound import ElboTerms, continuous_elbo, elbo, reconstruction_term
+from genmodels.diffusion.decoder import Decoder
+from genmodels.diffusion.ode import OdeDensity, OdeLogProb, last_log_snr, standard_normal
+from genmodels.diffusion.process import alpha_sigma, sigma2_ts
+from genmodels.diffusion.schedule import NoiseSchedule
+from genmodels.diffusion.solvers import SolverError
+
+
+class ElboEstimate(NamedTuple):
+    """The terms of a bound, its profile over the noise levels, and how it was computed, in plain values."""
+
+    terms: ElboTerms
+    profile: Profile
+    made: dict
+
+
+@dataclass
+class Elbo:
+    """The evidence lower bound of a diffusion model of T steps, of all its terms or of some.
+
+        -log p(x) <= KL(q(x_1|x) || N(0, I)) + sum_k KL(q(x_s|x_t, x) || p(x_s|x_t)) - E log p(x|x_{t_0})
+
+    Arguments:
+        decoder: p(x | x_{t_0}); it says at which log-SNR less noise changes nothing more.
+        num_steps: T.
+        variance: of the kernels p(x_s|x_t): a name in VARIANCES, or `learned`.
+
+    Source: Ho et al. 2020, equation 5; in continuous time Kingma et al. 2021, equations 17 and 18.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, Gaussian, GaussianDenoiser
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> bound = Elbo(Gaussian(), num_steps=10, variance="beta")
+        >>> noise = KeyedGenerator(0, torch.arange(3), "elbo")
+        >>> found = bound(exact, torch.zeros(3, 2), bound.times(exact.schedule), noise)
+        >>> found.terms.diffusion.shape, found.made["estimate"]
+        (torch.Size([3, 9]), 'bound, all terms')
+    """
+
+    decoder: Decoder
+    num_steps: int
+    variance: Literal["beta", "beta_tilde", "learned"]
+
+    def steps(self, schedule: NoiseSchedule) -> Tensor:
+        """Times t_0 < ... < t_K = 1, evenly spaced, of the objectives that draw steps; (T,) float64.
+
+        A discrete schedule has DDPM's t_0 = 1/T. A continuous one starts where the noise first becomes smaller than the
+        distance between levels, log SNR = 2 log(2 (L - 1)): below that the integers are certain and each further step
+        would only charge for what the decoder gives away. Every t_0 yields a bound; this one is near the tightest. It
+        is 0 where the schedule has no less noise than that.
+        """
+        first, finest = 1.0 / self.num_steps, self.decoder.finest_log_snr
+        if schedule.num_steps is None:
+            ahead = schedule.log_snr(torch.tensor([0.0, first], dtype=torch.float64)).detach()
+            top = torch.full((1,), finest, dtype=torch.float64)
+            starts_late = float(ahead[0]) <= finest
+            first = 0.0 if starts_late else float(schedule.time_of(torch.minimum(ahead[1:], top)).detach()[0])
+        return torch.linspace(first, 1.0, self.num_steps, dtype=torch.float64)
+
+    def times(self, schedule: NoiseSchedule) -> Tensor:
+        """Times t_0 < ... < t_K = 1 of the bound, evenly spaced in log-SNR; (T,) float64.
+
+        There a denoiser costs about the same in each step, which makes the bound of T steps and its estimate from few
+        draws tight. The steps of a table are its own. A log-SNR below -20 at the end counts as -20 for the spacing.
+        """
+        times = self.steps(schedule)
+        if schedule.num_steps is not None:
+            return times
+        first, last = schedule.log_snr(times[[0, -1]]).detach().clamp(min=-20.0)
+        even = schedule.time_of(torch.linspace(float(first), float(last), len(times), dtype=torch.float64)).to(times)
+        return torch.cat([times[:1], even[1:-1], times[-1:]])
+
+    def first_log_snr(self, schedule: NoiseSchedule) -> float:
+        """The log-SNR at t_0, the cleanest level that the model is read at."""
+        return float(schedule.log_snr(self.steps(schedule)[:1]).detach()[0])
+
+    def __call__(
+        self,
+        denoiser,
+        x0: Tensor,
+        times: Tensor,
+        generator: KeyedGenerator,
+        *,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        bound: Literal["discrete", "continuous"] = "discrete",
+        draws: int | None = None,
+        replicates: int = 2,
+        rows: int | None = None,
+    ) -> ElboEstimate:
+        """The bound of data in the network's units.
+
+        Shapes: x0 (B, *event), times (T,), cond (B,) or (B, F), mask (B, 1, T).
+
+        Arguments:
+            times: as `times` gives them.
+            generator: keyed over the items of x0.
+            bound: that of the T steps (`discrete`), or of infinitely many (`continuous`), always estimated.
+            draws: number of strata of 1..K (or of the log-SNRs), one term drawn from each; None for all K terms, or K
+                strata.
+            replicates: independent repetitions of the stratified estimate (>= 2), for its standard error.
+            rows: most rows in one call of the network; by default as many as suit the device.
+
+        Errors: another bound, or more draws than terms.
+        """
+        if draws is not None and not 1 <= draws < self.num_steps:
+            raise InputError(f"draws must lie in 1..{self.num_steps - 1}, the terms of the bound, got {draws}")
+        one_of("bound", bound, ("discrete", "continuous"))
+        times = times.to(x0.device)
+        edges = denoiser.schedule.log_snr(times).detach()
+        given = {"cond": cond, "mask": mask, "chunk": rows}
+        made = {"estimate": "bound, all terms", "terms": len(times) - 1}
+        if bound == "continuous":
+            given |= {"draws": draws or len(times) - 1, "replicates": replicates}
+            terms = continuous_elbo(denoiser, x0, self.decoder, float(times[0]), generator, **given)
+            edges = torch.cat([edges[:1], (terms.log_snr[1:] + terms.log_snr[:-1]) / 2, edges[-1:]])
+            made = {"estimate": "bound, continuous time", "draws": given["draws"], "replicates": replicates}
+        elif draws is None:
+            terms = elbo(denoiser, x0, self.decoder, times, generator, variance=self.variance, **given)
+        else:
+            given |= {"draws": draws, "replicates": replicates, "variance": self.variance}
+            terms = elbo(denoiser, x0, self.decoder, times, generator, mode="stratified", **given)
+            made |= {"estimate": "bound, stratified terms", "draws": draws, "replicates": replicates}
+        return ElboEstimate(terms, _profile(edges, terms.diffusion), made)
+
+
+def _profile(edges: Tensor, diffusion: Tensor, most: int = 40) -> Profile:
+    """The terms summed over neighbours into at most `most` bins, whose edges are among the log-SNRs given."""
+    bins, terms = min(most, diffusion.shape[1]), diffusion.shape[1]
+    cuts = torch.arange(bins + 1) * terms // bins
+    nats = torch.stack([part.sum() for part in diffusion.sum(0).split(cuts.diff().tolist())])
+    return Profile(edges.double()[cuts * (len(edges) - 1) // terms], nats, len(diffusion))
+
+
+#: One item of so many is also solved more coarsely.
+_CHECKED = 8
+#: (x, cond, mask, noise) to where the trajectories of the items start, (B, *event) float64, and the logarithm (B,) of
+#: the change of volume up to there.
+Start = Callable[[Tensor, Tensor | None, Tensor | None, KeyedGenerator], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OdeLikelihood:
+    """Log-likelihoods by the probability-flow ODE, of kind `ode`: on neither side of the exact value for certain.
+
+        w = log p_0(start(x, noise)) + log |det d start/dx|,    nats = log (1/K) sum_k exp(w_k)
+
+    p_0 is the density of the ODE at the cleanest noise level of the model. Every eighth item is solved a second time
+    with ten times the tolerance or half the steps (`solver_change`). As long as the solver converges the value is
+    nearer to the exact solution than that; a network that varies quickly with the noise level, as untrained ones do,
+    needs a smaller tolerance or more steps.
+
+    Arguments:
+        importance_samples: K dequantisations of each item.
+        dequantisation: noise that fills the gaps between integers: `uniform`, or the model's own (`diffusion`).
+        divergence: `exact`, `hutchinson`, or `auto`: exact for up to 64 scalars.
+        probes: number of probes of `hutchinson`; the standard error over them needs two.
+        solver: `rk45` (adaptive, on the device), `scipy` (one item after the other), `heun` or `rk4` (fixed steps).
+        tolerance: relative and absolute tolerance of the adaptive solvers.
+        steps: steps of the fixed ones, equal in log-SNR.
+        rows: most rows in one call of the network.
+
+    Errors: InputError for K > 1 with random probes, whose noise the logarithm of a mean would turn into a gain;
+    RunError when a trajectory cannot be followed, naming the item.
+    Source: Song et al. 2021, section 4.3 and appendix D.2.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> as_they_are = lambda x, cond, mask, noise: (x.double(), torch.zeros(len(x)).double())
+        >>> found = OdeLikelihood()(exact, DataSpec("plane", (2,)), Batch(torch.zeros(1, 2)), None, as_they_are, 15.0)
+        >>> round(float(found.nats), 4)
+        -1.8379
+    """
+
+    importance_samples: int = 1
+    dequantisation: Literal["uniform", "diffusion"] = "uniform"
+    divergence: Literal["auto", "exact", "hutchinson"] = "auto"
+    probes: int = 1
+    solver: Literal["rk45", "scipy", "heun", "rk4"] = "rk45"
+    tolerance: float = 1e-5
+    steps: int = 64
+    rows: int = 256
+
+    def __post_init__(self):
+        if self.importance_samples < 1:
+            raise InputError(f"importance_samples must be at least 1, got {self.importance_samples}")
+        if self.dequantisation not in ("uniform", "diffusion"):
+            raise InputError(f"dequantisation = {self.dequantisation!r}: choose uniform or diffusion")
+
+    @outside_inference()  # the divergence is a derivative
+    def __call__(
+        self, denoiser, spec: DataSpec, batch: Batch, cond: Tensor | None, start: Start, log_snr: float, *,
+        seed: int = 0,
+    ) -> Likelihood:
+        """The log-likelihood of each item in its own units.
+
+        Arguments:
+            denoiser: predicts at any log-SNR of its schedule.
+            spec: the data set.
+            cond: as the denoiser takes it.
+            start: from items to the noise level `log_snr`.
+            seed: seed of dequantisation and probes, which are keyed by (seed, item, draw).
+        """
+        density = OdeDensity(divergence=self.divergence, probes=self.probes, solver=self.solver,
+                             tolerance=self.tolerance, steps=self.steps, rows=self.rows)
+        draws = self.importance_samples if spec.levels is not None else 1
+        if draws > 1 and not density.exact(spec.dims):
+            raise InputError(
+                "importance samples need divergence=exact: the noise of random probes would raise the value; "
+                "use importance_samples=1, or divergence=exact"
+            )
+        index = batch.item_index
+        x, cond, mask, item = (None if value is None else value.repeat_interleave(draws, 0)
+                               for value in (batch.x, cond, batch.mask, index))
+        noise = KeyedGenerator(seed, item, "ode", torch.arange(draws, device=index.device).repeat(len(batch)))
+        with torch.no_grad():
+            first, volume = start(x, cond, mask, noise)
+            found = _follow(density, denoiser, first, log_snr, cond, mask, noise)
+            change = _solver_change(density, denoiser, first, log_snr, cond, mask, noise, found)
+        log_weights = found.log_prob + volume[:, None]
+        if draws > 1:
+            nats, stderr = log_mean_exp(log_weights.view(len(batch), draws))
+        else:
+            probed = log_weights.shape[1]
+            nats = log_weights.mean(1)
+            stderr = log_weights.std(1, unbiased=True) / math.sqrt(probed) if probed > 1 else None
+        made = {"estimate": "probability-flow ODE"} | density.made(spec.dims)
+        made |= {"coarser": density.coarser().solver_options}
+        made |= {"importance_samples": draws, "dequantisation": self.dequantisation} if spec.levels is not None else {}
+        made |= {"log_snr": [log_snr, last_log_snr(denoiser.schedule)]}
+        return Likelihood(
+            nats, "ode", event_size(batch.x, batch.mask).long(), spec.levels, stderr, made, index,
+            evaluations=found.evaluations.view(len(batch), draws).sum(1), solver_change=change[::draws],
+        )
+
+    def start(
+        self, denoiser, x0: Tensor, log_snr: float, noise: KeyedGenerator, decoder: Decoder, *,
+        cond: Tensor | None = None, mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Where trajectories of data in the network's units start, and the logarithm (B,) of the change of volume.
+
+            continuous data           alpha_0 x,   D log alpha_0
+            integers, `uniform`       alpha_0 y,   D log (alpha_0 width),    y = x + width (u - 1/2)
+            integers, `diffusion`     x_0 ~ q(x_0 | x),   log P(x | x_0) - log q(x_0 | x)
+
+        The first line makes a normalised density: that of the data as the model sees them at the noise level
+        `log_snr`, slightly blurred. The others bound the log-mass of the integers from below in the mean over the
+        noise, as far as the ODE is solved and the divergence is exact; `diffusion` takes the model's own forward
+        process for the noise and its decoder for the way back.
+        """
+        first = torch.tensor(log_snr, dtype=torch.float64, device=x0.device)
+        (alpha, sigma), size, x = alpha_sigma(first), event_size(x0, mask), x0.double()
+        if decoder.levels is None or self.dequantisation == "uniform":
+            width = 1.0 if decoder.levels is None else 2 / (decoder.levels - 1)
+            if decoder.levels is not None:
+                u = noise.child("dequantise").uniform(x.shape, dtype=torch.float64)
+                x = x + width * (u - 0.5)
+            return alpha * x, size * (torch.log(alpha) + math.log(width))
+        eps = hide(noise.child("dequantise").normal(x.shape, dtype=torch.float64), mask)
+        noisy = alpha * x + sigma * eps
+        t = denoiser.schedule.time_of(first).to(x.device).expand(len(x))
+        x0_hat = torch.cat([
+            denoiser(*(None if v is None else v[part] for v in (noisy, t, cond, mask))).x0
+            for part in (slice(i, i + self.rows) for i in range(0, len(x), self.rows))
+        ])
+        decoded = -reconstruction_term(x, noisy, x0_hat, first[None], decoder, sigma2_ts, mask)
+        return noisy, decoded - (standard_normal(eps, mask) - size * torch.log(sigma))
+
+
+def _solver_change(
+    density: OdeDensity, denoiser, start: Tensor, log_snr: float, cond, mask, noise: KeyedGenerator, found: OdeLogProb
+) -> Tensor:
+    """(rows,) by how much log p_0 differs when solved more coarsely: of every eighth item, NaN for the others."""
+    change = torch.full_like(found.log_prob[:, 0], math.nan)
+    chosen = ((noise.index % _CHECKED == 0) & (noise.step == 0)).nonzero().flatten()
+    if len(chosen):
+        cond, mask = (None if value is None else value[chosen] for value in (cond, mask))
+        try:
+            coarse = _follow(density.coarser(), denoiser, start[chosen], log_snr, cond, mask, noise.rows(chosen))
+            change[chosen] = (found.log_prob[chosen] - coarse.log_prob).mean(1)
+        except RunError:  # the coarser solver does not arrive, which says as much as an infinite difference
+            change[chosen] = math.inf
+    return change
+
+
+def _follow(
+    density: OdeDensity, denoiser, start: Tensor, log_snr: float, cond, mask, noise: KeyedGenerator
+) -> OdeLogProb:
+    try:
+        return density(denoiser, start, log_snr, cond=cond, mask=mask, generator=noise)
+    except SolverError as error:
+        item = int(noise.index[error.row])
+        raise RunError(
+            f"item {item}: {error.reason} at log-SNR {error.at:.4g}; try solver=rk4, or a larger tolerance"
+        ) from error

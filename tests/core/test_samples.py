@@ -1,0 +1,49 @@
+"""Options of sampling, and frames of the trajectory from noise to data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from genmodels.core.errors import InputError
+from genmodels.core.samples import SamplingOptions, Trajectory
+
+
+def walk(frames: int, steps: int) -> tuple[list[int], list[tuple[int, int]]]:
+    told: list[tuple[int, int]] = []
+    seen = Trajectory(frames, steps, lambda done, total: told.append((done, total)))
+    for step in range(steps):
+        seen(step, lambda step=step: torch.tensor([step]))
+    return [] if seen.kept is None else seen.kept.flatten().tolist(), told
+
+
+@pytest.mark.parametrize(
+    ("frames", "steps", "kept"),
+    [(0, 5, []), (1, 5, [0]), (2, 5, [0, 4]), (3, 5, [0, 2, 4]), (5, 5, [0, 1, 2, 3, 4]), (9, 2, [0, 1]), (2, 1, [0])],
+)
+def test_frames_are_spread_over_the_steps(frames, steps, kept):
+    found, told = walk(frames, steps)
+    assert found == kept
+    assert told == [(done, steps) for done in range(1, steps + 1)]
+
+
+def test_a_frame_is_made_only_where_it_is_wanted():
+    seen = Trajectory(1, 3)
+    seen(0, lambda: torch.zeros(1))
+    seen(1, lambda: pytest.fail("made for nothing"))
+
+
+@pytest.mark.parametrize("wrong, said", [
+    ({"n": 0}, "n must be at least 1, got 0"), ({"start": -1}, "start must be at least 0, got -1"),
+    ({"start": 2**63 - 1}, "numbered by 64 bits"),
+    ({"temperature": float("nan")}, "temperature must be a finite number"),
+    ({"path": -1}, "path is a number of frames, 0 for none, got -1"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused(wrong, said):
+    with pytest.raises(InputError, match=said):
+        SamplingOptions(**wrong)
+
+
+def test_defaults_fill_what_was_not_asked_for():
+    asked = SamplingOptions(steps=3).with_default(steps=20, sampler="heun")
+    assert (asked.steps, asked.sampler) == (3, "heun")
