@@ -37,7 +37,7 @@ class Done:
 
 
 def genmodels(command: str, *words: str, cwd: Path, code: int = 0) -> Done:
-    """Run a command in this process: starting another costs seconds, and `test_the_scripts` does it once for each."""
+    """Run a command in this process: starting another costs seconds, and `script` does it where that is the point."""
     out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
     os.chdir(cwd)
     try:
@@ -169,15 +169,12 @@ def test_tensorboard_has_them_too(trained):
     assert "val/bits_per_dim" in events.Tags()["scalars"] and len(events.Images("pictures/samples")) == 2
 
 
-def test_the_scripts(trained):
+def test_the_script_of_sampling(trained):
+    """In a process of its own; that the three scripts are the commands is shown by tests/test_commands.py."""
     cwd, folder, _ = trained
     sampled = script("sample", f"ckpt={folder}", "n=4", "steps=2", "out=four.npz", cwd=cwd)
-    judged = script("evaluate", f"ckpt={folder}", "limit=4", "out=four.json", cwd=cwd)
-    refused = script("sample", f"ckpt={folder}", "n=0", cwd=cwd)
-    assert sampled.returncode == judged.returncode == 0, sampled.stderr + judged.stderr
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    for name in ("four.npz", "four.json"):
-        (cwd / name).unlink()
+    assert sampled.returncode == 0, sampled.stderr
+    (cwd / "four.npz").unlink()
 
 
 def test_sample_writes_a_grid_with_its_provenance(trained):
@@ -277,7 +274,9 @@ def test_two_checkpoints_make_one_table_and_a_broken_one_is_named(trained, tmp_p
 GLOW = ["model=glow", "model.steps=2", "model.hidden=8", *QUICK]
 
 
-@pytest.mark.parametrize("model", [["model=ddpm", *TINY], GLOW, [*GLOW, "model.memory=inverse"]])
+@pytest.mark.parametrize("model", [
+    ["model=ddpm", *TINY], [*GLOW, "model.memory=inverse"], pytest.param(GLOW, marks=pytest.mark.slow)
+], ids=["ddpm", "glow by inversion", "glow"])  # fmt: skip
 def test_training_on_two_processes_is_training_on_one(tmp_path, model):
     words = [*model, "logger=csv", "trainer.sample_every_n_steps=0", "trainer.accelerator=cpu"]
     genmodels("train", *words, f"run_dir={tmp_path}/one", cwd=tmp_path)

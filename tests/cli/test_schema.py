@@ -17,7 +17,10 @@ from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, explain
 from genmodels.core.files import check_writable, groups
 from genmodels.models.build import build, construct
+from genmodels.models.checkpoint import write_checkpoint
 from genmodels.nn.dropout import Dropout
+from genmodels.speech.audio import MelConfig
+from genmodels.speech.text import CHARACTERS
 from genmodels.training.callbacks import CheckpointOptions
 from genmodels.training.loggers import LoggerOptions
 from genmodels.training.trainer import TrainerOptions
@@ -276,6 +279,9 @@ BAD = [math.nan, math.inf, -math.inf, -1, 0, -0.5, 10**30, "x", "", [], [1], [2,
 NEVER = (math.nan, math.inf, -math.inf, 10**30, "")
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 PLANE = DataSpec("toy_moons", (2,))
+SPEECH = DataSpec("speech", (80, 64), mel=dict(vars(MelConfig())), statistics={"mean": -5.0, "std": 2.0}, text={
+    "symbols": list(CHARACTERS), "blanks": True, "language": "en", "examples": ["a cab"]})  # fmt: skip
+SPECS = {"digits": DIGITS, "toy": PLANE, "speech": SPEECH}
 SMALL = {
     "ddpm": ("digits", ["model.net.channels=4", "model.net.multipliers=[1]", "model.net.blocks=1"]),
     "realnvp": ("digits", ["model.hidden=4", "model.depth=1"]),
@@ -285,6 +291,8 @@ SMALL = {
     "energy": ("toy", ["model.net.hidden=[4]"]),
     "score": ("toy", ["model.net.hidden=4"]),
 }
+SPEAKER = ["model.steps=1", "model.hidden=8", "model.depth=1", "model.encoder.channels=8", "model.encoder.depth=1",
+           "model.encoder.hidden=8"]  # fmt: skip
 SETS = {"toy": [], "arrays": ["data.file=x.npz"], "image_folder": ["data.root=x"], "mnist": [], "cifar10": [],
         "speech": []}  # fmt: skip
 
@@ -384,6 +392,77 @@ def test_a_bad_run_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys,
     message = capsys.readouterr().err.strip()
     assert said in message.splitlines()[-1] and "Traceback" not in message
     assert sorted(place.name for place in tmp_path.iterdir()) == ["broken", "file"]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A run folder of a small untrained model of each family."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("ddpm", "nsf", "energy", "score", "glow_tts"):
+        data, words = SMALL.get(name, ("speech", SPEAKER))
+        config = config_of(f"model={name}", f"data={data}", "~preset", *words)
+        torch.manual_seed(0)
+        model = build(config["model"], SPECS[data])
+        model.run_config = config
+        state = {"state_dict": model.state_dict()}
+        model.on_save_checkpoint(state)
+        write_checkpoint(folder / name / "best.ckpt", state)
+    return folder
+
+
+REFUSED = {
+    ("sample", "ddpm"): [
+        "steps=0", "steps=-1", "steps=x", "steps=2.5", "n=0", "n=-1", "batch_size=0", "start=-1", "frames=1",
+        "guidance=nan", "guidance=inf", "guidance_rescale=-1", "guidance_rescale=2", "guidance_interval=[1]",
+        "guidance_interval=[nan,1]",
+        "guidance_interval=[3,-3]", "temperature=-1", "temperature=nan", "sampler=dpm", "sampler=hmc", "spacing=even",
+        "eta=0.5", "eta=nan sampler=ddim", "eta=-1 sampler=ddim", "churn=-1 sampler=edm", "churn=nan sampler=edm",
+        "clip=often", "cond=10", "cond=-1", "cond=x", "inpaint=3", "rounds=2", "rounds=0 inpaint=3 mask=none.png",
+        "edit=3 strength=2", "edit=3 strength=nan", "edit=99999", "strength=0.5", "size=[0,8]", "size=[8]",
+        "size=[100000,100000]", "size=[-8,8]", "step_size=0.1", "speed=1", "text=hello", "stream=true",
+        "inverse_temperature=2", "ema=2", "ema=-1", "ema=0.5", "seed=-1", "seed=x", "device=nowhere", "device=meta",
+        "path=a.txt", "out=a.txt"],
+    ("sample", "nsf"): ["steps=5", "sampler=ddim", "guidance=2", "temperature=-1", "size=[3]", "cond=0", "path=a.png"],
+    ("sample", "energy"): [
+        "steps=0", "step_size=-1", "step_size=nan", "step_size=0", "inverse_temperature=0", "inverse_temperature=-1",
+        "inverse_temperature=nan", "temperature=0.5", "sampler=ddim", "guidance=2"],
+    ("sample", "score"): ["steps=0", "steps=-3", "inverse_temperature=nan", "temperature=0.5", "sampler=hmc"],
+    ("sample", "glow_tts"): [
+        f"text=hello {word}" for word in (
+            "speed=-1", "speed=0", "speed=nan", "speed=inf", "speed=x", "pause=-1", "pause=nan", "pause=inf",
+            "seconds=0",
+            "seconds=-1", "seconds=nan", "temperature=-1", "temperature=nan", "vocoder=nice", "chunk=0",
+            "chunk=5", "stream=true chunk=-1", "on_unknown=maybe", "durations=none.json", "cond=3", "n=0", "steps=5",
+            "sampler=ddim", "out=a.txt", "text_file=none.txt", "ema=2")
+        ] + ["text=", "text_file=none.txt"],
+    ("evaluate", "ddpm"): [
+        "draws=0", "draws=-1", "draws=1.5", "draws=many", "replicates=1", "replicates=0", "limit=-1", "limit=0",
+        "limit=some", "samples=0", "samples=-5", "samples=1", "batch_size=0", "processes=0", "processes=-1", "steps=0",
+        "temperature=nan", "temperature=-1"],
+    ("evaluate", "energy"): ["chains=0", "chains=-1", "chains=1.5", "densities=0", "densities=-1", "normaliser=x",
+                             "draws=5"],
+    ("evaluate", "nsf"): ["importance_samples=0", "importance_samples=-1", "importance_samples=[]", "draws=5",
+                          "ode=true"],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("command", "family"), REFUSED)
+def test_bad_options_of_a_command_are_one_line(checkpoints, tmp_path, monkeypatch, capsys, command, family, every):
+    """Each loads a checkpoint, so the fast suite takes every fourth row."""
+    monkeypatch.chdir(tmp_path)
+    wrong = []
+    for words in REFUSED[command, family][::every]:
+        text = ["text=hello"] if words.startswith("text=hello ") else []
+        try:
+            code = main([command, f"ckpt={checkpoints / family}", *text, *words.removeprefix("text=hello ").split()])
+        except BaseException as error:
+            code = f"{type(error).__name__}: {error}"
+        said = capsys.readouterr().err.strip().splitlines()
+        if code != 2 or len(said) != 1:
+            wrong.append((words, code, said[-3:]))
+    assert not wrong, "\n".join(map(str, wrong))
 
 
 def test_a_place_that_cannot_be_written_is_found_beforehand(tmp_path):
