@@ -90,7 +90,7 @@ def main() -> None:
     network = network_for(items)
     real = network(items.train)
     scale = evaluated(network, real, items.test, items.test_labels)
-    facts = {"n": arguments.n, "network": network.told(), "step": header["step"]}
+    facts = {"n": arguments.n, "network": network.described(), "step": header["step"]}
     print(json.dumps(facts | {"test split": {"n": len(items.test)} | scale}), flush=True)
     for row in arguments.rows:
         x, classes, seconds, calls = drawn(model, row, arguments.n, arguments.part, arguments.keep)

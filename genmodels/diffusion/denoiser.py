@@ -223,7 +223,7 @@ class EDM(Parameterisation):
     given the log-SNR, -8 times the c_noise = log(s)/4 of the paper.
 
     Arguments:
-        data_deviation: s_d, the standard deviation of the data in the model's units.
+        sigma_data: s_d, the standard deviation of the data in the model's units.
 
     Source: Karras et al., "Elucidating the design space of diffusion-based generative models", 2022, table 1.
 
@@ -235,32 +235,32 @@ class EDM(Parameterisation):
 
     name = "edm"
 
-    def __init__(self, *, data_deviation: float = 0.5):
-        if not data_deviation > 0:
-            raise InputError(f"data_deviation = {data_deviation}: give a positive number")
-        self.data_deviation = float(data_deviation)
+    def __init__(self, *, sigma_data: float = 0.5):
+        if not sigma_data > 0:
+            raise InputError(f"sigma_data = {sigma_data}: give a positive number")
+        self.sigma_data = float(sigma_data)
 
     def coefficients(self, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(c_skip, c_out, c_in) of the paper, functions of s = exp(-lambda/2)."""
-        squared, data = torch.exp(-log_snr), self.data_deviation
+        squared, data = torch.exp(-log_snr), self.sigma_data
         whole = squared + data**2
         return data**2 / whole, data * torch.sqrt(squared / whole), 1 / torch.sqrt(whole)
 
     def _scales(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(alpha, sigma, r), shaped to multiply x."""
         alpha, sigma = alpha_sigma(log_snr)
-        r = torch.sqrt(sigma.square() + (self.data_deviation * alpha).square())
+        r = torch.sqrt(sigma.square() + (self.sigma_data * alpha).square())
         return tuple(expand(value, x) for value in (alpha, sigma, r))
 
     def scale_input(self, x: Tensor, log_snr: Tensor) -> Tensor:
         return x / self._scales(x, log_snr)[2]
 
     def target(self, x0: Tensor, noise: Tensor, log_snr: Tensor) -> Tensor:
-        (alpha, sigma, r), data = self._scales(x0, log_snr), self.data_deviation
+        (alpha, sigma, r), data = self._scales(x0, log_snr), self.sigma_data
         return (sigma * x0 - data**2 * alpha * noise) / (data * r)
 
     def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, nu: Tensor | None = None) -> Prediction:
-        (alpha, sigma, r), data = self._scales(x, log_snr), self.data_deviation
+        (alpha, sigma, r), data = self._scales(x, log_snr), self.sigma_data
 
         def x0() -> Tensor:
             return (data**2 * alpha * x + sigma * data * r * output) / r.square()
@@ -271,7 +271,7 @@ class EDM(Parameterisation):
         return Prediction(output, sigma, x0=x0, eps=eps, v=lambda: alpha * eps() - sigma * x0(), nu=nu)
 
     def loss_weight(self, log_snr: Tensor) -> Tensor:
-        data, alpha2, sigma2 = self.data_deviation**2, torch.sigmoid(log_snr), torch.sigmoid(-log_snr)
+        data, alpha2, sigma2 = self.sigma_data**2, torch.sigmoid(log_snr), torch.sigmoid(-log_snr)
         return data * sigma2 / (sigma2 + data * alpha2)
 
 

@@ -87,14 +87,14 @@ class EDMWeighting:
         1.6623
     """
 
-    def __init__(self, *, mean: float = 2.4, deviation: float = 2.4, data_deviation: float = 0.5):
-        self.mean, self.deviation = mean, _positive("deviation", deviation)
-        self.data_deviation = _positive("data_deviation", data_deviation)
+    def __init__(self, *, mean: float = 2.4, std: float = 2.4, sigma_data: float = 0.5):
+        self.mean, self.std = mean, _positive("std", std)
+        self.sigma_data = _positive("sigma_data", sigma_data)
 
     def __call__(self, parameterisation: Parameterisation, log_snr: Tensor, rate: Tensor) -> Tensor:
-        z = (log_snr - self.mean) / self.deviation
-        density = torch.exp(-z.square() / 2) / (self.deviation * math.sqrt(2 * math.pi))
-        data = self.data_deviation**2
+        z = (log_snr - self.mean) / self.std
+        density = torch.exp(-z.square() / 2) / (self.std * math.sqrt(2 * math.pi))
+        data = self.sigma_data**2
         return -rate * density * (1 / data + torch.exp(log_snr)) * parameterisation.loss_weight(log_snr)
 
 

@@ -79,7 +79,7 @@ class FeatureNetwork:
         """(N,) the class that is found for each item."""
         return torch.cat([self.classify(part).argmax(1).cpu() for part in x.split(rows)])
 
-    def told(self) -> dict:
+    def described(self) -> dict:
         """What is reported of the network."""
         return {"name": self.name, "sha256": self.sha256, "accuracy": self.accuracy,
                 "interval": self.interval, "dims": self.dims, "note": self.note}
@@ -259,12 +259,12 @@ def inception(items: Items) -> FeatureNetwork:
     net.fc = nn.Identity()
     net.eval()
     top = (items.spec.levels or 2) - 1
-    mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
     def compute(x: Tensor) -> Tensor:
         x = (x.float() / top).clamp(0, 1).expand(-1, 3, -1, -1)
         x = F.interpolate(x, (299, 299), mode="bilinear", antialias=True, align_corners=False)
-        return net((x - mean[:, None, None]) / deviation[:, None, None])
+        return net((x - mean[:, None, None]) / std[:, None, None])
 
     return FeatureNetwork("inception-torchvision", 2048, weights_hash(net), compute,
                           note="torchvision's weights, not those of published figures")

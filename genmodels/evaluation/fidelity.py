@@ -300,9 +300,9 @@ def smaller_than(found: Tensor, reference: Tensor) -> float:
     ranks = (ends - (counts - 1) / 2)[which]
     n, m = len(found), len(reference)
     ties = (counts.double() ** 3 - counts).sum() / ((n + m) * (n + m - 1))
-    deviation = math.sqrt(n * m / 12 * (n + m + 1 - float(ties)))
+    std = math.sqrt(n * m / 12 * (n + m + 1 - float(ties)))
     statistic = float(ranks[:n].sum()) - n * (n + 1) / 2
-    return 0.0 if deviation == 0 else (statistic - n * m / 2) / deviation
+    return 0.0 if std == 0 else (statistic - n * m / 2) / std
 
 
 def memorisation(samples: Nearest, held_out: Nearest, in_features: tuple[Nearest, Nearest] | None = None) -> dict:
@@ -325,8 +325,8 @@ def memorisation(samples: Nearest, held_out: Nearest, in_features: tuple[Nearest
     interval = binomtest(closer, n).proportion_ci(0.99)
     copies, natural = int((samples.distance == 0).sum()), int((held_out.distance == 0).sum())
     together = (copies + natural) / (n + len(held_out.distance))
-    deviation = math.sqrt(together * (1 - together) * (1 / n + 1 / len(held_out.distance)))
-    more = copies / n - natural / len(held_out.distance) > 3 * deviation and copies > 0
+    std = math.sqrt(together * (1 - together) * (1 / n + 1 / len(held_out.distance)))
+    more = copies / n - natural / len(held_out.distance) > 3 * std and copies > 0
     flagged = bool(interval.low > _LIMIT or more)
     z = smaller_than(samples.distance, held_out.distance)
     said = [f"{copies} of {n} samples are exact copies of training items ({natural} of {len(held_out.distance)} "

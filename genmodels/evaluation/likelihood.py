@@ -151,7 +151,7 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
         label: what the line is called; the kind says more where it knows more.
         x: the items, where their exact density is known: for the paired gap to it.
 
-    The extreme items are told only where values of single items stand out of their noise.
+    The extreme items are named only where values of single items stand out of their noise.
     Of log p(x | y), given the class, `class_cost` is log C in the line's unit: with classes drawn evenly p(x) is at
     least p(x | y)/C, so that much more bounds the value of the items alone.
     """
@@ -224,15 +224,15 @@ def faults(found: dict) -> list[str]:
         >>> faults({"kind": "exact", "nonfinite": 0, "kl_paired": -0.5, "se_gap": 0.1, "label": "exact"})
         ['exact: better than the truth by 0.5000 +- 0.1000 nats: a fault of the evaluation']
     """
-    told = []
+    lines = []
     if found["nonfinite"] and found["kind"] != "unnormalised":
         listed = ", ".join(map(str, found["nonfinite_first"]))
-        told.append(f"{found['nonfinite']} of {found['n']} likelihoods are not finite (first items: {listed})")
+        lines.append(f"{found['nonfinite']} of {found['n']} likelihoods are not finite (first items: {listed})")
     gap, error = found.get("kl_paired"), found.get("se_gap")
     if found["kind"] in ("exact", "lower_bound") and gap is not None and gap < -3 * error:
-        told.append(f"{found['label']}: better than the truth by {-gap:.4f} +- {error:.4f} nats: a fault of the "
+        lines.append(f"{found['label']}: better than the truth by {-gap:.4f} +- {error:.4f} nats: a fault of the "
                     "evaluation")
-    return told
+    return lines
 
 
 def notes_on(found: dict) -> list[str]:
@@ -332,11 +332,11 @@ class LikelihoodStage:
         for number, line in enumerate(self.lines):
             start = time.monotonic()
             found = self._evaluated(line)
-            told = row(found, spec, line.label, x) | {"values": f"nats_{number}"}
-            self.frame.report["likelihood"].append(told | {"seconds": time.monotonic() - start})
+            entry = row(found, spec, line.label, x) | {"values": f"nats_{number}"}
+            self.frame.report["likelihood"].append(entry | {"seconds": time.monotonic() - start})
             self.frame.arrays[f"nats_{number}"] = found.nats
-            self.frame.report["failed"] += faults(told)
-            self.frame.report["warnings"] += notes_on(told)
+            self.frame.report["failed"] += faults(entry)
+            self.frame.report["warnings"] += notes_on(entry)
             if number == 0:
                 self.first = found
             self.frame.report["profile"] |= profile_of(found)

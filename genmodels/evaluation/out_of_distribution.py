@@ -47,8 +47,8 @@ class Altered(DataModule):
 
     Arguments:
         source: the prepared data set.
-        how: `noise` draws every value alike, uniform over the levels or normal with the mean and deviation of each
-            coordinate of the training items; `shuffled` permutes the values of each item.
+        how: `noise` draws every value alike, uniform over the levels or normal with the mean and standard deviation of
+            each coordinate of the training items; `shuffled` permutes the values of each item.
         seed: seed of the noise.
     """
 
@@ -108,11 +108,11 @@ def other_data(name: str, overrides: dict, source: DataModule, trust: list[str])
     return build({**node, **overrides}, trust=trust).prepare()
 
 
-def told(name: str, area: float, error: float, kind: str) -> str:
+def sentence(name: str, area: float, error: float, kind: str) -> str:
     """The finding in words.
 
     Example:
-        >>> told("digits", 0.12, 0.01, "lower_bound")
+        >>> sentence("digits", 0.12, 0.01, "lower_bound")
         'digits is found likelier than the test items (AUROC 0.120 +- 0.010): likelihood does not separate them'
     """
     figure = f"(AUROC {area:.3f} +- {error:.3f})"
@@ -143,7 +143,7 @@ class OtherDataStage:
                 return packed(self.frame.opened.likelihood(line.method, line.options, name, other, count))
 
             found = unpacked(self.frame.once("ood", {"name": name, "items": digest, **line.options}, compute))
-            self.frame.report["ood"].append(self._told_ood(name, number, found, count, spec))
+            self.frame.report["ood"].append(self._entry(name, number, found, count, spec))
             order = found.nats.argsort(descending=True)[:8]
             self.frame.arrays[f"ood_{number}_nats"] = found.nats
             self.frame.arrays[f"ood_{number}_x"] = next(iter(other.loader(self.frame.request.split, 8, order))).x
@@ -166,7 +166,7 @@ class OtherDataStage:
             self.frame.shared[key] = item_hash(other, self.frame.request.split, count)
         return self.frame.shared[key]
 
-    def _told_ood(self, name: str, number: int, found: Likelihood, count: int, spec: DataSpec) -> dict:
+    def _entry(self, name: str, number: int, found: Likelihood, count: int, spec: DataSpec) -> dict:
         line, own = self.likelihood.of_first_line()
         inside, outside = own.nats, found.nats
         entry = {"name": name, "overrides": self.frame.request.ood_data, "n": count, "kind": found.kind,
@@ -182,4 +182,4 @@ class OtherDataStage:
             bits = unit == "bits_per_dim"
             means[key] = likelihood.mean_bits_per_dim() if bits else -likelihood.mean_nats()
         return {**entry, "value": unit, "auroc": area, "se": error, **means,
-                "said": told(name, area, error, found.kind)}
+                "said": sentence(name, area, error, found.kind)}

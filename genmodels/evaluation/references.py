@@ -104,10 +104,10 @@ def gaussian_per_band(
         >>> 1.5 < gaussian_per_band(Speech().prepare(), "test").mean_nll_per_dim() < 2.2
         True
     """
-    mean, deviation = _moments(
+    mean, std = _moments(
         x.transpose(0, 1)[:, mask[:, 0]] for x, mask in _noisy(datamodule, "train", None, noise)
     )
-    normal = torch.distributions.Normal(mean[:, None], deviation[:, None])
+    normal = torch.distributions.Normal(mean[:, None], std[:, None])
     nats, dims = [], []
     for x, mask in _noisy(datamodule, split, limit, noise):
         nats.append(normal.log_prob(x).mul(mask).flatten(1).sum(1))

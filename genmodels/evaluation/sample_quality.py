@@ -78,7 +78,7 @@ def chosen(count: int, n: int, what: str) -> Tensor:
 
 
 def noise_like(x: Tensor, spec: DataSpec) -> Tensor:
-    """Noise of the same shape: uniform over the levels, or normal with the data's mean and deviation."""
+    """Noise of the same shape: uniform over the levels, or normal with the data's mean and standard deviation."""
     from genmodels.evaluation.out_of_distribution import ALTERATIONS
 
     return ALTERATIONS["noise"](x, spec, KeyedGenerator(seed_of("fidelity", "noise"), torch.arange(len(x)), "noise"))
@@ -121,7 +121,7 @@ def scale_of(network: FeatureNetwork, items: Items, real: Tensor, other: Tensor)
     """
     n = len(real)
     compared = {"other held-out items": other, "training items": items.train, "noise": noise_like(real, items.spec)}
-    return {"network": network.told(), "n": n, "rows": {
+    return {"network": network.described(), "n": n, "rows": {
         name: fidelity_of(network, real, x[chosen(len(x), n, name)]) for name, x in compared.items() if len(x) >= n}}
 
 
@@ -132,15 +132,15 @@ def fidelity_of(network: FeatureNetwork, real: Tensor, generated: Tensor) -> dic
     coordinates. Errors of precision and recall are those over the points that are counted.
     """
     found, true = network(generated), network(real)
-    told: dict = {"n": len(found), "frechet": None, "frechet_error": None}
+    values: dict = {"n": len(found), "frechet": None, "frechet_error": None}
     if network.moments:
-        told["frechet"], told["frechet_error"] = frechet_with_error(found, true)
+        values["frechet"], values["frechet_error"] = frechet_with_error(found, true)
     kernel = cubic_kernel if network.moments else gaussian_kernel
-    told["kernel"], told["kernel_error"] = kernel_distance(found, true, kernel)
+    values["kernel"], values["kernel_error"] = kernel_distance(found, true, kernel)
     most = min(_MOST, len(found))
     for name, share in zip(("precision", "recall"), precision_recall(true[:most], found[:most]), strict=True):
-        told |= {name: share, f"{name}_error": math.sqrt(share * (1 - share) / most)}
-    return told
+        values |= {name: share, f"{name}_error": math.sqrt(share * (1 - share) / most)}
+    return values
 
 
 def copies(network: FeatureNetwork, items: Items, real: Tensor, generated: Tensor) -> tuple[dict, dict, dict]:
@@ -149,9 +149,9 @@ def copies(network: FeatureNetwork, items: Items, real: Tensor, generated: Tenso
     features = network(items.train)
     in_features = nearest(network(generated), features), nearest(network(real), features)
     closest = found.distance.argsort()[:_NEIGHBOURS]
-    told = {"distance": found.distance[closest].tolist(), "index": found.index[closest].tolist()}
+    pairs = {"distance": found.distance[closest].tolist(), "index": found.index[closest].tolist()}
     arrays = {"neighbours_x": generated[closest], "neighbours_train": items.train[found.index[closest]]}
-    return memorisation(found, held, in_features), told, arrays
+    return memorisation(found, held, in_features), pairs, arrays
 
 
 def classes_of(network: FeatureNetwork, spec: DataSpec, generated: Tensor, wanted: Tensor) -> dict:
@@ -241,7 +241,8 @@ class FidelityStage:
         settings = {**self.frame.sampling_settings(), "n": n, "network": network.sha256, "train": items.train_hash}
         done = self.frame.once("fidelity", settings, compute)
         self.frame.report["fidelity"] = {
-            "network": network.told(), **done["found"], "memorisation": done["memorisation"], **self._asked_classes(),
+            "network": network.described(), **done["found"], "memorisation": done["memorisation"],
+            **self._asked_classes(),
         }
         self.frame.report["neighbours"], self.frame.report["scale"] = done["pairs"], scale
         self.frame.arrays |= done["arrays"]
@@ -253,10 +254,11 @@ class FidelityStage:
     def _scale(self, network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> dict:
         """What other held-out items, training items and noise score against the same held-out items."""
         shared, cache, data = self.frame.shared, self.frame.cache, self.frame.report["data"]["item_hash"]
-        told = {"network": network.sha256, "n": len(real), "data": data, "train": items.train_hash, "other": len(other)}
-        name = ("scale", *told.values())
+        parts = {"network": network.sha256, "n": len(real), "data": data}
+        parts |= {"train": items.train_hash, "other": len(other)}
+        name = ("scale", *parts.values())
         if name not in shared:
-            key = key_of(stage="scale", **told, code=code_hash())
+            key = key_of(stage="scale", **parts, code=code_hash())
             shared[name] = cache.get(key) or cache.put(key, scale_of(network, items, real, other))
         return shared[name]
 
@@ -353,15 +355,15 @@ class FidelityStage:
                 with counter:
                     samples = self.frame.opened.draw(len(real), **{key: value})
                 seconds = time.monotonic() - start
-                told = fidelity_of(network, real, samples.x)
+                values = fidelity_of(network, real, samples.x)
                 evaluations = cost.evaluations_per_sample(model, samples, counter.rows, len(real))
-                return {"told": told, "evaluations": evaluations, "rate": len(real) / seconds,
+                return {"values": values, "evaluations": evaluations, "rate": len(real) / seconds,
                         "sampler": samples.made.get("sampler")}
 
             settings = {**self.frame.sampling_settings(), key: value, "n": len(real), "network": network.sha256}
             done = self.frame.once("sweep", settings, compute)
             for name in measured:
-                found[name].append(done["told"][name])
+                found[name].append(done["values"][name])
             found["evaluations"].append(done["evaluations"])
             found["samples_per_second"].append(done["rate"])
             found["sampler"] = done["sampler"]

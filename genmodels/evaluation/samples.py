@@ -131,8 +131,8 @@ def write_table(samples, spec: DataSpec, target: Path) -> list[str]:
     names = list(spec.columns) or [f"x{k + 1}" for k in range(spec.dims)]
     rows = [[f"{value:.9g}" for value in row] for row in samples.x.tolist()]  # nine digits are all of float32
     if samples.cond is not None:
-        names, told = [*names, "class"], [class_name(spec, label) for label in samples.cond.tolist()]
-        rows = [[*row, name] for row, name in zip(rows, told, strict=True)]
+        names, classes = [*names, "class"], [class_name(spec, label) for label in samples.cond.tolist()]
+        rows = [[*row, name] for row, name in zip(rows, classes, strict=True)]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([names, *rows])
     made = samples.made | {"index": _span(samples.index)} | _classes(samples)

@@ -135,8 +135,7 @@ def _beside(
         error = duration_error(said, aligned.durations.cpu(), batch.cond.mask)
         found["duration_error"] = float(error.mean_absolute.mean())
         if hasattr(model, "posterior"):
-            shape = _alignment(opened, batch, aligned.durations.cpu())._asdict()
-            found["alignment"] = {"deviation" if key == "std" else key: value for key, value in shape.items()}
+            found["alignment"] = _alignment(opened, batch, aligned.durations.cpu())._asdict()
     return found
 
 
@@ -198,7 +197,7 @@ def spoken_notes(found: dict) -> list[str]:
     if "alignment" in found:
         shape = found["alignment"]
         lines.append(f"alignments: {100 * shape['off_diagonal']:.1f} % of the text from the diagonal, entropy "
-                     f"{shape['entropy']:.2f} nats a frame; {shape['mean']:.1f} +- {shape['deviation']:.1f} frames a "
+                     f"{shape['entropy']:.2f} nats a frame; {shape['mean']:.1f} +- {shape['std']:.1f} frames a "
                      f"token, at most {shape['longest']}, {100 * shape['single']:.0f} % of one frame")
     heard = found["recognition"]
     if "skipped" in heard:
@@ -292,8 +291,8 @@ def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:
     spread = (x[usable] - middle).square().sum()
     slope = ((x - middle) * (y - mean))[usable].sum() / spread if float(spread) > 1e-12 else 0.0
     rest = y - mean - slope * (x - middle)
-    deviation = (rest[usable].square().sum() / (int(usable.sum()) - 2)).sqrt()
-    return rest / deviation if float(deviation) > 1e-12 else None
+    std = (rest[usable].square().sum() / (int(usable.sum()) - 2)).sqrt()
+    return rest / std if float(std) > 1e-12 else None
 
 
 def _durations(opened: Opened) -> list[dict] | None:

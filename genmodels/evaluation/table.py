@@ -352,11 +352,11 @@ def _on_model(report: dict) -> list[str]:
     for sweep in report["sweeps"]:
         key = "kernel" if None in sweep["frechet"] else "frechet"
         places = zip(sweep["values"], sweep[key], sweep[f"{key}_error"], sweep["samples_per_second"], strict=True)
-        told = ", ".join(f"{at:g}: {measured(value, error)} ({rate:.1f}/s)"
+        values = ", ".join(f"{at:g}: {measured(value, error)} ({rate:.1f}/s)"
                          for at, value, error, rate in places)
         name = {"kernel": "kernel distance", "frechet": "Fréchet distance"}[key]
         by = f"{sweep['key']} ({sweep['sampler']})" if sweep["sampler"] else sweep["key"]
-        notes.append(f"{name} by {by}, n = {sweep['n']}: {told}")
+        notes.append(f"{name} by {by}, n = {sweep['n']}: {values}")
     return notes
 
 
@@ -365,10 +365,10 @@ def on_scale(scale: dict | None) -> list[str]:
     notes = []
     for key, name in (("frechet", "Fréchet distance"), ("kernel", "kernel distance")):
         rows = {} if scale is None else scale["rows"]
-        told = [f"{measured(found[key], found[f'{key}_error'])} of {what}" for what, found in rows.items()
+        values = [f"{measured(found[key], found[f'{key}_error'])} of {what}" for what, found in rows.items()
                 if found[key] is not None]
-        if told:
-            notes.append(f"{name} in features of {scale['network']}, n = {scale['n']} in each: {', '.join(told)}")
+        if values:
+            notes.append(f"{name} in features of {scale['network']}, n = {scale['n']} in each: {', '.join(values)}")
     return notes
 
 

@@ -245,7 +245,7 @@ def test_in_the_objective(name):
 
 @pytest.mark.parametrize(
     "build",
-    [lambda: MinSNR(gamma=0), lambda: P2(k=-1), lambda: EDMWeighting(deviation=0), lambda: EDM(data_deviation=0)],
+    [lambda: MinSNR(gamma=0), lambda: P2(k=-1), lambda: EDMWeighting(std=0), lambda: EDM(sigma_data=0)],
 )
 def test_errors(build):
     with pytest.raises(ValueError, match="positive"):

@@ -62,5 +62,5 @@ def test_the_accuracy_of_the_classifier_has_an_interval(monkeypatch):
     spec = DataSpec("images", SHAPES["images"], levels=17, num_classes=2)
     network = network_for(Items(spec, given.train, given.test, *labels), "classifier")
     hits = int((network.classes(given.test) == labels[1]).sum())
-    assert network.accuracy == hits / 10 and network.interval == wilson(hits, 10) == network.told()["interval"]
+    assert network.accuracy == hits / 10 and network.interval == wilson(hits, 10) == network.described()["interval"]
     assert network.interval[0] < network.accuracy < network.interval[1] or hits in (0, 10)
