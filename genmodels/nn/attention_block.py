@@ -205,13 +205,13 @@ class SpatialAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, channels, *space = x.shape
         rows = self.norm(x, mask=mask).flatten(2).transpose(1, 2)  # (B, L, C)
-        qkv = self.project_in(rows).view(batch, -1, 3, self.heads, channels // self.heads)
+        qkv = self.project_in(rows).view(batch, rows.shape[1], 3, self.heads, channels // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, L, d)
         allowed = None
         if mask is not None:
             allowed = mask.expand(batch, 1, *space).reshape(batch, 1, 1, -1)
         y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
-        y = self.project_out(y.transpose(1, 2).reshape(batch, -1, channels))
+        y = self.project_out(y.transpose(1, 2).reshape(batch, rows.shape[1], channels))
         return x + y.transpose(1, 2).reshape(x.shape)
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from genmodels.energy import Energy
 from genmodels.nn import GroupNorm, SpatialAttention, UNet, Upsample
 from genmodels.nn import unet as unet_module
+from genmodels.nn.energy_nets import UNetEnergy
 
 SQUARES = [(n, n) for n in (7, 8, 15, 28, 32, 33)]
 SPACES = [*SQUARES, (7, 12), (9, 16), (5, 33), (37,)]
@@ -377,3 +379,9 @@ def test_the_named_number_of_levels_is_the_largest_legal_one(size, levels):
     assert net(torch.randn(2, 1, size, size), torch.zeros(2)).shape == (2, 1, size, size)
     with pytest.raises(ValueError, match=f"at most {levels} entries"):
         UNet((1, size, size), multipliers=(1,) * (levels + 1), **options)
+
+
+def test_an_empty_batch_has_an_empty_map():
+    assert UNet((1, 8, 8), channels=8)(torch.zeros(0, 1, 8, 8), torch.zeros(0)).shape == (0, 1, 8, 8)
+    energy = Energy(UNetEnergy((1, 8, 8), channels=8))
+    assert [value.shape for value in energy.energy_and_score(torch.zeros(0, 1, 8, 8))] == [(0,), (0, 1, 8, 8)]
