@@ -39,8 +39,8 @@ class Interrupted(BaseException):
 class NotFinite(RunError):
     """A sample that is not finite; `row` is its position in the batch."""
 
-    def __init__(self, row: int, name: str | None = None):
-        super().__init__(f"{name or f'row {row}'} is not finite: try more steps, a lower temperature, or ema=true")
+    def __init__(self, row: int, name: str | None = None, advice: str = "a lower temperature, or ema=true"):
+        super().__init__(f"{name or f'row {row}'} is not finite: try {advice}")
         self.row = row
 
 

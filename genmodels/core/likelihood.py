@@ -283,13 +283,15 @@ def with_error(value: float | None, error: float | None, digits: int = 4) -> str
     Example:
         >>> with_error(2.12342, 0.0123)
         '2.1234(123)'
-        >>> with_error(2.5, None), with_error(None, 0.1)
-        ('2.5000', 'not finite')
+        >>> with_error(2.5, None), with_error(None, 0.1), with_error(2.5, math.inf)
+        ('2.5000', 'not finite', '2.5000 (error unknown)')
     """
     if value is None:
         return "not finite"
     shown = f"{value:.{digits}f}"
-    return shown if error is None else f"{shown}({round(error * 10**digits)})"
+    if error is None:
+        return shown
+    return f"{shown}({round(error * 10**digits)})" if math.isfinite(error) else f"{shown} (error unknown)"
 
 
 def log_mean_exp(log_weights: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -219,7 +219,7 @@ def split_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of train, val and test: a fixed random split, stratified by class if there are labels.
 
-    The totals are round(fraction * size), and every class has its share to within one item.
+    The totals are round(fraction * size), and every class has its share to within two items.
 
     Example:
         >>> train, val, test = split_rows(torch.arange(100) % 2, 100, (0.7, 0.1, 0.2), seed=0)

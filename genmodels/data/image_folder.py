@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -95,7 +96,7 @@ def _reason(path: Path, error: Exception) -> str:
 
 def in_threads(function: Callable, items: Sequence) -> list:
     """[function(item) for item in items] in threads, which helps because decoding releases the interpreter lock."""
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=_THREADS) as pool:
         return list(pool.map(function, items))
 
 
@@ -175,6 +176,8 @@ class FileData(Dataset):
 
 _SPLIT_FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 _MEMORY = 512 * 2**20  # bytes up to which decoded images are held in memory
+_THREADS = min(8, os.cpu_count() or 1)  # that decode at once
+_DECODED = 3  # bytes a value takes while an image is resized
 _NAMED = 10  # unusable files named by an error
 
 
@@ -270,6 +273,11 @@ class ImageFolder(DataModule):
         files = image_files(self.root)
         if not files:
             raise InputError(f"no images below data.root={self.root} (looked for {' '.join(sorted(SUFFIXES))})")
+        at_once = self.channels * self.size**2 * max(4 * self.batch_size, _DECODED * _THREADS) / 1e9
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 if hasattr(os, "sysconf") else math.inf
+        if at_once > memory:
+            raise InputError(f"data.size={self.size}: {self.batch_size} images at once would take {at_once:,.0f} GB of "
+                             f"{memory:,.0f} GB of memory: lower data.size or data.batch_size")
         small = len(files) * self.channels * self.size**2 <= _MEMORY
         if self.cache == "none" or (self.cache == "auto" and not small):
             return files, None, find_problems(self.root, files, self.size, self.channels)

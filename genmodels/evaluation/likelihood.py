@@ -210,7 +210,7 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
 
 def paired_gap(likelihood: Likelihood, spec: DataSpec, x: torch.Tensor | None) -> dict:
     """The mean of log p_true - log q over the items and its standard error, where the true density is known."""
-    if x is None or not spec.name.startswith("toy_"):
+    if x is None or len(x) < 2 or not spec.name.startswith("toy_"):
         return {}
     gaps = density(spec.name).log_prob(x.double()) - likelihood.nats
     shared = (likelihood.made.get("log_z_stderr") or 0.0) if likelihood.kind == "ais" else 0.0

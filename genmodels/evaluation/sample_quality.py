@@ -337,7 +337,8 @@ class FidelityStage:
 
     def _sweep(self, key: str, network: FeatureNetwork, real: Tensor) -> None:
         model = self.frame.opened.model
-        if not model.takes(key):
+        refused = key == "temperature" and "inverse_temperature" in model.own_options()
+        if refused or not model.takes(key):
             self.frame.report["warnings"].append(f"no sweep over {key}: a {model.family} has no such option")
             return
         values = _TEMPERATURES

@@ -55,7 +55,10 @@ def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool 
                     part = model.sample(count, start=first, **options, **hook)
                 require_finite_rows(part.x)
             except NotFinite as error:
-                raise NotFinite(error.row, f"sample {first + error.row}") from error
+                helpful = ["more steps"] if model.takes("steps") else []
+                helpful += [] if "inverse_temperature" in model.own_options() else ["a lower temperature"]
+                advice = ", ".join([*helpful, "or ema=true"])
+                raise NotFinite(error.row, f"sample {first + error.row}", advice) from error
             parts.append(part)
     finally:
         if bar is not None:

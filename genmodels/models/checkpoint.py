@@ -237,7 +237,7 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # meta holds no numbers
     except (RuntimeError, AssertionError) as error:
-        first = str(error).strip().splitlines()[0]
+        first = str(error).strip().splitlines()[0].split(". ")[0]  # torch goes on with a table of its kernels
         raise InputError(f"device={name} is not available here ({first}); use device=auto or device=cpu") from error
     return device
 

@@ -103,10 +103,15 @@ class EnergyModel(ScoreMatched):
     ):
         super().__init__(spec, Encoding(spec, alpha=alpha, whitening=whitening, gaps=gaps), noise)
         self.save_hyperparameters(ignore=["spec"], logger=False)
-        if network == "auto":
-            network = "mlp" if len(spec.event_shape) == 1 else "conv"
+        usual = "mlp" if len(spec.event_shape) == 1 else "conv"
+        network = usual if network == "auto" else network
         self.kind = network
-        built = construct(NETWORKS[network], spec.event_shape, **(net or {}))
+        try:
+            built = construct(NETWORKS[network], spec.event_shape, **(net or {}))
+        except InputError as error:
+            if network == usual or "has no option" not in str(error):
+                raise
+            raise InputError(f"{error}; ~preset leaves out what a preset sets for network={usual}") from error
         self.core = DeepKernel(built) if network == "deep_kernel" else Energy(built)
         self.objective = self._objective(loss, objective or {})
         self.register_buffer("mean", torch.zeros(spec.event_shape, dtype=torch.float64))

@@ -350,3 +350,9 @@ def test_missing_and_empty_folders(tmp_path):
 def test_bad_options(options, says):
     with pytest.raises(InputError, match=says):
         ImageFolder(root=".", **options)
+
+
+def test_a_size_beyond_the_memory_is_refused_before_anything_is_decoded(folder, monkeypatch):
+    monkeypatch.setattr(image_folder, "decode", None)
+    with pytest.raises(InputError, match=r"data.size=100000: 64 images at once would take 7,680 GB of \d+ GB of"):
+        ImageFolder(root=str(folder), size=100_000).setup()

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from genmodels.core.data import DataSpec
+from genmodels.core.likelihood import Likelihood
 from genmodels.data.toy import Toy
 from genmodels.evaluation.features import FeatureNetwork, Items, coordinates
+from genmodels.evaluation.likelihood import paired_gap
 from genmodels.evaluation.sample_quality import fidelity_of, scale_of
 
 
@@ -53,3 +55,8 @@ def test_every_measure_has_its_error():
     for name in ("frechet", "kernel", "precision", "recall"):
         assert told[f"{name}_error"] > 0
     assert told["precision_error"] == pytest.approx(math.sqrt(told["precision"] * (1 - told["precision"]) / 200))
+
+
+def test_one_item_has_no_error_and_so_no_gap():
+    one = Likelihood(torch.tensor([-1.0]), "exact", 2, None)
+    assert paired_gap(one, DataSpec("toy_moons", (2,)), torch.zeros(1, 2)) == {}

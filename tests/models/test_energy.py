@@ -332,6 +332,11 @@ def test_pictures_stand_beside_the_truth():
         model.sample(1, step_size=-1.0)
 
 
+def test_options_of_a_preset_for_another_network_are_named_as_such():
+    with pytest.raises(InputError, match="no option 'activation'.*; ~preset leaves out .* for network=mlp"):
+        EnergyModel(PLANE, network="deep_kernel", net={"hidden": 8, "activation": "silu"})
+
+
 class Uneven(torch.nn.Module):
     """A rough energy that rounds in another way for another number of rows, as products of matrices do."""
 
