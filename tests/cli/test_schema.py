@@ -211,7 +211,7 @@ ANSWERS = [
     ("model", 3, ["model must be a group of key: value, got '3'"]),
     ("model._target_", "os.system", ["is not a class of genmodels", "trust=[os]"]),
     ("model._target_", "genmodels.models.ddpm.DDPN", ["there is no such class"]),
-    ("data.batch_size", "???", ["data.batch_size is missing, items per optimisation step", "add for example"]),
+    ("data.batch_size", "???", ["data.batch_size is missing, items per optimiser step", "add for example"]),
 ]
 
 
