@@ -410,7 +410,7 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
-REFUSED = {
+REFUSED_OPTIONS = {
     ("sample", "ddpm"): [
         "steps=0", "steps=-1", "steps=x", "steps=2.5", "n=0", "n=-1", "batch_size=0", "start=-1", "frames=1",
         "guidance=nan", "guidance=inf", "guidance_rescale=-1", "guidance_rescale=2", "guidance_interval=[1]",
@@ -448,12 +448,12 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("command", "family"), REFUSED)
+@pytest.mark.parametrize(("command", "family"), REFUSED_OPTIONS)
 def test_bad_options_of_a_command_are_one_line(checkpoints, tmp_path, monkeypatch, capsys, command, family, every):
     """Each loads a checkpoint, so the fast suite takes every fourth row."""
     monkeypatch.chdir(tmp_path)
     wrong = []
-    for words in REFUSED[command, family][::every]:
+    for words in REFUSED_OPTIONS[command, family][::every]:
         text = ["text=hello"] if words.startswith("text=hello ") else []
         try:
             code = main([command, f"ckpt={checkpoints / family}", *text, *words.removeprefix("text=hello ").split()])

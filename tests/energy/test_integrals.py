@@ -90,5 +90,5 @@ def test_errors():
         quadrature(DoubleWell(), [(0.0, math.inf)])
     with pytest.raises(ValueError, match="needs an energy"):
         quadrature(ScoreNetwork(lambda x: -x), WIDE)
-    with pytest.raises(RuntimeError, match="no number at x = "):
+    with pytest.raises(RuntimeError, match="NaN at x = "):
         quadrature(LogDensity(lambda x: torch.full((len(x),), torch.nan)), WIDE)
