@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from genmodels.training.trainer import TrainerOptions
 
 
+_OPEN = (None, "auto")  # values of options that a model decides
+
+
 def run(
     *,
     model: dict,
@@ -78,6 +81,8 @@ def run(
     whole = Schema("genmodels.cli.train.run", trust=trust or []).complete
     built = {type(part) for part in (*network.modules(), *vars(network).values())}
     config = whole(config, built)
+    decided = {key: value for key, value in network.decided.items() if config["model"].get(key) in _OPEN}
+    config["model"] |= decided
     network.seed, network.run_config = seed, config
     network.hparams.update({key: value for key, value in config["model"].items() if key != TARGET})
 
@@ -89,11 +94,15 @@ def run(
         path = parts.find_resume(root, name, run_dir, resume)
         header = read_header(path)
         try:
-            changed = check_same(header | {"config": whole(header["config"], built)}, config, path)
+            then = whole(header["config"], built)
+            then["model"] |= {key: value for key, value in decided.items() if then["model"].get(key) in _OPEN}
+            changed = check_same(header | {"config": then}, config, path)
         except InputError as error:
             from genmodels.cli.compose import how_to_resume
 
-            raise InputError(f"{error}: {how_to_resume(header['config'], path)}") from None
+            length = {key: config["trainer"][key] for key in ("max_steps", "max_epochs")}
+            own = header["config"] | {"trainer": (header["config"].get("trainer") or {}) | length}
+            raise InputError(f"{error}: {how_to_resume(own, path)}") from None
         folder = path.parent
     else:
         path, folder = None, parts.choose_folder(root, name, run_dir)

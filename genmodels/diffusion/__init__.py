@@ -79,6 +79,7 @@ from genmodels.diffusion.schedule_discrete import (
     DiscreteSchedule,
     LinearSchedule,
     ZeroTerminalSchedule,
+    default_ends,
     make_schedule,
     rescale_zero_terminal,
 )
@@ -158,6 +159,7 @@ __all__ = [
     "alpha_ts",
     "continuous_elbo",
     "ddpm_times",
+    "default_ends",
     "default_variance",
     "elbo",
     "exact_divergence",

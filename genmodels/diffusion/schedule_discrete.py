@@ -198,6 +198,25 @@ ScheduleName = Literal[
 ]
 
 
+def default_ends(name: ScheduleName, finest: float = 15.0) -> list[float] | None:
+    """Log-SNR at t = 0 and at t = 1 of a schedule whose ends are free, None of another.
+
+    Arguments:
+        name: an entry of SCHEDULES.
+        finest: log-SNR at t = 0 of the learned schedule.
+
+    Example:
+        >>> default_ends("cosine"), default_ends("linear")
+        ([15.0, -15.0], None)
+    """
+    parameters = inspect.signature(SCHEDULES[name]).parameters
+    if "log_snr_max" not in parameters:
+        return None
+    if issubclass(SCHEDULES[name], LearnedSchedule):
+        return [finest, -15.0]
+    return [parameters["log_snr_max"].default, parameters["log_snr_min"].default]
+
+
 def make_schedule(
     name: ScheduleName, num_steps: int, *, finest: float = 15.0, ends: Sequence[float] | None = None,
     zero_terminal_snr: bool = False,
@@ -207,7 +226,7 @@ def make_schedule(
     Arguments:
         num_steps: T, the length of a table of betas.
         finest: log-SNR at t = 0 of the learned schedule.
-        ends: log-SNR at t = 0 and at t = 1 of a schedule whose ends are free.
+        ends: log-SNR at t = 0 and at t = 1 of a schedule whose ends are free; `default_ends` by default.
         zero_terminal_snr: rescale it so that no signal is left at t = 1.
 
     Errors: ends of a schedule that has its own, or not two of them.
@@ -216,17 +235,16 @@ def make_schedule(
         >>> make_schedule("cosine", 10, ends=[7, -9]).end_points
         (7.0, -9.0)
     """
-    kind = SCHEDULES[name]
-    if ends is not None:
-        if "log_snr_max" not in inspect.signature(kind).parameters:
-            raise InputError(f"log_snr_ends is for schedule=cosine, linear_log_snr and learned: {name} has its own")
-        if len(ends) != 2:
-            raise InputError(f"log_snr_ends are two log-SNRs, at t = 0 and at t = 1, got {list(ends)}")
-        schedule = kind(log_snr_max=float(ends[0]), log_snr_min=float(ends[1]))
+    kind, usual = SCHEDULES[name], default_ends(name, finest)
+    if ends is not None and usual is None:
+        raise InputError(f"log_snr_ends is for schedule=cosine, linear_log_snr and learned: {name} has its own")
+    if ends is not None and len(ends) != 2:
+        raise InputError(f"log_snr_ends are two log-SNRs, at t = 0 and at t = 1, got {list(ends)}")
+    if usual is not None:
+        first, last = usual if ends is None else ends
+        schedule = kind(log_snr_max=float(first), log_snr_min=float(last))
     elif issubclass(kind, DiscreteSchedule):
         schedule = kind(num_steps=num_steps)
-    elif issubclass(kind, LearnedSchedule):
-        schedule = kind(log_snr_max=finest, log_snr_min=-15.0)
     else:
         schedule = kind()
     return rescale_zero_terminal(schedule) if zero_terminal_snr else schedule

@@ -135,10 +135,19 @@ class GenerativeModel(pl.LightningModule):
         self.batches_seen = 0  # micro-batches of the whole run, in step on all processes
         self.figures: dict[str, float] = {}
         self.run_config: dict = {}
+        self.decided: dict = {}
         self.finished = False
         self.validated: Likelihood | None = None  # of the last validation, all items
         self._pending: list[Likelihood] = []
         self.latest: tuple[Batch, Loss] | None = None
+
+    def decide(self, **options) -> None:
+        """Called in a subclass' constructor: options that were left open, as the data and other options decide them.
+
+        They are kept with a run, so that it keeps its meaning when a default changes.
+        """
+        self.decided |= options
+        self.hparams.update(options)
 
     def finish_setup(self, optimizer: Optimizer | dict | None, ema_decay: float | list[float]) -> None:
         """Called last in a subclass' constructor: the optimiser's options and the averages of `core`."""

@@ -22,6 +22,7 @@ from genmodels.diffusion import (
     Elbo,
     HeunSampler,
     OdeLikelihood,
+    default_ends,
     default_variance,
     invert,
     make_objective,
@@ -134,10 +135,12 @@ class DDPM(GenerativeModel):
             raise InputError(f"decoder=level_softmax is for integers, and {spec.name} is continuous: use gaussian")
         kind = LevelSoftmax if decoder == "level_softmax" else DiscretisedGaussian
         self.decoder = Gaussian() if spec.levels is None else kind(spec.levels)
+        if log_snr_ends is None:
+            log_snr_ends = default_ends(schedule, self.decoder.finest_log_snr)
+        self.decide(variance=variance, log_snr_ends=log_snr_ends)
         self.core = Denoiser(
             net,
-            make_schedule(schedule, num_steps, finest=self.decoder.finest_log_snr, ends=log_snr_ends,
-                          zero_terminal_snr=zero_terminal_snr),
+            make_schedule(schedule, num_steps, ends=log_snr_ends, zero_terminal_snr=zero_terminal_snr),
             PARAMETERISATIONS[parameterisation](), learned_variance=variance == "learned",
             self_conditioning=self_conditioning,
         )

@@ -105,6 +105,7 @@ class EnergyModel(ScoreMatched):
         self.save_hyperparameters(ignore=["spec"], logger=False)
         usual = "mlp" if len(spec.event_shape) == 1 else "conv"
         network = usual if network == "auto" else network
+        self.decide(network=network)
         self.kind = network
         try:
             built = construct(NETWORKS[network], spec.event_shape, **(net or {}))

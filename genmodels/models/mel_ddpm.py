@@ -79,6 +79,7 @@ class MelDDPM(MelDiffusion):
         super().__init__(spec, noise=noise, num_steps=num_steps,
                          variance=variance or default_variance(objective, None))
         self.save_hyperparameters(ignore=["spec"], logger=False)
+        self.decide(variance=self.variance)
         unet = self.make_unet(net, speaker_channels, spec.event_shape[0] if self_conditioning else 0)
         denoiser = Denoiser(
             unet, make_schedule(schedule, num_steps, finest=self.decoder.finest_log_snr,

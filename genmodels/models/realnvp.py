@@ -62,16 +62,16 @@ class RealNVP(FlowModel):
         super().__init__(spec, **shared)
         shape = spec.event_shape
         common = {"dropout": dropout, "cond": self.condition, "memory": self.memory}
+        usual_hidden, usual_depth = (256, 2) if len(shape) == 1 else (64, 8)
+        hidden, depth = usual_hidden if hidden is None else hidden, usual_depth if depth is None else depth
+        self.decide(hidden=hidden, depth=depth)
         if len(shape) == 1:
             if isinstance(hidden, list):
                 raise ValueError("hidden: vectors have one width for all networks, lists are for images")
-            flow = realnvp_vector(shape[0], couplings=couplings, hidden=256 if hidden is None else hidden,
-                                  depth=2 if depth is None else depth, scale=scale, **common)
+            flow = realnvp_vector(shape[0], couplings=couplings, hidden=hidden, depth=depth, scale=scale, **common)
         elif len(shape) == 3:
-            flow = realnvp_image(
-                shape, layout=layout, hidden=64 if hidden is None else hidden, depth=8 if depth is None else depth,
-                net=net, scale=scale, actnorm=actnorm, attention=attention, heads=heads, **common,
-            )
+            flow = realnvp_image(shape, layout=layout, hidden=hidden, depth=depth, net=net, scale=scale,
+                                 actnorm=actnorm, attention=attention, heads=heads, **common)
         else:
             raise ValueError(f"realnvp takes vectors and images, not events of shape {shape}: use model=glow")
         self.assemble(flow)

@@ -286,3 +286,37 @@ def test_a_folder_that_is_read_only_is_one_line(mount, capsys):
         assert main([*TRAIN, f"run_dir={folder}"]) == 1
         said = capsys.readouterr().err
         assert "Read-only file system" in said and said.count("\n") == 1
+
+
+OPEN = [
+    ("ddpm", {"variance": "beta", "log_snr_ends": [15.0, -15.0]}, ["model.net.hidden=8"]),
+    ("energy", {"network": "mlp"}, ["model.net.hidden=[8]"]),
+    ("realnvp", {"hidden": 256, "depth": 2}, ["model.couplings=2"]),
+]
+
+
+@pytest.mark.parametrize(("family", "decided", "words"), OPEN, ids=[row[0] for row in OPEN])
+def test_what_the_data_decide_is_kept_and_runs_of_before_go_on(family, decided, words, tmp_path, monkeypatch):
+    """A run of former versions, which kept null, is that of the default that it was trained with."""
+    monkeypatch.chdir(tmp_path)
+    words = [f"model={family}", *WORDS[1:-2], *words, "trainer.max_steps=2", "checkpoint.every_n_steps=1"]
+    command("train", *words, "run_dir=new")
+    found, header = yaml.safe_load(Path("new/config.yaml").read_text()), read_header(Path("new/last.ckpt"))
+    assert {key: found["model"][key] for key in decided} == decided
+    assert {key: header["model"][key] for key in decided} == decided and header["config"] == found
+    with monkeypatch.context() as before:
+        before.setattr("genmodels.models.base.GenerativeModel.decide", lambda self, **options: None)
+        command("train", *words, "run_dir=old")
+        assert yaml.safe_load(Path("old/config.yaml").read_text())["model"][next(iter(decided))] in (None, "auto")
+    weights = []
+    for folder in ("new", "old"):
+        command("train", *words, "trainer.max_steps=3", f"run_dir={folder}", "resume=last")
+        weights.append(torch.load(Path(folder, "last.ckpt"), weights_only=True)["state_dict"])
+    assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
+
+
+def test_what_a_refused_resume_recommends_has_the_length_that_was_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command("train", *WORDS, "run_dir=a")
+    assert main(["train", *WORDS, "trainer.max_steps=9", "seed=1", "run_dir=a", "resume=last"]) == 2
+    assert "trainer.max_steps=9" in capsys.readouterr().err
