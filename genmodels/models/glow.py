@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from genmodels.core.data import DataSpec
-from genmodels.flows.glow import glow
+from genmodels.flows.glow import default_levels, glow
 from genmodels.models.flow import FlowModel
 from genmodels.nn.attention_block import AttentionKind
 
@@ -62,3 +62,4 @@ class Glow(FlowModel):
             spec.event_shape, levels=levels, steps=steps, hidden=hidden, coupling=coupling, scale=scale, linear=linear,
             learned_prior=learned_prior, attention=attention, heads=heads, cond=self.condition, memory=self.memory,
         ))
+        self.decide(levels=max(1, default_levels(spec.event_shape)) if levels is None else levels)

@@ -227,3 +227,8 @@ def test_a_column_without_a_density_is_refused(spread):
 def test_temperatures_are_checked(temperature):
     with pytest.raises(ValueError, match="temperature must be a finite number"):
         made("nsf").sample(2, temperature=temperature)
+
+
+def test_options_that_are_left_open_are_decided():
+    assert Glow(DIGITS, steps=1, hidden=8).decided == {"levels": 2}
+    assert RealNVP(PLANE, couplings=2).decided == {"hidden": 256, "depth": 2}
