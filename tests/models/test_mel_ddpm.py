@@ -159,7 +159,7 @@ def test_each_item_has_its_own_loss_whatever_the_padding_holds():
                           together.per_example[[1]], atol=1e-5)  # fmt: skip
     for k in range(3):
         one = found.loss(alone(data, k), KeyedGenerator(0, data.index[k : k + 1], "train", 3))
-        assert float(one.per_example[0]) == pytest.approx(float(together.per_example[k]), abs=1e-5)
+        assert one.per_example[0].item() == pytest.approx(together.per_example[k].item(), abs=1e-5)
     parts = together.parts
     total = parts["encoder_nll_per_dim"] + parts["duration"] + parts["mse"]
     assert torch.allclose(total, together.per_example.detach(), atol=1e-5)
@@ -264,7 +264,7 @@ def test_speed_seconds_durations_and_the_shortest_mels():
     given = [[2, 1, 3, 1, 1, 2, 4]]
     assert found.sample(2, text="bad dad", durations=given, steps=2).durations[1].tolist() == given[0]
     assert found.sample(1, text="a", durations=[[1]], steps=2).x.shape == (1, N_MELS, 1)
-    for wrong, reason in (({"seconds": 0.01}, r"7 frames at least; seconds=0.08"), ({"speed": 0.0}, "speed"),
+    for wrong, reason in (({"seconds": 0.01}, r"at least 7 frames; seconds=0.08"), ({"speed": 0.0}, "speed"),
                           ({"durations": [[1, 2]]}, "7 tokens"), ({"cond": "bob"}, "one voice"),
                           ({"temperature": -1.0}, "temperature"), ({"sampler": "rk4"}, "sampler"),
                           ({"steps": 13}, "steps must lie in 1..12"), ({"churn": 1.0}, "sampler=edm")):
