@@ -188,7 +188,7 @@ def test_a_finished_run_that_goes_on_has_the_rows_of_a_longer_one(tmp_path):
                             ("run", ["trainer.max_steps=40", "resume=last"])):
         printed = train(tmp_path / folder, *words, *further)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
-    assert "was to take 20 steps and takes 40 now" in printed
+    assert "the run now has 40 steps instead of 20" in printed
     assert "max_steps: 40" in (tmp_path / "run" / "config.yaml").read_text()
 
 

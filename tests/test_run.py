@@ -332,7 +332,7 @@ def test_the_way_between_two_items(tmp_path):
     for words, told in ((["interpolate=[3]"], "two items"), (["interpolate=[3,9999]"], "indices must lie"),
                         (["interpolate=[3,no.png]"], "no file no.png"),
                         (["interpolate=[3,4]", "out=strip.npz"], "end it in .png"), (["cond=[]"], "unconditional"),
-                        (["interpolate=[3,4]", "temperature=0.5", "n=5"], "without temperature, n"),
+                        (["interpolate=[3,4]", "temperature=0.5", "n=5"], "leave out temperature, n"),
                         (["steps=5"], "no sampling option 'steps'")):
         assert told in genmodels("sample", "ckpt=run", *words, cwd=tmp_path, code=2).stderr
 

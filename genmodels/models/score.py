@@ -295,7 +295,7 @@ class ScoreModel(GenerativeModel):
             batch: items in the data's own units.
             weights, seed: as for every model; they change nothing.
         """
-        reason = "a field of scores has no energy (ode=true follows its probability flow)"
+        reason = "a score-based model has no energy (ode=true follows its probability flow)"
         made = {"estimate": "none", "reason": reason, "weights": str(weights)}
         nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
         return Likelihood(nats, "unnormalised", self.spec.dims, self.spec.levels, None, made, batch.item_index)

@@ -101,17 +101,26 @@ def test_the_end_of_an_interruption_is_left_alone():
     assert done == ["report"] and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+def heed_sigint() -> None:
+    """Tests that a shell started in the background ignore SIGINT, and so would their children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("seconds", [0.6, 1.2, 1.8])
 def test_a_run_that_starts_ends_with_a_line(tmp_path, seconds, number):
     words = ["train", "model=ddpm", "data=digits", "trainer.max_steps=5000", "logger=csv", "model.net.channels=8"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.Popen([sys.executable, "-m", "genmodels", *words, f"run_dir={tmp_path}/run"], cwd=tmp_path,
-                           env=environment, stderr=subprocess.PIPE, text=True)
-    time.sleep(seconds)
-    run.send_signal(number)
-    _, told = run.communicate(timeout=30)
-    assert (run.returncode, told.count("\n")) == (130, 1) and "genmodels train: " in told, told
+    with subprocess.Popen([sys.executable, "-m", "genmodels", *words, f"run_dir={tmp_path}/run"], cwd=tmp_path,
+                          env=environment, stderr=subprocess.PIPE, text=True,
+                          preexec_fn=heed_sigint) as run:
+        try:
+            time.sleep(seconds)
+            run.send_signal(number)
+            _, message = run.communicate(timeout=30)
+        finally:
+            run.kill()
+    assert (run.returncode, message.count("\n")) == (130, 1) and "genmodels train: " in message, message
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
