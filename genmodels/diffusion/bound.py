@@ -220,9 +220,9 @@ def elbo(
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, Gaussian, GaussianDenoiser
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
         >>> generator = KeyedGenerator(0, torch.arange(3), "evaluate")
-        >>> terms = elbo(oracle, torch.zeros(3, 2), Gaussian(), ddpm_times(10), generator)
+        >>> terms = elbo(exact, torch.zeros(3, 2), Gaussian(), ddpm_times(10), generator)
         >>> terms.diffusion.shape, terms.total.shape
         (torch.Size([3, 9]), torch.Size([3]))
     """
@@ -350,8 +350,8 @@ def continuous_elbo(
 
     Example:
         >>> from genmodels.diffusion import Gaussian, GaussianDenoiser, LinearLogSnrSchedule
-        >>> oracle = GaussianDenoiser(LinearLogSnrSchedule(), torch.zeros(2), 1.0)
-        >>> terms = continuous_elbo(oracle, torch.zeros(3, 2), Gaussian(), 0.0, KeyedGenerator(0, torch.arange(3)))
+        >>> exact = GaussianDenoiser(LinearLogSnrSchedule(), torch.zeros(2), 1.0)
+        >>> terms = continuous_elbo(exact, torch.zeros(3, 2), Gaussian(), 0.0, KeyedGenerator(0, torch.arange(3)))
         >>> terms.diffusion.shape, terms.stderr.shape
         (torch.Size([3, 50]), torch.Size([3]))
     """

@@ -59,9 +59,9 @@ def invert(
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, HeunSampler, sample, uniform_log_snr
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(1, dtype=torch.float64), 0.25)
-        >>> x0, times = torch.tensor([[0.7]], dtype=torch.float64), uniform_log_snr(oracle.schedule, 100)
-        >>> z = invert(oracle, x0, times)
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(1, dtype=torch.float64), 0.25)
+        >>> x0, times = torch.tensor([[0.7]], dtype=torch.float64), uniform_log_snr(exact.schedule, 100)
+        >>> z = invert(exact, x0, times)
         >>> round(float(z), 1)  # as many standard deviations from the mean as x0 is
         1.4
     """
@@ -98,10 +98,10 @@ class Inpainting:
     Example:
         >>> from genmodels.diffusion import CosineSchedule, DDIMSampler, GaussianDenoiser, sample, uniform_t
         >>> covariance = torch.tensor([[1.0, 0.9], [0.9, 1.0]])
-        >>> oracle = GaussianDenoiser.from_covariance(CosineSchedule(), torch.zeros(2), covariance)
+        >>> exact = GaussianDenoiser.from_covariance(CosineSchedule(), torch.zeros(2), covariance)
         >>> known, mask = torch.tensor([2.0, 0.0]), torch.tensor([True, False])
         >>> sampler = Inpainting(DDIMSampler(), known, mask, rounds=3)
-        >>> out = sample(oracle, (3, 2), uniform_t(oracle.schedule, 20), sampler, torch.Generator().manual_seed(0))
+        >>> out = sample(exact, (3, 2), uniform_t(exact.schedule, 20), sampler, torch.Generator().manual_seed(0))
         >>> out.x[:, 0], out.evaluations
         (tensor([2., 2., 2.]), 58)
     """

@@ -20,8 +20,8 @@ from genmodels.diffusion.process import alpha_sigma, expand, posterior, q_sample
 from genmodels.diffusion.schedule import NoiseSchedule
 
 
-class _Oracle(AtAnyTime):
-    """What both oracles share: the call of a denoiser, made of `_moments`, and draws from the marginals."""
+class _ExactDenoiser(AtAnyTime):
+    """What both exact denoisers share: the call of a denoiser, made of `_moments`, and draws from the marginals."""
 
     parameterisation: Parameterisation
     event_shape: torch.Size
@@ -77,7 +77,7 @@ class _Oracle(AtAnyTime):
         return q_sample(x0, self.schedule.log_snr(t), normal(x0.shape, generator, dtype=torch.float64))
 
 
-class GaussianDenoiser(_Oracle):
+class GaussianDenoiser(_ExactDenoiser):
     """The exact denoiser of x_0 ~ N(mean, diag(variance)), or of any covariance given by its eigenvectors.
 
     Arguments:
@@ -89,8 +89,8 @@ class GaussianDenoiser(_Oracle):
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.tensor([0.5]), 0.25)
-        >>> round(float(oracle(torch.zeros(1, 1), torch.tensor([1.0])).x0), 3)  # nothing but noise: the mean
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.tensor([0.5]), 0.25)
+        >>> round(float(exact(torch.zeros(1, 1), torch.tensor([1.0])).x0), 3)  # nothing but noise: the mean
         0.5
     """
 
@@ -148,12 +148,12 @@ class GaussianDenoiser(_Oracle):
         With it as the model's variance the bound is tight. Errors: scalars of unlike variance.
         """
         if not torch.allclose(self.variance, self.variance.flatten()[0]):
-            raise InputError("the scalars of this oracle have unlike variances: no single reverse variance is exact")
+            raise InputError("the scalars of this denoiser have unlike variances: no single reverse variance is exact")
         c_0, _, v = posterior(log_snr_s, log_snr_t)
         return v + c_0.square() * self.mmse(log_snr_t).flatten(log_snr_t.dim())[..., 0]
 
 
-class MixtureDenoiser(_Oracle):
+class MixtureDenoiser(_ExactDenoiser):
     """The exact denoiser of a mixture of K normal distributions with diagonal covariances.
 
     Arguments:
@@ -165,8 +165,8 @@ class MixtureDenoiser(_Oracle):
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule
-        >>> oracle = MixtureDenoiser(CosineSchedule(), torch.ones(2), torch.tensor([[-1.0], [1.0]]), 0.01)
-        >>> round(float(oracle(torch.zeros(1, 1), torch.tensor([0.5])).x0), 6)
+        >>> exact = MixtureDenoiser(CosineSchedule(), torch.ones(2), torch.tensor([[-1.0], [1.0]]), 0.01)
+        >>> round(float(exact(torch.zeros(1, 1), torch.tensor([0.5])).x0), 6)
         0.0
     """
 

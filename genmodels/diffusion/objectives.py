@@ -158,8 +158,8 @@ class Simple(Objective):
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(3), 1.0)
-        >>> out = Simple()(oracle, torch.zeros(4, 3), None, torch.Generator().manual_seed(0))
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(3), 1.0)
+        >>> out = Simple()(exact, torch.zeros(4, 3), None, torch.Generator().manual_seed(0))
         >>> out.per_example.shape, list(out.parts)
         (torch.Size([4]), ['mse'])
     """
@@ -209,8 +209,8 @@ class Vlb(Objective):
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, Gaussian, GaussianDenoiser, ddpm_times
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(3), 1.0)
-        >>> out = Vlb(Gaussian(), ddpm_times(10))(oracle, torch.zeros(4, 3), None, torch.Generator().manual_seed(0))
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(3), 1.0)
+        >>> out = Vlb(Gaussian(), ddpm_times(10))(exact, torch.zeros(4, 3), None, torch.Generator().manual_seed(0))
         >>> list(out.parts)
         ['prior_nats', 'diffusion_nats', 'reconstruction_nats']
     """
@@ -362,9 +362,9 @@ class Continuous(Objective):
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, Gaussian, GaussianDenoiser, ddpm_times
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(3), 1.0)
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(3), 1.0)
         >>> objective = Continuous(Gaussian(), ddpm_times(10))
-        >>> list(objective(oracle, torch.zeros(4, 3), None, torch.Generator().manual_seed(0)).parts)
+        >>> list(objective(exact, torch.zeros(4, 3), None, torch.Generator().manual_seed(0)).parts)
         ['prior_nats', 'diffusion_nats', 'reconstruction_nats']
     """
 

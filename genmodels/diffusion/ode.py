@@ -132,8 +132,8 @@ class OdeDensity:
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
-        >>> found = OdeDensity()(oracle, torch.zeros(1, 2), 15.0)
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> found = OdeDensity()(exact, torch.zeros(1, 2), 15.0)
         >>> found.log_prob
         tensor([[-1.8379]], dtype=torch.float64)
     """
@@ -236,8 +236,8 @@ def field(
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(1), 1.0)
-        >>> float(field(oracle, torch.ones(1, 1), torch.zeros(1)).abs())  # unit variance stays unit variance
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(1), 1.0)
+        >>> float(field(exact, torch.ones(1, 1), torch.zeros(1)).abs())  # unit variance stays unit variance
         0.0
     """
     t = denoiser.schedule.time_of(log_snr).clamp(0, 1).to(x.device)

@@ -51,9 +51,9 @@ class DPMSolverPP2MSampler:
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, sample, uniform_t
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
-        >>> times, generator = uniform_t(oracle.schedule, 5), torch.Generator().manual_seed(0)
-        >>> sample(oracle, (3, 2), times, DPMSolverPP2MSampler(), generator).evaluations
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> times, generator = uniform_t(exact.schedule, 5), torch.Generator().manual_seed(0)
+        >>> sample(exact, (3, 2), times, DPMSolverPP2MSampler(), generator).evaluations
         5
     """
 
@@ -94,9 +94,9 @@ class UniPCSampler:
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, sample, uniform_t
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
-        >>> times, generator = uniform_t(oracle.schedule, 5), torch.Generator().manual_seed(0)
-        >>> sample(oracle, (3, 2), times, UniPCSampler(), generator).evaluations
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> times, generator = uniform_t(exact.schedule, 5), torch.Generator().manual_seed(0)
+        >>> sample(exact, (3, 2), times, UniPCSampler(), generator).evaluations
         5
     """
 
@@ -154,9 +154,9 @@ class EulerSampler:
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, sample, uniform_t
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
-        >>> times, generator = uniform_t(oracle.schedule, 5), torch.Generator().manual_seed(0)
-        >>> sample(oracle, (3, 2), times, EulerSampler(), generator).evaluations
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> times, generator = uniform_t(exact.schedule, 5), torch.Generator().manual_seed(0)
+        >>> sample(exact, (3, 2), times, EulerSampler(), generator).evaluations
         5
     """
 
@@ -176,9 +176,9 @@ class HeunSampler:
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, sample, uniform_t
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
-        >>> times, generator = uniform_t(oracle.schedule, 5), torch.Generator().manual_seed(0)
-        >>> sample(oracle, (3, 2), times, HeunSampler(), generator).evaluations
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> times, generator = uniform_t(exact.schedule, 5), torch.Generator().manual_seed(0)
+        >>> sample(exact, (3, 2), times, HeunSampler(), generator).evaluations
         9
     """
 
@@ -213,9 +213,9 @@ class EDMSampler(HeunSampler):
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, karras, sample
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
-        >>> times, generator = karras(oracle.schedule, 5), torch.Generator().manual_seed(0)
-        >>> sample(oracle, (3, 2), times, EDMSampler(5, churn=2.0), generator).evaluations
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> times, generator = karras(exact.schedule, 5), torch.Generator().manual_seed(0)
+        >>> sample(exact, (3, 2), times, EDMSampler(5, churn=2.0), generator).evaluations
         9
     """
 
@@ -257,9 +257,9 @@ class DDPMSampler:
     Example:
         >>> import torch
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, sample, uniform_t
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
-        >>> times, generator = uniform_t(oracle.schedule, 5), torch.Generator().manual_seed(0)
-        >>> sample(oracle, (3, 2), times, DDPMSampler(), generator).x.shape
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> times, generator = uniform_t(exact.schedule, 5), torch.Generator().manual_seed(0)
+        >>> sample(exact, (3, 2), times, DDPMSampler(), generator).x.shape
         torch.Size([3, 2])
     """
 
@@ -292,9 +292,9 @@ class DDIMSampler:
     Example:
         >>> import torch
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, sample, uniform_t
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
-        >>> times, generator = uniform_t(oracle.schedule, 5), torch.Generator().manual_seed(0)
-        >>> sample(oracle, (3, 2), times, DDIMSampler(), generator).evaluations
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> times, generator = uniform_t(exact.schedule, 5), torch.Generator().manual_seed(0)
+        >>> sample(exact, (3, 2), times, DDIMSampler(), generator).evaluations
         5
     """
 

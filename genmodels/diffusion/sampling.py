@@ -114,10 +114,10 @@ def sample(
     Example:
         >>> from genmodels.diffusion import CosineSchedule, DPMSolverPP2MSampler, GaussianDenoiser, uniform_log_snr
         >>> from genmodels.core.random import KeyedGenerator
-        >>> oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
-        >>> times, sampler = uniform_log_snr(oracle.schedule, 20), DPMSolverPP2MSampler()
-        >>> both = sample(oracle, (2, 2), times, sampler, KeyedGenerator(0, torch.tensor([6, 7]), "sample"))
-        >>> alone = sample(oracle, (1, 2), times, sampler, KeyedGenerator(0, torch.tensor([7]), "sample"))
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+        >>> times, sampler = uniform_log_snr(exact.schedule, 20), DPMSolverPP2MSampler()
+        >>> both = sample(exact, (2, 2), times, sampler, KeyedGenerator(0, torch.tensor([6, 7]), "sample"))
+        >>> alone = sample(exact, (1, 2), times, sampler, KeyedGenerator(0, torch.tensor([7]), "sample"))
         >>> bool((both.x[1] - alone.x[0]).abs().max() < 1e-5)
         True
     """

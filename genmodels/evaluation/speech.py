@@ -373,7 +373,7 @@ def audit_notes(rows: list[dict]) -> list[str]:
     """
     scored = any(row["z"] is not None for row in rows)
     lines = [f"audit of {len(rows)} utterance{'s' * (len(rows) != 1)}, the least likely first"
-             + (" (z: deviations above utterances of that length)" if scored else ""),
+             + (" (z: standard deviations above utterances of that length)" if scored else ""),
              *(_line(row["rank"], row) for row in rows[:_SHOWN])]
     if any("evidence" in row for row in rows):
         lines.append("the same by the evidence for their texts, nats a frame better than texts of other utterances: "
