@@ -106,7 +106,8 @@ def context_of(model) -> str:
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
     kept = next((t for t in model.core.state_dict().values() if t.is_floating_point()), torch.zeros(()))
     precision = str(kept.dtype).removeprefix("torch.")
-    return f"{device}, {torch.get_num_threads()} threads, {precision}, not compiled, torch {torch.__version__}"
+    threads = torch.get_num_threads()
+    return f"{device}, {threads} thread{'s' * (threads != 1)}, {precision}, not compiled, torch {torch.__version__}"
 
 
 def _timed(model, draw: Callable, n: int, start: int) -> float:
