@@ -189,7 +189,7 @@ def test_a_path_that_fails_names_the_item():
 
 
 @pytest.mark.parametrize("options, coarser", [
-    ({"solver": "heun", "steps": 32}, {"solver": "heun", "steps": 16}), ({"tolerance": 1e-4}, {"tolerance": 1e-3}),
+    ({"solver": "heun", "steps": 32}, {"solver": "heun", "steps": 16}), ({"tolerance": 1e-6}, {"tolerance": 10 * 1e-6}),
 ])  # fmt: skip
 def test_a_coarser_solution_says_how_far_to_trust_the_value(options, coarser):
     """A network that was never trained varies quickly with the noise level, and coarse steps miss that."""
@@ -203,13 +203,14 @@ def test_a_coarser_solution_says_how_far_to_trust_the_value(options, coarser):
     checked = torch.tensor([0, 8])
     assert (~found.solver_change.isnan()).nonzero().flatten().tolist() == checked.tolist()
     rough, fine = (model.ode_likelihood(items.rows(checked), **other) for other in (coarser, {"solver": "rk4",
-                                                                                              "steps": 100}))
+                                                                                              "steps": 400}))
     change = found.solver_change[checked]
     assert torch.allclose(change, found.nats[checked] - rough.nats, atol=1e-12)
     error = found.nats[checked] - fine.nats
     assert 0 < float(error.square().mean()) < float(change.square().mean())
     again = Likelihood.concatenate([model.ode_likelihood(items.rows(part), **options) for part in
                                     (torch.arange(4, 9), torch.arange(4))]).in_index_order().cpu()
-    rounding = 1e-12 if "steps" in options else 1e-4  # adaptive steps are accepted or not by the last digit
+    # Adaptive steps are accepted or not by the last digit, so that values solved alone differ within the stated change.
+    rounding = 1e-12 if "steps" in options else float(change.abs().max())
     assert torch.allclose(again.solver_change, found.solver_change, equal_nan=True, atol=rounding)
     assert "nats an item)" in how(again) and again.made["coarser"].items() <= coarser.items()
