@@ -10,14 +10,16 @@ from __future__ import annotations
 import ast
 import importlib.util
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from genmodels.core.moved import present_name
 
 ROOT = Path(__file__).resolve().parents[1]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,18 @@ def _absolute(module: Module, node: ast.ImportFrom) -> str:
     return ".".join([*parts, node.module] if node.module else parts)
 
 
-@cache
+def _remembered(function: Callable[[str], T]) -> Callable[[str], T]:
+    """Remembers answers about this package; a user's module may appear or change while the process lives."""
+    known = cache(function)
+
+    @wraps(function)
+    def answer(name: str) -> T:
+        return (known if name.split(".")[0] == ROOT.name else function)(name)
+
+    return answer
+
+
+@_remembered
 def load(name: str) -> Module | None:
     """The module of that dotted name, or None if there is no such source file."""
     first, *rest = name.split(".")
@@ -141,7 +154,7 @@ def load(name: str) -> Module | None:
     return None
 
 
-@cache
+@_remembered
 def find(dotted: str) -> tuple[Module, ast.AST] | None:
     """The definition that a dotted name leads to, or None.
 
@@ -155,7 +168,7 @@ def find(dotted: str) -> tuple[Module, ast.AST] | None:
     return module.lookup(name) if module else None
 
 
-@cache
+@_remembered
 def target(dotted: str) -> Target | None:
     """The settable keys of the class or function of that name, or None if there is none.
 

@@ -225,10 +225,6 @@ class DDPM(GenerativeModel):
         """An estimate of the bound: eight terms, twice."""
         return {"draws": min(8, self.num_steps - 1)}
 
-    def bound_times(self) -> Tensor:
-        """Times t_0 < ... < t_K = 1 of the bound, (T,) float64."""
-        return self.elbo.times(self.core.schedule)
-
     def denoiser_and_cond(self, batch: Batch) -> tuple[Denoiser, Tensor | None]:
         """The denoiser, and the condition that it sees with the noisy data of a batch."""
         return self.core, self._cond(batch)
@@ -254,8 +250,8 @@ class DDPM(GenerativeModel):
         """
         x0, index = self._entered(batch), batch.item_index
         found, profile, made = self.elbo(
-            self.weights(weights), x0, self.bound_times(), KeyedGenerator(seed, index, "elbo"), cond=self._cond(batch),
-            mask=batch.mask, bound=bound, draws=draws, replicates=replicates, rows=rows,
+            self.weights(weights), x0, self.elbo.times(self.core.schedule), KeyedGenerator(seed, index, "elbo"),
+            cond=self._cond(batch), mask=batch.mask, bound=bound, draws=draws, replicates=replicates, rows=rows,
         )
         made |= {"noise": self.noise} if self.noise else {}
         made |= {"variance": self.elbo.variance, "weights": str(weights), "seed": seed}

@@ -28,7 +28,7 @@ def is_flow(model: GenerativeModel) -> bool:
 
 
 def is_diffusion(model: GenerativeModel) -> bool:
-    """Whether the model is a diffusion with a bound: its core has a `schedule`, and it has the times of a bound.
+    """Whether the model is a diffusion with a bound: its core has a `schedule`, and it has an `elbo`.
 
     Example:
         >>> from genmodels.core.data import DataSpec
@@ -36,7 +36,7 @@ def is_diffusion(model: GenerativeModel) -> bool:
         >>> is_diffusion(DDPM(DataSpec("plane", (2,)), num_steps=4))
         True
     """
-    return hasattr(model, "bound_times") and hasattr(model.core, "schedule")
+    return hasattr(model, "elbo") and hasattr(model.core, "schedule")
 
 
 def is_energy(model: GenerativeModel) -> bool:

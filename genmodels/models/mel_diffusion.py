@@ -240,10 +240,6 @@ class MelDiffusion(AlignedModel):
         """An estimate of the bound: eight terms, twice."""
         return {"draws": min(8, self.num_steps - 1)}
 
-    def bound_times(self) -> Tensor:
-        """Times t_0 < ... < t_K = 1 of the bound, (T,) float64."""
-        return self.elbo.times(self.core.schedule)
-
     def log_likelihood(
         self,
         batch: Batch,
@@ -275,8 +271,8 @@ class MelDiffusion(AlignedModel):
             u, volume = self.units(batch, noise)
             _, x0, cond = self._around(core, u, batch)
         out, profile, made = self.elbo(
-            core.denoiser, x0, self.bound_times(), FrameKeyedGenerator(seed, noise.index, "elbo"), cond=cond,
-            mask=batch.mask, bound=bound, draws=draws, replicates=replicates, rows=rows,
+            core.denoiser, x0, self.elbo.times(self.core.schedule), FrameKeyedGenerator(seed, noise.index, "elbo"),
+            cond=cond, mask=batch.mask, bound=bound, draws=draws, replicates=replicates, rows=rows,
         )
         parts = out.parts | {"scale": -volume.double()}
         if alignment == "marginal":

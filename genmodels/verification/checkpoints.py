@@ -197,7 +197,8 @@ def decoder(s: ModelSubject) -> Measured:
     """For 25 means from -1.2 to 1.2."""
     model = s.model
     levels = torch.arange(model.spec.levels, device=model.device)
-    log_snr = model.core.schedule.log_snr(model.bound_times()[:1].to(model.device)).double()
+    schedule = model.core.schedule
+    log_snr = schedule.log_snr(model.elbo.times(schedule)[:1].to(model.device)).double()
     means = torch.linspace(-1.2, 1.2, 25, dtype=torch.float64, device=model.device)
     masses = model.decoder.log_mass(levels[:, None], means, torch.exp(-0.5 * log_snr)).exp().sum(0)
     return Measured(_largest(masses - 1), f"{len(levels)} levels")

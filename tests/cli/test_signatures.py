@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from genmodels.cli import signatures
-from genmodels.cli.signatures import find, load, target
+from genmodels.cli.signatures import target
 
 REAL = [
     "genmodels.models.ddpm.DDPM",
@@ -130,11 +130,6 @@ def house(tmp_path, monkeypatch):
     for name, text in sources.items():
         (package / f"{name}.py").write_text(textwrap.dedent(text))
     monkeypatch.syspath_prepend(tmp_path)
-    for cached in (load, find, target):
-        cached.cache_clear()
-    yield
-    for cached in (load, find, target):
-        cached.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -166,6 +161,15 @@ def test_defaults_required_and_meanings(house):
 @pytest.mark.parametrize("name", ["house.rooms.Nobody", "house.nowhere.Room", "nohouse.Room", "Room", "house", ""])
 def test_what_does_not_exist_is_none(house, name):
     assert target(name) is None
+
+
+def test_a_module_that_appears_or_changes_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert target("cottage.Room") is None
+    for key in ("width", "height"):
+        (tmp_path / "cottage.py").write_text(f"class Room:\n    def __init__(self, *, {key}=1.0):\n        pass\n")
+        importlib.invalidate_caches()  # the folder's listing, which the interpreter keeps by time stamps
+        assert list(target("cottage.Room").keys) == [key]
 
 
 def test_nothing_is_imported(house):

@@ -89,7 +89,7 @@ def test_that_law_catches_a_forgotten_volume():
 
 def excess(model, variance: float) -> float:
     """Nats a scalar by which the bound of the best denoiser of N(0, variance) exceeds the entropy; closed form."""
-    log_snr = model.core.schedule.log_snr(model.bound_times()).detach()
+    log_snr = model.core.schedule.log_snr(model.elbo.times(model.core.schedule)).detach()
     error = variance / (1 + variance * torch.exp(log_snr))  # E |x_0 - x0_hat|^2
     s, t, first, last = log_snr[:-1], log_snr[1:], log_snr[0], log_snr[-1]
     c_0, _, v = posterior(s, t)

@@ -98,7 +98,7 @@ def test_bounds_train_in_bits_per_dimension():
 def test_the_bound_of_a_learned_schedule_starts_where_levels_become_certain():
     made = model(schedule="learned", objective="continuous")
     assert made.core.schedule.end_points == pytest.approx((2 * math.log(32), -15.0))
-    assert float(made.bound_times()[0]) == 0 and len(made.bound_times()) == 12
+    assert float(made.elbo.times(made.core.schedule)[0]) == 0 and len(made.elbo.times(made.core.schedule)) == 12
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear_log_snr", "learned"])
@@ -106,7 +106,7 @@ def test_the_ends_of_a_schedule_can_be_chosen(schedule):
     made = model(schedule=schedule, log_snr_ends=[6.5, -9], objective="continuous")
     times = torch.tensor([0.0, 1.0], dtype=torch.float64)
     assert made.core.schedule.log_snr(times).tolist() == pytest.approx([6.5, -9])
-    assert float(made.bound_times()[0]) == 0  # less noise than that tells of no further level
+    assert float(made.elbo.times(made.core.schedule)[0]) == 0  # less noise than that tells of no further level
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_ends_of_a_schedule_can_be_chosen(schedule):
 @pytest.mark.parametrize("zero_terminal_snr", [False, True])
 def test_the_steps_of_the_bound_are_even_in_log_snr(schedule, zero_terminal_snr):
     made = model(schedule=schedule, zero_terminal_snr=zero_terminal_snr, objective="continuous", num_steps=200)
-    times, drawn = made.bound_times(), made.elbo.steps(made.core.schedule)
+    times, drawn = made.elbo.times(made.core.schedule), made.elbo.steps(made.core.schedule)
     steps = made.core.schedule.log_snr(times)[:-1].diff().detach()
     assert bool((times.diff() > 0).all()) and float(steps.min()) == pytest.approx(float(steps.max()), rel=1e-3)
     assert len(times) == len(drawn) == 200 and torch.equal(times[[0, -1]], drawn[[0, -1]])
@@ -123,7 +123,7 @@ def test_the_steps_of_the_bound_are_even_in_log_snr(schedule, zero_terminal_snr)
 
 def test_the_steps_of_a_table_are_its_own():
     made = model(schedule="linear", num_steps=200)
-    assert torch.allclose(made.bound_times() * 200, torch.arange(1, 201, dtype=torch.float64))
+    assert torch.allclose(made.elbo.times(made.core.schedule) * 200, torch.arange(1, 201, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
