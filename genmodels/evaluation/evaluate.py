@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 
 from PIL import Image
 from torch import Tensor
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from genmodels.core.errors import Interrupted
 from genmodels.evaluation import cost
 from genmodels.evaluation.cache import Cache
-from genmodels.evaluation.checkpoint import Frame, Opened, Request
+from genmodels.evaluation.checkpoint import Frame, Opened
 from genmodels.evaluation.likelihood import LikelihoodStage
 from genmodels.evaluation.out_of_distribution import OtherDataStage
 from genmodels.evaluation.references import references
@@ -111,7 +111,7 @@ class Evaluation:
         """Network evaluations, samples a second, latency, memory, on this device."""
         small = self.opened.limited
         own = Opened(self.opened.path, self.opened.model, self.opened.header, self.opened.datamodule,
-                     _alone(self.frame.request), self.opened.items)
+                     replace(self.frame.request, processes=1), self.opened.items)
         self.report["sampling"] = self.frame.once("cost", self.frame.sampling_settings(), lambda: cost.measure(
             self.opened.model, lambda n, start: own.draw(n, start=start, progress=False),
             batch_size=16 if small else 64, budget=5.0 if small else 60.0,
@@ -145,8 +145,3 @@ class Evaluation:
             self.report["drift"] = drift_of(done["layers"])
         self.report["failed"] += [f"check failed: {check['name']} ({check['note']})" for check in done["checks"]
                                   if check["status"] == FAILED]
-
-
-def _alone(request: Request) -> Request:
-    """The same request on one process, for what is timed."""
-    return Request(**{**asdict(request), "processes": 1})

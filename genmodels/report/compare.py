@@ -10,10 +10,11 @@ from pathlib import Path
 from genmodels.core.errors import InputError, Interrupted, RunError
 from genmodels.core.files import cache_folder, write_whole
 from genmodels.evaluation.cache import Cache
-from genmodels.evaluation.checkpoint import Opened, Request
+from genmodels.evaluation.checkpoint import Opened
 from genmodels.evaluation.evaluate import Evaluation
 from genmodels.evaluation.likelihood import check_options
 from genmodels.evaluation.report import arrays_target, plain, report_target, write_arrays, write_report
+from genmodels.evaluation.request import Request
 from genmodels.evaluation.table import as_csv, as_markdown, as_text, labelled, make_table, same_items
 from genmodels.models.build import construct
 from genmodels.report.page import write_page
@@ -21,24 +22,20 @@ from genmodels.training.loggers import LoggerOptions, log_evaluation
 
 
 def compare(
-    paths: list[Path], request: Request, *, out: str | None, rank: str, keep: bool, several: bool,
-    failures: dict[str, str],
+    paths: list[Path], request: Request, *, several: bool, failures: dict[str, str]
 ) -> list[str]:
     """Evaluate checkpoints, print and write their table; what failed, in words.
 
     Arguments:
         paths: whole checkpoints.
         request: what is asked of all of them.
-        out: the report's file or folder, see `genmodels.cli.evaluate`.
-        rank: `kind` or `across`.
-        keep: whether results are kept and taken from the cache.
         several: whether more than one checkpoint was named.
         failures: path and message of those that are broken.
 
     Raises:
         InputError, RunError: what stops all of it.
     """
-    cache = Cache(cache_folder() / "evaluations" if keep else None)
+    cache = Cache(cache_folder() / "evaluations" if request.cache else None)
     held: dict = {}
     shared: dict = {}
     evaluations, first = [], None
@@ -53,7 +50,7 @@ def compare(
     check_options([evaluation.opened for evaluation in evaluations])
     same_items([evaluation.report for evaluation in evaluations])
     labelled([evaluation.report for evaluation in evaluations])
-    done, written = [], _targets([e.opened for e in evaluations], out, several)
+    done, written = [], _targets([e.opened for e in evaluations], request.out, several)
     for evaluation, target in zip(evaluations, written, strict=True):
         path = str(evaluation.opened.path)
         if len(evaluations) > 1:
@@ -75,7 +72,7 @@ def compare(
         options = construct(LoggerOptions, **evaluation.report["config"].get("logger") or {})
         log_evaluation(evaluation.opened.path.parent, options, evaluation.report)
     table = make_table(
-        [evaluation.report for evaluation, _ in done], [evaluation.arrays for evaluation, _ in done], rank=rank,
+        [evaluation.report for evaluation, _ in done], [evaluation.arrays for evaluation, _ in done], rank=request.rank,
         command=_command(), failures=list(failures.items()),
     )
     print(as_text(table))
@@ -83,7 +80,7 @@ def compare(
         print(f"report: {target}")
     page = done[0][1].with_suffix(".html")
     if several:
-        folder = Path(out) if out is not None else _common([evaluation.opened.path for evaluation, _ in done])
+        folder = Path(request.out or _common([evaluation.opened.path for evaluation, _ in done]))
         write_report(table, folder / "table.json")
         for name, text in (("table.md", as_markdown(table)), ("table.csv", as_csv(table))):
             write_whole(folder / name, lambda file, text=text: file.write(text), mode="w")

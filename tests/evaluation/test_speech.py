@@ -14,7 +14,8 @@ from genmodels.data.speech import Speech
 from genmodels.data.utterances import padded_tokens
 from genmodels.evaluation import speech as module
 from genmodels.evaluation import speech as speech_stage
-from genmodels.evaluation.checkpoint import Opened, Request
+from genmodels.evaluation.checkpoint import Opened
+from genmodels.evaluation.request import Request
 from genmodels.evaluation.speech import against_length, audit, audit_notes, neighbours, picture_of_audit
 from genmodels.models.base import Samples
 from genmodels.models.glow_tts import GlowTTS
