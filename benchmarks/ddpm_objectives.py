@@ -71,6 +71,7 @@ def frechet(a: np.ndarray, b: np.ndarray) -> float:
 def evaluate(folder: Path, given: argparse.Namespace) -> dict:
     """The figures of a finished run."""
     from genmodels.core.likelihood import Likelihood
+    from genmodels.core.samples import SamplingOptions
     from genmodels.evaluation.samples import draw
     from genmodels.models.build import build
     from genmodels.models.checkpoint import load_model
@@ -88,7 +89,7 @@ def evaluate(folder: Path, given: argparse.Namespace) -> dict:
 
         classifier, row["svm_on_test"] = fitted_classifier()
     for name, options in SAMPLERS.items():
-        samples = draw(model, given.samples, batch_size=250, progress=False, **options)
+        samples = draw(model, SamplingOptions(n=given.samples, **options), batch_size=250, progress=False)
         x = pixels([samples.x])
         row[f"{name}_frechet"] = frechet(x, test)
         if given.data == "digits":

@@ -16,6 +16,7 @@ import json
 import torch
 from sklearn.svm import SVC
 
+from genmodels.core.samples import SamplingOptions
 from genmodels.data.vision import Digits
 from genmodels.evaluation.samples import draw
 from genmodels.models.checkpoint import load_model
@@ -54,7 +55,7 @@ def main() -> None:
     n = given.n
     out = {"svm_on_real_test": round(real, 4), "n": n, "step": header["step"]}
     for name, options in WAYS[model.family].items():
-        samples = draw(model, n, batch_size=250, progress=False, **options)
+        samples = draw(model, SamplingOptions(n=n, **options), batch_size=250, progress=False)
         read = classifier.predict(samples.x.flatten(1).numpy().astype("float64"))
         out[name] = round(float((read == samples.cond.numpy()).mean()), 4)
     print(json.dumps(out))

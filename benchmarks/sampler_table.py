@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.features import FeatureNetwork, Items, network_for
 from genmodels.evaluation.fidelity import frechet_distance, precision_recall
 from genmodels.evaluation.samples import draw
@@ -54,7 +55,8 @@ def drawn(model, row: str, n: int, part: int, keep: Path | None) -> tuple[torch.
             found = torch.load(place, weights_only=True)
         else:
             began = time.perf_counter()
-            samples = draw(model, min(part, n - first), batch_size=part, start=first, progress=False, **chosen)
+            options = SamplingOptions(n=min(part, n - first), start=first, **chosen)
+            samples = draw(model, options, batch_size=part, progress=False)
             found = {"x": samples.x, "cond": samples.cond, "seconds": time.perf_counter() - began,
                      "calls": samples.made["evaluations"]}  # fmt: skip
             if place is not None:

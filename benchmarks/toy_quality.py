@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch
+from genmodels.core.samples import SamplingOptions
 from genmodels.data.toy import density
 from genmodels.evaluation.samples import draw
 from genmodels.models.checkpoint import load_model
@@ -44,7 +45,7 @@ def evaluate(path: str, samples: int, sets: int) -> dict:
     if likelihood.kind == "exact":
         gap = truth.log_prob(test.double()) - likelihood.nats.cpu()
         found |= {"kl": float(gap.mean()), "kl_stderr": float(gap.std() / _TEST**0.5)}
-    x = draw(model, samples, batch_size=samples, progress=False).x.double()
+    x = draw(model, SamplingOptions(n=samples), batch_size=samples, progress=False).x.double()
     fresh = [truth.sample(samples, torch.Generator().manual_seed(seed)).double() for seed in range(sets + 1)]
     width = _WIDTH * float(fresh[0].std(0).square().mean().sqrt())
     ours = torch.tensor([discrepancy(x, y, width) for y in fresh[1:]])

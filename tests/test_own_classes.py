@@ -14,6 +14,7 @@ import torch
 from genmodels.cli import main as cli
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
+from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.samples import draw
 from genmodels.models.base import GenerativeModel, Samples
 
@@ -76,7 +77,7 @@ class Drawn(GenerativeModel):
 def test_a_model_that_defines_draw_is_sampled_like_any_other():
     model = Drawn(DataSpec("line", (1,)))
     assert model.sample(n=3, temperature=0.5, start=2).x.flatten().tolist() == [1.0, 1.5, 2.0]
-    assert draw(model, 2, start=1, steps=4, progress=False).x.flatten().tolist() == [4.0, 8.0]
+    assert draw(model, SamplingOptions(n=2, start=1, steps=4), progress=False).x.flatten().tolist() == [4.0, 8.0]
     with pytest.raises(InputError, match="drawn has no sampling option 'guidance'; it has cond, temperature, seed, st"):
         model.sample(2, guidance=3.0)
     with pytest.raises(InputError, match="temperature must be a finite number"):
@@ -84,12 +85,12 @@ def test_a_model_that_defines_draw_is_sampled_like_any_other():
 
 
 def test_a_model_that_takes_any_option_is_given_them():
-    x = draw(Open(DataSpec("line", (1,))), 5, batch_size=2, start=3, weights="ema", steps=10, progress=False).x
+    x = draw(Open(DataSpec("line", (1,))), SamplingOptions(n=5, start=3, steps=10), batch_size=2, progress=False).x
     assert torch.equal(x[:, 0], 10.0 * torch.arange(3, 8))
 
 
 def test_what_is_missing_of_the_contract_is_named():
     with pytest.raises(InputError, match=r"Closed.sample does not take weights=, as every model's must"):
-        draw(Closed(DataSpec("line", (1,))), 2, weights="ema", progress=False)
+        draw(Closed(DataSpec("line", (1,))), SamplingOptions(), progress=False)
     with pytest.raises(InputError, match="open has no sampling option 'steps'; it has cond, temperature, seed"):
-        draw(Closed(DataSpec("line", (1,))), 2, steps=3, progress=False)
+        draw(Closed(DataSpec("line", (1,))), SamplingOptions(steps=3), progress=False)

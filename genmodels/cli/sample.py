@@ -64,16 +64,13 @@ def run(
     import math
     from pathlib import Path
 
-    from genmodels.core.errors import InputError, check_temperature
+    from genmodels.core.errors import InputError
     from genmodels.core.files import check_writable
+    from genmodels.core.samples import SamplingOptions
 
     options = {key: value for key, value in options.items() if value is not None}
-    text, cond, seed, start = (options.get(key, usual) for key, usual in (("text", None), ("cond", None), ("seed", 0),
-                                                                          ("start", 0)))
-    if "temperature" in options:
-        check_temperature(options["temperature"])
-    for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("start", start, 0), ("frames", frames, 2),
-                              ("chunk", chunk, 1)):
+    asked = SamplingOptions(n=n or 64, **options)
+    for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("frames", frames, 2), ("chunk", chunk, 1)):
         if value is not None and value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
     if path is not None and Path(path).suffix.lower() not in (".png", ".gif"):
@@ -93,10 +90,9 @@ def run(
 
     verify(ckpt_path)
 
-    from dataclasses import fields
+    from dataclasses import fields, replace
 
     from genmodels.core.checkpoint import checkpoint_hash
-    from genmodels.core.samples import SamplingOptions
     from genmodels.evaluation.samples import check_target, draw, write_path, write_samples
     from genmodels.models.checkpoint import load_model, weights_of
 
@@ -105,21 +101,17 @@ def run(
     if model.spec.text is not None:
         from genmodels.cli.say import say
 
-        asked = {"text": text, "text_file": text_file, "n": n, "start": start, "out": out}
-        asked |= {"chunk": (chunk or 64) if stream else None}
-        own = {"speed", "seconds", "on_unknown", "temperature", "seed"}
-        manner |= {key: value for key, value in options.items() if key in own}
-        manner |= {"speaker": cond, "weights": weights_of(ema)}
-        further = {key: value for key, value in options.items() if key not in own | {"text", "cond", "start"}}
-        for line in say(model, header, ckpt_path, asked, manner, further):
+        manner = {key: value for key, value in manner.items() if value is not None}
+        output = {"text_file": text_file, "takes": n, "out": out, "chunk": (chunk or 64) if stream else None}
+        for line in say(model, header, ckpt_path, options | manner | {"weights": weights_of(ema)}, **output):
             print(line)
         return
-    only = {"text": text, "text_file": text_file, "stream": stream or None} | manner
-    only |= {key: options.get(key) for key in ("speed", "seconds", "on_unknown")}
+    only = {"text_file": text_file, "stream": stream or None} | manner
+    only |= {key: options.get(key) for key in ("text", "speed", "seconds", "on_unknown")}
     unused = [key for key, value in only.items() if value is not None]
     if unused:
         raise InputError(f"{unused[0]} is for text-to-speech models: {ckpt_path} holds a {header['family']}")
-    n = 64 if n is None else n
+    n, seed, start = asked.n, asked.seed, asked.start
     given = {field.name: options.get(field.name) for field in fields(SamplingOptions)}
     temperature = given.pop("temperature")
     given |= {"seed": None, "start": None, "inpaint": inpaint, "mask": mask, "edit": edit}
@@ -139,7 +131,7 @@ def run(
         for line in strip(model, header, interpolate, frames, ema, place, ckpt_path, trust or []):
             print(line)
         return
-    size = options.get("size")
+    size = asked.size
     values = math.prod(model.spec.event_shape if size is None else (model.spec.event_shape[0], *size))
     gigabytes = n * values * (1 if model.spec.levels else 4) / 1e9
     at_once = min(n, batch_size) * values * 16 / 1e9  # samples, noise, the estimate and a first layer, in float32
@@ -151,11 +143,8 @@ def run(
     named = {"inpaint": inpaint, "mask": mask, "edit": edit}
     materials, lines = material(model, header, named, ckpt_path, trust or [])
     if path is not None:  # many moments, of which those with equal changes are shown
-        options["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * n * model.spec.dims))))
-    samples = draw(
-        model, n, batch_size=batch_size, weights=weights_of(ema),
-        **{"seed": 0, "temperature": 1.0} | options | materials,
-    )
+        materials["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * n * model.spec.dims))))
+    samples = draw(model, replace(asked, weights=weights_of(ema), **materials), batch_size=batch_size)
     samples.made |= {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
     samples.made |= {key: str(value) for key, value in named.items() if value is not None}
     lines += write_samples(samples, model.spec, target, sources(materials, model.spec))

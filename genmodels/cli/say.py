@@ -15,6 +15,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, RunError, refusals
 from genmodels.core.files import write_whole
+from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.samples import save_png
 from genmodels.models.glow_tts import check_streams, stream_text
 from genmodels.models.text_model import TextReader
@@ -25,14 +26,19 @@ from genmodels.speech.streaming import Vocoder, collect, stream_sound
 from genmodels.speech.vocoder import FLOOR, VOCODERS, phases, sound_of, vocoder_of
 
 
-def say(model, header: dict, ckpt_path, asked: dict, manner: dict, options: dict) -> list[str]:
+def say(
+    model, header: dict, ckpt_path, options: dict, *, text_file: str | None, takes: int | None, out: str | None,
+    chunk: int | None,
+) -> list[str]:  # fmt: skip
     """Synthesise texts (by default the checkpoint's examples) and write the files; returns lines for the user.
 
     Arguments:
         model, header, ckpt_path: the checkpoint.
-        asked: texts, number of takes, output.
-        manner: arguments of `Manner`, None for defaults.
-        options: further options of the model's `sample`.
+        options: those of `Manner`, with a file's name for durations.
+        text_file: a file of texts, in place of those of the options.
+        takes: of each text, one by default; of the examples, how many of them.
+        out: the file or folder.
+        chunk: frames of a chunk; None for all at once.
 
     Raises:
         InputError: for texts that cannot be synthesised, or files that cannot be read.
@@ -41,30 +47,29 @@ def say(model, header: dict, ckpt_path, asked: dict, manner: dict, options: dict
     from genmodels.speech.audio import MelConfig
     from genmodels.speech.vocoder import vocoder_of
 
-    for key in options:
+    if "durations" in options:
+        options = options | {"durations": read_durations(Path(options["durations"]))}
+    how = Manner(**options)
+    for key in how.given():
         if not model.takes(key):
             raise InputError(f"{key}: {header['family']} has no such sampling option")
-    if asked["text"] is not None and asked["text_file"] is not None:
+    if how.text is not None and text_file is not None:
         raise InputError("text and text_file: give only one of the two")
-    texts, takes = asked["text"], 1 if asked["n"] is None else asked["n"]
-    if asked["text_file"] is not None:
+    texts = how.text
+    if text_file is not None:
         try:
-            lines = Path(asked["text_file"]).read_text(encoding="utf-8-sig").splitlines()
+            lines = Path(text_file).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"text_file={asked['text_file']} cannot be read: {error}") from None
+            raise InputError(f"text_file={text_file} cannot be read: {error}") from None
         texts = [line for line in lines if line.strip()]
     if texts is None:
-        texts, takes = model.spec.text["examples"][: asked["n"]], 1
+        texts, takes = model.spec.text["examples"][:takes], 1
     texts = [texts] if isinstance(texts, str) else list(texts)
-    given = {key: value for key, value in manner.items() if value is not None}
-    if "durations" in given:
-        given["durations"] = read_durations(Path(given["durations"]))
-    how = Manner(**given, options=options)
-    out = None if asked["out"] is None else Path(asked["out"])
+    out = None if out is None else Path(out)
     silent = out is not None and out.suffix.lower() == ".npz"
     # Loaded before synthesis, so that its errors come first.
     vocoder = None if silent else vocoder_of(how.vocoder, MelConfig(**model.spec.mel))
-    chunk, which = asked["chunk"], {"takes": takes, "start": asked["start"]}
+    which = {"takes": takes or 1, "start": how.start}
     begun = time.monotonic()
     if chunk is None:
         found, times = synthesise(model, texts, how, **which), []
@@ -85,37 +90,22 @@ _MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature")  # sampli
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner:
-    """Options of synthesis.
+class Manner(SamplingOptions):
+    """Options of synthesis: those of sampling, where `cond` is the speaker and `seconds` make a text one sentence.
 
     Arguments:
-        speaker: name or number; None for the first.
-        temperature: factor on the standard deviation of the noise; None for the model's default.
-        speed: factor of the speaking rate, above 1 is faster.
-        seconds: total time of a text, which is then synthesised as one sentence.
         pause: seconds of silence between sentences, unless a mark `[pause=0.3]` sets it.
-        durations: for each sentence the frames of its tokens, instead of predicted ones.
         vocoder: one of `genmodels.speech.vocoder.VOCODERS`.
-        seed, weights, on_unknown: see the model's `sample`.
-        options: further options of the model's `sample`, such as sampler and steps of a diffusion model.
 
     Raises:
         InputError: for a negative pause, an unknown vocoder, or durations together with a speed.
     """
 
-    speaker: int | str | None = None
-    temperature: float | None = None
-    speed: float = 1.0
-    seconds: float | None = None
     pause: float = 0.2
-    durations: list[list[int]] | None = None
     vocoder: str = "griffin_lim"
-    seed: int = 0
-    weights: str | float = "ema"
-    on_unknown: str = "error"
-    options: dict = field(default_factory=dict)
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.pause >= 0:
             raise InputError(f"pause must be a number of seconds from 0 on, got {self.pause}")
         if self.vocoder not in VOCODERS:
@@ -125,10 +115,8 @@ class Manner:
 
     @property
     def of_model(self) -> dict:
-        """The arguments of a model's `sample`."""
-        own = ("temperature", "speed", "seconds", "durations", "seed", "weights", "on_unknown")
-        given = {name: getattr(self, name) for name in own} | self.options
-        return {name: value for name, value in given.items() if name != "temperature" or value is not None}
+        """The arguments of a model's `sample`, but for which texts it is to synthesise."""
+        return {key: value for key, value in self.given().items() if key not in ("n", "start", "text")}
 
 
 @dataclass
@@ -192,7 +180,7 @@ def synthesise(
         for first in range(0, len(flat), _TOGETHER):
             count = min(_TOGETHER, len(flat) - first)
             with refusals():
-                drawn = model.sample(count, manner.speaker, start=take * len(flat) + first, text=flat, **options)
+                drawn = model.sample(count, start=take * len(flat) + first, text=flat, **options)
             if not bool(drawn.x.isfinite().all()):
                 raise RunError("a mel is not finite: lower temperature, or ema=true")
             for k in range(count):
@@ -363,7 +351,7 @@ def _mels(
         if gap:
             yield torch.full((model.spec.event_shape[0], gap), FLOOR)
         own = manner.of_model | {"durations": None if durations is None else [durations]}
-        said = stream_text(model, sentence, cond=manner.speaker, start=take, chunk=chunk, **own)
+        said = stream_text(model, sentence, start=take, chunk=chunk, **own)
         pieces = []
         for piece in said.pieces:
             pieces.append(piece.cpu())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -117,6 +117,17 @@ class SamplingOptions:
             check_temperature(self.temperature)
         if self.path < 0:
             raise InputError(f"path is a number of frames, 0 for none, got {self.path}")
+
+    def given(self) -> dict[str, Any]:
+        """Those that differ from their defaults.
+
+        Example:
+            >>> SamplingOptions(n=4, seed=0, steps=5).given()
+            {'n': 4, 'steps': 5}
+        """
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(SamplingOptions)}
+        return {key: value for key, (value, default) in values.items()
+                if value is not default and (isinstance(value, Tensor) or value != default)}
 
     def with_default(self, **values: Any) -> SamplingOptions:
         """The same, with these values where there is None."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -18,12 +18,13 @@ from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.likelihood import Likelihood
+from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.base import DataModule, spread_rows
 from genmodels.data.utterances import joined
 from genmodels.evaluation.cache import Cache, blocks, code_hash, in_processes, key_of, strided
 from genmodels.evaluation.request import Request
 from genmodels.evaluation.samples import draw
-from genmodels.models.base import GenerativeModel, Samples
+from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import weights_of
 from genmodels.training.run import training_time
 
@@ -122,21 +123,20 @@ class Opened:
         asked = {"sampler": self.request.sampler, "steps": self.request.steps}
         return {key: value for key, value in asked.items() if value is not None and self.model.takes(key)}
 
-    def draw(self, n: int, *, progress: bool = True, start: int = 0, **options) -> Samples:
-        """Samples `start` .. `start + n - 1` of the seed that was asked for.
+    def draw(self, n: int, *, progress: bool = True, **options) -> Samples:
+        """The first n samples of the seed that was asked for, or as the options say.
 
         Raises:
             InputError: for an option that this family does not have, or a value that it refuses.
         """
-        from genmodels.models.checkpoint import weights_of
-
         request = self.request
-        own = {"temperature": request.temperature, **self.sampler_options(), **options}
-        common = {"seed": request.seed, "weights": weights_of(request.ema)}
-        size = min(request.batch_size, 64)
+        asked = SamplingOptions(**{
+            "n": n, "seed": request.seed, "weights": weights_of(request.ema), "temperature": request.temperature,
+            **self.sampler_options(), **options,
+        })
         if request.processes == 1 or n < 2 * request.processes:
-            return draw(self.model, n, start=start, batch_size=size, progress=progress, **common, **own)
-        arguments = [(self.path, request, start + first, count, {"batch_size": size, **common, **own}, first == 0)
+            return draw(self.model, asked, batch_size=min(request.batch_size, 64), progress=progress)
+        arguments = [(self.path, request, replace(asked, start=asked.start + first, n=count), first == 0)
                      for first, count in blocks(n, request.processes)]
         parts = in_processes(samples_share, arguments)
         together = {name: joined([getattr(p, name) for p in parts])
@@ -152,9 +152,10 @@ def likelihood_share(
     return _likelihood(opened.model, opened.datamodule, request, indices, method, options, bar)
 
 
-def samples_share(path: Path, request: Request, start: int, n: int, options: dict, progress: bool) -> Samples:
+def samples_share(path: Path, request: Request, options: SamplingOptions, progress: bool) -> Samples:
     """What one of several processes does: it opens the checkpoint and draws its samples."""
-    return draw(Opened.open(path, request).model, n, start=start, progress=progress, **options)
+    model = Opened.open(path, request).model
+    return draw(model, options, batch_size=min(request.batch_size, 64), progress=progress)
 
 
 def _likelihood(

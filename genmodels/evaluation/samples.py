@@ -18,41 +18,43 @@ from tqdm import tqdm
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, NotFinite, refusals, require_finite_rows
 from genmodels.core.files import kind_of, write_whole
-from genmodels.core.samples import COMMON, Samples
+from genmodels.core.samples import COMMON, Samples, SamplingOptions
 from genmodels.data.utterances import joined
 from genmodels.plots.images import LEGIBLE, class_name, grid, images_of, in_turn, picture_of, stack
 
 
-def draw(model, n: int, *, batch_size: int = 64, start: int = 0, progress: bool = True, **options):
-    """`n` samples of a model, `batch_size` at a time; what is drawn does not depend on the batch size.
+def draw(model, options: SamplingOptions, *, batch_size: int = 64, progress: bool = True) -> Samples:
+    """The samples of a model that are asked for, `batch_size` at a time; on which they do not depend.
 
     Raises:
         InputError: for an option this model does not take, or a value it refuses.
         RunError: when a sample is not finite, naming it.
     """
-    for key in ("start", *options):
+    common = {key: value for key in COMMON if (value := getattr(options, key)) is not None}
+    given = options.given() | common
+    for key in given:
         if not model.takes(key):
             if key in COMMON:
                 raise InputError(f"{type(model).__name__}.sample does not take {key}=, as every model's must "
                                  "(see GenerativeModel.sample)")
             raise InputError(f"{model.family} has no sampling option {key!r}; it has {', '.join(model.own_options())}")
-    tells = "progress" in model.own_options()
+    tells = progress and "progress" in model.own_options()
     parts, bar = [], None
     try:
-        for first in range(start, start + n, batch_size):
-            count = min(batch_size, start + n - first)
+        end = options.start + options.n
+        for first in range(options.start, end, batch_size):
             done_before = bar.n if bar is not None else 0
 
             def report(done: int, steps: int, before: int = done_before) -> None:
                 nonlocal bar
                 if bar is None:  # not before the first step: a refused option leaves one line, no bar
-                    bar = tqdm(desc="sampling", unit="step", total=-(-n // batch_size) * steps)
+                    bar = tqdm(desc="sampling", unit="step", total=-(-options.n // batch_size) * steps)
                 bar.update(before + done - bar.n)
 
-            hook = {"progress": report} if progress and tells else {}
+            own = {"n": min(batch_size, end - first), "start": first} | ({"progress": report} if tells else {})
             try:
                 with refusals():
-                    part = model.sample(count, start=first, **options, **hook)
+                    part = model.sample(**given | own)
                 require_finite_rows(part.x)
             except NotFinite as error:
                 helpful = ["more steps"] if model.takes("steps") else []

@@ -265,7 +265,7 @@ def test_sound_in_pieces_is_sound_at_once(one_voice):
 
 def test_seconds_speed_durations_and_speakers():
     voices = untrained(("anna", "ben"))
-    for manner in (Manner(speed=0.5, speaker="ben"), Manner(seconds=1.0, temperature=0.0)):
+    for manner in (Manner(speed=0.5, cond="ben"), Manner(seconds=1.0, temperature=0.0)):
         whole = synthesise(voices, ["One cab. Two red cabs!"], manner)
         pieces, _ = stream_texts(voices, ["One cab. Two red cabs!"], manner, GriffinLim(iterations=1), chunk=16)
         same(pieces, whole)

@@ -11,6 +11,7 @@ from PIL import Image
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, NotFinite, RunError
+from genmodels.core.samples import SamplingOptions
 from genmodels.data.vision import Digits
 from genmodels.evaluation.samples import draw, read_items, read_mask
 from genmodels.models.ddpm import DDPM
@@ -93,18 +94,18 @@ def made(name):
 def test_a_temperature_is_a_finite_number(name, temperature):
     model, options = made(name)
     with pytest.raises(InputError, match="temperature must be a finite number"):
-        draw(model, 2, progress=False, temperature=temperature, **options)
+        draw(model, SamplingOptions(n=2, temperature=temperature, **options), progress=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_samples_that_are_not_finite_are_never_cast_to_integers(name):
     model, options = made(name)
-    draw(made(name)[0], 5, batch_size=2, progress=False, weights="raw", **options)
+    draw(made(name)[0], SamplingOptions(n=5, weights="raw", **options), batch_size=2, progress=False)
     weight = max(model.core.parameters(), key=torch.Tensor.numel)
     with torch.no_grad():
         weight.fill_(math.nan)
     with pytest.raises(RunError, match="^sample 3 is not finite|^chain 0 (starts where|diverged)"):
-        draw(model, 5, start=3, batch_size=2, progress=False, weights="raw", **options)
+        draw(model, SamplingOptions(n=5, start=3, weights="raw", **options), batch_size=2, progress=False)
 
 
 def test_the_sample_that_is_not_finite_is_named():
@@ -121,7 +122,7 @@ def test_the_sample_that_is_not_finite_is_named():
     spoilt.row = slice(0, 0)
     model.decode = spoilt
     with pytest.raises(NotFinite, match="^sample 14 is not finite") as caught:
-        draw(model, 6, start=10, batch_size=3, progress=False, steps=2)
+        draw(model, SamplingOptions(n=6, start=10, steps=2), batch_size=3, progress=False)
     assert caught.value.row == 1
 
 
@@ -139,7 +140,7 @@ def test_the_report_says_how_much_mass_lies_outside():
                           index=torch.arange(32))
             model.initialize(batch)
         options = {} if isinstance(model, RealNVP) else {"steps": 2}
-        samples = draw(model, 6, batch_size=4, progress=False, weights="raw", **options)
+        samples = draw(model, SamplingOptions(n=6, weights="raw", **options), batch_size=4, progress=False)
         assert samples.outside.shape == (6,) and share_outside(samples.outside)["n"] == 6
-        alone = draw(model, 1, start=5, progress=False, weights="raw", **options)
+        alone = draw(model, SamplingOptions(start=5, weights="raw", **options), progress=False)
         assert torch.equal(alone.outside, samples.outside[5:])
