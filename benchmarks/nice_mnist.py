@@ -63,7 +63,7 @@ PUBLISHED = {
 
 
 def nice(hidden: int) -> Flow:
-    """The flow; the deviations of its base are the scale layer of the source."""
+    """The flow; the standard deviations of its base are the scale layer of the source."""
     every_second = torch.cat([torch.arange(0, PIXELS, 2), torch.arange(1, PIXELS, 2)])
     layers = [Permute(every_second)]
     for number in range(4):

@@ -147,7 +147,7 @@ class _Quadratic(nn.Module):
 
 
 class GaussianEnergy(EnergyModel):
-    """N(mean, covariance) as an energy whose constant is not told.
+    """N(mean, covariance) as an energy whose constant is not given.
 
     Arguments:
         spec: vectors of continuous data.
@@ -176,7 +176,7 @@ def save(model: GenerativeModel, path: str | Path, data: dict) -> None:
     Arguments:
         model: the model.
         path: the file.
-        data: which data it is judged on, `_target_` and options as in configs/data.
+        data: which data it is evaluated on, `_target_` and options as in configs/data.
     """
     model.run_config = {"data": data, "logger": {"wandb": "off"}}
     model.finished = True

@@ -1,4 +1,4 @@
-"""Energy and score models through the command line: trained, sampled, judged, resumed."""
+"""Energy and score models through the command line: trained, sampled, evaluated, resumed."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_validation_after_the_last_step_draws_densities_too(here, words):
     assert sorted(p.name for p in Path("run/density").iterdir()) == ["step_000002.png", "step_000003.png"]
 
 
-def test_a_table_is_judged_by_annealed_importance_sampling(here, capsys):
+def test_a_table_is_evaluated_by_annealed_importance_sampling(here, capsys):
     generator = np.random.default_rng(0)
     x = generator.normal(size=(400, 3)) @ np.array([[1, 0.5, 0], [0, 1, 0.3], [0, 0, 1]])
     np.savez("table.npz", x=np.concatenate([x, x[:, :1].round() + 0.1 * generator.normal(size=(400, 1))], 1))

@@ -34,12 +34,12 @@ def test_the_example_of_the_docs_from_training_to_a_report(mine, capsys):
     assert [command[0] for command in COMMANDS] == ["train", "sample", "evaluate"]
     for command in COMMANDS:
         assert cli.main(command) == 0, capsys.readouterr().err
-    told = capsys.readouterr().out
+    out = capsys.readouterr().out
     report = json.loads(Path("runs/mine/report.json").read_text())
     (line,) = report["likelihood"]
     assert line["kind"] == "exact" and 2.5 < line["nll"] < 3.6 and not report["failed"]
     # What is printed to type next works as it stands.
-    following = [shlex.split(line.partition(":")[2])[1:] for line in told.splitlines() if line.startswith("sample: ")]
+    following = [shlex.split(line.partition(":")[2])[1:] for line in out.splitlines() if line.startswith("sample: ")]
     assert len(following) == 1 and "trust=[mine]" in following[0]
     assert cli.main([*following[0], "out=next.npz"]) == 0
     assert cli.main(["sample", "ckpt=runs/mine", "trust=[mine]", "n=1", "start=5", "out=one.npz"]) == 0

@@ -148,7 +148,7 @@ def test_killed_at_random_moments(straight, tmp_path, workers, kills):
 
 
 def test_the_fingerprint_sees_another_order_of_the_data(straight, tmp_path):
-    """The planted bug: the same steps on other batches must not pass for the same run."""
+    """The mutant: the same steps on other batches must not pass for the same run."""
     train(tmp_path / "run", "seed=1")
     assert fingerprint(tmp_path / "run" / "last.ckpt") != fingerprint(straight[0] / "last.ckpt")
 

@@ -250,7 +250,7 @@ def test_evaluate_does_not_depend_on_the_batch_size_and_gives_the_error_of_its_d
     assert values[0] == pytest.approx(values[1], abs=1e-5)
 
 
-def test_a_smoke_run_is_judged_on_a_few_items_and_says_so(tmp_path):
+def test_a_smoke_run_is_evaluated_on_a_few_items_and_says_so(tmp_path):
     words = ["model=ddpm", "model.net.channels=8", "model.num_steps=30", *QUICK, "trainer.limit_evaluation=7"]
     genmodels("train", *words, "logger=csv", "run_dir=run", cwd=tmp_path)
     for limit, name, items in (([], "report_first7.json", 7), (["limit=all"], "report.json", 359)):
@@ -329,12 +329,12 @@ def test_the_way_between_two_items(tmp_path):
     genmodels("sample", "ckpt=run", "interpolate=[first.png,17]", "frames=3", "out=again.png", cwd=tmp_path)
     with Image.open(tmp_path / "strip.png") as strip, Image.open(tmp_path / "again.png") as again:
         assert strip.crop((2, 17, 66, 81)).tobytes() == again.crop((2, 17, 66, 81)).tobytes()
-    for words, told in ((["interpolate=[3]"], "two items"), (["interpolate=[3,9999]"], "indices must lie"),
+    for words, line in ((["interpolate=[3]"], "two items"), (["interpolate=[3,9999]"], "indices must lie"),
                         (["interpolate=[3,no.png]"], "no file no.png"),
                         (["interpolate=[3,4]", "out=strip.npz"], "end it in .png"), (["cond=[]"], "unconditional"),
                         (["interpolate=[3,4]", "temperature=0.5", "n=5"], "leave out temperature, n"),
                         (["steps=5"], "no sampling option 'steps'")):
-        assert told in genmodels("sample", "ckpt=run", *words, cwd=tmp_path, code=2).stderr
+        assert line in genmodels("sample", "ckpt=run", *words, cwd=tmp_path, code=2).stderr
 
 
 @pytest.mark.parametrize("words", [["model=nsf", "trainer.precision=64-true"],

@@ -41,7 +41,7 @@ def test_this_run_has_its_threads():
     (["-n", "1"], {}, "1", 2),
     ([], {"GENMODELS_TEST_THREADS": "2"}, "2", 1),
 ])  # fmt: skip
-def test_one_thread_in_every_process_unless_told(words, environment, threads, processes, tmp_path):
+def test_one_thread_in_every_process_unless_set(words, environment, threads, processes, tmp_path):
     """Though the environment says three, a plugin imports torch early, and no file of tests/ is among the arguments."""
     (tmp_path / "probe.py").write_text(PROBE)
     done = run_doctest(tmp_path, "-p", "probe", *words, **environment)

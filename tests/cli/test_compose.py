@@ -206,6 +206,6 @@ def test_an_option_that_is_null_stays_so():
 
 def test_what_to_type_is_ready_for_a_shell():
     config = composed(["model=maf", "data=arrays", "data.file='a b.csv'"])
-    told = how_to_resume(config, Path("runs/a/last.ckpt"))
-    words = shlex.split(told.removeprefix("resume with genmodels train"))
+    hint = how_to_resume(config, Path("runs/a/last.ckpt"))
+    words = shlex.split(hint.removeprefix("resume with genmodels train"))
     assert words == ["model=maf", "data=arrays", "data.file='a b.csv'", "resume=runs/a/last.ckpt"]

@@ -126,7 +126,7 @@ def test_every_problem_of_the_data_is_listed(monkeypatch):
 
 
 @pytest.mark.parametrize("model", ["ddpm", "nsf", "energy", "score"])
-def test_what_training_refuses_is_told_in_its_words(model, tmp_path, capsys):
+def test_what_training_refuses_is_printed_in_its_words(model, tmp_path, capsys):
     table = np.random.default_rng(0).standard_normal((60, 3))
     table[:, 1] = 2.5
     path = tmp_path / "people.csv"
@@ -140,10 +140,10 @@ def test_what_training_refuses_is_told_in_its_words(model, tmp_path, capsys):
         doctor.check_training({"config": config, "data": datamodule, "named": True})
 
 
-def test_a_sound_start_is_told_with_its_length(capsys):
+def test_a_sound_start_is_reported_with_its_length(capsys):
     assert doctor.main(["model=nsf", "data=toy", "data.batch_size=100", "trainer.max_steps=7"]) == 0
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert told.startswith("OK    training: nsf with ") and told.endswith(" parameters, 7 steps of 100")
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert printed.startswith("OK    training: nsf with ") and printed.endswith(" parameters, 7 steps of 100")
 
 
 def test_data_with_texts_are_sound_without_a_model_named(capsys):
@@ -162,8 +162,8 @@ def test_a_model_that_does_not_fit_its_data_is_found(capsys):
 def test_a_list_that_cannot_be_written_is_said_before_anything_is_checked(name, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "CHECKS", {"x": lambda: pytest.fail("checked")})
     assert main(["doctor", "data=toy", "--fix-list", name]) in (1, 2)
-    told = capsys.readouterr()
-    assert told.err.count("\n") == 1 and f"--fix-list={name}" in told.err and told.out == ""
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and f"--fix-list={name}" in printed.err and printed.out == ""
 
 
 def test_problems_do_not_control_the_terminal(monkeypatch, tmp_path):

@@ -36,39 +36,40 @@ def checkpoint(tmp_path):
     return write
 
 
-def test_what_is_told(checkpoint, capsys):
+def test_what_is_printed(checkpoint, capsys):
     assert main(["info", str(checkpoint())]) == 0
     lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
-    told = {name: value.strip() for name, value in lines.items()}
-    assert told["family"] == "ddpm" and told["data"] == "digits, 1 x 8 x 8, 17 levels, 10 classes"
-    assert told["parameters"] == "702,753" and told["steps"] == "1,500" and told["val/bits_per_dim"] == "2.34568"
-    assert told["settings"] == "model.net.channels=32 seed=3"
-    assert told["versions"] == "genmodels 0.1.0, torch 2.15.0"
-    assert told["verdict"] == "intact (checksum matches), training finished"
+    printed = {name: value.strip() for name, value in lines.items()}
+    assert printed["family"] == "ddpm" and printed["data"] == "digits, 1 x 8 x 8, 17 levels, 10 classes"
+    assert printed["parameters"] == "702,753" and printed["steps"] == "1,500"
+    assert printed["val/bits_per_dim"] == "2.34568"
+    assert printed["settings"] == "model.net.channels=32 seed=3"
+    assert printed["versions"] == "genmodels 0.1.0, torch 2.15.0"
+    assert printed["verdict"] == "intact (checksum matches), training finished"
 
 
 def test_full_shows_the_defaults_too(checkpoint, capsys):
     main(["info", str(checkpoint()), "--full"])
-    told = capsys.readouterr().out
-    assert "model.num_steps=1000" in told and "model._target_=genmodels.models.ddpm.DDPM" in told
+    printed = capsys.readouterr().out
+    assert "model.num_steps=1000" in printed and "model._target_=genmodels.models.ddpm.DDPM" in printed
 
 
 def test_unfinished_and_continuous(checkpoint, capsys):
     data = {"name": "toy_moons", "event_shape": [2], "levels": None, "num_classes": None}
     main(["info", str(checkpoint(finished=False, data=data, figures={}))])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for part in ("1,500 (not finished)", "toy_moons, 2, continuous", "can be continued with resume="):
-        assert part in told
+        assert part in printed
 
 
-def test_a_broken_file_is_one_line_and_the_others_are_told(checkpoint, tmp_path, capsys):
+def test_a_broken_file_is_one_line_and_the_others_are_printed(checkpoint, tmp_path, capsys):
     good, cut = checkpoint(), checkpoint("cut.ckpt")
     cut.write_bytes(cut.read_bytes()[:-100])
     (tmp_path / "other.ckpt").write_bytes(b"something else")
     names = [str(cut), str(tmp_path / "other.ckpt"), str(tmp_path / "missing.ckpt"), str(good)]
     assert main(["info", *names]) == 1
-    told = capsys.readouterr()
-    assert told.err.count("\n") == 3 and "family:" in told.out and told.out.count("verdict:") == 1
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 3 and "family:" in printed.out and printed.out.count("verdict:") == 1
 
 
 def test_ckpt_may_be_given_as_in_the_other_commands(checkpoint, capsys):

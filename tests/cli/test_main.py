@@ -36,8 +36,8 @@ def fail(error):
 @pytest.mark.parametrize(("error", "code", "part"), FAILURES, ids=lambda v: type(v).__name__)
 def test_a_foreseen_failure_is_one_line(capsys, error, code, part):
     assert cli.guarded("train", fail(error)) == code
-    told = capsys.readouterr().err
-    assert told.startswith("genmodels train: ") and part in told and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("genmodels train: ") and part in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ WORDS = [
 @pytest.mark.parametrize(("words", "part"), WORDS, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
 def test_wrong_words_are_one_line_and_exit_code_2(capsys, words, part):
     assert cli.main(words) == 2
-    told = capsys.readouterr().err
-    assert part in told and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert part in printed and printed.count("\n") == 1
 
 
 def test_help_of_every_command(capsys):

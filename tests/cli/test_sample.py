@@ -59,8 +59,9 @@ def test_inpainting_keeps_what_the_mask_shows_white(folder, capsys):
     picture = folder / "in.png"
     run(ckpt=str(folder), inpaint=3, mask=str(folder / "mask.png"), n=2, steps=4, rounds=2, cond=7, out=str(picture))
     with Image.open(picture) as image:
-        told = {key.removeprefix("genmodels."): value for key, value in image.text.items()}
-    assert told["sampler"] == "ddpm" and told["rounds"] == "2" and told["inpaint"] == "3" and told["cond"] == "[7]"
+        stored = {key.removeprefix("genmodels."): value for key, value in image.text.items()}
+    assert stored["sampler"] == "ddpm" and stored["rounds"] == "2"
+    assert stored["inpaint"] == "3" and stored["cond"] == "[7]"
     with Image.open(picture) as image:  # the original and the mask stand over the samples
         pixels = np.asarray(image)
     shown = np.asarray(images_of(torch.from_numpy(item(3))[None], Digits().prepare().spec, 64)[0])
@@ -73,9 +74,9 @@ def test_a_grid_carries_its_guidance_and_its_classes(folder):
     options = {"guidance": 2.0, "guidance_interval": [-4.0, 8.0], "guidance_rescale": 0.5}
     run(ckpt=str(folder), n=4, start=1, cond=[3, 8], steps=2, out=str(out), **options)
     with Image.open(out) as image:
-        told = {key.removeprefix("genmodels."): value for key, value in image.text.items()}
-    assert {key: ast.literal_eval(told[key]) for key in options} == options
-    assert told["cond"] == "[3, 8]" and told["index"] == "1-4"
+        stored = {key.removeprefix("genmodels."): value for key, value in image.text.items()}
+    assert {key: ast.literal_eval(stored[key]) for key in options} == options
+    assert stored["cond"] == "[3, 8]" and stored["index"] == "1-4"
 
 
 def test_a_picture_file_is_an_item_too(folder):

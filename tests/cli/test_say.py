@@ -58,8 +58,8 @@ def test_streaming_gives_the_same_and_tells_when_it_began(ckpt, tmp_path, capsys
     np.testing.assert_allclose(pieces["mel"], whole["mel"], atol=1e-4)
     assert (pieces["durations"] == whole["durations"]).all()
     run(ckpt=ckpt, text="Abc. De.", seed=2, out=str(tmp_path / "a.wav"), stream=True)
-    told = capsys.readouterr().out
-    assert "first audio after" in told and "took" not in told
+    printed = capsys.readouterr().out
+    assert "first audio after" in printed and "took" not in printed
     assert len(wavfile.read(tmp_path / "a.wav")[1]) == 256 * whole["mel"].shape[1]
     assert json.loads((tmp_path / "a.json").read_text())["vocoder"] == "griffin_lim"
 
@@ -132,25 +132,26 @@ def model():
 
 
 def test_sentences_are_spoken_one_by_one_with_pauses(model):
-    told = synthesise(model, ["One cab. Two cabs!", "One cab."], Manner(pause=0.5))
-    assert [len(one.parts) for one in told] == [2, 1]
+    results = synthesise(model, ["One cab. Two cabs!", "One cab."], Manner(pause=0.5))
+    assert [len(one.parts) for one in results] == [2, 1]
     gap = round(0.5 * 22050 / 256)
-    lengths = [part[3].shape[1] for part in told[0].parts]
-    assert told[0].mel.shape[1] == sum(lengths) + gap
-    assert (told[0].mel[:, lengths[0] : lengths[0] + gap] < -11.5).all()
+    lengths = [part[3].shape[1] for part in results[0].parts]
+    assert results[0].mel.shape[1] == sum(lengths) + gap
+    assert (results[0].mel[:, lengths[0] : lengths[0] + gap] < -11.5).all()
     # A sentence is the same in any text; another take is not.
-    assert torch.allclose(told[0].parts[0][3], told[1].parts[0][3], atol=1e-4)
+    assert torch.allclose(results[0].parts[0][3], results[1].parts[0][3], atol=1e-4)
     takes = synthesise(model, ["One cab."], Manner(), takes=2)
-    assert torch.allclose(takes[0].mel, told[1].mel, atol=1e-4) and not torch.allclose(takes[1].mel, takes[0].mel)
+    assert torch.allclose(takes[0].mel, results[1].mel, atol=1e-4) and not torch.allclose(takes[1].mel, takes[0].mel)
 
 
 def test_a_marked_pause_is_as_long_as_it_says(model):
-    told = synthesise(model, ["One cab, [pause=0.75] two. Three.", "two."], Manner(pause=0.1))
+    results = synthesise(model, ["One cab, [pause=0.75] two. Three.", "two."], Manner(pause=0.1))
     marked, plain = (round(seconds * 22050 / 256) for seconds in (0.75, 0.1))
-    assert told[0].gaps == [0, marked, plain] and [part[0] for part in told[0].parts] == ["one cab,", "two.", "three."]
-    first = told[0].parts[0][3].shape[1]
-    assert (told[0].mel[:, first : first + marked] < -11.5).all()
-    assert torch.allclose(told[0].parts[1][3], told[1].mel, atol=1e-4)  # marks change nothing of what is spoken
+    assert results[0].gaps == [0, marked, plain]
+    assert [part[0] for part in results[0].parts] == ["one cab,", "two.", "three."]
+    first = results[0].parts[0][3].shape[1]
+    assert (results[0].mel[:, first : first + marked] < -11.5).all()
+    assert torch.allclose(results[0].parts[1][3], results[1].mel, atol=1e-4)  # marks change nothing of what is spoken
     for text, reason in (("One [pause=soon] two", "number of seconds"), ("One [pause=-1] two", "from 0 on"),
                          ("[pause=1] one", "no text on one side"), ("One. [pause=1] ", "no text on one side")):
         with pytest.raises(InputError, match=reason):
@@ -161,10 +162,10 @@ def test_a_marked_pause_is_as_long_as_it_says(model):
 
 def test_seconds_are_exact_to_the_sample_and_files_carry_their_making(model, tmp_path):
     manner = Manner(seconds=3.2, seed=4)
-    told = synthesise(model, ["One cab. Two."], manner)[0]
-    assert len(told.parts) == 1 and told.mel.shape[1] == 276
+    result = synthesise(model, ["One cab. Two."], manner)[0]
+    assert len(result.parts) == 1 and result.mel.shape[1] == 276
     place = tmp_path / "a.wav"
-    lines = write_utterance(told, model.spec, place, manner, {"step": 7})
+    lines = write_utterance(result, model.spec, place, manner, {"step": 7})
     rate, samples = wavfile.read(place)
     assert (rate, len(samples), samples.dtype) == (22050, 70560, np.int16) and "3.20 s" in lines[0]
     assert Image.open(place.with_suffix(".png")).text["genmodels.seed"] == "4"
@@ -173,8 +174,8 @@ def test_seconds_are_exact_to_the_sample_and_files_carry_their_making(model, tmp
     # Its durations speak again, as they are or edited.
     again = synthesise(model, ["One cab. Two."], Manner(seconds=3.2, seed=4, durations=read_durations(
         place.with_suffix(".json"))))[0]
-    assert torch.allclose(again.mel, told.mel, atol=1e-5)
-    write_utterance(told, model.spec, tmp_path / "a.npz", manner, {})
+    assert torch.allclose(again.mel, result.mel, atol=1e-5)
+    write_utterance(result, model.spec, tmp_path / "a.npz", manner, {})
     assert np.load(tmp_path / "a.npz")["mel"].shape == (80, 276)
 
 
@@ -200,12 +201,12 @@ def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path):
     for right in ("[1, 2]", "[[1, 2]]", '{"sentences": [{"durations": [1, 2]}]}'):
         (tmp_path / "d.json").write_text(right)
         assert read_durations(tmp_path / "d.json") == [[1, 2]]
-    told = synthesise(model, ["One.", "Two."], Manner())
+    results = synthesise(model, ["One.", "Two."], Manner())
     with pytest.raises(InputError, match="give a folder"):
-        targets(tmp_path / "a.wav", tmp_path, "best", told, 0)
+        targets(tmp_path / "a.wav", tmp_path, "best", results, 0)
     with pytest.raises(InputError, match="end it in .wav"):
-        targets(tmp_path / "a.mp3", tmp_path, "best", told, 0)
-    names = [p.name for p in targets(None, tmp_path, "best", told, 3)]
+        targets(tmp_path / "a.mp3", tmp_path, "best", results, 0)
+    names = [p.name for p in targets(None, tmp_path, "best", results, 3)]
     assert names == ["best_seed3_0_one.wav", "best_seed3_1_two.wav"]
 
 

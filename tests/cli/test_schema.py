@@ -146,36 +146,36 @@ def answers_misspellings(schema: Schema) -> None:
         if len(name) < 5 or wrong == name or wrong in names:
             continue
         full = f"{parent}.{wrong}" if parent else wrong
-        told = answer(schema, with_value(config(), full, value))
-        assert f"unknown key {full!r} (given): did you mean {name!r}?" in told
+        line = answer(schema, with_value(config(), full, value))
+        assert f"unknown key {full!r} (given): did you mean {name!r}?" in line
         checked += 1
     assert checked > 25
 
 
-LAWS = [accepts_all_keys, answers_misspellings]
+CHECKS = [accepts_all_keys, answers_misspellings]
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_law_holds(law):
-    law(Schema(RUN))
+@pytest.mark.parametrize("check", CHECKS)
+def test_check_holds(check):
+    check(Schema(RUN))
 
 
 class LetsAllPass(Schema):
-    """Planted: unknown keys are ignored."""
+    """Mutant: unknown keys are ignored."""
 
     def _keys(self, config, takers, path):
         return config
 
 
 class KnowsTopLevelOnly(Schema):
-    """Planted: an argument's annotation is not followed into its class."""
+    """Mutant: an argument's annotation is not followed into its class."""
 
     def _takers(self, value, alternatives):
         return super()._takers(value, ()) or []
 
 
 class RefusesNet(Schema):
-    """Planted: a valid key is taken for an unknown one."""
+    """Mutant: a valid key is taken for an unknown one."""
 
     def _keys(self, config, takers, path):
         if path == "model.net" and config:
@@ -184,12 +184,12 @@ class RefusesNet(Schema):
 
 
 @pytest.mark.parametrize(
-    ("law", "wrong"),
+    ("check", "wrong"),
     [(answers_misspellings, LetsAllPass), (answers_misspellings, KnowsTopLevelOnly), (accepts_all_keys, RefusesNet)],
 )
-def test_law_catches_planted_bug(law, wrong):
+def test_check_catches_mutants(check, wrong):
     with pytest.raises(BaseException) as caught:
-        law(wrong(RUN))
+        check(wrong(RUN))
     assert isinstance(caught.value, AssertionError | InputError | pytest.fail.Exception)
 
 

@@ -52,14 +52,14 @@ def test_options_that_travel_as_a_dataclass_are_keys():
     assert keys["path"].type_text == "str | None" and fields["path"].type_text == "int"
 
 
-def test_law_catches_a_forgotten_key():
+def test_check_catches_a_forgotten_key():
     keys = dict(target("genmodels.nn.MLPDenoiser").keys)
     del keys["depth"]
     with pytest.raises(AssertionError):
         agrees_with_python("genmodels.nn.MLPDenoiser", keys)
 
 
-def test_law_catches_a_wrong_default():
+def test_check_catches_a_wrong_default():
     keys = dict(target("genmodels.nn.MLPDenoiser").keys)
     keys["depth"] = keys["hidden"]
     with pytest.raises(AssertionError):

@@ -42,10 +42,10 @@ def test_every_point_runs_and_the_exit_code_tells(points, capsys):
     assert cli.main(["train", "-m", "seed=0,1,2,3", "model.net.channels=8", "trainer.max_steps=1e2"]) == 1
     assert [config["seed"] for config, *_ in points] == [0, 1, 2, 3]
     assert {config["trainer"]["max_steps"] for config, *_ in points} == {100}
-    told = capsys.readouterr()
-    assert "failed: seed=1 (the loss is not finite)" in told.err and "ZeroDivisionError: a bug" in told.err
-    assert "2 of 4 points done" in told.out
-    table = [line.split() for line in told.out.splitlines()[-8:-2]]
+    printed = capsys.readouterr()
+    assert "failed: seed=1 (the loss is not finite)" in printed.err and "ZeroDivisionError: a bug" in printed.err
+    assert "2 of 4 points done" in printed.out
+    table = [line.split() for line in printed.out.splitlines()[-8:-2]]
     assert table[0] == ["point", "val/nll", "run"] and table[2] == ["seed=0", "=", "0.25(3)", "runs/0"]
     assert table[3:] == [["seed=1", "failed"], ["seed=2", "failed"], ["seed=3", "=", "3.25(3)", "runs/3"]]
 

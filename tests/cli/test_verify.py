@@ -244,8 +244,8 @@ def test_a_trained_checkpoint(tmp_path, monkeypatch, capsys):
     with open("run/verify.json") as file:
         written = json.load(file)
     groups = written["layers"]
-    judged = [report for group in groups for report in group["reports"]]
-    assert len(judged) == sum(len(group["alike"]) for group in groups)  # trained layers are all looked at
+    reports = [report for group in groups for report in group["reports"]]
+    assert len(reports) == sum(len(group["alike"]) for group in groups)  # trained layers are all looked at
     assert {check["name"] for check in groups[1]["reports"][-1]["checks"]} == set(NUMERIC)
     assert main(["verify", "ckpt=run/last.ckpt", "ema=false", *QUICK]) == 0
 

@@ -127,7 +127,7 @@ def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path):
         read_checkpoint(path)
     assert not proof.exists()
     pickle.loads(pickle.dumps(Malicious(proof)))
-    assert proof.exists()  # the planted bug would have run
+    assert proof.exists()  # unrestricted, it would have run
 
 
 def test_weights_that_are_not_finite_overwrite_nothing(pair):
@@ -450,10 +450,10 @@ def test_nothing_of_a_file_controls_the_terminal(whole, tmp_path, capsys):
     header = changed(header, "config.data.root", "/data\x1b[2J\u202e\udcff")
     path = forge(tmp_path / "x.ckpt", whole | {"genmodels": header})
     assert info.main([str(path), "--full"]) == 0
-    told = capsys.readouterr().out
-    assert all(line.isprintable() for line in told.splitlines()) and told.count("verdict:  ") == 2
-    assert len([line for line in told.splitlines() if line.startswith("verdict:")]) == 1
-    assert r"moons\x1b]0;owned\x07\nverdict" in told and r"/data\x1b[2J\u202e\udcff" in told
+    printed = capsys.readouterr().out
+    assert all(line.isprintable() for line in printed.splitlines()) and printed.count("verdict:  ") == 2
+    assert len([line for line in printed.splitlines() if line.startswith("verdict:")]) == 1
+    assert r"moons\x1b]0;owned\x07\nverdict" in printed and r"/data\x1b[2J\u202e\udcff" in printed
     assert load_model(path)[0].spec.name.isprintable()
     assert DataSpec("a", (1,), num_classes=1, class_names=("\x1b[2J",)).class_names == (r"\x1b[2J",)
 

@@ -31,8 +31,8 @@ def test_the_uniform_model_scores_log2_levels(levels):
 
 def test_eight_bits_are_not_hard_coded():
     nats = -torch.full((1,), 64 * math.log(17), dtype=torch.float64)
-    planted = -float(nats) / 64 / math.log(2) + (8 - math.log2(17))
-    assert not math.isclose(planted, made(nats, dims=64, levels=17).mean_bits_per_dim(), rel_tol=1e-3)
+    wrong = -float(nats) / 64 / math.log(2) + (8 - math.log2(17))
+    assert not math.isclose(wrong, made(nats, dims=64, levels=17).mean_bits_per_dim(), rel_tol=1e-3)
 
 
 def test_lengths_are_weighed_by_their_dimensions():
@@ -102,12 +102,12 @@ def test_the_error_of_items_of_unlike_length_is_that_of_a_ratio():
     found = [Likelihood(-rate * size, "exact", size) for rate, size in zip(each, dims, strict=True)]
     values = torch.tensor([one.mean_nll_per_dim() for one in found])
     stated = torch.tensor([one.standard_error("nats_per_dim").total for one in found])
-    # A mean of 4,000 stated errors beside the deviation of 4,000 values, itself known to 1/sqrt(8000).
+    # The mean of 4,000 stated errors against the standard deviation of 4,000 values, itself known to 1/sqrt(8000).
     assert float(stated.mean() / values.std()) == pytest.approx(1, abs=0.05)
     assert Likelihood(-0.3 * dims[0].double(), "exact", dims[0]).standard_error("nats_per_dim").total < 1e-9
     # Taking every item for one of mean length is seen.
-    planted = found[0].standard_error().total / float(dims[0].double().mean())
-    assert planted > 3 * float(stated.mean())
+    wrong = found[0].standard_error().total / float(dims[0].double().mean())
+    assert wrong > 3 * float(stated.mean())
     same = made([-100.0, -120.0, -90.0])
     assert same.standard_error("nats_per_dim").total == pytest.approx(same.standard_error().total / float(same.dims[0]))
 
@@ -164,9 +164,9 @@ def test_values_of_single_items_are_shown_where_they_stand_out_of_their_noise(sp
     from genmodels.core.data import DataSpec
     from genmodels.evaluation.likelihood import row
 
-    told = row(estimates(spread, noise, n=400, trials=1)[0], DataSpec("squares", (784,), levels=256))
-    assert bool(told["worst"]) == bool(told["best"]) == shown
-    assert told["single"]["noise"] == pytest.approx(size / math.log(2), rel=0.1)  # in bits/dim, the line's unit
+    entry = row(estimates(spread, noise, n=400, trials=1)[0], DataSpec("squares", (784,), levels=256))
+    assert bool(entry["worst"]) == bool(entry["best"]) == shown
+    assert entry["single"]["noise"] == pytest.approx(size / math.log(2), rel=0.1)  # in bits/dim, the line's unit
 
 
 @pytest.mark.parametrize("options, noise", [

@@ -50,7 +50,7 @@ def test_a_row_does_not_depend_on_its_batch():
     assert rows_are_addressable(lambda index: KeyedGenerator(3, index, "sample", 7))
 
 
-def test_the_law_catches_a_batch_generator():
+def test_the_check_catches_a_batch_generator():
     class BatchGenerator:
         def __init__(self, index):
             self.source = torch.Generator().manual_seed(0)
@@ -103,8 +103,8 @@ def test_distributions(dtype):
     assert abs(float(z.var()) - 1) < 4 * math.sqrt(2 / n)
     assert abs(float((z**4).mean()) - 3) < 4 * math.sqrt(96 / n)
     assert 0 < float(u.min()) and float(u.max()) < 1
-    for sample, law in ((z.flatten()[:20000], "norm"), (u.flatten()[:20000], "uniform")):
-        assert stats.kstest(sample.double().numpy(), law).pvalue > 1e-4
+    for sample, distribution in ((z.flatten()[:20000], "norm"), (u.flatten()[:20000], "uniform")):
+        assert stats.kstest(sample.double().numpy(), distribution).pvalue > 1e-4
     neighbours = torch.corrcoef(torch.stack([z[:-1].flatten(), z[1:].flatten()]))[0, 1]
     assert abs(float(neighbours)) < 4 / math.sqrt(n)
 

@@ -10,11 +10,11 @@ from genmodels.core.samples import SamplingOptions, Trajectory
 
 
 def walk(frames: int, steps: int) -> tuple[list[int], list[tuple[int, int]]]:
-    told: list[tuple[int, int]] = []
-    seen = Trajectory(frames, steps, lambda done, total: told.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    seen = Trajectory(frames, steps, lambda done, total: reported.append((done, total)))
     for step in range(steps):
         seen(step, lambda step=step: torch.tensor([step]))
-    return [] if seen.kept is None else seen.kept.flatten().tolist(), told
+    return [] if seen.kept is None else seen.kept.flatten().tolist(), reported
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ def walk(frames: int, steps: int) -> tuple[list[int], list[tuple[int, int]]]:
     [(0, 5, []), (1, 5, [0]), (2, 5, [0, 4]), (3, 5, [0, 2, 4]), (5, 5, [0, 1, 2, 3, 4]), (9, 2, [0, 1]), (2, 1, [0])],
 )
 def test_frames_are_spread_over_the_steps(frames, steps, kept):
-    found, told = walk(frames, steps)
+    found, reported = walk(frames, steps)
     assert found == kept
-    assert told == [(done, steps) for done in range(1, steps + 1)]
+    assert reported == [(done, steps) for done in range(1, steps + 1)]
 
 
 def test_a_frame_is_made_only_where_it_is_wanted():

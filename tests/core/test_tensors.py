@@ -59,13 +59,13 @@ def test_the_terms_of_a_padded_sequence_are_those_of_the_sequence_alone(shape):
             assert torch.allclose(value[row], alone[name][0]), name
 
 
-def test_that_law_catches_padding_that_is_counted(monkeypatch):
+def test_that_check_catches_padding_that_is_counted(monkeypatch):
     monkeypatch.setattr(masks_module, "hide", lambda x, mask: x)
     with pytest.raises(AssertionError):
         test_the_terms_of_a_padded_sequence_are_those_of_the_sequence_alone((2, 5))
 
 
-def oracle():
+def exact_denoiser():
     return GaussianDenoiser(CosineSchedule(), torch.zeros(1, dtype=torch.float64), 0.5)
 
 
@@ -75,7 +75,7 @@ def test_objectives_do_not_see_padding(objective):
     found = []
     for fill in (0.0, 50.0):
         x = event((2, 5)).masked_fill(~MASK, fill).requires_grad_()
-        out = objective(oracle(), x, None, torch.Generator().manual_seed(0), 0, 1, MASK)
+        out = objective(exact_denoiser(), x, None, torch.Generator().manual_seed(0), 0, 1, MASK)
         (gradient,) = torch.autograd.grad(out.value, x)
         assert bool((gradient.masked_select(~MASK.expand_as(x)) == 0).all())
         found.append(out.per_example.detach())
@@ -85,13 +85,13 @@ def test_objectives_do_not_see_padding(objective):
 def test_the_bound_does_not_see_padding():
     """Beyond the end nothing counts; where nothing is padded nothing changes."""
     x, times = hide(event((2, 5)), MASK), ddpm_times(20)
-    whole = elbo(oracle(), x, Gaussian(), times, torch.Generator().manual_seed(0), mask=MASK)
+    whole = elbo(exact_denoiser(), x, Gaussian(), times, torch.Generator().manual_seed(0), mask=MASK)
     filled = elbo(
-        oracle(), x.masked_fill(~MASK, 9.0), Gaussian(), times, torch.Generator().manual_seed(0), mask=MASK
+        exact_denoiser(), x.masked_fill(~MASK, 9.0), Gaussian(), times, torch.Generator().manual_seed(0), mask=MASK
     )
     assert torch.allclose(whole.total, filled.total)
-    unmasked = elbo(oracle(), x, Gaussian(), times, torch.Generator().manual_seed(0))
+    unmasked = elbo(exact_denoiser(), x, Gaussian(), times, torch.Generator().manual_seed(0))
     assert torch.allclose(whole.total[0], unmasked.total[0]) and not torch.allclose(whole.total[1], unmasked.total[1])
     stratified = {"mode": "stratified", "draws": 3}
-    some = elbo(oracle(), x, Gaussian(), times, torch.Generator().manual_seed(0), mask=MASK, **stratified)
+    some = elbo(exact_denoiser(), x, Gaussian(), times, torch.Generator().manual_seed(0), mask=MASK, **stratified)
     assert torch.isfinite(some.total).all()

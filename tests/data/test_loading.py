@@ -19,7 +19,7 @@ def served(sampler) -> list[list[int]]:
     return [positions.tolist() for _, positions in sampler]
 
 
-def tail_law(make) -> None:
+def check_tail(make) -> None:
     """Starting after k batches of epoch 2 gives the rest of epoch 2, once; then epochs are whole again."""
     whole = make()
     whole.set_epoch(2)
@@ -33,7 +33,7 @@ def tail_law(make) -> None:
         assert len(served(sampler)) == len(full)
 
 
-def shard_law(make, size: int) -> None:
+def check_shards(make, size: int) -> None:
     """Two processes together serve the batches of one process, no item twice."""
     single = make(size, BATCH, 0, 1)
     pair = [make(size, BATCH, rank, 2) for rank in (0, 1)]
@@ -81,25 +81,25 @@ class _OwnOrder(ResumableBatchSampler):
 
 
 def test_resuming_serves_the_tail():
-    tail_law(_sampler)
-    tail_law(lambda: _sampler(rank=1, world=2))
+    check_tail(_sampler)
+    check_tail(lambda: _sampler(rank=1, world=2))
 
 
 @pytest.mark.parametrize("wrong", [_ForgetsPosition, _KeepsPosition])
-def test_the_tail_law_catches(wrong):
+def test_the_tail_check_catches(wrong):
     with pytest.raises(AssertionError):
-        tail_law(lambda: wrong(SIZE, BATCH, 7))
+        check_tail(lambda: wrong(SIZE, BATCH, 7))
 
 
 @pytest.mark.parametrize("size", [16, 53, 64])
 def test_two_processes_serve_what_one_does(size):
-    shard_law(_sampler, size)
+    check_shards(_sampler, size)
 
 
 @pytest.mark.parametrize("wrong", [_Pads, _OwnOrder])
-def test_the_shard_law_catches(wrong):
+def test_the_shard_check_catches(wrong):
     with pytest.raises(AssertionError):
-        shard_law(lambda size, batch, rank, world: wrong(size, batch, 7, lambda: (rank, world)), 53)
+        check_shards(lambda size, batch, rank, world: wrong(size, batch, 7, lambda: (rank, world)), 53)
 
 
 def test_order_depends_on_seed_and_epoch_alone():
@@ -191,7 +191,7 @@ def test_mirroring_is_a_function_of_epoch_and_item():
     assert 0.2 < share < 0.8
 
 
-def test_ordered_loader_serves_what_it_is_told():
+def test_ordered_loader_serves_the_order_it_is_given():
     positions = torch.tensor([5, 3, 3, 50, 0])
     batches = list(Loader(_data(), SequentialBatches(positions, 2)))
     assert [batch.index.tolist() for batch in batches] == [[5, 3], [3, 50], [0]]

@@ -133,9 +133,9 @@ def test_warnings_are_no_errors(tmp_path):
                      "twin": ("an equal", rows_of(0)), "slow": ("ab", noise(256 * 400, 5))}
     data = Speech(root=str(ljspeech(tmp_path / "d", rows)), layout="ljspeech")
     assert data.problems() == []
-    told = "\n".join(data.warnings())
+    messages = "\n".join(data.warnings())
     for part in ("quiet .*silent", "loud .*clipped", "twin: the same sound as g0", "slow .*400 frames for 5 tokens"):
-        assert re.search(part, told), part
+        assert re.search(part, messages), part
 
 
 def rows_of(k: int) -> np.ndarray:

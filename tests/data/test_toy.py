@@ -36,13 +36,13 @@ def draw(instance, n: int, seed: int = 0):
     return instance.sample(n, torch.Generator().manual_seed(seed))
 
 
-def entropy_law(instance, n: int = 100_000) -> None:
+def check_entropy(instance, n: int = 100_000) -> None:
     """The stored entropy is the mean of -log p over samples, to four standard errors (and rounding, where it is 0)."""
     value = -instance.log_prob(draw(instance, n))
     assert abs(float(value.mean()) - instance.entropy) < 4 * float(value.std()) / math.sqrt(n) + 1e-6
 
 
-def mass_law(instance, half: float, points: int = 240) -> None:
+def check_mass(instance, half: float, points: int = 240) -> None:
     """The density integrates to one, and minus its integral of p log p is the entropy."""
     axis = half * ((2 * torch.arange(points, dtype=torch.float64) + 1) / points - 1)
     log_p = instance.log_prob(torch.cartesian_prod(axis, axis))
@@ -51,7 +51,7 @@ def mass_law(instance, half: float, points: int = 240) -> None:
     assert -float(torch.xlogy(p, p).sum()) * cell == pytest.approx(instance.entropy, abs=5e-3)
 
 
-def cell_law(instance, n: int = 40_000) -> None:
+def check_cells(instance, n: int = 40_000) -> None:
     """Counts of samples in the cells of a grid are those that the density predicts (chi-square, 4 SE)."""
     x = draw(instance, n, seed=5)
     low, high = x.min(0).values - 1e-6, x.max(0).values + 1e-6
@@ -79,26 +79,26 @@ def test_every_set_is_known():
 def test_entropies(name):
     assert DENSITIES[name].entropy == pytest.approx(KNOWN[name][0], abs=6e-5)
     # Jittered spirals take a product of normal distribution functions per node.
-    entropy_law(DENSITIES[name], 10_000 if name == "spirals_jittered" else 100_000)
+    check_entropy(DENSITIES[name], 10_000 if name == "spirals_jittered" else 100_000)
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if KNOWN[name][1]])
 def test_mass(name):
     if name in ("checkerboard", "sine"):  # edges: the cells of the grid must end there
-        mass_law(DENSITIES[name], KNOWN[name][1], 400)
+        check_mass(DENSITIES[name], KNOWN[name][1], 400)
     else:
-        mass_law(DENSITIES[name], KNOWN[name][1], 120 if name == "spirals_jittered" else 240)
+        check_mass(DENSITIES[name], KNOWN[name][1], 120 if name == "spirals_jittered" else 240)
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if name != "spirals_jittered"])
 def test_samples_follow_the_density(name):
-    cell_law(DENSITIES[name])
+    check_cells(DENSITIES[name])
 
 
-def test_the_laws_catch_wrong_densities():
+def test_the_check_catches_wrong_densities():
     moons, ring, wheel = DENSITIES["moons"], DENSITIES["circles"], DENSITIES["pinwheel"]
     with pytest.raises(AssertionError):
-        entropy_law(replace(moons, entropy=moons.entropy + 0.02))
+        check_entropy(replace(moons, entropy=moons.entropy + 0.02))
 
     class Wrong:
         """Samples of one density, values of another."""
@@ -108,10 +108,10 @@ def test_the_laws_catch_wrong_densities():
 
     wider = Wrong(ring, replace(ring, scale=0.1))
     turned = Wrong(wheel, replace(wheel, rate=-0.25))
-    for law in (entropy_law, cell_law):
+    for check in (check_entropy, check_cells):
         for wrong in (wider, turned):
             with pytest.raises(AssertionError):
-                law(wrong)
+                check(wrong)
 
     class Twice(Wrong):
         def __init__(self, truth):
@@ -119,7 +119,7 @@ def test_the_laws_catch_wrong_densities():
             self.log_prob = lambda x: truth.log_prob(x) + math.log(2)
 
     with pytest.raises(AssertionError):
-        mass_law(Twice(moons), 4)
+        check_mass(Twice(moons), 4)
 
 
 def test_quadrature_over_the_curve_is_that_of_a_double_loop():

@@ -65,11 +65,11 @@ def path_terms(
 
     Example:
         >>> from genmodels.diffusion import GaussianDenoiser, LinearLogSnrSchedule
-        >>> oracle = GaussianDenoiser(LinearLogSnrSchedule(), torch.zeros(1), 1.0)
+        >>> denoiser = GaussianDenoiser(LinearLogSnrSchedule(), torch.zeros(1), 1.0)
         >>> path = torch.randn(4, 5, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)  # any path
         >>> times = torch.tensor([0.2, 0.6, 1.0])
-        >>> terms = path_terms(oracle, path, times, variance=oracle.reverse_variance)
-        >>> bool((terms.total + oracle.log_prob(path[0])).abs().max() < 1e-9)
+        >>> terms = path_terms(denoiser, path, times, variance=denoiser.reverse_variance)
+        >>> bool((terms.total + denoiser.log_prob(path[0])).abs().max() < 1e-9)
         True
     """
     require_unaltered(denoiser)

@@ -1,4 +1,4 @@
-"""Every sampler once, for the laws that all of them obey."""
+"""Every sampler once, for the checks that all of them pass."""
 
 from __future__ import annotations
 

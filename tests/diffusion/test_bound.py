@@ -134,7 +134,7 @@ class OffByOnePercent(GaussianDenoiser):
 
 def tight_on_every_path(kind, steps):
     schedule = LinearSchedule(num_steps=steps) if steps > 20 else CosineSchedule(log_snr_max=6.0, log_snr_min=-6.0)
-    oracle = kind(schedule, torch.tensor([0.5], dtype=torch.float64), 0.25)
+    denoiser = kind(schedule, torch.tensor([0.5], dtype=torch.float64), 0.25)
     generator = torch.Generator().manual_seed(0)
     times = ddpm_times(steps)
     start = torch.tensor([[-3.0], [0.5], [0.9], [4.0]], dtype=torch.float64)
@@ -144,10 +144,10 @@ def tight_on_every_path(kind, steps):
         path.append(path[-1] + hop * torch.randn(4, 1, generator=generator, dtype=torch.float64))
     last = times[-1:]
     terms = path_terms(
-        oracle, path, times, variance=oracle.reverse_variance, prior=lambda x: oracle.marginal_log_prob(x, last)
+        denoiser, path, times, variance=denoiser.reverse_variance, prior=lambda x: denoiser.marginal_log_prob(x, last)
     )
     assert terms.transitions.shape == (4, steps)
-    assert (terms.total + oracle.log_prob(start)).abs().max() < 1e-9
+    assert (terms.total + denoiser.log_prob(start)).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("steps", [4, 1000])
@@ -170,9 +170,9 @@ SUMS = {
 
 
 def sum_of_terms(c2, steps):
-    oracle = GaussianDenoiser(LinearLogSnrSchedule(), torch.zeros(1), c2)
+    denoiser = GaussianDenoiser(LinearLogSnrSchedule(), torch.zeros(1), c2)
     x0 = exact(0.0, math.sqrt(c2))
-    terms = elbo(oracle, x0, Gaussian(), vdm_times(steps), Signs(), variance="beta_tilde")
+    terms = elbo(denoiser, x0, Gaussian(), vdm_times(steps), Signs(), variance="beta_tilde")
     return float(terms.diffusion.sum(1).mean())
 
 
@@ -196,10 +196,10 @@ def test_diffusion_sums_catch_a_reversed_difference():
 
 def whole_bound(variance, keep=("prior", "diffusion", "reconstruction"), factor=1.0):
     schedule = LinearSchedule()
-    oracle = GaussianDenoiser(schedule, torch.tensor([0.5]), 0.25)
+    denoiser = GaussianDenoiser(schedule, torch.tensor([0.5]), 0.25)
     first = schedule.log_snr(step_to_time(1, 1000))
-    decoder = Gaussian(scale=float(oracle.mmse(first).sqrt()))
-    terms = elbo(oracle, exact(0.5, 0.5), decoder, ddpm_times(1000), Signs(), variance=variance)
+    decoder = Gaussian(scale=float(denoiser.mmse(first).sqrt()))
+    terms = elbo(denoiser, exact(0.5, 0.5), decoder, ddpm_times(1000), Signs(), variance=variance)
     parts = {"prior": terms.prior, "diffusion": factor * terms.diffusion.sum(1), "reconstruction": terms.reconstruction}
     return float(sum(parts[name] for name in keep).mean())
 
@@ -227,19 +227,19 @@ def gaussian():
     return GaussianDenoiser(CosineSchedule(), torch.tensor([0.3, -0.2]), torch.tensor([0.09, 0.25]))
 
 
-def gap(oracle, drop=()):
+def gap(denoiser, drop=()):
     """Mean and standard error of log p - bound over draws of the data."""
     n = 400
-    x0 = oracle.sample(n, torch.Generator().manual_seed(0))
-    terms = elbo(oracle, x0, Gaussian(), ddpm_times(100), KeyedGenerator(0, torch.arange(n)))
+    x0 = denoiser.sample(n, torch.Generator().manual_seed(0))
+    terms = elbo(denoiser, x0, Gaussian(), ddpm_times(100), KeyedGenerator(0, torch.arange(n)))
     parts = {"prior": terms.prior, "diffusion": terms.diffusion.sum(1), "reconstruction": terms.reconstruction}
-    difference = oracle.log_prob(x0) + sum(value for name, value in parts.items() if name not in drop)
+    difference = denoiser.log_prob(x0) + sum(value for name, value in parts.items() if name not in drop)
     return float(difference.mean()), float(difference.std() / math.sqrt(n))
 
 
-@pytest.mark.parametrize("oracle", [gaussian, mixture])
-def test_bound_is_below_the_truth(oracle):
-    mean, error = gap(oracle())
+@pytest.mark.parametrize("denoiser", [gaussian, mixture])
+def test_bound_is_below_the_truth(denoiser):
+    mean, error = gap(denoiser())
     assert mean > -4 * error
     assert mean < 1.0  # and not by much: a true denoiser, a hundred steps
 
@@ -261,9 +261,9 @@ def agrees(stratified, everything):
 
 
 def both_modes(n=600, draws=7, replicates=3):
-    oracle = mixture()
-    x0 = oracle.sample(n, torch.Generator().manual_seed(1))
-    arguments = (oracle, x0, Gaussian(), ddpm_times(41))
+    denoiser = mixture()
+    x0 = denoiser.sample(n, torch.Generator().manual_seed(1))
+    arguments = (denoiser, x0, Gaussian(), ddpm_times(41))
     everything = elbo(*arguments, KeyedGenerator(3, torch.arange(n)))
     stratified = elbo(
         *arguments, KeyedGenerator(3, torch.arange(n)), mode="stratified", draws=draws, replicates=replicates
@@ -294,18 +294,18 @@ def test_one_draw_for_each_term_is_all_of_them():
 
 
 def test_path_form_has_the_mean_of_the_kl_form():
-    oracle, n = gaussian(), 3000
-    schedule, times = oracle.schedule, ddpm_times(8)
+    denoiser, n = gaussian(), 3000
+    schedule, times = denoiser.schedule, ddpm_times(8)
     generator = torch.Generator().manual_seed(2)
-    x0 = oracle.sample(n, generator)
+    x0 = denoiser.sample(n, generator)
     log_snr = [torch.tensor(torch.inf).double(), *schedule.log_snr(times)]
     path = [x0]
     for s, t in zip(log_snr[:-1], log_snr[1:], strict=True):
         noise = torch.randn(n, 2, generator=generator, dtype=torch.float64)
         scale = (torch.sigmoid(t) / torch.sigmoid(s)).sqrt()
         path.append(scale * path[-1] + sigma2_ts(s, t).sqrt() * noise)
-    by_path = path_terms(oracle, path, times).total
-    by_kl = elbo(oracle, x0, Gaussian(), times, KeyedGenerator(5, torch.arange(n))).total
+    by_path = path_terms(denoiser, path, times).total
+    by_kl = elbo(denoiser, x0, Gaussian(), times, KeyedGenerator(5, torch.arange(n))).total
     difference = by_path - by_kl
     assert abs(difference.mean()) < 4 * difference.std() / math.sqrt(n)
 
@@ -411,9 +411,9 @@ def test_uniform_data_cost_at_least_log2_levels():
     for levels in (2, 4, 17):
         n = 300
         k = torch.randint(0, levels, (n, 4), generator=torch.Generator().manual_seed(0))
-        oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(4), (levels + 1) / (3 * (levels - 1)))
+        denoiser = GaussianDenoiser(CosineSchedule(), torch.zeros(4), (levels + 1) / (3 * (levels - 1)))
         decoder = DiscretisedGaussian(levels)
-        terms = elbo(oracle, to_unit(k, levels, dtype=torch.float64), decoder, ddpm_times(50),
+        terms = elbo(denoiser, to_unit(k, levels, dtype=torch.float64), decoder, ddpm_times(50),
                      KeyedGenerator(0, torch.arange(n)), variance="beta_tilde")  # fmt: skip
         cost = bits_per_dim(terms.nats, 4, levels)
         assert float(cost.mean()) > math.log2(levels) - 4 * float(cost.std()) / math.sqrt(n)
@@ -461,9 +461,9 @@ def test_x0_hat_is_not_clipped():
 
 
 def test_zero_terminal_snr():
-    oracle = GaussianDenoiser(SigmoidSchedule(), torch.zeros(2), 0.3)
-    x0 = oracle.sample(4, torch.Generator().manual_seed(0))
-    terms = elbo(oracle, x0, Gaussian(), ddpm_times(10), KeyedGenerator(0, torch.arange(4)))
+    denoiser = GaussianDenoiser(SigmoidSchedule(), torch.zeros(2), 0.3)
+    x0 = denoiser.sample(4, torch.Generator().manual_seed(0))
+    terms = elbo(denoiser, x0, Gaussian(), ddpm_times(10), KeyedGenerator(0, torch.arange(4)))
     assert terms.total.isfinite().all() and torch.equal(terms.prior, torch.zeros(4).double())
 
 
@@ -480,19 +480,19 @@ def test_zero_terminal_snr():
     ],
 )
 def test_errors(change, message):
-    oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+    denoiser = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
     times = change.pop("times", ddpm_times(20))
     with pytest.raises(ValueError, match=message):
-        elbo(oracle, torch.zeros(3, 2), Gaussian(), times, KeyedGenerator(0, torch.arange(3)), **change)
+        elbo(denoiser, torch.zeros(3, 2), Gaussian(), times, KeyedGenerator(0, torch.arange(3)), **change)
 
 
 def test_a_grid_without_noise_at_its_start_is_refused():
-    oracle = GaussianDenoiser(LinearSchedule(), torch.zeros(2), 1.0)
+    denoiser = GaussianDenoiser(LinearSchedule(), torch.zeros(2), 1.0)
     with pytest.raises(ValueError, match="start at 1/T"):
-        elbo(oracle, torch.zeros(3, 2), Gaussian(), vdm_times(10), KeyedGenerator(0, torch.arange(3)))
+        elbo(denoiser, torch.zeros(3, 2), Gaussian(), vdm_times(10), KeyedGenerator(0, torch.arange(3)))
 
 
 def test_a_path_has_one_point_more_than_times():
-    oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
+    denoiser = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
     with pytest.raises(ValueError, match="has 5 points, not 3"):
-        path_terms(oracle, [torch.zeros(3, 2)] * 3, ddpm_times(4))
+        path_terms(denoiser, [torch.zeros(3, 2)] * 3, ddpm_times(4))

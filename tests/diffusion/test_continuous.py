@@ -35,7 +35,7 @@ START = torch.tensor([0.0, 1.0], dtype=torch.float64)
 WHOLE = {1.0: 1.41896123, 0.25: 0.725882144}
 
 
-def oracle(c2=0.25, schedule=None, parameterisation="v", dims=2):
+def exact_denoiser(c2=0.25, schedule=None, parameterisation="v", dims=2):
     kind = PARAMETERISATIONS[parameterisation]()
     return GaussianDenoiser(schedule or LinearLogSnrSchedule(), torch.zeros(dims), c2, parameterisation=kind)
 
@@ -51,8 +51,8 @@ def spread(c2, n):
 def meets_the_closed_form(c2, parameterisation="v", schedule=None):
     n = 1000
     terms = continuous_elbo(
-        oracle(c2, schedule, parameterisation), spread(c2, n), Gaussian(), 0.0, KeyedGenerator(0, torch.arange(n)),
-        draws=40,
+        exact_denoiser(c2, schedule, parameterisation), spread(c2, n), Gaussian(), 0.0,
+        KeyedGenerator(0, torch.arange(n)), draws=40,
     )  # fmt: skip
     error = float(terms.total.std()) / math.sqrt(n)
     assert abs(float(terms.total.mean()) / 2 - WHOLE[c2]) < 4 * error / 2 and error < 0.15
@@ -78,7 +78,7 @@ def test_closed_form_catches_a_missing_half(monkeypatch):
 
 def test_it_is_the_limit_of_many_steps():
     """The discrete bound comes down to it like 1/T, in every example's mean over the noise."""
-    n, denoiser = 2000, oracle()
+    n, denoiser = 2000, exact_denoiser()
     x0 = denoiser.sample(n, torch.Generator().manual_seed(0))
     keyed = KeyedGenerator(0, torch.arange(n))
     limit = continuous_elbo(denoiser, x0, Gaussian(), 0.0, keyed, draws=50).total
@@ -93,7 +93,7 @@ def test_it_is_the_limit_of_many_steps():
 
 
 def test_standard_errors_are_those_of_repetition():
-    n, denoiser = 400, oracle()
+    n, denoiser = 400, exact_denoiser()
     x0 = denoiser.sample(n, torch.Generator().manual_seed(0))
     runs = [
         continuous_elbo(denoiser, x0, Gaussian(), 0.0, KeyedGenerator(seed, torch.arange(n)), draws=5, replicates=3)
@@ -105,7 +105,7 @@ def test_standard_errors_are_those_of_repetition():
 
 
 def test_neither_batches_nor_chunks_change_it():
-    denoiser = oracle()
+    denoiser = exact_denoiser()
     x0 = denoiser.sample(6, torch.Generator().manual_seed(0))
     whole = continuous_elbo(denoiser, x0, Gaussian(), 0.1, KeyedGenerator(0, torch.arange(6)), draws=5)
     rows = torch.tensor([4, 1])
@@ -115,7 +115,7 @@ def test_neither_batches_nor_chunks_change_it():
 
 
 def test_no_signal_at_the_end_is_no_obstacle():
-    denoiser = oracle(schedule=SigmoidSchedule())
+    denoiser = exact_denoiser(schedule=SigmoidSchedule())
     x0 = denoiser.sample(50, torch.Generator().manual_seed(0))
     terms = continuous_elbo(denoiser, x0, Gaussian(), 0.001, KeyedGenerator(0, torch.arange(50)))
     assert terms.total.isfinite().all() and float(terms.prior.abs().max()) < 1e-8
@@ -127,7 +127,7 @@ def test_no_signal_at_the_end_is_no_obstacle():
     [({"replicates": 1}, "at least 2"), ({"draws": 0}, "at least 1"), ({"first": 0.0}, "without noise")],
 )
 def test_errors(change, message):
-    denoiser = oracle(schedule=LinearSchedule())
+    denoiser = exact_denoiser(schedule=LinearSchedule())
     options = {"first": 0.001} | change
     with pytest.raises(ValueError, match=message):
         continuous_elbo(
@@ -158,7 +158,7 @@ def test_the_objective_is_the_same_bound_under_every_schedule(schedule):
 
 
 def is_the_same_bound(schedule):
-    mean, error = mean_of_objective(oracle(schedule=schedule))
+    mean, error = mean_of_objective(exact_denoiser(schedule=schedule))
     assert abs(mean / 2 - WHOLE[0.25]) < 4 * error / 2
 
 
@@ -231,7 +231,7 @@ def test_that_catches_a_schedule_trained_on_the_mean(monkeypatch):
 
 
 def test_training_the_schedule_lowers_the_variance_and_keeps_bound_and_ends():
-    denoiser = oracle(schedule=LearnedSchedule(hidden=64, **ENDS), dims=8)
+    denoiser = exact_denoiser(schedule=LearnedSchedule(hidden=64, **ENDS), dims=8)
     before = copy.deepcopy(denoiser)
     objective = Continuous(Gaussian(), START, time_sampler="uniform")
     optimizer = torch.optim.Adam(denoiser.schedule.parameters(), lr=0.05)

@@ -79,7 +79,7 @@ def test_matches_scipy():
     matches_scipy(DiscretisedGaussian(17))
 
 
-def test_planted_bugs():
+def test_mutants():
     with pytest.raises(AssertionError):
         sums_to_one(ClosedEnds(17), 17, torch.float64, 1e-10)
     with pytest.raises(AssertionError):
@@ -179,12 +179,12 @@ def reconstruction(decoder, last: float) -> float:
 
 
 def test_a_softmax_needs_no_network():
-    def law(decoder):
+    def check(decoder):
         assert reconstruction(decoder, 0.02) < 1e-3 < 0.1 < reconstruction(decoder, 0.2)
 
-    law(LevelSoftmax(5))
+    check(LevelSoftmax(5))
     with pytest.raises(AssertionError):
-        law(OfTheEstimate(5))
+        check(OfTheEstimate(5))
 
 
 # ---- maps and errors ----

@@ -174,7 +174,7 @@ def test_edm_keeps_unit_variance_in_and_out():
         assert float(seen.var()) == pytest.approx(1, abs=0.05) and float(target.var()) == pytest.approx(1, abs=0.05)
 
 
-def test_edm_for_data_of_unit_deviation_is_minus_v():
+def test_edm_for_data_of_unit_standard_deviation_is_minus_v():
     x0, eps = draw()
     log_snr = torch.tensor([math.inf, 2.0, -1.0, -math.inf], dtype=torch.float64)
     torch.testing.assert_close(EDM(sigma_data=1.0).target(x0, eps, log_snr), -V().target(x0, eps, log_snr))

@@ -27,13 +27,13 @@ from genmodels.diffusion.process import kernel_variance, q_sample, renoise
 from genmodels.diffusion.sampling import log_snrs
 from tests.diffusion.table import INSTANCES, keyed
 
-MEAN, DEVIATION = torch.tensor([0.5, -0.2], dtype=torch.float64), 0.4
-ORACLE = GaussianDenoiser(CosineSchedule(), MEAN, DEVIATION**2)
+MEAN, SCALE = torch.tensor([0.5, -0.2], dtype=torch.float64), 0.4
+EXACT = GaussianDenoiser(CosineSchedule(), MEAN, SCALE**2)
 ITEM = torch.tensor([1.5, 0.4], dtype=torch.float64)
 
 
 def test_times_from():
-    times = uniform_t(ORACLE.schedule, 4)
+    times = uniform_t(EXACT.schedule, 4)
     assert times_from(times, 0.75).tolist() == [0.75, 0.5, 0.25, 0.0]
     assert times_from(times, 0.1).tolist() == [0.1, 0.0] and torch.equal(times_from(times, 1.0), times)
     for strength in (0.0, -0.1, 1.1):
@@ -43,17 +43,17 @@ def test_times_from():
 
 def edited(strength, n=2000):
     generator = keyed(n)
-    start = noised_start(ORACLE.schedule, ITEM.expand(n, 2), strength, generator)
-    times = times_from(uniform_log_snr(ORACLE.schedule, 200), strength)
-    return sample(ORACLE, (n, 2), times, DDPMSampler(), generator, dtype=torch.float64, start=start).x
+    start = noised_start(EXACT.schedule, ITEM.expand(n, 2), strength, generator)
+    times = times_from(uniform_log_snr(EXACT.schedule, 200), strength)
+    return sample(EXACT, (n, 2), times, DDPMSampler(), generator, dtype=torch.float64, start=start).x
 
 
 @pytest.mark.parametrize("strength", [0.3, 0.6, 0.95])
-def test_an_edit_has_the_law_of_data_that_would_look_alike_under_the_noise(strength):
+def test_an_edit_has_the_distribution_of_data_that_would_look_alike_under_the_noise(strength):
     """E over x_t of p(x_0 | x_t): mean m + g (x - m), variance c^2 (1 - g) + (g sigma/alpha)^2, g the gain."""
-    alpha, sigma = (float(v) for v in ORACLE.schedule.alpha_sigma(torch.tensor(strength).double()))
-    gain = alpha**2 * DEVIATION**2 / (alpha**2 * DEVIATION**2 + sigma**2)
-    variance = DEVIATION**2 * (1 - gain) + (gain * sigma / alpha) ** 2
+    alpha, sigma = (float(v) for v in EXACT.schedule.alpha_sigma(torch.tensor(strength).double()))
+    gain = alpha**2 * SCALE**2 / (alpha**2 * SCALE**2 + sigma**2)
+    variance = SCALE**2 * (1 - gain) + (gain * sigma / alpha) ** 2
     x = edited(strength)
     assert ((x.mean(0) - MEAN - gain * (ITEM - MEAN)).abs() < 4 * math.sqrt(variance / len(x)) + 5e-3).all()
     assert ((x.var(0) / variance - 1).abs() < 4 * math.sqrt(2 / len(x)) + 0.03).all()
@@ -62,22 +62,22 @@ def test_an_edit_has_the_law_of_data_that_would_look_alike_under_the_noise(stren
 def test_an_edit_is_addressable():
     def run(index):
         generator = KeyedGenerator(3, index, "sample")
-        return noised_start(ORACLE.schedule, ITEM.expand(len(index), 2), 0.5, generator)
+        return noised_start(EXACT.schedule, ITEM.expand(len(index), 2), 0.5, generator)
 
     assert torch.equal(run(torch.arange(9))[4:5], run(torch.tensor([4])))
 
 
-def test_the_latents_of_a_normal_law_are_its_standardised_values():
-    x0 = MEAN + DEVIATION * torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None]
-    z = invert(ORACLE, x0, uniform_log_snr(ORACLE.schedule, 400))
-    assert ((z - (x0 - MEAN) / DEVIATION).abs() < 2e-2).all()
+def test_the_latents_of_a_gaussian_are_its_standardised_values():
+    x0 = MEAN + SCALE * torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None]
+    z = invert(EXACT, x0, uniform_log_snr(EXACT.schedule, 400))
+    assert ((z - (x0 - MEAN) / SCALE).abs() < 2e-2).all()
 
 
 def round_trip(sampler, steps):
-    x0 = ORACLE.sample(20, keyed(20))
-    times = uniform_log_snr(ORACLE.schedule, steps, 1000)
-    z = invert(ORACLE, x0, times, sampler=sampler)
-    back = sample(ORACLE, x0.shape, times, sampler, keyed(20), dtype=torch.float64, start=z).x
+    x0 = EXACT.sample(20, keyed(20))
+    times = uniform_log_snr(EXACT.schedule, steps, 1000)
+    z = invert(EXACT, x0, times, sampler=sampler)
+    back = sample(EXACT, x0.shape, times, sampler, keyed(20), dtype=torch.float64, start=z).x
     return float((back - x0).abs().max())
 
 
@@ -86,7 +86,7 @@ def test_the_way_there_and_back_comes_home():
     assert round_trip(EulerSampler(), 100) > 5 * round_trip(HeunSampler(), 100)
 
 
-# ---- inpainting: what is known comes back bit for bit, and the rest approaches the exact conditional law ----
+# ---- inpainting: what is known comes back bit for bit, and the rest approaches the exact conditional distribution ----
 
 
 POSITION = torch.arange(6)
@@ -131,13 +131,13 @@ def settles(kind=Inpainting):
 def closed_form(variance, steps, rounds, known=1.5, correlation=0.8):
     """Mean and variance of the unknown of a pair with unit variances: RePaint on a Gaussian is linear in every step."""
     covariance = torch.tensor([[1.0, correlation], [correlation, 1.0]], dtype=torch.float64)
-    oracle = GaussianDenoiser.from_covariance(CosineSchedule(), torch.zeros(2, dtype=torch.float64), covariance)
+    denoiser = GaussianDenoiser.from_covariance(CosineSchedule(), torch.zeros(2, dtype=torch.float64), covariance)
     inner, eye = DDPMSampler(variance=variance), torch.eye(2, dtype=torch.float64)
     mean, spread = torch.zeros(2, dtype=torch.float64), eye
-    times = uniform_t(oracle.schedule, steps)
+    times = uniform_t(denoiser.schedule, steps)
     for t, s in zip(times[:-1], times[1:], strict=True):
-        log_snr_s, log_snr_t = log_snrs(oracle.schedule, t, s)
-        step = inner(oracle, eye, t, s, None, keyed(2), None, 0.0)[0].T  # linear, without its noise
+        log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
+        step = inner(denoiser, eye, t, s, None, keyed(2), None, 0.0)[0].T  # linear, without its noise
         clean = bool(s == 0)
         own = 0.0 if clean else float(kernel_variance(inner.variance, None)(log_snr_s, log_snr_t))
         alpha2 = 1.0 if clean else float(torch.sigmoid(log_snr_s))
@@ -178,11 +178,11 @@ class Stale(Inpainting):
         return out
 
 
-def test_the_unknown_part_settles_to_its_conditional_law():
+def test_the_unknown_part_settles_to_its_conditional_distribution():
     settles()
 
 
-def test_the_law_catches_rounds_that_begin_anew():
+def test_the_check_catches_rounds_that_begin_anew():
     with pytest.raises(AssertionError):
         settles(Stale)
 
@@ -246,11 +246,11 @@ def test_the_bias_that_is_documented(variance, steps, rounds):
 def test_samples_have_the_bias_of_the_closed_form():
     """Both the wide and the narrow kernel, 5 rounds of 25 steps, within four standard errors."""
     n, pair = 4000, torch.tensor([[1.0, 0.8], [0.8, 1.0]], dtype=torch.float64)
-    oracle = GaussianDenoiser.from_covariance(CosineSchedule(), torch.zeros(2, dtype=torch.float64), pair)
+    denoiser = GaussianDenoiser.from_covariance(CosineSchedule(), torch.zeros(2, dtype=torch.float64), pair)
     known, mask = torch.tensor([1.5, 0.0], dtype=torch.float64), torch.tensor([True, False])
     for variance in ("beta", "beta_tilde"):
         sampler = Inpainting(DDPMSampler(variance=variance), known, mask, rounds=5)
-        x = sample(oracle, (n, 2), uniform_t(oracle.schedule, 25), sampler, keyed(n), dtype=torch.float64).x[:, 1]
+        x = sample(denoiser, (n, 2), uniform_t(denoiser.schedule, 25), sampler, keyed(n), dtype=torch.float64).x[:, 1]
         mean, spread = closed_form(variance, 25, 5)
         assert abs(float(x.mean()) - mean) < 4 * math.sqrt(spread / n)
         assert abs(float(x.var()) - spread) < 4 * spread * math.sqrt(2 / n)

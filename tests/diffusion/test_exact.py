@@ -1,4 +1,4 @@
-"""The oracles against autograd, brute force and their own draws."""
+"""Exact denoisers against autograd, brute force and their own draws."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPREAD = torch.tensor([[0.3, 0.1, 0.0], [0.1, 0.5, -0.2], [0.0, -0.2, 0.4]], dty
 MEANS = torch.tensor([[-1.0, 0.5, 0.0], [1.0, 0.0, 0.3]], dtype=torch.float64)
 
 
-def oracles(schedule):
+def exact_denoisers(schedule):
     return {
         "scalar": GaussianDenoiser(schedule, MEAN, 0.25),
         "diagonal": GaussianDenoiser(schedule, MEAN, torch.tensor([0.25, 1.0, 0.04])),
@@ -41,13 +41,13 @@ def points(n=6):
 # ---- D5 ----
 
 
-def score_is_gradient(oracle):
+def score_is_gradient(denoiser):
     t = torch.tensor([0.02, 0.1, 0.3, 0.6, 0.9, 1.0], dtype=torch.float64)
     x = points().requires_grad_()
-    (gradient,) = torch.autograd.grad(oracle.marginal_log_prob(x, t).sum(), x)
-    prediction = oracle(x.detach(), t)
+    (gradient,) = torch.autograd.grad(denoiser.marginal_log_prob(x, t).sum(), x)
+    prediction = denoiser(x.detach(), t)
     assert (prediction.score - gradient).abs().max() < 1e-10 * max(1, float(gradient.abs().max()))
-    alpha, sigma = (value[:, None] for value in oracle.schedule.alpha_sigma(t))
+    alpha, sigma = (value[:, None] for value in denoiser.schedule.alpha_sigma(t))
     # Tweedie: E[x_0 | x] = (x + sigma^2 score) / alpha, wherever alpha leaves digits
     tweedie = (x.detach() + sigma**2 * gradient) / alpha
     assert ((prediction.x0 - tweedie) * alpha).abs().max() < 1e-10
@@ -58,7 +58,7 @@ def score_is_gradient(oracle):
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "sigmoid"])
 @pytest.mark.parametrize("kind", ["scalar", "diagonal", "full", "mixture"])
 def test_score_is_gradient(schedule, kind):
-    score_is_gradient(oracles(SCHEDULES[schedule]())[kind])
+    score_is_gradient(exact_denoisers(SCHEDULES[schedule]())[kind])
 
 
 class ForgetsAlpha(GaussianDenoiser):
@@ -78,53 +78,54 @@ def test_score_catches_a_forgotten_alpha():
 @pytest.mark.parametrize("kind", ["scalar", "diagonal", "full", "mixture"])
 @pytest.mark.parametrize("t", [0.0, 0.4])
 def test_densities_integrate_to_one(kind, t):
-    oracle = oracles(CosineSchedule())[kind]
+    denoiser = exact_denoisers(CosineSchedule())[kind]
     axis = torch.linspace(-5, 5, 81, dtype=torch.float64)
     x = torch.cartesian_prod(axis, axis, axis)
-    mass = oracle.marginal_log_prob(x, torch.tensor([t])).exp().sum() * float(axis[1] - axis[0]) ** 3
+    mass = denoiser.marginal_log_prob(x, torch.tensor([t])).exp().sum() * float(axis[1] - axis[0]) ** 3
     assert float(mass) == pytest.approx(1, abs=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["scalar", "diagonal", "full", "mixture"])
 def test_mean_by_brute_force(kind):
     """E[x_0 | x] as a ratio of two sums over draws of the data, within 4.5 standard errors of the ratio."""
-    oracle, n = oracles(CosineSchedule())[kind], 400_000
+    denoiser, n = exact_denoisers(CosineSchedule())[kind], 400_000
     t = torch.tensor([0.6], dtype=torch.float64)
-    alpha, sigma = oracle.schedule.alpha_sigma(t)
+    alpha, sigma = denoiser.schedule.alpha_sigma(t)
     x = torch.tensor([[0.3, -0.4, 0.6]], dtype=torch.float64)
-    x0 = oracle.sample(n, torch.Generator().manual_seed(3))
+    x0 = denoiser.sample(n, torch.Generator().manual_seed(3))
     weight = torch.exp(-0.5 * ((x - alpha * x0) / sigma).square().sum(1, keepdim=True))
     mean = (weight * x0).sum(0) / weight.sum()
     error = ((weight * (x0 - mean)).square().sum(0)).sqrt() / weight.sum()
-    assert ((oracle(x, t).x0[0] - mean).abs() < 4.5 * error).all()
+    assert ((denoiser(x, t).x0[0] - mean).abs() < 4.5 * error).all()
 
 
 @pytest.mark.parametrize("kind", ["scalar", "diagonal", "full", "mixture"])
 def test_draws_have_the_density_s_moments(kind):
-    oracle, n = oracles(CosineSchedule())[kind], 100_000
-    x = oracle.sample_marginal(n, torch.tensor([0.3]), torch.Generator().manual_seed(4))
+    denoiser, n = exact_denoisers(CosineSchedule())[kind], 100_000
+    x = denoiser.sample_marginal(n, torch.tensor([0.3]), torch.Generator().manual_seed(4))
     # The mean of the score over the true density is 0, of x score^T it is -I: five standard errors.
-    score = oracle(x, torch.tensor([0.3]).expand(n)).score
+    score = denoiser(x, torch.tensor([0.3]).expand(n)).score
     products = torch.einsum("bi,bj->bij", x, score)
     for values, truth in ((score, torch.zeros(3)), (products, -torch.eye(3))):
         assert ((values.mean(0) - truth).abs() < 5 * values.std(0) / math.sqrt(n)).all()
 
 
 def test_log_prob_is_the_marginal_without_noise():
-    for oracle in oracles(LinearSchedule()).values():
+    for denoiser in exact_denoisers(LinearSchedule()).values():
         x = points()
-        torch.testing.assert_close(oracle.log_prob(x), oracle.marginal_log_prob(x, torch.zeros(1)), rtol=1e-12, atol=0)
+        marginal = denoiser.marginal_log_prob(x, torch.zeros(1))
+        torch.testing.assert_close(denoiser.log_prob(x), marginal, rtol=1e-12, atol=0)
 
 
 def test_float32_in_float32_out():
-    prediction = oracles(CosineSchedule())["full"](points().float(), torch.full((6,), 0.5))
+    prediction = exact_denoisers(CosineSchedule())["full"](points().float(), torch.full((6,), 0.5))
     assert prediction.x0.dtype == prediction.output.dtype == prediction.score.dtype == torch.float32
 
 
 def test_images_too():
-    oracle = MixtureDenoiser(CosineSchedule(), torch.ones(2), torch.zeros(2, 1, 4, 4), torch.tensor([0.1, 0.3]))
-    x = oracle.sample(5, torch.Generator().manual_seed(0))
-    assert x.shape == oracle(x, torch.rand(5)).x0.shape == (5, 1, 4, 4)
+    denoiser = MixtureDenoiser(CosineSchedule(), torch.ones(2), torch.zeros(2, 1, 4, 4), torch.tensor([0.1, 0.3]))
+    x = denoiser.sample(5, torch.Generator().manual_seed(0))
+    assert x.shape == denoiser(x, torch.rand(5)).x0.shape == (5, 1, 4, 4)
 
 
 # ---- D7 ----
@@ -140,38 +141,38 @@ def optimal_variance(reverse_variance, schedule=None, c2=0.25):
 
 
 def test_optimal_reverse_variance():
-    optimal_variance(oracles(LinearSchedule())["scalar"].reverse_variance)
+    optimal_variance(exact_denoisers(LinearSchedule())["scalar"].reverse_variance)
 
 
 def test_optimal_reverse_variance_catches_clipping():
-    oracle = oracles(LinearSchedule())["scalar"]
+    denoiser = exact_denoisers(LinearSchedule())["scalar"]
 
     def clipped(s, t):
         c_0, _, _ = posterior(s, t)
         floor = posterior_variance(s, t)[3]  # "the value at the fourth step"
-        return posterior_variance(s, t).clamp(min=float(floor)) + c_0.square() * oracle.mmse(t)[:, 0]
+        return posterior_variance(s, t).clamp(min=float(floor)) + c_0.square() * denoiser.mmse(t)[:, 0]
 
     with pytest.raises(AssertionError):
         optimal_variance(clipped)
 
 
 def test_mmse_is_the_error_of_the_mean():
-    oracle = oracles(CosineSchedule())["diagonal"]
+    denoiser = exact_denoisers(CosineSchedule())["diagonal"]
     log_snr = torch.tensor([2.0, -1.0], dtype=torch.float64)
-    expected = oracle.variance / (1 + oracle.variance * log_snr.exp()[:, None])
-    torch.testing.assert_close(oracle.mmse(log_snr), expected, rtol=1e-12, atol=0)
-    assert torch.equal(oracle.mmse(torch.tensor(-torch.inf).double()), oracle.variance)
+    expected = denoiser.variance / (1 + denoiser.variance * log_snr.exp()[:, None])
+    torch.testing.assert_close(denoiser.mmse(log_snr), expected, rtol=1e-12, atol=0)
+    assert torch.equal(denoiser.mmse(torch.tensor(-torch.inf).double()), denoiser.variance)
 
 
 def test_unlike_variances_have_no_single_reverse_variance():
     with pytest.raises(ValueError, match="unlike variances"):
-        oracles(CosineSchedule())["diagonal"].reverse_variance(torch.zeros(1), -torch.ones(1))
+        exact_denoisers(CosineSchedule())["diagonal"].reverse_variance(torch.zeros(1), -torch.ones(1))
 
 
 @pytest.mark.parametrize("name", ["scalar", "diagonal", "full", "mixture"])
 def test_an_empty_batch_has_empty_predictions(name):
-    oracle, x, t = oracles(CosineSchedule())[name], torch.zeros(0, 3), torch.zeros(0)
-    prediction = oracle(x, t)
+    denoiser, x, t = exact_denoisers(CosineSchedule())[name], torch.zeros(0, 3), torch.zeros(0)
+    prediction = denoiser(x, t)
     assert prediction.x0.shape == prediction.score.shape == prediction.output.shape == (0, 3)
-    assert oracle.log_prob(x).shape == oracle.marginal_log_prob(x, t).shape == (0,)
-    assert oracle.sample(0, torch.Generator().manual_seed(0)).shape == (0, 3)
+    assert denoiser.log_prob(x).shape == denoiser.marginal_log_prob(x, t).shape == (0,)
+    assert denoiser.sample(0, torch.Generator().manual_seed(0)).shape == (0, 3)

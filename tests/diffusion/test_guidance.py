@@ -45,16 +45,16 @@ class Classes(torch.nn.Module):
 
     def __init__(self, parameterisation, schedule, variance=0.25):
         super().__init__()
-        self.oracle = GaussianDenoiser(schedule, torch.zeros(2), variance, parameterisation=parameterisation)
+        self.denoiser = GaussianDenoiser(schedule, torch.zeros(2), variance, parameterisation=parameterisation)
         self.calls = []
 
     def forward(self, x, log_snr, cond):
         self.calls.append(cond.clone())
         alpha, _ = (expand(value, x) for value in alpha_sigma(log_snr))
         shift = MEANS[cond].to(x)
-        x0, score = self.oracle._moments(x.double() - (alpha * shift).double(), log_snr)
+        x0, score = self.denoiser._moments(x.double() - (alpha * shift).double(), log_snr)
         eps = -expand(alpha_sigma(log_snr)[1], x).double() * score
-        return self.oracle.parameterisation.target(x0 + shift, eps, log_snr)
+        return self.denoiser.parameterisation.target(x0 + shift, eps, log_snr)
 
 
 def classes(name, schedule=None, **options):
@@ -151,7 +151,7 @@ def test_the_interval_is_of_log_snr_and_costs_nothing_outside():
     assert [len(c) for c in plain.net.calls] == [6]
 
 
-def test_rescale_gives_the_deviation_back():
+def test_rescale_restores_the_standard_deviation():
     plain = classes("v")
     found = GuidedDenoiser(plain, 6.0, NULL, rescale=1.0)(X, T, COND).x0
     torch.testing.assert_close(found.std(1), plain(X, T, COND).x0.std(1))

@@ -48,29 +48,29 @@ def every_level(levels=5) -> Batch:
 
 @pytest.mark.parametrize("options", [{"tolerance": 1e-7}, {"solver": "rk4", "steps": 120}], ids=str)
 def test_the_density_is_the_exact_one_in_the_datas_units(options):
-    model, law = gaussian_model(), Normal(torch.tensor(5.0, dtype=torch.float64), 0.2)
-    x = law.sample((5, 2))
+    model, distribution = gaussian_model(), Normal(torch.tensor(5.0, dtype=torch.float64), 0.2)
+    x = distribution.sample((5, 2))
     found = model.ode_likelihood(Batch(x), weights="raw", **options)
-    assert torch.allclose(found.nats, law.log_prob(x).sum(1), atol=1e-4)
+    assert torch.allclose(found.nats, distribution.log_prob(x).sum(1), atol=1e-4)
     assert found.kind == "ode" and found.mark == "~" and found.levels is None and found.stderr is None
     assert found.made["divergence"] == "exact" and (found.evaluations > 0).all()
     assert found.made["log_snr"][1] == -15.0
 
 
-def test_that_law_catches_a_forgotten_volume(monkeypatch):
+def test_that_check_catches_a_forgotten_volume(monkeypatch):
     monkeypatch.setattr(DDPM, "_log_scale", lambda self, mask: 0.0)
     with pytest.raises(AssertionError):
         test_the_density_is_the_exact_one_in_the_datas_units({"tolerance": 1e-7})
 
 
-def test_sequences_of_any_length_are_judged_over_their_own_scalars():
+def test_sequences_of_any_length_are_measured_over_their_own_scalars():
     """A padded sequence has the density of the sequence alone, and its own number of dimensions."""
     model, lengths = gaussian_model((2, 6)), torch.tensor([6, 2, 4])
     mask = torch.arange(6) < lengths[:, None, None]
-    law = Normal(torch.tensor(5.0, dtype=torch.float64), 0.2)
-    x = law.sample((3, 2, 6))
+    distribution = Normal(torch.tensor(5.0, dtype=torch.float64), 0.2)
+    x = distribution.sample((3, 2, 6))
     batch = Batch(x.masked_fill(~mask, math.nan), mask=mask, index=torch.arange(3))
-    exact = law.log_prob(x).masked_fill(~mask, 0).sum((1, 2))
+    exact = distribution.log_prob(x).masked_fill(~mask, 0).sum((1, 2))
     found = model.ode_likelihood(batch, weights="raw", tolerance=1e-6)
     assert torch.allclose(found.nats, exact, atol=1e-3) and found.dims.tolist() == [12, 4, 8]
     many = Batch(batch.x.repeat(20, 1, 1), mask=mask.repeat(20, 1, 1), index=torch.arange(60))
@@ -88,8 +88,8 @@ def mass_of_the_bins() -> torch.Tensor:
     model = integer_model()
     alpha, sigma = alpha_sigma(torch.tensor(model.elbo.first_log_snr(model.core.schedule), dtype=torch.float64))
     centres = torch.linspace(-1, 1, 5, dtype=torch.float64)
-    law = Normal(centres, sigma / alpha)
-    return (MASSES * (law.cdf(centres[:, None] + 0.25) - law.cdf(centres[:, None] - 0.25))).sum(1)
+    distribution = Normal(centres, sigma / alpha)
+    return (MASSES * (distribution.cdf(centres[:, None] + 0.25) - distribution.cdf(centres[:, None] - 0.25))).sum(1)
 
 
 def test_many_uniform_draws_find_the_mass_of_the_bin():
@@ -120,12 +120,12 @@ def test_one_draw_is_a_bound_in_the_mean(dequantisation):
     assert (one.mean(0) < exact + 4 * stderr).all() and (one.mean(0) > exact - 1).all()
 
 
-def test_those_laws_catch_a_width_or_a_volume_left_out(monkeypatch):
+def test_those_check_catches_a_width_or_a_volume_left_out(monkeypatch):
     monkeypatch.setattr(diffusion_ode, "event_size", lambda x, mask=None: torch.zeros(len(x)))
-    for law in (test_many_uniform_draws_find_the_mass_of_the_bin,
+    for check in (test_many_uniform_draws_find_the_mass_of_the_bin,
                 test_many_draws_of_the_forward_process_find_the_mass_of_the_level):
         with pytest.raises(AssertionError):
-            law()
+            check()
 
 
 # ---- the contract ----------------------------------------------------------------------------------------------------

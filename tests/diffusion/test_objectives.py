@@ -28,7 +28,7 @@ from genmodels.diffusion import (
 )
 
 
-def oracle(parameterisation="v", schedule=None):
+def exact_denoiser(parameterisation="v", schedule=None):
     mean, variance = torch.tensor([0.5, -0.2, 0.1]), torch.tensor([0.25, 0.09, 1.0])
     return GaussianDenoiser(
         schedule or CosineSchedule(), mean, variance, parameterisation=PARAMETERISATIONS[parameterisation]()
@@ -47,8 +47,8 @@ def expectation(objective, denoiser, n=6000, seed=0):
 
 
 def simple_is_mmse(parameterisation, objective=None):
-    """The oracle's error: mmse(t) / loss_weight(t), averaged over t and scalars."""
-    denoiser = oracle(parameterisation)
+    """The error of the exact denoiser: mmse(t) / loss_weight(t), averaged over t and scalars."""
+    denoiser = exact_denoiser(parameterisation)
     t = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
     log_snr = denoiser.schedule.log_snr(t)
     truth = (denoiser.mmse(log_snr) / denoiser.parameterisation.loss_weight(log_snr)[:, None]).mean()
@@ -57,7 +57,7 @@ def simple_is_mmse(parameterisation, objective=None):
 
 
 @pytest.mark.parametrize("parameterisation", PARAMETERISATIONS)
-def test_simple_is_the_mmse_of_the_oracle(parameterisation):
+def test_simple_is_the_mmse_of_the_exact_denoiser(parameterisation):
     simple_is_mmse(parameterisation)
 
 
@@ -74,7 +74,7 @@ def test_simple_catches_a_sum_in_place_of_the_mean():
 
 
 def vlb_is_the_bound(time_sampler, variance="beta"):
-    denoiser, times = oracle(), ddpm_times(12)
+    denoiser, times = exact_denoiser(), ddpm_times(12)
     objective = Vlb(Gaussian(), times, variance=variance)
     objective.time_sampler = time_sampler
     n = 4000
@@ -116,7 +116,7 @@ def test_vlb_is_unbiased_for_a_weighted_sampler_and_catches_a_missing_weight():
 
 
 def test_vlb_of_a_fixed_path_is_its_three_terms():
-    out = Vlb(Gaussian(), ddpm_times(12))(oracle(), torch.zeros(5, 3), None, KeyedGenerator(0, torch.arange(5)))
+    out = Vlb(Gaussian(), ddpm_times(12))(exact_denoiser(), torch.zeros(5, 3), None, KeyedGenerator(0, torch.arange(5)))
     assert list(out.parts) == ["prior_nats", "diffusion_nats", "reconstruction_nats"]
     torch.testing.assert_close(out.per_example, sum(out.parts.values()))
     torch.testing.assert_close(out.value, out.per_example.mean())
@@ -180,7 +180,7 @@ def test_one_process_or_two(name, schedule, self_conditioning):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_loss_aware_sampler_is_told_the_loss_without_its_weight(name):
+def test_a_loss_aware_sampler_gets_the_loss_without_its_weight(name):
     """Given weights w of all times, the contributions move by (w - 1) times what the sampler is shown."""
 
     def weighed(factor):
@@ -215,9 +215,9 @@ def test_self_conditioning_shows_half_of_the_rows_their_own_estimate():
     Simple()(denoiser, torch.randn(n, 3), None, KeyedGenerator(0, torch.arange(n)))
     (first, second), blank = net.inputs, torch.zeros(n, 3)
     assert torch.equal(first[:, 3:], blank) and torch.equal(first[:, :3], second[:, :3])
-    told = (second[:, 3:] != 0).any(1)
-    assert 0.4 < float(told.float().mean()) < 0.6
-    assert torch.equal(second[~told][:, 3:], blank[~told])
+    conditioned = (second[:, 3:] != 0).any(1)
+    assert 0.4 < float(conditioned.float().mean()) < 0.6
+    assert torch.equal(second[~conditioned][:, 3:], blank[~conditioned])
 
 
 def test_self_conditioning_trains_the_weights_under_autocast():
@@ -229,7 +229,7 @@ def test_self_conditioning_trains_the_weights_under_autocast():
 
 
 def test_times_of_a_table_are_its_steps():
-    denoiser = oracle(schedule=LinearSchedule(num_steps=50))
+    denoiser = exact_denoiser(schedule=LinearSchedule(num_steps=50))
     out = Simple()(denoiser, torch.zeros(200, 3), None, torch.Generator().manual_seed(0))
     steps = out.times * 50
     torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-12)

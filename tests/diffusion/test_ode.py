@@ -118,7 +118,7 @@ def test_hutchinson_is_unbiased_and_its_spread_is_that_of_theory(masked):
 
 
 @pytest.mark.parametrize("event_shape, masked", [((2, 5), True), ((4,), False)])
-def test_those_laws_catch_a_sign_and_padding_that_counts(event_shape, masked, monkeypatch):
+def test_those_check_catches_a_sign_and_padding_that_counts(event_shape, masked, monkeypatch):
     field, x, mask = case(event_shape, masked)
     truth = trace_by_jacobian(field, x, _like(mask, x))
     assert not torch.allclose(exact_divergence(lambda v: -field(v), x, mask)[1][:, 0], truth)
@@ -147,7 +147,7 @@ MEANS = torch.tensor([[-1.0, 0.5, 0.0], [1.0, 0.0, 0.3]], dtype=torch.float64)
 TOP = 10.0
 
 
-def oracle(kind, schedule=None):
+def exact_denoiser(kind, schedule=None):
     schedule = schedule or CosineSchedule()
     if kind == "gaussian":
         return GaussianDenoiser.from_covariance(schedule, MEAN, SPREAD)
@@ -155,7 +155,7 @@ def oracle(kind, schedule=None):
 
 
 def points(n=3):
-    """Where there is mass: half a deviation and more from the means."""
+    """Where there is mass: half a standard deviation and more from the means."""
     return MEAN + 0.5 * torch.randn(n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -177,7 +177,7 @@ def error(denoiser, truth, x=None, **options):
 
 @pytest.mark.parametrize("tolerance, most", [(1e-5, 7.6e-6), (1e-7, 1.8e-7), (1e-9, 1.5e-9)])
 def test_the_error_falls_with_the_tolerance_to_the_known_value(tolerance, most):
-    """With the true marginal as base, log p is that of the oracle; with N(0, I) a known remainder is left."""
+    """With the true marginal as base, log p is the exact one; with N(0, I) a known remainder is left."""
     truth = GaussianDenoiser(LinearLogSnrSchedule(), MEAN, VARIANCES)
     x, end = torch.tensor([[0.9, 0.3, 1.1]], dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     density = OdeDensity(tolerance=tolerance)
@@ -190,16 +190,16 @@ def test_the_error_falls_with_the_tolerance_to_the_known_value(tolerance, most):
 @pytest.mark.parametrize("kind", ["gaussian", "mixture"])
 @pytest.mark.parametrize("options", [{}, {"solver": "scipy"}, {"solver": "rk4", "steps": 120}], ids=str)
 def test_the_density_is_the_analytic_one(kind, options):
-    truth = oracle(kind)
+    truth = exact_denoiser(kind)
     assert error(truth, truth, **options) < 1e-5
 
 
 @pytest.mark.parametrize("name", list(PARAMETERISATIONS))
 def test_every_meaning_of_the_output_gives_the_same_density(name):
-    truth, parameterisation = oracle("mixture"), PARAMETERISATIONS[name]()
+    truth, parameterisation = exact_denoiser("mixture"), PARAMETERISATIONS[name]()
 
     def net(x, log_snr, cond, *extra):
-        """The output whose x0 is that of the oracle: every meaning is affine in it, two points find it."""
+        """The output whose x0 is that of the exact denoiser: every meaning is affine in it, two points find it."""
         noisy = x / parameterisation.scale_input(torch.ones_like(x), log_snr.double())
         wanted = truth(noisy, truth.schedule.time_of(log_snr.double())).x0
         zero, one = (
@@ -215,19 +215,19 @@ def test_the_standard_normal_base_leaves_a_remainder_that_falls_with_the_noisies
     """It is of the order of alpha(1) = e^(lambda(1) / 2) for data whose mean is not zero."""
     gaps = []
     for last in (-10.0, -15.0):
-        truth = oracle("gaussian", LinearLogSnrSchedule(log_snr_max=10.0, log_snr_min=last))
+        truth = exact_denoiser("gaussian", LinearLogSnrSchedule(log_snr_max=10.0, log_snr_min=last))
         exact = truth.marginal_log_prob(points(), torch.zeros(3, dtype=torch.float64))
         gaps.append(float((OdeDensity(tolerance=1e-7)(truth, points(), TOP).log_prob[:, 0] - exact).abs().max()))
     assert gaps[0] < 2e-2 and gaps[1] < 2e-3 and abs(math.log(gaps[0] / gaps[1]) - 2.5) < 0.3
 
 
 def test_a_schedule_that_ends_in_nothing_but_noise_is_followed_to_log_snr_minus_20():
-    truth = oracle("gaussian", rescale_zero_terminal(LinearSchedule()))
+    truth = exact_denoiser("gaussian", rescale_zero_terminal(LinearSchedule()))
     assert math.isinf(truth.schedule.end_points[1]) and error(truth, truth, tolerance=1e-6) < 1e-3
 
 
 def test_the_path_is_the_closed_form_one():
-    truth = oracle("gaussian")
+    truth = exact_denoiser("gaussian")
     x = points()
     found = OdeDensity(tolerance=1e-8)(truth, x, TOP).latent
     (alpha_t, sigma_t), (alpha_s, sigma_s) = (
@@ -238,8 +238,8 @@ def test_the_path_is_the_closed_form_one():
     assert torch.allclose(found, moved, atol=1e-6)
 
 
-def test_those_laws_catch_planted_bugs(monkeypatch):
-    truth = oracle("mixture")
+def test_those_check_catches_mutants(monkeypatch):
+    truth = exact_denoiser("mixture")
     right = ode_module.exact_divergence
     assert error(truth, truth, tolerance=1e-5) < 1e-3
     with monkeypatch.context() as patch:  # the trace enters with the wrong sign
@@ -255,7 +255,7 @@ def test_those_laws_catch_planted_bugs(monkeypatch):
 
 def estimates(probes=4, repetitions=60):
     """log p of one point by `probes` probes, many times; and the exact value."""
-    truth, x = oracle("gaussian"), points(1)
+    truth, x = exact_denoiser("gaussian"), points(1)
     density = OdeDensity(divergence="hutchinson", probes=probes, tolerance=1e-4)
     generator = KeyedGenerator(0, torch.arange(repetitions), "test")
     found = density(truth, x.expand(repetitions, -1), TOP, generator=generator).log_prob
@@ -271,7 +271,7 @@ def test_hutchinson_is_unbiased_and_its_standard_error_is_right():
     assert abs(float(returned / means.std()) - 1) < 0.2
 
 
-def test_that_law_catches_probes_drawn_anew_at_every_step(monkeypatch):
+def test_that_check_catches_probes_drawn_anew_at_every_step(monkeypatch):
     """Fresh probes make the divergence a noise that the step control chases, if it ever arrives."""
     right, source = ode_module.hutchinson, torch.Generator().manual_seed(0)
 
@@ -281,11 +281,11 @@ def test_that_law_catches_probes_drawn_anew_at_every_step(monkeypatch):
 
     steady = OdeDensity(divergence="hutchinson", tolerance=1e-4)
     given = {"generator": KeyedGenerator(0, torch.arange(1), "test")}
-    usual = int(steady(oracle("gaussian"), points(1), TOP, **given).evaluations)
+    usual = int(steady(exact_denoiser("gaussian"), points(1), TOP, **given).evaluations)
     monkeypatch.setattr(ode_module, "hutchinson", fresh)
     monkeypatch.setattr(solvers_module, "_MOST_STEPS", 300)
     try:
-        taken = int(steady(oracle("gaussian"), points(1), TOP, **given).evaluations)
+        taken = int(steady(exact_denoiser("gaussian"), points(1), TOP, **given).evaluations)
     except solvers_module.SolverError:
         taken = math.inf
     assert taken > 3 * usual
@@ -295,17 +295,17 @@ def test_that_law_catches_probes_drawn_anew_at_every_step(monkeypatch):
 
 
 class Sequences:
-    """An oracle of sequences (2, T) of any length: neighbours in time are mixed by a kernel, as a network would."""
+    """A denoiser of sequences (2, T) of any length: neighbours in time are mixed by a kernel, as a network would."""
 
     def __init__(self):
         self.schedule = CosineSchedule()
-        self.oracle = GaussianDenoiser(self.schedule, torch.zeros(1, dtype=torch.float64), 0.5)
+        self.exact_denoiser = GaussianDenoiser(self.schedule, torch.zeros(1, dtype=torch.float64), 0.5)
 
     def __call__(self, x, t, cond=None, mask=None):
         hidden = x if mask is None else x.masked_fill(~mask, 0)
         kernel = torch.tensor([0.2, 1.0, -0.1], dtype=torch.float64).expand(2, 1, 3)
         mixed = torch.nn.functional.conv1d(hidden, kernel, padding=1, groups=2)
-        return self.oracle(torch.tanh(mixed), t)
+        return self.exact_denoiser(torch.tanh(mixed), t)
 
 
 @pytest.mark.parametrize("divergence", ["exact", "hutchinson"])
@@ -329,7 +329,7 @@ def test_padding_is_no_part_of_the_density(divergence):
         assert ((several.log_prob.mean(1) - exact.log_prob[:, 0]).abs() < 4 * stderr).all()
 
 
-def test_that_law_catches_a_base_that_counts_padding(monkeypatch):
+def test_that_check_catches_a_base_that_counts_padding(monkeypatch):
     monkeypatch.setattr(ode_module, "standard_normal", lambda x, mask: standard(x))
     with pytest.raises(AssertionError):
         test_padding_is_no_part_of_the_density("exact")
@@ -342,7 +342,7 @@ def standard(x):
 @pytest.mark.parametrize("divergence", ["exact", "hutchinson"])
 @pytest.mark.parametrize("solver", ["rk45", "rk4"])
 def test_an_example_does_not_depend_on_its_batch(divergence, solver):
-    truth, x = oracle("mixture"), points(5)
+    truth, x = exact_denoiser("mixture"), points(5)
     index = torch.arange(5)
 
     def by(rows, chosen):
@@ -364,7 +364,7 @@ def test_the_default_divergence_depends_on_the_size_alone():
 
 
 def test_a_network_in_float32_keeps_a_state_in_float64():
-    truth = oracle("gaussian")
+    truth = exact_denoiser("gaussian")
 
     def net(x, log_snr, cond):
         return truth(x.float(), truth.schedule.time_of(log_snr.double())).v.float()
@@ -396,11 +396,11 @@ def test_unknown_options_are_refused_in_one_line(options, words):
 
 def test_probes_need_a_generator():
     with pytest.raises(InputError, match="need a generator"):
-        OdeDensity(divergence="hutchinson")(oracle("gaussian"), points(), TOP)
+        OdeDensity(divergence="hutchinson")(exact_denoiser("gaussian"), points(), TOP)
 
 
 def test_a_path_that_fails_names_its_row_and_noise_level():
-    truth = oracle("gaussian")
+    truth = exact_denoiser("gaussian")
 
     def net(x, log_snr, cond):
         v = truth(x, truth.schedule.time_of(log_snr)).v

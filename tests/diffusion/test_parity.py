@@ -26,7 +26,7 @@ BETAS = {"num_train_timesteps": 1000, "beta_schedule": "linear", "beta_start": 1
 MEAN = torch.tensor([0.5, -0.3, 0.1, 0.9])
 
 
-def oracle():
+def exact_denoiser():
     return GaussianDenoiser(LinearSchedule(), MEAN, torch.tensor([0.25, 0.04, 1.0, 0.5]))
 
 
@@ -40,7 +40,7 @@ def scheduler_of(name, **options):
 
 def theirs(scheduler, last=0):
     """x after each of their steps."""
-    denoiser, x, generator, path = oracle(), start(), torch.Generator().manual_seed(1), []
+    denoiser, x, generator, path = exact_denoiser(), start(), torch.Generator().manual_seed(1), []
     steps = scheduler.timesteps
     draws = isinstance(scheduler, diffusers.DDPMScheduler | diffusers.DDIMScheduler)
     for i in steps[: len(steps) - last]:
@@ -52,7 +52,7 @@ def theirs(scheduler, last=0):
 
 def theirs_scaled(scheduler, calls):
     """The same for their schedulers that live on y = x/alpha, which make `calls` of theirs one step of ours."""
-    denoiser, path, sigmas = oracle(), [], scheduler.sigmas
+    denoiser, path, sigmas = exact_denoiser(), [], scheduler.sigmas
     y = start() * (1 + sigmas[0] ** 2).sqrt()
     for k, i in enumerate(scheduler.timesteps):
         eps = denoiser(scheduler.scale_model_input(y, i), step_to_time(i, 1000, zero_based=True).expand(8)).eps
@@ -67,7 +67,7 @@ def ours(sampler, steps, to_clean=True):
     times = step_to_time(torch.tensor(steps), 1000, zero_based=True)
     times, path = torch.cat([times, torch.zeros(1, dtype=torch.float64)]) if to_clean else times, []
     sample(
-        oracle(), (8, 4), times, sampler, torch.Generator().manual_seed(1), start=start(),
+        exact_denoiser(), (8, 4), times, sampler, torch.Generator().manual_seed(1), start=start(),
         callback=lambda i, x, x0: path.append(x),
     )  # fmt: skip
     return torch.stack(path)

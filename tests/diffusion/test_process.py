@@ -249,7 +249,7 @@ def test_its_name_and_its_error():
 
 
 class Optimal(GaussianDenoiser):
-    """The exact denoiser whose nu gives the variance of q(x_s | x_t) on one grid of times (law: V_s beta / V_t)."""
+    """The exact denoiser whose nu gives the variance of q(x_s | x_t) on one grid of times (q has V_s beta / V_t)."""
 
     learned_variance = True
 
@@ -278,42 +278,42 @@ def optimal(times, c2=0.25, schedule=None):
 @pytest.mark.parametrize("steps", [2, 4, 10, 100])
 def test_the_bound_is_exact_on_every_path_for_every_number_of_steps(steps):
     times = ddpm_times(steps)
-    oracle = optimal(times)
+    denoiser = optimal(times)
     path = torch.randn(steps + 1, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     terms = path_terms(
-        oracle, path, times, variance="learned", prior=lambda x: oracle.marginal_log_prob(x, torch.ones(1))
+        denoiser, path, times, variance="learned", prior=lambda x: denoiser.marginal_log_prob(x, torch.ones(1))
     )
-    torch.testing.assert_close(-terms.total, oracle.log_prob(path[0]), rtol=1e-9, atol=1e-9)
-    with pytest.raises(AssertionError):  # the planted bug: a variance one percent off
-        oracle.levels = oracle.levels * 1.01
-        terms = path_terms(oracle, path, times, variance="learned")
-        torch.testing.assert_close(-terms.total, oracle.log_prob(path[0]), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(-terms.total, denoiser.log_prob(path[0]), rtol=1e-9, atol=1e-9)
+    with pytest.raises(AssertionError):  # the mutant: a variance one percent off
+        denoiser.levels = denoiser.levels * 1.01
+        terms = path_terms(denoiser, path, times, variance="learned")
+        torch.testing.assert_close(-terms.total, denoiser.log_prob(path[0]), rtol=1e-9, atol=1e-9)
 
 
 def test_the_bound_with_learned_variance_is_tighter_than_with_either_end():
     """Its mean over the data is the entropy and the KL of the prior, for few steps too."""
     times, n = vdm_times(6), 4000
-    oracle = optimal(times)
-    x0 = oracle.sample(n, torch.Generator().manual_seed(0))
+    denoiser = optimal(times)
+    x0 = denoiser.sample(n, torch.Generator().manual_seed(0))
     totals = {
-        name: elbo(oracle, x0, Gaussian(), times, KeyedGenerator(0, torch.arange(n)), variance=name).total
+        name: elbo(denoiser, x0, Gaussian(), times, KeyedGenerator(0, torch.arange(n)), variance=name).total
         for name in ("beta", "beta_tilde", "learned")
     }
     assert totals["learned"].mean() < min(totals["beta"].mean(), totals["beta_tilde"].mean()) - 0.3
-    gap = totals["learned"] + oracle.log_prob(x0)
+    gap = totals["learned"] + denoiser.log_prob(x0)
     assert abs(float(gap.mean())) < 4 * float(gap.std()) / math.sqrt(n) + 1e-3
 
 
 def test_all_ways_of_computing_the_bound_agree_with_learned_variances():
     times, n = ddpm_times(21), 300
-    oracle = optimal(times)
-    x0 = oracle.sample(n, torch.Generator().manual_seed(0))
+    denoiser = optimal(times)
+    x0 = denoiser.sample(n, torch.Generator().manual_seed(0))
     keyed = KeyedGenerator(0, torch.arange(n))
-    whole = elbo(oracle, x0, Gaussian(), times, keyed, variance="learned")
-    few = elbo(oracle, x0, Gaussian(), times, keyed, variance="learned", chunk=7)
+    whole = elbo(denoiser, x0, Gaussian(), times, keyed, variance="learned")
+    few = elbo(denoiser, x0, Gaussian(), times, keyed, variance="learned", chunk=7)
     torch.testing.assert_close(few.total, whole.total)
     objective = Vlb(Gaussian(), times, variance="learned", time_sampler="stratified")
-    values = torch.stack([objective(oracle, x0, None, torch.Generator().manual_seed(k)).value for k in range(20)])
+    values = torch.stack([objective(denoiser, x0, None, torch.Generator().manual_seed(k)).value for k in range(20)])
     assert abs(values.mean() - whole.total.mean()) < 4 * math.hypot(
         float(values.std()) / math.sqrt(20), float(whole.total.std()) / math.sqrt(n)
     )
@@ -322,13 +322,13 @@ def test_all_ways_of_computing_the_bound_agree_with_learned_variances():
 def test_ancestral_samples_have_the_right_variance_in_few_steps():
     """With the optimal variances every marginal of the chain is exact, however coarse; with beta_tilde it is not."""
     times, n = vdm_times(4), 20_000
-    oracle, spread = optimal(times), {}
+    denoiser, spread = optimal(times), {}
     for name in ("learned", "beta_tilde"):
         out = sample(
-            oracle, (n, 2), times.flip(0)[:-1], DDPMSampler(variance=name), torch.Generator().manual_seed(0),
+            denoiser, (n, 2), times.flip(0)[:-1], DDPMSampler(variance=name), torch.Generator().manual_seed(0),
             dtype=torch.float64,
         )  # fmt: skip
-        first = oracle.schedule.log_snr(times[1:2])
+        first = denoiser.schedule.log_snr(times[1:2])
         truth = torch.sigmoid(first) * 0.25 + torch.sigmoid(-first)
         spread[name] = float((out.x.var(0) / truth).mean())
     assert spread["learned"] == pytest.approx(1, abs=0.03) and spread["beta_tilde"] < 0.95
@@ -402,9 +402,9 @@ def test_training_finds_the_optimal_variance():
     """Data N(0, c^2): the network's bias alone must become nu of the true reverse kernel, at one noise level."""
     times = torch.tensor([0.5, 0.55], dtype=torch.float64)
     schedule = CosineSchedule(log_snr_max=6.0, log_snr_min=-6.0)
-    oracle = GaussianDenoiser(schedule, torch.zeros(3), 0.3)
+    denoiser = GaussianDenoiser(schedule, torch.zeros(3), 0.3)
     s, t = schedule.log_snr(times)
-    low, high, true = posterior_variance(s, t), sigma2_ts(s, t), oracle.reverse_variance(s, t)
+    low, high, true = posterior_variance(s, t), sigma2_ts(s, t), denoiser.reverse_variance(s, t)
     nu = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     class Fitted(GaussianDenoiser):

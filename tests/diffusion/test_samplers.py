@@ -1,4 +1,4 @@
-"""The laws of samples: the exact distribution from exact denoisers, and what samplers have in common."""
+"""What sampling must give: the exact distribution from exact denoisers, and what samplers have in common."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)
 SPREAD = torch.tensor([[0.3, 0.1, 0.0], [0.1, 0.5, -0.2], [0.0, -0.2, 0.4]], dtype=torch.float64)
 
 
-def distribution(sampler, oracle, times, covariance, n=3000):
-    x = sample(oracle, (n, len(oracle.mean)), times, sampler, keyed(n, 5), dtype=torch.float64).x
+def distribution(sampler, denoiser, times, covariance, n=3000):
+    x = sample(denoiser, (n, len(denoiser.mean)), times, sampler, keyed(n, 5), dtype=torch.float64).x
     dims = x.shape[1]
     lower = torch.linalg.cholesky(covariance)
-    white = torch.linalg.solve_triangular(lower, (x - oracle.mean).T, upper=False).T
+    white = torch.linalg.solve_triangular(lower, (x - denoiser.mean).T, upper=False).T
     mean = n * white.mean(0).square().sum()
     assert chi2.sf(float(mean), dims) > 1e-4
     excess = white.T @ white / n - torch.eye(dims, dtype=torch.float64)
@@ -58,8 +58,8 @@ CASES = [("ddpm, beta", 200), ("ddpm, beta_tilde", 1500), ("ddim, eta .5", 200),
 
 @pytest.mark.parametrize("name, steps", CASES)
 def test_covariance(name, steps):
-    oracle = GaussianDenoiser.from_covariance(CosineSchedule(), MEAN, SPREAD)
-    distribution(INSTANCES[name], oracle, uniform_log_snr(oracle.schedule, steps), SPREAD)
+    denoiser = GaussianDenoiser.from_covariance(CosineSchedule(), MEAN, SPREAD)
+    distribution(INSTANCES[name], denoiser, uniform_log_snr(denoiser.schedule, steps), SPREAD)
 
 
 class Stays(EDMSampler):
@@ -79,24 +79,24 @@ class Stays(EDMSampler):
     (Stays(60, churn=10.0), 60),
 ], ids=["a forgotten root", "half the variance", "the old level after churning"])  # fmt: skip
 def test_covariance_catches(bug, steps):
-    oracle = GaussianDenoiser.from_covariance(CosineSchedule(), MEAN, SPREAD)
+    denoiser = GaussianDenoiser.from_covariance(CosineSchedule(), MEAN, SPREAD)
     with pytest.raises(AssertionError):
-        distribution(bug, oracle, uniform_log_snr(oracle.schedule, steps), SPREAD)
+        distribution(bug, denoiser, uniform_log_snr(denoiser.schedule, steps), SPREAD)
 
 
 def test_exact_kernels_are_exact_with_few_steps():
-    oracle = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
-    times = uniform_log_snr(oracle.schedule, 12)
-    distribution(DDPMSampler(variance=oracle.reverse_variance), oracle, times, 0.25 * torch.eye(3).double())
+    denoiser = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
+    times = uniform_log_snr(denoiser.schedule, 12)
+    distribution(DDPMSampler(variance=denoiser.reverse_variance), denoiser, times, 0.25 * torch.eye(3).double())
 
 
 def step_by_step(eta_one, ancestral):
-    oracle = GaussianDenoiser.from_covariance(CosineSchedule(), MEAN, SPREAD)
-    times = uniform_t(oracle.schedule, 20)
+    denoiser = GaussianDenoiser.from_covariance(CosineSchedule(), MEAN, SPREAD)
+    times = uniform_t(denoiser.schedule, 20)
     x = torch.randn(6, 3, generator=seeded(), dtype=torch.float64)
     for i in range(20):
-        a, _ = eta_one(oracle, x, times[i], times[i + 1], None, keyed(6, i))
-        b, _ = ancestral(oracle, x, times[i], times[i + 1], None, keyed(6, i))
+        a, _ = eta_one(denoiser, x, times[i], times[i + 1], None, keyed(6, i))
+        b, _ = ancestral(denoiser, x, times[i], times[i + 1], None, keyed(6, i))
         assert (a - b).abs().max() < 1e-12
         x = a
 
@@ -122,9 +122,10 @@ def test_a_learned_variance_has_the_fixed_ones_at_its_ends(nu, variance):
 
 @pytest.mark.parametrize("name", ["ddpm, beta", "ddim", "edm", "dpmpp_2m", "unipc 2"])
 def test_mixture_weights(name):
-    oracle = MixtureDenoiser(CosineSchedule(), torch.tensor([0.3, 0.7]), torch.tensor([[-1.0], [1.0]]), 0.02)
+    denoiser = MixtureDenoiser(CosineSchedule(), torch.tensor([0.3, 0.7]), torch.tensor([[-1.0], [1.0]]), 0.02)
     n = 3000
-    x = sample(oracle, (n, 1), uniform_log_snr(oracle.schedule, 100), INSTANCES[name], keyed(n), dtype=torch.float64).x
+    times = uniform_log_snr(denoiser.schedule, 100)
+    x = sample(denoiser, (n, 1), times, INSTANCES[name], keyed(n), dtype=torch.float64).x
     share = float((x < 0).double().mean())
     assert abs(share - 0.3) < 4 * math.sqrt(0.3 * 0.7 / n)
     assert float((x.abs() - 1).abs().mean()) < 0.15
@@ -144,20 +145,20 @@ RAW = CosineSchedule(log_snr_max=math.inf, log_snr_min=-math.inf)
 START, END = 0.9, 0.05
 
 
-def follow(oracle, sampler, x, steps):
+def follow(denoiser, sampler, x, steps):
     """Where the sampler arrives at END from x at START."""
     times = torch.linspace(START, END, steps + 1, dtype=torch.float64)
     begin = torch.tensor([[x]], dtype=torch.float64)
-    return sample(oracle, (1, 1), times, sampler, seeded(), dtype=torch.float64, start=begin).x
+    return sample(denoiser, (1, 1), times, sampler, seeded(), dtype=torch.float64, start=begin).x
 
 
 def gaussian_error(sampler, steps):
-    """Of a normal law every path is alpha_s m + sqrt(V_s/V_t) (x - alpha_t m)."""
+    """Of a Gaussian every trajectory is alpha_s m + sqrt(V_s/V_t) (x - alpha_t m)."""
     m, c, x = 0.7, 0.4, 1.3
-    oracle = GaussianDenoiser(RAW, torch.tensor([m], dtype=torch.float64), c**2)
-    (a_t, s_t), (a_s, s_s) = (oracle.schedule.alpha_sigma(torch.tensor(t).double()) for t in (START, END))
+    denoiser = GaussianDenoiser(RAW, torch.tensor([m], dtype=torch.float64), c**2)
+    (a_t, s_t), (a_s, s_s) = (denoiser.schedule.alpha_sigma(torch.tensor(t).double()) for t in (START, END))
     scale = ((a_s**2 * c**2 + s_s**2) / (a_t**2 * c**2 + s_t**2)).sqrt()
-    return abs(float(follow(oracle, sampler, x, steps) - (a_s * m + scale * (x - a_t * m))))
+    return abs(float(follow(denoiser, sampler, x, steps) - (a_s * m + scale * (x - a_t * m))))
 
 
 def mixture_error(sampler, steps):
@@ -241,19 +242,19 @@ def test_order_catches(bug, order, error):
 
 
 def test_euler_is_ddim_without_noise():
-    oracle = GaussianDenoiser(CosineSchedule(), torch.tensor([0.3, -0.2]), torch.tensor([0.5, 0.1]))
-    for times in (uniform_log_snr(oracle.schedule, 12), karras(oracle.schedule, 12)):
-        a, b = (sample(oracle, (6, 2), times, step, keyed(6), dtype=torch.float64).x
+    denoiser = GaussianDenoiser(CosineSchedule(), torch.tensor([0.3, -0.2]), torch.tensor([0.5, 0.1]))
+    for times in (uniform_log_snr(denoiser.schedule, 12), karras(denoiser.schedule, 12)):
+        a, b = (sample(denoiser, (6, 2), times, step, keyed(6), dtype=torch.float64).x
                 for step in (EulerSampler(), DDIMSampler()))  # fmt: skip
         assert (a - b).abs().max() < 1e-12
 
 
 def test_edm_without_churn_is_heun_bit_for_bit_and_with_it_is_not():
-    oracle = GaussianDenoiser(CosineSchedule(), torch.tensor([0.3, -0.2]), torch.tensor([0.5, 0.1]))
-    times = karras(oracle.schedule, 12)
+    denoiser = GaussianDenoiser(CosineSchedule(), torch.tensor([0.3, -0.2]), torch.tensor([0.5, 0.1]))
+    times = karras(denoiser.schedule, 12)
 
     def run(sampler):
-        return sample(oracle, (6, 2), times, sampler, keyed(6)).x
+        return sample(denoiser, (6, 2), times, sampler, keyed(6)).x
 
     heun = run(HeunSampler())
     assert torch.equal(run(EDMSampler(12)), heun)
@@ -270,14 +271,14 @@ def test_edm_returns_to_the_level_it_names():
             asked.append((x, float(t[0])))
             return super().forward(x, t, cond, mask)
 
-    oracle = Watched(CosineSchedule(), torch.zeros(2, dtype=torch.float64), 0.25)
+    denoiser = Watched(CosineSchedule(), torch.zeros(2, dtype=torch.float64), 0.25)
     n, t = 20_000, torch.tensor(0.5, dtype=torch.float64)
-    x = oracle.sample_marginal(n, t.expand(n), seeded())
-    EDMSampler(10, churn=2.0)(oracle, x, t, t / 2, None, keyed(n))
+    x = denoiser.sample_marginal(n, t.expand(n), seeded())
+    EDMSampler(10, churn=2.0)(denoiser, x, t, t / 2, None, keyed(n))
     seen, time = asked[0]
-    level = oracle.schedule.sigma_bar(torch.tensor([time, float(t)]).double())
+    level = denoiser.schedule.sigma_bar(torch.tensor([time, float(t)]).double())
     assert float(level[0] / level[1]) == pytest.approx(1.2)
-    alpha, sigma = oracle.schedule.alpha_sigma(torch.tensor(time).double())
+    alpha, sigma = denoiser.schedule.alpha_sigma(torch.tensor(time).double())
     ratio = float(seen.var(0).mean() / (0.25 * alpha**2 + sigma**2))
     assert abs(ratio - 1) < 4 * math.sqrt(2 / (2 * n))
 

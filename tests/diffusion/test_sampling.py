@@ -39,8 +39,8 @@ def test_the_table_has_every_sampler():
 @every_sampler
 def test_a_point_mass_is_found_in_one_step(name):
     point = torch.tensor([0.3, -1.2, 0.8], dtype=torch.float64)
-    oracle = GaussianDenoiser(CosineSchedule(), point, 0.0)
-    out = sample(oracle, (5, 3), torch.tensor([1.0, 0.0]), INSTANCES[name], keyed(5), dtype=torch.float64)
+    denoiser = GaussianDenoiser(CosineSchedule(), point, 0.0)
+    out = sample(denoiser, (5, 3), torch.tensor([1.0, 0.0]), INSTANCES[name], keyed(5), dtype=torch.float64)
     assert (out.x - point).abs().max() < 1e-12 and out.evaluations == 1
 
 
@@ -56,9 +56,9 @@ class NoisyEnd(DDPMSampler):
 
 
 def last_step_is_the_estimate(sampler):
-    oracle = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
+    denoiser = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
     kept = []
-    out = sample(oracle, (50, 3), uniform_t(oracle.schedule, 10), sampler, keyed(50), dtype=torch.float64,
+    out = sample(denoiser, (50, 3), uniform_t(denoiser.schedule, 10), sampler, keyed(50), dtype=torch.float64,
                  callback=lambda i, x, x0: kept.append(x0))  # fmt: skip
     assert (out.x - kept[-1]).abs().max() < 1e-12
 
@@ -115,9 +115,9 @@ def test_addressable_catches_a_batch_generator():
 
 
 def test_seeds_differ_and_repeat():
-    oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(4), 1.0)
-    times = uniform_t(oracle.schedule, 4)
-    a, b, again = (sample(oracle, (2, 4), times, DDPMSampler(), keyed(2, seed)).x for seed in (0, 1, 0))
+    denoiser = GaussianDenoiser(CosineSchedule(), torch.zeros(4), 1.0)
+    times = uniform_t(denoiser.schedule, 4)
+    a, b, again = (sample(denoiser, (2, 4), times, DDPMSampler(), keyed(2, seed)).x for seed in (0, 1, 0))
     assert torch.equal(a, again) and not torch.allclose(a, b)
 
 
@@ -126,15 +126,15 @@ def test_seeds_differ_and_repeat():
 
 @every_sampler
 def test_dtype_evaluations_and_callback(name):
-    oracle = GaussianDenoiser(CosineSchedule(), torch.zeros(4), 1.0)
+    denoiser = GaussianDenoiser(CosineSchedule(), torch.zeros(4), 1.0)
     for dtype in (torch.float32, torch.float64):
         seen = []
 
         def keep(i, x, x0, seen=seen):
             seen.append((i, x, x0))
 
-        times = uniform_t(oracle.schedule, 6)
-        out = sample(oracle, (2, 4), times, INSTANCES[name], keyed(2), dtype=dtype, callback=keep)
+        times = uniform_t(denoiser.schedule, 6)
+        out = sample(denoiser, (2, 4), times, INSTANCES[name], keyed(2), dtype=dtype, callback=keep)
         assert out.x.dtype == dtype and out.evaluations == calls(name, 6) and out.x.isfinite().all()
         assert [i for i, *_ in seen] == list(range(6)) and torch.equal(seen[-1][1], out.x)
         assert all(x0.shape == (2, 4) for *_, x0 in seen)
@@ -142,12 +142,12 @@ def test_dtype_evaluations_and_callback(name):
 
 @every_sampler
 def test_temperature_zero_is_one_path(name):
-    oracle = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
-    times = uniform_t(oracle.schedule, 10)
-    x = sample(oracle, (4, 3), times, INSTANCES[name], keyed(4), temperature=0.0, dtype=torch.float64).x
+    denoiser = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
+    times = uniform_t(denoiser.schedule, 10)
+    x = sample(denoiser, (4, 3), times, INSTANCES[name], keyed(4), temperature=0.0, dtype=torch.float64).x
     assert (x - x[:1]).abs().max() == 0
-    hot = sample(oracle, (500, 3), times, INSTANCES[name], keyed(500), temperature=1.5, dtype=torch.float64).x
-    cool = sample(oracle, (500, 3), times, INSTANCES[name], keyed(500), temperature=0.5, dtype=torch.float64).x
+    hot = sample(denoiser, (500, 3), times, INSTANCES[name], keyed(500), temperature=1.5, dtype=torch.float64).x
+    cool = sample(denoiser, (500, 3), times, INSTANCES[name], keyed(500), temperature=0.5, dtype=torch.float64).x
     assert float(hot.std(0).mean() / cool.std(0).mean()) == pytest.approx(3, rel=1e-6)  # everything here is linear
 
 
@@ -162,8 +162,8 @@ def test_condition_reaches_the_network():
 @every_sampler
 def test_zero_terminal_snr(name):
     schedule = rescale_zero_terminal(LinearSchedule())
-    oracle = GaussianDenoiser(schedule, MEAN, 0.25)
-    x = sample(oracle, (2000, 3), uniform_t(schedule, 100), INSTANCES[name], keyed(2000), dtype=torch.float64).x
+    denoiser = GaussianDenoiser(schedule, MEAN, 0.25)
+    x = sample(denoiser, (2000, 3), uniform_t(schedule, 100), INSTANCES[name], keyed(2000), dtype=torch.float64).x
     assert x.isfinite().all()
     assert ((x.mean(0) - MEAN).abs() < 5 * 0.5 / 2000**0.5).all()
 
@@ -211,13 +211,13 @@ def test_no_graph_is_kept():
 
 @every_sampler
 def test_a_step_is_pure(name):
-    oracle = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
+    denoiser = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
     x = torch.randn(4, 3, generator=seeded(), dtype=torch.float64)
     before = x.clone()
     t, s = torch.tensor([0.5, 0.4], dtype=torch.float64)
-    one, memory = INSTANCES[name](oracle, x, t, s, None, keyed(4))
-    INSTANCES[name](oracle, one, s, s / 2, memory, keyed(4))
-    two, _ = INSTANCES[name](oracle, x, t, s, None, keyed(4))
+    one, memory = INSTANCES[name](denoiser, x, t, s, None, keyed(4))
+    INSTANCES[name](denoiser, one, s, s / 2, memory, keyed(4))
+    two, _ = INSTANCES[name](denoiser, x, t, s, None, keyed(4))
     assert torch.equal(one, two) and torch.equal(x, before)
 
 
@@ -225,9 +225,9 @@ def test_a_step_is_pure(name):
     "times", [[0.1, 0.9], [1.0, 0.5, 0.5], [1.0], [1.2, 0.5], [0.5, -0.1], [[1.0, 0.0]]]
 )
 def test_bad_times(times):
-    oracle = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
+    denoiser = GaussianDenoiser(CosineSchedule(), MEAN, 0.25)
     with pytest.raises(ValueError, match="must decrease within"):
-        sample(oracle, (1, 3), torch.tensor(times), DDIMSampler(), keyed(1))
+        sample(denoiser, (1, 3), torch.tensor(times), DDIMSampler(), keyed(1))
 
 
 # ---- spacings of sampling times: all decrease from (nearly) 1 to the clean end, in as many steps as asked ----

@@ -1,4 +1,4 @@
-"""Noise schedules: every schedule obeys the same laws, and hits the constants of the papers' tables."""
+"""Noise schedules: every schedule passes the same checks, and hits the constants of the papers' tables."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ INSTANCES |= {
 every_schedule = pytest.mark.parametrize("schedule", INSTANCES.values(), ids=INSTANCES.keys())
 
 
-# ---- laws ----
+# ---- the checks ----
 
 
 def variance_preserving(schedule):
@@ -77,13 +77,13 @@ def betas_multiply_up(schedule):
     torch.testing.assert_close(kept, schedule.alpha_bars(50), rtol=1e-12, atol=1e-15)
 
 
-LAWS = [variance_preserving, decreasing, inverted, rate_is_derivative, betas_multiply_up]
+CHECKS = [variance_preserving, decreasing, inverted, rate_is_derivative, betas_multiply_up]
 
 
 @every_schedule
-@pytest.mark.parametrize("law", LAWS)
-def test_laws(law, schedule):
-    law(schedule)
+@pytest.mark.parametrize("check", CHECKS)
+def test_checks(check, schedule):
+    check(schedule)
 
 
 @every_schedule
@@ -124,7 +124,7 @@ class LooseEnds(NoiseSchedule):
 
 
 @pytest.mark.parametrize(
-    "law, bug",
+    "check, bug",
     [
         (variance_preserving, SigmaOfWrongSign()),
         (decreasing, Rising()),
@@ -133,9 +133,9 @@ class LooseEnds(NoiseSchedule):
         (betas_multiply_up, LooseEnds()),
     ],
 )
-def test_planted_bugs(law, bug):
+def test_mutants(check, bug):
     with pytest.raises(AssertionError):
-        law(bug)
+        check(bug)
 
 
 # ---- constants ----

@@ -31,7 +31,7 @@ def test_each_example_takes_the_steps_that_scipy_takes_for_it_alone(start, end, 
     assert len(ours.evaluations.unique()) > 1  # the examples do differ
 
 
-def test_that_law_catches_an_error_norm_over_the_batch(monkeypatch):
+def test_that_check_catches_an_error_norm_over_the_batch(monkeypatch):
     monkeypatch.setattr(solvers, "_rms", lambda x: x.square().mean().sqrt().expand(len(x)))
     ours = AdaptiveRK45(tolerance=1e-5)(uneven, START, 0.0, 3.0)
     theirs = ScipyRK45(tolerance=1e-5)(uneven, START, 0.0, 3.0)
@@ -60,7 +60,7 @@ def test_fixed_steps_have_their_order(name, order):
     assert abs(math.log2(errors[1] / errors[2]) - order) < 0.15
 
 
-def test_that_law_catches_a_slope_taken_at_the_old_place(monkeypatch):
+def test_that_check_catches_a_slope_taken_at_the_old_place(monkeypatch):
     def late(self, f, y, here, after):
         h = after - here
         first = f(here, y)

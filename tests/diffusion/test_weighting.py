@@ -157,7 +157,7 @@ def test_its_history_is_state_and_continues():
     second.update(t[60:], losses[60:])
     for name, value in whole.state_dict().items():
         assert torch.equal(value, second.state_dict()[name]), name
-    lost = LossAwareTimes(bins=5, history=10)  # the planted bug: a history that is not saved
+    lost = LossAwareTimes(bins=5, history=10)  # the mutant: a history that is not saved
     lost.update(t[60:], losses[60:])
     assert not torch.equal(lost.probabilities(), whole.probabilities())
 
@@ -224,8 +224,8 @@ def test_weights_of_the_bound_do_not_depend_on_the_schedule(name):
     for schedule in (CosineSchedule(log_snr_max=10, log_snr_min=-10), LinearLogSnrSchedule()):
         t = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
         log_snr = schedule.log_snr(t)
-        oracle = GaussianDenoiser(schedule, torch.zeros(1), 0.25)
-        error = oracle.mmse(log_snr)[:, 0] / V().loss_weight(log_snr)
+        denoiser = GaussianDenoiser(schedule, torch.zeros(1), 0.25)
+        error = denoiser.mmse(log_snr)[:, 0] / V().loss_weight(log_snr)
         values.append(float((WEIGHTINGS[name]()(V(), log_snr, schedule.log_snr_rate(t)) * error).mean()))
     assert values[0] == pytest.approx(values[1], rel=1e-5)
 
@@ -233,11 +233,11 @@ def test_weights_of_the_bound_do_not_depend_on_the_schedule(name):
 @pytest.mark.parametrize("name", WEIGHTINGS)
 def test_in_the_objective(name):
     """per_example = weight * mse, with the unweighted error among the parts."""
-    oracle, n = GaussianDenoiser(CosineSchedule(), torch.zeros(3), 0.5), 50
-    x0 = oracle.sample(n, torch.Generator().manual_seed(0))
-    out = Simple(weighting=name)(oracle, x0, None, torch.Generator().manual_seed(1))
-    plain = Simple()(oracle, x0, None, torch.Generator().manual_seed(1))
-    schedule = oracle.schedule
+    denoiser, n = GaussianDenoiser(CosineSchedule(), torch.zeros(3), 0.5), 50
+    x0 = denoiser.sample(n, torch.Generator().manual_seed(0))
+    out = Simple(weighting=name)(denoiser, x0, None, torch.Generator().manual_seed(1))
+    plain = Simple()(denoiser, x0, None, torch.Generator().manual_seed(1))
+    schedule = denoiser.schedule
     weight = WEIGHTINGS[name]()(V(), schedule.log_snr(out.times), schedule.log_snr_rate(out.times))
     torch.testing.assert_close(out.per_example, weight * plain.per_example)
     assert torch.equal(out.parts["mse"], plain.parts["mse"])

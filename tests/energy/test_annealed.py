@@ -51,7 +51,7 @@ def test_predictor_corrector():
     finds_the_weights(lambda *a, **o: predictor_corrector(*a, corrector_steps=0, **o), noise_levels(10.0, 0.02, 1.1))
 
 
-def test_law_catches_rising_levels(monkeypatch):
+def test_check_catches_rising_levels(monkeypatch):
     with pytest.raises(ValueError, match="from the largest to the smallest"):
         annealed_langevin(MIXTURE.with_noise(), (4, 2), LEVELS[::-1], keyed(torch.arange(4)))
     monkeypatch.setattr(annealed_module, "require_decreasing", lambda sigmas: None)

@@ -86,12 +86,12 @@ class NotReversed(AnnealedImportanceSampling):
         return self.forward(model, base, generator, len(samples), sizes, cond=cond, dtype=samples.dtype)
 
 
-def test_law_catches_weights_after_the_move():
+def test_check_catches_weights_after_the_move():
     with pytest.raises(AssertionError):
         brackets(estimate(AfterTheMove(steps=8, grid="linear", kernel=MALA(step_size=0.3), tune=0)), TRUTH)
 
 
-def test_law_catches_a_path_that_is_not_reversed():
+def test_check_catches_a_path_that_is_not_reversed():
     with pytest.raises(AssertionError):
         brackets(estimate(NotReversed(steps=32, grid="linear", kernel=MALA(step_size=0.3), tune=0)), TRUTH)
 

@@ -90,7 +90,7 @@ def test_resumed_is_as_never_stopped(name):
     second = run_chains(model, KERNELS[name], first.state, generator, steps=20)
     assert torch.equal(second.samples, whole.samples) and second.state.step == whole.state.step == 50
     assert torch.equal(torch.cat([first.draws, second.draws]), whole.draws)
-    # Planted bug: the number of the step is forgotten.
+    # Mutant: the number of the step is forgotten.
     forgot = run_chains(model, KERNELS[name], first.state._replace(step=10), generator, steps=20)
     assert not torch.equal(forgot.samples, whole.samples)
 
@@ -112,23 +112,23 @@ def test_adaptation_finds_the_wanted_acceptance_and_then_stands_still(name, want
     assert all(torch.equal(size, result.step_size) for size in sizes[300:])
 
 
-def test_what_is_told():
+def test_what_the_summary_holds():
     start = torch.zeros(32, 2, dtype=torch.float64)
     result = run_chains(NORMAL, HMC(), start, keyed(torch.arange(32)), steps=100, warm_up=100, keep_every=2)
-    told = result.summary()
+    figures = result.summary()
     assert result.draws.shape == (50, 32, 2) and torch.equal(result.draws[-1], result.samples)
-    assert 0.4 < told["acceptance"] < 1 and told["r_hat"] < 1.1 and 300 < told["ess"] < 1600 * 4
-    assert told["evaluations"] == 32 * (1 + 200 * 5) and told["steps"] == 200
-    assert told["started"] == "given" and told["exact"] and told["divergences"] == 0
+    assert 0.4 < figures["acceptance"] < 1 and figures["r_hat"] < 1.1 and 300 < figures["ess"] < 1600 * 4
+    assert figures["evaluations"] == 32 * (1 + 200 * 5) and figures["steps"] == 200
+    assert figures["started"] == "given" and figures["exact"] and figures["divergences"] == 0
     # In the mean over draws the covariance is the model's.
     covariance = torch.cov(result.draws.flatten(0, 1).T)
     torch.testing.assert_close(covariance, torch.linalg.inv(NORMAL.matrix.detach()), rtol=0, atol=0.15)
     unadjusted = run_chains(NORMAL, ULA(step_size=0.1), start, keyed(torch.arange(32)), steps=20, keep_every=0)
-    told = unadjusted.summary()
-    assert told["acceptance"] is told["ess"] is told["r_hat"] is None and not told["exact"]
+    figures = unadjusted.summary()
+    assert figures["acceptance"] is figures["ess"] is figures["r_hat"] is None and not figures["exact"]
 
 
-def test_large_events_are_judged_by_their_energy():
+def test_large_events_are_summarised_by_their_energy():
     model = Quadratic(torch.eye(100, dtype=torch.float64))
     start = torch.zeros(3, 1, 10, 10, dtype=torch.float64)
     result = run_chains(model, HMC(), start, keyed(torch.arange(3)), steps=20)
@@ -198,7 +198,7 @@ def test_too_few_draws():
     assert split_r_hat(torch.zeros(3, 2, 1)) is None and effective_sample_size(torch.zeros(3, 2, 1)) is None
 
 
-def test_quantities_are_judged_one_by_one():
+def test_quantities_are_summarised_one_by_one():
     both = torch.cat([autoregression(0.0), autoregression(0.9, seed=1)], dim=2)
     ess = effective_sample_size(both)
     assert ess.shape == (2,) and ess[0] > 10 * ess[1]

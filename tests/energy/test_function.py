@@ -107,7 +107,7 @@ def test_the_score_of_a_flow_is_its_own_gradient():
     x = X[:, :2]
     torch.testing.assert_close(LogDensity(AffineFlow()).score(x), own_gradient(x), rtol=1e-10, atol=1e-10)
     wrong = LogDensity(AffineFlow(with_logdet=False)).score(x)
-    assert (wrong - own_gradient(x)).abs().max() > 1e-3  # planted bug: the log-determinant is left out
+    assert (wrong - own_gradient(x)).abs().max() > 1e-3  # mutant: the log-determinant is left out
 
 
 def flow_of_the_library():
@@ -142,7 +142,7 @@ def test_the_score_of_a_flow_of_the_library_is_minus_the_gradient_of_its_nll():
     flow, x = flow_of_the_library(), torch.randn(5, 3, generator=seeded(6), dtype=torch.float64)
     score = LogDensity(flow).score(x)
     torch.testing.assert_close(score, minus_gradient_of_nll(flow, x), rtol=1e-10, atol=1e-10)
-    assert (score - minus_gradient_of_nll(flow, x, logdet_counts=False)).abs().max() > 1e-3  # planted bug
+    assert (score - minus_gradient_of_nll(flow, x, logdet_counts=False)).abs().max() > 1e-3  # mutant
 
 
 class LinearFlow(nn.Module):

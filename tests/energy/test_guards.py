@@ -57,7 +57,7 @@ def weights_that_are_no_numbers_stop(guard):
 
 def test_weights_that_are_no_numbers():
     weights_that_are_no_numbers_stop(require_finite)
-    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):  # planted bug: they are swallowed
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):  # mutant: they are swallowed
         weights_that_are_no_numbers_stop(lambda what, values, step: require_finite(what, values.nan_to_num(), step))
 
 

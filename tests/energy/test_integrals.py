@@ -35,7 +35,7 @@ def test_double_wells():
     assert expectation(DoubleWell(), lambda x: x[:, 0] ** 2, WIDE) == pytest.approx(0.832745487, abs=1e-8)
 
 
-def test_law_catches_the_sign_of_log_z():
+def test_check_catches_the_sign_of_log_z():
     def wrong(model, limits):
         found = quadrature(model, limits)
         return type(found)(-found.log_z, found.error, found.limits, found.edge, found.evaluations)

@@ -109,7 +109,7 @@ def test_fitting_in_parts_is_fitting_at_once():
     for model, chunk in zip(models, (40, 16, 7), strict=True):
         model.fit(X, SlicedScoreMatching(), keyed.at(0), chunk=chunk)
         torch.testing.assert_close(model.network.alpha, models[0].network.alpha, rtol=1e-9, atol=1e-9)
-    # Planted bug: every part takes the noise of the first rows.
+    # Mutant: every part takes the noise of the first rows.
     wrong = DeepKernel(network())
     same = KeyedGenerator(0, torch.arange(40) % 20, "fit")
     wrong.fit(X, SlicedScoreMatching(), same, chunk=20)

@@ -1,4 +1,4 @@
-"""Langevin and Hamiltonian steps: stationary laws, exactness, reversibility, order."""
+"""Langevin and Hamiltonian steps: stationary distributions, exactness, reversibility, order."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_unstable_steps_are_refused():
     run_chains(stiff, ULA(step_size=0.19), x, seeded(), steps=1)
     with pytest.raises(ValueError, match="use less than 2"):
         run_chains(ScoreNetwork(lambda y: -y), ULA(step_size=2.1), x, seeded(), steps=1)
-    # No quadratic: no rule, but what leaves all bounds is told.
+    # No quadratic: no rule, but what leaves all bounds is reported.
     with pytest.raises(RuntimeError, match="diverged"):
         run_chains(DoubleWell(), ULA(step_size=1.0), x + 2, seeded(), steps=50)
 
@@ -195,7 +195,7 @@ def test_mass():
     assert acceptance > 0.9
     for i in range(2):
         assert abs(z_of_mean(x[:, i].square(), float(variance[i]))) < 4
-    # Planted bug: the wrong way round, and nothing is accepted.
+    # Mutant: the wrong way round, and nothing is accepted.
     _, refused = run(model, HMC(step_size=0.5, inverse_mass=1 / variance), 1000, 2, start[:1000], dims=2)
     assert refused < 0.1
 
@@ -255,7 +255,7 @@ def test_leapfrog():
     assert energy_orders(leapfrog) == pytest.approx([2.08, 2.02, 2.00], abs=0.1)
 
 
-def test_leapfrog_laws_catch():
+def test_leapfrog_checks_catch():
     with pytest.raises(AssertionError):
         there_and_back(euler)
     with pytest.raises(AssertionError):

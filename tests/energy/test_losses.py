@@ -1,4 +1,4 @@
-"""Score-matching losses: sign, exact values, means, variances, minimisers, order; each law with a bug it catches."""
+"""Score-matching losses: sign, exact values, means, variances, minimisers, order; each check with a mutant."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 class Given:
-    """A law that draws the directions it was given."""
+    """A projection that draws the directions it was given."""
 
     def __init__(self, v):
         self.v = v
@@ -49,8 +49,8 @@ class Given:
         return self.v.to(dtype).expand(shape)
 
 
-def with_law(loss, law):
-    loss.projection = law
+def with_projection(loss, projection):
+    loss.projection = projection
     return loss
 
 
@@ -153,7 +153,7 @@ def test_vector():
     assert ExactScoreMatching()(energy, X).tolist() == [-1.375]
     for kind, expected in ((SlicedScoreMatching, (-3.875, 1.125)), (SlicedScoreMatchingVR, (-2.375, -0.375))):
         for v, value in zip(((1.0, 1.0), (1.0, -1.0)), expected, strict=True):
-            loss = with_law(kind(), Given(torch.tensor(v)))
+            loss = with_projection(kind(), Given(torch.tensor(v)))
             assert loss(energy, X, seeded()).tolist() == [value]
 
 
@@ -175,23 +175,23 @@ def one_point(matrix, score):
     return ScoreNetwork(lambda x: score - (x - x.detach()) @ matrix.T)
 
 
-def estimates(kind, law, matrix, score, draws):
+def estimates(kind, projection, matrix, score, draws):
     with torch.no_grad():
         x = torch.zeros(1, len(score), dtype=torch.float64).expand(draws, -1)
-        return with_law(kind(), law)(one_point(matrix, score), x, seeded(7))
+        return with_projection(kind(), projection)(one_point(matrix, score), x, seeded(7))
 
 
-def unbiased(kind, law, draws=100_000):
+def unbiased(kind, projection, draws=100_000):
     matrix, score = symmetric(3), torch.tensor([0.7, -1.1, 0.4], dtype=torch.float64)
-    found = estimates(kind, law, matrix, score, draws)
+    found = estimates(kind, projection, matrix, score, draws)
     expected = -matrix.trace() + 0.5 * score.square().sum()
     assert abs(found.mean() - expected) < 4 * found.std() / math.sqrt(draws) + 1e-9
 
 
 @pytest.mark.parametrize("kind", SLICED)
-@pytest.mark.parametrize("law", PROJECTIONS)
-def test_unbiased(kind, law):
-    unbiased(kind, PROJECTIONS[law]())
+@pytest.mark.parametrize("projection", PROJECTIONS)
+def test_unbiased(kind, projection):
+    unbiased(kind, PROJECTIONS[projection]())
 
 
 class UnitSphere(PROJECTIONS["sphere"]):
@@ -213,12 +213,12 @@ def test_unbiasedness_catches_a_missing_half(monkeypatch):
         unbiased(Whole, PROJECTIONS["gaussian"]())
 
 
-def has_variance(kind, law, expected_law, dims=6, draws=400_000):
+def has_variance(kind, projection, expected_projection, dims=6, draws=400_000):
     matrix = symmetric(dims)
     score = torch.randn(dims, generator=seeded(9), dtype=torch.float64)
-    found = estimates(kind, law, matrix, score, draws)
+    found = estimates(kind, projection, matrix, score, draws)
     form = -matrix + (0.5 * torch.outer(score, score) if kind is SlicedScoreMatching else 0)
-    expected = expected_law.variance(form)
+    expected = expected_projection.variance(form)
     assert abs(float(found.var() / expected) - 1) < 0.02
 
 
@@ -228,7 +228,7 @@ def test_variance(kind, name):
     has_variance(kind, PROJECTIONS[name](), PROJECTIONS[name]())
 
 
-def test_variance_catches_another_law():
+def test_variance_catches_another_projection():
     with pytest.raises(AssertionError):
         has_variance(SlicedScoreMatchingVR, PROJECTIONS["gaussian"](), PROJECTIONS["rademacher"]())
 
@@ -238,7 +238,7 @@ def test_rademacher_is_exact_on_diagonals():
     energy, x = Quadratic(matrix), torch.randn(9, 3, generator=seeded(), dtype=torch.float64)
     exact = ExactScoreMatching()(energy, x)
     torch.testing.assert_close(SlicedScoreMatchingVR()(energy, x, seeded()), exact, rtol=0, atol=1e-12)
-    # Planted bug: normal directions used silently.
+    # Mutant: Gaussian directions used silently.
     assert (SlicedScoreMatchingVR(projection="gaussian")(energy, x, seeded()) - exact).abs().max() > 0.1
 
 
@@ -290,8 +290,8 @@ def test_minimiser_with_all_directions_of_the_plane():
     # Over (1, 1) and (1, -1) the mean of v v^T is the identity, but (v . s)^2 also needs nothing more.
     class Both:
         def __call__(self, model, x, generator):
-            laws = [Given(torch.tensor(v)) for v in ((1.0, 1.0), (1.0, -1.0))]
-            return sum(with_law(SlicedScoreMatching(), law)(model, x, generator) for law in laws) / 2
+            projections = [Given(torch.tensor(v)) for v in ((1.0, 1.0), (1.0, -1.0))]
+            return sum(with_projection(SlicedScoreMatching(), v)(model, x, generator) for v in projections) / 2
 
     finds_the_precision(Both())
 
@@ -344,7 +344,7 @@ def order_two(difference):
     x = torch.randn(64, 4, generator=seeded(1), dtype=torch.float64)
     v = torch.randn(64, 4, generator=seeded(2), dtype=torch.float64)
     model = LogDensity(quartic)
-    exact = with_law(SlicedScoreMatching(), Given(v))(model, x, seeded()).detach()
+    exact = with_projection(SlicedScoreMatching(), Given(v))(model, x, seeded()).detach()
     errors = [(difference(quartic, x, v[None], e) - exact).abs().mean() for e in (0.1, 0.05, 0.025, 0.0125)]
     orders = [math.log2(a / b) for a, b in zip(errors[:-1], errors[1:], strict=True)]
     assert all(abs(order - 2) < 0.05 for order in orders), orders
@@ -489,8 +489,8 @@ def test_an_empty_batch_has_an_empty_loss(name, event):
 SHAPES = [(5,), (2, 2, 3), (3, 4)]
 
 
-def white(law, shape, draws=100_000):
-    v = law.draw((draws, *shape), torch.Generator().manual_seed(0), dtype=torch.float64).flatten(1)
+def white(projection, shape, draws=100_000):
+    v = projection.draw((draws, *shape), torch.Generator().manual_seed(0), dtype=torch.float64).flatten(1)
     dims = v.shape[1]
     products = v[:, :, None] * v[:, None, :]
     error = products.std(0) / math.sqrt(draws) + 1e-12
@@ -518,7 +518,7 @@ class CorrelatedRows:
 
 
 @pytest.mark.parametrize("bug", [RowsOfUnitLength(), CorrelatedRows()])
-def test_law_catches(bug):
+def test_check_catches(bug):
     with pytest.raises(AssertionError):
         white(bug, (3, 4), draws=20_000)
 
@@ -530,12 +530,12 @@ def test_the_sphere_has_one_radius():
 
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_a_direction_is_the_same_alone_and_in_a_batch(name):
-    law = PROJECTIONS[name]()
-    whole = law.draw((8, 2, 3), KeyedGenerator(0, torch.arange(8), "v", 3))
-    alone = law.draw((1, 2, 3), KeyedGenerator(0, torch.tensor([5]), "v", 3))
+    projection = PROJECTIONS[name]()
+    whole = projection.draw((8, 2, 3), KeyedGenerator(0, torch.arange(8), "v", 3))
+    alone = projection.draw((1, 2, 3), KeyedGenerator(0, torch.tensor([5]), "v", 3))
     assert torch.equal(whole[5:6], alone)
     again = KeyedGenerator(0, torch.arange(8), "v", 3)
-    assert not torch.equal(law.draw((8, 2, 3), again), law.draw((8, 2, 3), again))
+    assert not torch.equal(projection.draw((8, 2, 3), again), projection.draw((8, 2, 3), again))
 
 
 def test_rademacher_in_half_precision():
@@ -608,7 +608,7 @@ def resumed(restored):
 
 def test_resumed_is_as_never_stopped():
     resumed({"model", "loss", "optimizer"})
-    with pytest.raises(AssertionError):  # planted bug: the buffer is not saved
+    with pytest.raises(AssertionError):  # mutant: the buffer is not saved
         resumed({"model", "optimizer"})
 
 
@@ -628,7 +628,7 @@ def test_errors_of_contrastive_divergence():
         ContrastiveDivergence((2,), restarts=2)
 
 
-# ---- a whole training in the plane: from data to a normalised density, judged by quadrature ----
+# ---- a whole training in the plane: from data to a normalised density, checked by quadrature ----
 
 
 TRUTH = NormalMixture(
@@ -673,7 +673,7 @@ def test_a_mixture_in_the_plane_is_learned():
     assert after[0] < 0.1 < before[0] and after[1] < 0.2 * before[1]
 
 
-def test_law_catches_an_inverted_energy(monkeypatch):
+def test_check_catches_an_inverted_energy(monkeypatch):
     """What is learned with the other sign is far from the data, or nowhere."""
     monkeypatch.setattr("genmodels.energy.function.log_density_of", lambda energy: energy)
     model = train(SlicedScoreMatchingVR(), 100)
@@ -703,5 +703,5 @@ def test_training_resumed_is_as_never_stopped(name):
     whole, half = trained(loss, range(40)), trained(loss, range(20))
     resumed, forgot = (trained(loss, range(20, 40), half, forget) for forget in (False, True))
     assert all(torch.equal(whole[0][key], value) for key, value in resumed[0].items())
-    # Planted bug: the generator of the directions starts anew.
+    # Mutant: the generator of the directions starts anew.
     assert not all(torch.equal(whole[0][key], value) for key, value in forgot[0].items())

@@ -170,7 +170,7 @@ def _jet_with(network, w, y, v):
     return torch.func.functional_call(Call(), {"network.body.1.weight": w}, (y, v))
 
 
-def test_law_catches_a_detached_product(monkeypatch):
+def test_check_catches_a_detached_product(monkeypatch):
     """Without create_graph the value is right and the gradient lacks its terms."""
     right = products._double_backward
 
@@ -185,7 +185,7 @@ def test_law_catches_a_detached_product(monkeypatch):
         same_gradients(expected, gradients("mlp softplus", "double_backward"))
 
 
-def test_law_catches_a_jet_without_its_bend(monkeypatch):
+def test_check_catches_a_jet_without_its_bend(monkeypatch):
     monkeypatch.setattr(EnergyMLP, "jet", lambda self, x, v: (lambda t: (t[0], t[1], 0 * t[2]))(_old_jet(self, x, v)))
     with pytest.raises(AssertionError):
         values_agree("mlp softplus", "jet")

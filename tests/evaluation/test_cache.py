@@ -12,13 +12,13 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.evaluation.cache import blocks, in_processes, strided
 
 
-def judged(indices: torch.Tensor) -> Likelihood:
+def values_of(indices: torch.Tensor) -> Likelihood:
     return Likelihood(-indices.double(), "exact", 3, 4, index=indices)
 
 
 @pytest.mark.parametrize("count, processes", [(101, 2), (3, 4), (8, 3)])
 def test_every_index_comes_back_once(count, processes):
-    whole = Likelihood.concatenate([judged(share) for share in strided(count, processes)]).in_index_order()
+    whole = Likelihood.concatenate([values_of(share) for share in strided(count, processes)]).in_index_order()
     assert torch.equal(whole.nats, -torch.arange(count).double())
     assert sorted(k for first, n in blocks(count, processes) for k in range(first, first + n)) == list(range(count))
 
@@ -27,9 +27,9 @@ def test_a_sampler_that_pads_is_caught():
     padded = strided(101, 2)
     padded[1] = torch.cat([padded[1], padded[0][:1]])  # as many for each, the way training likes it
     with pytest.raises(RunError, match="repeated \\[0\\]"):
-        Likelihood.concatenate([judged(share) for share in padded]).in_index_order()
+        Likelihood.concatenate([values_of(share) for share in padded]).in_index_order()
     with pytest.raises(RunError, match="missing \\[1, 3, 5\\]"):
-        judged(strided(101, 2)[0]).in_index_order()
+        values_of(strided(101, 2)[0]).in_index_order()
 
 
 def test_an_error_of_a_process_is_raised_here():

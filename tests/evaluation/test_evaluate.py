@@ -103,7 +103,7 @@ COLUMN = {"rank": 9}
 
 
 @pytest.mark.parametrize("chains, reliable", [(4, False), (64, True)])
-def test_log_z_is_told_in_one_statement(gaussians, tmp_path, chains, reliable):
+def test_log_z_is_given_in_one_statement(gaussians, tmp_path, chains, reliable):
     """The bracket that is printed holds the estimate that is printed, and too few chains are named everywhere."""
     out, _ = evaluate(f"ckpt={gaussians}/energy", f"chains={chains}", "densities=30", "stages=[likelihood]",
                       f"out={tmp_path}/r.json", cwd=tmp_path)
@@ -167,7 +167,7 @@ def test_the_bound_of_infinitely_many_steps_has_a_line(gaussians, truth, tmp_pat
     assert "bound is for diffusion bounds" in err
 
 
-def test_the_kinds_that_a_rank_across_mixes_are_told(gaussians, tmp_path):
+def test_the_kinds_that_a_rank_across_mixes_are_named(gaussians, tmp_path):
     out, _ = evaluate(f"ckpt=[{gaussians}/flow,{gaussians}/energy]", *QUICK, "rank=across", cwd=tmp_path)
     assert "ranks mix kinds: ais flatters" in out and "ranks mix kinds: exact" in out
 
@@ -179,7 +179,7 @@ def test_steps_are_for_the_models_of_a_table_that_take_them(gaussians, tmp_path)
     assert [model["sampling"]["evaluations"] for model in table["models"]] == [1, 5] and not table["failures"]
 
 
-def test_the_others_are_judged_where_one_cannot_be(gaussians, tmp_path):
+def test_the_others_are_evaluated_where_one_cannot_be(gaussians, tmp_path):
     data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(tmp_path / "gone.npz"), "test_fraction": 0.2}
     spec = DataSpec("gauss", (3,))
     save(GaussianFlow(spec, mean=MEAN, covariance=COVARIANCE), tmp_path / "lost" / "best.ckpt", data)
@@ -207,7 +207,7 @@ def test_figures_do_not_depend_on_batch_size_or_processes(gaussians, tmp_path, f
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory) -> Path:
-    """An untrained flow of digits that is told classes."""
+    """An untrained flow of digits conditioned on classes."""
     folder = tmp_path_factory.mktemp("digits")
     data = {"_target_": "genmodels.data.vision.Digits"}
     spec = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
@@ -286,8 +286,8 @@ def test_bad_input_is_answered_in_one_line(gaussians, digits, tmp_path, words, c
         words = words.replace(name, path)
     words = words.split()
     out, err = evaluate(*words, cwd=tmp_path, code=code)
-    told = [line for line in err.splitlines() if line.startswith("genmodels evaluate: ")]
-    assert len(told) == 1 and said in told[0] and "Traceback" not in err, err
+    messages = [line for line in err.splitlines() if line.startswith("genmodels evaluate: ")]
+    assert len(messages) == 1 and said in messages[0] and "Traceback" not in err, err
     assert out == "" and not list(tmp_path.iterdir())
 
 
@@ -325,7 +325,7 @@ def test_an_interrupted_evaluation_keeps_what_is_finished(gaussians, tmp_path, m
     assert found["sampling"] == {} and "interrupted" in err
 
 
-def test_torch_is_told_when_memory_is_short(gaussians, tmp_path, monkeypatch):
+def test_torch_is_limited_when_memory_is_short(gaussians, tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 

@@ -1,4 +1,4 @@
-"""Distances between sets of features: vectors by hand, laws, and the errors they must not hide."""
+"""Distances between sets of features: vectors by hand, properties, and the errors they must not hide."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_distance_of_normal_distributions_is_known():
     assert frechet_distance(a, b) == pytest.approx(truth, rel=1e-10)
 
 
-def test_laws_of_the_frechet_distance():
+def test_properties_of_the_frechet_distance():
     a, b, turn = features(200), features(250, seed=1) + 0.5, rotation(6)
     value = frechet_distance(a, b)
     assert frechet_distance(b, a) == pytest.approx(value, rel=1e-8)
@@ -61,7 +61,7 @@ def test_laws_of_the_frechet_distance():
 
 
 @pytest.mark.parametrize("bug", ["n for n - 1", "root of the product"])
-def test_planted_errors_of_the_frechet_distance_are_seen(bug):
+def test_mutants_of_the_frechet_distance_are_seen(bug):
     a, b = features(20), features(20, seed=1)
     (m1, c1), (m2, c2) = ((x.mean(0), torch.cov(x.T)) for x in (a, b))
     if bug == "n for n - 1":
@@ -167,7 +167,7 @@ def test_a_missing_mode_lowers_recall_and_noise_lowers_precision():
 def test_a_point_is_no_neighbour_of_its_own():
     real, generated = torch.tensor([0.0, 1, 2, 4])[:, None], torch.tensor([0.5, 2.6, 10, 10.5])[:, None]
     distances = torch.cdist(real, real)
-    with_itself = distances.kthvalue(1, 1).values  # the planted error: every radius is zero
+    with_itself = distances.kthvalue(1, 1).values  # the mutant: every radius is zero
     assert bool((torch.cdist(generated, real) <= with_itself).any()) is False
     assert precision_recall(real, generated, k=1)[0] == 0.5
 
@@ -227,7 +227,7 @@ def test_copies_are_found_wherever_the_data_lie(offset, scale):
 
 def test_many_equal_training_items_and_many_all_but_equal_ones_are_searched_whole():
     train = torch.tensor([[1e9, 0.0]], dtype=torch.float64).repeat(40, 1)
-    train[:, 1] = torch.arange(40) * 1e-6  # beside 1e9 no product of float64 holds these
+    train[:, 1] = torch.arange(40) * 1e-6  # next to 1e9 no product of float64 holds these
     items = torch.cat([train[[17]], train[[3]] + torch.tensor([1e8, 0.0]), train[[39]]])
     found = nearest(items, torch.cat([train, -train]))
     assert found.index[[0, 2]].tolist() == [17, 39] and found.distance.tolist() == [0.0, 1e8, 0.0]

@@ -19,7 +19,7 @@ def split(data: Toy, name: str) -> torch.Tensor:
     return torch.cat([batch.x for batch in data.loader(name, 4096)])
 
 
-def test_noise_in_the_plane_is_told_from_data_and_real_items_are_not():
+def test_noise_in_the_plane_is_distinguished_from_data_and_real_items_are_not():
     """Noise of the same mean and covariance: a distance of moments would find no difference."""
     data = Toy(set="8gaussians", n_train=2000, n_val=100, n_test=2000).prepare()
     train, test = split(data, "train"), split(data, "test")
@@ -51,10 +51,10 @@ def test_the_scale_is_in_order_at_every_n(n):
 def test_every_measure_has_its_error():
     generator = torch.Generator().manual_seed(0)
     real, generated = torch.randn(2, 200, 3, generator=generator)
-    told = fidelity_of(FeatureNetwork("as they are", 3, "", lambda x: x), real, generated + 1)
+    found = fidelity_of(FeatureNetwork("as they are", 3, "", lambda x: x), real, generated + 1)
     for name in ("frechet", "kernel", "precision", "recall"):
-        assert told[f"{name}_error"] > 0
-    assert told["precision_error"] == pytest.approx(math.sqrt(told["precision"] * (1 - told["precision"]) / 200))
+        assert found[f"{name}_error"] > 0
+    assert found["precision_error"] == pytest.approx(math.sqrt(found["precision"] * (1 - found["precision"]) / 200))
 
 
 def test_one_item_has_no_error_and_so_no_gap():

@@ -127,8 +127,8 @@ def test_scores_are_those_of_a_line_fitted_by_numpy():
     assert int(found.argmax()) == 7 and float(found[7]) > 4
     # Length alone is no fault: what lies on the line is not far from it, whatever its value.
     assert abs(float(found[int(frames.argmin())])) < 2.5
-    planted = (values - values.mean()) / values.std(ddof=2)
-    assert np.abs(planted - expected).max() > 0.1  # scores that forget length are seen
+    wrong = (values - values.mean()) / values.std(ddof=2)
+    assert np.abs(wrong - expected).max() > 0.1  # scores that forget length are seen
 
 
 def test_scores_without_enough_to_say():

@@ -80,11 +80,11 @@ def test_values_given_the_class_are_ranked_apart(monkeypatch):
     assert ranking()["ranking"][0]["order"] == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize("given, worse, told", [
+@pytest.mark.parametrize("given, worse, concluded", [
     (("", ""), -81, True), (("class", "class"), -81, True), (("class", ""), -81, False), (("class", ""), -84, True),
     (("", "class"), -84, False),
 ])  # fmt: skip
-def test_a_bound_given_the_class_shows_less_by_the_logarithm_of_their_number(given, worse, told):
+def test_a_bound_given_the_class_shows_less_by_the_logarithm_of_their_number(given, worse, concluded):
     """log p(x) >= log p(x | y) - log 10, here 2.3 nats; what p(x | y) says of p(x) from above is nothing."""
     reports, arrays = [], []
     for kind, mean, what in zip(("lower_bound", "ais"), (-80, worse), given, strict=True):
@@ -92,7 +92,7 @@ def test_a_bound_given_the_class_shows_less_by_the_logarithm_of_their_number(giv
         own = {"made": {"given": what}, "class_cost": math.log2(10) / DIMS} if what else {}
         reports.append(report(f"{kind}.ckpt", line(kind, values, **own)))
         arrays.append({"nats_0": values})
-    assert bool(make_table(reports, arrays)["conclusions"]) is told
+    assert bool(make_table(reports, arrays)["conclusions"]) is concluded
 
 
 def test_a_line_that_stands_in_two_rankings_is_shown_in_both():
@@ -105,15 +105,15 @@ def test_a_line_that_stands_in_two_rankings_is_shown_in_both():
 
 
 @pytest.mark.parametrize(
-    "better, worse, told",
+    "better, worse, concluded",
     [("exact", "exact", True), ("lower_bound", "exact", True), ("exact", "lower_bound", False),
      ("lower_bound", "lower_bound", False), ("lower_bound", "ais", True), ("exact", "ode", False),
      ("ode", "exact", False), ("ais", "exact", False)],
 )
-def test_only_what_bounds_show_is_a_conclusion(better, worse, told):
+def test_only_what_bounds_show_is_a_conclusion(better, worse, concluded):
     table = table_of((better, nats(-80)), (worse, nats(-140, 1)))
-    assert bool(table["conclusions"]) is told
-    if told:
+    assert bool(table["conclusions"]) is concluded
+    if concluded:
         assert table["conclusions"][0].startswith("glow (0) is better than glow (1): at most ")
 
 
@@ -156,7 +156,7 @@ def test_the_values_for_programs_are_numbers_and_what_each_kind_bounds():
     assert exact["frechet"] == none["value"] == "" and exact["unit"] == "bits_per_dim" and exact["items"] == "200"
 
 
-def test_the_parts_of_an_error_are_told_and_add_up():
+def test_the_parts_of_an_error_are_stated_and_add_up():
     error = {"se_data": 0.05, "se_items": 0.03, "se_mc": 0.04}
     table = make_table([report("a", line("lower_bound", nats(-90), **error))], [{"nats_0": nats(-90)}])
     assert "1: the error 0.0500 adds up, in squares, from 0.0300 of the items, 0.0400 of the draws" in table["notes"]

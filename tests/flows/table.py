@@ -1,4 +1,4 @@
-"""One list of instances of every bijection, for laws that hold for all of them."""
+"""One list of instances of every bijection, for the checks that all of them pass."""
 
 from __future__ import annotations
 

@@ -58,13 +58,13 @@ class AllFrames(ActNorm):
         return super()._forward(x, cond, None)
 
 
-@pytest.mark.parametrize("planted, shape, law", [
+@pytest.mark.parametrize("mutant, shape, check", [
     (OnePosition, (3, 2, 4), "log-det forward"),
     (ShiftLast, (3, 2, 4), "round trip"),
     (AllFrames, (3, 6), "masked log-det"),
 ])  # fmt: skip
-def test_laws_catch_planted_bugs(planted, shape, law):
-    assert law in check_bijection(planted(3), shape, compiler=None).failed
+def test_checks_catch_mutants(mutant, shape, check):
+    assert check in check_bijection(mutant(3), shape, compiler=None).failed
 
 
 def test_vector():
@@ -151,7 +151,7 @@ def test_padding_has_no_say():
 
 
 def keeps_digits(moments):
-    """Deviation one about a mean of 1e6, from a float32 batch."""
+    """Standard deviation one about a mean of 1e6, from a float32 batch."""
     x = (gaussian(400, 1) + 1e6).float()
     _, mean, std = moments(x)
     torch.testing.assert_close(mean, x.double().mean(0), rtol=1e-13, atol=0)
@@ -282,7 +282,7 @@ def test_two_processes_give_the_start_of_one(tmp_path, monkeypatch):
     mask = lengths(7, 7, 5, 2, 6, 1, 0)
     (tmp_path / "a").mkdir()
     two_processes_agree(tmp_path / "a", x, mask, (slice(0, 2), slice(2, 6)))
-    # Planted: every process for itself.
+    # Mutant: every process for itself.
     monkeypatch.setattr(initialization, "_over_processes", lambda values: values)
     (tmp_path / "b").mkdir()
     with pytest.raises(AssertionError):

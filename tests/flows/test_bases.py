@@ -152,7 +152,7 @@ class VarianceForScale(DiagonalNormal):
         return self.mean + self.log_scale.exp() * eps
 
 
-def test_planted_bug_variance_for_scale():
+def test_mutant_variance_for_scale():
     bad = VarianceForScale((1,)).double()
     bad.raw_log_scale.data.fill_(0.3)
     with pytest.raises(AssertionError):
@@ -188,7 +188,7 @@ class TemperatureOfMean(DiagonalNormal):
 
 
 @pytest.mark.parametrize("bug", [TemperatureOfVariance, TemperatureOfMean])
-def test_planted_temperatures(bug):
+def test_mutant_temperatures(bug):
     base = bug((1,)).double()
     base.mean.data.fill_(2.0)
     with pytest.raises(AssertionError):

@@ -83,7 +83,7 @@ class Twisted(Coupling):
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Severed, Twisted])
-def test_planted_bugs(kind):
+def test_mutants(kind):
     def layer(swap):
         split = ChannelSplit(4, swap=swap)
         return kind(split, Affine(2), MLP(2, 4, hidden=8, depth=1))
@@ -387,9 +387,9 @@ def _train(rank: int, meet: str, out: str, parts, deaf: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps = [gradients(parallel, parts[rank]) for _ in range(2)]
-    told = [str(warning.message) for warning in caught if "recomputed" in str(warning.message)]
+    messages = [str(warning.message) for warning in caught if "recomputed" in str(warning.message)]
     steps = [{name.removeprefix("module."): g for name, g in step.items() if name != "x"} for step in steps]
-    torch.save((steps, flow.gauge.switched, told, len(calls)), out)
+    torch.save((steps, flow.gauge.switched, messages, len(calls)), out)
     torch.distributed.destroy_process_group()
 
 
@@ -411,14 +411,14 @@ fork = pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_meth
 @fork
 def test_two_processes_train_as_one(tmp_path):
     parts = torch.randn(2, 3, 4).unbind()
-    (steps, _, told, calls), (others, *_) = two_processes(tmp_path, parts)
+    (steps, _, messages, calls), (others, *_) = two_processes(tmp_path, parts)
     flow = saturating_flow()
     one, other = (gradients(flow, part) for part in parts)
     for step, same in zip(steps, others, strict=True):
         for name in step:
             assert torch.equal(step[name], same[name])
             torch.testing.assert_close(step[name], (one[name] + other[name]) / 2, rtol=1e-3, atol=1e-5)
-    assert calls == 2 * len(list(flow.parameters())) and not told
+    assert calls == 2 * len(list(flow.parameters())) and not messages
 
 
 @fork
@@ -427,7 +427,7 @@ def test_two_processes_switch_together(tmp_path, lossy):
     parts = [torch.randn(3, 4) * (500 if rank == lossy else 0.1) for rank in (0, 1)]
     found = two_processes(tmp_path, parts)
     assert [switched.tolist() for _, switched, *_ in found] == [[False, True, False, False]] * 2
-    assert [len(told) for _, _, told, _ in found] == [1, 0]  # the first process speaks for both
+    assert [len(messages) for _, _, messages, _ in found] == [1, 0]  # the first process speaks for both
     flow = saturating_flow()
     one, other = (gradients(flow, part) for part in parts)
     expected = {name: (one[name] + other[name]) / 2 for name in found[0][0][1]}

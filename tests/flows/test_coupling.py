@@ -90,7 +90,7 @@ def close(a, b, tolerance):
     assert (a - b).abs().max() <= tolerance * (1 + b.abs().max())
 
 
-# ---- the laws ----
+# ---- the checks ----
 
 
 def keeps_its_part(make, shape):
@@ -237,7 +237,7 @@ def test_parts_are_not_copied():
         assert kept.untyped_storage().data_ptr() == changed.untyped_storage().data_ptr() == x.data_ptr()
 
 
-# ---- planted bugs ----
+# ---- mutants ----
 
 
 class Uncounted(Coupling):
@@ -291,7 +291,7 @@ class HalfPrecision(Coupling):
         return self.net(seen, cond, mask).view(len(x), self.transform.params_per_dim, -1, *x.shape[2:])
 
 
-@pytest.mark.parametrize("law, make, shape", [
+@pytest.mark.parametrize("check, make, shape", [
     ("log-det forward", lambda: coupling(ChannelSplit(4), Affine(2), layer=Uncounted), (4,)),
     ("log-det forward", lambda: coupling(ChannelSplit(4), Affine(2), layer=Peeks), (4,)),
     ("round trip", lambda: coupling(ChannelSplit(4), Affine(2), layer=Peeks), (4,)),
@@ -299,8 +299,8 @@ class HalfPrecision(Coupling):
     ("masked log-det", lambda: coupling(ChannelSplit(3), Affine(1), 1, layer=EveryFrame), (3, 6)),
     ("rows independent", lambda: coupling(ChannelSplit(4), Affine(2), layer=BatchMean), (4,)),
 ])  # fmt: skip
-def test_mutants_of_the_table(law, make, shape):
-    assert law in check_bijection(make(), shape, compiler=None).failed
+def test_mutants_of_the_table(check, make, shape):
+    assert check in check_bijection(make(), shape, compiler=None).failed
 
 
 @pytest.mark.parametrize("check, make, shape", [
@@ -370,7 +370,7 @@ def test_parity():
         Checkerboard(1, parity=2)
 
 
-# ---- couplings whose network has a block of attention obey every law of bijections, for every kind of block ----
+# ---- couplings whose network has a block of attention pass every check of bijections, for every kind of block ----
 
 
 #: A coupling network does not know the height of its maps, and `none` is the business of other tests.
@@ -409,7 +409,7 @@ def test_other_networks_and_splits(net, split):
     check_bijection(attending("swin2d", 2, net, split), (4, 4, 3), compiler=None).raise_if_failed()
 
 
-def test_the_laws_notice_a_block_that_is_not_the_same_in_both_directions(monkeypatch):
+def test_the_checks_notice_a_block_that_is_not_the_same_in_both_directions(monkeypatch):
     layer = attending("plain", 1)
 
     def restless(h, mask):
@@ -518,7 +518,7 @@ def test_numbers():
     assert (back - x).abs().max() < 1e-12 and abs(float(logdet) - 0.8) < 1e-12
 
 
-# ---- planted bugs ----
+# ---- mutants ----
 
 
 class OneOff(MADE):

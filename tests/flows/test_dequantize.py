@@ -52,11 +52,11 @@ def noise_flow(shape, cond=None):
     for swap in (False, True):
         split = ChannelSplit(channels, swap=swap)
         element = Affine(split.changed)
-        out, told = element.params_per_dim * split.changed, noise_condition(shape, cond)
+        out, condition = element.params_per_dim * split.changed, noise_condition(shape, cond)
         if dims:
-            net = ConvNet(split.kept, out, hidden=8, dims=dims, cond=told)
+            net = ConvNet(split.kept, out, hidden=8, dims=dims, cond=condition)
         else:
-            net = MLP(split.kept, out, hidden=8, cond=told)
+            net = MLP(split.kept, out, hidden=8, cond=condition)
         layers.append(Coupling(split, element, net))
     return Compose(layers, shape)
 
@@ -75,8 +75,8 @@ def test_vector_of_the_logit_of_dequantised_integers():
     torch.testing.assert_close(z, expected, rtol=0, atol=1e-8)
     assert float(logdet + contribution) == pytest.approx(-9.5366567009, abs=1e-8)
     terms = torch.cat([Logit(0.05)(v[:, i : i + 1])[1] for i in range(3)])
-    told = torch.tensor([2.9089647137, 1.2809462052, 2.9089647137], dtype=torch.float64)
-    torch.testing.assert_close(terms, told, rtol=0, atol=1e-8)
+    expected = torch.tensor([2.9089647137, 1.2809462052, 2.9089647137], dtype=torch.float64)
+    torch.testing.assert_close(terms, expected, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("levels", LEVELS)
@@ -95,7 +95,7 @@ def test_points_stay_in_their_cells(levels, dtype):
     assert bool(torch.isfinite(Logit(0.05)(v)[0]).all())
 
 
-def test_planted_bug_without_the_guard():
+def test_mutant_without_the_guard():
     """Noise just below one, in float32: the plain formula gives v = 1, or the cell of another integer."""
     u = torch.tensor(1 - 2.0**-17)
     plain = (torch.tensor(255) + u) / 256

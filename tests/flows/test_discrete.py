@@ -66,11 +66,11 @@ def noise_flow(shape, cond=None):
     for swap in (False, True):
         split = ChannelSplit(channels, swap=swap)
         element = Affine(split.changed)
-        out, told = element.params_per_dim * split.changed, noise_condition(shape, cond)
+        out, condition = element.params_per_dim * split.changed, noise_condition(shape, cond)
         if dims:
-            net = ConvNet(split.kept, out, hidden=8, dims=dims, cond=told)
+            net = ConvNet(split.kept, out, hidden=8, dims=dims, cond=condition)
         else:
-            net = MLP(split.kept, out, hidden=8, cond=told)
+            net = MLP(split.kept, out, hidden=8, cond=condition)
         layers.append(Coupling(split, element, net))
     return Compose(layers, shape)
 
@@ -216,7 +216,7 @@ class LogQDropped(VariationalDequantize):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("bug", ["no volume", "shared noise", "log q dropped", "mean of logs"])
-def test_planted_bugs(case, bug, monkeypatch):
+def test_mutants(case, bug, monkeypatch):
     build, masses, dims = CASES[case]
     model = build("variational" if bug == "log q dropped" else "uniform")
     if bug == "no volume":
@@ -354,7 +354,7 @@ class Rounded(DiscreteFlow):
         return (v * 4).round().clamp(0, 3).long()
 
 
-def test_planted_bug_rounding():
+def test_mutant_rounding():
     model = line()
     model.__class__ = Rounded
     with pytest.raises(AssertionError):
@@ -458,12 +458,12 @@ def test_masked_frames_count_for_nothing(noise):
             return noise[part, :, : x.shape[-1]]
 
     model.__class__ = Given
-    told, _ = model.log_prob(x, None, mask, generator=keyed(2), samples=2, rows=3)
+    found, _ = model.log_prob(x, None, mask, generator=keyed(2), samples=2, rows=3)
     again, _ = model.log_prob(x.masked_fill(~mask, 4), None, mask, generator=keyed(2), samples=2)
-    assert torch.equal(told, again)
-    torch.testing.assert_close(told[:1], model.log_prob(x[:1], generator=keyed(1))[0], rtol=0, atol=1e-11)
+    assert torch.equal(found, again)
+    torch.testing.assert_close(found[:1], model.log_prob(x[:1], generator=keyed(1))[0], rtol=0, atol=1e-11)
     noise = noise[1:]
-    torch.testing.assert_close(told[1:], model.log_prob(x[1:, :, :4], generator=keyed(1))[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(found[1:], model.log_prob(x[1:, :, :4], generator=keyed(1))[0], rtol=0, atol=1e-11)
     drawn = model.sample(2, generator=keyed(2), mask=mask)
     assert drawn.shape == (2, 2, 8)
 

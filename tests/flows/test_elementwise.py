@@ -1,4 +1,4 @@
-"""Laws of elementwise maps, every kind of them, against autograd and closed forms."""
+"""Elementwise maps, every kind of them, against autograd and closed forms."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def close(a, b, tolerance):
     assert (a - b).abs().max() <= tolerance * (1 + b.abs().max())
 
 
-# ---- the laws ----
+# ---- the checks ----
 
 
 def goes_back(make, space=()):
@@ -192,7 +192,7 @@ def test_starts_as_the_identity(name):
         close(log_derivative, torch.zeros_like(x), 1e-12)
 
 
-# ---- planted bugs ----
+# ---- mutants ----
 
 
 class ShiftFirst(Affine):
@@ -248,7 +248,7 @@ class Half(Affine):
 
 
 @pytest.mark.parametrize(
-    "law, bug",
+    "check, bug",
     [
         (goes_back, lambda: ShiftFirst(CHANNELS)),
         (goes_back, lambda: SameSign(CHANNELS)),
@@ -259,12 +259,12 @@ class Half(Affine):
         (single_precision_agrees, lambda: Half(CHANNELS)),
     ],
 )
-def test_planted_bugs(law, bug):
+def test_mutants(check, bug):
     with pytest.raises(AssertionError):
-        law(bug)
+        check(bug)
 
 
-def test_planted_detached_mean():
+def test_mutant_detached_mean():
     with pytest.raises(Exception, match="Jacobian mismatch"):
         gradients_are_right(Detached)
 
@@ -370,7 +370,7 @@ class Complement(LogisticMixture):
         return z, module.logit(x, mixture)[1] + h
 
 
-def test_planted_subtraction():
+def test_mutant_subtraction():
     with pytest.raises(AssertionError):
         agrees_with_the_numbers(Complement(1, components=2))
 
@@ -487,7 +487,7 @@ class ScalesLeftOut(LogisticMixture):
 
 
 @pytest.mark.parametrize("bug", [NoImplicit, ScalesLeftOut])
-def test_planted_gradients(bug):
+def test_mutant_gradients(bug):
     _, z, params = random_case(spread=1.0)
     transform = bug(1, components=4).double()
     with pytest.raises(AssertionError):
@@ -533,7 +533,7 @@ class Alike(LogisticMixture):
         return torch.zeros(self.params_per_dim, channels)
 
 
-def test_planted_start():
+def test_mutant_start():
     with pytest.raises(AssertionError):
         starts_close_to_the_identity(Alike(1))
 

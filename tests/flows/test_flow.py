@@ -104,7 +104,7 @@ def test_density_integrates_to_one():
     integrates_to_one(plane(base=ClassNormal((2,), num_classes=3)), 1)
 
 
-def test_planted_bugs_in_the_density():
+def test_mutant_in_the_density():
     good = plane()
     with pytest.raises(AssertionError):
         integrates_to_one(TwiceTheVolume(good.bijection, good.base))
@@ -291,9 +291,9 @@ def test_log_prob_counts_valid_frames_only():
     lengths = [12, 8, 4]
     mask = torch.arange(12)[None, None] < torch.tensor(lengths)[:, None, None]
     for content in (0.0, math.nan):
-        told = flow.log_prob(x.masked_fill(~mask, content), None, mask)
+        found = flow.log_prob(x.masked_fill(~mask, content), None, mask)
         alone = torch.cat([flow.log_prob(x[i : i + 1, :, :n]) for i, n in enumerate(lengths)])
-        torch.testing.assert_close(told, alone, rtol=0, atol=1e-11)
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-11)
 
 
 def test_sampling_sequences():
@@ -395,7 +395,7 @@ class Forgetful(Bijection):
         return z, z.new_zeros(len(z))
 
 
-def test_planted_bug_condition_dropped_in_the_inverse():
+def test_mutant_condition_dropped_in_the_inverse():
     def round_trip(bijection):
         flow = Flow(bijection, StandardNormal((2,)))
         x, cond = torch.zeros(1, 2), torch.ones(1, 2)
@@ -474,17 +474,17 @@ def test_masks_of_integers():
 @pytest.mark.parametrize("label", [-1, 3])
 def test_labels_out_of_range(label):
     x, cond = torch.zeros(3, 2), torch.tensor([0, 1, label])
-    told = rf"label {label} in row 2, .*0\.\.2"
+    message = rf"label {label} in row 2, .*0\.\.2"
     for flow in (vectors(), Flow(Flip(2), ClassNormal((2,), num_classes=3))):
         assert flow.num_classes == 3
         for call in (flow.log_prob, flow.latents, flow.initialize):
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=message):
                 call(x, cond)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             flow.sample(3, cond, generator=source())
         with pytest.raises(ValueError, match="from 1 to 3"):
             flow.class_posterior(x, 4)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         DiscreteFlow(UniformDequantize(4), vectors()).log_prob(x.long(), cond, generator=source())
 
 
@@ -606,7 +606,7 @@ def test_a_failure_of_the_flow_undoes_the_dequantisation():
 
 
 @pytest.mark.parametrize(
-    "build, told",
+    "build, message",
     [
         (lambda: neural_spline(3, transform="cubic"), "transform must be one of spline, affine, got 'cubic'"),
         (lambda: neural_spline(3, kind="ar"), "kind must be one of coupling, autoregressive"),
@@ -630,8 +630,8 @@ def test_a_failure_of_the_flow_undoes_the_dequantisation():
         (lambda: glow((4, 7)), r"even sides.*PadToMultiple\(2\)"),
     ],
 )
-def test_options_that_do_not_exist(build, told):
-    with pytest.raises(ValueError, match=told) as caught:
+def test_options_that_do_not_exist(build, message):
+    with pytest.raises(ValueError, match=message) as caught:
         build()
     assert "\n" not in str(caught.value) and type(caught.value) is ValueError
 
@@ -644,7 +644,7 @@ def test_odd_sides_have_the_way_out_that_the_message_names():
 
 
 @pytest.mark.parametrize(
-    "build, told",
+    "build, message",
     [
         (lambda: Coupling(ChannelSplit(4), Affine(2), nn.Linear(2, 4)), "a Linear has no in_channels, out_channels"),
         (lambda: Coupling(ChannelSplit(4), Affine(2), MLP), "the class MLP has no in_channels"),
@@ -659,8 +659,8 @@ def test_odd_sides_have_the_way_out_that_the_message_names():
         (lambda: neural_spline(2, cond=10), r'Condition\("labels", 10\)'),
     ],
 )
-def test_parts_of_the_wrong_kind(build, told):
-    with pytest.raises(TypeError, match=told):
+def test_parts_of_the_wrong_kind(build, message):
+    with pytest.raises(TypeError, match=message):
         build()
 
 

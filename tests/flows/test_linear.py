@@ -67,13 +67,13 @@ class CachedInverse(InvertibleLinear):
         return self._mix(z, self.cache.to(z.dtype)), super()._inverse(z, cond, mask)[1]
 
 
-@pytest.mark.parametrize("planted, shape, law", [
+@pytest.mark.parametrize("mutant, shape, check", [
     (lambda: OnePosition(4), (4, 2, 3), "log-det forward"),
     (lambda: OneGroup(8), (8, 3), "log-det forward"),
     (lambda: CachedInverse(4), (4, 3), "save and load"),
 ])  # fmt: skip
-def test_laws_catch_planted_bugs(planted, shape, law):
-    assert law in check_bijection(planted(), shape, compiler=None).failed
+def test_checks_catch_mutants(mutant, shape, check):
+    assert check in check_bijection(mutant(), shape, compiler=None).failed
 
 
 @pytest.mark.parametrize("kind", ["lu", "full"])
@@ -381,7 +381,7 @@ class SameIndexBack(Permute):
         return z.index_select(1, self.index), z.new_zeros(len(z))
 
 
-def test_laws_catch_a_planted_bug():
+def test_checks_catch_a_mutants():
     assert check_bijection(SameIndexBack([1, 2, 0]), (3,), compiler=None).failed == ["round trip"]
 
 

@@ -106,9 +106,9 @@ def checked(flow, x, cond=None):
         def back_one(flat, own=own):
             return flow.inverse(flat.reshape(1, *z.shape[1:]), own)[0].flatten()
 
-        for value, function, told in ((x, one, logdet), (z, back_one, inverse_logdet)):
+        for value, function, returned in ((x, one, logdet), (z, back_one, inverse_logdet)):
             jacobian = torch.autograd.functional.jacobian(function, value[row].flatten())
-            assert float(told[row]) == pytest.approx(float(torch.linalg.slogdet(jacobian).logabsdet), abs=1e-8)
+            assert float(returned[row]) == pytest.approx(float(torch.linalg.slogdet(jacobian).logabsdet), abs=1e-8)
 
 
 @pytest.mark.parametrize("conditional", [False, True])
@@ -140,7 +140,7 @@ class Swapped(MultiScale):
 
 
 @pytest.mark.parametrize("bug", ["half counted", "swapped"])
-def test_planted_bugs(bug):
+def test_mutants(bug):
     flow = vectors()
     if bug == "half counted":
         flow.factors[0] = HalfCounted(8, flow.factors[0].prior)
@@ -234,7 +234,7 @@ class CountsPadding(FactorOut):
         return super()._volume(log_scale, None)
 
 
-def test_planted_bug_padding_counts():
+def test_mutant_padding_counts():
     flow = sequences()
     flow.factors[0] = CountsPadding(4, Constant(0.1, 0.4))
     with pytest.raises(AssertionError):

@@ -40,13 +40,13 @@ class OneChannel(Scale):
         return self.values.to(x.dtype).abs().log().sum()
 
 
-@pytest.mark.parametrize("planted, shape, law", [
+@pytest.mark.parametrize("mutant, shape, check", [
     (WithoutSlope(0.05), (2, 3), "log-det forward"),
     (PaddedVolume(0.05), (2, 4), "masked log-det"),
     (OneChannel(2.0), (2, 3), "log-det forward"),
 ])  # fmt: skip
-def test_laws_catch_planted_bugs(planted, shape, law):
-    assert law in check_bijection(planted, shape, compiler=None).failed
+def test_checks_catch_mutants(mutant, shape, check):
+    assert check in check_bijection(mutant, shape, compiler=None).failed
 
 
 # ---- logit ----

@@ -99,10 +99,10 @@ class Shifted(RationalQuadraticSpline):
 
 
 @pytest.mark.parametrize("bug", [Unpinned, Shifted])
-@pytest.mark.parametrize("law", [agrees_with_the_numbers, agrees_with_brute_force])
-def test_planted_bugs(law, bug):
+@pytest.mark.parametrize("check", [agrees_with_the_numbers, agrees_with_brute_force])
+def test_mutants(check, bug):
     with pytest.raises(AssertionError):
-        law(bug(bins=3, bound=2.0))
+        check(bug(bins=3, bound=2.0))
 
 
 # ---- knots, ends and tails ----
@@ -162,7 +162,7 @@ def test_no_gradient_is_lost_outside():
     no_gradient_is_lost(*random_spline(torch.float32))
 
 
-def test_planted_evaluation_outside():
+def test_mutant_evaluation_outside():
     with pytest.raises(AssertionError):
         no_gradient_is_lost(Unclamped(), random_spline(torch.float32)[1])
 
@@ -182,7 +182,7 @@ def test_round_trip_is_as_good_as_the_slope_allows(dtype):
 
 @pytest.mark.parametrize("scale", [1, 5, 10, 30])
 def test_an_inverse_stays_in_its_bin(scale):
-    """At the knots, one rounding beside them and at values that the map itself gives, whatever the parameters."""
+    """At the knots, one rounding next to them and at values that the map itself gives, whatever the parameters."""
     spline, generator = RationalQuadraticSpline(bins=8), torch.Generator().manual_seed(0)
     params = scale * torch.randn(40_000, spline.params_per_dim, 1, generator=generator)
     knots = spline.knots(params)[1]

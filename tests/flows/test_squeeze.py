@@ -34,14 +34,14 @@ class AnyValidFrame(Squeeze1d):
         return mask[..., : mask.shape[-1] // self.factor]
 
 
-@pytest.mark.parametrize("layer, shape, law", [
+@pytest.mark.parametrize("layer, shape, check", [
     (ForwardOrderBack(order="alternative"), (3, 4, 6), "round trip"),
     (AnyValidFrame(), (3, 8), "masked content"),
     (ColumnsFirst((2, 3, 4)), (2, 3, 4), "round trip"),
 ])  # fmt: skip
-def test_laws_catch_planted_bugs(layer, shape, law):
+def test_checks_catch_mutants(layer, shape, check):
     report = check_bijection(layer, shape, compiler=None)
-    assert not report.passed and (law in report.failed or "padding" in report.failed)
+    assert not report.passed and (check in report.failed or "padding" in report.failed)
 
 
 def test_vectors():

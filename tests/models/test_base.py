@@ -15,17 +15,17 @@ from genmodels.training.dashboards import density_of
 SPEC = DataSpec("plane", (2,), num_classes=3)
 SMALL = {"net": {"hidden": 8, "depth": 1}}
 MODELS = {
-    "flow": lambda told: NSF(SPEC, layers=1, hidden=8, class_conditional=told),
-    "diffusion": lambda told: DDPM(SPEC, num_steps=4, class_conditional=told, **SMALL),
-    "score": lambda told: ScoreModel(SPEC, class_conditional=told, **SMALL),
+    "flow": lambda conditional: NSF(SPEC, layers=1, hidden=8, class_conditional=conditional),
+    "diffusion": lambda conditional: DDPM(SPEC, num_steps=4, class_conditional=conditional, **SMALL),
+    "score": lambda conditional: ScoreModel(SPEC, class_conditional=conditional, **SMALL),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_classes_are_told_where_options_and_data_say_so(name):
+def test_classes_are_conditioned_on_where_options_and_data_say_so(name):
     batch = Batch(torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))
-    told, blind = MODELS[name](True), MODELS[name](False)
-    assert told.num_classes == 3 and torch.equal(told._cond(batch), batch.cond)
+    conditional, blind = MODELS[name](True), MODELS[name](False)
+    assert conditional.num_classes == 3 and torch.equal(conditional._cond(batch), batch.cond)
     assert blind.num_classes is None and blind._cond(batch) is None
 
 
@@ -55,7 +55,7 @@ SHORT = {"ode_likelihood": {"solver": "heun", "steps": 2}, "sample": {"steps": 4
 
 
 def answers(model, batch: Batch) -> dict:
-    """Everything that a model is asked for beside its loss."""
+    """Everything that a model is asked for apart from its loss."""
     likelihood = {"chains": 4, "densities": 3} if isinstance(model, EnergyModel) else {}
     found = {"likelihood": model.log_likelihood(batch, **likelihood).nats}
     found["samples"] = model.sample(3, **({} if isinstance(model, NSF) else SHORT["sample"])).x

@@ -40,10 +40,10 @@ def test_nothing_else_is_reached(name):
 def test_a_naive_lookup_would_reach_the_shell():
     import importlib
 
-    planted = importlib.import_module("genmodels.training.run")
+    found = importlib.import_module("genmodels.training.run")
     for part in ("os", "system"):
-        planted = getattr(planted, part)
-    assert callable(planted)
+        found = getattr(found, part)
+    assert callable(found)
 
 
 def test_other_packages_must_be_trusted(monkeypatch):

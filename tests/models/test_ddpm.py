@@ -63,11 +63,11 @@ def gaussian_model(location: float, scale: float) -> DDPM:
 
 
 def gap_to_exact(model: DDPM, location: float, scale: float) -> tuple[float, float]:
-    """Mean of exact minus bound on data from the true law, and its standard error."""
-    law = Normal(torch.tensor(location, dtype=torch.float64), scale)
+    """Mean of exact minus bound on data from the true distribution, and its standard error."""
+    distribution = Normal(torch.tensor(location, dtype=torch.float64), scale)
     x = location + scale * KeyedGenerator(0, torch.arange(400)).normal((400, 2), dtype=torch.float64)
     bound = model.log_likelihood(Batch(x, index=torch.arange(400)), weights="raw").nats
-    gaps = law.log_prob(x).sum(1) - bound
+    gaps = distribution.log_prob(x).sum(1) - bound
     return float(gaps.mean()), float(gaps.std() / math.sqrt(len(gaps)))
 
 
@@ -77,7 +77,7 @@ def test_the_bound_of_the_optimal_model_meets_the_exact_density_in_the_datas_uni
     assert -4 * error <= gap < 0.05 + 4 * error, (gap, error)
 
 
-def test_that_law_catches_a_forgotten_volume():
+def test_that_check_catches_a_forgotten_volume():
     model = gaussian_model(5.0, 0.2)
     encode = model.encode
     model.encode = lambda x: encode(x) if x.dtype.is_floating_point else x
@@ -125,7 +125,7 @@ def test_the_default_variance_is_that_of_the_kind_of_data():
         assert model.variance == expected == found.made["variance"]
 
 
-def test_initialize_takes_mean_and_deviation_of_continuous_data_only():
+def test_initialize_takes_mean_and_standard_deviation_of_continuous_data_only():
     model = small(DataSpec("v", (3,), levels=None))
     data = torch.randn(5000, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0, 0.1]) + 7
     model.initialize(Batch(data))

@@ -51,7 +51,7 @@ def sampling_step(core: Denoiser, x, t, s, cond, mask):
 
 @pytest.fixture
 def fresh_compiler():
-    """What was compiled before is forgotten, also what a planted bug left behind."""
+    """What was compiled before is forgotten, also what a mutant left behind."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -78,7 +78,7 @@ def test_a_training_step_and_a_sampling_step_trace_in_one_piece(spec, parameteri
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_that_law_catches_a_graph_break(monkeypatch):
+def test_that_check_catches_a_graph_break(monkeypatch):
     forward = Denoiser.at_log_snr
 
     def broken(self, x, *given):

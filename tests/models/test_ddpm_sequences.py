@@ -1,4 +1,4 @@
-"""DDPM on sequences of unlike length and on vectors: trained, sampled and judged without a line of their own."""
+"""DDPM on sequences of unlike length and on vectors: trained, sampled and evaluated without a line of their own."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_wrong_lengths_are_refused_in_one_line(trained):
             trained[0].sample(2, lengths=lengths)
 
 
-def test_vectors_train_and_are_judged_by_the_same_code():
+def test_vectors_train_and_are_evaluated_by_the_same_code():
     torch.manual_seed(0)
     model = DDPM(DataSpec("v", (3,), levels=None), num_steps=50, net={"hidden": 32, "depth": 2}, ema_decay=0.0)
     generator = torch.Generator().manual_seed(0)

@@ -246,8 +246,8 @@ def test_a_sample_is_the_same_alone_and_a_low_temperature_narrows(name, sampler)
 
 
 @pytest.mark.parametrize("sampler", ["annealed", "mala"])
-def test_the_law_of_samples_catches_noise_of_the_batch(sampler, monkeypatch):
-    """Planted bug: rows are numbered from the head of the batch, not from the number of the sample."""
+def test_the_check_of_samples_catches_noise_of_the_batch(sampler, monkeypatch):
+    """Mutant: rows are numbered from the head of the batch, not from the number of the sample."""
     model, _ = made("plane")
     options = {"sampler": sampler, "steps": 12, "seed": 3}
     many = model.sample(6, **options)
@@ -321,7 +321,7 @@ def test_what_cannot_be_is_said(call, said):
     assert "\n" not in str(raised.value)
 
 
-def test_pictures_stand_beside_the_truth():
+def test_pictures_show_the_ground_truth_too():
     torch.manual_seed(0)
     model = EnergyModel(DataSpec("toy_banana", (2,)), net=SMALL)
     model.initialize(Batch(density("banana").sample(200, torch.Generator().manual_seed(0)).float()))

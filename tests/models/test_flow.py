@@ -168,7 +168,7 @@ def test_interpolation_begins_and_ends_at_the_items():
 
 
 def test_the_monitor_names_the_layer_that_loses():
-    """Planted: one coupling whose scale leaves no room for what it multiplies in float32."""
+    """Mutant: one coupling whose scale leaves no room for what it multiplies in float32."""
     model = made("realnvp of vectors")
     batch = batch_of(TABLE)
     assert model.examine(batch).first_drifting() is None
@@ -191,7 +191,7 @@ def test_the_monitor_names_the_layer_that_loses():
 
 
 def test_options_that_do_not_fit_are_refused():
-    for build, told in (
+    for build, message in (
         (lambda: Glow(PLANE), "images"),
         (lambda: Glow(DataSpec("odd", (1, 7, 7), levels=2)), "even"),
         (lambda: NSF(TRACKS), "nsf takes vectors and images"),
@@ -209,7 +209,7 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: NSF(COUNTS, base="uniform"), "base must be one of normal, diagonal, class"),
         (lambda: RealNVP(TABLE, hidden=0), "hidden = 0"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             build()
 
 

@@ -263,7 +263,7 @@ def test_one_clip_is_learnt_by_heart(monkeypatch):
 
 @pytest.mark.slow
 def test_wrong_transcripts_stand_first_by_the_evidence(tmp_path, monkeypatch, shared_data):
-    """A model trained on texts of which one in twenty belongs to another clip, and told of none, finds them."""
+    """A model trained on texts of which one in twenty belongs to another clip, without being told which, finds them."""
     source, root = shared_data / "LJSpeech-sample", tmp_path / "data"
     if not source.is_dir():
         pytest.skip(f"no LJSpeech-sample in {shared_data}")

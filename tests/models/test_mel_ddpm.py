@@ -46,13 +46,13 @@ def mean_of(found: MelDDPM, text: str, durations: list[int]) -> torch.Tensor:
     return found.units.inverse(mu[0].repeat_interleave(torch.tensor(durations), dim=1)).detach()
 
 
-# ---- laws against Gaussian truth --------------------------------------------------------------------------------
+# ---- checks against a Gaussian ----------------------------------------------------------------------------------
 
 
 def bound_error(found: MelDDPM, variance: float) -> float:
     """Standard errors between the bound in continuous time and the exact density of a Gaussian around the mean."""
     data = even_lengths(batch())
-    judged = found.log_likelihood(data, bound="continuous", draws=25, replicates=16, rows=1024)
+    estimate = found.log_likelihood(data, bound="continuous", draws=25, replicates=16, rows=1024)
     core, noise = found.weights("ema"), KeyedGenerator(0, data.index, "likelihood")
     u, volume = found.units(data, noise)
     aligned = core.tts.align(u, data.cond.tokens, data.mask, data.cond.mask)
@@ -62,7 +62,7 @@ def bound_error(found: MelDDPM, variance: float) -> float:
     each = -0.5 * (rest.double().square() / variance + math.log(2 * math.pi * variance))
     paths = log_paths(data.cond.mask.sum((1, 2)), data.mask.sum((1, 2)))
     exact = event_sum(each, data.mask) + volume - paths
-    return float((judged.nats - exact).sum().abs() / judged.stderr.square().sum().sqrt())
+    return float((estimate.nats - exact).sum().abs() / estimate.stderr.square().sum().sqrt())
 
 
 def test_the_bound_is_the_density_of_a_gaussian_around_the_mean(monkeypatch):
@@ -71,8 +71,8 @@ def test_the_bound_is_the_density_of_a_gaussian_around_the_mean(monkeypatch):
     around = MelDDPM._around
 
     def twice(self, core, u, data):
-        aligned, x0, beside = around(self, core, u, data)
-        return aligned, 2 * x0 - u * data.mask, beside
+        aligned, x0, context = around(self, core, u, data)
+        return aligned, 2 * x0 - u * data.mask, context
 
     monkeypatch.setattr(MelDDPM, "_around", twice)
     assert bound_error(known(0.7), 0.7) > 10
@@ -115,11 +115,11 @@ def test_the_temperature_multiplies_all_noise(sampler):
     away = [found.sample(1, text="a cab", durations=durations, temperature=t, sampler=sampler, steps=10).x[0] - mean
             for t in (0.0, 0.5, 2.0)]  # fmt: skip
     assert float(away[0].abs().max()) < 1e-4
-    # The oracle is linear: what is beyond the mean is the temperature times the same noise, and not divided by it.
+    # The exact denoiser is linear: what is beyond the mean is the temperature times the noise, not divided by it.
     assert torch.allclose(4 * away[1], away[2], atol=1e-3) and float(away[1].abs().max()) > 0.1
 
 
-def test_samples_of_a_known_gaussian_have_its_deviation():
+def test_samples_of_a_known_gaussian_have_its_standard_deviation():
     found = known(0.5)
     mean = mean_of(found, "a cab", [8] * 5)
     drawn = found.sample(64, text="a cab", durations=[[8] * 5], temperature=1.0, steps=100)
@@ -283,10 +283,10 @@ def test_speakers_by_name():
 def test_short_events_are_padded_where_it_changes_nothing():
     net, mask = model().core.denoiser.net, torch.ones(2, 1, 1).bool()
     generator = FrameKeyedGenerator(0, torch.arange(2), "s")
-    x, beside = (generator.child(name).normal((2, N_MELS, 4)) for name in ("x", "beside"))
-    short = net(x[..., :1], torch.zeros(2), beside[..., :1])
+    x, context = (generator.child(name).normal((2, N_MELS, 4)) for name in ("x", "context"))
+    short = net(x[..., :1], torch.zeros(2), context[..., :1])
     valid = torch.nn.functional.pad(mask, (0, 3))
-    assert torch.allclose(short, net(x, torch.zeros(2), beside, valid)[..., :1], atol=1e-6)
+    assert torch.allclose(short, net(x, torch.zeros(2), context, valid)[..., :1], atol=1e-6)
 
 
 @pytest.mark.parametrize("options, reason", [

@@ -40,22 +40,22 @@ def known(variance: float, num_steps: int = 1000) -> MelEnergy:
 
 
 def points(found: MelEnergy):
-    """Noisy mels of unequal length at several levels, what the denoiser sees beside them, and their mask."""
+    """Noisy mels of unequal length at several levels, the denoiser's context, and their mask."""
     generator = FrameKeyedGenerator(0, torch.arange(3), "points")
     mask = even_lengths(batch()).mask
-    x, beside = (generator.child(name).normal((3, N_MELS, 14), dtype=torch.float64) for name in ("x", "beside"))
-    return x * mask, torch.tensor([-3.0, 0.5, 4.0]).double(), beside, mask
+    x, context = (generator.child(name).normal((3, N_MELS, 14), dtype=torch.float64) for name in ("x", "context"))
+    return x * mask, torch.tensor([-3.0, 0.5, 4.0]).double(), context, mask
 
 
 def score_error(found: MelEnergy) -> float:
     """Between the denoiser's score -eps/sigma and minus the gradient of the energy, relative."""
     denoiser = found.core.denoiser.double()
-    x, log_snr, beside, mask = points(found)
+    x, log_snr, context, mask = points(found)
     _, sigma = alpha_sigma(log_snr)
     with torch.no_grad():
-        score = -denoiser.at_log_snr(x, log_snr, beside, mask).eps / sigma[:, None, None]
+        score = -denoiser.at_log_snr(x, log_snr, context, mask).eps / sigma[:, None, None]
     leaf = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(denoiser.net.energy(leaf, log_snr, beside, mask).sum(), leaf)
+    (gradient,) = torch.autograd.grad(denoiser.net.energy(leaf, log_snr, context, mask).sum(), leaf)
     return float(((score + gradient) * mask).norm() / gradient.norm())
 
 
@@ -74,9 +74,9 @@ def test_the_score_is_minus_the_gradient_of_the_energy(monkeypatch):
 def asymmetry(found: MelEnergy) -> float:
     """Of the Jacobian of the predicted noise of one item: zero for a gradient."""
     denoiser = found.core.denoiser.double()
-    x, log_snr, beside, _ = points(found)
-    one, level, told = x[:1, :, :4], log_snr[1:2], beside[:1, :, :4]
-    jacobian = torch.autograd.functional.jacobian(lambda y: denoiser.at_log_snr(y, level, told).eps, one)
+    x, log_snr, context, _ = points(found)
+    one, level, given = x[:1, :, :4], log_snr[1:2], context[:1, :, :4]
+    jacobian = torch.autograd.functional.jacobian(lambda y: denoiser.at_log_snr(y, level, given).eps, one)
     square = jacobian.reshape(one.numel(), one.numel())
     return float((square - square.T).norm() / (square - square.diagonal().diag()).norm())
 
@@ -91,8 +91,8 @@ def test_the_field_is_a_gradient_and_that_of_a_free_network_is_not():
 def test_it_starts_as_a_standard_normal_density():
     torch.manual_seed(0)
     found = MelEnergy(spec(), **SMALL)
-    x, log_snr, beside, mask = (value.float() if value.is_floating_point() else value for value in points(found))
-    energy = found.core.denoiser.net.energy(x, log_snr, beside, mask)
+    x, log_snr, context, mask = (value.float() if value.is_floating_point() else value for value in points(found))
+    energy = found.core.denoiser.net.energy(x, log_snr, context, mask)
     assert torch.allclose(energy, 0.5 * x.square().sum((1, 2)))
 
 
@@ -154,7 +154,7 @@ def test_likelihood_in_a_batch_is_that_alone(monkeypatch):
 # ---- samples ------------------------------------------------------------------------------------------------------
 
 
-def deviation(found: MelEnergy, temperature: float = 1.0, **options) -> tuple[float, float, int]:
+def moments(found: MelEnergy, temperature: float = 1.0, **options) -> tuple[float, float, int]:
     """Mean and variance of what samples are beyond their mean, and how many numbers there are."""
     mean = mean_of(found, "a cab", [8] * 5)
     drawn = found.sample(64, text="a cab", durations=[[8] * 5], temperature=temperature, **options)
@@ -165,12 +165,12 @@ def deviation(found: MelEnergy, temperature: float = 1.0, **options) -> tuple[fl
 @pytest.mark.parametrize("steps, excess", [(50, 0.17), (200, 0.04)])
 def test_annealed_langevin_draws_a_known_gaussian(steps, excess, monkeypatch):
     """Unadjusted steps leave a known excess of variance, which more levels bring down."""
-    mean, variance, count = deviation(known(0.5), steps=steps)
+    mean, variance, count = moments(known(0.5), steps=steps)
     assert abs(mean) < 5 * math.sqrt(0.5 / count)
     assert variance / 0.5 == pytest.approx(1 + excess, abs=0.04)
     # Scores of x taken for those of x/alpha are caught.
     monkeypatch.setattr(mel_langevin, "alpha_sigma", lambda log_snr: (torch.ones_like(log_snr),) * 2)
-    assert not deviation(known(0.5), steps=steps)[1] / 0.5 < 1.3 + excess
+    assert not moments(known(0.5), steps=steps)[1] / 0.5 < 1.3 + excess
 
 
 def test_the_temperature_multiplies_all_noise():

@@ -97,7 +97,7 @@ def test_there_is_no_likelihood_and_it_says_why():
     assert found.kind == "unnormalised" and "no energy" in found.made["reason"] and bool(found.nats.isnan().all())
 
 
-def test_the_field_stands_beside_the_truth():
+def test_pictures_show_the_true_score_too():
     torch.manual_seed(0)
     model = ScoreModel(DataSpec("toy_banana", (2,)), net={"hidden": 16, "depth": 1})
     model.initialize(Batch(density("banana").sample(200, torch.Generator().manual_seed(0)).float()))
@@ -128,7 +128,7 @@ WEIGHTS, MEANS, SPREADS = torch.tensor([0.3, 0.7]), torch.tensor([-1.0, 0.6]), t
 
 
 def mixture(sigma: float = 0.0) -> MixtureSameFamily:
-    """Two normal laws of one number, with noise on it."""
+    """Two Gaussians of one number, with noise on it."""
     widths = (SPREADS.double().square() + sigma**2).sqrt()
     return MixtureSameFamily(Categorical(WEIGHTS.double()), Normal(MEANS.double(), widths))
 
@@ -170,7 +170,7 @@ def test_the_density_is_the_exact_one_in_the_datas_units():
 
 
 @pytest.mark.parametrize("bug", ["level", "volume"])
-def test_that_law_catches(monkeypatch, bug):
+def test_that_check_catches(monkeypatch, bug):
     if bug == "level":
         sound = ScoreAsDenoiser.forward
         monkeypatch.setattr(ScoreAsDenoiser, "forward", lambda self, x, t, *rest: sound(self, x, 0.98 * t, *rest))

@@ -1,4 +1,4 @@
-"""The autoregressive baseline as a model: the contract, whole items under padding, and what it cannot be told."""
+"""The autoregressive baseline as a model: its contract, items under padding, and what it cannot be conditioned on."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TEXTS = ["a cab", "hello, you", "so"]
 
 
 def spec(**changed) -> DataSpec:
-    told = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": TEXTS}
-    given = {"mel": {"sample_rate": 22050, "hop": 256}, "statistics": {"mean": -5.0, "std": 2.0}, "text": told}
+    texts = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": TEXTS}
+    given = {"mel": {"sample_rate": 22050, "hop": 256}, "statistics": {"mean": -5.0, "std": 2.0}, "text": texts}
     return DataSpec("speech", (4, 40), **{**given, **changed})
 
 
@@ -85,21 +85,21 @@ def test_samples_are_themselves_and_in_their_units():
 
 def test_a_mel_without_a_stop_is_reported(monkeypatch):
     # Not by caplog: what other tests of the same process have done to logging would count.
-    told = []
+    messages = []
     logger = logging.getLogger("genmodels.models.tacotron")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: told.append(text % values))
+    monkeypatch.setattr(logger, "warning", lambda text, *values: messages.append(text % values))
     tacotron = model()
     with torch.no_grad():
         tacotron.core.tacotron.stop.bias.fill_(-50.0)
     drawn = tacotron.sample(2, text="so")
     assert drawn.made["not_stopped"] == [0, 1] and drawn.mask.sum((1, 2)).tolist() == [140, 140]
-    assert len(told) == 1 and told[0].startswith("2 of 2 mels did not come to a stop")
+    assert len(messages) == 1 and messages[0].startswith("2 of 2 mels did not come to a stop")
     with torch.no_grad():
         tacotron.core.tacotron.stop.bias.fill_(50.0)
     assert tacotron.sample(2, text="so").made["not_stopped"] == []
 
 
-def test_what_it_cannot_be_told():
+def test_what_it_cannot_be_conditioned_on():
     tacotron = model()
     for options in ({"speed": 2.0}, {"seconds": 1.0}, {"durations": [[1, 1]]}):
         with pytest.raises(InputError, match=f"{next(iter(options))}: a tacotron speaks as long"):
@@ -114,7 +114,7 @@ def test_what_it_cannot_be_told():
         Tacotron(spec(), attention="dot")
 
 
-def test_speakers_are_told():
+def test_speakers_are_conditioned_on():
     tacotron = model(speakers=("ann", "bob"))
     one, other = (tacotron.sample(1, who, text="so", max_frames=5).x for who in ("ann", "bob"))
     assert one.shape != other.shape or (one - other).abs().max() > 1e-5

@@ -1,4 +1,4 @@
-"""Mechanisms beside the core with one error each, of the kinds that have been published, and sound ones."""
+"""Mechanisms outside the core with one error each, of the kinds that have been published, and sound ones."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Stretch(Bijection):
         self.log_scale = nn.Parameter(torch.full((channels,), start))
         self.shift = nn.Parameter(torch.zeros(channels))
 
-    def beside(self, values: Tensor, x: Tensor) -> Tensor:
+    def per_channel(self, values: Tensor, x: Tensor) -> Tensor:
         """Values per channel, in a shape that broadcasts with x."""
         return values.reshape(-1, *[1] * (x.dim() - 2))
 
@@ -30,11 +30,11 @@ class Stretch(Bijection):
         return (positions(x, mask) * self.log_scale.sum()).expand(len(x)).clone()
 
     def _forward(self, x, cond, mask):
-        z = x * self.beside(self.log_scale.exp(), x) + self.beside(self.shift, x)
+        z = x * self.per_channel(self.log_scale.exp(), x) + self.per_channel(self.shift, x)
         return z, self.volume(x, mask)
 
     def _inverse(self, z, cond, mask):
-        x = (z - self.beside(self.shift, z)) * self.beside((-self.log_scale).exp(), z)
+        x = (z - self.per_channel(self.shift, z)) * self.per_channel((-self.log_scale).exp(), z)
         return x, -self.volume(z, mask)
 
 
@@ -95,7 +95,7 @@ class HalfPrecisionSum(Stretch):
         if x.dtype != torch.float32:
             return super().volume(x, mask)
         total = x.new_zeros(len(x), dtype=torch.float16)
-        for values in self.beside(self.log_scale, x).expand_as(x).half().flatten(1).unbind(1):
+        for values in self.per_channel(self.log_scale, x).expand_as(x).half().flatten(1).unbind(1):
             total = total + values
         return total.to(x.dtype)
 
@@ -121,15 +121,15 @@ class ShiftFirst(Stretch):
     """The shift is added before the scaling on the way there, and taken off before the scaling on the way back."""
 
     def _forward(self, x, cond, mask):
-        return (x + self.beside(self.shift, x)) * self.beside(self.log_scale.exp(), x), self.volume(x, mask)
+        return (x + self.per_channel(self.shift, x)) * self.per_channel(self.log_scale.exp(), x), self.volume(x, mask)
 
 
 class InPlace(Stretch):
     """The input is scaled in place."""
 
     def _forward(self, x, cond, mask):
-        x *= self.beside(self.log_scale.exp(), x)
-        return x + self.beside(self.shift, x), self.volume(x, mask)
+        x *= self.per_channel(self.log_scale.exp(), x)
+        return x + self.per_channel(self.shift, x), self.volume(x, mask)
 
 
 class StaleInverse(Stretch):
@@ -140,7 +140,7 @@ class StaleInverse(Stretch):
     def _inverse(self, z, cond, mask):
         if self.kept is None:
             self.kept = (-self.log_scale).detach().exp()
-        return (z - self.beside(self.shift, z)) * self.beside(self.kept.to(z.dtype), z), -self.volume(z, mask)
+        return (z - self.per_channel(self.shift, z)) * self.per_channel(self.kept.to(z.dtype), z), -self.volume(z, mask)
 
 
 class PlainFlag(Stretch):

@@ -120,7 +120,7 @@ class RowByRow(AttentionBlock):
         return x.flatten(2)
 
 
-def test_law_catches_another_order():
+def test_check_catches_another_order():
     block, x = build("xl", 2), example(2, batch=1)
     wrong = copy.deepcopy(block)
     wrong.__class__ = RowByRow
@@ -385,7 +385,7 @@ def plain_by_loop(attention, x, mask=None):
 def test_equals_the_loop(space):
     attention, x = plain_example(space)
     assert torch.allclose(attention(x), plain_by_loop(attention, x), atol=1e-12)
-    # Planted bug: heads mixed up.
+    # Mutant: heads mixed up.
     attention.heads = 4
     wrong = attention(x)
     attention.heads = 2

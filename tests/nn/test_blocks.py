@@ -50,7 +50,7 @@ def test_upsample_equals_the_loop(size):
     assert torch.allclose(channels_last, expected, atol=1e-12)
 
 
-def test_law_catches_swapped_parities():
+def test_check_catches_swapped_parities():
     upsample, x = example(3, 4)
     weight, bias = upsample.conv.weight, upsample.conv.bias
     expected = upsampled_by_loop(x, (6, 8), weight, bias)
@@ -68,7 +68,7 @@ def test_narrow_convolution_is_a_convolution(space, out_channels):
     expected = torch.nn.functional.conv2d(x, weight, bias, padding=1)
     assert torch.allclose(narrow_convolution(x, weight, bias), expected, atol=1e-12)
     if min(space) > 1:
-        # Planted bug: the taps not turned round.
+        # Mutant: the taps not turned round.
         assert not torch.allclose(narrow_convolution(x, weight.flip(2, 3), bias), expected, atol=1e-2)
 
 
@@ -118,7 +118,7 @@ def test_equals_the_loop(space, channels_last):
     if channels_last and len(space) == 2:
         x = x.contiguous(memory_format=torch.channels_last)
     assert torch.allclose(norm(x), by_loop(norm, x), atol=1e-12)
-    # Planted bug: moments over the positions of a channel.
+    # Mutant: moments over the positions of a channel.
     if space:
         wrong = torch.nn.functional.instance_norm(x, None, None, norm.weight, norm.bias)
         assert not torch.allclose(wrong, by_loop(norm, x), atol=1e-2)
@@ -162,7 +162,7 @@ def test_scale_and_shift_equal_the_loop(space, memory_format):
     if len(space) == 2:
         x = x.contiguous(memory_format=memory_format)
     assert torch.allclose(norm(x, scale, shift), expected, atol=1e-12)
-    # Planted bug: the scale of one example given to another.
+    # Mutant: the scale of one example given to another.
     assert not torch.allclose(norm(x, scale.roll(1, 0), shift), expected, atol=1e-2)
 
 
@@ -177,7 +177,7 @@ def test_masked_norm_equals_the_loop_over_valid_positions(space, conditioned):
     given = (scale, shift) if conditioned else ()
     expected = group_norm_by_loop(x, norm.groups, norm.eps, a, b, length)
     assert torch.allclose(norm(x, *given, mask=mask), expected, atol=1e-12)
-    # Planted bug: mean and variance over the padding too.
+    # Mutant: mean and variance over the padding too.
     assert not torch.allclose(norm(x, *given) * mask, expected, atol=1e-2)
 
 
@@ -200,7 +200,7 @@ def test_groups_are_the_largest_legal_divisor(channels):
     assert group_count(channels) == (legal[-1] if legal else 1)
 
 
-# ---- the noise level and the class, told to a network ----
+# ---- a network conditioned on the noise level and the class ----
 
 
 def closest(features, spacing: float) -> float:
@@ -214,7 +214,7 @@ def test_noise_levels_are_told_apart(width):
     assert closest(lambda log_snr: log_snr_features(log_snr, width), 0.02) > 0.1
 
 
-def test_law_catches_features_that_repeat():
+def test_check_catches_features_that_repeat():
     # Without the slow sinusoids every 2 pi of the position looks alike.
     assert closest(lambda log_snr: log_snr_features(log_snr, 128)[:, [0, 64]], 0.02) < 0.01
 

@@ -249,7 +249,7 @@ def test_gradient_reaches_the_attention(name):
     assert unreached(net, x, None) == []
 
 
-def test_law_catches_a_dead_parameter():
+def test_check_catches_a_dead_parameter():
     net, (x, c) = build("residual-mlp", VECTOR), example("residual-mlp", cond=VECTOR)
     net.outer[0].weight.data.zero_()
     assert unreached(net, x, c) == ["inner.0.weight", "inner.0.bias"]
@@ -270,7 +270,7 @@ def test_an_example_does_not_depend_on_its_batch(name, cond, conditioning):
     assert batch_dependence(net, x, c) < 1e-12
 
 
-def test_law_catches_statistics_over_the_batch():
+def test_check_catches_statistics_over_the_batch():
     net, (x, _) = build("residual-2d"), example("residual-2d")
     net.norm = nn.BatchNorm2d(HIDDEN).double().train()
     assert batch_dependence(net, x, None) > 1e-3
@@ -375,7 +375,7 @@ class Unhidden(Net):
         return self.head(self.stem(x).relu())
 
 
-def test_law_catches_layers_that_are_not_hidden():
+def test_check_catches_layers_that_are_not_hidden():
     torch.manual_seed(0)
     _, padding, outside = mask_errors(Unhidden().double(), *masked_example("conv-1d", None))
     assert padding > 1e-3 and outside > 1e-3

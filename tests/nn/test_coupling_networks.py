@@ -34,7 +34,7 @@ def test_is_its_equation(dims, space, depth):
         h = relu(CONVOLVE[dims](h, layer.weight, layer.bias, padding=0 if number else 1))
     assert len(net.layers) == depth
     assert torch.allclose(net(x), scaled(net.head, h, dims), atol=1e-12)
-    # Planted bug: the scale without its factor.
+    # Mutant: the scale without its factor.
     assert not torch.allclose(net(x), scaled(net.head, h, dims, factor=1), atol=1e-2)
 
 
@@ -109,7 +109,7 @@ def test_gated_is_its_equation(dims, space):
         return CONVOLVE[dims](both(h), net.head.weight, net.head.bias, padding=1)
 
     assert torch.allclose(net(x), by_equation(swapped=False), atol=1e-12)
-    # Planted bug: value and gate exchanged.
+    # Mutant: value and gate exchanged.
     assert not torch.allclose(net(x), by_equation(swapped=True), atol=1e-2)
 
 
@@ -160,7 +160,7 @@ def test_residual_is_its_equation(dims, space):
         )
         h, without_skip = h + branch, branch
     assert torch.allclose(net(x), convolve(net.head, relu(normed(net.norm, h))), atol=1e-12)
-    # Planted bug: no skip.
+    # Mutant: no skip.
     assert not torch.allclose(net(x), convolve(net.head, relu(normed(net.norm, without_skip))), atol=1e-2)
 
 
@@ -223,7 +223,7 @@ def test_equals_the_loop(rate, kernel_size):
     with torch.no_grad():
         expected = torch.stack([by_loop(net, example, rate) for example in x])
         assert torch.allclose(net(x), expected, atol=1e-12)
-        # Planted bug: another dilation.
+        # Mutant: another dilation.
         if kernel_size > 1:
             wrong = torch.stack([by_loop(net, example, 3 - rate) for example in x])
             assert not torch.allclose(net(x), wrong, atol=1e-2)

@@ -53,7 +53,7 @@ def test_gradient_reaches_every_parameter(name):
     assert unreached(net, x) == []
 
 
-def test_law_catches_a_silent_layer():
+def test_check_catches_a_silent_layer():
     net, x = build("mlp")
     net.body[3].weight.data.zero_()
     assert unreached(net, x) == ["body.1.weight", "body.1.bias"]
@@ -92,7 +92,7 @@ def test_masks(group_norm, monkeypatch):
     torch.manual_seed(0)
     net = EnergyConv((2, 9), channels=(8, 8, 8), group_norm=group_norm).double()
     ignores_what_is_outside(net)
-    # Planted bug: maps are not hidden after each layer.
+    # Mutant: maps are not hidden after each layer.
     monkeypatch.setattr("genmodels.nn.energy_nets.hide", lambda x, mask: x)
     with pytest.raises(AssertionError):
         ignores_what_is_outside(net)

@@ -58,7 +58,7 @@ def test_values(name):
     assert has_jet(LAYERS[name][0])
 
 
-def test_law_catches_a_missing_bend(monkeypatch):
+def test_check_catches_a_missing_bend(monkeypatch):
     def flat(a, *, value, third):
         f, d1, d2, d3 = jet_module._softplus(a, value=value, third=third)
         return f, d1, torch.zeros_like(d2), d3
@@ -68,7 +68,7 @@ def test_law_catches_a_missing_bend(monkeypatch):
         matches("softplus")
 
 
-def test_law_catches_a_bias_on_derivatives(monkeypatch):
+def test_check_catches_a_bias_on_derivatives(monkeypatch):
     monkeypatch.setitem(jet_module._RULES, nn.Linear, lambda layer, stack, batch: layer(stack))
     with pytest.raises(AssertionError):
         matches("linear")

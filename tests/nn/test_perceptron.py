@@ -33,7 +33,7 @@ def test_mlp_is_its_equation(name, act, depth):
         h = affine(layer, act(h))
     assert len(net.layers) == depth - 1
     assert torch.allclose(net(x), affine(net.head, act(h)), atol=1e-12)
-    # Planted bug: no activation before the last layer.
+    # Mutant: no activation before the last layer.
     assert not torch.allclose(net(x), affine(net.head, h), atol=1e-2)
 
 
@@ -132,7 +132,7 @@ def test_condition_reaches_every_output(name, conditioning):
     assert (jacobian.reshape(made.out_channels, -1) != 0).all()
 
 
-def test_planted_bugs():
+def test_mutants():
     """A mask that lets a dimension see itself; one that hides the neighbour."""
     made, x, cond = ready("plain")
     head = made.head.mask.clone()
@@ -248,7 +248,7 @@ def unreached(net) -> list[str]:
 def test_gradient_reaches_every_parameter():
     net = build(num_classes=2)
     assert unreached(net) == []
-    # Planted bug: a block that is silent for ever.
+    # Mutant: a block that is silent for ever.
     net.outer[0].weight.data.zero_()
     assert unreached(net) == ["inner.0.weight", "inner.0.bias"]
 
@@ -304,7 +304,7 @@ def denoising_error(frozen_noise_level: bool) -> tuple[float, float]:
 def test_learns_the_posterior_mean():
     excess, signal = denoising_error(frozen_noise_level=False)
     assert excess < 0.03 * signal
-    # Planted bug: a network that is not told the noise level cannot be as good.
+    # Mutant: a network not conditioned on the noise level cannot be as good.
     blind, _ = denoising_error(frozen_noise_level=True)
     assert blind > 2 * excess
 

@@ -41,7 +41,7 @@ def test_padding_does_not_exist():
     assert content == 0 and alone < 1e-12 and outside == 0
 
 
-def test_law_catches_a_convolution_that_sees_padding(monkeypatch):
+def test_check_catches_a_convolution_that_sees_padding(monkeypatch):
     monkeypatch.setattr(transformer, "hide", lambda x, mask: x)
     content, alone, outside = mask_errors(build())
     assert content > 1e-3 and alone > 1e-3 and outside > 1e-3

@@ -74,7 +74,7 @@ def test_gradient_reaches_every_parameter(space, channels):
     assert unreached(build((channels, *space), 2), (channels, *space), 2) == []
 
 
-def test_law_catches_a_parameter_without_effect():
+def test_check_catches_a_parameter_without_effect():
     net = build((1, 8, 8))
     net.down[0][0].block.conv_2.weight.data.zero_()
     found = unreached(net, (1, 8, 8))
@@ -83,7 +83,7 @@ def test_law_catches_a_parameter_without_effect():
 
 
 @pytest.mark.parametrize("size", [7, 15, 33])
-def test_law_catches_a_resize_by_two(size, monkeypatch):
+def test_check_catches_a_resize_by_two(size, monkeypatch):
     def by_two(self, x, size, mask=None):
         return self.conv(nn.functional.interpolate(x, scale_factor=2))
 
@@ -114,7 +114,7 @@ def test_an_example_does_not_depend_on_its_batch(event_shape):
     assert not depends_on_the_batch(build(event_shape, 3), event_shape)
 
 
-def test_law_catches_a_norm_over_the_batch(monkeypatch):
+def test_check_catches_a_norm_over_the_batch(monkeypatch):
     monkeypatch.setattr(GroupNorm, "forward", lambda self, x, *given, mask=None: (x - x.mean(0)) / (x.std() + 1))
     assert depends_on_the_batch(build((1, 8, 8), 3), (1, 8, 8))
 
@@ -180,7 +180,7 @@ def test_gradients_of_dirty_padding_are_clean(fourier):
 
 
 @pytest.mark.parametrize("event_shape, lengths", MASKED)
-def test_law_catches_a_norm_over_padding(event_shape, lengths, monkeypatch):
+def test_check_catches_a_norm_over_padding(event_shape, lengths, monkeypatch):
     right = GroupNorm.forward
 
     def over_padding(self, x, scale=None, shift=None, mask=None):
@@ -191,12 +191,12 @@ def test_law_catches_a_norm_over_padding(event_shape, lengths, monkeypatch):
     assert padding_matters(build(event_shape), event_shape, lengths)
 
 
-def test_law_catches_a_convolution_that_sees_padding(monkeypatch):
+def test_check_catches_a_convolution_that_sees_padding(monkeypatch):
     monkeypatch.setattr("genmodels.nn.blocks.hide", lambda x, mask: x)
     assert padding_matters(build((5, 37)), (5, 37), (37, 20, 23, 4))
 
 
-def test_law_catches_a_wrong_mask_of_the_coarse_levels(monkeypatch):
+def test_check_catches_a_wrong_mask_of_the_coarse_levels(monkeypatch):
     right = unet_module._masks
 
     def rounded_down(mask, dims, levels):
@@ -284,7 +284,7 @@ def test_bf16_loss_is_within_one_per_cent(event_shape, options):
 def test_cifar10_has_the_published_number_of_parameters():
     options = {"channels": 128, "multipliers": (1, 2, 2, 2), "attention_at": [16]}
     assert abs(parameters(UNet((3, 32, 32), **options)) / 35_746_307 - 1) < 0.02
-    # Planted bugs: a residual block too many, attention somewhere else as well.
+    # Mutants: a residual block too many, attention somewhere else as well.
     for wrong in ({"blocks": 3}, {"attention_at": [16, 8]}):
         assert abs(parameters(UNet((3, 32, 32), **{**options, **wrong})) / 35_746_307 - 1) > 0.02
 
@@ -333,7 +333,7 @@ def test_extra_channels_come_in_and_do_not_go_out():
     assert y.shape == x.shape and not torch.allclose(y, net(torch.cat([x, torch.zeros_like(x)], 1), log_snr))
 
 
-def test_fourier_features_come_in_beside_the_event_and_tell_near_levels_apart():
+def test_fourier_features_come_in_with_the_event_and_tell_near_levels_apart():
     x, _, _ = inputs((3, 8, 8))
     net, log_snr = build((3, 8, 8), fourier=[2, 5]), torch.full((2,), 12.0, dtype=torch.float64)
     assert net.stem.in_channels == 3 * (1 + 2 * 2) and net(x, log_snr).shape == x.shape

@@ -55,15 +55,15 @@ def test_grids_are_legible_and_say_what_stands_where():
     x = torch.full((20, 1, 8, 8), 16, dtype=torch.uint8)  # white tiles: all ink is words
     spec = DataSpec("g", (1, 8, 8), levels=17, num_classes=10)
     cond, index = torch.arange(100, 120) % 10, torch.arange(100, 120)
-    plain, told = picture_of(x, spec), picture_of(x, spec, cond, index)
+    plain, labelled = picture_of(x, spec), picture_of(x, spec, cond, index)
     assert plain.size == (5 * 66 + 2, 4 * 66 + 2) and ink(plain, (0, 0, *plain.size)) == 0
-    side, head = told.width - 10 * 66 - 2, told.height - 2 * 66 - 2
+    side, head = labelled.width - 10 * 66 - 2, labelled.height - 2 * 66 - 2
     assert 20 < side < 50 and 10 < head < 20  # numbers of three digits, one line
     for column in range(10):
-        assert ink(told, (side + 66 * column, 0, side + 66 * column + 66, head)) > 3
+        assert ink(labelled, (side + 66 * column, 0, side + 66 * column + 66, head)) > 3
     for row in range(2):
-        assert ink(told, (0, head + 66 * row, side, head + 66 * row + 66)) > 20
-    assert ink(told, (side, head + 2, *told.size)) == 0
+        assert ink(labelled, (0, head + 66 * row, side, head + 66 * row + 66)) > 20
+    assert ink(labelled, (side, head + 2, *labelled.size)) == 0
 
 
 def test_names_fit_their_column_and_stand_over_each_image_where_columns_have_several():
@@ -73,7 +73,7 @@ def test_names_fit_their_column_and_stand_over_each_image_where_columns_have_sev
     for row, column in ((0, 0), (0, 2), (1, 1)):
         assert ink(long, (2 + 42 * column, 57 * row, 42 * column + 44, 57 * row + 17)) > 3
     same = grid(tiles, 3, names=["7"] * 6)
-    assert ink(same, (0, 0, 44, 17)) > 3 and ink(same, (44, 0, *same.size)) == 0  # one class all over is told once
+    assert ink(same, (0, 0, 44, 17)) > 3 and ink(same, (44, 0, *same.size)) == 0  # one class all over is labelled once
 
 
 def test_the_shown_frames_change_evenly():

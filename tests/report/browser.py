@@ -90,8 +90,8 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """Messages on the console, exceptions, and refusals of the page's own policy."""
-        told = {"Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown"}
-        return [json.dumps(event["params"]) for event in self.events if event.get("method") in told]
+        kinds = {"Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown"}
+        return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
 
     def requests(self) -> list[str]:
         """Addresses requested since `open`, apart from data that the page holds."""

@@ -243,7 +243,7 @@ def test_the_browser_would_see_a_page_that_is_not_well_behaved(browser, tmp_path
                     "<img src='http://127.0.0.1:9/x.png'><script>console.error('oh')</script>")
     browser.open(page, 360)
     assert browser.value("document.documentElement.scrollWidth > 360") and browser.value(f"{STICKING_OUT}(360)")
-    assert len(browser.requests()) == 2 and any("oh" in told for told in browser.complaints())
+    assert len(browser.requests()) == 2 and any("oh" in text for text in browser.complaints())
 
 
 def test_a_hostile_name_runs_nothing_and_fetches_nothing(browser, tmp_path):

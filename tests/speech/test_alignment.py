@@ -229,7 +229,7 @@ def test_vectors_of_durations(widths, total, expected):
     assert integer_durations(torch.tensor([widths]), torch.tensor([total]))[0].tolist() == list(expected)
 
 
-def laws(rounding) -> bool:
+def checks(rounding) -> bool:
     """Whether totals are kept, no token is without a frame, and longer speech makes no token shorter in the sum."""
     generator = torch.Generator().manual_seed(0)
     widths = torch.rand(50, 12, generator=generator) * 4
@@ -241,8 +241,8 @@ def laws(rounding) -> bool:
 
 
 def test_totals_are_kept():
-    assert laws(integer_durations)
-    assert not laws(lambda widths, total: torch.ceil(total[:, None] * widths / widths.sum(1, keepdim=True)).long())
+    assert checks(integer_durations)
+    assert not checks(lambda widths, total: torch.ceil(total[:, None] * widths / widths.sum(1, keepdim=True)).long())
 
 
 def test_ends_are_near_their_place():

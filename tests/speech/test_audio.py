@@ -44,7 +44,7 @@ def test_a_file_that_is_cut_anywhere_in_its_sound_is_refused(kind, tmp_path):
             read_wav(path)
 
 
-def test_chunks_beside_the_sound_and_lengths_that_were_not_known(tmp_path):
+def test_chunks_next_to_the_sound_and_lengths_that_were_not_known(tmp_path):
     path = tmp_path / "a.wav"
     wavfile.write(path, 8000, KINDS["16 bits"])
     whole, true = path.read_bytes(), read_wav(path)[0]

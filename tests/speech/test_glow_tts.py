@@ -104,7 +104,7 @@ def test_the_density_integrates_to_one(n, monkeypatch):
     tts = model(1, groups=2)
     with torch.no_grad():
         assert integral(tts, n) == pytest.approx(1, abs=1e-3)
-        # The variance in the place of the deviation is seen.
+        # The variance in the place of the standard deviation is seen.
         true = glow_tts.normal_scores
         monkeypatch.setattr(glow_tts, "normal_scores", lambda z, mu, log_sigma: true(z, mu, 2 * log_sigma)
                             + (log_sigma.sum(1))[:, :, None])

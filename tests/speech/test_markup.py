@@ -31,7 +31,7 @@ def test_factors_of_words(text):
 
 
 def test_counting_characters_instead_of_words_is_caught():
-    """A planted bug: places in the text as written are not those in its normal form."""
+    """A mutant: places in the text as written are not those in its normal form."""
     text = "Mr. [slow]White[/slow] left"
     written = [1.5 if "[slow]" in text and 4 <= k < 9 else 1.0 for k in range(len(without_marks(text)))]
     assert factors_of(text, normalise) != written
@@ -91,7 +91,7 @@ def test_marked_tokens_last_longer_by_their_factor_and_no_others(model):
     marked, plain = durations(model, MARKED, speed=SLOWLY), durations(model, PLAIN, speed=SLOWLY)
     assert plain.min() > 5
     assert bool(((marked - pace * plain).abs() <= 1 + pace).all())
-    assert not bool(((marked - plain / pace).abs() <= 1 + pace).all())  # a planted bug: faster for slower
+    assert not bool(((marked - plain / pace).abs() <= 1 + pace).all())  # a mutant: faster for slower
 
 
 def test_within_an_exact_time_the_others_make_room(model):
@@ -101,7 +101,7 @@ def test_within_an_exact_time_the_others_make_room(model):
     assert marked[slow].sum() > plain[slow].sum() and marked[~slow].sum() < plain[~slow].sum()
 
 
-def test_in_a_batch_in_a_stream_and_beside_given_durations(model):
+def test_in_a_batch_in_a_stream_and_with_given_durations(model):
     alone = durations(model, MARKED, speed=SLOWLY)
     both = model.sample(2, text=[PLAIN, MARKED], speed=SLOWLY).durations[1].double()
     assert both.tolist() == alone.tolist()

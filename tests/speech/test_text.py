@@ -50,7 +50,7 @@ def test_normal_form_of_ready_phonemes(text):
 
 
 def test_decomposing_everything_is_caught():
-    """A planted bug: without its exception the cedilla comes apart, into a mark that no table has."""
+    """A mutant: without its exception the cedilla comes apart, into a mark that no table has."""
     apart = unicodedata.normalize("NFD", "fa\u00e7")
     assert apart != in_form("fa\u00e7", "ipa")
     assert Symbols(IPA).unknown(apart)

@@ -32,10 +32,10 @@ def test_a_missing_package_is_one_line_with_its_extra(monkeypatch):
 def test_mels_of_other_settings_are_refused_by_field():
     with pytest.raises(InputError) as error:
         vocoder_of("hifigan", MelConfig(sample_rate=16000, hop=200, n_fft=800))
-    told = str(error.value)
+    message = str(error.value)
     for field, values in (("sample_rate", "16000 and 22050"), ("hop", "200 and 256"), ("n_fft", "800 and 1024")):
-        assert f"{field}: {values}" in told
-    assert "n_mels" not in told and "f_max" not in told and "\n" not in told
+        assert f"{field}: {values}" in message
+    assert "n_mels" not in message and "f_max" not in message and "\n" not in message
 
 
 @installed
@@ -64,10 +64,10 @@ def test_a_mel_too_loud_for_a_sound_has_a_picture_and_a_line_and_the_others_thei
     mels = torch.full((3, 80, 12), -4.0)
     mels[1] = 900.0  # exp of it is beyond float32
     spec = DataSpec("mels", (80, 12), mel=dataclasses.asdict(MelConfig()))
-    told = write_sounds(Samples(mels, None, torch.tensor([4, 5, 6]), {"seed": 0}), spec, tmp_path)
+    lines = write_sounds(Samples(mels, None, torch.tensor([4, 5, 6]), {"seed": 0}), spec, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "000004.png", "000004.wav", "000005.png", "000006.png", "000006.wav"]  # fmt: skip
-    assert len(told) == 2 and told[1].startswith("sample 5 has no .wav: its mel goes up to 900 in log units")
+    assert len(lines) == 2 and lines[1].startswith("sample 5 has no .wav: its mel goes up to 900 in log units")
 
 
 CONFIG = MelConfig()

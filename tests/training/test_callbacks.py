@@ -1,4 +1,4 @@
-"""What happens beside the steps of a training."""
+"""What happens between the steps of a training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPECS = {"images": DataSpec("digits", (1, 8, 8), levels=17), "points": DataSpec(
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_samples_that_are_not_finite_are_told_instead_of_shown(name, tmp_path, capsys):
+def test_samples_that_are_not_finite_are_reported_instead_of_shown(name, tmp_path, capsys):
     options = {"images": {"channels": 8, "multipliers": [1], "blocks": 1}, "points": {"hidden": 8, "depth": 1}}[name]
     model = DDPM(SPECS[name], net=options, num_steps=20, ema_decay=0.0)
     trainer = model._trainer = SimpleNamespace(is_global_zero=True, loggers=[], progress_bar_callback=None)

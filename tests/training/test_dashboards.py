@@ -63,11 +63,11 @@ def run(request, tmp_path_factory):
     folder, before = tmp_path_factory.mktemp(request.param), Path.cwd()
     os.chdir(folder)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
             code = main(["train", *RUNS[request.param], *STEPS, "run_dir=run"])
     finally:
         os.chdir(before)
-    assert code == 0, told.getvalue()
+    assert code == 0, errors.getvalue()
     events = EventAccumulator(str(folder / "run" / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
     history: dict[str, list] = {}
@@ -98,8 +98,8 @@ def test_names_are_those_of_the_document(run):
 def test_both_loggers_hold_the_same_values_and_pictures(run):
     _, folder, events, history = run
     for name in filter(lambda name: "/" in name, events.Tags()["scalars"]):  # not Lightning's epoch, always the first
-        told = [event.value for event in events.Scalars(name)]
-        assert history[name] == pytest.approx(told, rel=1e-5, nan_ok=True), name
+        written = [event.value for event in events.Scalars(name)]
+        assert history[name] == pytest.approx(written, rel=1e-5, nan_ok=True), name
     for name in events.Tags()["images"]:
         kept = sorted((folder / name.split("/")[1]).glob("*.png"))
         assert len(events.Images(name)) == len(kept) == len(history[f"{name}.filenames"]) >= 1, name
@@ -175,7 +175,7 @@ def brute_force(log_snr: list[float], losses: list[float], bins: int) -> dict[st
 
 
 def forgetful(profile: LossProfile, log_snr, losses):
-    """A planted bug: within one call a bin keeps its last loss only, as indexed assignment does."""
+    """A mutant: within one call a bin keeps its last loss only, as indexed assignment does."""
     share = ((15.0 - log_snr.double()) / 30.0).clamp(0, 1)
     chosen = (share * profile.bins).long().clamp(max=profile.bins - 1)
     profile.sums[:, chosen] += torch.stack([torch.ones_like(losses), losses, losses.square()]).double()
@@ -190,7 +190,7 @@ def test_figures_are_those_of_brute_force(case):
     assert profile.figures() == pytest.approx(brute_force(log_snr, losses, bins), rel=1e-12, abs=1e-12)
 
 
-def test_planted_bug_is_caught():
+def test_mutant_is_caught():
     log_snr, losses, bins = CASES["inside"]
     profile = LossProfile(bins)
     forgetful(profile, torch.tensor(log_snr), torch.tensor(losses, dtype=torch.float64))

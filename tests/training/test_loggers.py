@@ -104,11 +104,11 @@ def test_a_run_is_heard(tmp_path, monkeypatch):
     before = Path.cwd()
     os.chdir(tmp_path)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
             code = main(["train", "model=glow_tts", "data=speech", *TINY, *STEPS, "run_dir=run"])
     finally:
         os.chdir(before)
-    assert code == 0, told.getvalue()
+    assert code == 0, errors.getvalue()
     folder = tmp_path / "run"
     kept = sorted((folder / "samples").glob("*.wav"))
     assert [path.name for path in kept] == ["step_000002_0.wav", "step_000002_1.wav"]

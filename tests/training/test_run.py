@@ -129,8 +129,8 @@ OPTIMIZER = "genmodels.models.optimizer.Optimizer"
 
 
 def command(*words: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as told:
-        assert main(list(words)) == 0, told.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        assert main(list(words)) == 0, err.getvalue()
     return out.getvalue()
 
 
@@ -140,13 +140,13 @@ def whole_run(tmp_path_factory):
     folder, before = tmp_path_factory.mktemp("run"), Path.cwd()
     os.chdir(folder)
     try:
-        told = command("train", *WORDS, "run_dir=first")
+        printed = command("train", *WORDS, "run_dir=first")
         Path("first").rename("moved")
-        told += command("train", *WORDS, "trainer.max_steps=5", "run_dir=moved", "resume=last")
+        printed += command("train", *WORDS, "trainer.max_steps=5", "run_dir=moved", "resume=last")
         command("evaluate", "ckpt=moved/last.ckpt", "stages=[likelihood]", "limit=20")
     finally:
         os.chdir(before)
-    return folder / "moved", told
+    return folder / "moved", printed
 
 
 def started(folder: Path) -> list:
@@ -196,12 +196,12 @@ def test_a_whole_configuration_still_has_few_words(whole_run):
 
 
 def test_the_log_holds_the_figures_and_no_advertisements(whole_run):
-    folder, told = whole_run
+    folder, printed = whole_run
     log = (folder / "log.txt").read_text()
     for step in range(5):  # counted from 0, as in metrics.csv
         assert re.search(rf"step {step}: .*train/loss -?\d", log), step
     assert re.search(r"step 3: .*val/nll -?\d", log)
-    for line in told.splitlines():
+    for line in printed.splitlines():
         assert line in log
     for idle in ("Tip", "weights_only", "GPU available", "TPU", "Trainer.fit", "litlogger", "pip install"):
         assert idle not in log, idle

@@ -38,7 +38,7 @@ OTHERS = {"max_steps": 9, "max_epochs": 9, "accelerator": "cpu", "devices": 2, "
 
 
 @pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(TrainerOptions)])
-def test_every_setting_of_the_trainer_is_free_told_or_refused(key):
+def test_every_setting_of_the_trainer_is_free_reported_or_refused(key):
     for then, now in (({}, {key: OTHERS[key]}), ({key: OTHERS[key]}, {})):
         header, config = {"config": {**SAME, "trainer": then}}, {**SAME, "trainer": now}
         if f"trainer.{key}" in FREE:
@@ -57,7 +57,7 @@ def test_a_default_that_is_spelt_out_is_no_change():
     assert check_same({"config": SAME}, config, HERE) == check_same({"config": config}, SAME, HERE) == []
 
 
-def test_another_version_of_torch_is_told():
+def test_another_version_of_torch_is_reported():
     assert check_same({"config": SAME, "torch": torch.__version__}, SAME, HERE) == []
     (line,) = check_same({"config": SAME, "torch": "1.0"}, SAME, HERE)
     assert "torch 1.0" in line and "not bit for bit" in line

@@ -44,7 +44,7 @@ def test_local_dense_by_hand():
 @torch.no_grad()
 def test_shared_attention_of_three_by_hand():
     y = reference_mechanism(ones(LSH(1, 1, buckets=1, chunk=4)), torch.tensor([[[1.0], [2.0], [-1.0]]], dtype=DOUBLE))
-    share = 1 / (1 + math.exp(-2))  # of the key 2 for the query 1, beside the key -1
+    share = 1 / (1 + math.exp(-2))  # of the key 2 for the query 1, next to the key -1
     assert abs(float(y[0, 0]) - (2 * share - (1 - share))) < 1e-12
 
 

@@ -1,4 +1,4 @@
-"""The laws run over one table: a test with an argument `case` or `sequence_case` runs for each of its entries."""
+"""The checks run over one table: a test with an argument `case` or `sequence_case` runs for each of its entries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.nn.attention.table import BY_NAME, CASES, MECHANISMS
 
 def pytest_generate_tests(metafunc):
     """A test with an argument `case` runs over the table, one with `sequence_case` over the schemes for sequences,
-    one with `mechanism` over the mechanisms beside the core."""
+    one with `mechanism` over the mechanisms outside the core."""
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", CASES, ids=lambda case: case.name)
     if "sequence_case" in metafunc.fixturenames:

@@ -1,4 +1,4 @@
-"""One table of attentions that every law runs over: each position scheme, on the maps and lengths it is for."""
+"""One table of attentions that every check runs over: each position scheme, on the maps and lengths it is for."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A mechanism beside the core.
+    """A mechanism outside the core.
 
     cross: takes a memory; pairs: takes full masks; carries: can go on step by step along a memory; sums: the weights of
     a query sum to 1; equivariant: to permutations.

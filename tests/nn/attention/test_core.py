@@ -220,7 +220,7 @@ def test_past_and_future_differ(case):
         assert difference > 1e-3
 
 
-def test_the_sign_law_catches_the_same_sine_on_both_sides(table, monkeypatch):
+def test_the_sign_check_catches_the_same_sine_on_both_sides(table, monkeypatch):
     monkeypatch.setattr(xl_module, "sinusoids", lambda r, dim: sinusoids(r.abs(), dim))
     assert reversal(table["xl"].build(), draw(1, 6, 8)) < 1e-12
 
@@ -245,7 +245,7 @@ class Absolute(TransformerXL):
         return super().score_bias(q, 0, k0, Lq, Lk)
 
 
-def test_the_shift_law_catches_an_absolute_index(table):
+def test_the_shift_check_catches_an_absolute_index(table):
     assert offset_error(table["xl"].build(replaced=Absolute), draw(2, 6, 8)) > 1e-2
 
 
@@ -272,7 +272,7 @@ class BatchWide(Position):
         return (q.mean((0, 3))[None, :, :, None] * torch.arange(Lk)).expand(len(q), -1, -1, -1)
 
 
-def test_the_batch_law_catches_a_statistic_of_the_batch(table):
+def test_the_batch_check_catches_a_statistic_of_the_batch(table):
     assert batch_error(table["xl"].build(replaced=BatchWide), draw(3, 6, 8), None) > 1e-3
 
 
@@ -295,7 +295,7 @@ def test_weights_sum_to_one_or_to_nothing(case):
     assert row_sum_error(case.build(), draw(2, case.length, 8), mask=mask, space=case.space) < 1e-6
 
 
-def test_the_sum_law_catches_a_missing_renormalisation(table, monkeypatch):
+def test_the_sum_check_catches_a_missing_renormalisation(table, monkeypatch):
     monkeypatch.setattr(paths, "masked_softmax", lambda scores, allowed: scores.softmax(-1) * allowed)
     mask = lengths([[1, 1, 1, 1, 0, 0]])
     assert row_sum_error(table["xl"].build(), draw(1, 6, 8), mask=mask) > 1e-3
@@ -326,7 +326,7 @@ def test_nothing_outside_the_reach_is_felt(sequence_case):
             assert leak(attention, x, allowed) == 0
 
 
-def test_the_locality_law_catches_a_window_off_by_one(table):
+def test_the_locality_check_catches_a_window_off_by_one(table):
     attention = table["xl"].build(window=(2, 1))
     attention.reach = Reach(window=(2, 2))
     assert leak(attention, draw(1, 6, 8), build_mask(6, 6, window=(2, 1))[0, 0]) > 1e-6
@@ -338,7 +338,7 @@ class UnmaskedSkew(MusicTransformer):
     past_only = False
 
 
-def test_the_causality_law_catches_an_unmasked_skew(table):
+def test_the_causality_check_catches_an_unmasked_skew(table):
     attention = table["music"].build(replaced=lambda D, H: UnmaskedSkew(D, H, max_len=16))
     assert leak(attention, draw(1, 6, 8), build_mask(6, 6, causal=True)[0, 0]) > 1e-6
 
@@ -429,7 +429,7 @@ class CountsZeros(Attention):
         return super()._allowed(call._replace(padding=None))
 
 
-def test_the_padding_law_catches_zeros_that_are_counted():
+def test_the_padding_check_catches_zeros_that_are_counted():
     attention = CountsZeros(8, 2, TransformerXL(8, 2)).double().eval()
     mask = lengths([[1, 1, 1, 1], [1, 1, 0, 0]])
     assert padding_error(attention, draw(2, 4, 8), mask) > 1e-3
@@ -474,7 +474,7 @@ def fills_with_minus_infinity(scores, allowed):
 
 
 @pytest.mark.parametrize("fault", [fills_with_least, fills_with_minus_infinity])
-def test_the_empty_row_law_catches(fault, table, monkeypatch):
+def test_the_empty_row_check_catches(fault, table, monkeypatch):
     monkeypatch.setattr(paths, "masked_softmax", fault)
     assert not empty_row_error(table["xl"].build(backend="explicit"), draw(1, 4, 8)) < 1e-3
 
@@ -506,7 +506,7 @@ class Detached(TransformerXL):
         return super().score_bias(*arguments).detach()
 
 
-def test_the_derivative_law_catches_a_detached_term(table):
+def test_the_derivative_check_catches_a_detached_term(table):
     assert not gradients_hold(table["xl"].build(replaced=Detached), draw(1, 3, 8))
 
 
@@ -540,7 +540,7 @@ def test_half_precision_is_near(case):
         assert half_error(attention, draw(2, case.length, 8, dtype=torch.float32), space=case.space) < 4
 
 
-def test_the_law_of_half_precision_catches_eight_bits(monkeypatch):
+def test_the_check_of_half_precision_catches_eight_bits(monkeypatch):
     """What comes in half precision loses four more bits on its way to the scores."""
     coarse = {torch.bfloat16: torch.float8_e4m3fn}
     monkeypatch.setattr(paths, "wide", lambda t: wide(t.to(coarse.get(t.dtype, t.dtype)).to(t.dtype)))
@@ -610,7 +610,7 @@ class Reads(TransformerXL):
         return super().score_bias(q, *arguments) * (1.0 if self.u.abs().max().item() >= 0 else 0.0)
 
 
-def test_the_compiler_law_catches_a_value_that_is_read(table):
+def test_the_compiler_check_catches_a_value_that_is_read(table):
     torch._dynamo.reset()
     attention = table["xl"].build(replaced=Reads, dtype=torch.float32)
     with pytest.raises(Exception, match="item|data-dependent"):
@@ -716,6 +716,6 @@ class Unshifted(TransformerXL):
 
 
 @pytest.mark.parametrize("fault", [NotAdvanced, Unshifted])
-def test_the_cache_law_catches(fault, table):
+def test_the_cache_check_catches(fault, table):
     attention = table["xl"].build(replaced=fault, causal=True)
     assert max(cache_error(attention, draw(1, 6, 8), step)[0] for step in range(1, 7)) > 1e-3

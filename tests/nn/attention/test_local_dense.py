@@ -62,7 +62,7 @@ class Compares(LocalDenseSynthesizer):
 
 
 @torch.no_grad()
-def test_that_law_catches_weights_that_look_around():
+def test_that_check_catches_weights_that_look_around():
     attention, x = MECHANISM["local dense"].build(replaced=Compares), draw(1, 6, 8)
     other = x.clone()
     other[:, 3] += 1
@@ -100,7 +100,7 @@ def band(B, c):
 @pytest.mark.parametrize("L", [63, 64, 65, 130])
 @torch.no_grad()
 def test_blocks_of_positions_are_the_band(L):
-    """Longer than one block, beside a band that is made without blocks."""
+    """Longer than one block, against a band that is made without blocks."""
     for c in (1, 4, 7, 70):
         attention, x = MECHANISM["local dense"].build(c=c), draw(2, L, 8)
         values = attention.project_v(x).unflatten(-1, (2, 4)).transpose(1, 2)

@@ -53,7 +53,7 @@ def test_bits_collide_in_proportion_to_the_angle(degrees):
     assert max(collisions(sign_bits, degrees)) < 3
 
 
-def test_the_collision_law_catches_an_offset_hash():
+def test_the_collision_check_catches_an_offset_hash():
     assert max(collisions(lambda x, planes: x @ planes + 0.5 > 0, 60)) > 3
 
 
@@ -95,7 +95,7 @@ class SelfToo(LSH):
             torch.eye = keep
 
 
-def test_that_law_catches_attention_to_oneself():
+def test_that_check_catches_attention_to_oneself():
     module = SelfToo(8, 2, buckets=1, chunk=16).double().eval()
     assert worst(module(draw(2, 7, 8))[0], shared_attention(module, draw(2, 7, 8))) > 1e-3
 
@@ -170,7 +170,7 @@ def test_dropout_acts_on_the_weights_in_training_only():
     assert torch.equal(module(x)[0], module(x)[0])
 
 
-def test_short_sequences_are_told_that_it_does_not_pay():
+def test_short_sequences_get_a_warning_that_it_does_not_pay():
     explain = LSH(8, 2).explain
     assert "slower than full attention below" in explain(512, 512).reason
     assert "slower" not in explain(4096, 4096).reason

@@ -1,4 +1,4 @@
-"""The mechanisms beside the core are their double loops; sums, order, locality, and what they refuse."""
+"""The mechanisms outside the core are their double loops; sums, order, locality, and what they refuse."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_weights_are_those_of_the_output(mechanism):
         assert worst(sums, torch.ones_like(sums)) < 1e-6
 
 
-def test_the_sum_law_catches_a_missing_renormalisation():
+def test_the_sum_check_catches_a_missing_renormalisation():
     attention = MECHANISM["local dense"].build()
     attention.boundary = "zero"
     assert worst(attention.weights(draw(1, 6, 8)).sum(-1), torch.ones(1, 2, 6)) > 1e-3
@@ -184,7 +184,7 @@ def test_a_gumbel_choice_is_hard_all_the_same():
     assert attention.weights(torch.randn(2, 3, 8)).detach().unique().tolist() == [0, 1]
 
 
-# ---- what is masked is as if it were not there, in every mechanism beside the core; a query that sees ----
+# ---- what is masked is as if it were not there, in every mechanism outside the core; a query that sees ----
 
 
 def padding_error(attention, x, mask, **call):
@@ -289,7 +289,7 @@ def test_no_positions_at_all(mechanism):
 
 
 
-# --- the laws catch what was published -------------------------------------------------------------------------------
+# --- the checks catch what was published -----------------------------------------------------------------------------
 
 
 class CountsZeros(ScoredAttention):
@@ -338,16 +338,16 @@ class LongestEnd(LocalMonotonic):
 @pytest.mark.parametrize("name, fault", [("additive", CountsZeros), ("local dense", MaskIgnored),
                                          ("lsh sign", HashesPadding), ("monotonic", BatchWidePlace),
                                          ("monotonic", LongestEnd)])  # fmt: skip
-def test_the_batch_law_catches(name, fault):
+def test_the_batch_check_catches(name, fault):
     assert batch_error(MECHANISM[name].build(replaced=fault), draw(4, 6, 8), SUFFIX) > 1e-4
 
 
-def test_the_batch_law_catches_zeros_in_the_means_of_segments(monkeypatch):
+def test_the_batch_check_catches_zeros_in_the_means_of_segments(monkeypatch):
     monkeypatch.setattr(nystrom_module, "segments", means_with_zeros)
     assert batch_error(MECHANISM["nystrom"].build(), draw(4, 6, 8), SUFFIX) > 1e-4
 
 
-def test_the_batch_law_catches_a_norm_of_the_whole_batch(monkeypatch):
+def test_the_batch_check_catches_a_norm_of_the_whole_batch(monkeypatch):
     """Published: the start of the iteration is scaled by the largest norm in the batch."""
     def shared(A, iterations):
         scale = A.abs().sum(-2).max() * A.abs().sum(-1).max()
@@ -368,7 +368,7 @@ class NotHidden(ScoredAttention):
         return super()._keys(given._replace(source=given.source.where(given.source != 0, math.nan)))
 
 
-def test_the_padding_law_catches_keys_that_are_not_hidden():
+def test_the_padding_check_catches_keys_that_are_not_hidden():
     assert padding_error(MECHANISM["scaled dot"].build(replaced=NotHidden), draw(3, 6, 8), PADDING) == math.inf
 
 
@@ -377,14 +377,14 @@ def test_the_padding_law_catches_keys_that_are_not_hidden():
     scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1),
     lambda scores, allowed: scores if allowed is None else scores.masked_fill(~allowed, -math.inf).softmax(-1),
 ])  # fmt: skip
-def test_the_empty_row_law_catches(fault, monkeypatch):
+def test_the_empty_row_check_catches(fault, monkeypatch):
     monkeypatch.setattr(seq2seq_module, "masked_softmax", fault)
     mask = lengths([[1, 1, 1, 0], [0, 0, 0, 0]])
     attention = MECHANISM["additive"].build()
     assert not empty_memory_error(attention, draw(2, 3, 8), draw(2, 4, 8, seed=2), mask, (1,)) < 1e-3
 
 
-# ---- first and second derivatives, half precision and the compiler, for the mechanisms beside the core ----
+# ---- first and second derivatives, half precision and the compiler, for the mechanisms outside the core ----
 
 
 def gradients_hold(attention, x):
@@ -413,7 +413,7 @@ class Detached(LocalMonotonic):
         return super()._positions(given, place, there).detach()
 
 
-def test_the_derivative_law_catches_a_detached_term():
+def test_the_derivative_check_catches_a_detached_term():
     assert not gradients_hold(MECHANISM["monotonic"].build(replaced=Detached), draw(1, 4, 8))
 
 
@@ -518,7 +518,7 @@ class Forgets(ScoredAttention):
 
 
 @pytest.mark.parametrize("name, fault", [("monotonic", NotAdvanced), ("location", Forgets)])
-def test_the_step_law_catches(name, fault):
+def test_the_step_check_catches(name, fault):
     attention = MECHANISM[name].build(replaced=fault)
     assert step_error(attention, draw(2, 5, 8), draw(2, 6, 8, seed=2), 1) > 1e-4
 
@@ -565,7 +565,7 @@ def test_cost_is_linear_in_the_length(module):
     assert growth(module, 512) <= 2.1
 
 
-def test_the_cost_law_catches_a_square():
+def test_the_cost_check_catches_a_square():
     assert growth(Attention(32, 2, backend="explicit"), 512) > 2.6
 
 
@@ -583,5 +583,5 @@ def test_relative_keys_make_nothing_larger_than_the_scores_by_distance(position)
     assert largest_tensor(position) <= 1.1
 
 
-def test_that_law_catches_a_vector_for_each_pair():
+def test_that_check_catches_a_vector_for_each_pair():
     assert largest_tensor(Encoded) > 10

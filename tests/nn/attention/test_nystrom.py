@@ -110,7 +110,7 @@ def test_the_exact_inverse_has_the_gradients_of_attention():
     assert gradient_errors() < 50
 
 
-def test_the_law_of_gradients_catches_the_square_of_the_condition(monkeypatch):
+def test_the_check_of_gradients_catches_the_square_of_the_condition(monkeypatch):
     """Derivatives of `torch.linalg.pinv` contain terms of null spaces, whose rounding is multiplied by it."""
     monkeypatch.setattr(nystrom_module, "pseudo_inverse", torch.linalg.pinv)
     assert gradient_errors() > 1e4
@@ -164,7 +164,7 @@ def test_options_do_what_they_are_called():
         assert worst(other(x)[0], reference(x)[0]) > 1e-9
 
 
-def test_the_memory_is_linear_and_short_sequences_are_told():
+def test_the_memory_is_linear_and_short_sequences_get_a_warning():
     explain = Nystrom(64, 2, landmarks=16).explain
     growth = explain(4096, 4096).extra_bytes / explain(2048, 2048).extra_bytes
     assert 1.9 < growth <= 2

@@ -86,7 +86,7 @@ def test_resampling_is_bicubic_with_aligned_corners(size, space):
 
 
 @pytest.mark.parametrize("size, space", [*SIZES, ((3, 4), (1, 4)), ((5, 2), (3, 1)), ((3, 3), (1, 1))])
-def test_laws_of_resampling(size, space):
+def test_properties_of_resampling(size, space):
     table, shape = table_of(size), (2 * size[0] - 1, 2 * size[1] - 1, 3)
     target = (2 * space[0] - 1, 2 * space[1] - 1, 3)
     assert torch.allclose(resample(table, size, size), table, atol=1e-12)

@@ -94,7 +94,7 @@ class Fixed(Location):
         return super().features(Past(past.previous * here, past.cumulative))
 
 
-def test_the_shift_law_catches_absolute_places():
+def test_the_shift_check_catches_absolute_places():
     torch.manual_seed(0)
     assert shift_error(Fixed(8, 2, channels=2, kernel=3).double()) > 1e-3
 

@@ -60,7 +60,7 @@ def test_a_drawn_choice_has_the_probabilities_of_the_softmax(generator):
     assert attention.eval().choose(E.expand(1, 1, 5, 3), None).sum(2).tolist() == [[[0, 5, 0]]]
 
 
-def test_the_law_of_the_draw_catches_a_normal_noise():
+def test_the_check_of_the_draw_catches_a_normal_noise():
     n, generator = 20000, torch.Generator().manual_seed(0)
     noise = torch.randn(n, 3, generator=generator, dtype=DOUBLE)
     share = one_hot_of_largest(E + noise, None).mean(0)
