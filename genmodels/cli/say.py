@@ -351,14 +351,14 @@ def _mels(
         if gap:
             yield torch.full((model.spec.event_shape[0], gap), FLOOR)
         own = manner.of_model | {"durations": None if durations is None else [durations]}
-        said = stream_text(model, sentence, start=take, chunk=chunk, **own)
+        stream = stream_text(model, sentence, start=take, chunk=chunk, **own)
         pieces = []
-        for piece in said.pieces:
+        for piece in stream.pieces:
             pieces.append(piece.cpu())
             yield pieces[-1]
         found.gaps.append(gap)
-        found.made = said.made
-        found.parts.append((reader.normal_form(sentence), said.tokens, said.durations, torch.cat(pieces, 1)))
+        found.made = stream.made
+        found.parts.append((reader.normal_form(sentence), stream.tokens, stream.durations, torch.cat(pieces, 1)))
 
 
 def _noted(pieces: Iterator[Tensor], kept: list[tuple[float, Tensor]], clock: Callable[[], float]) -> Iterator[Tensor]:

@@ -326,7 +326,7 @@ class Schema:
             alternatives = kinds(key.annotation, key.module)
             value = whole[key.name]
             if value is None and any(isinstance(kind, Table) for kind in alternatives):
-                value = {}  # options of a class of which nobody gave any
+                value = {}  # options of a class, none of them given
             if not isinstance(value, dict):
                 continue
             inner = self._meant(value, alternatives, built)

@@ -78,8 +78,8 @@ def run(
     chosen = {"model": model, "ckpt": ckpt, "what": what}
     given = [key for key, value in chosen.items() if value is not None]
     if len(given) != 1:
-        said = f"got {' and '.join(given)}" if given else "nothing was named"
-        raise InputError(f"{said}: give one of model=glow, ckpt=<file> or what=package.module:Class")
+        problem = f"got {' and '.join(given)}" if given else "nothing was named"
+        raise InputError(f"{problem}: give one of model=glow, ckpt=<file> or what=package.module:Class")
     for key, value in (("shape", shape), ("options", options), ("cond", cond)):
         if value is not None and what is None:
             raise InputError(f"{key} goes with what=package.module:Class")

@@ -144,7 +144,8 @@ class Samples:
     """Samples in the data's own units: `x (n, *event)`, `cond` or None, `index (n,)`, and how they were made.
 
     `path (steps, n, *event)` holds the trajectory from noise to data when it was asked for, in the data's units too.
-    Sequences of unlike length have a `mask (n, 1, T)`; spoken texts have the frames of every token, `durations (n, N)`.
+    Sequences of unlike length have a `mask (n, 1, T)`; mels synthesised from text have the frames of every token,
+    `durations (n, N)`.
     Where a density of real numbers is quantised, `outside (n,)` is the share of each sample's values that lay outside
     the range of the levels and were moved to its ends.
     """

@@ -41,7 +41,7 @@ class DiffusionSampler:
     Arguments:
         num_steps: T, the most steps of a sampler.
         variance: of the ancestral kernels, a name in VARIANCES, or `learned`.
-        clip: threshold of the estimate of the data where nobody says, a name in THRESHOLDS, or None.
+        clip: threshold of the estimate of the data by default, a name in THRESHOLDS, or None.
         null: the class that stands for all of them, None for a model without.
 
     Example:

@@ -31,7 +31,7 @@ from genmodels.diffusion.sampling import Memory, Sampler, log_snrs, predict
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a sampler does where nobody says: its steps (None for all T), their spacing, and options of its own."""
+    """What a sampler does by default: its steps (None for all T), their spacing, and options of its own."""
 
     steps: int | None = None
     spacing: str = "uniform_log_snr"

@@ -41,7 +41,7 @@ from genmodels.speech.recognition import (
 from genmodels.speech.text import Symbols, ready
 from genmodels.speech.vocoder import GriffinLim
 
-_UTTERANCES = 16  # spoken where nobody says how many
+_UTTERANCES = 16  # texts synthesised by default
 _HEARD = 20.0  # seconds of recordings that a recogniser hears then, which it does three times over
 
 

@@ -120,7 +120,7 @@ class GenerativeModel(pl.LightningModule):
     has_null_class = False
     #: Which of `SamplingOptions` its samples depend on, besides those that every model takes.
     sampling_options: tuple[str, ...] = ()
-    #: The temperature of samples where nobody says.
+    #: The default temperature of samples.
     default_temperature = 1.0
     core: nn.Module
 

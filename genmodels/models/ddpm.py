@@ -187,7 +187,7 @@ class DDPM(GenerativeModel):
         return x * self.scale + self.location
 
     def _filled(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
-        """Mels with their noise, which is that of their item where nobody draws another; other data as they are."""
+        """Mels with their noise, by default the noise of their item; other data as they are."""
         if self.noise == 0:
             return batch.x
         return with_noise(batch.x, self.noise, generator or KeyedGenerator(0, batch.item_index, "likelihood"))

@@ -105,7 +105,7 @@ def inverse_mass(base: GaussianBase) -> Tensor:
 
 #: What `sampler=` may be for energies.
 SAMPLERS = ("annealed", *KERNELS)
-#: Steps of each where nobody says: densities between base and model, or moves of a chain.
+#: Default steps of each: densities between base and model, or moves of a chain.
 STEPS = {"annealed": 100, "hmc": 200, "mala": 1000, "ula": 1000}
 #: First step sizes, in standard deviations of the data (HMC: of a leapfrog step; Langevin: h).
 STEP_SIZES = {"annealed": 0.1, "hmc": 0.1, "mala": 0.01, "ula": 0.001}

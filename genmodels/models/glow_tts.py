@@ -160,12 +160,12 @@ class GlowTTS(AlignedModel):
         """Mels of the texts in turn; the temperature scales the noise around the text's mean."""
         asked = self.asked(options)
         noise = FrameKeyedGenerator(options.seed, asked.rows, "sample")
-        said, core = asked.said, self.weights(options.weights)
+        condition, core = asked.condition, self.weights(options.weights)
         frames, given = self.frames_of(options.seconds, asked, options.durations)
-        with self.speakable(said, options.seconds):
+        with self.explained(condition, options.seconds):
             u, mask, used = core.tts.sample(
-                said.tokens, said.mask, core.voice(said), generator=noise, temperature=options.temperature,
-                speed=asked.speed(options.speed), frames=frames, durations=given,
+                condition.tokens, condition.mask, core.voice(condition), generator=noise,
+                temperature=options.temperature, speed=asked.speed(options.speed), frames=frames, durations=given,
             )
         made = {"sampler": "inverse", "seed": options.seed, "weights": str(options.weights),
                 "temperature": options.temperature, "speed": options.speed}
@@ -221,13 +221,13 @@ def stream_text(model: GlowTTS, text: str, *, chunk: int = 64, **options) -> Tex
     asked = model.asked(wanted)
     frames, given = model.frames_of(wanted.seconds, asked, wanted.durations)
     noise = FrameKeyedGenerator(wanted.seed, asked.rows, "sample")
-    said, core = asked.said, model.weights(wanted.weights)
-    voice = core.voice(said)
-    with model.speakable(said, wanted.seconds):
+    condition, core = asked.condition, model.weights(wanted.weights)
+    voice = core.voice(condition)
+    with model.explained(condition, wanted.seconds):
         reach(core.tts.decoder)
         drawn = core.tts.latent(
-            said.tokens, None, voice, generator=noise, temperature=wanted.temperature,
+            condition.tokens, None, voice, generator=noise, temperature=wanted.temperature,
             speed=asked.speed(wanted.speed), frames=frames, durations=given)
     pieces = (model.units.inverse(piece) for piece in stream_latent(core.tts, drawn, voice, chunk=chunk))
     made = {"sampler": "inverse", "temperature": wanted.temperature}
-    return TextStream(said.tokens[0].tolist(), drawn.durations[0].tolist(), pieces, made)
+    return TextStream(condition.tokens[0].tolist(), drawn.durations[0].tolist(), pieces, made)

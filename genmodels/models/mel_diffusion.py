@@ -29,7 +29,7 @@ from genmodels.speech.text_encoder import TextEncoder
 
 FINEST = 10.0  # log-SNR of the last level at most: 1/150 of the standard deviation of the data
 _NOISIEST = -12.0  # log-SNR of the first level at least: the noise is 400 times the standard deviation of the data
-_LEVELS = 50  # where nobody says
+_LEVELS = 50  # by default
 _FEWEST = 10  # levels; fewer leave noise of one level in the next
 _EACH = 2  # Langevin steps at each of them
 _STEP = 1.0  # step size over the squared noise level: a tenth of it, as is usual, needs ten times as many levels
@@ -160,7 +160,7 @@ class MelDiffusion(AlignedModel):
         variance: of the reverse kernel.
     """
 
-    #: What draws samples where nobody says.
+    #: The default sampler.
     default_sampler: str
     default_temperature = 0.667
     sampling_options = (
@@ -313,9 +313,9 @@ class MelDiffusion(AlignedModel):
             plan = self.sampler.plan(self.core.schedule, options)
             made = plan.made
         frames, given = self.frames_of(options.seconds, asked, options.durations)
-        said, voice = asked.said, core.voice(asked.said)
-        with self.speakable(said, options.seconds):
-            mean = core.tts.latent(said.tokens, said.mask, voice, generator=noise, temperature=0.0,
+        condition, voice = asked.condition, core.voice(asked.condition)
+        with self.explained(condition, options.seconds):
+            mean = core.tts.latent(condition.tokens, condition.mask, voice, generator=noise, temperature=0.0,
                                    speed=asked.speed(options.speed), frames=frames, durations=given)
         cond = core.condition(mean.z, voice)
         if langevin:

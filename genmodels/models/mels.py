@@ -12,7 +12,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator, uniform
 from genmodels.core.tensors import hide
 
-#: Width of the noise, in log units, where nobody says otherwise.
+#: Default width of the noise, in log units.
 NOISE = 0.05
 
 

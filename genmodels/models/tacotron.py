@@ -19,7 +19,7 @@ from genmodels.models.mels import even_lengths
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.text_model import SpeakerEmbeddings, TextModel
 from genmodels.speech.measures import read_faults, words_of_tokens
-from genmodels.speech.tacotron import AttentionKind, Said, Synthesised
+from genmodels.speech.tacotron import AttentionKind, Decoded, Synthesised
 from genmodels.speech.tacotron import Tacotron as Decoder
 from genmodels.speech.text import Symbols
 from genmodels.speech.text_encoder import TextEncoder
@@ -44,7 +44,7 @@ class Tacotron(TextModel):
             `additive`, `scaled_dot`, `hard` or `local_monotonic`.
         hidden: width of the LSTM cells.
         prenet, dropout: width of the prenet's layers, and how often a unit of them is dropped.
-        postnet: channels of the network that refines a mel when it has been spoken, 0 for none; it has no part in the
+        postnet: channels of the network that refines a finished mel, 0 for none; it has no part in the
             likelihood, which is that of the frames as they come.
         speaker_channels: length of the speakers' vectors, where there are several.
         noise: width of the noise in log-mel units.
@@ -102,20 +102,20 @@ class Tacotron(TextModel):
         """
         batch = even_lengths(batch)
         u, volume = self.units(batch, generator)
-        said = self.forced(self.core, u, batch, generator)
-        nll, stop = self.core.tacotron.loss(u, said, batch.mask)
+        condition = self.forced(self.core, u, batch, generator)
+        nll, stop = self.core.tacotron.loss(u, condition, batch.mask)
         nll = nll - volume / self.dims_of(batch)
         parts = {"nll_per_dim": nll, "stop": stop}
-        refined = self.core.tacotron.refinement(u, said, batch.mask)
+        refined = self.core.tacotron.refinement(u, condition, batch.mask)
         if refined is not None:
             parts["refinement"] = refined
         total = sum(parts.values())
         return Loss(total.mean(), total, {name: part.detach() for name, part in parts.items()})
 
-    def forced(self, core: SpeakerEmbeddings, u: Tensor, batch: Batch, generator: KeyedGenerator) -> Said:
+    def forced(self, core: SpeakerEmbeddings, u: Tensor, batch: Batch, generator: KeyedGenerator) -> Decoded:
         """Every frame of whitened mels from the true ones before it."""
-        said = batch.cond
-        memory = core.tacotron.remember(said.tokens, said.mask, core.voice(said))
+        condition = batch.cond
+        memory = core.tacotron.remember(condition.tokens, condition.mask, core.voice(condition))
         return core.tacotron(u, memory, generator, batch.mask)
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
@@ -130,8 +130,8 @@ class Tacotron(TextModel):
         with torch.no_grad():
             u, volume = self.units(batch, generator)
             core = self.weights(weights)
-            said = self.forced(core, u, batch, generator)
-            nats = core.tacotron.log_prob(u, said, batch.mask) + volume
+            condition = self.forced(core, u, batch, generator)
+            nats = core.tacotron.log_prob(u, condition, batch.mask) + volume
         made = {"estimate": "teacher forcing", "noise": self.units.noise, "seed": seed, "weights": str(weights),
                 "given": "text"}
         return Likelihood(nats, "lower_bound", self.dims_of(batch), None, None, made, generator.index)
@@ -140,40 +140,40 @@ class Tacotron(TextModel):
         """Mels of the texts in turn, each until it stops by itself; the temperature scales the frames' noise.
 
         Mels that are broken off at `max_frames` are named in a warning and counted in `made`. `speed`, `seconds` and
-        `durations` are refused: an autoregressive model lasts as long as it lasts.
+        `durations` are refused: an autoregressive model decides the length by itself.
         """
         refused = [name for name, given in (("speed", options.speed != 1), ("seconds", options.seconds is not None),
                                             ("durations", options.durations is not None)) if given]  # fmt: skip
         if refused:
-            raise InputError(f"{refused[0]}: a tacotron speaks as long as it speaks; model=glow_tts takes {refused[0]}")
+            raise InputError(f"{refused[0]}: a tacotron stops by itself; with {refused[0]} take model=glow_tts")
         asked = self.asked(options)
-        if asked.pace is not None:
-            raise InputError("[slow]: a tacotron speaks as long as it speaks; model=glow_tts follows the mark")
-        noise, said = KeyedGenerator(options.seed, asked.rows, "sample"), asked.said
-        most = options.max_frames or _FRAMES_A_SYMBOL * (said.tokens > 1).sum(1) + _FRAMES_MORE
+        if asked.stretch is not None:
+            raise InputError("[slow]: a tacotron chooses every duration by itself; model=glow_tts follows the mark")
+        noise, condition = KeyedGenerator(options.seed, asked.rows, "sample"), asked.condition
+        most = options.max_frames or _FRAMES_A_SYMBOL * (condition.tokens > 1).sum(1) + _FRAMES_MORE
         core = self.weights(options.weights)
         try:
-            spoken = core.tacotron.sample(said.tokens, said.mask, core.voice(said), generator=noise,
+            drawn = core.tacotron.sample(condition.tokens, condition.mask, core.voice(condition), generator=noise,
                                           temperature=options.temperature, max_frames=most)
         except ValueError as error:
             raise InputError(str(error)) from error
-        broken_off = asked.index[~spoken.stopped].tolist()
+        broken_off = asked.index[~drawn.stopped].tolist()
         if broken_off:
             logging.getLogger(__name__).warning(
                 "%d of %d mels did not come to a stop and were broken off (samples %s)", len(broken_off), options.n,
                 ", ".join(map(str, broken_off[:8])))
         # The token that the attention looked at, frame by frame; it may skip some, and come back to others.
-        looked = one_hot(spoken.weights.argmax(1), said.tokens.shape[1]) * spoken.mask.mT
+        looked = one_hot(drawn.weights.argmax(1), condition.tokens.shape[1]) * drawn.mask.mT
         made = {"sampler": "autoregressive", "seed": options.seed, "weights": str(options.weights),
                 "temperature": options.temperature, "not_stopped": broken_off,
-                "words_missing_repeated": self._read(said, spoken)}
-        return self.as_samples(spoken.mel, spoken.mask, looked.sum(1), asked, made)
+                "words_missing_repeated": self._read(condition, drawn)}
+        return self.as_samples(drawn.mel, drawn.mask, looked.sum(1), asked, made)
 
-    def _read(self, said: TextCondition, spoken: Synthesised) -> list[list[int]]:
+    def _read(self, condition: TextCondition, drawn: Synthesised) -> list[list[int]]:
         """Words of each text that the attention never looked at, and that it came back to."""
         symbols = Symbols(tuple(self.spec.text["symbols"]), self.spec.text["blanks"])
         found = []
-        rows = zip(said.tokens, said.mask[:, 0], spoken.weights, spoken.mask, strict=True)
+        rows = zip(condition.tokens, condition.mask[:, 0], drawn.weights, drawn.mask, strict=True)
         for tokens, valid, weights, frames in rows:
             own = tokens[valid].tolist()
             looked = weights[: len(own), : int(frames.sum())]

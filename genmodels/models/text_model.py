@@ -29,27 +29,28 @@ from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 _WORD = 2**32 - 1  # indices of keyed noise lie below
 
 
-def noise_rows(said: TextCondition, takes: Sequence[int]) -> Tensor:
+def noise_rows(condition: TextCondition, takes: Sequence[int]) -> Tensor:
     """Indices (B,) of keyed noise for texts: they depend on a text and on which of its takes it is, on nothing else.
 
     Example:
-        >>> said = TextCondition(torch.tensor([[2, 3, 0], [2, 3, 4]]), torch.tensor([[[1, 1, 0]], [[1, 1, 1]]]).bool())
-        >>> rows = noise_rows(said, [0, 0])
-        >>> bool(rows[0] != rows[1]), bool(noise_rows(said, [1, 0])[0] != rows[0])
+        >>> mask = torch.tensor([[[1, 1, 0]], [[1, 1, 1]]]).bool()
+        >>> texts = TextCondition(torch.tensor([[2, 3, 0], [2, 3, 4]]), mask)
+        >>> rows = noise_rows(texts, [0, 0])
+        >>> bool(rows[0] != rows[1]), bool(noise_rows(texts, [1, 0])[0] != rows[0])
         (True, True)
     """
-    each = zip(said.tokens, said.mask[:, 0], takes, strict=True)
+    each = zip(condition.tokens, condition.mask[:, 0], takes, strict=True)
     return torch.tensor([seed_of(tokens[valid].tolist(), take) % _WORD for tokens, valid, take in each])
 
 
-def given_durations(said: TextCondition, durations: Sequence[Sequence[int]], which: Sequence[int]) -> Tensor:
+def given_durations(condition: TextCondition, durations: Sequence[Sequence[int]], which: Sequence[int]) -> Tensor:
     """Frames (B, N) of every token, as a user has listed them for each text; `which` text an item is.
 
     Raises:
         InputError: for lists of another length than the text, or with anything but whole numbers from 1 on.
     """
-    found = torch.zeros_like(said.tokens)
-    for row, valid, k in zip(found, said.mask[:, 0], which, strict=True):
+    found = torch.zeros_like(condition.tokens)
+    for row, valid, k in zip(found, condition.mask[:, 0], which, strict=True):
         own, tokens = durations[k % len(durations)], int(valid.sum())
         if len(own) != tokens:
             raise InputError(f"durations: text {k} has {tokens} tokens and needs as many numbers of frames, got "
@@ -69,7 +70,7 @@ class TextReader:
         spec: the data the model was built for.
         on_unknown: `error` for characters without a symbol, or `drop` them.
 
-    Errors: InputError for text that is empty or has unknown symbols, and for a speaker that nobody knows.
+    Errors: InputError for text that is empty or has unknown symbols, and for an unknown speaker.
 
     Example:
         >>> from genmodels.speech.text import CHARACTERS
@@ -105,7 +106,7 @@ class TextReader:
         except ValueError as error:
             raise InputError(str(error)) from error
 
-    def pace(self, texts: Sequence[str]) -> Tensor | None:
+    def stretch(self, texts: Sequence[str]) -> Tensor | None:
         """By how much longer each token is to last, (B, N), as marks `[slow]...[/slow]` say; None where there are none.
 
         A blank goes with the symbol behind it.
@@ -132,7 +133,7 @@ class TextReader:
         return TextCondition(tokens, mask, None if number is None else torch.full((len(texts),), number))
 
     def speaker(self, wanted: int | str | None) -> int | None:
-        """The number of a speaker, the first where nobody says; None for a model without speakers."""
+        """The number of a speaker, by default the first; None for a model without speakers."""
         names = list(self.spec.speakers)
         if not names:
             if wanted is not None:
@@ -151,31 +152,31 @@ class TextRequest(NamedTuple):
     """Texts to be synthesised, one for each sample.
 
     Attributes:
-        said: tokens and speakers.
+        condition: tokens and speakers.
         index: numbers of the samples, (n,).
         rows: what their noise is keyed by, (n,); see `noise_rows`.
         which: the text that each sample is of.
-        pace: by how much longer each token is to last, (n, N), as the texts say; None where they say nothing.
+        stretch: factors on the length of each token, (n, N), from marks in the texts; None for texts without marks.
     """
 
-    said: TextCondition
+    condition: TextCondition
     index: Tensor
     rows: Tensor
     which: list[int]
-    pace: Tensor | None = None
+    stretch: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TextRequest:
         """The same on a device."""
-        return TextRequest(self.said.to(device), self.index.to(device), self.rows.to(device), self.which,
-                     None if self.pace is None else self.pace.to(device))
+        return TextRequest(self.condition.to(device), self.index.to(device), self.rows.to(device), self.which,
+                     None if self.stretch is None else self.stretch.to(device))
 
     def speed(self, speed: float) -> float | Tensor:
-        """A speed for all, and where texts say so another one for each token, (n, N)."""
-        return speed if self.pace is None else speed / self.pace
+        """The speed of every token: one number, or (n, N) where the texts have marks."""
+        return speed if self.stretch is None else speed / self.stretch
 
     def durations(self, listed: Sequence[Sequence[int]] | None) -> Tensor | None:
         """Frames (n, N) of every token as a user has listed them for each text; None for None."""
-        return None if listed is None else given_durations(self.said, listed, self.which)
+        return None if listed is None else given_durations(self.condition, listed, self.which)
 
 
 def ask(
@@ -186,7 +187,7 @@ def ask(
 
     Raises:
         ValueError: for n below 1.
-        InputError: for texts that cannot be spoken, and where there are none.
+        InputError: for texts without a known symbol, and where there are none.
 
     Example:
         >>> from genmodels.speech.text import CHARACTERS
@@ -202,10 +203,10 @@ def ask(
         raise InputError("this checkpoint carries no examples: give text=")
     numbers = range(start, start + n)
     which = [k % len(texts) for k in numbers]
-    reader, spoken = TextReader(spec, on_unknown), [texts[k] for k in which]
-    said = reader(spoken, speaker)
-    rows = noise_rows(said, [k // len(texts) for k in numbers])
-    return TextRequest(said, torch.tensor(numbers), rows, which, reader.pace(spoken))
+    reader, chosen = TextReader(spec, on_unknown), [texts[k] for k in which]
+    condition = reader(chosen, speaker)
+    rows = noise_rows(condition, [k // len(texts) for k in numbers])
+    return TextRequest(condition, torch.tensor(numbers), rows, which, reader.stretch(chosen))
 
 
 class SpeakerEmbeddings(nn.Module):
@@ -218,8 +219,8 @@ class SpeakerEmbeddings(nn.Module):
 
     Example:
         >>> voices = SpeakerEmbeddings(2, 4, head=nn.Linear(4, 1))
-        >>> said = TextCondition(torch.ones(1, 1).long(), torch.ones(1, 1, 1).bool(), torch.tensor([1]))
-        >>> round(float(voices.voice(said).detach().norm()), 5), SpeakerEmbeddings(0, 4).voice(said)
+        >>> condition = TextCondition(torch.ones(1, 1).long(), torch.ones(1, 1, 1).bool(), torch.tensor([1]))
+        >>> round(float(voices.voice(condition).detach().norm()), 5), SpeakerEmbeddings(0, 4).voice(condition)
         (1.0, None)
     """
 
@@ -278,7 +279,7 @@ class TextModel(GenerativeModel):
     def as_samples(self, u: Tensor, mask: Tensor, durations: Tensor, asked: TextRequest, made: dict) -> Samples:
         """Whitened mels as samples: in log units, silent where the mask is False."""
         x = silent_beyond(self.units.inverse(u), mask, self.spec)
-        return Samples(x, asked.said, asked.index, made, mask=mask, durations=durations)
+        return Samples(x, asked.condition, asked.index, made, mask=mask, durations=durations)
 
     # ---- what is seen of it while it trains ---------------------------------------------------------------------
 
@@ -311,9 +312,9 @@ class AlignedModel(TextModel):
         Raises:
             InputError: for more tokens than frames, naming the items.
         """
-        said = batch.cond
+        condition = batch.cond
         try:
-            return core.tts.align(u, said.tokens, batch.mask, said.mask, core.voice(said))
+            return core.tts.align(u, condition.tokens, batch.mask, condition.mask, core.voice(condition))
         except ValueError as error:
             items = [] if batch.index is None else batch.index.tolist()
             raise InputError(f"{error} (items {items} of {self.spec.name})") from error
@@ -352,11 +353,11 @@ class AlignedModel(TextModel):
             ValueError: for a text of more tokens than frames.
         """
         batch, noise = self.keyed(batch, seed)
-        core, said, found = self.weights(weights), batch.cond, []
+        core, condition, found = self.weights(weights), batch.cond, []
         u, _ = self.units(batch, noise)
-        voices = core.voice(said)
+        voices = core.voice(condition)
         for k, texts in enumerate(others):
-            frames, own = int(batch.mask[k].sum()), said.tokens[k, said.mask[k, 0]].tolist()
+            frames, own = int(batch.mask[k].sum()), condition.tokens[k, condition.mask[k, 0]].tolist()
             tokens, valid = (tensor.to(u.device) for tensor in padded_tokens([own, *texts]))
             voice = None if voices is None else voices[k : k + 1]
             nats = core.tts.text_log_probs(u[k : k + 1, :, :frames], tokens, valid, voice).double()
@@ -388,10 +389,10 @@ class AlignedModel(TextModel):
         return frames, given
 
     @contextmanager
-    def speakable(self, said: TextCondition, seconds: float | None) -> Iterator[None]:
-        """What a decoder refuses, as an InputError that says which time would be enough."""
+    def explained(self, condition: TextCondition, seconds: float | None) -> Iterator[None]:
+        """Turns what the decoder refuses into an InputError that names a time long enough."""
         try:
             yield
         except ValueError as error:
-            lasting = said.tokens.shape[1] * self.spec.mel["hop"] / self.spec.mel["sample_rate"]
+            lasting = condition.tokens.shape[1] * self.spec.mel["hop"] / self.spec.mel["sample_rate"]
             raise InputError(f"{error}{'' if seconds is None else f'; seconds={lasting:.2f} is enough'}") from error

@@ -28,11 +28,11 @@ class Reach(NamedTuple):
 
     Attributes:
         context: frames on either side that a frame of its output depends on.
-        pace: frames processed together, by squeezes and by chunks of attention; chunks begin at multiples of this.
+        multiple: frames processed together, by squeezes and by chunks of attention; chunks begin at multiples of this.
     """
 
     context: int
-    pace: int
+    multiple: int
 
 
 def reach(decoder: Compose) -> Reach:
@@ -51,7 +51,7 @@ def reach(decoder: Compose) -> Reach:
         >>> reach(mel_decoder(4, hidden=8))
         Reach(context=192, pace=2)
     """
-    context, factor, pace = 0, 1, 1
+    context, factor, multiple = 0, 1, 1
     chunks = 1
     for layer in decoder.layers:
         if isinstance(layer, Squeeze1d):
@@ -62,8 +62,8 @@ def reach(decoder: Compose) -> Reach:
             own, chunk = _own_reach(layer)
             context += factor * own
             chunks = math.lcm(chunks, factor * chunk)
-        pace = max(pace, factor)
-    return Reach(context, math.lcm(pace, chunks))
+        multiple = max(multiple, factor)
+    return Reach(context, math.lcm(multiple, chunks))
 
 
 def _own_reach(layer: Bijection) -> tuple[int, int]:
@@ -110,12 +110,12 @@ def stream_decoder(decoder: Compose, z: Tensor, cond: Tensor | None = None, *, c
     """
     if chunk < 1:
         raise ValueError(f"a chunk has one frame at least, got {chunk}")
-    context, pace = reach(decoder)
+    context, multiple = reach(decoder)
     length = z.shape[2]
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
-        first = max(0, start - context) // pace * pace
-        last = min(length, -(-(end + context) // pace) * pace)
+        first = max(0, start - context) // multiple * multiple
+        last = min(length, -(-(end + context) // multiple) * multiple)
         y, _ = decoder.inverse(z[:, :, first:last], cond)
         yield y[:, :, start - first : end - first]
 

@@ -107,7 +107,7 @@ class State(NamedTuple):
     attention: tuple
 
 
-class Said(NamedTuple):
+class Decoded(NamedTuple):
     """The decoder's output for one frame, or with a last dimension T for all frames.
 
     Attributes:
@@ -205,12 +205,12 @@ class Tacotron(nn.Module):
         context = memory.h.new_zeros(len(memory.h), memory.h.shape[2])
         return State((zeros, zeros), (zeros, zeros), context, self.attention.start(memory.h))
 
-    def step(self, before: Tensor, kept: Tensor, state: State, memory: Memory) -> tuple[Said, State]:
+    def step(self, before: Tensor, kept: Tensor, state: State, memory: Memory) -> tuple[Decoded, State]:
         """One frame, from the previous one `(B, n_mels)` and the prenet's dropout `(B, 2, prenet)` as factors."""
         found, weights, state = self._advance(self._prenet(before, kept), state, memory)
-        return Said(self.head(found), self.stop(found)[:, 0], weights), state
+        return Decoded(self.head(found), self.stop(found)[:, 0], weights), state
 
-    def forward(self, y: Tensor, memory: Memory, generator: Generator, mask: Tensor | None = None) -> Said:
+    def forward(self, y: Tensor, memory: Memory, generator: Generator, mask: Tensor | None = None) -> Decoded:
         """Every frame from the true previous ones (teacher forcing); later frames have no influence."""
         y = hide(y, mask)
         before = torch.cat([torch.zeros_like(y[:, :, :1]), y[:, :, :-1]], dim=2).mT
@@ -223,9 +223,9 @@ class Tacotron(nn.Module):
             found.append(here)
             weights.append(looked)
         u = torch.stack(found, 1)  # (B, T, hidden + C)
-        return Said(self.head(u).mT, self.stop(u)[..., 0], torch.stack(weights, 2))
+        return Decoded(self.head(u).mT, self.stop(u)[..., 0], torch.stack(weights, 2))
 
-    def log_prob(self, y: Tensor, forced: Said, mask: Tensor | None = None) -> Tensor:
+    def log_prob(self, y: Tensor, forced: Decoded, mask: Tensor | None = None) -> Tensor:
         """log p(y | text, its number of frames) in nats, (B,), for the dropout that was drawn.
 
         The expectation over draws is a lower bound of the log of the mean density, by Jensen's inequality.
@@ -234,7 +234,7 @@ class Tacotron(nn.Module):
         density = -(y - forced.mean).abs() * torch.exp(-log_scale) - log_scale - math.log(2)
         return hide(density, mask).sum((1, 2))
 
-    def loss(self, y: Tensor, forced: Said, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def loss(self, y: Tensor, forced: Decoded, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Nats per dimension (B,), and the cross-entropy (B,) of the stop, nats per frame."""
         batch, length = forced.stop.shape
         count = torch.full((batch,), length, device=y.device) if mask is None else mask[:, 0].sum(1)
@@ -243,7 +243,7 @@ class Tacotron(nn.Module):
         stop = hide(wrong[:, None], mask)[:, 0].sum(1) / count
         return -self.log_prob(y, forced, mask) / (self.n_mels * count), stop
 
-    def refinement(self, y: Tensor, forced: Said, mask: Tensor | None = None) -> Tensor | None:
+    def refinement(self, y: Tensor, forced: Decoded, mask: Tensor | None = None) -> Tensor | None:
         """Mean absolute error (B,) per cell of the refined means; None without a post-net.
 
         The means are detached, so that the post-net does not influence them.
@@ -285,14 +285,14 @@ class Tacotron(nn.Module):
         frames, weights = [], []
         factors = (kept for block in self.factors(generator, len(tokens), frame) for kept in block.unbind(1))
         while bool(speaking.any()):
-            said, state = self.step(frame, next(factors), state, memory)
-            frame = said.mean
+            decoded, state = self.step(frame, next(factors), state, memory)
+            frame = decoded.mean
             if temperature:
                 frame = frame + temperature * self.log_scale.exp() * _laplace(frame, noise)
             frames.append(frame)
-            weights.append(said.weights)
+            weights.append(decoded.weights)
             length += speaking
-            stopped |= speaking & (said.stop > limit)
+            stopped |= speaking & (decoded.stop > limit)
             speaking = speaking & ~stopped & (length < most)
         mask = (torch.arange(len(frames), device=tokens.device) < length[:, None])[:, None]
         mel = hide(torch.stack(frames, 2), mask)

@@ -73,18 +73,18 @@ def _read_numbers(text: str, language: str) -> str:
     def words(number: str, to: str = "cardinal") -> str:
         value = number.replace(",", "")
         try:
-            said = num2words(float(value) if "." in value else int(value), lang=language, to=to)
+            spelt = num2words(float(value) if "." in value else int(value), lang=language, to=to)
         except NotImplementedError as error:
             raise ValueError(f"num2words does not read numbers in the language {language!r}") from error
-        return re.sub(r"\band ", "", said).replace(",", "") if language.startswith("en") else said
+        return re.sub(r"\band ", "", spelt).replace(",", "") if language.startswith("en") else spelt
 
     def amount(match: re.Match) -> str:
         whole, small = _MONEY[match[1]]
         units = int(match[2].replace(",", ""))
         plural = "pence" if small == "penny" else f"{small}s"
-        said = f"{words(match[2])} {whole}{'' if units == 1 else 's'}"
+        spelt = f"{words(match[2])} {whole}{'' if units == 1 else 's'}"
         cents = int(match[3] or 0)
-        return said if not cents else f"{said} {words(match[3])} {small if cents == 1 else plural}"
+        return spelt if not cents else f"{spelt} {words(match[3])} {small if cents == 1 else plural}"
 
     def number(match: re.Match) -> str:
         year = language.startswith("en") and re.fullmatch(r"1[1-9]\d\d|20\d\d", match[0])

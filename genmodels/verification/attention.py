@@ -108,15 +108,15 @@ def check(
     """
     specs, limits = CHECKS.choose(only, without), dict(tolerances or {})
     CHECKS.choose(limits)
-    said = frozenset(capabilities)
-    for capability in sorted(said - set(CAPABILITIES)):
+    claimed = frozenset(capabilities)
+    for capability in sorted(claimed - set(CAPABILITIES)):
         near = nearest(capability, CAPABILITIES)
         raise ValueError(f"there is no capability {capability!r}:{f' did you mean {near!r}?' if near else ''} "
                          f"they are {', '.join(CAPABILITIES)}")  # fmt: skip
-    if ("2d" in said) != (space is not None):
+    if ("2d" in claimed) != (space is not None):
         raise ValueError("a module of maps says 2d and is tried on a space, (height, width); others neither")
     subject = AttentionSubject(
-        prepare(module, seed, randomise), dim, said, space, reach,
+        prepare(module, seed, randomise), dim, claimed, space, reach,
         reference if reference is not None else reference_of(module), fresh, compiler, seed,
     )  # fmt: skip
     return Report(name or type(module).__name__, tuple(CHECKS.run(subject, specs, limits, watch)))
@@ -156,7 +156,7 @@ class Mechanism:
 
 def _core(
     position: Callable[[int, int], Position] | None,
-    *said: str,
+    *claimed: str,
     space: tuple[int, int] | None = None,
     reach: Reach = (None, None),
     **options,
@@ -167,14 +167,14 @@ def _core(
         chosen = None if position is None else position(dim, heads)
         return Attention(dim, heads, chosen, derivatives=2, **options)
 
-    return Mechanism(make, (*said, "full", "derivatives"), space, reach)
+    return Mechanism(make, (*claimed, "full", "derivatives"), space, reach)
 
 
 def _scored(
-    score: Callable[[int, int], Score] | None, *said: str, kind: type[ScoredAttention] = ScoredAttention
+    score: Callable[[int, int], Score] | None, *claimed: str, kind: type[ScoredAttention] = ScoredAttention
 ) -> Mechanism:
     """A score function, of a sequence to itself."""
-    return Mechanism(lambda dim, heads: kind(dim, heads, score and score(dim, heads)), (*said, "full"))
+    return Mechanism(lambda dim, heads: kind(dim, heads, score and score(dim, heads)), (*claimed, "full"))
 
 
 def _mel(time: Callable[[int, int], Position]) -> Callable[[int, int], Position]:

@@ -165,8 +165,8 @@ def any_length(s: AttentionSubject) -> Measured:
         try:
             y = s.run(x, space=size)
         except Exception as refused:
-            said = (str(refused).splitlines() or [""])[0][:120]
-            return Measured(math.inf, f"refuses {size}: {said or type(refused).__name__}")
+            message = (str(refused).splitlines() or [""])[0][:120]
+            return Measured(math.inf, f"refuses {size}: {message or type(refused).__name__}")
         errors[f"{size} positions"] = 0.0 if y.shape == x.shape and y.dtype == x.dtype and y.isfinite().all() else 1.0
     return worst(errors)
 

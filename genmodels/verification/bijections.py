@@ -48,29 +48,29 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
         raise NotApplicable("rows depend on one another: none has a Jacobian of its own")
     value, cond, jacobians, note = _jacobians(s, inverse, len(value))
     with torch.no_grad():
-        said = s.run(value, inverse, cond=cond)[1]
+        returned = s.run(value, inverse, cond=cond)[1]
     true = torch.stack([torch.linalg.slogdet(jacobian)[1] for jacobian in jacobians])
-    shaped = said.shape == (len(value),)
-    error = relative(said[: len(true)], true) if shaped else math.inf
+    shaped = returned.shape == (len(value),)
+    error = relative(returned[: len(true)], true) if shaped else math.inf
     if shaped:
-        row = int((said[: len(true)] - true).abs().argmax())
-        note = f"{note}{': ' if note else ''}says {float(said[row]):.9g}, is {float(true[row]):.9g}"
-        note += _likely(said[: len(true)], true, tuple(value.shape[1:])) if error > _DOUBTFUL else ""
+        row = int((returned[: len(true)] - true).abs().argmax())
+        note = f"{note}{': ' if note else ''}says {float(returned[row]):.9g}, is {float(true[row]):.9g}"
+        note += _likely(returned[: len(true)], true, tuple(value.shape[1:])) if error > _DOUBTFUL else ""
     if value.shape[1:] != (s.z if inverse else s.x).shape[1:] and not s.takes_other_sizes and not error < _DOUBTFUL:
         raise NotVerified(f"{_too_large(s)}; {note}, if it takes a part of the event at all (it has no out_shape)")
     return Measured(error, note)
 
 
-def _likely(said: Tensor, true: Tensor, shape: tuple[int, ...]) -> str:
+def _likely(returned: Tensor, true: Tensor, shape: tuple[int, ...]) -> str:
     """The usual mistake that explains a wrong log-determinant in full, if one does."""
     positions = math.prod(shape[1:])
     mistakes = {
         -1: "its sign is wrong",
-        positions: f"it is {positions} times what is said: the number of positions is missing",
-        math.prod(shape): f"it is {math.prod(shape)} times what is said: a mean in the place of a sum",
-        shape[0]: f"it is {shape[0]} times what is said: a mean over channels in the place of a sum",
+        positions: f"it is {positions} times what is returned: the number of positions is missing",
+        math.prod(shape): f"it is {math.prod(shape)} times what is returned: a mean in the place of a sum",
+        shape[0]: f"it is {shape[0]} times what is returned: a mean over channels in the place of a sum",
     }
-    found = [what for factor, what in mistakes.items() if factor != 1 and relative(factor * said, true) < _DOUBTFUL]
+    found = [what for factor, what in mistakes.items() if factor != 1 and relative(factor * returned, true) < _DOUBTFUL]
     return f" ({found[0]})" if found and bool((true.abs() > _DOUBTFUL).any()) else ""
 
 

@@ -24,7 +24,7 @@ def shapes_and_dtypes(s: Subject) -> Measured:
     """Both directions in float64 and float32 (our own layers in bfloat16 too), of the whole batch and of one row."""
     wrong = []
     widths = [(torch.float64, torch.float64), (torch.float32, torch.float32)]
-    # Ours widen what comes in half precision; of other modules nobody promised that.
+    # Ours widen what comes in half precision; other modules need not.
     widths += [(torch.bfloat16, torch.float32)] if isinstance(s.layer, Bijection) else []
     for dtype, expected in widths:
         layer = s.copy(torch.promote_types(dtype, torch.float32))

@@ -181,7 +181,7 @@ def test_constant_channels_are_centred_and_named_once():
     assert flow.layers[1].bias[2].item() == pytest.approx(-5)
 
 
-def test_deviations_beyond_the_bound_are_exact():
+def test_standard_deviations_beyond_the_bound_are_exact():
     layer = initialized(torch.tensor([[1e9], [-1e9]], dtype=torch.float64))
     assert torch.isfinite(layer.raw_log_scale).all()
     assert layer.log_scale().item() == pytest.approx(-math.log(1e9), abs=1e-9)

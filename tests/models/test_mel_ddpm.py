@@ -41,8 +41,8 @@ def known(variance: float = 1.0) -> MelDDPM:
 
 def mean_of(found: MelDDPM, text: str, durations: list[int]) -> torch.Tensor:
     """The mean of every frame in log units, (n_mels, T), straight from the encoder."""
-    said = found.asked(SamplingOptions(text=text)).said
-    _, mu, _ = found.weights("ema").tts.encoder(said.tokens, said.mask)
+    condition = found.asked(SamplingOptions(text=text)).condition
+    _, mu, _ = found.weights("ema").tts.encoder(condition.tokens, condition.mask)
     return found.units.inverse(mu[0].repeat_interleave(torch.tensor(durations), dim=1)).detach()
 
 

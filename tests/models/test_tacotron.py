@@ -102,7 +102,7 @@ def test_a_mel_without_a_stop_is_reported(monkeypatch):
 def test_what_it_cannot_be_conditioned_on():
     tacotron = model()
     for options in ({"speed": 2.0}, {"seconds": 1.0}, {"durations": [[1, 1]]}):
-        with pytest.raises(InputError, match=f"{next(iter(options))}: a tacotron speaks as long"):
+        with pytest.raises(InputError, match=f"{next(iter(options))}: a tacotron stops by itself"):
             tacotron.sample(1, **options)
     with pytest.raises(InputError, match="one voice"):
         tacotron.sample(1, 1)

@@ -70,13 +70,13 @@ def model():
 
 def test_tokens_with_blanks(model):
     reader = TextReader(model.spec)
-    pace = reader.pace(["a [slow=2]b[/slow]", "ab"])
-    assert pace.tolist()[0] == [1, 1, 1, 1, 2, 2, 2] and pace.shape == (2, 7)
-    assert bool((pace[1] == 1).all())
-    assert reader.pace(["a b"]) is None
+    stretch = reader.stretch(["a [slow=2]b[/slow]", "ab"])
+    assert stretch.tolist()[0] == [1, 1, 1, 1, 2, 2, 2] and stretch.shape == (2, 7)
+    assert bool((stretch[1] == 1).all())
+    assert reader.stretch(["a b"]) is None
     assert reader(["a [slow=2]b[/slow]"]).tokens.tolist() == reader(["a b"]).tokens.tolist()
     with pytest.raises(InputError, match="whole words"):
-        reader.pace(["ca[slow]b[/slow]"])
+        reader.stretch(["ca[slow]b[/slow]"])
 
 
 MARKED, PLAIN, SLOWLY = "a [slow=2]bad[/slow] cab", "a bad cab", 0.05  # so slowly that whole frames matter little
@@ -87,16 +87,16 @@ def durations(model, text, **options):
 
 
 def test_marked_tokens_last_longer_by_their_factor_and_no_others(model):
-    pace = TextReader(model.spec).pace([MARKED])[0].double()
+    stretch = TextReader(model.spec).stretch([MARKED])[0].double()
     marked, plain = durations(model, MARKED, speed=SLOWLY), durations(model, PLAIN, speed=SLOWLY)
     assert plain.min() > 5
-    assert bool(((marked - pace * plain).abs() <= 1 + pace).all())
-    assert not bool(((marked - plain / pace).abs() <= 1 + pace).all())  # a mutant: faster for slower
+    assert bool(((marked - stretch * plain).abs() <= 1 + stretch).all())
+    assert not bool(((marked - plain / stretch).abs() <= 1 + stretch).all())  # a mutant: faster for slower
 
 
 def test_within_an_exact_time_the_others_make_room(model):
     marked, plain = durations(model, MARKED, seconds=3.2), durations(model, PLAIN, seconds=3.2)
-    slow = TextReader(model.spec).pace([MARKED])[0] == 2
+    slow = TextReader(model.spec).stretch([MARKED])[0] == 2
     assert marked.sum() == plain.sum() == 276
     assert marked[slow].sum() > plain[slow].sum() and marked[~slow].sum() < plain[~slow].sum()
 

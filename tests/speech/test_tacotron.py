@@ -160,7 +160,7 @@ def test_the_density_is_laplace():
         torch.testing.assert_close(stop[k], -(torch.log(1 - p[:-1]).sum() + p[-1].log()) / t)
 
 
-def test_temperature_scales_the_deviations():
+def test_temperature_scales_the_standard_deviations():
     taco, tokens = model(), torch.tensor([[3, 1, 2]]).expand(2000, -1)
     one, half = (taco.sample(tokens, generator=keyed(range(2000)), temperature=t, max_frames=1).mel for t in (1.0, 0.5))
     mean = taco.sample(tokens, generator=keyed(range(2000)), max_frames=1).mel
