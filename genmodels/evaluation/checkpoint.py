@@ -22,6 +22,7 @@ from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.base import DataModule, spread_rows
 from genmodels.data.utterances import joined
 from genmodels.evaluation.cache import Cache, blocks, code_hash, in_processes, key_of, strided
+from genmodels.evaluation.report import CheckpointFacts, DataFacts, Report
 from genmodels.evaluation.request import Request
 from genmodels.evaluation.samples import draw
 from genmodels.models.base import GenerativeModel
@@ -211,7 +212,7 @@ class Frame:
         shared: what the models of a table have in common (item hashes, the feature network); filled here.
 
     Attributes:
-        report: plain types, as it stands after the stages done so far.
+        report: as it stands after the stages done so far.
         arrays: numbers for pictures by name.
     """
 
@@ -226,33 +227,27 @@ class Frame:
         """What was asked."""
         return self.opened.request
 
-    def _head(self) -> dict:
+    def _head(self) -> Report:
         opened, header, request = self.opened, self.opened.header, self.opened.request
         spec = opened.spec
-        return {
-            "format": 2,
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "genmodels": {
-                "version": __version__, "torch": torch.__version__, "python": platform.python_version(),
-                "device": str(opened.model.device), "threads": torch.get_num_threads(),
-            },
-            "name": header["family"],
-            "checkpoint": {
-                "path": str(opened.path), "sha256": self.sha256, "step": header["step"], "epoch": header.get("epoch"),
-                "family": header["family"], "parameters": header["parameters"],
-                "weights": str(weights_of(request.ema)), "training_seconds": training_time(opened.path.parent) or None,
-            },
-            "config": header["config"],
-            "data": {
-                "name": spec.name, "split": request.split, "items": opened.items, "limited": opened.limited,
-                "item_hash": self.hash_of(request.split, opened.items), "event_shape": list(spec.event_shape),
-                "levels": spec.levels, "units": "levels" if spec.levels else "the data's own",
-                "mel": spec.mel, "num_classes": spec.num_classes, "class_names": list(spec.class_names),
-            },
-            "likelihood": [], "references": [], "items": {}, "profile": {}, "drift": {}, "checks": [], "fidelity": {},
-            "sampling": {}, "sweeps": [], "samples": {}, "neighbours": {}, "density": {}, "ood": [],
-            "warnings": [], "failed": [], "seconds": {},
-        }
+        return Report(
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            genmodels={"version": __version__, "torch": torch.__version__, "python": platform.python_version(),
+                       "device": str(opened.model.device), "threads": torch.get_num_threads()},
+            name=header["family"],
+            checkpoint=CheckpointFacts(
+                path=str(opened.path), sha256=self.sha256, step=header["step"], epoch=header.get("epoch"),
+                family=header["family"], parameters=header["parameters"], weights=str(weights_of(request.ema)),
+                training_seconds=training_time(opened.path.parent) or None,
+            ),
+            config=header["config"],
+            data=DataFacts(
+                name=spec.name, split=request.split, items=opened.items, limited=opened.limited,
+                item_hash=self.hash_of(request.split, opened.items), event_shape=list(spec.event_shape),
+                levels=spec.levels, units="levels" if spec.levels else "the data's own", mel=spec.mel,
+                num_classes=spec.num_classes, class_names=list(spec.class_names),
+            ),
+        )
 
     def hash_of(self, split: str, count: int | None = None) -> str:
         """The hash of the first `count` items of a split, all of them by default."""
@@ -265,7 +260,7 @@ class Frame:
         """The result of a stage from the cache, or computed and kept."""
         model = self.opened.model
         key = key_of(
-            stage=stage, checkpoint=self.sha256, settings=settings, data=self.report["data"]["item_hash"],
+            stage=stage, checkpoint=self.sha256, settings=settings, data=self.report.data.item_hash,
             items=self.opened.items, split=self.request.split, weights=str(weights_of(self.request.ema)),
             seed=self.request.seed, batch_size=self.request.batch_size, processes=self.request.processes,
             device=str(model.device), threads=torch.get_num_threads(), torch=torch.__version__, code=code_hash(),

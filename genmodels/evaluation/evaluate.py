@@ -17,6 +17,7 @@ from genmodels.evaluation.checkpoint import Frame, Opened
 from genmodels.evaluation.likelihood import LikelihoodStage
 from genmodels.evaluation.out_of_distribution import OtherDataStage
 from genmodels.evaluation.references import references
+from genmodels.evaluation.report import Report, SamplingCost
 from genmodels.evaluation.sample_quality import FidelityStage
 from genmodels.evaluation.speech import audit, picture_of_audit, require_texts
 from genmodels.models.checkpoint import weights_of
@@ -52,8 +53,8 @@ class Evaluation:
         return self.frame.opened
 
     @property
-    def report(self) -> dict:
-        """Plain types, as it stands after the stages done so far."""
+    def report(self) -> Report:
+        """As it stands after the stages done so far."""
         return self.frame.report
 
     @property
@@ -65,9 +66,9 @@ class Evaluation:
     def _timed(self, stage: str):
         start = time.monotonic()
         yield
-        self.report["seconds"][stage] = round(self.report["seconds"].get(stage, 0.0) + time.monotonic() - start, 3)
+        self.report.seconds[stage] = round(self.report.seconds.get(stage, 0.0) + time.monotonic() - start, 3)
 
-    def run(self) -> dict:
+    def run(self) -> Report:
         """Every stage that is wanted, in order; the report.
 
         Raises:
@@ -80,14 +81,14 @@ class Evaluation:
             self.fidelity.check()
         if self.frame.request.wants("audit"):
             require_texts(self.opened.spec)
-        self.report["references"] = self._references()
+        self.report.references = self._references()
         try:
             for name, stage in stages.items():
                 if self.frame.request.wants(name):
                     with self._timed(name):
                         stage()
         except (KeyboardInterrupt, Interrupted):
-            self.report["partial"] = True
+            self.report.partial = True
             raise Interrupted("interrupted: the stages that were finished are in the report") from None
         return self.report
 
@@ -102,8 +103,8 @@ class Evaluation:
     def audit(self) -> None:
         """Utterances by likelihood, with a picture of how the least likely are aligned."""
         _, likelihood = self.likelihood.of_first_line()
-        self.report["audit"] = audit(self.frame, likelihood)
-        picture = picture_of_audit(self.opened, self.report["audit"])
+        self.report.audit = audit(self.frame, likelihood)
+        picture = picture_of_audit(self.opened, self.report.audit)
         if picture is not None:
             self.pictures["audit"] = picture
 
@@ -112,10 +113,11 @@ class Evaluation:
         small = self.opened.limited
         own = Opened(self.opened.path, self.opened.model, self.opened.header, self.opened.datamodule,
                      replace(self.frame.request, processes=1), self.opened.items)
-        self.report["sampling"] = self.frame.once("cost", self.frame.sampling_settings(), lambda: cost.measure(
+        found = self.frame.once("cost", self.frame.sampling_settings(), lambda: cost.measure(
             self.opened.model, lambda n, start: own.draw(n, start=start, progress=False),
             batch_size=16 if small else 64, budget=5.0 if small else 60.0,
-        )) | {"seed": self.frame.request.seed}
+        ))
+        self.report.sampling = SamplingCost(**found, seed=self.frame.request.seed)
 
     def checks(self) -> None:
         """The checks of this checkpoint, and the layers of a flow one by one."""
@@ -137,11 +139,11 @@ class Evaluation:
             return {"checks": checks, "layers": subject.flow.layers if is_flow(model) else []}
 
         done = self.frame.once("checks", {"options": line.options, "bound": bound}, compute)
-        self.report["checks"] = done["checks"]
+        self.report.checks = done["checks"]
         if done["layers"]:
             from genmodels.verification.trained_flows import drift_of  # here, since other families need no flows
 
-            self.report["profile"]["flow"] = done["layers"]
-            self.report["drift"] = drift_of(done["layers"])
-        self.report["failed"] += [f"check failed: {check['name']} ({check['note']})" for check in done["checks"]
-                                  if check["status"] == FAILED]
+            self.report.profile["flow"] = done["layers"]
+            self.report.drift = drift_of(done["layers"])
+        self.report.failed += [f"check failed: {check['name']} ({check['note']})" for check in done["checks"]
+                               if check["status"] == FAILED]

@@ -17,6 +17,7 @@ from genmodels.core.likelihood import Likelihood, packed, unpacked
 from genmodels.data.toy import density
 from genmodels.diffusion.ode import OdeDensity
 from genmodels.evaluation.checkpoint import Frame, Opened
+from genmodels.evaluation.report import BitsLine, LikelihoodLine, NatsLine
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import extent_of, midpoints, on_grid
 
@@ -142,8 +143,8 @@ def chosen_partition(given: dict, limited: bool) -> dict:
     return {"normaliser": "auto", **usual, **given}
 
 
-def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor | None = None) -> dict:
-    """One likelihood as plain values: mean, errors, the extreme items, the named parts, and how it was made.
+def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor | None = None) -> LikelihoodLine:
+    """One likelihood as a line: mean, errors, the extreme items, the named parts, and how it was made.
 
     Arguments:
         likelihood: of all items in index order.
@@ -200,12 +201,12 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
                        "shown": single.shown}
     order = (likelihood.nats / likelihood.dims).argsort()
     order = order[torch.isfinite(likelihood.nats[order])] if single.shown else order[:0]
-    return {
-        **found, **numbers, "how": how(likelihood), "n": len(likelihood), "nonfinite": len(likelihood.nonfinite),
-        "nonfinite_first": [int(i) for i in likelihood.nonfinite[:3]],
-        "worst": _extremes(likelihood, order[:8]), "best": _extremes(likelihood, order.flip(0)[:8]),
-        "parts_nats": {name: float(part.double().mean()) for name, part in likelihood.parts.items()}, "made": made,
-    }
+    return (BitsLine if discrete else NatsLine)(
+        **found, **numbers, how=how(likelihood), n=len(likelihood), nonfinite=len(likelihood.nonfinite),
+        nonfinite_first=[int(i) for i in likelihood.nonfinite[:3]],
+        worst=_extremes(likelihood, order[:8]), best=_extremes(likelihood, order.flip(0)[:8]),
+        parts_nats={name: float(part.double().mean()) for name, part in likelihood.parts.items()}, made=made,
+    )
 
 
 def paired_gap(likelihood: Likelihood, spec: DataSpec, x: torch.Tensor | None) -> dict:
@@ -217,35 +218,24 @@ def paired_gap(likelihood: Likelihood, spec: DataSpec, x: torch.Tensor | None) -
     return {"kl_paired": float(gaps.mean()), "se_gap": math.hypot(gaps.std() / math.sqrt(len(gaps)), shared)}
 
 
-def faults(found: dict) -> list[str]:
-    """What of a line makes the whole evaluation fail.
-
-    Example:
-        >>> faults({"kind": "exact", "nonfinite": 0, "kl_paired": -0.5, "se_gap": 0.1, "label": "exact"})
-        ['exact: better than the truth by 0.5000 +- 0.1000 nats: a fault of the evaluation']
-    """
+def faults(line: LikelihoodLine) -> list[str]:
+    """What of a line makes the whole evaluation fail."""
     lines = []
-    if found["nonfinite"] and found["kind"] != "unnormalised":
-        listed = ", ".join(map(str, found["nonfinite_first"]))
-        lines.append(f"{found['nonfinite']} of {found['n']} likelihoods are not finite (first items: {listed})")
-    gap, error = found.get("kl_paired"), found.get("se_gap")
-    if found["kind"] in ("exact", "lower_bound") and gap is not None and gap < -3 * error:
-        lines.append(f"{found['label']}: better than the truth by {-gap:.4f} +- {error:.4f} nats: a fault of the "
-                    "evaluation")
+    if line.nonfinite and line.kind != "unnormalised":
+        listed = ", ".join(map(str, line.nonfinite_first))
+        lines.append(f"{line.nonfinite} of {line.n} likelihoods are not finite (first items: {listed})")
+    gap, error = line.kl_paired, line.se_gap
+    if line.kind in ("exact", "lower_bound") and gap is not None and gap < -3 * error:
+        lines.append(f"{line.label}: better than the truth by {-gap:.4f} +- {error:.4f} nats: a fault of the "
+                     "evaluation")
     return lines
 
 
-def notes_on(found: dict) -> list[str]:
-    """Notes on a line.
-
-    Example:
-        >>> notes_on({"label": "K = 8", "ess_median": 1.4, "made": {"importance_samples": 8}})
-        ['K = 8: of 8 importance samples 1.4 count in the median: the bound is loose']
-    """
-    few = found.get("ess_median")
-    if few is not None and few < 2 and found["made"]["importance_samples"] >= 8:
-        k = found["made"]["importance_samples"]
-        return [f"{found['label']}: of {k} importance samples {few:.1f} count in the median: the bound is loose"]
+def notes_on(line: LikelihoodLine) -> list[str]:
+    """Notes on a line."""
+    few, k = line.ess_median, line.made.get("importance_samples", 1)
+    if few is not None and few < 2 and k >= 8:
+        return [f"{line.label}: of {k} importance samples {few:.1f} count in the median: the bound is loose"]
     return []
 
 
@@ -327,19 +317,20 @@ class LikelihoodStage:
     def run(self) -> None:
         """Every line; then what the first one says of items, noise levels and, in the plane, of the density."""
         opened, spec = self.frame.opened, self.frame.opened.spec
-        self.frame.report["warnings"] += self.notes
+        self.frame.report.warnings += self.notes
         x = opened.evaluated().x if spec.entropy is not None else None
         for number, line in enumerate(self.lines):
             start = time.monotonic()
             found = self._evaluated(line)
-            entry = row(found, spec, line.label, x) | {"values": f"nats_{number}"}
-            self.frame.report["likelihood"].append(entry | {"seconds": time.monotonic() - start})
+            entry = row(found, spec, line.label, x)
+            entry.values, entry.seconds = f"nats_{number}", time.monotonic() - start
+            self.frame.report.likelihood.append(entry)
             self.frame.arrays[f"nats_{number}"] = found.nats
-            self.frame.report["failed"] += faults(entry)
-            self.frame.report["warnings"] += notes_on(entry)
+            self.frame.report.failed += faults(entry)
+            self.frame.report.warnings += notes_on(entry)
             if number == 0:
                 self.first = found
-            self.frame.report["profile"] |= profile_of(found)
+            self.frame.report.profile |= profile_of(found)
         self._extreme_items()
         if spec.event_shape == (2,) and spec.levels is None:
             self._density()
@@ -358,19 +349,20 @@ class LikelihoodStage:
 
     def _extreme_items(self) -> None:
         """The least and most likely items of the first line whose values of single items stand out of their noise."""
-        number = next((k for k, line in enumerate(self.frame.report["likelihood"]) if line["worst"]), None)
+        number = next((k for k, line in enumerate(self.frame.report.likelihood) if line.worst), None)
         if number is None:
             return
-        line = self.frame.report["likelihood"][number]
-        self.frame.report["items"] = {"line": number, "least": line["worst"], "most": line["best"]}
-        for name in ("least", "most"):
-            index = torch.tensor([entry["index"] for entry in self.frame.report["items"][name]], dtype=torch.int64)
+        line = self.frame.report.likelihood[number]
+        found = {"least": line.worst, "most": line.best}
+        self.frame.report.items = {"line": number, **found}
+        for name, entries in found.items():
+            index = torch.tensor([entry["index"] for entry in entries], dtype=torch.int64)
             batch = next(iter(self.frame.opened.datamodule.loader(self.frame.request.split, len(index), index)))
             self.frame.arrays[f"{name}_x"], self.frame.arrays[f"{name}_index"] = batch.x, index
 
     def _density(self) -> None:
         """The density in the plane by the best line that has one, the true density, and the data."""
-        kinds = [entry["kind"] for entry in self.frame.report["likelihood"]]
+        kinds = [entry.kind for entry in self.frame.report.likelihood]
         usable = [k for k, kind in enumerate(kinds) if kind in ("exact", "ode")]
         if not usable or self.frame.request.limit not in (None, "all") or self.frame.opened.limited:
             return
@@ -390,7 +382,7 @@ class LikelihoodStage:
         if truth is not None:
             self.frame.arrays["density_true"] = truth
         # The map is a window: what lies inside is no check. Whether all of it is one is one of the checks.
-        self.frame.report["density"] = {"extent": extent, "kind": kinds[usable[0]], "unit": "nats"}
+        self.frame.report.density = {"extent": extent, "kind": kinds[usable[0]], "unit": "nats"}
 
 
 def profile_of(likelihood: Likelihood) -> dict:

@@ -19,6 +19,7 @@ from genmodels.data.base import DataModule
 from genmodels.data.loading import TensorData
 from genmodels.evaluation.checkpoint import Frame, fits, item_hash
 from genmodels.evaluation.likelihood import LikelihoodStage
+from genmodels.evaluation.report import OtherData
 
 
 def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
@@ -131,7 +132,7 @@ class OtherDataStage:
         self.frame, self.likelihood = frame, likelihood
 
     def run(self) -> None:
-        """Judge each of them."""
+        """The likelihood of each of them."""
         line, _ = self.likelihood.of_first_line()
         spec = self.frame.opened.spec
         for number, name in enumerate(self.frame.request.ood):
@@ -143,7 +144,7 @@ class OtherDataStage:
                 return packed(self.frame.opened.likelihood(line.method, line.options, name, other, count))
 
             found = unpacked(self.frame.once("ood", {"name": name, "items": digest, **line.options}, compute))
-            self.frame.report["ood"].append(self._entry(name, number, found, count, spec))
+            self.frame.report.ood.append(self._entry(name, number, found, count, spec))
             order = found.nats.argsort(descending=True)[:8]
             self.frame.arrays[f"ood_{number}_nats"] = found.nats
             self.frame.arrays[f"ood_{number}_x"] = next(iter(other.loader(self.frame.request.split, 8, order))).x
@@ -166,7 +167,7 @@ class OtherDataStage:
             self.frame.shared[key] = item_hash(other, self.frame.request.split, count)
         return self.frame.shared[key]
 
-    def _entry(self, name: str, number: int, found: Likelihood, count: int, spec: DataSpec) -> dict:
+    def _entry(self, name: str, number: int, found: Likelihood, count: int, spec: DataSpec) -> OtherData:
         line, own = self.likelihood.of_first_line()
         inside, outside = own.nats, found.nats
         entry = {"name": name, "overrides": self.frame.request.ood_data, "n": count, "kind": found.kind,
@@ -175,11 +176,11 @@ class OtherDataStage:
         unit = "unnormalised nats" if found.kind == "unnormalised" else "bits_per_dim" if spec.levels else "nats"
         if not finite:
             reason = found.made.get("reason", "values that are not finite")
-            return {**entry, "value": unit, "auroc": None, "reason": reason, "said": f"{name}: {reason}"}
+            return OtherData(**entry, value=unit, auroc=None, reason=reason, said=f"{name}: {reason}")
         area, error = auroc(inside, outside)
         means = {}
         for key, likelihood in (("mean_in", own), ("mean_out", found)):
             bits = unit == "bits_per_dim"
             means[key] = likelihood.mean_bits_per_dim() if bits else -likelihood.mean_nats()
-        return {**entry, "value": unit, "auroc": area, "se": error, **means,
-                "said": sentence(name, area, error, found.kind)}
+        return OtherData(**entry, value=unit, auroc=area, se=error, **means,
+                         said=sentence(name, area, error, found.kind))

@@ -1,16 +1,242 @@
-"""The report of an evaluation: report.json with its arrays, and descriptions of its numbers."""
+"""The report of an evaluation: what its stages found, report.json with its arrays, and descriptions of its numbers."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from genmodels.core.files import write_whole
+
+
+@dataclass
+class CheckpointFacts:
+    """The checkpoint that was evaluated."""
+
+    path: str
+    sha256: str
+    step: int
+    epoch: int | None
+    family: str
+    parameters: int
+    weights: str
+    training_seconds: float | None
+
+
+@dataclass
+class DataFacts:
+    """The items that were evaluated."""
+
+    name: str
+    split: str
+    items: int
+    limited: bool
+    item_hash: str
+    event_shape: list[int]
+    levels: int | None
+    units: str
+    mel: dict | None
+    num_classes: int | None
+    class_names: list[str]
+
+
+@dataclass(kw_only=True)
+class LikelihoodLine:
+    """One likelihood: its mean with its errors, the extreme items, the named parts, and how it was made.
+
+    `values` names the array of its single values. What does not apply is None: the bracket and the error of log Z of
+    annealed importance sampling, the cost of a class, the gap to an entropy or a density that is known.
+    """
+
+    label: str
+    kind: str
+    mark: str
+    unit: str
+    mean_nats: float | None
+    se_data: float | None
+    se_items: float | None
+    se_mc: float | None
+    single: dict
+    how: str
+    n: int
+    nonfinite: int
+    nonfinite_first: list[int]
+    worst: list[dict]
+    best: list[dict]
+    parts_nats: dict[str, float]
+    made: dict
+    se_log_z: float | None = None
+    optimistic: bool | None = None
+    unreliable: str | None = None
+    bracket: dict | None = None
+    reason: str | None = None
+    ess_median: float | None = None
+    class_cost: float | None = None
+    entropy: float | None = None
+    kl_gap: float | None = None
+    kl_paired: float | None = None
+    se_gap: float | None = None
+    values: str | None = None
+    seconds: float | None = None
+
+    @property
+    def value(self) -> float | None:
+        """The number in its unit, lower is better; None where there is none."""
+        return getattr(self, {"nats": "nll", "nats_per_dim": "nll_per_dim"}.get(self.unit, self.unit))
+
+
+@dataclass(kw_only=True)
+class BitsLine(LikelihoodLine):
+    """A likelihood of integers."""
+
+    bits_per_dim: float | None
+
+
+@dataclass(kw_only=True)
+class NatsLine(LikelihoodLine):
+    """A likelihood of real numbers."""
+
+    nll: float | None
+    nll_per_dim: float | None
+
+
+@dataclass(kw_only=True)
+class Measures:
+    """Distances, precision and recall of n samples and as many held-out items, each with its standard error."""
+
+    n: int
+    frechet: float | None
+    frechet_error: float | None
+    kernel: float
+    kernel_error: float
+    precision: float
+    precision_error: float
+    recall: float
+    recall_error: float
+
+
+@dataclass(kw_only=True)
+class Fidelity(Measures):
+    """Measures of a model's samples in the features of one network, copies among them, and their classes."""
+
+    network: dict
+    memorisation: dict
+    class_accuracy: dict | None = None
+    likelihood_accuracy: dict | None = None
+
+
+@dataclass
+class Skipped:
+    """Why samples were not compared."""
+
+    skipped: str
+
+
+@dataclass(kw_only=True)
+class SamplingCost:
+    """What a sample costs; latency in seconds, memory in bytes."""
+
+    sampler: str | None
+    steps: int | None
+    evaluations: float | None
+    samples_per_second: float
+    batch_size: int
+    latency: dict
+    peak_memory: int | None
+    seconds: float
+    context: str
+    seed: int
+
+
+@dataclass(kw_only=True)
+class SampleFacts:
+    """The samples that were evaluated: names of their arrays, how they were made, and what lay outside the range."""
+
+    x: str
+    cond: str | None
+    index: str
+    made: dict
+    outside: dict | None
+
+
+@dataclass(kw_only=True)
+class Sweep:
+    """Measures and cost at several values of one option of sampling."""
+
+    key: str
+    sampler: str | None
+    n: int
+    values: list[float]
+    frechet: list[float | None] = field(default_factory=list)
+    frechet_error: list[float | None] = field(default_factory=list)
+    kernel: list[float] = field(default_factory=list)
+    kernel_error: list[float] = field(default_factory=list)
+    precision: list[float] = field(default_factory=list)
+    precision_error: list[float] = field(default_factory=list)
+    recall: list[float] = field(default_factory=list)
+    recall_error: list[float] = field(default_factory=list)
+    evaluations: list[float | None] = field(default_factory=list)
+    samples_per_second: list[float] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class OtherData:
+    """Another data set under the same line: whether likelihood separates the two."""
+
+    name: str
+    overrides: dict
+    n: int
+    kind: str
+    label: str
+    values: str
+    inside: str
+    value: str
+    auroc: float | None
+    said: str
+    se: float | None = None
+    mean_in: float | None = None
+    mean_out: float | None = None
+    reason: str | None = None
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What was found of one checkpoint, as it stands after the stages done so far; empty where nothing was measured."""
+
+    format: int = 2
+    created: str
+    genmodels: dict
+    name: str
+    checkpoint: CheckpointFacts
+    config: dict
+    data: DataFacts
+    likelihood: list[LikelihoodLine] = field(default_factory=list)
+    references: list[dict] = field(default_factory=list)
+    items: dict = field(default_factory=dict)
+    profile: dict = field(default_factory=dict)
+    drift: dict = field(default_factory=dict)
+    checks: list[dict] = field(default_factory=list)
+    fidelity: Fidelity | Skipped | dict = field(default_factory=dict)
+    sampling: SamplingCost | dict = field(default_factory=dict)
+    sweeps: list[Sweep] = field(default_factory=list)
+    samples: SampleFacts | dict = field(default_factory=dict)
+    neighbours: dict = field(default_factory=dict)
+    density: dict = field(default_factory=dict)
+    ood: list[OtherData] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    scale: dict | None = None
+    speech: dict | None = None
+    audit: list[dict] | None = None
+    partial: bool | None = None
+    arrays: str | None = None
 
 
 def report_target(checkpoint: Path, out: str | None, several: bool, split: str = "test", limit: int | None = None):
@@ -39,8 +265,8 @@ def write_arrays(arrays: Mapping[str, Tensor], target: Path) -> None:
     write_whole(target, lambda file: np.savez_compressed(file, **plain))
 
 
-def write_report(report: dict, target: Path) -> None:
-    """Write report.json whole; numbers that are not finite become null."""
+def write_report(report: Any, target: Path) -> None:
+    """Write a report or a table whole as JSON; numbers that are not finite become null."""
     text = json.dumps(plain(report), indent=1, allow_nan=False)
     write_whole(target, lambda file: file.write(text + "\n"), mode="w")
 
@@ -48,10 +274,15 @@ def write_report(report: dict, target: Path) -> None:
 def plain(value):
     """The same of dictionaries with text keys, lists, and numbers that JSON knows; others become None.
 
+    Of a dataclass, fields that are None by default are left out where they are None.
+
     Example:
         >>> plain({1: (float("nan"), 2.0)})
         {'1': [None, 2.0]}
     """
+    if is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in fields(value)
+                 if f.default is not None or getattr(value, f.name) is not None}
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -84,7 +315,7 @@ def about_log_z(made: dict) -> str:
     return f"log Z{point} {bracket}, {count}{note}"
 
 
-def parts_of_error(line: dict) -> dict[str, float]:
+def parts_of_error(line: Mapping) -> dict[str, float]:
     """What the standard error of a line is made of, as far as it is known: the squares of the parts add up.
 
     Example:
@@ -95,8 +326,8 @@ def parts_of_error(line: dict) -> dict[str, float]:
     return {name: line[key] for key, name in names.items() if line.get(key) is not None}
 
 
-def gap_of(line: dict) -> tuple[float | None, float | None]:
+def gap_of(line: Mapping) -> tuple[float | None, float | None]:
     """The KL gap to the true density and its standard error: paired item by item where that density is known."""
-    if "kl_paired" in line:
+    if line.get("kl_paired") is not None:
         return line["kl_paired"], line["se_gap"]
     return line.get("kl_gap"), line.get("se_data")

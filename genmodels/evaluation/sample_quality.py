@@ -26,6 +26,7 @@ from genmodels.evaluation.fidelity import (
     nearest,
     precision_recall,
 )
+from genmodels.evaluation.report import Fidelity, Measures, SampleFacts, Skipped, Sweep
 from genmodels.evaluation.speech import speech_of
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
@@ -122,25 +123,25 @@ def scale_of(network: FeatureNetwork, items: Items, real: Tensor, other: Tensor)
     n = len(real)
     compared = {"other held-out items": other, "training items": items.train, "noise": noise_like(real, items.spec)}
     return {"network": network.described(), "n": n, "rows": {
-        name: fidelity_of(network, real, x[chosen(len(x), n, name)]) for name, x in compared.items() if len(x) >= n}}
+        name: vars(fidelity_of(network, real, x[chosen(len(x), n, name)])) for name, x in compared.items()
+        if len(x) >= n}}
 
 
-def fidelity_of(network: FeatureNetwork, real: Tensor, generated: Tensor) -> dict:
+def fidelity_of(network: FeatureNetwork, real: Tensor, generated: Tensor) -> Measures:
     """Distances, precision and recall of equally many samples and held-out items, each with its standard error.
 
     The Fréchet distance where features have `moments`, and the kernel distance: cubic of such features, Gaussian of
     coordinates. Errors of precision and recall are those over the points that are counted.
     """
     found, true = network(generated), network(real)
-    values: dict = {"n": len(found), "frechet": None, "frechet_error": None}
-    if network.moments:
-        values["frechet"], values["frechet_error"] = frechet_with_error(found, true)
-    kernel = cubic_kernel if network.moments else gaussian_kernel
-    values["kernel"], values["kernel_error"] = kernel_distance(found, true, kernel)
+    frechet = frechet_with_error(found, true) if network.moments else (None, None)
+    kernel = kernel_distance(found, true, cubic_kernel if network.moments else gaussian_kernel)
     most = min(_MOST, len(found))
-    for name, share in zip(("precision", "recall"), precision_recall(true[:most], found[:most]), strict=True):
-        values |= {name: share, f"{name}_error": math.sqrt(share * (1 - share) / most)}
-    return values
+    precision, recall = precision_recall(true[:most], found[:most])
+    of_precision, of_recall = (math.sqrt(share * (1 - share) / most) for share in (precision, recall))
+    return Measures(n=len(found), frechet=frechet[0], frechet_error=frechet[1], kernel=kernel.value,
+                    kernel_error=kernel.error, precision=precision, precision_error=of_precision, recall=recall,
+                    recall_error=of_recall)
 
 
 def copies(network: FeatureNetwork, items: Items, real: Tensor, generated: Tensor) -> tuple[dict, dict, dict]:
@@ -212,11 +213,11 @@ class FidelityStage:
     def run(self) -> None:
         """Samples compared with held-out items in features of one network; copies of training items; classes."""
         if self.frame.opened.spec.text is not None:
-            self.frame.report["speech"] = speech_of(self.frame)
+            self.frame.report.speech = speech_of(self.frame)
             return
         n, reason = self._count()
         if reason is not None:
-            self.frame.report["fidelity"] = {"skipped": reason}
+            self.frame.report.fidelity = Skipped(reason)
             self._show(self._drawn(min(_SHOWN, n)))
             return
         samples = self._drawn(max(n, _SHOWN))
@@ -230,7 +231,7 @@ class FidelityStage:
         scale = self._scale(network, items, real, other)
 
         def compute() -> dict:
-            found = fidelity_of(network, real, generated)
+            found = vars(fidelity_of(network, real, generated))
             memory, pairs, arrays = copies(network, items, real, generated)
             classes = samples["cond"] is not None and network.classify is not None
             if classes:
@@ -240,20 +241,20 @@ class FidelityStage:
 
         settings = {**self.frame.sampling_settings(), "n": n, "network": network.sha256, "train": items.train_hash}
         done = self.frame.once("fidelity", settings, compute)
-        self.frame.report["fidelity"] = {
-            "network": network.described(), **done["found"], "memorisation": done["memorisation"],
-            **self._asked_classes(),
-        }
-        self.frame.report["neighbours"], self.frame.report["scale"] = done["pairs"], scale
+        self.frame.report.fidelity = Fidelity(
+            network=network.described(), **done["found"], memorisation=done["memorisation"],
+            likelihood_accuracy=self._asked_classes(),
+        )
+        self.frame.report.neighbours, self.frame.report.scale = done["pairs"], scale
         self.frame.arrays |= done["arrays"]
         if "only" in network.note:
-            self.frame.report["warnings"].append(f"feature network {network.name}: {network.note}")
+            self.frame.report.warnings.append(f"feature network {network.name}: {network.note}")
         if done["memorisation"]["flagged"]:
-            self.frame.report["warnings"].append(f"samples may be copies: {done['memorisation']['said']}")
+            self.frame.report.warnings.append(f"samples may be copies: {done['memorisation']['said']}")
 
     def _scale(self, network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> dict:
         """What other held-out items, training items and noise score against the same held-out items."""
-        shared, cache, data = self.frame.shared, self.frame.cache, self.frame.report["data"]["item_hash"]
+        shared, cache, data = self.frame.shared, self.frame.cache, self.frame.report.data.item_hash
         parts = {"network": network.sha256, "n": len(real), "data": data}
         parts |= {"train": items.train_hash, "other": len(other)}
         name = ("scale", *parts.values())
@@ -302,18 +303,19 @@ class FidelityStage:
         for key in ("x", "cond", "index"):
             if samples[key] is not None:
                 self.frame.arrays[f"samples_{key}"] = samples[key][:shown]
-        self.frame.report["samples"] = {"x": "samples_x", "cond": None if samples["cond"] is None else "samples_cond",
-                                        "index": "samples_index", "made": samples["made"],
-                                        "outside": share_outside(samples["outside"])}
+        self.frame.report.samples = SampleFacts(
+            x="samples_x", cond=None if samples["cond"] is None else "samples_cond", index="samples_index",
+            made=samples["made"], outside=share_outside(samples["outside"]),
+        )
 
-    def _asked_classes(self) -> dict:
+    def _asked_classes(self) -> dict | None:
         """p(y|x) of a class-conditional flow: how often the true class is the likeliest."""
         model, spec = self.frame.opened.model, self.frame.opened.spec
         if not is_flow(model) or model.num_classes is None:
-            return {}
+            return None
         batch = self.frame.opened.evaluated(_LABELLED)
         if batch.cond is None:
-            return {}
+            return None
 
         def compute() -> dict:
             options = {"weights": weights_of(self.frame.request.ema), "seed": self.frame.request.seed}
@@ -322,7 +324,7 @@ class FidelityStage:
             return class_accuracy(found, batch.cond, model.num_classes, spec.class_names)
 
         done = self.frame.once("classes", {"items": len(batch)}, compute)
-        return {"likelihood_accuracy": {key: done[key] for key in ("accuracy", "interval", "n")}}
+        return {key: done[key] for key in ("accuracy", "interval", "n")}
 
     def sweeps(self) -> None:
         """Fidelity and cost at several numbers of steps, and at several temperatures."""
@@ -331,7 +333,7 @@ class FidelityStage:
             dims = dims_of(opened.spec, request.features)
             n, reason = count_for("auto", min(_SWEPT, self._matched(opened.items)), dims, request.force)
             if reason is not None:
-                self.frame.report["warnings"].append(f"no sweep over {key}: {reason}")
+                self.frame.report.warnings.append(f"no sweep over {key}: {reason}")
                 continue
             self._sweep(key, self._network()[0], self._real(n)[0])
 
@@ -339,15 +341,13 @@ class FidelityStage:
         model = self.frame.opened.model
         refused = key == "temperature" and "inverse_temperature" in model.own_options()
         if refused or not model.takes(key):
-            self.frame.report["warnings"].append(f"no sweep over {key}: a {model.family} has no such option")
+            self.frame.report.warnings.append(f"no sweep over {key}: a {model.family} has no such option")
             return
         values = _TEMPERATURES
         if key == "steps":
             most = getattr(model, "num_steps", None)
             values = sorted({min(v, most) for v in (*_STEPS, most)}) if most else [10, 40, 160]
-        measured = [name + part for name in ("frechet", "kernel", "precision", "recall") for part in ("", "_error")]
-        found: dict = {"key": key, "sampler": None, "n": len(real), "values": list(values),
-                       **{name: [] for name in (*measured, "evaluations", "samples_per_second")}}
+        found = Sweep(key=key, sampler=None, n=len(real), values=list(values))
         for value in values:
 
             def compute(value=value) -> dict:
@@ -356,16 +356,17 @@ class FidelityStage:
                 with counter:
                     samples = self.frame.opened.draw(len(real), **{key: value})
                 seconds = time.monotonic() - start
-                values = fidelity_of(network, real, samples.x)
+                values = vars(fidelity_of(network, real, samples.x))
                 evaluations = cost.evaluations_per_sample(model, samples, counter.rows, len(real))
                 return {"values": values, "evaluations": evaluations, "rate": len(real) / seconds,
                         "sampler": samples.made.get("sampler")}
 
             settings = {**self.frame.sampling_settings(), key: value, "n": len(real), "network": network.sha256}
             done = self.frame.once("sweep", settings, compute)
-            for name in measured:
-                found[name].append(done["values"][name])
-            found["evaluations"].append(done["evaluations"])
-            found["samples_per_second"].append(done["rate"])
-            found["sampler"] = done["sampler"]
-        self.frame.report["sweeps"].append(found)
+            for name, measured in done["values"].items():
+                if name != "n":
+                    getattr(found, name).append(measured)
+            found.evaluations.append(done["evaluations"])
+            found.samples_per_second.append(done["rate"])
+            found.sampler = done["sampler"]
+        self.frame.report.sweeps.append(found)

@@ -6,6 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 import torch
@@ -13,7 +14,16 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError
 from genmodels.core.likelihood import with_error
-from genmodels.evaluation.report import about_log_z, gap_of, parts_of_error
+from genmodels.evaluation.report import (
+    DataFacts,
+    Fidelity,
+    LikelihoodLine,
+    Report,
+    Skipped,
+    about_log_z,
+    gap_of,
+    parts_of_error,
+)
 from genmodels.evaluation.speech import audit_notes, spoken_notes
 from genmodels.verification.check import FAILED, NOT_VERIFIED, PASSED
 
@@ -35,55 +45,58 @@ _OF_LIKELIHOOD = ("value", "error", "unit", "kind", "low", "high", "given", "ite
 UNITS = {"bits_per_dim": "bits/dim", "nats": "nats", "nats_per_dim": "nats/dim"}
 
 
-def same_items(reports: Sequence[dict]) -> None:
-    """Raise an InputError unless all were evaluated on the same items in the same units.
+@dataclass(kw_only=True)
+class Table:
+    """The comparison of models evaluated on the same items; `rows` of the likelihoods of `models`, with their cells."""
 
-    Example:
-        >>> a = {"checkpoint": {"path": "a"}, "data": {"name": "digits", "levels": 17}}
-        >>> same_items([a, {"checkpoint": {"path": "b"}, "data": {"name": "toy", "levels": None}}])
-        Traceback (most recent call last):
-        ...
-        genmodels.core.errors.InputError: a and b cannot stand in one table: their data name differ, digits and toy
-    """
+    format: int = 1
+    created: str
+    command: str
+    genmodels: dict
+    data: DataFacts
+    references: list[dict]
+    scale: dict | None
+    columns: list[str]
+    rows: list[dict]
+    ranking: list[dict]
+    conclusions: list[str]
+    models: list[Report]
+    failures: list[dict]
+    warnings: list[str]
+    notes: list[str] = field(default_factory=list)
+
+
+def same_items(reports: Sequence[Report]) -> None:
+    """Raise an InputError unless all were evaluated on the same items in the same units."""
     for other in reports[1:]:
         for key in ("name", "split", "levels", "units", "mel", "event_shape", "items", "item_hash"):
-            first, second = (r["data"].get(key) for r in (reports[0], other))
+            first, second = (getattr(r.data, key) for r in (reports[0], other))
             if first != second:
-                a, b = reports[0]["checkpoint"]["path"], other["checkpoint"]["path"]
+                a, b = reports[0].checkpoint.path, other.checkpoint.path
                 shown = f", {first} and {second}" if key != "item_hash" else ""
                 raise InputError(f"{a} and {b} cannot stand in one table: their data {key} differ{shown}")
 
 
-def labelled(reports: Sequence[dict]) -> None:
+def labelled(reports: Sequence[Report]) -> None:
     """Give every report a short name of its own: the family, and what tells its path from the others'."""
     for report in reports:
-        path = report["checkpoint"]["path"].split("/")
-        twins = [r for r in reports if r["checkpoint"]["family"] == report["checkpoint"]["family"]]
-        others = [r["checkpoint"]["path"].split("/") for r in twins if r is not report]
+        path = report.checkpoint.path.split("/")
+        twins = [r for r in reports if r.checkpoint.family == report.checkpoint.family]
+        others = [r.checkpoint.path.split("/") for r in twins if r is not report]
         own = [part for k, part in enumerate(path) if any(k >= len(o) or o[k] != part for o in others)]
-        report["name"] = report["checkpoint"]["family"] + (f" ({'/'.join(own)})" if own else "")
+        report.name = report.checkpoint.family + (f" ({'/'.join(own)})" if own else "")
 
 
-def value_of(line: dict) -> float | None:
-    """The number of a line in its unit, lower is better; None where there is none."""
-    return line.get({"nats": "nll", "nats_per_dim": "nll_per_dim"}.get(line["unit"], line["unit"]))
-
-
-def condition_of(line: dict) -> str:
-    """What the likelihood of a line is conditioned on: the class, the text, or nothing.
-
-    Example:
-        >>> condition_of({"made": {"given": "text, through its best alignment"}}), condition_of({"made": {}})
-        ('text', '')
-    """
-    return line["made"].get("given", "").split(",")[0]
+def condition_of(line: LikelihoodLine) -> str:
+    """What the likelihood of a line is conditioned on: the class, the text, or nothing."""
+    return line.made.get("given", "").split(",")[0]
 
 
 def make_table(
-    reports: list[dict], arrays: Sequence[Mapping[str, Tensor]], *, rank: str = "kind", command: str = "",
+    reports: list[Report], arrays: Sequence[Mapping[str, Tensor]], *, rank: str = "kind", command: str = "",
     failures: Sequence[tuple[str, str]] = (),
-) -> dict:
-    """The comparison of models evaluated on the same items, plain types only.
+) -> Table:
+    """The comparison of models evaluated on the same items.
 
     Arguments:
         reports: one for each model, as `Evaluation.run` makes them; they are given names.
@@ -97,58 +110,57 @@ def make_table(
     """
     same_items(reports)
     labelled(reports)
-    lines = [(m, k, line) for m, report in enumerate(reports) for k, line in enumerate(report["likelihood"])]
+    lines = [(m, k, line) for m, report in enumerate(reports) for k, line in enumerate(report.likelihood)]
     ranking = _ranking(lines, reports, arrays, rank)
     places = {r: place for group in ranking for place, ties in enumerate(group["order"], 1) for r in ties}
     rows = _rows(reports, places)
-    scale = next((report["scale"] for report in reports if report.get("scale")), None)
-    table = {
-        "format": 1, "created": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": command,
-        "genmodels": reports[0]["genmodels"], "data": reports[0]["data"], "references": reports[0]["references"],
-        "scale": None if scale is None else {**scale, "network": scale["network"]["name"]},
-        "columns": COLUMNS, "rows": rows, "ranking": ranking, "conclusions": conclusions(lines, reports),
-        "models": reports,
-        "failures": [{"path": path, "message": message} for path, message in failures],
-        "warnings": [f"{report['name']}: {note}" for report in reports for note in report["warnings"]],
-    }
-    table["notes"] = _notes(table, rank)
+    scale = next((report.scale for report in reports if report.scale), None)
+    table = Table(
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=command,
+        genmodels=reports[0].genmodels, data=reports[0].data, references=reports[0].references,
+        scale=None if scale is None else {**scale, "network": scale["network"]["name"]},
+        columns=COLUMNS, rows=rows, ranking=ranking, conclusions=conclusions(lines, reports), models=reports,
+        failures=[{"path": path, "message": message} for path, message in failures],
+        warnings=[f"{report.name}: {note}" for report in reports for note in report.warnings],
+    )
+    table.notes = _notes(table, rank)
     return table
 
 
-def _rows(reports: list[dict], places: dict[int, int]) -> list[dict]:
+def _rows(reports: list[Report], places: dict[int, int]) -> list[dict]:
     rows = []
     for m, report in enumerate(reports):
-        checkpoint, fidelity, sampling = report["checkpoint"], report["fidelity"], report["sampling"]
-        for k, line in enumerate(report["likelihood"] or [None]):
+        checkpoint, sampling = report.checkpoint, report.sampling
+        for k, line in enumerate(report.likelihood or [None]):
             number = len(rows)
             cells = [str(number + 1)]
             first = k == 0
-            head = [report["name"], f"{checkpoint['parameters']:,}", str(checkpoint["step"]), checkpoint["weights"]]
+            head = [report.name, f"{checkpoint.parameters:,}", str(checkpoint.step), checkpoint.weights]
             cells += head if first else [""] * len(head)
             if line is None:
                 cells += [""] * 5
             else:
-                shown = "none" if line["kind"] == "unnormalised" else f"{line['mark']} {_value(line)}"
-                unit = UNITS[line["unit"]]
-                kind = ", ".join([line["kind"], *(word for word in ("optimistic", "unreliable") if line.get(word))])
-                cells += [shown, unit, kind, line["how"], str(places.get(number, ""))]
-            quality = [measured(fidelity.get(key), fidelity.get(f"{key}_error")) for key, _ in MEASURES]
+                shown = "none" if line.kind == "unnormalised" else f"{line.mark} {_value(line)}"
+                kind = ", ".join([line.kind, *(word for word in ("optimistic", "unreliable") if getattr(line, word))])
+                cells += [shown, UNITS[line.unit], kind, line.how, str(places.get(number, ""))]
+            quality = [measured(*(getattr(report.fidelity, key + part, None) for part in ("", "_error")))
+                       for key, _ in MEASURES]
             speed = ["", ""]
             if sampling:
-                evaluations = sampling["evaluations"]
-                speed = ["" if evaluations is None else f"{evaluations:g}", f"{sampling['samples_per_second']:.1f}"]
+                evaluations = sampling.evaluations
+                speed = ["" if evaluations is None else f"{evaluations:g}", f"{sampling.samples_per_second:.1f}"]
             cells += quality + speed if first else [""] * 6
             rows.append({"model": m, "likelihood": None if line is None else k, "first": first, "cells": cells,
                          "rank": places.get(number)})
     return rows
 
 
-def _value(line: dict) -> str:
+def _value(line: LikelihoodLine) -> str:
     """The value with its error; the bracket alone where there is no other."""
-    sides = line.get("bracket") or {}
-    if value_of(line) is None and sides.get("upper") is not None:
+    sides = line.bracket or {}
+    if line.value is None and sides.get("upper") is not None:
         return f"{sides['lower']:.4f} to {sides['upper']:.4f}"
-    return with_error(value_of(line), line.get("se_data"))
+    return with_error(line.value, line.se_data)
 
 
 def measured(value: float | None, error: float | None) -> str:
@@ -162,22 +174,22 @@ def measured(value: float | None, error: float | None) -> str:
     return "" if value is None else with_error(value, error, digits)
 
 
-def _ranking(lines: list, reports: list[dict], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[dict]:
+def _ranking(lines: list, reports: list[Report], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[dict]:
     """The best row of each model in order; ties differ by less than two paired standard errors.
 
     Within each kind, and apart for what is given: log p(x | y) is another quantity than log p(x).
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for number, (_, _, line) in enumerate(lines):
-        if line["kind"] != "unnormalised" and value_of(line) is not None:
-            group = "across" if rank == "across" else line["kind"]
+        if line.kind != "unnormalised" and line.value is not None:
+            group = "across" if rank == "across" else line.kind
             groups.setdefault((group, condition_of(line)), []).append(number)
     ranking = []
     for (kind, given), members in groups.items():
         if len({lines[number][0] for number in members}) < 2:
             continue  # one model alone has nobody to be ranked with
         best: dict[int, int] = {}  # of the lines of one model and kind, the best
-        for number in sorted(members, key=lambda number: value_of(lines[number][2])):
+        for number in sorted(members, key=lambda number: lines[number][2].value):
             best.setdefault(lines[number][0], number)
         members = list(best.values())
         order: list[list[int]] = []
@@ -186,21 +198,20 @@ def _ranking(lines: list, reports: list[dict], arrays: Sequence[Mapping[str, Ten
                 order[-1].append(number)
             else:
                 order.append([number])
-        ranking.append({"kind": kind, "given": given, "unit": lines[members[0]][2]["unit"], "order": order})
+        ranking.append({"kind": kind, "given": given, "unit": lines[members[0]][2].unit, "order": order})
     return ranking
 
 
 def _tied(first: tuple, second: tuple, arrays: Sequence[Mapping[str, Tensor]]) -> bool:
-    difference, error = paired(*(arrays[m][line["values"]] for m, _, line in (first, second)))
+    difference, error = paired(*(arrays[m][line.values] for m, _, line in (first, second)))
     scale = _scale(first[2])
-    shared = [(line.get("se_log_z") or 0.0) for _, _, line in (first, second)]
+    shared = [(line.se_log_z or 0.0) for _, _, line in (first, second)]
     return abs(difference) / scale <= 2 * math.hypot(error / scale, *shared)
 
 
-def _scale(line: dict) -> float:
+def _scale(line: LikelihoodLine) -> float:
     """Nats in one unit of a line's value."""
-    value = value_of(line)
-    return 1.0 if line["unit"] == "nats" or not value else -line["mean_nats"] / value
+    return 1.0 if line.unit == "nats" or not line.value else -line.mean_nats / line.value
 
 
 def paired(first: Tensor, second: Tensor) -> tuple[float, float]:
@@ -215,66 +226,65 @@ def paired(first: Tensor, second: Tensor) -> tuple[float, float]:
     return float(difference.mean()), float(difference.std() / math.sqrt(len(difference)))
 
 
-def conclusions(lines: list, reports: list[dict]) -> list[str]:
+def conclusions(lines: list, reports: list[Report]) -> list[str]:
     """`a is better than b` wherever the bounds show it, with two standard errors on each side."""
     found: dict[str, None] = {}
     for m, _, a in lines:
         for other, _, b in lines:
             same = condition_of(a) == condition_of(b)
-            if m == other or a["unit"] != b["unit"] or not same and (condition_of(b) or "class_cost" not in a):
+            if m == other or a.unit != b.unit or not same and (condition_of(b) or a.class_cost is None):
                 continue
             upper, lower = _side(a, 1), _side(b, 0)
-            if upper is not None and lower is not None and (upper := upper + (0 if same else a["class_cost"])) < lower:
-                unit = UNITS[a["unit"]]
-                found[f"{reports[m]['name']} is better than {reports[other]['name']}: at most {upper:.4f} against at "
-                      f"least {lower:.4f} {unit} ({a['kind']}, {b['kind']})"] = None
+            if upper is not None and lower is not None and (upper := upper + (0 if same else a.class_cost)) < lower:
+                found[f"{reports[m].name} is better than {reports[other].name}: at most {upper:.4f} against at "
+                      f"least {lower:.4f} {UNITS[a.unit]} ({a.kind}, {b.kind})"] = None
     return list(found)
 
 
-def _side(line: dict, which: int) -> float | None:
+def _side(line: LikelihoodLine, which: int) -> float | None:
     """The least (0) or the most (1) that the true value can be, with two standard errors; None if nothing is known."""
-    value, error = value_of(line), line.get("se_data")
-    if value is not None and not which and line.get("bracket"):
-        value = line["bracket"]["lower"]  # of log Z itself too: an estimate from few chains may err upwards
-    if value is None or error is None or not _SIDES.get(line["kind"], (False, False))[which]:
+    value, error = line.value, line.se_data
+    if value is not None and not which and line.bracket:
+        value = line.bracket["lower"]  # of log Z itself too: an estimate from few chains may err upwards
+    if value is None or error is None or not _SIDES.get(line.kind, (False, False))[which]:
         return None
     return value + 2 * error if which else value - 2 * error
 
 
-def _notes(table: dict, rank: str) -> list[str]:
+def _notes(table: Table, rank: str) -> list[str]:
     notes: dict[str, None] = {}
     rankings: list[str] = []  # of utterances, in which the same line may stand twice
-    models = table["models"]
-    for number, row in enumerate(table["rows"], 1):
+    models = table.models
+    for number, row in enumerate(table.rows, 1):
         report = models[row["model"]]
         if row["first"] and len(models) > 1:
-            notes[f"{number}: {report['checkpoint']['path']}"] = None
+            notes[f"{number}: {report.checkpoint.path}"] = None
         if row["likelihood"] is not None:
-            notes |= dict.fromkeys(f"{number}: {note}" for note in _on_line(report["likelihood"][row["likelihood"]]))
+            notes |= dict.fromkeys(f"{number}: {note}" for note in _on_line(report.likelihood[row["likelihood"]]))
         if row["first"]:
             notes |= dict.fromkeys(f"{number}: {note}" for note in _on_model(report))
-            rankings += [f"{number}: {note}" for note in audit_notes(report["audit"])] if "audit" in report else []
-    for reference in table["references"]:
+            rankings += [f"{number}: {note}" for note in audit_notes(report.audit)] if report.audit is not None else []
+    for reference in table.references:
         if reference["unit"] != "nats" and reference["value"] is not None:
-            name, unit = table["data"]["name"], UNITS[reference["unit"]]
+            name, unit = table.data.name, UNITS[reference["unit"]]
             value = with_error(reference["value"], reference.get("error"))
             notes[f"reference on {name}: {reference['name']} {value} {unit}"] = None
-    notes |= dict.fromkeys(on_scale(table["scale"]))
-    if rank == "across" and table["ranking"]:
-        kinds = {report["kind"] for model in models for report in model["likelihood"] if report["kind"] in ERRS}
+    notes |= dict.fromkeys(on_scale(table.scale))
+    if rank == "across" and table.ranking:
+        kinds = {line.kind for model in models for line in model.likelihood if line.kind in ERRS}
         if len(kinds) > 1:
             notes |= dict.fromkeys(f"ranks mix kinds: {kind} {ERRS[kind]}" for kind in sorted(kinds))
-    lines = [line for model in models for line in model["likelihood"] if line["kind"] != "unnormalised"]
+    lines = [line for model in models for line in model.likelihood if line.kind != "unnormalised"]
     if len({condition_of(line) for line in lines}) > 1:
         notes["values given the class are of another quantity, and ranked apart"] = None
-    if any(len(group["order"]) and sum(line["kind"] == group["kind"] for line in model["likelihood"]) > 1
-           for group in table["ranking"] for model in models):
+    if any(len(group["order"]) and sum(line.kind == group["kind"] for line in model.likelihood) > 1
+           for group in table.ranking for model in models):
         notes["of several lines of one kind the best has the model's rank"] = None
-    kinds = {line["kind"] for model in models for line in model["likelihood"]}
+    kinds = {line.kind for model in models for line in model.likelihood}
     if len(kinds - {"unnormalised"}) > 1 and rank != "across":
         notes["values of unlike kinds are not ranked: rank=across does it, and says how each may err"] = None
-    notes |= dict.fromkeys(table["conclusions"]) | dict.fromkeys(f"note: {warning}" for warning in table["warnings"])
-    notes |= dict.fromkeys(f"failed: {failure['path']}: {failure['message']}" for failure in table["failures"])
+    notes |= dict.fromkeys(table.conclusions) | dict.fromkeys(f"note: {warning}" for warning in table.warnings)
+    notes |= dict.fromkeys(f"failed: {failure['path']}: {failure['message']}" for failure in table.failures)
     if "lower_bound" in kinds:
         notes["<= means: the true value is at most this"] = None
     if "upper_bound" in kinds:
@@ -283,80 +293,80 @@ def _notes(table: dict, rank: str) -> list[str]:
     return rankings + list(notes)
 
 
-def _on_line(line: dict) -> list[str]:
-    if line["kind"] == "unnormalised":
-        return [f"no likelihood: {line['reason']}"]
+def _on_line(line: LikelihoodLine) -> list[str]:
+    if line.kind == "unnormalised":
+        return [f"no likelihood: {line.reason}"]
     notes = []
-    if "log_z" in line["made"]:
-        notes.append(about_log_z(line["made"]))
-    if line.get("bracket", {}).get("upper") is not None:
-        sides = line["bracket"]
+    if "log_z" in line.made:
+        notes.append(about_log_z(line.made))
+    sides = line.bracket or {}
+    if sides.get("upper") is not None:
         notes.append(f"by log Z alone {sides['lower']:.4f} to {sides['upper']:.4f}, at 95 %; its estimate is low in "
                      "the mean, which flatters the model")
-    parts = parts_of_error(line)
+    parts = parts_of_error(vars(line))
     if len(parts) > 1:
-        notes.append(f"the error {line['se_data']:.4f} adds up, in squares, from "
+        notes.append(f"the error {line.se_data:.4f} adds up, in squares, from "
                      + ", ".join(f"{part:.4f} of {name}" if part else f"too little to be seen of {name}"
                                  for name, part in parts.items()))
-    if line.get("class_cost") is not None and value_of(line) is not None:
-        at_most = "at most " if line["kind"] in ("exact", "lower_bound") else "about at most "
+    if line.class_cost is not None and line.value is not None:
+        at_most = "at most " if line.kind in ("exact", "lower_bound") else "about at most "
         notes.append(f"given the class; of items alone, classes drawn evenly, {at_most}"
-                     f"{with_error(value_of(line) + line['class_cost'], line.get('se_data'))} {UNITS[line['unit']]}")
-    if line.get("kl_gap") is not None:
-        bound = {"exact": "", "lower_bound": " at most"}.get(line["kind"], " about")
-        gap, error = gap_of(line)
+                     f"{with_error(line.value + line.class_cost, line.se_data)} {UNITS[line.unit]}")
+    if line.kl_gap is not None:
+        bound = {"exact": "", "lower_bound": " at most"}.get(line.kind, " about")
+        gap, error = gap_of(vars(line))
         error = "" if error is None else f" +- {error:.4f}"
-        paired = " (paired with the true density on these items)" if "kl_paired" in line else ""
-        notes.append(f"exact entropy {line['entropy']:.4f} nats: KL gap{bound} {gap:.4f}{error} nats{paired}")
+        paired = " (paired with the true density on these items)" if line.kl_paired is not None else ""
+        notes.append(f"exact entropy {line.entropy:.4f} nats: KL gap{bound} {gap:.4f}{error} nats{paired}")
     return notes
 
 
-def _on_model(report: dict) -> list[str]:
+def _on_model(report: Report) -> list[str]:
     notes = []
-    fidelity, sampling, checks = report["fidelity"], report["sampling"], report["checks"]
-    if "skipped" in fidelity:
-        notes.append(f"samples were not compared: {fidelity['skipped']}")
-    if "speech" in report:
-        notes += spoken_notes(report["speech"])
-    if "memorisation" in fidelity:
-        notes.append(f"{fidelity['n']} samples against as many held-out items; {fidelity['memorisation']['said']}")
-    outside = (report.get("samples") or {}).get("outside")
+    fidelity, sampling, checks = report.fidelity, report.sampling, report.checks
+    if isinstance(fidelity, Skipped):
+        notes.append(f"samples were not compared: {fidelity.skipped}")
+    if report.speech is not None:
+        notes += spoken_notes(report.speech)
+    if isinstance(fidelity, Fidelity):
+        notes.append(f"{fidelity.n} samples against as many held-out items; {fidelity.memorisation['said']}")
+    outside = report.samples and report.samples.outside
     if outside:
         share = f"{outside['share']:.3%} +- {outside['error']:.3%}"
         notes.append(f"{share} of the values of {outside['n']} samples lay outside the range of the levels and were "
                      "moved to its ends; the likelihood leaves that mass out")
-    if "class_accuracy" in fidelity:
-        classes = fidelity["class_accuracy"]
+    classes = getattr(fidelity, "class_accuracy", None)
+    if classes is not None:
         low, high = classes["interval"]
         real = ""
         if classes["real"] is not None:
             least, most = classes["real_interval"]
             real = f", of real items {classes['real']:.1%} ({least:.1%} to {most:.1%})"
         notes.append(f"class of the samples found right: {classes['accuracy']:.1%} ({low:.1%} to {high:.1%}){real}")
-    if "likelihood_accuracy" in fidelity:
-        classes = fidelity["likelihood_accuracy"]
+    classes = getattr(fidelity, "likelihood_accuracy", None)
+    if classes is not None:
         low, high = classes["interval"]
         notes.append(f"class of test items by p(y|x): {classes['accuracy']:.1%} of {classes['n']} right "
                      f"({low:.1%} to {high:.1%})")
     if sampling:
-        wait = sampling["latency"]
-        memory = "" if sampling["peak_memory"] is None else f", peak memory {sampling['peak_memory'] / 2**20:.0f} MiB"
-        notes.append(f"one sample after {wait['p50']:.3f} s (95 %: {wait['p95']:.3f} s){memory}; {sampling['context']}")
+        wait = sampling.latency
+        memory = "" if sampling.peak_memory is None else f", peak memory {sampling.peak_memory / 2**20:.0f} MiB"
+        notes.append(f"one sample after {wait['p50']:.3f} s (95 %: {wait['p95']:.3f} s){memory}; {sampling.context}")
     if checks:
         named = {status: [check["name"] for check in checks if check["status"] == status]
                  for status in (FAILED, NOT_VERIFIED)}
         passed = sum(check["status"] == PASSED for check in checks)
         notes.append(", ".join([f"{passed} of {len(checks)} checks passed",
                                 *(f"{status}: {', '.join(names)}" for status, names in named.items() if names)]))
-    notes += [entry["said"] for entry in report["ood"]]
-    for sweep in report["sweeps"]:
-        key = "kernel" if None in sweep["frechet"] else "frechet"
-        places = zip(sweep["values"], sweep[key], sweep[f"{key}_error"], sweep["samples_per_second"], strict=True)
-        values = ", ".join(f"{at:g}: {measured(value, error)} ({rate:.1f}/s)"
-                         for at, value, error, rate in places)
+    notes += [entry.said for entry in report.ood]
+    for sweep in report.sweeps:
+        key = "kernel" if None in sweep.frechet else "frechet"
+        measures = (getattr(sweep, key), getattr(sweep, f"{key}_error"))
+        values = ", ".join(f"{at:g}: {measured(value, error)} ({rate:.1f}/s)" for at, value, error, rate in zip(
+            sweep.values, *measures, sweep.samples_per_second, strict=True))
         name = {"kernel": "kernel distance", "frechet": "Fréchet distance"}[key]
-        by = f"{sweep['key']} ({sweep['sampler']})" if sweep["sampler"] else sweep["key"]
-        notes.append(f"{name} by {by}, n = {sweep['n']}: {values}")
+        by = f"{sweep.key} ({sweep.sampler})" if sweep.sampler else sweep.key
+        notes.append(f"{name} by {by}, n = {sweep.n}: {values}")
     return notes
 
 
@@ -372,46 +382,45 @@ def on_scale(scale: dict | None) -> list[str]:
     return notes
 
 
-def as_text(table: dict) -> str:
+def as_text(table: Table) -> str:
     """The table for the terminal, notes below; columns that hold nothing are left out."""
     columns, rows = _filled(table)
     widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
     shown = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in (columns, *rows)]
-    data = table["data"]
-    head = f"{data['name']}, {data['split']} split, {data['items']} items"
-    return "\n".join([head, shown[0], "  ".join("-" * w for w in widths), *shown[1:], *table["notes"]])
+    head = f"{table.data.name}, {table.data.split} split, {table.data.items} items"
+    return "\n".join([head, shown[0], "  ".join("-" * w for w in widths), *shown[1:], *table.notes])
 
 
-def as_markdown(table: dict) -> str:
+def as_markdown(table: Table) -> str:
     """The same cells in Markdown."""
     columns, rows = _filled(table)
     every = (columns, ["---"] * len(columns), *rows)
     lines = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in every]
-    return "\n".join([*lines, "", *(f"- {note}" for note in table["notes"]), ""])
+    return "\n".join([*lines, "", *(f"- {note}" for note in table.notes), ""])
 
 
-def as_csv(table: dict) -> str:
+def as_csv(table: Table) -> str:
     """One line for each row as comma separated values for programs: numbers in full, what is not known left empty.
 
     `value` is the mean in its unit, lower is better, `error` its standard error; `low` and `high` are what the true
     value is at least and at most by what its kind bounds, two standard errors out. Distances have their errors too.
     """
     rows = []
-    for number, row in enumerate(table["rows"], 1):
-        report = table["models"][row["model"]]
-        checkpoint, fidelity, sampling = report["checkpoint"], report["fidelity"], report["sampling"] or {}
-        line = {} if row["likelihood"] is None else report["likelihood"][row["likelihood"]]
-        likelihood = {} if not line else {
-            "value": value_of(line), "error": line.get("se_data"), "unit": line["unit"], "kind": line["kind"],
-            "low": _side(line, 0), "high": _side(line, 1), "given": condition_of(line), "items": line.get("n"),
-            "how": line["how"], "rank": row["rank"]}
+    for number, row in enumerate(table.rows, 1):
+        report = table.models[row["model"]]
+        checkpoint, fidelity, sampling = report.checkpoint, report.fidelity, report.sampling
+        line = None if row["likelihood"] is None else report.likelihood[row["likelihood"]]
+        likelihood = {} if line is None else {
+            "value": line.value, "error": line.se_data, "unit": line.unit, "kind": line.kind, "low": _side(line, 0),
+            "high": _side(line, 1), "given": condition_of(line), "items": line.n, "how": line.how, "rank": row["rank"]}
         rows.append({
-            "row": number, "model": report["name"], "checkpoint": checkpoint["path"],
-            "parameters": checkpoint["parameters"], "step": checkpoint["step"], "weights": checkpoint["weights"],
+            "row": number, "model": report.name, "checkpoint": checkpoint.path, "parameters": checkpoint.parameters,
+            "step": checkpoint.step, "weights": checkpoint.weights,
             **{key: likelihood.get(key) for key in _OF_LIKELIHOOD},
-            **{column + part: fidelity.get(key + part) for key, column in MEASURES for part in ("", "_error")},
-            "samples": fidelity.get("n"), "evaluations": sampling.get("evaluations"),
-            "samples_per_second": sampling.get("samples_per_second")})
+            **{column + part: getattr(fidelity, key + part, None) for key, column in MEASURES
+               for part in ("", "_error")},
+            "samples": getattr(fidelity, "n", None), "evaluations": getattr(sampling, "evaluations", None),
+            "samples_per_second": getattr(sampling, "samples_per_second", None)})
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
@@ -419,7 +428,7 @@ def as_csv(table: dict) -> str:
     return text.getvalue()
 
 
-def _filled(table: dict) -> tuple[list[str], list[list[str]]]:
-    rows = [row["cells"] for row in table["rows"]]
-    used = [i for i in range(len(table["columns"])) if any(cells[i] for cells in rows)]
-    return [table["columns"][i] for i in used], [[cells[i] for i in used] for cells in rows]
+def _filled(table: Table) -> tuple[list[str], list[list[str]]]:
+    rows = [row["cells"] for row in table.rows]
+    used = [i for i in range(len(table.columns)) if any(cells[i] for cells in rows)]
+    return [table.columns[i] for i in used], [[cells[i] for i in used] for cells in rows]

@@ -54,7 +54,7 @@ def compare(
     for evaluation, target in zip(evaluations, written, strict=True):
         path = str(evaluation.opened.path)
         if len(evaluations) > 1:
-            print(f"{evaluation.report['name']}: {path}", file=sys.stderr)
+            print(f"{evaluation.report.name}: {path}", file=sys.stderr)
         try:
             evaluation.run()
         except Interrupted:
@@ -69,8 +69,8 @@ def compare(
         raise first if len(failures) == 1 else RunError("; ".join(failures.values()))
     for evaluation, target in done:
         _write(evaluation, target)
-        options = construct(LoggerOptions, **evaluation.report["config"].get("logger") or {})
-        log_evaluation(evaluation.opened.path.parent, options, evaluation.report)
+        options = construct(LoggerOptions, **evaluation.report.config.get("logger") or {})
+        log_evaluation(evaluation.opened.path.parent, options, plain(evaluation.report))
     table = make_table(
         [evaluation.report for evaluation, _ in done], [evaluation.arrays for evaluation, _ in done], rank=request.rank,
         command=_command(), failures=list(failures.items()),
@@ -88,13 +88,13 @@ def compare(
         page = folder / "report.html"
     write_page(plain(table), [{name: value.numpy() for name, value in e.arrays.items()} for e, _ in done], page)
     print(f"page: {page}")
-    notes = [f"{e.report['checkpoint']['path']}: {note}" for e, _ in done for note in e.report["failed"]]
+    notes = [f"{e.report.checkpoint.path}: {note}" for e, _ in done for note in e.report.failed]
     return [*failures.values(), *notes]
 
 
 def _write(evaluation: Evaluation, target: Path) -> None:
-    _keep_fuller(target, set(evaluation.report["seconds"]))
-    evaluation.report["arrays"] = arrays_target(target).name
+    _keep_fuller(target, set(evaluation.report.seconds))
+    evaluation.report.arrays = arrays_target(target).name
     write_arrays(evaluation.arrays, arrays_target(target))
     write_report(evaluation.report, target)
     for name, picture in evaluation.pictures.items():

@@ -336,7 +336,8 @@ def test_torch_is_limited_when_memory_is_short(gaussians, tmp_path, monkeypatch)
 
 def test_a_better_value_than_the_truth_is_a_fault(tmp_path):
     from genmodels.core.likelihood import Likelihood
-    from genmodels.evaluation.likelihood import faults, row
+    from genmodels.evaluation.likelihood import faults, notes_on, row
+    from genmodels.evaluation.report import plain
 
     data = build({"_target_": "genmodels.data.toy.Toy", "n_train": 10, "n_val": 10, "n_test": 500}).prepare()
     x = next(iter(data.loader("test", 500))).x
@@ -344,5 +345,8 @@ def test_a_better_value_than_the_truth_is_a_fault(tmp_path):
 
     true = density("moons").log_prob(x.double())
     honest, wrong = (row(Likelihood(true + extra, "exact", 2), data.spec, "exact", x) for extra in (-0.1, 0.1))
-    assert faults(honest) == [] and honest["kl_paired"] == pytest.approx(0.1)
+    assert faults(honest) == [] and honest.kl_paired == pytest.approx(0.1)
     assert "a fault of the evaluation" in faults(wrong)[0] and torch.isfinite(true).all()
+    assert "kl_paired" in plain(honest) and "bracket" not in plain(honest)  # what does not apply has no key
+    honest.made, honest.ess_median = {"importance_samples": 8}, 1.4
+    assert notes_on(honest) == ["exact: of 8 importance samples 1.4 count in the median: the bound is loose"]

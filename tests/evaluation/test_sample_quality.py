@@ -53,8 +53,8 @@ def test_every_measure_has_its_error():
     real, generated = torch.randn(2, 200, 3, generator=generator)
     found = fidelity_of(FeatureNetwork("as they are", 3, "", lambda x: x), real, generated + 1)
     for name in ("frechet", "kernel", "precision", "recall"):
-        assert found[f"{name}_error"] > 0
-    assert found["precision_error"] == pytest.approx(math.sqrt(found["precision"] * (1 - found["precision"]) / 200))
+        assert getattr(found, f"{name}_error") > 0
+    assert found.precision_error == pytest.approx(math.sqrt(found.precision * (1 - found.precision) / 200))
 
 
 def test_one_item_has_no_error_and_so_no_gap():

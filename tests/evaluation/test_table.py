@@ -10,26 +10,31 @@ import pytest
 import torch
 
 from genmodels.core.errors import InputError
-from genmodels.evaluation.table import as_csv, as_markdown, as_text, make_table, paired, same_items
+from genmodels.evaluation.report import BitsLine, CheckpointFacts, DataFacts, Fidelity, Report
+from genmodels.evaluation.table import Table, as_csv, as_markdown, as_text, make_table, paired, same_items
 
 DIMS, LEVELS = 64, 17
 
 
-def line(kind: str, nats: torch.Tensor, **more) -> dict:
+def line(kind: str, nats: torch.Tensor, **more) -> BitsLine:
     scale = DIMS * math.log(2)
-    return {"kind": kind, "mark": {"exact": "=", "lower_bound": "<=", "ais": "~?", "ode": "~"}.get(kind, "-"),
-            "unit": "bits_per_dim", "mean_nats": float(nats.mean()), "bits_per_dim": -float(nats.mean()) / scale,
-            "se_data": float(nats.std()) / math.sqrt(len(nats)) / scale, "se_mc": None, "how": "", "made": {},
-            "values": "nats_0", "nonfinite": 0} | more
+    mark = {"exact": "=", "lower_bound": "<=", "ais": "~?", "ode": "~"}.get(kind, "-")
+    return BitsLine(**{
+        "label": kind, "kind": kind, "mark": mark, "unit": "bits_per_dim", "mean_nats": float(nats.mean()),
+        "bits_per_dim": -float(nats.mean()) / scale, "se_data": float(nats.std()) / math.sqrt(len(nats)) / scale,
+        "se_items": None, "se_mc": None, "single": {}, "how": "", "n": len(nats), "nonfinite": 0, "nonfinite_first": [],
+        "worst": [], "best": [], "parts_nats": {}, "made": {}, "values": "nats_0"} | more)
 
 
-def report(path: str, *lines: dict, **data) -> dict:
-    return {
-        "genmodels": {}, "checkpoint": {"path": path, "family": "glow", "parameters": 9, "step": 1, "weights": "ema"},
-        "data": {"name": "digits", "split": "test", "items": 200, "item_hash": "a", "levels": LEVELS, **data},
-        "likelihood": list(lines), "references": [{"name": "uniform", "unit": "bits_per_dim", "value": math.log2(17)}],
-        "fidelity": {}, "sampling": {}, "checks": [], "ood": [], "sweeps": [], "warnings": [],
-    }
+def report(path: str, *lines: BitsLine, **data) -> Report:
+    facts = {"name": "digits", "split": "test", "items": 200, "limited": False, "item_hash": "a",
+             "event_shape": [1, 8, 8], "levels": LEVELS, "units": "levels", "mel": None, "num_classes": 10,
+             "class_names": []}
+    return Report(
+        created="", genmodels={}, name="", config={}, data=DataFacts(**facts | data), likelihood=list(lines),
+        checkpoint=CheckpointFacts(path, "", 1, None, "glow", 9, "ema", None),
+        references=[{"name": "uniform", "unit": "bits_per_dim", "value": math.log2(17)}],
+    )
 
 
 def nats(mean: float, seed: int = 0, n: int = 200) -> torch.Tensor:
@@ -37,7 +42,7 @@ def nats(mean: float, seed: int = 0, n: int = 200) -> torch.Tensor:
     return mean + shared + 0.1 * torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def table_of(*pairs: tuple[str, torch.Tensor], **options) -> dict:
+def table_of(*pairs: tuple[str, torch.Tensor], **options) -> Table:
     reports = [report(f"runs/{k}/best.ckpt", line(kind, values)) for k, (kind, values) in enumerate(pairs)]
     return make_table(reports, [{"nats_0": values} for _, values in pairs], **options)
 
@@ -46,38 +51,38 @@ def test_ranks_are_given_within_a_kind_and_ties_are_found_by_pairs():
     # The items differ by 8 nats, the models by 1: only pairs of values can tell them apart.
     table = table_of(("lower_bound", nats(-100)), ("lower_bound", nats(-101, 1)), ("lower_bound", nats(-101, 2)),
                      ("exact", nats(-90)))
-    (group,) = table["ranking"]
+    (group,) = table.ranking
     assert group["kind"] == "lower_bound" and group["order"] == [[0], [2, 1]] or group["order"] == [[0], [1, 2]]
-    assert [row["cells"][9] for row in table["rows"]] == ["1", "2", "2", ""]
-    assert any("not ranked" in note for note in table["notes"])
+    assert [row["cells"][9] for row in table.rows] == ["1", "2", "2", ""]
+    assert any("not ranked" in note for note in table.notes)
     across = table_of(("lower_bound", nats(-100)), ("exact", nats(-90)), rank="across")
-    assert [row["cells"][9] for row in across["rows"]] == ["2", "1"]
-    assert any("lower_bound may be worse than the truth" in note for note in across["notes"])
+    assert [row["cells"][9] for row in across.rows] == ["2", "1"]
+    assert any("lower_bound may be worse than the truth" in note for note in across.notes)
 
 
 def test_models_that_are_equal_share_their_rank():
     table = table_of(("exact", nats(-100)), ("exact", nats(-100)), ("exact", nats(-100) - 1e-3))
-    assert table["ranking"][0]["order"] == [[0, 1], [2]]
+    assert table.ranking[0]["order"] == [[0, 1], [2]]
 
 
 def test_values_given_the_class_are_ranked_apart(monkeypatch):
     values = [nats(-100), nats(-101, 1), nats(-102, 2)]
     given = {"made": {"given": "class"}, "class_cost": math.log2(10) / DIMS}
 
-    def ranking() -> list:
+    def ranking() -> Table:
         reports = [report("a", line("lower_bound", values[0], **given)), report("b", line("lower_bound", values[1])),
                    report("c", line("lower_bound", values[2]))]
         return make_table(reports, [{"nats_0": v} for v in values])
 
     table = ranking()
-    (group,) = table["ranking"]
+    (group,) = table.ranking
     assert (group["kind"], group["given"], group["order"]) == ("lower_bound", "", [[1], [2]])
-    assert any("another quantity" in note for note in table["notes"])
+    assert any("another quantity" in note for note in table.notes)
     at_most = -float(values[0].mean()) / DIMS / math.log(2) + math.log2(10) / DIMS
-    assert any(f"classes drawn evenly, at most {at_most:.4f}(" in note for note in table["notes"])
+    assert any(f"classes drawn evenly, at most {at_most:.4f}(" in note for note in table.notes)
     # One ranking for both quantities is seen.
     monkeypatch.setattr("genmodels.evaluation.table.condition_of", lambda line: "")
-    assert ranking()["ranking"][0]["order"] == [[0], [1], [2]]
+    assert ranking().ranking[0]["order"] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("given, worse, concluded", [
@@ -92,14 +97,15 @@ def test_a_bound_given_the_class_shows_less_by_the_logarithm_of_their_number(giv
         own = {"made": {"given": what}, "class_cost": math.log2(10) / DIMS} if what else {}
         reports.append(report(f"{kind}.ckpt", line(kind, values, **own)))
         arrays.append({"nats_0": values})
-    assert bool(make_table(reports, arrays)["conclusions"]) is concluded
+    assert bool(make_table(reports, arrays).conclusions) is concluded
 
 
 def test_a_line_that_stands_in_two_rankings_is_shown_in_both():
     values = nats(-100)
     said = {"rank": 1, "index": 0, "frames": 9, "nats_per_dim": 1.0, "z": None, "evidence": 0.5, "durations": [9]}
-    one = report("a.ckpt", line("exact", values)) | {"audit": [said]}
-    notes = make_table([one], [{"nats_0": values}])["notes"]
+    one = report("a.ckpt", line("exact", values))
+    one.audit = [said]
+    notes = make_table([one], [{"nats_0": values}]).notes
     shown = "1:   1. 1.000 nats/dim, 9 frames, evidence +0.50: item 0"
     assert [note for note in notes if "item 0" in note] == [shown, shown]
 
@@ -112,9 +118,9 @@ def test_a_line_that_stands_in_two_rankings_is_shown_in_both():
 )
 def test_only_what_bounds_show_is_a_conclusion(better, worse, concluded):
     table = table_of((better, nats(-80)), (worse, nats(-140, 1)))
-    assert bool(table["conclusions"]) is concluded
+    assert bool(table.conclusions) is concluded
     if concluded:
-        assert table["conclusions"][0].startswith("glow (0) is better than glow (1): at most ")
+        assert table.conclusions[0].startswith("glow (0) is better than glow (1): at most ")
 
 
 def test_pairs_by_hand():
@@ -131,23 +137,22 @@ def test_unlike_items_are_refused(key, value):
 def test_the_same_cells_in_every_form():
     table = table_of(("lower_bound", nats(-100)), ("exact", nats(-90)))
     text, markdown = as_text(table), as_markdown(table)
-    for row in table["rows"]:
+    for row in table.rows:
         assert all(cell in text and cell in markdown for cell in row["cells"])
     assert "<= means" in text and "reference on digits: uniform 4.0875 bits/dim" in text
 
 
 def test_the_values_for_programs_are_numbers_and_what_each_kind_bounds():
-    reports = [report("a.ckpt", line("lower_bound", nats(-100), n=200)),
-               report("b.ckpt", line("ais", nats(-90), n=200)),
-               report("c.ckpt", line("exact", nats(-95), n=200)), report("d.ckpt")]
-    reports[0]["fidelity"] = {
-        "n": 200, "frechet": 3.25, "frechet_error": 0.5, "kernel": -0.001, "kernel_error": 0.002, "precision": 0.5,
-        "precision_error": 0.03, "recall": 0.25, "recall_error": 0.02, "memorisation": {"said": ""}}
+    reports = [report("a.ckpt", line("lower_bound", nats(-100))), report("b.ckpt", line("ais", nats(-90))),
+               report("c.ckpt", line("exact", nats(-95))), report("d.ckpt")]
+    reports[0].fidelity = Fidelity(
+        network={}, n=200, frechet=3.25, frechet_error=0.5, kernel=-0.001, kernel_error=0.002, precision=0.5,
+        precision_error=0.03, recall=0.25, recall_error=0.02, memorisation={"said": ""})
     table = make_table(reports, [{"nats_0": nats(mean)} for mean in (-100, -90, -95, -1)])
     bound, optimistic, exact, none = csv.DictReader(io.StringIO(as_csv(table)))
-    for row, (found,) in zip((bound, optimistic, exact), [r["likelihood"] for r in reports[:3]], strict=True):
-        assert float(row["value"]) == found["bits_per_dim"] and float(row["error"]) == found["se_data"]
-        low, high = (found["bits_per_dim"] + side * found["se_data"] for side in (-2, 2))
+    for row, (found,) in zip((bound, optimistic, exact), [r.likelihood for r in reports[:3]], strict=True):
+        assert float(row["value"]) == found.bits_per_dim and float(row["error"]) == found.se_data
+        low, high = (found.bits_per_dim + side * found.se_data for side in (-2, 2))
         assert row["low"] == ("" if row is bound else str(low))
         assert row["high"] == ("" if row is optimistic else str(high))
     assert [row["kind"] for row in (bound, optimistic, exact, none)] == ["lower_bound", "ais", "exact", ""]
@@ -159,12 +164,12 @@ def test_the_values_for_programs_are_numbers_and_what_each_kind_bounds():
 def test_the_parts_of_an_error_are_stated_and_add_up():
     error = {"se_data": 0.05, "se_items": 0.03, "se_mc": 0.04}
     table = make_table([report("a", line("lower_bound", nats(-90), **error))], [{"nats_0": nats(-90)}])
-    assert "1: the error 0.0500 adds up, in squares, from 0.0300 of the items, 0.0400 of the draws" in table["notes"]
+    assert "1: the error 0.0500 adds up, in squares, from 0.0300 of the items, 0.0400 of the draws" in table.notes
     table = make_table([report("a", line("lower_bound", nats(-90), **error | {"se_items": 0.0}))], [{}])
-    assert any("from too little to be seen of the items, 0.0400 of the draws" in note for note in table["notes"])
+    assert any("from too little to be seen of the items, 0.0400 of the draws" in note for note in table.notes)
 
 
 def test_a_model_without_a_likelihood_has_no_number():
     table = make_table([report("a", line("unnormalised", nats(-90), reason="no constant"))], [{"nats_0": nats(-90)}])
-    assert table["rows"][0]["cells"][5] == "none" and "1: no likelihood: no constant" in table["notes"]
-    assert table["ranking"] == []
+    assert table.rows[0]["cells"][5] == "none" and "1: no likelihood: no constant" in table.notes
+    assert table.ranking == []
