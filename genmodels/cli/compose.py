@@ -31,6 +31,7 @@ from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError, nearest
 from genmodels.core.files import CONFIG_DIR, groups
 from genmodels.core.moved import present_name
+from genmodels.models.build import NETWORKS
 
 
 class Composer:
@@ -53,7 +54,8 @@ class Composer:
         """
         parser = OverridesParser.create(config_loader=self.hydra.config_loader)
         try:
-            return parser.parse_overrides([self._open(word) for word in parser.parse_overrides(overrides)])
+            words = [self._open(word) for word in parser.parse_overrides(overrides)]
+            return parser.parse_overrides([part for word in words for part in _network(word)])
         except OverrideParseException as error:
             raise InputError(_unreadable(error.override)) from error
 
@@ -209,6 +211,19 @@ def _holds(value, dotted: str) -> bool:
             return False
         value = value[name]
     return True
+
+
+def _network(word: str) -> list[str]:
+    """The words for `model.net=dit` and the like: options that a preset has for another network are left out.
+
+    Example:
+        >>> _network("++model.net=dit")
+        ['++model.net=null', '++model.net._target_=genmodels.nn.dit.DiT']
+    """
+    key, _, value = word.partition("=")
+    if key.lstrip("+") != "model.net" or value not in NETWORKS:
+        return [word]
+    return ["++model.net=null", f"++model.net._target_={NETWORKS[value]}"]
 
 
 def _no_option(group: str, name: str, options: list[str]) -> str:

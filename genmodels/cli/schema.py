@@ -15,6 +15,7 @@ from typing import Any
 
 from genmodels.cli.signatures import ROOT, Key, Module, Target, target
 from genmodels.core.errors import InputError, nearest
+from genmodels.models.build import NETWORKS, TARGET
 
 #: Names that need no lookup, whatever they were imported from.
 SCALARS = {"int": "an integer", "float": "a number", "str": "text", "bool": "true or false", "None": "null"}
@@ -241,7 +242,6 @@ def fit(value: Any, alternatives: tuple) -> tuple[bool, Any]:
     return False, value
 
 
-TARGET = "_target_"
 MISSING = "???"  # OmegaConf's mark for a value that must be given
 SHOWN = 14  # keys listed in an error; more would hide the point
 EXAMPLES = {"ckpt": "runs/ddpm-digits/<time>/best.ckpt"}
@@ -373,6 +373,8 @@ class Schema:
         return checked
 
     def _value(self, value: Any, alternatives: tuple[Kind, ...], path: str) -> Any:
+        if isinstance(value, str) and NETWORKS.get(value) in [k.dotted for k in alternatives if isinstance(k, Node)]:
+            value = {TARGET: NETWORKS[value]}
         if isinstance(value, dict):
             return self._mapping(value, alternatives, path)
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
@@ -400,10 +402,8 @@ class Schema:
     def _check_target(self, dotted: str, path: str) -> None:
         package = dotted.split(".")[0]
         if package not in self.packages:
-            raise InputError(
-                f"{path} = {dotted} ({self.where(path)}) is not a class of genmodels; "
-                f"to allow it add its package: trust=[{package}]"
-            )
+            raise InputError(f"{path} = {dotted} ({self.where(path)}) is not a class of genmodels; "
+                             f"to allow it add its package: trust=[{package}]")
         if target(dotted) is None:
             raise InputError(f"{path} = {dotted} ({self.where(path)}): there is no such class")
 

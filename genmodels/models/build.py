@@ -11,6 +11,12 @@ from genmodels.core.errors import InputError, nearest
 from genmodels.core.moved import present_name
 
 TARGET = "_target_"
+#: Networks of denoisers by the name that `model.net=` takes on the command line.
+NETWORKS = {
+    "dit": "genmodels.nn.dit.DiT",
+    "mlp": "genmodels.nn.perceptron.MLPDenoiser",
+    "unet": "genmodels.nn.unet.UNet",
+}
 
 
 def locate(name: str, trust: Iterable[str] = ()) -> type:
@@ -55,6 +61,22 @@ def build(node: dict, *args: Any, trust: Iterable[str] = ()) -> Any:
     if TARGET not in node:
         raise InputError(f"no {TARGET} among {', '.join(node)}: which class is meant?")
     return construct(locate(node[TARGET], trust), *args, **options)
+
+
+def make_network(options: dict | None, event_shape: tuple[int, ...], *args: Any) -> Any:
+    """The network of a denoiser: of the class that `_target_` names, else an MLP for vectors, a U-Net for the rest.
+
+    Arguments:
+        options: keyword options of the network, None for its defaults.
+        event_shape: that of the data.
+        args: what follows it: number of classes, doubled output, further channels.
+
+    Example:
+        >>> type(make_network({TARGET: NETWORKS["dit"], "depth": 1}, (1, 8, 8))).__name__
+        'DiT'
+    """
+    usual = NETWORKS["mlp" if len(event_shape) == 1 else "unet"]
+    return build({TARGET: usual, **(options or {})}, event_shape, *args)
 
 
 def keywords(cls: type) -> list[str]:

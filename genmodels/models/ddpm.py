@@ -32,10 +32,10 @@ from genmodels.diffusion import sample as run_sampler
 from genmodels.diffusion.decoder import DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.schedule_discrete import ScheduleName
 from genmodels.models.base import GenerativeModel, Loss
-from genmodels.models.build import construct
+from genmodels.models.build import make_network
 from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
-from genmodels.nn import MLPDenoiser, UNet
+from genmodels.nn import DiT, MLPDenoiser, UNet
 
 _LATENT_STEPS = 100  # of Heun between data and their latents, each way
 
@@ -73,7 +73,8 @@ class DDPM(GenerativeModel):
         cond_drop: probability that training hides the class, so that the model also learns what holds for all of them,
             which guidance needs; 0 for never.
         noise: width of the noise on mels, in log units, without which they have no density; other data have none.
-        net: options of the network, a U-Net for images and sequences, a residual MLP for vectors; or a module.
+        net: options of the network, a U-Net for images and sequences, a residual MLP for vectors, or of the class that
+            `_target_` names (`model.net=dit`); or a module.
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
 
@@ -111,7 +112,7 @@ class DDPM(GenerativeModel):
         class_conditional: bool = True,
         cond_drop: float = 0.1,
         noise: float = 0.05,
-        net: UNet | MLPDenoiser | dict | None = None,
+        net: UNet | DiT | MLPDenoiser | dict | None = None,
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.9999,
     ):
@@ -128,9 +129,8 @@ class DDPM(GenerativeModel):
         self.num_steps, self.variance, self.cond_drop = num_steps, variance, cond_drop
         self.conditional = class_conditional and spec.num_classes is not None
         if not isinstance(net, nn.Module):
-            network = MLPDenoiser if len(spec.event_shape) == 1 else UNet
             estimate = spec.event_shape[0] if self_conditioning else 0
-            net = construct(network, spec.event_shape, self.num_classes, variance == "learned", estimate, **(net or {}))
+            net = make_network(net, spec.event_shape, self.num_classes, variance == "learned", estimate)
         if decoder == "level_softmax" and spec.levels is None:
             raise InputError(f"decoder=level_softmax is for integers, and {spec.name} is continuous: use gaussian")
         kind = LevelSoftmax if decoder == "level_softmax" else DiscretisedGaussian

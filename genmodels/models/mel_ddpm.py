@@ -11,7 +11,7 @@ from genmodels.diffusion import PARAMETERISATIONS, Denoiser, default_variance, m
 from genmodels.diffusion.schedule_discrete import ScheduleName
 from genmodels.models.mel_diffusion import MelDiffusion
 from genmodels.models.optimizer import Optimizer
-from genmodels.nn import UNet
+from genmodels.nn import DiT, UNet
 from genmodels.speech.text_encoder import TextEncoder
 
 
@@ -32,7 +32,7 @@ class MelDDPM(MelDiffusion):
         encoder: options of the text encoder, the one that all models of texts have.
         schedule, zero_terminal_snr, parameterisation, objective, weighting, num_steps, time_sampler, variance,
             self_conditioning: see `DDPM`.
-        net: options of the U-Net.
+        net: options of the U-Net, or of the class that `_target_` names (`model.net=dit`).
         duration_channels: width of the duration predictor.
         speaker_channels: length of the speakers' vectors, where there are several.
         noise: width of the noise in log-mel units.
@@ -69,7 +69,7 @@ class MelDDPM(MelDiffusion):
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
         variance: Literal["beta", "beta_tilde", "learned"] | None = None,
         self_conditioning: bool = False,
-        net: UNet | dict | None = None,
+        net: UNet | DiT | dict | None = None,
         duration_channels: int = 256,
         speaker_channels: int = 64,
         noise: float = 0.05,

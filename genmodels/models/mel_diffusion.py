@@ -19,10 +19,10 @@ from genmodels.diffusion.decoder import Gaussian
 from genmodels.energy import NoiseConditionalScore, annealed_langevin
 from genmodels.flows.composition import Compose
 from genmodels.models.base import Loss
-from genmodels.models.build import construct
+from genmodels.models.build import make_network
 from genmodels.models.mels import even_lengths
 from genmodels.models.text_model import AlignedModel, SpeakerEmbeddings
-from genmodels.nn import UNet
+from genmodels.nn import DiT, UNet
 from genmodels.speech.alignment import log_paths, path_of
 from genmodels.speech.glow_tts import Aligned, GlowTTS, Latent
 from genmodels.speech.text_encoder import TextEncoder
@@ -105,18 +105,18 @@ class FrameConditionedUNet(nn.Module):
     Sequences shorter than its levels take are padded, which changes nothing where the padding is masked.
 
     Arguments:
-        unet: built with that many `extra_channels`.
+        unet: built with that many `extra_channels`; or a `DiT`, which takes sequences of any length.
 
     Shapes: `x (B, C, T)`, `log_snr (B,)`, `cond (B, E, T)`, `mask (B, 1, T)`; the result is `(B, C, T)`, or `(B, 2 C,
         T)` for a U-Net with `double_output`.
     """
 
-    def __init__(self, unet: UNet):
+    def __init__(self, unet: UNet | DiT):
         super().__init__()
         self.unet = unet
 
     def forward(self, x: Tensor, log_snr: Tensor, cond: Tensor, mask: Tensor | None = None) -> Tensor:
-        frames, least = x.shape[2], 2 ** (self.unet.levels - 1)
+        frames, least = x.shape[2], 2 ** (self.unet.levels - 1) if isinstance(self.unet, UNet) else 1
         x = torch.cat([x, cond.to(x.dtype)], dim=1)
         if frames < least:
             mask = x.new_ones(len(x), 1, frames).bool() if mask is None else mask
@@ -175,12 +175,12 @@ class MelDiffusion(AlignedModel):
         self.elbo = Elbo(self.decoder, num_steps, variance)
         self.sampler = DiffusionSampler(num_steps, variance)
 
-    def make_unet(self, options: UNet | dict | None, speaker_channels: int, further: int = 0) -> FrameConditionedUNet:
-        """The U-Net of these options, which sees the mean of every frame, the speaker, and `further` channels."""
+    def make_unet(self, options: dict | None, speaker_channels: int, further: int = 0) -> FrameConditionedUNet:
+        """The network of these options, which sees the mean of every frame, the speaker, and `further` channels."""
         n_mels = self.spec.event_shape[0]
         extra = n_mels + (speaker_channels if self.spec.speakers else 0) + further
-        return FrameConditionedUNet(construct(UNet, self.spec.event_shape, None, self.variance == "learned", extra,
-                                     **(options or {})))
+        learned = self.variance == "learned"
+        return FrameConditionedUNet(make_network(options, self.spec.event_shape, None, learned, extra))
 
     def assemble(
         self, encoder: TextEncoder | dict | None, denoiser: Denoiser, duration_channels: int, speaker_channels: int,

@@ -86,6 +86,9 @@ class MelEnergy(MelDiffusion):
         super().__init__(spec, noise=noise, num_steps=num_steps, variance="beta")
         self.save_hyperparameters(ignore=["spec"], logger=False)
         unet = self.make_unet(net, speaker_channels)
+        if not isinstance(unet.unet, UNet):
+            raise InputError("model=mel_energy takes a U-Net: its scores are gradients of an energy, and the attention "
+                             f"of a {type(unet.unet).__name__} can be differentiated once only")
         if unet.unet.checkpointing:
             raise InputError("model.net.checkpointing is not for model=mel_energy, whose scores are gradients already: "
                              "smaller batches (data.batch_size) take less memory")

@@ -28,11 +28,11 @@ from genmodels.energy import (
     predictor_corrector,
 )
 from genmodels.models.base import GenerativeModel, Loss, gather
-from genmodels.models.build import construct
+from genmodels.models.build import make_network
 from genmodels.models.energy_sampling import check_tempering
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.score_matching import Encoding
-from genmodels.nn import MLPDenoiser, UNet
+from genmodels.nn import DiT, MLPDenoiser, UNet
 from genmodels.plots.densities import picture_of_fields
 
 
@@ -197,7 +197,8 @@ class ScoreModel(GenerativeModel):
         ratio: most by which neighbouring levels differ.
         levels: whether a step draws `one` level for each item, or computes `all`.
         class_conditional: condition on the class where the data have classes.
-        net: options of the network, a U-Net for images and sequences, a residual MLP for vectors.
+        net: options of the network, a U-Net for images and sequences, a residual MLP for vectors, or of the class that
+            `_target_` names (`model.net=dit`).
         whitening: continuous data are standardised (`scale`), or made white (`pca`).
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
@@ -223,7 +224,7 @@ class ScoreModel(GenerativeModel):
         ratio: float = 1.05,
         levels: Literal["one", "all"] = "one",
         class_conditional: bool = True,
-        net: UNet | MLPDenoiser | dict | None = None,
+        net: UNet | DiT | MLPDenoiser | dict | None = None,
         whitening: Literal["scale", "pca"] = "scale",
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,
@@ -233,9 +234,8 @@ class ScoreModel(GenerativeModel):
         noise_levels(2 * smallest if smallest > 0 else 1.0, smallest, ratio)  # refuses what makes no sense
         self.smallest, self.ratio, self.drawn = smallest, ratio, levels
         self.conditional = class_conditional and spec.num_classes is not None
-        network = MLPDenoiser if len(spec.event_shape) == 1 else UNet
-        built = construct(network, spec.event_shape, self.num_classes, **(net or {}))
-        self.core = NoiseConditionalScore(NoiseConditionalNet(built))
+        network = make_network(net, spec.event_shape, self.num_classes)
+        self.core = NoiseConditionalScore(NoiseConditionalNet(network))
         self.encoding = Encoding(spec, integers="unit", whitening=whitening)
         self.register_buffer("largest", torch.tensor(1.0))
         self.finish_setup(optimizer, ema_decay)

@@ -13,6 +13,7 @@ from genmodels.nn.blocks import (
 )
 from genmodels.nn.condition import Condition, Conditioning, Net, modulate
 from genmodels.nn.coupling_networks import ConvNet, GatedConvNet, ResidualConvNet, ScaledHead, WaveNet, concat_elu
+from genmodels.nn.dit import DiT, TokenBlock, TokenTransformer, patchify, unpatchify
 from genmodels.nn.perceptron import MADE, MLP, MLPDenoiser, ResidualMLP
 from genmodels.nn.transformer import Transformer, TransformerLayer
 from genmodels.nn.unet import UNet
@@ -29,6 +30,7 @@ __all__ = [
     "ConditionEmbedding",
     "Conditioning",
     "ConvNet",
+    "DiT",
     "Downsample",
     "GatedConvNet",
     "GroupNorm",
@@ -39,6 +41,8 @@ __all__ = [
     "ResidualMLP",
     "ScaledHead",
     "SpatialAttention",
+    "TokenBlock",
+    "TokenTransformer",
     "Transformer",
     "TransformerLayer",
     "UNet",
@@ -48,4 +52,6 @@ __all__ = [
     "group_count",
     "log_snr_features",
     "modulate",
+    "patchify",
+    "unpatchify",
 ]

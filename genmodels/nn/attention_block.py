@@ -72,27 +72,13 @@ class AttentionBlock(nn.Module):
         self.norm = GroupNorm(channels) if dims == 2 else ChannelNorm(channels)
         self.mechanism = mechanism
         zeroed(mechanism.project_out)
-        position = getattr(mechanism, "position", None)
-        self.for_maps = getattr(position, "dims", 1) == 2
-        self.resampled = isinstance(position, Swin2d)
-        self.train()  # modules are in training mode before anyone has called `train`
-
-    def train(self, mode: bool = True) -> AttentionBlock:
-        """The mode of training; a mechanism that draws hashes in it stays in that of evaluation."""
-        super().train(mode)
-        if isinstance(self.mechanism, LSH):
-            self.mechanism.eval()
-        return self
+        self.for_maps = is_for_maps(mechanism)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is not None and self.resampled:
-            raise ValueError("relative biases of maps are resampled for the size of the map, which padding changes: "
-                             "with a mask use attention = 'rope2d', 'mel' or 'absolute'")  # fmt: skip
         h = self.norm(x) if mask is None or self.dims == 1 else self.norm(x, mask=mask)
         rows, space = self._rows(h).transpose(1, 2), tuple(x.shape[2:])  # (B, L, C)
         valid = None if mask is None else self._rows(mask.expand(len(x), 1, *space))
-        y, _ = self.mechanism(rows, mask=valid, **({"space": space} if self.for_maps else {}))
-        y = y.transpose(1, 2)
+        y = attend(self.mechanism, rows, valid, space).transpose(1, 2)
         if self.dims == 2 and not self.for_maps:
             return x + y.unflatten(2, space[::-1]).transpose(2, 3)
         return x + y.unflatten(2, space)
@@ -100,6 +86,23 @@ class AttentionBlock(nn.Module):
     def _rows(self, x: Tensor) -> Tensor:
         """The positions in the order of the mechanism, (B, C, L)."""
         return x.flatten(2) if self.dims == 1 or self.for_maps else x.transpose(2, 3).flatten(2)
+
+
+def is_for_maps(mechanism: nn.Module) -> bool:
+    """Whether a mechanism takes maps row by row, with their height and width; others take sequences."""
+    return getattr(getattr(mechanism, "position", None), "dims", 1) == 2
+
+
+def attend(mechanism: nn.Module, x: Tensor, mask: Tensor | None = None, space: Space | None = None) -> Tensor:
+    """What a mechanism makes of `x (B, L, C)` under `mask (B, 1, L)`; `space` is for those of maps.
+
+    Errors: ValueError under a mask for positions that are resampled for the size of the map.
+    """
+    if mask is not None and isinstance(getattr(mechanism, "position", None), Swin2d):
+        raise ValueError("relative biases of maps are resampled for the size of the map, which padding changes: "
+                         "with a mask use attention = 'rope2d', 'mel' or 'absolute'")  # fmt: skip
+    y, _ = mechanism(x, mask=mask, **({"space": space} if is_for_maps(mechanism) else {}))
+    return y
 
 
 class AbsoluteAttention(nn.Module):
@@ -231,12 +234,14 @@ class Site(NamedTuple):
         space: height and width of the maps as far as they are known beforehand, else None.
         dropout: probability of dropping a weight, for mechanisms that have it.
         window: the largest distance with a vector of its own, for the kinds of Shaw; None for their default.
+        causal: whether a position sees none after it; for the kinds that are the core with positions of sequences.
     """
 
     dims: int
     space: Space | None = None
     dropout: float = 0.0
     window: int | None = None
+    causal: bool = False
 
 
 class Kind(NamedTuple):
@@ -254,7 +259,7 @@ def _core(position: Callable[[int, int, Site], Position] | None = None, **reach)
 
     def make(dim: int, heads: int, site: Site) -> nn.Module:
         chosen = None if position is None else position(dim, heads, site)
-        return Attention(dim, heads, chosen, dropout=site.dropout, **reach)
+        return Attention(dim, heads, chosen, causal=site.causal, dropout=site.dropout, **reach)
 
     return make
 
@@ -324,7 +329,7 @@ ATTENTION: dict[str, Kind] = {
     "t5": Kind(_core(lambda dim, heads, site: T5Bias(dim, heads))),
     "alibi": Kind(_core(lambda dim, heads, site: ALiBi(dim, heads))),
     "nystrom": Kind(lambda dim, heads, site: Nystrom(dim, heads, landmarks=32)),
-    "lsh": Kind(lambda dim, heads, site: LSH(dim, heads, buckets=8, chunk=32, dropout=site.dropout)),
+    "lsh": Kind(lambda dim, heads, site: LSH(dim, heads, buckets=8, chunk=32, redraw=False, dropout=site.dropout)),
     "local_dense": Kind(lambda dim, heads, site: LocalDenseSynthesizer(dim, heads, c=15, dropout=site.dropout)),
     "additive": Kind(_scored(Additive)),
     "location": Kind(_scored(Location)),
@@ -352,7 +357,10 @@ def make_mechanism(attention: str, dim: int, heads: int, site: Site) -> nn.Modul
     """
     check_kind(attention, site.dims)
     make = ATTENTION[attention].make
-    return None if make is None else make(dim, heads, site)
+    mechanism = None if make is None else make(dim, heads, site)
+    if site.causal and not (isinstance(mechanism, Attention) and mechanism.reach.causal_alone):
+        raise ValueError(f"attention = {attention!r} has no causal form: use rope, xl, shaw, music, t5, alibi or plain")
+    return mechanism
 
 
 def make_attention(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from genmodels.cli.compose import composer, how_to_resume, words_of
+from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError
 from genmodels.core.files import CONFIG_DIR, groups
 from genmodels.models.build import build
@@ -84,6 +85,17 @@ def test_keys_that_no_yaml_file_names_can_be_set():
     assert config["model"]["net"]["channels_last"] is True
     assert config["model"]["optimizer"]["betas"] == [0.8, 0.9]
     assert config["checkpoint"] == {"every_n_steps": 7}
+
+
+def test_a_network_by_its_name_leaves_the_presets_options_of_another_out():
+    net = {"_target_": "genmodels.nn.dit.DiT"}
+    assert compose("model.net=dit")["model"]["net"] == net
+    assert compose("model.net=dit", "model.net.patch=4")["model"]["net"] == {**net, "patch": 4}
+    assert "takes" in line("model.net=dit", "model.net.multipliers=[1]") and "DiT" in line("model.net=dot")
+    with composer("train") as hydra:
+        assert len(hydra.points(["model.net=dit,unet"])) == 2
+    swept = {"model": {"_target_": "genmodels.models.ddpm.DDPM", "net": "dit"}, "data": {}}
+    assert Schema("genmodels.cli.train.run").check(swept)["model"]["net"] == net
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])

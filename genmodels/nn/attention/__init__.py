@@ -13,7 +13,7 @@ Other mechanisms, with the same signature and the same masks:
 """
 
 from genmodels.nn.attention.backend import Path, masked_softmax
-from genmodels.nn.attention.core import Attention, Cache
+from genmodels.nn.attention.core import Attention, Cache, Slots
 from genmodels.nn.attention.local_dense import LocalDenseSynthesizer
 from genmodels.nn.attention.local_monotonic import LocalMonotonic, Place
 from genmodels.nn.attention.lsh import LSH, rotation_hash, sign_bits, sign_hash
@@ -52,6 +52,7 @@ __all__ = [
     "Score",
     "ScoredAttention",
     "Shaw",
+    "Slots",
     "Swin2d",
     "T5Bias",
     "TransformerXL",

@@ -32,6 +32,35 @@ class Cache(NamedTuple):
         return self.start + self.k.shape[2]
 
 
+class Slots:
+    """Room for the keys and values of `length` positions of a sequence, written as they come.
+
+    The room is taken once, at the first call, and written in place; where gradients are wanted the past is copied
+    instead. What is put lies at `filled`, and stays where the next goes until `filled` is moved on.
+
+    Arguments:
+        length: number of positions.
+    """
+
+    def __init__(self, length: int):
+        self.length, self.filled = length, 0
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def put(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values up to and with these new ones, `(B, H, filled + m, d)`."""
+        end = self.filled + k.shape[2]
+        if torch.is_grad_enabled():
+            past = (k[:, :, :0], v[:, :, :0]) if self.kept is None else self.kept
+            self.kept = tuple(torch.cat([old[:, :, : self.filled], new], dim=2)
+                              for old, new in zip(past, (k, v), strict=True))  # fmt: skip
+            return self.kept
+        if self.kept is None:
+            self.kept = tuple(new.new_empty(*new.shape[:2], self.length, new.shape[3]) for new in (k, v))
+        for kept, new in zip(self.kept, (k, v), strict=True):
+            kept[:, :, self.filled : end] = new
+        return tuple(kept[:, :, :end] for kept in self.kept)
+
+
 class Call(NamedTuple):
     """A call made ready: projected, rotated, joined with the past, and whatever restricts it."""
 
@@ -234,6 +263,21 @@ class Attention(nn.Module):
         """The weights `(B, H, Lq, Lk)` of the same call, by the explicit path and without dropout."""
         call = self._prepare(x, memory, mask, memory_mask, cache, offset, space)
         return self._weights(call)
+
+    def decode(self, x: Tensor, slots: Slots, mask: Tensor | None = None) -> Tensor:
+        """The output for new positions of a causal sequence whose past is in the slots, where theirs are put too.
+
+        Shapes: `x (B, m, D)` to the same; `mask (B, 1, filled + m)` bool, True = valid, of past and present.
+        """
+        start = slots.filled
+        x = x if mask is None else hide_rows(x, mask[..., start:])
+        q, k, v = (self._heads(project(x)) for project in (self.project_q, self.project_k, self.project_v))
+        q, k = self.position.rotate(q, k, start, start)
+        k, v = slots.put(k, v)
+        kind, _ = paths.choose(self.backend, self.derivatives, self.position, x.device.type)
+        y = self._attend(Call(q, k, v, mask, None, start, 0, None), kind)
+        y = self.project_out(y.to(q.dtype).transpose(1, 2).flatten(2)).to(x.dtype)
+        return y if mask is None else hide_rows(y, mask[..., start:])
 
     def empty_cache(self, x: Tensor) -> Cache:
         """No past yet, for a batch like x."""

@@ -90,8 +90,9 @@ class LSH(AtOnce):
         chunk: length of a chunk; any length of x goes, the last chunk is filled up with invalid positions.
         rounds: number of hashes, each with buckets of its own.
         hash: `sign` of projections on random planes, or `rotation`, the nearest axis after a random map.
-        generator: where hashes are drawn from; None is torch's own. In training every call draws anew; in evaluation
-            the hashes are those drawn when the module was built, which the state dict holds.
+        redraw: whether every call in training draws anew; else, and in evaluation, the hashes are those drawn when
+            the module was built, which the state dict holds.
+        generator: where hashes are drawn from; None is torch's own.
         dropout: probability of dropping a weight, in training.
         bias: whether the projections have biases.
 
@@ -114,6 +115,7 @@ class LSH(AtOnce):
         chunk: int = 64,
         rounds: int = 2,
         hash: Literal["sign", "rotation"] = "rotation",
+        redraw: bool = True,
         generator: torch.Generator | None = None,
         dropout: float = 0.0,
         bias: bool = True,
@@ -128,7 +130,7 @@ class LSH(AtOnce):
         if chunk < 1 or rounds < 1:
             raise ValueError(f"chunk and rounds must be at least 1, got {chunk} and {rounds}")
         self.buckets, self.chunk, self.rounds, self.hash = buckets, chunk, rounds, hash
-        self.generator = generator
+        self.redraw, self.generator = redraw, generator
         self.register_buffer("directions", self._draw("cpu"))
         self.project_qk = nn.Linear(dim, dim, bias=bias)
         self.project_v = nn.Linear(dim, dim, bias=bias)
@@ -138,7 +140,7 @@ class LSH(AtOnce):
         """The buckets of `qk (B, H, L, d)` in each round, int64 `(B, H, R, L)`."""
         if self.buckets == 1:
             return qk.new_zeros(*qk.shape[:2], self.rounds, qk.shape[2], dtype=torch.int64)
-        directions = self._draw(qk.device) if self.training else self.directions
+        directions = self._draw(qk.device) if self.training and self.redraw else self.directions
         return HASHES[self.hash](qk[:, :, None], directions.to(qk.dtype))
 
     def _draw(self, device: torch.device | str) -> Tensor:

@@ -14,6 +14,7 @@ from genmodels.nn.attention import (
     Position,
     Reach,
     Rotary2d,
+    Slots,
     Swin2d,
     TransformerXL,
     build_mask,
@@ -23,7 +24,18 @@ from genmodels.nn.attention import backend as paths
 from genmodels.nn.attention import relative_keys as xl_module
 from genmodels.nn.attention.position import shift_padded
 from genmodels.verification.attention_reference import reference_attention
-from tests.nn.attention.table import BY_NAME, DOUBLE, REACHES, draw, half_error, kinds, lengths, worst
+from tests.nn.attention.table import (
+    BY_NAME,
+    DIM,
+    DOUBLE,
+    PADDING,
+    REACHES,
+    draw,
+    half_error,
+    kinds,
+    lengths,
+    worst,
+)
 
 
 @pytest.mark.parametrize("make, words", [
@@ -719,3 +731,49 @@ class Unshifted(TransformerXL):
 def test_the_cache_check_catches(fault, table):
     attention = table["xl"].build(replaced=fault, causal=True)
     assert max(cache_error(attention, draw(1, 6, 8), step)[0] for step in range(1, 7)) > 1e-3
+
+
+# ---- room for the past, written in place -----------------------------------------------------------------------------
+
+
+def decoded(attention, x, sizes, mask=None):
+    """The outputs of a causal attention for a sequence that comes in pieces."""
+    slots, parts = Slots(x.shape[1]), []
+    for size in sizes:
+        end = slots.filled + size
+        parts.append(attention.decode(x[:, slots.filled : end], slots, None if mask is None else mask[..., :end]))
+        slots.filled = end
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("name", ["none", "xl", "shaw clip", "music", "t5", "alibi", "rotary"])
+def test_slots_hold_what_a_whole_sequence_sees(name):
+    attention, x = BY_NAME[name].build(causal=True), draw(3, 6, DIM)
+    for mask in (None, PADDING, PADDING.flip(-1)):
+        whole = attention(x, mask=mask)[0]
+        for sizes in ([1] * 6, [2, 3, 1], [6]):
+            assert worst(decoded(attention, x, sizes, mask), whole) < 1e-12
+            with torch.no_grad():
+                assert worst(decoded(attention, x, sizes, mask), whole) < 1e-12
+
+
+def test_mutants_of_the_slots_are_caught(monkeypatch):
+    attention, x = BY_NAME["rotary"].build(causal=True), draw(3, 6, DIM)
+    whole = attention(x)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(Slots, "put", lambda self, k, v: (k, v))
+        assert worst(decoded(attention, x, [2, 3, 1]), whole) > 1e-3
+    with monkeypatch.context() as patch:  # every piece begins at place 0
+        right = attention.position.rotate
+        patch.setattr(attention.position, "rotate", lambda q, k, q0, k0, space=None: right(q, k, 0, 0, space))
+        assert worst(decoded(attention, x, [2, 3, 1]), whole) > 1e-3
+
+
+def test_slots_are_written_again_until_they_are_moved_on():
+    attention, x = BY_NAME["rotary"].build(causal=True), draw(3, 6, DIM)
+    whole, slots = attention(x)[0], Slots(6)
+    with torch.no_grad():
+        attention.decode(x[:, :2], slots)
+        slots.filled = 2
+        attention.decode(x[:, 2:] + 1, slots)  # a guess, taken back
+        assert worst(attention.decode(x[:, 2:], slots), whole[:, 2:]) < 1e-12

@@ -1,0 +1,322 @@
+"""Transformers of patches: cutting events into tokens, blocks that a condition opens, and the diffusion transformer."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, layer_norm, pad, pixel_shuffle, pixel_unshuffle, silu
+from torch.utils.checkpoint import checkpoint
+
+from genmodels.core.tensors import hide
+from genmodels.nn.attention import Slots
+from genmodels.nn.attention_block import AttentionKind, Site, attend, is_for_maps, make_mechanism
+from genmodels.nn.blocks import ConditionEmbedding, zeroed
+from genmodels.nn.dropout import Dropout
+
+
+def patchify(x: Tensor, patch: int) -> Tensor:
+    """Every block of `patch` positions along each side as the channels of one; the far ends are filled with zeros.
+
+    Shapes: `x (B, C, *space)` to `(B, C patch^dims, *ceil(space / patch))`, one or two spatial dimensions.
+
+    Example:
+        >>> patchify(torch.arange(1.0, 6.0).view(1, 1, 5), 2)[0]
+        tensor([[1., 3., 5.],
+                [2., 4., 0.]])
+    """
+    x = pad(x, [end for n in reversed(x.shape[2:]) for end in (0, -n % patch)])
+    if x.dim() == 4:
+        return pixel_unshuffle(x, patch)
+    return x.unflatten(2, (-1, patch)).transpose(2, 3).flatten(1, 2)
+
+
+def unpatchify(y: Tensor, patch: int, space: tuple[int, ...]) -> Tensor:
+    """The inverse of `patchify` for events of that size, without what filled them up.
+
+    Example:
+        >>> x = torch.randn(2, 3, 5, 7)
+        >>> torch.equal(unpatchify(patchify(x, 2), 2, (5, 7)), x)
+        True
+    """
+    x = pixel_shuffle(y, patch) if y.dim() == 4 else y.unflatten(1, (-1, patch)).transpose(2, 3).flatten(2)
+    return x if tuple(x.shape[2:]) == tuple(space) else x[(..., *map(slice, space))]
+
+
+class TokenBlock(nn.Module):
+    """Attention and a perceptron for each token, each normed before and added after through a gate.
+
+        h = x + g_1 attention((1 + s_1) norm(x) + b_1),    y = h + g_2 mlp((1 + s_2) norm(h) + b_2)
+        (s_1, b_1, g_1, s_2, b_2, g_2) = W silu(c) + b,    W = b = 0 at the start (adaLN-zero)
+
+    With a condition the block is the identity at the start. Without one the gates are 1, and each norm has a scale and
+    shift of its own.
+
+    Arguments:
+        width: width D of the tokens.
+        mechanism: attention, `(x (B, L, D), mask=(B, 1, L)) -> (y, cache)`, with `space` too if it is for maps; None
+            leaves the perceptron alone.
+        condition: length of c, 0 for none.
+        hidden: width between the two layers of the perceptron, whose activation is tanh-GELU.
+        dropout: probability of dropping a value of either branch.
+
+    Shapes: `x (B, L, D)` to the same, `c (B, condition)`, `mask (B, 1, L)` bool, True = valid: other tokens are not
+    attended to.
+    Source: Peebles and Xie 2023, section 3.2; without condition Dosovitskiy et al. 2021, equations 2 and 3.
+
+    Example:
+        >>> x = torch.randn(2, 5, 8)
+        >>> bool((TokenBlock(8, None, condition=4, hidden=16)(x, torch.randn(2, 4)) == x).all())
+        True
+    """
+
+    def __init__(self, width: int, mechanism: nn.Module | None, *, condition: int, hidden: int, dropout: float = 0.0):
+        super().__init__()
+        self.attention = mechanism
+        self.norm_1 = None if mechanism is None else TokenNorm(width, condition)
+        self.norm_2 = TokenNorm(width, condition)
+        self.enter, self.leave = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.dropout = Dropout(dropout)
+        for layer in (layer for layer in self.modules() if isinstance(layer, nn.Linear)):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        self.modulation = zeroed(nn.Linear(condition, 6 * width)) if condition else None
+
+    def forward(
+        self, x: Tensor, c: Tensor | None = None, mask: Tensor | None = None, space: tuple[int, int] | None = None
+    ) -> Tensor:
+        parts = (None,) * 6 if c is None else self.modulation(silu(c))[:, None].chunk(6, dim=-1)
+        if self.attention is not None:
+            x = self._add(x, parts[2], attend(self.attention, self.norm_1(x, *parts[:2]), mask, space))
+        return self._add(x, parts[5], self.leave(gelu(self.enter(self.norm_2(x, *parts[3:5])), approximate="tanh")))
+
+    def decode(self, x: Tensor, slots: Slots, mask: Tensor | None = None) -> Tensor:
+        """The output for new tokens of a causal sequence, of a block without condition; see `Attention.decode`."""
+        x = x + self.dropout(self.attention.decode(self.norm_1(x), slots, mask))
+        return x + self.dropout(self.leave(gelu(self.enter(self.norm_2(x)), approximate="tanh")))
+
+    def _add(self, x: Tensor, gate: Tensor | None, y: Tensor) -> Tensor:
+        y = self.dropout(y)
+        return x + y if gate is None else torch.addcmul(x, gate.to(x.dtype), y.to(x.dtype))
+
+
+class TokenNorm(nn.Module):
+    """Layer normalisation of each token, its scale and shift given (as 1 + scale), or learned if no condition is.
+
+    Example:
+        >>> TokenNorm(2, condition=1)(torch.tensor([[[1.0, 5.0]]]), torch.ones(1, 1, 2), torch.zeros(1, 1, 2))
+        tensor([[[-2.0000,  2.0000]]])
+    """
+
+    def __init__(self, width: int, condition: int):
+        super().__init__()
+        self.width = width
+        self.weight = None if condition else nn.Parameter(torch.ones(width))
+        self.bias = None if condition else nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        y = layer_norm(x, (self.width,), self.weight, self.bias, 1e-6)
+        return y if scale is None else torch.addcmul(shift.to(y.dtype), y, 1 + scale.to(y.dtype))
+
+
+class TokenTransformer(nn.Module):
+    """A linear layer, blocks, and a linear layer that is zero at the start, from tokens to tokens.
+
+        y = W_2 norm(block_n(... block_1(W_1 x + a, c) ..., c), c),    W_2 = 0 at the start
+
+    Arguments:
+        in_features, out_features: length of the tokens before and after.
+        site: where the attention is used (see `Site`).
+        condition: length of c, 0 for none.
+        width, depth, heads: width of the blocks, their number, heads of each attention.
+        attention: entry of `ATTENTION`.
+        expansion: hidden width of the perceptrons over `width`.
+        dropout: probability of dropping a value of a branch.
+        checkpointing: recompute the blocks in the backward pass instead of storing their activations.
+
+    Shapes: `x (B, L, in)` to `(B, L, out)`, `c (B, condition)`, `mask (B, 1, L)` bool, `space` height and width of a
+    map of tokens, `added` broadcastable to `(B, L, width)`.
+    Errors: ValueError for numbers below 1, heads that do not divide the width, an unknown attention.
+    Source: Peebles and Xie 2023, section 3.2; Dosovitskiy et al. 2021, section 3.1.
+
+    Example:
+        >>> TokenTransformer(3, 6, Site(1), width=8, depth=2, heads=2, attention="rope")(torch.randn(2, 5, 3)).shape
+        torch.Size([2, 5, 6])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        site: Site,
+        condition: int = 0,
+        *,
+        width: int,
+        depth: int,
+        heads: int,
+        attention: AttentionKind,
+        expansion: int = 4,
+        dropout: float = 0.0,
+        checkpointing: bool = False,
+    ):
+        super().__init__()
+        if min(width, depth, heads, expansion) < 1:
+            raise ValueError(f"width = {width}, depth = {depth}, heads = {heads} and expansion = {expansion} must be "
+                             "at least 1")  # fmt: skip
+        self.checkpointing = checkpointing
+        self.enter = nn.Linear(in_features, width)
+        self.blocks = nn.ModuleList(
+            TokenBlock(width, make_mechanism(attention, width, heads, site), condition=condition,
+                       hidden=expansion * width, dropout=dropout)
+            for _ in range(depth)
+        )  # fmt: skip
+        self.norm = TokenNorm(width, condition)
+        self.modulation = zeroed(nn.Linear(condition, 2 * width)) if condition else None
+        self.leave = zeroed(nn.Linear(width, out_features))
+
+    def forward(
+        self,
+        x: Tensor,
+        c: Tensor | None = None,
+        mask: Tensor | None = None,
+        space: tuple[int, int] | None = None,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        h = self.enter(x)
+        h = h if added is None else h + added
+        for block in self.blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                h = checkpoint(block, h, c, mask, space, use_reentrant=False)
+            else:
+                h = block(h, c, mask, space)
+        parts = () if c is None else self.modulation(silu(c))[:, None].chunk(2, dim=-1)
+        return self.leave(self.norm(h, *parts))
+
+    def slots(self, length: int) -> list[Slots]:
+        """Room for the past of every block, for `decode`."""
+        return [Slots(length) for _ in self.blocks]
+
+    def decode(
+        self, x: Tensor, slots: list[Slots], mask: Tensor | None = None, added: Tensor | None = None
+    ) -> Tensor:
+        """The output for new tokens of a causal sequence, without condition; see `Attention.decode`."""
+        h = self.enter(x)
+        h = h if added is None else h + added
+        for block, room in zip(self.blocks, slots, strict=True):
+            h = block.decode(h, room, mask)
+        return self.leave(self.norm(h))
+
+
+class Size(NamedTuple):
+    """A published size."""
+
+    depth: int
+    width: int
+    heads: int
+
+
+#: Peebles and Xie 2023, table 1; XL in section 4.
+SIZES = {"S": Size(12, 384, 6), "B": Size(12, 768, 12), "L": Size(24, 1024, 16), "XL": Size(28, 1152, 16)}
+_SMALL = Size(4, 128, 4)
+
+
+class DiT(nn.Module):
+    """Diffusion transformer: patches as tokens, whose blocks noise level and class scale, shift and gate.
+
+        y = unpatchify(transformer(patchify(x), c)),    c = W_2 silu(W_1 sinusoids(log SNR)) + class
+
+    Places enter through the attention alone: queries and keys turned by row and column (`rope2d`) on maps and by place
+    (`rope`) along sequences, or any other kind by its name. The output is zero at the start, and each block the
+    identity. An event whose sides `patch` does not divide is filled up and cut back.
+
+    Arguments:
+        event_shape: (C, H, W) or (C, T); other sizes may be given to `forward`, the channels are fixed.
+        num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
+        double_output: twice the channels in the output, as learned variances need.
+        extra_channels: channels that come in after those of the event and do not go out.
+        size: depth, width and heads by their published name; None for a small one of 4, 128 and 4.
+        depth: number of blocks; None for that of the size, as for the next two.
+        width: width of the tokens.
+        heads: heads of each attention.
+        patch: positions along every side of a patch.
+        attention: kind of attention, an entry of `ATTENTION`; None for rope2d or rope.
+        expansion: hidden width of the perceptrons over the width of the tokens.
+        dropout: probability of dropping a value of a branch.
+        checkpointing: recompute the blocks in the backward pass instead of storing their activations.
+
+    Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None, `mask (B, 1, T)` bool, True = valid, or None,
+    with T the last axis of the event; the result is like `x`, zero where the mask is False.
+    Errors: ValueError for events that are no maps or sequences, unknown sizes, heads that do not divide.
+    Source: Peebles and Xie 2023, section 3; rotary positions: Heo et al. 2024.
+
+    Example:
+        >>> net = DiT((1, 7, 9), num_classes=3, width=16, depth=2)
+        >>> net(torch.randn(2, 1, 7, 9), torch.zeros(2), torch.tensor([0, 2])).shape
+        torch.Size([2, 1, 7, 9])
+    """
+
+    def __init__(
+        self,
+        event_shape: tuple[int, ...],
+        num_classes: int | None = None,
+        double_output: bool = False,
+        extra_channels: int = 0,
+        *,
+        size: Literal["S", "B", "L", "XL"] | None = None,
+        depth: int | None = None,
+        width: int | None = None,
+        heads: int | None = None,
+        patch: int = 2,
+        attention: AttentionKind | None = None,
+        expansion: int = 4,
+        dropout: float = 0.0,
+        checkpointing: bool = False,
+    ):
+        super().__init__()
+        channels, *space = event_shape
+        dims = len(space)
+        if dims not in (1, 2):
+            raise ValueError(f"the DiT takes events (C, T) or (C, H, W), got {tuple(event_shape)}: use the MLP")
+        if patch < 1 or (size is not None and size not in SIZES):
+            raise ValueError(f"patch = {patch} must be at least 1, and size one of {', '.join(SIZES)}, got {size}")
+        published = SIZES.get(size, _SMALL)
+        depth, width, heads = (own if given is None else given
+                               for own, given in zip(published, (depth, width, heads), strict=True))  # fmt: skip
+        self.dims, self.patch, self.in_channels = dims, patch, channels + extra_channels
+        self.embedding = ConditionEmbedding(256, width, width, num_classes)
+        grid = None if dims == 1 else tuple(-(-n // patch) for n in space)
+        self.transformer = TokenTransformer(
+            self.in_channels * patch**dims, channels * (1 + double_output) * patch**dims, Site(dims, grid, dropout),
+            width, width=width, depth=depth, heads=heads, attention=attention or ("rope2d" if dims == 2 else "rope"),
+            expansion=expansion, dropout=dropout, checkpointing=checkpointing,
+        )  # fmt: skip
+        # A mechanism for sequences reads a map column by column: padded frames then stand at the end.
+        self.by_row = dims == 1 or is_for_maps(self.transformer.blocks[0].attention)
+
+    def forward(self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
+            raise ValueError(f"the DiT was built for {self.in_channels} channels and {self.dims} spatial dimensions, "
+                             f"got events of shape {tuple(x.shape[1:])}")  # fmt: skip
+        patches = patchify(hide(x, mask), self.patch)
+        grid = tuple(patches.shape[2:])
+        tokens = self._turned(patches).flatten(2).transpose(1, 2)
+        y = self.transformer(tokens, self.embedding(log_snr, cond), self._valid(mask, grid), grid)
+        y = self._turned(y.transpose(1, 2).unflatten(2, grid if self.by_row else grid[::-1]))
+        return hide(unpatchify(y, self.patch, tuple(x.shape[2:])), mask).to(x.dtype)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """A map whose rows follow one another in the order of the tokens, or back again."""
+        return x if self.by_row else x.transpose(2, 3)
+
+    def _valid(self, mask: Tensor | None, grid: tuple[int, ...]) -> Tensor | None:
+        """Which tokens hold a valid position, (B, 1, L)."""
+        if mask is None:
+            return None
+        if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[1] != 1:
+            raise ValueError(f"mask must be bool of shape (B, 1, T), got {mask.dtype} of shape {tuple(mask.shape)}")
+        valid = pad(mask, (0, -mask.shape[2] % self.patch)).unflatten(2, (-1, self.patch)).any(3)
+        if self.dims == 1:
+            return valid
+        return self._turned(valid[:, :, None].expand(-1, 1, *grid)).flatten(2)
