@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -101,6 +103,58 @@ class Checkerboard:
         return torch.where(squares, seen, changed), log_derivative.masked_fill(squares, 0)
 
 
+class TokenSplit:
+    """The positions of a map in two halves, each a map by itself: every other row, column or square.
+
+    Arguments:
+        channels: number of channels C.
+        kind: `rows`, `columns` or `checkerboard`.
+        parity: 0 keeps the half that holds the upper left position, 1 the other.
+
+    Attributes:
+        kept, changed: all the channels, both.
+
+    Errors: ValueError for no channels, an unknown kind, or a parity other than 0 and 1.
+    Source: Kolesnikov et al. 2024 (Jet), section 3.2.
+
+    Example:
+        >>> seen, changed, _ = TokenSplit(1, "checkerboard").take(torch.arange(8).view(1, 1, 2, 4))
+        >>> seen.flatten(1), changed.flatten(1)
+        (tensor([[0, 2, 5, 7]]), tensor([[1, 3, 4, 6]]))
+    """
+
+    def __init__(self, channels: int, kind: Literal["rows", "columns", "checkerboard"], *, parity: int = 0):
+        if channels < 1 or kind not in ("rows", "columns", "checkerboard") or parity not in (0, 1):
+            raise ValueError("TokenSplit needs channels >= 1, rows, columns or checkerboard, and parity 0 or 1, got "
+                             f"{channels}, {kind!r} and {parity}")
+        self.channels, self.kind, self.parity = channels, kind, parity
+        self.kept = self.changed = channels
+        self.axis = 2 if kind == "rows" else 3
+
+    def expected(self, shape: Shape) -> str | None:
+        """What an event must look like, or None if `shape` does."""
+        side = "H" if self.axis == 2 else "W"
+        fits = len(shape) == 3 and shape[0] == self.channels and shape[self.axis - 1] % 2 == 0
+        return None if fits else f"({self.channels}, H, W) with an even {side}"
+
+    def take(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        """What the network sees and what is changed, both half as large."""
+        halves = self._turned(x.unflatten(self.axis, (-1, 2))).unbind(self.axis + 1)
+        return halves[self.parity], halves[1 - self.parity], None
+
+    def put(self, seen: Tensor, changed: Tensor, log_derivative: Tensor, squares: None) -> tuple[Tensor, Tensor]:
+        """Both parts together, and the log-derivative where it counts."""
+        halves = (changed, seen) if self.parity else (seen, changed)
+        return self._turned(torch.stack(halves, self.axis + 1)).flatten(self.axis, self.axis + 1), log_derivative
+
+    def _turned(self, pairs: Tensor) -> Tensor:
+        """Of a checkerboard, neighbours exchanged in every other row; its own inverse."""
+        if self.kind != "checkerboard":
+            return pairs
+        odd = (torch.arange(pairs.shape[2], device=pairs.device) % 2).bool()[:, None, None]
+        return torch.where(odd, pairs.flip(-1), pairs)
+
+
 class Coupling(Bijection):
     """One part of the event is kept; each number of the other goes through a map whose parameters depend on the first.
 
@@ -109,7 +163,7 @@ class Coupling(Bijection):
     The Jacobian is triangular whatever the network does, and x2 follows from z1 = x1 by the inverse of f.
 
     Arguments:
-        split: which part is kept, a `ChannelSplit` or a `Checkerboard`.
+        split: which part is kept, a `ChannelSplit`, a `Checkerboard` or a `TokenSplit`.
         transform: the elementwise map f.
         net: network from `split.kept` to `transform.params_per_dim * split.changed` channels, all first parameters
             first. Its output bias is set so that training starts at `transform.start`; the identity with most f.
@@ -130,7 +184,7 @@ class Coupling(Bijection):
 
     strict_cond = True
 
-    def __init__(self, split: ChannelSplit | Checkerboard, transform: ElementTransform, net: nn.Module):
+    def __init__(self, split: ChannelSplit | Checkerboard | TokenSplit, transform: ElementTransform, net: nn.Module):
         super().__init__()
         if isinstance(transform, type):
             raise TypeError(f"Coupling takes a transform, got the class {transform.__name__}: call it")
@@ -177,7 +231,7 @@ class Coupling(Bijection):
     def _params(self, seen: Tensor, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
         # The network may run in half precision; the state, and everything computed for it, does not.
         params = self.net(seen, cond, mask).to(x.dtype)
-        return params.view(len(x), self.transform.params_per_dim, self.split.changed, *x.shape[2:])
+        return params.view(len(x), self.transform.params_per_dim, self.split.changed, *params.shape[2:])
 
     def _change(self, change, parts: tuple, params: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         seen, x2, squares = parts

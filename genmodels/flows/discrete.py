@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from genmodels.core.likelihood import log_mean_exp
 from genmodels.core.random import Generator, KeyedGenerator
+from genmodels.core.tensors import outside_inference, usable
 from genmodels.flows.bijection import undone_on_failure
-from genmodels.flows.dequantize import Dequantize
+from genmodels.flows.dequantize import Dequantize, GaussianNoise
 from genmodels.flows.flow import (
     Flow,
     class_posterior,
@@ -188,6 +189,42 @@ class DiscreteFlow(nn.Module):
             # A child, not another step: the step of training has to stay in the key.
             generator = generator.rows(part).child(f"draw {draw}")
         return self.dequantize.noise(tuple(x.shape), generator)
+
+
+class NoisyFlow(DiscreteFlow):
+    """A flow trained on noisy integers, whose samples are denoised by the score of its own density.
+
+        y = v + sigma n,    x = y + sigma^2 grad log p(y) = E[v | y] if p is the density of y
+
+    p is a density of noisy data; nothing that it says is a log-mass of integers.
+
+    Arguments:
+        dequantize: the noise.
+        flow: the flow over noisy points.
+
+    Source: Zhai et al. 2024 (TarFlow), equation 8; Efron 2011 (Tweedie's formula).
+
+    Example:
+        >>> from genmodels.flows.bases import StandardNormal
+        >>> from genmodels.flows.composition import Compose
+        >>> from genmodels.flows.dequantize import GaussianNoise
+        >>> model = NoisyFlow(GaussianNoise(4, 0.6), Flow(Compose([], (1,)), StandardNormal((1,))))
+        >>> model.denoise(torch.tensor([[1.0]]))  # of a variance of 1, 0.36 are noise
+        tensor([[0.6400]])
+    """
+
+    dequantize: GaussianNoise
+
+    def points(self, n: int, cond: Tensor | None = None, **options) -> Tensor:
+        """Denoised samples, (n, *event)."""
+        return self.denoise(super().points(n, cond, **options), cond)
+
+    def denoise(self, y: Tensor, cond: Tensor | None = None) -> Tensor:
+        """y + sigma^2 grad log p(y)."""
+        with outside_inference(), torch.enable_grad():
+            y = usable(y).detach().requires_grad_()
+            (score,) = torch.autograd.grad(self.flow.density(y, self._conds(cond)[1]).sum(), y)
+        return y.detach() + self.dequantize.sigma**2 * score
 
 
 def effective_samples(log_weights: Tensor) -> Tensor:

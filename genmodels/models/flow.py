@@ -109,14 +109,17 @@ class FlowModel(GenerativeModel):
             first = Logit(self.alpha) if self.preprocess == "logit" else Shift(-0.5)
         whole = Compose([first, bijection], shape)
         classes = {"num_classes": self.spec.num_classes} if self.base == "class" else {}
-        flow = Flow(whole, BASES[self.base](whole.shape_after, **classes))
-        if levels is None:
-            self.core = ContinuousFlow(flow)
-        elif self.dequantisation == "uniform":
-            self.core = DiscreteFlow(UniformDequantize(levels), flow)
-        else:
-            self.core = DiscreteFlow(VariationalDequantize(levels, dequantisation_flow(shape)), flow)
+        self.core = self.around(Flow(whole, BASES[self.base](whole.shape_after, **classes)))
         self.finish_setup(*self._finish)
+
+    def around(self, flow: Flow) -> ContinuousFlow | DiscreteFlow:
+        """A flow with the noise that it is trained on, by the kind of the data."""
+        levels = self.spec.levels
+        if levels is None:
+            return ContinuousFlow(flow)
+        if self.dequantisation == "uniform":
+            return DiscreteFlow(UniformDequantize(levels), flow)
+        return DiscreteFlow(VariationalDequantize(levels, dequantisation_flow(self.spec.event_shape)), flow)
 
     def assemble_flat(self, bijection: Bijection) -> None:
         """As `assemble`, with a bijection of vectors, to which images are flattened.

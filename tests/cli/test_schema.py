@@ -288,6 +288,8 @@ SMALL = {
     "glow": ("digits", ["model.hidden=4", "model.levels=1", "model.steps=1"]),
     "nsf": ("toy", ["model.hidden=4", "model.layers=1"]),
     "maf": ("toy", ["model.hidden=4", "model.layers=1"]),
+    "tarflow": ("digits", ["model.width=4", "model.heads=2", "model.blocks=1", "model.depth=1"]),
+    "jet": ("digits", ["model.width=8", "model.heads=2", "model.couplings=1", "model.depth=1"]),
     "energy": ("toy", ["model.net.hidden=[4]"]),
     "score": ("toy", ["model.net.hidden=4"]),
 }

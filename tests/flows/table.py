@@ -11,19 +11,22 @@ from torch import Tensor
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Freeze, Inverse
 from genmodels.flows.composition import Compose
-from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling, MaskedAutoregressive
+from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling, MaskedAutoregressive, TokenSplit
 from genmodels.flows.elementwise import Additive, Affine, ElementTransform, LogisticMixture, MeanScale
 from genmodels.flows.glow import glow
+from genmodels.flows.jet import ShiftScale, TokenNet, jet
 from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Permute
 from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.realnvp import dequantisation_flow, realnvp_image, realnvp_vector
 from genmodels.flows.scaling import Logit, Scale, Shift, Standardise
 from genmodels.flows.spline import RationalQuadraticSpline, neural_spline
 from genmodels.flows.squeeze import Flatten, Squeeze1d, Squeeze2d
+from genmodels.flows.tarflow import MetaBlock, tarflow
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import ConvNet, GatedConvNet, ResidualConvNet, WaveNet
 from genmodels.nn.perceptron import MADE, MLP, ResidualMLP
 
+TINY = {"width": 8, "depth": 1, "heads": 2}
 LABELS, VECTOR, MAP = Condition("labels", 4), Condition("vector", 2), Condition("map", 2)
 
 
@@ -95,6 +98,11 @@ def spline(_changed: int) -> RationalQuadraticSpline:
 def mixture(changed: int) -> LogisticMixture:
     """A small mixture."""
     return LogisticMixture(changed, components=3)
+
+
+def token_coupling(kind: str, parity: int, cond: Condition | None = None) -> Coupling:
+    """A coupling of the positions of maps of two channels."""
+    return Coupling(TokenSplit(2, kind, parity=parity), ShiftScale(), TokenNet(2, 4, cond=cond, **TINY))
 
 
 def prior(channels: int, dims: int = 2, cond: Condition | None = None) -> ConvNet:
@@ -212,6 +220,21 @@ INSTANCES: dict[str, Instance] = {
     "maf-spline": Instance(lambda: autoregressive(4, RationalQuadraticSpline(bins=4)), (4,), identity=True),
     "maf-plane": Instance(lambda: autoregressive(2, MeanScale()), PLANE, identity=True),
     "iaf": Instance(lambda: Inverse(autoregressive(4, MeanScale())), (4,), identity=True),
+    # Transformers over tokens.
+    "meta-block": Instance(lambda: MetaBlock((2, 2, 3), **TINY), (2, 2, 3), identity=True),
+    "meta-block-labels": Instance(
+        lambda: MetaBlock((2, 2, 2), reverse=True, cond=LABELS, **TINY), (2, 2, 2), LABELS, identity=True
+    ),
+    "meta-block-sequence": Instance(lambda: MetaBlock((3, None), **TINY), (3, 6), identity=True),
+    "meta-block-backwards": Instance(
+        lambda: MetaBlock((3, None), reverse=True, attention="xl", **TINY), (3, 6), identity=True
+    ),
+    "rows": Instance(lambda: token_coupling("rows", 0), (2, 4, 3), identity=True),
+    "columns": Instance(lambda: token_coupling("columns", 1), (2, 3, 4), identity=True),
+    "squares": Instance(lambda: token_coupling("checkerboard", 0), (2, 3, 4), identity=True),
+    "squares-labels": Instance(
+        lambda: token_coupling("checkerboard", 1, cond=LABELS), (2, 3, 4), LABELS, identity=True
+    ),
     # Several scales.
     "factor-out": Instance(lambda: FactorOut(4), IMAGE, identity=True),
     "factor-out-prior": Instance(lambda: FactorOut(4, prior(4)), IMAGE, identity=True),
@@ -244,6 +267,12 @@ INSTANCES: dict[str, Instance] = {
     "glow-image": Instance(lambda: glow((1, 8, 8), steps=2, hidden=8), (1, 8, 8)),
     "glow-labels": Instance(lambda: glow((2, 4, 4), levels=1, steps=1, hidden=8, cond=LABELS), (2, 4, 4), LABELS),
     "glow-sequence": Instance(lambda: glow((2, None), levels=2, steps=1, hidden=8), (2, 8)),
+    "tarflow": Instance(lambda: tarflow((1, 4, 4), blocks=2, **TINY), (1, 4, 4)),
+    "tarflow-sequence": Instance(lambda: tarflow((2, None), patch=2, blocks=2, **TINY), (2, 8)),
+    "jet": Instance(lambda: jet((1, 4, 4), couplings=3, **TINY), (1, 4, 4)),
+    "jet-two-levels": Instance(
+        lambda: jet((1, 8, 8), couplings=2, levels=2, memory="inverse", cond=LABELS, **TINY), (1, 8, 8), LABELS
+    ),
     "spline-flow": Instance(lambda: neural_spline(2, layers=2, bins=4, hidden=8), PLANE, identity=True),
     "maf-flow": Instance(
         lambda: neural_spline(3, layers=2, kind="autoregressive", transform="affine", hidden=8, mix="actnorm"), (3,)

@@ -15,12 +15,12 @@ from genmodels.flows.bases import ClassNormal, Logistic, StandardNormal
 from genmodels.flows.bijection import Bijection, NotInitialized
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
-from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize, noise_condition
-from genmodels.flows.discrete import DiscreteFlow, effective_samples
+from genmodels.flows.dequantize import GaussianNoise, UniformDequantize, VariationalDequantize, noise_condition
+from genmodels.flows.discrete import DiscreteFlow, NoisyFlow, effective_samples
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.flow import Flow
 from genmodels.flows.multiscale import FactorOut, MultiScale
-from genmodels.flows.scaling import Logit, Shift
+from genmodels.flows.scaling import Logit, Scale, Shift
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import ConvNet
@@ -515,3 +515,23 @@ def test_the_mass_outside_the_levels_is_that_of_the_closed_form(alpha):
     one_end = (v < 0).double().mean()  # a mutant: what lies above the last level is forgotten
     assert abs(one_end - expected) > 4 * error
     assert torch.equal(flow.sample(20_000, generator=torch.Generator().manual_seed(0)), flow.quantise(v))
+
+
+# ---- noisy data ----
+
+
+def error_of_the_denoised(sigma=0.3):
+    """Of data N(m, s^2), y has the density N(m, s^2 + sigma^2), and E[v | y] = m + s^2/(s^2 + sigma^2) (y - m)."""
+    m, s = torch.tensor([0.5, -1.0], dtype=torch.float64), torch.tensor([0.2, 2.0], dtype=torch.float64)
+    exact = Compose([Shift(-m), Scale((s**2 + sigma**2).rsqrt())], (2,))
+    model = NoisyFlow(GaussianNoise(4, sigma), Flow(exact, StandardNormal((2,)))).double()
+    y = 2 * torch.randn(5, 2, generator=source(), dtype=torch.float64)
+    expected = m + s**2 / (s**2 + sigma**2) * (y - m)
+    return float((model.denoise(y) - expected).abs().max())
+
+
+def test_denoising_by_the_score_is_the_posterior_mean_of_gaussian_data(monkeypatch):
+    assert error_of_the_denoised() < 1e-6  # the values of Shift and Scale are kept in single precision
+    wrong = property(lambda self: 0.3**0.5, lambda self, value: None)
+    monkeypatch.setattr(GaussianNoise, "sigma", wrong, raising=False)
+    assert error_of_the_denoised() > 1e-2

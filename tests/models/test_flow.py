@@ -14,9 +14,11 @@ from genmodels.evaluation.samples import interpolate
 from genmodels.flows.bijection import NotInitialized
 from genmodels.flows.elementwise import Affine
 from genmodels.models.glow import Glow
+from genmodels.models.jet import Jet
 from genmodels.models.maf import MAF
 from genmodels.models.nsf import NSF
 from genmodels.models.realnvp import RealNVP
+from genmodels.models.tarflow import TarFlow
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 COLOURS = DataSpec("colours", (3, 8, 8), levels=256)
@@ -25,6 +27,7 @@ TABLE = DataSpec("table", (5,))
 COUNTS = DataSpec("counts", (4,), levels=8)
 TRACKS = DataSpec("tracks", (4, 16), levels=16)
 
+SMALL = {"width": 16, "depth": 1, "heads": 2}
 MODELS = {
     "glow": lambda: Glow(DIGITS, steps=2, hidden=8),
     "glow centred, sigmoid, diagonal": lambda: Glow(COLOURS, steps=1, hidden=8, preprocess="centre", scale="sigmoid",
@@ -46,6 +49,11 @@ MODELS = {
     "nsf of one column": lambda: NSF(DataSpec("line", (1,)), layers=2, bins=4, kind="autoregressive"),
     "nsf of images": lambda: NSF(DIGITS, layers=2, bins=4, mix="lu"),
     "maf of images": lambda: MAF(COLOURS, layers=1, hidden=8),
+    "tarflow": lambda: TarFlow(DIGITS, blocks=2, **SMALL),
+    "tarflow of classes": lambda: TarFlow(DIGITS, blocks=2, class_conditional=True, **SMALL),
+    "tarflow of sequences": lambda: TarFlow(TRACKS, blocks=2, patch=2, **SMALL),
+    "jet": lambda: Jet(DIGITS, couplings=3, memory="inverse", **SMALL),
+    "jet, two scales": lambda: Jet(COLOURS, couplings=2, levels=2, **SMALL),
     "maf": lambda: NSF(TABLE, layers=2, kind="autoregressive", transform="affine", mix="actnorm"),
 }
 

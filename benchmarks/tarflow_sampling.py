@@ -1,0 +1,86 @@
+"""Ways of sampling from a TarFlow: with and without a cache of keys and values, and by fixed-point iteration.
+
+    python benchmarks/tarflow_sampling.py [ckpt] [--side 32] [--n 16] [--blocks 2] [--width 256] [--repeats 3]
+
+Without a checkpoint the flow has random weights, which says something of the cost of a step and nothing of the number
+of sweeps that trained models take. Printed are median seconds, network evaluations and the largest difference to the
+exact inverse.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from _timing import interleaved
+
+from genmodels.flows.bijection import Bijection
+from genmodels.flows.tarflow import Decoding, MetaBlock, decoding, tarflow
+
+WAYS = {"cached": Decoding(), "gauss_seidel 16": Decoding(tokens=16, tolerance=1e-3),
+        "jacobi": Decoding(tokens=None, tolerance=1e-3)}  # fmt: skip
+
+
+def uncached(block: MetaBlock, z: torch.Tensor) -> torch.Tensor:
+    """The inverse of a meta-block by one pass of the whole network over all that is known, for each token."""
+    tokens, added = block._tokens(z), block._added(None, len(z), z[0, 0].numel())
+    found = tokens[:, :1]
+    for i in range(1, tokens.shape[1]):
+        out = block.net(found, added=None if added is None else added[:, :i])[:, -1:]
+        params = out.unflatten(2, (2, block.channels)).movedim(2, 1)
+        found = torch.cat([found, block.transform.inverse(tokens[:, i : i + 1], params)[0]], dim=1)
+    return block._event(found, z)
+
+
+def flow_of(arguments) -> Bijection:
+    if arguments.ckpt:
+        from genmodels.models.checkpoint import load_model
+
+        return load_model(arguments.ckpt).weights("ema").flow.bijection
+    torch.manual_seed(0)
+    flow = tarflow((3, arguments.side, arguments.side), blocks=arguments.blocks, width=arguments.width, depth=2)
+    flow.initialize(torch.randn(32, 3, arguments.side, arguments.side))
+    for block in flow.modules():
+        if isinstance(block, MetaBlock):
+            torch.nn.init.normal_(block.net.leave.weight, std=0.02)
+    return flow
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ckpt", nargs="?")
+    for name, value in {"side": 32, "n": 16, "blocks": 2, "width": 256, "repeats": 3, "threads": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    flow = flow_of(arguments).eval()
+    blocks = [block for block in flow.modules() if isinstance(block, MetaBlock)]
+    z = torch.randn(arguments.n, *blocks[0].event_shape)
+
+    def inverse(how: Decoding):
+        x = z
+        with decoding(flow, how):
+            for block in reversed(blocks):
+                x, _ = block.inverse(x)
+        return x
+
+    def without():
+        x = z
+        for block in reversed(blocks):
+            x = uncached(block, x)
+        return x
+
+    exact = inverse(WAYS["cached"])
+    ways = {"no cache": without, **{name: lambda how=how: inverse(how) for name, how in WAYS.items()}}
+    timing = interleaved(ways, arguments.repeats, warm_up=1)
+    tokens = z[0, 0].numel()
+    print(f"{arguments.n} samples, {len(blocks)} meta-blocks of {tokens} tokens of {z.shape[1]} numbers")
+    for name, way in ways.items():
+        error = float((way() - exact).abs().max())
+        sweeps = len(blocks) * tokens if name == "no cache" else sum(block.sweeps for block in blocks)
+        print(f"  {name:16} {timing.median(name):8.3f} s  {sweeps:6} evaluations  largest difference {error:.1e}")
+
+
+if __name__ == "__main__":
+    main()

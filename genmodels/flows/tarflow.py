@@ -1,0 +1,297 @@
+"""TarFlow: meta-blocks of causal attention over the positions of an event, each in the order opposite to the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.core.tensors import hide
+from genmodels.flows.actnorm import ActNorm
+from genmodels.flows.bijection import Bijection, Shape, as_shape, per_example
+from genmodels.flows.composition import Compose
+from genmodels.flows.elementwise import MeanScale
+from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
+from genmodels.nn.attention_block import AttentionKind, Site
+from genmodels.nn.condition import Condition
+from genmodels.nn.dit import TokenTransformer
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How a meta-block is inverted.
+
+    Arguments:
+        tokens: how many tokens are found together, by fixed-point iteration: 1 is one after the other, None all at
+            once (Jacobi), anything between Gauss-Seidel-Jacobi.
+        tolerance: the iteration stops when no value moves by more. It is exact after as many sweeps as there are
+            tokens, and goes no further; 0 always goes that far.
+        guidance: scale g of classifier-free guidance, parameters = those without class + g (those of it - those
+            without); 1 for the class alone.
+
+    Source: Song et al. 2021, "Accelerating feedforward computation via parallel nonlinear equation solving".
+
+    Example:
+        >>> Decoding(tokens=None, tolerance=1e-4).guidance
+        1.0
+    """
+
+    tokens: int | None = 1
+    tolerance: float = 0.0
+    guidance: float = 1.0
+
+    def __post_init__(self):
+        if self.tokens is not None and self.tokens < 1 or not self.tolerance >= 0:
+            raise ValueError(f"a block needs at least one token and a tolerance of 0 or more, got {self.tokens} and "
+                             f"{self.tolerance}")
+
+
+class MetaBlock(Bijection):
+    """Every position standardised by what causal attention makes of the positions before it.
+
+        z_i = (x_i - m_i) e^-a_i,   (m, a)_i = net(x_1 .. x_{i-1}, class),   (m, a)_1 = 0,   log |det| = -sum a
+        x_i = z_i e^a_i + m_i, one position after the other, keys and values of those found kept
+
+    a is bounded as in `MeanScale`. Positions are read row by row, or backwards. The last layer of the network is zero
+    at the start, so training starts at the identity. The network may run in half precision, the state does not.
+
+    Arguments:
+        event_shape: (C, H, W), or (C, T) with T or None for sequences of any length.
+        reverse: whether positions are read backwards.
+        width, depth, heads, expansion, attention, dropout: the network's, see `TokenTransformer`; the attention is one
+            along sequences, in the order of reading.
+        places: whether a learned vector for each place is added to the tokens; not for open lengths.
+        cond: labels, or None. The row after the last class stands for no class, which guidance needs.
+
+    Attributes:
+        decoding: how it is inverted (see `Decoding`).
+        sweeps: evaluations of the network that the last inverse took, all blocks of tokens together.
+
+    Shapes: events as given, `cond (B,)` labels, `mask (B, 1, T)`.
+    Errors: ValueError for events of another shape, a condition that is no label, an attention without causal form.
+    Source: Zhai et al. 2024, "Normalizing flows are capable generative models", section 2.2.
+
+    Example:
+        >>> block = MetaBlock((2, 3, 3), width=8, depth=1, heads=2)
+        >>> x = torch.randn(4, 2, 3, 3)
+        >>> z, logdet = block(x)
+        >>> torch.equal(z, x), logdet.shape
+        (True, torch.Size([4]))
+    """
+
+    strict_cond = True
+    inverse_cost = "D passes"
+
+    def __init__(
+        self,
+        event_shape: Shape,
+        *,
+        reverse: bool = False,
+        width: int = 128,
+        depth: int = 2,
+        heads: int = 4,
+        expansion: int = 4,
+        attention: AttentionKind = "rope",
+        dropout: float = 0.0,
+        places: bool = True,
+        cond: Condition | None = None,
+    ):
+        super().__init__()
+        self.event_shape = as_shape(event_shape)
+        channels, *space = self.event_shape
+        if len(space) not in (1, 2) or channels is None or (len(space) == 2 and None in space):
+            raise self._misfit("(C, H, W) or (C, T)", self.event_shape)
+        if cond is not None and cond.kind != "labels":
+            raise ValueError(f"a meta-block is conditioned on labels, not on {cond}")
+        self.channels, self.reverse, self.uses_cond = channels, reverse, cond is not None
+        self.length = None if None in space else torch.Size(space).numel()
+        self.net = TokenTransformer(
+            channels, 2 * channels, Site(1, None, dropout, causal=True), width=width, depth=depth, heads=heads,
+            expansion=expansion, attention=attention, dropout=dropout,
+        )  # fmt: skip
+        own = places and self.length is not None
+        self.places = nn.Parameter(0.01 * torch.randn(self.length, width)) if own else None
+        self.classes = None if cond is None else nn.Embedding(cond.size + 1, width)
+        self.transform = MeanScale()
+        self.decoding, self.sweeps = Decoding(), 0
+
+    @property
+    def order(self) -> Tensor | None:
+        """The turn of each value of the flattened event; None for an open length."""
+        if self.length is None:
+            return None
+        turns = torch.arange(self.length)
+        return (turns.flip(0) if self.reverse else turns).repeat(self.channels)
+
+    def out_shape(self, shape: Shape) -> Shape:
+        fits = len(shape) == len(self.event_shape) and all(
+            own is None or given is None or own == given for own, given in zip(self.event_shape, shape, strict=True))
+        if not fits:
+            raise self._misfit(str(self.event_shape).replace("None", "T"), shape)
+        return shape
+
+    def in_shape(self, shape: Shape) -> Shape:
+        return self.out_shape(shape)
+
+    def _forward(self, x, cond, mask):
+        tokens, valid = self._tokens(x), self._turned(mask)
+        out = self.net(tokens, mask=valid, added=self._added(cond, len(x), tokens.shape[1]))
+        z, log_derivative = self.transform(tokens, self._params(out[:, :-1], tokens, valid))
+        return self._event(z, x), self._volume(log_derivative, valid)
+
+    def _inverse(self, z, cond, mask):
+        tokens, valid = self._tokens(z), self._turned(mask)
+        guided = self.uses_cond and self.decoding.guidance != 1
+        rows = 2 if guided else 1
+        if guided:
+            cond = torch.cat([cond, torch.full_like(cond, self.classes.num_embeddings - 1)])
+        count = tokens.shape[1]
+        added, slots = self._added(cond, rows * len(z), count), self.net.slots(count)
+        together = None if valid is None else valid.repeat(rows, 1, 1)
+        step = self.decoding.tokens or count
+        found, volume, self.sweeps = [], [], 0
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            own = tokens[:, start:stop]
+            # The network sees the last position before the block, and all of the block but its last.
+            first = max(start - 1, 0)
+            before = [found[-1][:, -1:]] if found else []
+            here = None if valid is None else valid[..., max(start - 1, 0) : stop]
+            x = own
+            for _ in range(stop - start):
+                seen = torch.cat([*before, x[:, :-1]], dim=1)
+                out = own.new_zeros(rows * len(z), 0, 2 * self.channels)
+                if seen.shape[1]:
+                    out = self.net.decode(
+                        seen.repeat(rows, 1, 1), slots, None if together is None else together[..., : stop - 1],
+                        None if added is None else added[:, first : stop - 1],
+                    ).to(z.dtype)  # fmt: skip
+                    self.sweeps += 1
+                if guided:
+                    of_class, of_none = out.chunk(2)
+                    out = torch.lerp(of_none, of_class, self.decoding.guidance)
+                params = self._params(out, own, here, bool(found))
+                last, (x, log_derivative) = x, self.transform.inverse(own, params)
+                x = hide(x.mT, None if here is None else here[..., -own.shape[1] :]).mT
+                if self.decoding.tolerance and float((x - last).detach().abs().max()) <= self.decoding.tolerance:
+                    break
+            for room in slots:
+                room.filled = stop - 1
+            found.append(x)
+            volume.append(log_derivative)
+        return self._event(torch.cat(found, dim=1), z), self._volume(torch.cat(volume, dim=1), valid)
+
+    def _params(self, out: Tensor, tokens: Tensor, valid: Tensor | None, continued: bool = False) -> Tensor:
+        """(B, 2, N, C) m and a of tokens, each from the output one earlier: 0 where nothing valid comes before.
+
+        `out` starts before the first token where they continue others, else at it; `valid` begins where `out` does.
+        """
+        # The network may run in half precision; the state, and everything computed for it, does not.
+        out = out.to(tokens.dtype)
+        if valid is not None:
+            out = out.masked_fill(~valid[..., : out.shape[1]].mT, 0)
+        if not continued:
+            out = torch.cat([out.new_zeros(len(out), 1, 2 * self.channels), out], dim=1)
+        return out.unflatten(2, (2, self.channels)).movedim(2, 1)
+
+    def _volume(self, log_derivative: Tensor, valid: Tensor | None) -> Tensor:
+        return per_example(log_derivative if valid is None else log_derivative.masked_fill(~valid.mT, 0))
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """(B, N, C) in the order of reading."""
+        tokens = x.flatten(2).mT
+        return tokens.flip(1) if self.reverse else tokens
+
+    def _event(self, tokens: Tensor, like: Tensor) -> Tensor:
+        tokens = tokens.flip(1) if self.reverse else tokens
+        return tokens.mT.reshape(like.shape)
+
+    def _turned(self, mask: Tensor | None) -> Tensor | None:
+        """The mask in the order of reading."""
+        return mask.flip(-1) if mask is not None and self.reverse else mask
+
+    def _added(self, cond: Tensor | None, rows: int, count: int) -> Tensor | None:
+        """What place and class add to every token, (B or 1, N, width); None for nothing."""
+        parts = []
+        if self.places is not None:
+            parts.append((self.places.flip(0) if self.reverse else self.places)[None])
+        if self.classes is not None:
+            parts.append(self.classes(cond)[:, None].expand(-1, count, -1))
+        return sum(parts[1:], parts[0]) if parts else None
+
+
+@contextmanager
+def decoding(flow: nn.Module, how: Decoding) -> Iterator[list[MetaBlock]]:
+    """The meta-blocks of a flow, inverted in this way inside the block of code.
+
+    Example:
+        >>> flow = tarflow((1, 4, 4), patch=2, blocks=2, width=8, depth=1, heads=2)
+        >>> with decoding(flow, Decoding(tokens=None, tolerance=1e-3)) as blocks:
+        ...     _ = flow.inverse(torch.randn(2, 4, 2, 2))
+        >>> [block.sweeps for block in blocks]  # at the start, the identity is found by the first
+        [1, 1]
+    """
+    blocks = [block for block in flow.modules() if isinstance(block, MetaBlock)]
+    usual = [block.decoding for block in blocks]
+    for block in blocks:
+        block.decoding = how
+    try:
+        yield blocks
+    finally:
+        for block, own in zip(blocks, usual, strict=True):
+            block.decoding = own
+
+
+def tarflow(
+    event_shape: Shape,
+    *,
+    patch: int = 2,
+    blocks: int = 6,
+    width: int = 128,
+    depth: int = 2,
+    heads: int = 4,
+    expansion: int = 4,
+    attention: AttentionKind = "rope",
+    places: bool = True,
+    dropout: float = 0.0,
+    cond: Condition | None = None,
+    memory: Literal["store", "inverse"] = "store",
+) -> Compose:
+    """TarFlow: patches, a scale and shift of each of their channels, meta-blocks that read to and fro.
+
+    Arguments:
+        event_shape: (C, H, W) of images, (C, T) of sequences.
+        patch: positions along every side of a patch; frames of a token, for sequences.
+        blocks: number of meta-blocks.
+        width, depth, heads, expansion, attention, places, dropout, cond: see `MetaBlock`.
+        memory: `store`, or `inverse` to keep the input of each meta-block alone and recompute what is inside it.
+
+    Errors: ValueError for sides that `patch` does not divide, no block, and whatever a meta-block refuses.
+    Source: Zhai et al. 2024, section 2.2.
+
+    Example:
+        >>> flow = tarflow((1, 4, 4), blocks=2, width=8, depth=1, heads=2)
+        >>> flow.initialize(torch.randn(9, 1, 4, 4))
+        >>> flow(torch.randn(3, 1, 4, 4))[0].shape
+        torch.Size([3, 4, 2, 2])
+    """
+    shape = as_shape(event_shape)
+    if len(shape) not in (2, 3):
+        raise ValueError(f"tarflow takes images (C, H, W) or sequences (C, T), not events of shape {shape}: use "
+                         "model=maf for vectors")  # fmt: skip
+    if blocks < 1 or patch < 1 or any(n is not None and n % patch for n in shape[1:]):
+        raise ValueError(f"tarflow needs at least one block, and a patch that divides the sides of {shape}, got "
+                         f"blocks = {blocks} and patch = {patch}")  # fmt: skip
+    squeeze = [(Squeeze1d if len(shape) == 2 else Squeeze2d)(patch)] if patch > 1 else []
+    inside = squeeze[0].out_shape(shape) if squeeze else shape
+    inside = (inside[0], None) if len(shape) == 2 else inside  # sequences may be shorter than the longest
+    layers = [
+        MetaBlock(inside, reverse=number % 2 == 1, width=width, depth=depth, heads=heads, expansion=expansion,
+                  attention=attention, places=places, dropout=dropout, cond=cond)
+        for number in range(blocks)
+    ]  # fmt: skip
+    return Compose([*squeeze, ActNorm(inside[0]), *layers], shape, memory=memory)

@@ -1,0 +1,134 @@
+"""The parts of Jet: transformers as coupling networks, bounded scales, the order of couplings."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.flows.coupling import ChannelSplit, Coupling, TokenSplit
+from genmodels.flows.jet import ShiftScale, TokenNet, jet
+from genmodels.nn.condition import Condition
+
+DOUBLE = torch.float64
+TINY = {"width": 8, "depth": 1, "heads": 2}
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def couplings(flow) -> list[Coupling]:
+    return [layer for layer in flow.modules() if isinstance(layer, Coupling)]
+
+
+def kinds(flow) -> list[str]:
+    return [getattr(layer.split, "kind", "channels") for layer in couplings(flow)]
+
+
+def test_the_scale_is_two_sigmoid_and_its_logarithm_the_log_derivative():
+    x, params = drawn(2, 3, 4), drawn(2, 2, 3, 4, seed=1)
+    x.requires_grad_()
+    z, h = ShiftScale()(x, params)
+    s, t = params.unbind(1)
+    assert torch.allclose(z, (x + t) * 2 / (1 + (-s).exp()), atol=1e-14)
+    assert torch.allclose(torch.autograd.grad(z.sum(), x)[0].log(), h, atol=1e-12) and h.max() < math.log(2)
+    back, h_back = ShiftScale().inverse(z, params)
+    assert torch.allclose(back, x, atol=1e-12) and torch.equal(h_back, -h)
+
+
+def test_the_network_sees_every_token_and_knows_their_places():
+    torch.manual_seed(0)
+    net = TokenNet(2, 4, **TINY).to(DOUBLE)
+    torch.nn.init.normal_(net.transformer.leave.weight)
+    x = drawn(1, 2, 3, 4)
+    y = net(x)
+    other = x.clone()
+    other[..., 2, 3] += 1
+    assert ((net(other) - y).abs().amax((0, 1)) > 1e-9).all()
+    turned = net(x.flip(3)).flip(3)  # the same contents at other offsets
+    assert (turned - y).abs().max() > 1e-6
+
+
+def test_a_network_for_sequences_reads_columns():
+    torch.manual_seed(0)
+    net = TokenNet(2, 4, attention="rope", **TINY).to(DOUBLE)
+    torch.nn.init.normal_(net.transformer.leave.weight)
+    x = drawn(1, 2, 3, 4)
+    by_hand = net.transformer(x.mT.flatten(2).mT).mT.view(1, 4, 4, 3).mT
+    assert torch.equal(net(x), by_hand)
+
+
+@pytest.mark.parametrize("shape, options, expected", [
+    ((1, 8, 8), {"couplings": 6}, ["channels", "rows", "channels", "rows", "channels", "columns"]),
+    ((1, 8, 8), {"couplings": 3, "spatial": 0}, ["channels"] * 3),
+    ((1, 8, 8), {"couplings": 3, "spatial": 1}, ["rows", "rows", "columns"]),
+    ((1, 6, 8), {"couplings": 4, "spatial": 1}, ["columns", "columns", "checkerboard", "checkerboard"]),
+    ((1, 6, 6), {"couplings": 2, "spatial": 1}, ["channels"] * 2),
+])  # fmt: skip
+def test_the_order_of_couplings(shape, options, expected):
+    flow = jet(shape, **options, **TINY)
+    assert kinds(flow) == expected
+    pairs = [(layer.split.kind, layer.split.parity) for layer in couplings(flow) if isinstance(layer.split, TokenSplit)]
+    assert len(set(pairs)) == len(pairs)  # both halves of each kind are changed
+
+
+def changed_by(flow, shape):
+    """Which values of z depend on which of x, by autograd."""
+    flow = flow.to(DOUBLE)
+    flow.initialize(drawn(16, *shape))
+    generator = torch.Generator().manual_seed(3)
+    for p in flow.parameters():
+        p.data.add_(0.3 * torch.randn(p.shape, generator=generator, dtype=DOUBLE))
+    jacobian = torch.autograd.functional.jacobian(lambda x: flow(x[None])[0][0].flatten(), drawn(*shape))
+    return jacobian.flatten(1) != 0
+
+
+def test_a_few_couplings_join_everything():
+    shape = (1, 4, 4)
+    source = torch.Generator().manual_seed(0)
+    assert changed_by(jet(shape, couplings=12, generator=source, **TINY), shape).all()
+    assert not changed_by(jet(shape, couplings=1, spatial=0, **TINY), shape).all()
+
+
+def test_permutations_are_drawn_once_from_the_generator():
+    orders = [jet((1, 8, 8), couplings=2, spatial=0, generator=torch.Generator().manual_seed(seed), **TINY)
+              for seed in (0, 0, 1)]  # fmt: skip
+    states = [{name: value for name, value in flow.state_dict().items() if name.endswith("index")}
+              for flow in orders]  # fmt: skip
+    assert states[0] and all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_recomputing_changes_no_gradient():
+    torch.manual_seed(0)
+    flow = jet((1, 4, 4), couplings=4, memory="store", generator=torch.Generator().manual_seed(0), **TINY).to(DOUBLE)
+    flow.initialize(drawn(16, 1, 4, 4))
+    for p in flow.parameters():
+        p.data.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=DOUBLE))
+    found = []
+    for memory in ("store", "inverse"):
+        flow.stages[0].memory = memory
+        flow.zero_grad()
+        z, logdet = flow(drawn(3, 1, 4, 4, seed=4))
+        (z.square().sum() - logdet.sum()).backward()
+        found.append([p.grad.clone() for p in flow.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-8, atol=1e-10) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: jet((2,)), "jet takes images .* use model=realnvp for vectors and model=glow for sequences"),
+    (lambda: jet((1, 7, 8)), r"patches that divide the sides of \(1, 7, 8\)"),
+    (lambda: jet((1, 8, 8), couplings=0), "at least one coupling"),
+    (lambda: jet((1, 12, 12), levels=3), "at every level"),
+    (lambda: TokenNet(2, 4, cond=Condition("map", 2), **TINY), "conditioned on labels"),
+    (lambda: TokenNet(2, 4, cond=Condition("labels", 2), **TINY)(torch.zeros(1, 2, 2, 2)), "needs cond"),
+    (lambda: TokenNet(2, 4, **TINY)(torch.zeros(1, 2, 2, 2), torch.zeros(1).long()), "without a condition"),
+    (lambda: TokenNet(2, 4, **TINY)(torch.zeros(1, 2, 2, 2), None, torch.ones(1, 1, 2).bool()), "have no mask"),
+    (lambda: Coupling(ChannelSplit(4), ShiftScale(), TokenNet(2, 2, **TINY)), "4 channels out"),
+])  # fmt: skip
+def test_errors_are_one_line(make, words):
+    with pytest.raises(ValueError, match=words) as error:
+        make()
+    assert "\n" not in str(error.value)

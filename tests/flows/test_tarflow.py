@@ -1,0 +1,227 @@
+"""Meta-blocks against plain loops: triangular Jacobian, cached and fixed-point inverses, guidance, probability."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.flows.bijection import Bijection
+from genmodels.flows.tarflow import Decoding, MetaBlock, decoding, tarflow
+from genmodels.nn.attention import Slots
+from genmodels.nn.condition import Condition
+
+DOUBLE = torch.float64
+TINY = {"width": 8, "depth": 2, "heads": 2}
+LABELS = Condition("labels", 3)
+
+
+def shaken(module, size=0.4):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in module.to(DOUBLE).parameters():
+            p.add_(size * torch.randn(p.shape, generator=generator, dtype=DOUBLE))
+    return module.requires_grad_(False).eval()
+
+
+def block_of(shape=(2, 3, 3), size=0.4, **options):
+    torch.manual_seed(0)
+    return shaken(MetaBlock(shape, **{**TINY, **options}), size)
+
+
+def latents(shape=(2, 3, 3), batch=3):
+    return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
+
+
+def inverse_by_loop(block: MetaBlock, z, cond=None, guidance=1.0):
+    """x_i = z_i exp(a_i) + m_i, one position after the other, each from the whole network without any cache."""
+    turns = range(z[0, 0].numel())
+    order = list(reversed(turns)) if block.reverse else list(turns)
+    x = torch.zeros_like(z).flatten(2)
+    none = None if cond is None else torch.full_like(cond, block.classes.num_embeddings - 1)
+    for i, place in enumerate(order):
+        m = a = torch.zeros_like(x[:, :, 0])
+        if i:
+            seen = x[:, :, order[:i]].mT
+            out = [block.net(seen, added=None if (added := block._added(c, len(z), z[0, 0].numel())) is None
+                             else added[:, :i])[:, -1] for c in (cond, none)]  # fmt: skip
+            m, a = (out[1] + guidance * (out[0] - out[1])).chunk(2, dim=1)
+        x[:, :, place] = z.flatten(2)[:, :, place] * torch.exp(5 * torch.tanh(a / 5)) + m
+    return x.reshape(z.shape)
+
+
+CASES = [{}, {"reverse": True}, {"attention": "xl"}, {"attention": "shaw", "places": False}, {"attention": "t5"},
+         {"cond": LABELS}, {"cond": LABELS, "reverse": True}]  # fmt: skip
+
+
+def error_of_the_cache(options, guidance=1.0):
+    block, z = block_of(**options), latents()
+    cond = torch.tensor([0, 2, 1]) if "cond" in options else None
+    expected = inverse_by_loop(block, z, cond, guidance)
+    with torch.no_grad():
+        block.decoding = Decoding(guidance=guidance)
+        found, _ = block.inverse(z, cond)
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_cached_is_uncached(options):
+    assert error_of_the_cache(options) < 1e-10
+
+
+@pytest.mark.parametrize("guidance", [0.0, 1.5, 3.0])
+def test_guidance_extrapolates_from_no_class(guidance):
+    assert error_of_the_cache({"cond": LABELS}, guidance) < 1e-10
+
+
+def test_mutants_of_the_cache_are_caught(monkeypatch):
+    right = Slots.put
+    with monkeypatch.context() as patch:  # nothing is remembered
+        patch.setattr(Slots, "put", lambda self, k, v: (k, v))
+        assert error_of_the_cache({"attention": "t5"}) > 1e-3
+    with monkeypatch.context() as patch:  # the newest key and value are lost
+        patch.setattr(Slots, "put", lambda self, k, v: tuple(
+            torch.cat([kept[:, :, :-1], 0 * kept[:, :, -1:]], dim=2) for kept in right(self, k, v)))
+        assert error_of_the_cache({}) > 1e-3
+
+
+def test_backwards_is_forwards_on_the_event_turned_round():
+    there, back = (block_of(places=False, reverse=reverse) for reverse in (False, True))
+    z, x = latents(), latents().flatten(2).flip(2).view(3, 2, 3, 3)
+    assert torch.allclose(back(x)[0].flatten(2).flip(2).view(z.shape), there(z)[0], atol=1e-12)
+    assert not torch.allclose(back(x)[0], there(x)[0], atol=1e-3)
+
+
+# ---- the Jacobian ----------------------------------------------------------------------------------------------------
+
+
+def blocks_of_the_jacobian(block, x):
+    """(N, C, N, C) dz/dx of one example with tokens in the order of reading, and its log-determinant as stated."""
+    jacobian = torch.autograd.functional.jacobian(lambda v: block(v[None])[0][0].flatten(1).T, x)  # (N, C, *event)
+    jacobian = jacobian.flatten(3).mT  # (N, C, N, C)
+    if block.reverse:
+        jacobian = jacobian.flip(0, 2)
+    return jacobian, block(x[None])[1]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_jacobian_is_block_triangular_with_diagonal_blocks(reverse):
+    block, x = block_of(reverse=reverse), latents()[0]
+    jacobian, logdet = blocks_of_the_jacobian(block, x)
+    count, channels = jacobian.shape[:2]
+    own = torch.eye(channels, dtype=torch.bool)
+    for i in range(count):
+        assert (jacobian[i, :, i + 1 :] == 0).all() and (jacobian[i, :, i][~own] == 0).all()
+        assert (jacobian[i, :, i][own] > 0).all() and (i == 0 or (jacobian[i, :, :i] != 0).any())
+    diagonal = torch.stack([jacobian[i, :, i].diagonal() for i in range(count)])
+    assert torch.allclose(diagonal.log().sum(), logdet[0], atol=1e-12) and (diagonal[0] == 1).all()
+
+
+def test_mutant_without_the_shift_by_one_is_caught(monkeypatch):
+    def unshifted(self, out, tokens, valid, continued=False):
+        padded = torch.cat([out, out[:, -1:]], dim=1)
+        return padded.unflatten(2, (2, self.channels)).movedim(2, 1)
+
+    monkeypatch.setattr(MetaBlock, "_params", unshifted)
+    with pytest.raises(AssertionError):
+        test_the_jacobian_is_block_triangular_with_diagonal_blocks(False)
+
+
+def mass_of_two_tokens(block: Bijection) -> float:
+    """The integral of the density of two tokens of one number, by the trapezoidal rule."""
+    x, y = torch.linspace(-9, 9, 91, dtype=DOUBLE), torch.linspace(-30, 30, 601, dtype=DOUBLE)
+    points = torch.cartesian_prod(x, y).view(-1, 1, 2)
+    with torch.no_grad():
+        z, logdet = zip(*(block(part) for part in points.split(100_000)), strict=True)
+    log_p = torch.cat(logdet) - torch.cat(z).flatten(1).square().sum(1) / 2 - math.log(2 * math.pi)
+    return float(log_p.exp().sum() * (x[1] - x[0]) * (y[1] - y[0]))
+
+
+def test_the_density_of_two_tokens_integrates_to_one(monkeypatch):
+    block = block_of((1, 2), size=0.3, depth=1)
+    assert abs(mass_of_two_tokens(block) - 1) < 1e-6
+    monkeypatch.setattr(MetaBlock, "_volume", lambda self, log_derivative, valid: -log_derivative.flatten(1).sum(1))
+    assert abs(mass_of_two_tokens(block) - 1) > 1e-2
+
+
+# ---- fixed-point iteration -------------------------------------------------------------------------------------------
+
+
+def inverted(block, z, **how):
+    with torch.no_grad(), decoding(block, Decoding(**how)):
+        x, logdet = block.inverse(z)
+    return x, logdet, block.sweeps
+
+
+@pytest.mark.parametrize("tokens", [None, 2, 3, 4, 9])
+@pytest.mark.parametrize("options", [{}, {"reverse": True, "attention": "xl"}])
+def test_iteration_is_exact_after_as_many_sweeps_as_tokens(options, tokens):
+    block, z = block_of(**options), latents()
+    expected, logdet, sweeps = inverted(block, z)
+    found, found_logdet, _ = inverted(block, z, tokens=tokens)
+    assert sweeps == 8  # nine tokens, the first of which depends on nothing
+    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-10)
+    assert torch.allclose(found_logdet, logdet, rtol=1e-10, atol=1e-10)
+
+
+def test_each_sweep_makes_one_more_token_exact(monkeypatch):
+    block, z = block_of(), latents()
+    expected, _, _ = inverted(block, z)
+    guesses = []
+    right = block.transform.inverse
+    monkeypatch.setattr(block.transform, "inverse", lambda *given: guesses.append(right(*given)[0]) or right(*given))
+    inverted(block, z, tokens=None)
+    assert len(guesses) == 9
+    for k, guess in enumerate(guesses, start=1):
+        error = (guess - expected.flatten(2).mT).abs().amax((0, 2))
+        assert (error[:k] < 1e-12).all() and (k > 5 or error[k:].max() > 1e-9)
+
+
+def test_a_tolerance_stops_early_and_the_error_is_of_its_size():
+    block, z = block_of((1, 8, 8), size=0.05), latents((1, 8, 8))
+    expected, logdet, all_sweeps = inverted(block, z)
+    found, found_logdet, sweeps = inverted(block, z, tokens=None, tolerance=1e-4)
+    assert sweeps < all_sweeps / 3
+    assert 0 < (found - expected).abs().max() < 1e-3 and (found_logdet - logdet).abs().max() < 1e-2
+
+
+def test_the_way_of_decoding_ends_with_its_block():
+    flow = tarflow((1, 4, 4), blocks=2, **TINY)
+    with pytest.raises(KeyError), decoding(flow, Decoding(tokens=None)) as blocks:
+        assert len(blocks) == 2 and all(block.decoding.tokens is None for block in blocks)
+        raise KeyError
+    assert all(block.decoding == Decoding() for block in blocks)
+
+
+# ---- gradients, errors -----------------------------------------------------------------------------------------------
+
+
+def test_recomputing_changes_no_gradient():
+    found = []
+    for memory in ("store", "inverse"):
+        torch.manual_seed(0)
+        flow = tarflow((1, 4, 4), blocks=3, memory=memory, **TINY).to(DOUBLE)
+        flow.initialize(latents((1, 4, 4), 16))
+        for p in flow.parameters():
+            p.data.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=DOUBLE))
+        z, logdet = flow(latents((1, 4, 4)))
+        (z.square().sum() - logdet.sum()).backward()
+        found.append([p.grad for p in flow.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-8, atol=1e-10) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: tarflow((2,)), "takes images .* or sequences .*: use model=maf for vectors"),
+    (lambda: tarflow((1, 7, 8)), r"a patch that divides the sides of \(1, 7, 8\), got blocks = 6 and patch = 2"),
+    (lambda: tarflow((1, 8, 8), blocks=0), "at least one block"),
+    (lambda: MetaBlock((1, 4, 4), attention="nystrom"), "'nystrom' has no causal form"),
+    (lambda: MetaBlock((1, 4, 4), cond=Condition("map", 2)), "conditioned on labels"),
+    (lambda: block_of()(latents((2, 3, 4))), r"takes events of shape \(2, 3, 3\), got \(2, 3, 4\)"),
+    (lambda: Decoding(tokens=0), "at least one token"),
+    (lambda: Decoding(tolerance=-1.0), "tolerance of 0 or more"),
+])  # fmt: skip
+def test_errors_are_one_line(make, words):
+    with pytest.raises(ValueError, match=words) as error:
+        make()
+    assert "\n" not in str(error.value)
