@@ -226,6 +226,16 @@ def test_a_flow_in_constant_memory_with_dropout_resumes_too(tmp_path):
     stopped_once(tmp_path, FLOW, at=5, steps=24)
 
 
+def test_a_run_on_shards_resumes_too(tmp_path):
+    """And it is the run on the data from which they were written."""
+    short = [word for word in SMALL if not word.startswith(("data=", "trainer.max_steps="))]
+    base = [*short, "preset=ddpm_digits", "trainer.max_steps=16", "data=shards", f"data.root={tmp_path / 'shards'}"]
+    assert main(["shards", "data=digits", f"out={tmp_path / 'shards'}", "items=300"]) == 0
+    stopped_once(tmp_path, base, at=7, steps=16)
+    train(tmp_path / "digits", base=[*short, "data=digits", "trainer.max_steps=16"])
+    assert metrics(tmp_path / "digits") == metrics(tmp_path / "whole")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPEAKING)
 def test_models_of_texts_resume_too(name, tmp_path):

@@ -17,7 +17,7 @@ from importlib import import_module
 from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
 
 #: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
-CONFIGURED = ("train", "sample", "evaluate", "verify")
+CONFIGURED = ("train", "sample", "evaluate", "verify", "shards")
 #: Commands that take a few words; each has a module here with `main(words) -> exit code`.
 PLAIN = ("info", "doctor")
 FLAGS = {"-m": "multirun", "--multirun": "multirun", "--keys": "keys", "--resolve": "resolve"}

@@ -284,7 +284,7 @@ class Arrays(DataModule):
         if len(shapes) > 1:
             raise InputError(f"{self.file}: the splits hold items of different shapes {sorted(shapes)}")
         first = next(iter(parts.values()))[0]
-        kind = _kind(first, self.layout, self.levels, self.file)
+        kind = kind_of_items(first, self.layout, self.levels, self.file)
         if self.flip and len(kind.event(first.shape)) != 3:
             raise InputError(f"data.flip=true is for images, but {self.file} holds vectors")
         labels, names, classes = _read_labels({name: (len(x), y) for name, (x, y) in parts.items()}, self.file)
@@ -296,7 +296,7 @@ class Arrays(DataModule):
                         columns=columns_of(self.file))
         return spec, self._splits(sources, kind)
 
-    def _splits(self, sources: dict, kind: _Kind) -> dict[str, BatchDataset]:
+    def _splits(self, sources: dict, kind: ItemKind) -> dict[str, BatchDataset]:
         base = "all" if "all" in sources else "train"
         x, y = sources[base]
         missing = [0.0 if name in sources else f for name, f in zip(SPLITS, self.fractions, strict=True)]
@@ -313,7 +313,7 @@ class Arrays(DataModule):
 
 
 @dataclass(frozen=True)
-class _Kind:
+class ItemKind:
     """How rows of the array become a batch: axes to move, number of levels."""
 
     axes: str
@@ -362,7 +362,8 @@ def _find_parts(arrays: dict, file: Path) -> dict[str, tuple]:
     return found
 
 
-def _kind(array, layout: str, levels: int | None, file: Path) -> _Kind:
+def kind_of_items(array, layout: str, levels: int | None, file: Path | str) -> ItemKind:
+    """What the rows of an array are, by its type, its shape and the settings; `file` is its name in messages."""
     shape, dtype = tuple(array.shape), array.dtype
     if dtype.kind not in "fiub":
         raise InputError(f"{file}: items of type {dtype} cannot be modelled, save integers or floating point numbers")
@@ -375,12 +376,12 @@ def _kind(array, layout: str, levels: int | None, file: Path) -> _Kind:
     if dtype.kind != "f":
         levels = levels or (2 if dtype.kind == "b" else 256)
     if len(shape) == 2:
-        return _Kind("nd", levels)
+        return ItemKind("nd", levels)
     if dtype.kind == "f" and layout == "auto":
         raise InputError(f"{file}: {dtype} images: save them as uint8 0..255, or take them as continuous data by "
                          "data.layout=nchw or data.layout=nhwc")
     if len(shape) == 3:
-        return _Kind("nhw", levels)
+        return ItemKind("nhw", levels)
     if len(shape) != 4:
         raise InputError(f"{file}: items of shape {shape[1:]} have more than three axes")
     if layout == "auto":
@@ -389,7 +390,7 @@ def _kind(array, layout: str, levels: int | None, file: Path) -> _Kind:
             why = "both the second and the last axis" if front else "neither the second nor the last axis"
             raise InputError(f"{file}: shape {shape}: {why} could be channels; set data.layout to nchw or nhwc")
         layout = "nchw" if front else "nhwc"
-    return _Kind(layout, levels)
+    return ItemKind(layout, levels)
 
 
 def _check_values(array, levels: int | None, where: str) -> None:

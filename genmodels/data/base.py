@@ -171,15 +171,17 @@ class DataModule(pl.LightningDataModule):
         if self.spec.levels is not None or len(self.spec.event_shape) != 1:
             return []
         found, data = [], self.split("train")
-        x = data.__getitems__(torch.arange(len(data))).x.double()
+        rows = spread_rows(len(data), min(len(data), getattr(data, "most_at_once", len(data))))
+        x = data.__getitems__(rows).x.double()
         for k, column in enumerate(x.T, 1):
             ordered = column.sort().values
             low, middle, high = (float(ordered[int(share * (len(ordered) - 1))]) for share in (0.25, 0.5, 0.75))
             far = (column - middle).abs()
             item = int(far.argmax())
             if high > low and float(far[item]) > _FAR * (high - low):
-                found.append(f"{self.spec.name}: column {k} of training item {item} is {float(column[item]):.3g}, but "
-                             f"half of the column is between {low:.3g} and {high:.3g}: drop it if it is a mistake")
+                found.append(f"{self.spec.name}: column {k} of training item {int(rows[item])} is "
+                             f"{float(column[item]):.3g}, but half of the column is between {low:.3g} and {high:.3g}: "
+                             "drop it if it is a mistake")
         return found
 
     def _faults(self) -> list[str]:
@@ -227,7 +229,10 @@ def split_rows(
         (70, 10, 20, True)
     """
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
-    groups = [order] if labels is None else [order[labels[order] == label] for label in labels.unique()]
+    groups = (order,)
+    if labels is not None:
+        sizes = labels.unique(return_counts=True)[1].tolist()
+        groups = order[labels[order].argsort(stable=True)].split(sizes)
     counts: list[list[int]] = []
     seen = 0
     for group in groups:
@@ -247,6 +252,31 @@ def split_rows(
             counts[row][0], counts[row][part] = counts[row][0] + item, counts[row][part] - item
     parts = zip(*(group.split(count) for group, count in zip(groups, counts, strict=True)), strict=True)
     return tuple(torch.cat(part).sort().values for part in parts)
+
+
+def rows_of_splits(
+    given: Tensor | None, labels: Tensor | None, size: int, fractions: tuple[float, float, float], seed: int
+) -> dict[str, Tensor]:
+    """Rows of each split: those given, a missing val or test held out of train.
+
+    Arguments:
+        given: (size,) the number of each item's split in `SPLITS`, None if none is given.
+        labels, size, fractions, seed: see `split_rows`.
+
+    Example:
+        >>> rows_of_splits(torch.tensor([0, 0, 1, 0, 0]), None, 5, (0.5, 0.25, 0.25), seed=0)["val"]
+        tensor([2])
+    """
+    if given is None:
+        return dict(zip(SPLITS, split_rows(labels, size, fractions, seed), strict=True))
+    rows = {split: (given == number).nonzero()[:, 0] for number, split in enumerate(SPLITS)}
+    missing = [0.0 if len(rows[split]) else fraction for split, fraction in zip(SPLITS, fractions, strict=True)]
+    train = rows["train"]
+    held = split_rows(None if labels is None else labels[train], len(train), (0.0, missing[1], missing[2]), seed)
+    rows["train"] = train[held[0]]
+    for split, part in zip(SPLITS[1:], held[1:], strict=True):
+        rows[split] = rows[split] if len(rows[split]) else train[part]
+    return rows
 
 
 def spread_rows(size: int, wanted: int) -> Tensor:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from torch.utils.data import Dataset
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import cache_folder, kind_of, write_whole
-from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, split_rows
+from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, rows_of_splits
 from genmodels.data.loading import BatchDataset, TensorData
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .jp2".split())
+SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 INDEX_NAME = ".genmodels-index.json"
 _SINGLE_PICTURE = ("MPO",)  # formats whose further frames are other views of the same photograph
 
@@ -45,15 +46,15 @@ def image_files(root: Path) -> list[str]:
     return sorted(found)
 
 
-def decode(path: Path, size: int, channels: int) -> Tensor:
+def decode(file: Path | BinaryIO, size: int, channels: int) -> Tensor:
     """One image as uint8 levels (channels, size, size): shorter side resized to `size`, centre cropped.
 
     Transparent parts become white, 16-bit values are divided by 257, palettes, CMYK and the camera's orientation are
     converted. A ValueError or OSError explains why a file cannot be used.
     """
-    if not path.is_file() and path.exists():
-        raise ValueError(f"is {kind_of(path)}, not a file")
-    with Image.open(path) as image:
+    if isinstance(file, Path) and not file.is_file() and file.exists():
+        raise ValueError(f"is {kind_of(file)}, not a file")
+    with Image.open(file) as image:
         frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format not in _SINGLE_PICTURE:
             raise ValueError(f"holds {frames} frames, not one picture")
@@ -78,16 +79,16 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     return image
 
 
-def try_decode(path: Path, size: int, channels: int) -> Tensor | str:
+def try_decode(file: Path | BinaryIO, size: int, channels: int) -> Tensor | str:
     """The image, or a phrase that explains why it cannot be decoded."""
     try:
-        return decode(path, size, channels)
+        return decode(file, size, channels)
     except Exception as error:  # decoders raise all kinds of exceptions for damaged files
-        return _reason(path, error)
+        return _reason(file, error)
 
 
-def _reason(path: Path, error: Exception) -> str:
-    if path.is_file() and path.stat().st_size == 0:
+def _reason(file: Path | BinaryIO, error: Exception) -> str:
+    if isinstance(file, Path) and file.is_file() and file.stat().st_size == 0:
         return "empty file"
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image"
@@ -109,9 +110,13 @@ def find_problems(root: Path, files: Sequence[str], size: int, channels: int) ->
     known = _read_index(root)
     stamps = {name: _stamp(root / name) for name in files}
     unknown = [name for name in files if known.get(name, [None])[:2] != stamps[name]]
-    results = in_threads(lambda name: try_decode(root / name, size, channels), unknown)
-    for name, result in zip(unknown, results, strict=True):
-        known[name] = [*stamps[name], result if isinstance(result, str) else None]
+
+    def fault(name: str) -> str | None:
+        result = try_decode(root / name, size, channels)
+        return result if isinstance(result, str) else None  # not the image: all of them may not fit in memory
+
+    for name, reason in zip(unknown, in_threads(fault, unknown), strict=True):
+        known[name] = [*stamps[name], reason]
     if unknown:
         _write_index(root, {name: known[name] for name in files})
     return {name: known[name][2] for name in files if known[name][2] is not None}
@@ -174,7 +179,6 @@ class FileData(Dataset):
         return Batch(torch.stack(images), None if self.cond is None else self.cond[index], index=index)
 
 
-_SPLIT_FOLDERS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 _MEMORY = 512 * 2**20  # bytes up to which decoded images are held in memory
 _THREADS = min(8, os.cpu_count() or 1)  # that decode at once
 _DECODED = 3  # bytes a value takes while an image is resized
@@ -235,17 +239,17 @@ class ImageFolder(DataModule):
         files, images, bad = self._examine()
         if bad and not self.skip_bad:
             raise InputError(
-                f"{len(bad)} of {len(files)} images in {self.root} cannot be used: {_listed(bad)}; "
+                f"{len(bad)} of {len(files)} images in {self.root} cannot be used: {listed(bad)}; "
                 "repair or remove them, or set data.skip_bad=true to leave them out"
             )
         if bad:
-            warnings.warn(f"left out {len(bad)} of {len(files)} images in {self.root}: {_listed(bad)}", stacklevel=2)
+            warnings.warn(f"left out {len(bad)} of {len(files)} images in {self.root}: {listed(bad)}", stacklevel=2)
         files = [name for name in files if name not in bad]
         if not files:
             raise InputError(f"none of the images in {self.root} can be used")
         parts, classes, labels = _arrange(files)
         splits: dict[str, BatchDataset] = {}
-        for split, rows in _split(parts, labels, len(files), self.fractions, self.seed).items():
+        for split, rows in rows_of_splits(parts, labels, len(files), self.fractions, self.seed).items():
             if images is not None:
                 splits[split] = TensorData(images, labels, rows)
             else:
@@ -287,35 +291,20 @@ class ImageFolder(DataModule):
         return files, torch.stack(images) if images else None, bad
 
 
-def _listed(bad: dict[str, str]) -> str:
+def listed(bad: dict[str, str]) -> str:
+    """The first unusable files with their reasons, for a message."""
     shown = [f"{name!r} ({reason})" for name, reason in list(bad.items())[:_NAMED]]
     return ", ".join(shown) + (f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else "")
 
 
-def _arrange(files: Sequence[str]) -> tuple[list[str] | None, tuple[str, ...], Tensor | None]:
-    """The split of each file (None: not given by folders), class names and labels."""
+def _arrange(files: Sequence[str]) -> tuple[Tensor | None, tuple[str, ...], Tensor | None]:
+    """The number of each file's split (None: not given by folders), class names and labels."""
     parts = [Path(name).parts for name in files]
     tops = {part[0] for part in parts if len(part) > 1}
-    given = "train" in tops and len(tops) > 1 and tops <= set(_SPLIT_FOLDERS) and all(len(part) > 1 for part in parts)
-    splits = [_SPLIT_FOLDERS[part[0]] for part in parts] if given else None
+    given = "train" in tops and len(tops) > 1 and tops <= set(SPLIT_NAMES) and all(len(part) > 1 for part in parts)
+    splits = torch.tensor([SPLITS.index(SPLIT_NAMES[part[0]]) for part in parts]) if given else None
     folders = [part[given:-1] for part in parts]
     names = sorted({folder[0] for folder in folders if folder})
     if len(names) < 2 or not all(folders):
         return splits, (), None
     return splits, tuple(names), torch.tensor([names.index(folder[0]) for folder in folders])
-
-
-def _split(
-    given: list[str] | None, labels: Tensor | None, size: int, fractions: tuple[float, float, float], seed: int
-) -> dict[str, Tensor]:
-    """Rows of each split: those given by folders, the others held out of train."""
-    if given is None:
-        return dict(zip(SPLITS, split_rows(labels, size, fractions, seed), strict=True))
-    rows = {split: torch.tensor([i for i, g in enumerate(given) if g == split], dtype=torch.int64) for split in SPLITS}
-    missing = [0.0 if len(rows[split]) else fraction for split, fraction in zip(SPLITS, fractions, strict=True)]
-    train = rows["train"]
-    held = split_rows(None if labels is None else labels[train], len(train), (0.0, missing[1], missing[2]), seed)
-    rows["train"] = train[held[0]]
-    for split, part in zip(SPLITS[1:], held[1:], strict=True):
-        rows[split] = rows[split] if len(rows[split]) else train[part]
-    return rows

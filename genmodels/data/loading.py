@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, RunError
 from genmodels.core.random import seed_of
 
 
@@ -205,7 +205,12 @@ class Loader(DataLoader):
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from super().__iter__()
+        try:
+            yield from super().__iter__()
+        except (InputError, RunError) as error:
+            # From a worker process the message is a traceback, whose last line is the error.
+            name, _, message = str(error).rstrip().rpartition("\n")[2].partition("Error: ")
+            raise type(error)(message if name.startswith("genmodels.") else str(error)) from None
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next iteration of a training loader."""

@@ -82,11 +82,7 @@ class Utterances(Dataset):
         items = [self.items[k] for k in chosen]
         mels = [self.items[k].recording.mel() if self._held is None else self._held[k] for k in chosen]
         lengths = torch.tensor([-(-mel.shape[1] // self.multiple) * self.multiple for mel in mels])
-        width = -(-int(lengths.max()) // _FRAMES) * _FRAMES if self.length is None else self.length
-        x = torch.full((len(mels), mels[0].shape[0], width), FLOOR)
-        for row, mel in zip(x, mels, strict=True):
-            row[:, : mel.shape[1]] = mel
-        mask = (torch.arange(width) < lengths[:, None])[:, None]
+        x, mask = padded_mels(mels, lengths, self.length)
         return Batch(x, _condition(items), mask, index)
 
 
@@ -95,10 +91,34 @@ def _condition(items: list[Utterance]) -> TextCondition | Tensor | None:
         return torch.tensor([item.label for item in items])
     if not items[0].tokens:
         return None
-    speaker = None if items[0].speaker is None else torch.tensor([item.speaker for item in items])
-    tokens, mask = padded_tokens([item.tokens for item in items])
+    return text_condition([item.tokens for item in items], [item.speaker for item in items])
+
+
+def padded_mels(mels: Sequence[Tensor], lengths: Tensor, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """Mels (n_mels, .) as one tensor (B, n_mels, T), padded with silence, and its mask (B, 1, T).
+
+    Arguments:
+        mels: at most as long as `lengths` says; what is missing is silence that counts as data.
+        lengths: (B,) frames of each.
+        width: T; None for the longest, rounded up to a multiple of 64.
+
+    Example:
+        >>> x, mask = padded_mels([torch.ones(2, 3), torch.ones(2, 5)], torch.tensor([4, 6]), width=8)
+        >>> x.shape, mask.sum(-1).flatten()
+        (torch.Size([2, 2, 8]), tensor([4, 6]))
+    """
+    width = width or -(-int(lengths.max()) // _FRAMES) * _FRAMES
+    x = torch.full((len(mels), mels[0].shape[0], width), FLOOR)
+    for row, mel in zip(x, mels, strict=True):
+        row[:, : mel.shape[1]] = mel
+    return x, (torch.arange(width) < lengths[:, None])[:, None]
+
+
+def text_condition(texts: Sequence[Sequence[int]], speakers: Sequence[int | None]) -> TextCondition:
+    """Texts, padded to a multiple of 16 tokens, with their speakers if they have any."""
+    tokens, mask = padded_tokens(texts)
     room = (0, -tokens.shape[1] % _TOKENS)
-    return TextCondition(pad(tokens, room), pad(mask, room), speaker)
+    return TextCondition(pad(tokens, room), pad(mask, room), None if speakers[0] is None else torch.tensor(speakers))
 
 
 def padded_tokens(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

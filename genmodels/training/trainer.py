@@ -171,8 +171,8 @@ def initial_batch(datamodule: DataModule, largest: int = 20_000) -> Batch:
 
 #: May change on resume: the location of the data, the speed of loading, what is displayed, and the length of training.
 FREE = {
-    "trainer.max_steps", "trainer.max_epochs",
-    "data.num_workers", "data.root", "data.download", "trainer.validate_every_n_steps", "trainer.limit_evaluation",
+    "trainer.max_steps", "trainer.max_epochs", "data.num_workers", "data.root", "data.storage", "data.download",
+    "trainer.validate_every_n_steps", "trainer.limit_evaluation",
     "trainer.sample_every_n_steps", "trainer.log_every_n_steps", "trainer.progress",
 }  # fmt: skip
 _ROUNDING = "from here on results are equal up to rounding, not bit for bit"

@@ -16,6 +16,8 @@ from genmodels.data.arrays import Arrays
 from genmodels.data.base import DataModule
 from genmodels.data.image_folder import ImageFolder
 from genmodels.data.loading import TensorData
+from genmodels.data.shard_writer import write_shards
+from genmodels.data.shards import Shards
 from genmodels.data.toy import Toy
 from genmodels.data.vision import Digits
 
@@ -39,12 +41,22 @@ def _array(tmp_path: Path, **options):
     return Arrays(file=str(tmp_path / "set.npz"), batch_size=8, **options)
 
 
+def _shards(tmp_path: Path, **options):
+    if not (tmp_path / "shards").exists():
+        write_shards(_array(tmp_path).prepare(), tmp_path / "shards", 7, {})
+        (tmp_path / "shards" / "dataset.json").unlink()  # as somebody else would write them, without their splits
+        for number, place in enumerate(sorted((tmp_path / "shards").glob("*.tar"))):
+            place.rename(tmp_path / "shards" / f"{number}.tar")
+    return Shards(root=str(tmp_path / "shards"), size=8, batch_size=8, **options)
+
+
 MODULES = {
     "digits": lambda tmp_path, **options: Digits(batch_size=8, **options),
     "toy": lambda tmp_path, **options: Toy(n_train=100, n_val=20, n_test=30, batch_size=8, **options),
     "image_folder": _images,
     "image_folder_decoded_late": lambda tmp_path, **options: _images(tmp_path, cache="none", **options),
     "arrays": _array,
+    "shards": _shards,
 }
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -182,6 +183,20 @@ def test_large_folders_are_decoded_late(folder, monkeypatch):
     assert type(ImageFolder(root=str(folder), size=8).prepare().split("train")).__name__ == "FileData"
     monkeypatch.setattr(image_folder, "_MEMORY", 30 * 3 * 64)
     assert type(ImageFolder(root=str(folder), size=8).prepare().split("train")).__name__ == "TensorData"
+
+
+def test_examining_a_folder_holds_few_images_at_once(folder, monkeypatch):
+    real, made, most = image_folder.try_decode, [], [0]
+
+    def counting(*args):
+        x = real(*args)
+        made.append(weakref.ref(x))
+        most[0] = max(most[0], sum(one() is not None for one in made))
+        return x
+
+    monkeypatch.setattr(image_folder, "try_decode", counting)
+    assert find_problems(folder, image_files(folder), 8, 3) == {} and len(made) == 30
+    assert most[0] <= image_folder._THREADS + 1
 
 
 def test_what_was_examined_is_remembered_until_a_file_changes(folder, monkeypatch):

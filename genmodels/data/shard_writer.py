@@ -1,0 +1,144 @@
+"""The writing of tar shards: any data set, in WebDataset's format, resumable after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from genmodels import __version__
+from genmodels.core.data import Batch, DataSpec, TextCondition
+from genmodels.core.errors import InputError, RunError
+from genmodels.core.files import open_lock, write_whole
+from genmodels.data.base import SPLITS, DataModule
+from genmodels.data.image_folder import listed
+from genmodels.data.shards import RECORD, fields_of
+from genmodels.data.tars import Storage, checksum, index_of, write_tar
+
+
+def encoded(batch: Batch, spec: DataSpec) -> dict[str, bytes]:
+    """The files of the one item of a batch: a PNG of images, else an array, with a text in one file; its class.
+
+    Example:
+        >>> batch = Batch(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.tensor([3]))
+        >>> files = encoded(batch, DataSpec("dots", (1, 2, 2), 256, 10))
+        >>> list(files), files["cls"]
+        (['png', 'cls'], b'3')
+    """
+    x, file = batch.x[0], io.BytesIO()
+    if x.dtype == torch.uint8 and spec.is_image and len(x) in (1, 3):
+        Image.fromarray((x[0] if len(x) == 1 else x.permute(1, 2, 0)).numpy()).save(file, "PNG")
+        return _with_class({"png": file.getvalue()}, batch)
+    x = (x if batch.mask is None else x[:, batch.mask[0, 0]]).numpy()
+    if isinstance(batch.cond, TextCondition):
+        said = batch.cond
+        speaker = {} if said.speaker is None else {"speaker": said.speaker[0].numpy()}
+        np.savez(file, mel=x, tokens=said.tokens[0][said.mask[0, 0]].numpy().astype(np.int32), **speaker)
+        return {"npz": file.getvalue(), "frames": str(x.shape[1]).encode()}
+    np.save(file, x)
+    return _with_class({"npy": file.getvalue()}, batch)
+
+
+def _with_class(files: dict[str, bytes], batch: Batch) -> dict[str, bytes]:
+    return files if batch.cond is None else files | {"cls": str(int(batch.cond[0])).encode()}
+
+
+def write_shards(module: DataModule, out: Path, items: int, source: dict, progress: bool = False) -> dict:
+    """Write all splits of a data set as shards of `items` items; shards that are there already are kept.
+
+    Every shard is written beside its place and moved there whole, so that after a kill the same call goes on.
+
+    Arguments:
+        module: the data; its settings of sizes and splits become those of the shards.
+        out: the folder.
+        items: items per shard.
+        source: configuration of the data, recorded; another one in the same folder is refused.
+        progress: show a progress bar.
+
+    Returns the record that was written.
+    """
+    spec, sizes = module.spec, {split: len(module.split(split)) for split in SPLITS}
+    record = {"genmodels": __version__, "spec": spec.to_dict(), "source": source, "items": sizes, "per_shard": items}
+    record = json.loads(json.dumps(record))
+    place = out / RECORD
+    with _alone(out):
+        before = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else record
+        different = [key for key in record if key != "genmodels" and before.get(key) != record[key]]
+        if different:
+            raise InputError(f"out={out} holds shards of other data ({', '.join(different)} differ): choose another "
+                             "folder, or remove it")
+        if before.get("shards") is None:
+            write_whole(place, lambda file: json.dump(record | {"shards": None}, file), mode="w")
+        with tqdm(desc="shards", unit="item", total=sum(sizes.values()), disable=not progress) as bar:
+            for split in SPLITS:
+                _write_split(module, split, out, items, bar)
+        index = index_of(Storage(str(out)), None, *fields_of(spec))
+        if index.bad:
+            raise RunError(f"{len(index.bad)} shards in {out} are damaged: {listed(index.bad)}; remove them and repeat "
+                           "the command")
+        if len(index.items) != sum(sizes.values()):
+            raise RunError(f"{out} holds {len(index.items):,} items instead of {sum(sizes.values()):,}: remove it and "
+                           "repeat the command")
+        record["shards"] = {}
+        for name in index.shards:
+            with open(out / name, "rb") as file:
+                record["shards"][name] = {"bytes": (out / name).stat().st_size, "sha256": checksum(file)}
+        write_whole(place, lambda file: json.dump(record, file, indent=1), mode="w")
+        index_of(Storage(str(out)), record["shards"], *fields_of(spec))
+    return record
+
+
+def _write_split(module: DataModule, split: str, out: Path, items: int, bar: tqdm) -> None:
+    every = torch.arange(len(module.split(split))).split(items)
+    paths = [out / f"{split}-{number:06d}.tar" for number in range(len(every))]
+    bar.update(sum(len(rows) for rows, path in zip(every, paths, strict=True) if path.exists()))
+    wanted = [(rows, path) for rows, path in zip(every, paths, strict=True) if not path.exists()]
+    if not wanted:
+        return
+    found = _items(module, split, torch.cat([rows for rows, _ in wanted]), bar)
+    for rows, path in wanted:
+        write_whole(path, lambda file, rows=rows: write_tar(file, islice(found, len(rows))))
+
+
+def _items(module: DataModule, split: str, rows: Tensor, bar: tqdm) -> Iterator[tuple[str, dict[str, bytes]]]:
+    for batch in module.loader(split, 64, rows):
+        module.spec.check(batch)
+        for row in range(len(batch)):
+            item = batch.rows(slice(row, row + 1))
+            yield f"{int(item.index[0]):09d}", encoded(item, module.spec)
+            bar.update()
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Only one process writes into a folder; what a killed one has left unfinished is removed."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open_lock(out / ".lock")
+    except OSError as error:
+        raise InputError(f"out={out} cannot be written: {os.strerror(error.errno)}") from None
+    with lock:
+        try:
+            import fcntl
+
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # not on Windows
+            pass
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):  # others: a file system without locks
+                raise InputError(f"another process is writing shards into {out}: wait for it") from None
+        for left in out.glob(".*.tar.*.tmp"):
+            left.unlink(missing_ok=True)
+        yield
+        (out / ".lock").unlink(missing_ok=True)

@@ -1,0 +1,378 @@
+"""Data sets larger than memory: tar shards in WebDataset's format, read item by item."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError, RunError
+from genmodels.core.files import cache_folder, write_whole
+from genmodels.data.arrays import ItemKind, kind_of_items
+from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, rows_of_splits
+from genmodels.data.image_folder import SPLIT_NAMES, in_threads, listed, try_decode
+from genmodels.data.loading import ResumableBatchSampler
+from genmodels.data.tars import Index, Storage, checksum, index_of, name_of
+from genmodels.data.utterances import BucketedBatchSampler, padded_mels, text_condition
+
+RECORD = "dataset.json"
+_ENOUGH = 2**26  # bytes of items for initialisation and statistics
+_CHUNK = 256  # items that are checked at a time
+
+
+@dataclass(frozen=True)
+class ItemForm:
+    """How the bytes of an item become a tensor.
+
+    Attributes:
+        spec: of the data set.
+        arrays: what its arrays are, None for images that are brought to the size of `spec`.
+    """
+
+    spec: DataSpec
+    arrays: ItemKind | None
+
+    def item(self, extension: str, content: bytes) -> Tensor | tuple[Tensor, list[int], int | None]:
+        """One item as in a batch, mels without padding; with texts (mel, tokens, speaker).
+
+        Raises:
+            ValueError: a phrase for content that is damaged or of another shape.
+        """
+        if extension == "npz":
+            with np.load(io.BytesIO(content), allow_pickle=False) as file:
+                speaker = int(file["speaker"]) if "speaker" in file else None
+                return self.arrays.convert(file["mel"]), file["tokens"].tolist(), speaker
+        if not is_array(extension):
+            if self.arrays is None:
+                x = try_decode(io.BytesIO(content), self.spec.event_shape[-1], self.spec.event_shape[0])
+                if isinstance(x, str):
+                    raise ValueError(x)
+                return x
+            with Image.open(io.BytesIO(content)) as image:
+                array = np.atleast_3d(np.array(image)).transpose(2, 0, 1)
+        else:
+            array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+        if self.arrays is None:
+            raise ValueError("is an array among images")
+        x = self.arrays.convert(array[None])[0]
+        if self.spec.mel is None and x.shape != self.spec.event_shape:
+            raise ValueError(f"has shape {tuple(x.shape)}, where the others have {self.spec.event_shape}")
+        if self.spec.levels is not None and self.spec.levels <= int(array.max()):
+            raise ValueError(f"holds {array.max()}, but there are {self.spec.levels} levels")
+        if self.spec.levels is None and not bool(x.isfinite().all()):
+            raise ValueError("holds a value that is not finite")
+        return x
+
+
+def is_array(extension: str) -> bool:
+    """Whether a file is an array and not an image.
+
+    Example:
+        >>> is_array("npy"), is_array("mel.npy"), is_array("seg.png")
+        (True, True, False)
+    """
+    return extension.rpartition(".")[2] == "npy"
+
+
+class ShardData(Dataset):
+    """A split of shards, of which a batch reads its own items.
+
+    Arguments:
+        storage: where the shards are.
+        index: where each item is.
+        rows: (M,) which items of the index form this split.
+        form: what they are.
+    """
+
+    def __init__(self, storage: Storage, index: Index, rows: Tensor, form: ItemForm):
+        self.storage, self.index, self.rows, self.form = storage, index, rows, form
+        size = form.spec.dims * (1 if form.spec.levels is not None and form.spec.levels <= 256 else 4)
+        self.most_at_once = 64 if form.spec.text is not None else max(64, min(20_000, _ENOUGH // size))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, positions: Sequence[int] | Tensor) -> Batch:
+        index = torch.as_tensor(positions, dtype=torch.int64)
+        items = []
+        for position, found in zip(index.tolist(), self._read(index), strict=True):
+            if isinstance(found, str):
+                raise RunError(f"{self.where(position)} {found}; genmodels doctor lists all such items")
+            items.append(found)
+        cond = None
+        if self.form.spec.num_classes is not None:
+            cond = torch.from_numpy(self.index.items["label"][self.rows[index].numpy()].astype(np.int64))
+        if self.form.spec.mel is None:
+            return Batch(torch.stack(items), cond, index=index)
+        width = self.form.spec.event_shape[-1]
+        if self.form.spec.text is not None:
+            items, texts, speakers = zip(*items, strict=True)
+            cond, width = text_condition(texts, speakers), None
+        x, mask = padded_mels(items, torch.tensor([item.shape[1] for item in items]), width)
+        return Batch(x, cond, mask, index)
+
+    def frames(self) -> Tensor:
+        """(M,) lengths of mels with texts, which are in the index in place of classes."""
+        return torch.from_numpy(self.index.items["label"][self.rows.numpy()].astype(np.int64))
+
+    def _read(self, positions: Tensor, threads: bool = False) -> list:
+        """The items, or why they cannot be used; `threads` decode at once."""
+        items = self.index.items[self.rows[positions].numpy()]
+        places = zip(items["shard"].tolist(), items["start"].tolist(), items["size"].tolist(), strict=True)
+        blocks = self.storage.ranges([(self.index.shards[shard], start, size) for shard, start, size in places])
+        found = zip(items["kind"].tolist(), blocks, strict=True)
+        return in_threads(self._decoded, list(found)) if threads else [self._decoded(one) for one in found]
+
+    def _decoded(self, found: tuple[int, bytes]) -> Tensor | tuple | str:
+        kind, content = found
+        try:
+            return self.form.item(self.index.kinds[kind], content)
+        except Exception as error:  # decoders raise all kinds of exceptions for damaged files
+            return " ".join(str(error).split()) or type(error).__name__
+
+    def where(self, position: int) -> str:
+        """The name of an item in messages."""
+        item = self.index.items[int(self.rows[position])]
+        shard = self.index.shards[item["shard"]]
+        return f"{self.storage.path(shard)}: {name_of(self.storage, shard, int(item['start']))}:"
+
+    def faults(self, name: str) -> dict[int, str]:
+        """What is wrong with the items that cannot be used, by position; `name` is that of the progress bar."""
+        found = {}
+        with tqdm(desc=name, unit="item", total=len(self), disable=not sys.stderr.isatty()) as bar:
+            for rows in torch.arange(len(self)).split(_CHUNK):
+                read = zip(rows.tolist(), self._read(rows, threads=True), strict=True)
+                found |= {row: what for row, what in read if isinstance(what, str)}
+                bar.update(len(rows))
+        return found
+
+
+class Shards(DataModule):
+    """Tar shards in WebDataset's format, on this machine or at an address of fsspec, that need not fit in memory.
+
+    Every item is read when a batch needs it; what is held is an index of 26 bytes an item. An item is an image (png,
+    jpg, ...) or an array (npy), with its class in a file `cls`. Shards whose names contain train, val (valid,
+    validation) or test are these splits; a missing val or test is held out of train. Shards that `genmodels shards`
+    wrote bring their own splits, classes, sizes and checksums.
+
+    Arguments:
+        root: the folder of the shards, one .tar file, or a pattern with `*`; also s3://, gs://, https://, memory://.
+        storage: options of fsspec for the address, as {anon: true} for a public bucket of S3.
+        field: extension of the file that is the item, if there are several; null for the only image or array.
+        label: extension of the file with its class, a number from 0 on.
+        size: height and width of images, which are resized and cropped as in `ImageFolder`; null for what is recorded.
+        channels: 3 for colour, 1 for grey; null for what is recorded, else 3.
+        layout: order of the axes of arrays that are images.
+        levels: number of integer levels of arrays; null infers 256 for uint8 and 2 for booleans.
+        val_fraction, test_fraction: share of the items held out where there is no such split.
+        skip_bad: leave out shards and items that cannot be used (with a warning) instead of stopping; items that
+            others wrote are all decoded once to know them.
+        flip: mirror training images at random.
+        max_frames: largest number of frames per training batch of mels with texts; null for no limit.
+        batch_size, num_workers, seed: see `DataModule`.
+
+    Errors: `InputError` for missing, truncated and damaged shards, for items without image, array or class, all before
+    training; `RunError` naming shard and item for one that cannot be decoded.
+    """
+
+    name = "shards"
+
+    def __init__(
+        self,
+        *,
+        root: str,
+        storage: dict | None = None,
+        field: str | None = None,
+        label: str = "cls",
+        size: int | None = None,
+        channels: Literal[1, 3] | None = None,
+        layout: Literal["auto", "nchw", "nhwc"] = "auto",
+        levels: int | None = None,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        skip_bad: bool = False,
+        flip: bool = False,
+        max_frames: int | None = None,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        seed: int = 0,
+    ):
+        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        for key, value, least in (("size", size, 1), ("levels", levels, 2), ("max_frames", max_frames, 1)):
+            if value is not None and value < least:
+                raise InputError(f"data.{key} must be at least {least}, got {value}")
+        check_choice("channels", channels, (1, 3, None))
+        check_choice("layout", layout, ("auto", "nchw", "nhwc"))
+        check_fractions(val_fraction, test_fraction)
+        self.root, self.storage_options, self.field, self.label = data_root(root), storage, field, label.lower()
+        self.size, self.channels, self.layout, self.levels = size, channels, layout, levels
+        self.fractions = (1 - val_fraction - test_fraction, val_fraction, test_fraction)
+        self.skip_bad, self.flip, self.max_frames = skip_bad, flip, max_frames
+
+    def load(self):
+        """Read the index, or make it, and check that every shard is there and whole."""
+        storage = Storage(self.root, self.storage_options)
+        record = read_record(storage)
+        field, label = (self.field, self.label) if record is None else fields_of(DataSpec.from_dict(record["spec"]))
+        index = index_of(storage, record and record["shards"], field, label)
+        if index.bad and not self.skip_bad:
+            raise InputError(f"{len(index.bad)} of the shards in {self.root} cannot be used: {listed(index.bad)}; "
+                             "copy or write them again, or set data.skip_bad=true to leave them out")
+        if index.bad:
+            warnings.warn(f"left out {len(index.bad)} shards of {self.root}: {listed(index.bad)}", stacklevel=2)
+        if len(index.items) == 0:
+            raise InputError(f"none of the shards in {self.root} can be used")
+        form = self._guessed(storage, index) if record is None else self._recorded(record)
+        if self.skip_bad and record is None:
+            index = without_damaged(storage, index, form)
+        if self.flip and not form.spec.is_image:
+            raise InputError(f"data.flip=true is for images, but {self.root} holds {form.spec.event_shape}")
+        labels = None if form.spec.num_classes is None else torch.from_numpy(index.items["label"].copy())
+        given = splits_of(index.shards)
+        given = None if given is None else given[torch.from_numpy(index.items["shard"].astype(np.int64))]
+        rows = rows_of_splits(given, labels, len(index.items), self.fractions, self.seed)
+        self._checksums = {name: one["sha256"] for name, one in record["shards"].items()} if record else {}
+        return form.spec, {split: ShardData(storage, index, chosen, form) for split, chosen in rows.items()}
+
+    def _recorded(self, record: dict) -> ItemForm:
+        """What `genmodels shards` wrote down."""
+        spec = DataSpec.from_dict(record["spec"])
+        sizes = {"size": spec.event_shape[-1], "channels": spec.event_shape[0]} if spec.is_image else {}
+        for key, value in {"levels": spec.levels, **sizes}.items():
+            if getattr(self, key) not in (None, value):
+                raise InputError(f"data.{key}={getattr(self, key)}, but {self.root} was written with {value}: leave it "
+                                 "out, or write the shards again")
+        return ItemForm(spec, ItemKind("as written", spec.levels))
+
+    def _guessed(self, storage: Storage, index: Index) -> ItemForm:
+        """What the first item shows."""
+        labels, first = index.items["label"], index.items[0]
+        where = f"{self.root}: {name_of(storage, index.shards[first['shard']], int(first['start']))}"
+        classes = None
+        if (labels >= 0).any():
+            without = int((labels < 0).sum())
+            if without:
+                raise InputError(f"{self.root}: {without:,} of {len(labels):,} items have no class (.{self.label}): "
+                                 "add them, or set data.label to an extension that does not occur")
+            classes = int(labels.max()) + 1
+            if classes > len(labels):
+                raise InputError(f"{self.root}: the largest class is {classes - 1:,} in {len(labels):,} items: number "
+                                 "the classes from 0 on")
+        name = Path(storage.folder).name or self.name
+        content = storage.ranges([(index.shards[first["shard"]], int(first["start"]), int(first["size"]))])[0]
+        if not is_array(index.kinds[first["kind"]]):
+            if self.size is None:
+                raise InputError(f"data.size is missing: {where} is {_extent(content)}; give the height and width to "
+                                 "which images are resized, for example data.size=32")
+            return ItemForm(DataSpec(name, (self.channels or 3, self.size, self.size), 256, classes), None)
+        try:
+            array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+        except ValueError as error:
+            raise InputError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
+        kind = kind_of_items(array[None], self.layout, self.levels, where)
+        return ItemForm(DataSpec(name, kind.event((1, *array.shape)), kind.levels, classes), kind)
+
+    def training_batches(self, data: ShardData) -> ResumableBatchSampler:
+        """Mels with texts come in batches of about the same length."""
+        if self.spec.text is None:
+            return super().training_batches(data)
+        return BucketedBatchSampler(data.frames(), self.batch_size, self.max_frames, self.order_seed, self._processes)
+
+    def problems(self) -> list[str]:
+        """One line for each shard whose checksum is wrong, and for each item without one that cannot be used."""
+        try:
+            self.prepare()
+        except (InputError, OSError) as error:
+            return [str(error)]
+        data, found = self.split("train"), []
+        shown = sys.stderr.isatty()
+        if self._checksums:
+            for name in tqdm(data.index.shards, desc="checksums", unit="shard", disable=not shown):
+                with data.storage.open(name) as file:
+                    if checksum(file) != self._checksums[name]:
+                        found.append(f"{data.storage.path(name)}: it is not what was written (checksum)")
+            return found
+        for split in SPLITS:
+            data = self.split(split)
+            found += [f"{data.where(position)} {what}" for position, what in data.faults(split).items()]
+        return found
+
+
+def without_damaged(storage: Storage, index: Index, form: ItemForm) -> Index:
+    """The index without the items that cannot be decoded; which these are is kept in the user's cache folder."""
+    digest = hashlib.sha256(f"{storage.address} {index.stamp} {form.spec.to_dict()}".encode()).hexdigest()
+    place = cache_folder() / f"shards-damaged-{digest[:16]}.json"
+    try:
+        damaged = [int(row) for row in json.loads(place.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        damaged = list(ShardData(storage, index, torch.arange(len(index.items)), form).faults("check"))
+        with contextlib.suppress(RunError):  # else every item is decoded again next time
+            write_whole(place, lambda file: json.dump(damaged, file), mode="w")
+    if not damaged:
+        return index
+    warnings.warn(f"left out {len(damaged):,} of {len(index.items):,} items of {storage.address}, which cannot be "
+                  "decoded; genmodels doctor lists them without data.skip_bad", stacklevel=3)
+    return replace(index, items=np.delete(index.items, damaged))
+
+
+def fields_of(spec: DataSpec) -> tuple[str | None, str]:
+    """The extensions that `genmodels shards` gives to items and to their classes, or to the lengths of spoken texts."""
+    return (None, "cls") if spec.text is None else ("npz", "frames")
+
+
+def _extent(content: bytes) -> str:
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            return f"{image.height} x {image.width}"
+    except Exception as error:  # as for `try_decode`
+        return f"damaged ({' '.join(str(error).split())})"
+
+
+def splits_of(shards: Sequence[str]) -> Tensor | None:
+    """The number of each shard's split in `SPLITS`, by a word in its name; None unless all have one, one of them train.
+
+    Example:
+        >>> splits_of(["imagenet-train-000000.tar", "imagenet-val-000000.tar"]), splits_of(["a-0.tar", "train-0.tar"])
+        (tensor([0, 1]), None)
+    """
+    words = [[word for word in re.split(r"[^a-z]+", name.lower()) if word in SPLIT_NAMES] for name in shards]
+    found = [SPLITS.index(SPLIT_NAMES[each[-1]]) for each in words if each]
+    return torch.tensor(found) if len(found) == len(shards) and 0 in found else None
+
+
+def read_record(storage: Storage) -> dict | None:
+    """What `genmodels shards` wrote down about its shards, None if others made them.
+
+    Raises:
+        InputError: for shards that are not complete.
+    """
+    content = None if storage.pattern else storage.whole(RECORD)
+    if content is None:
+        return None
+    try:
+        record = json.loads(content)
+        if "genmodels" not in record:
+            return None
+        DataSpec.from_dict(record["spec"])
+        shards = record["shards"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{storage.path(RECORD)} is damaged ({error}): copy it again") from None
+    if shards is None:
+        raise InputError(f"the shards in {storage.address} are not complete: repeat the command genmodels shards")
+    return record

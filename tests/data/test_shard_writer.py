@@ -1,0 +1,233 @@
+"""Shards are written whole, resumably, reproducibly, and hold what the data set holds."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import tarfile
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError, RunError
+from genmodels.data import shard_writer
+from genmodels.data.base import SPLITS, DataModule
+from genmodels.data.loading import TensorData
+from genmodels.data.shard_writer import encoded, write_shards
+from genmodels.data.shards import RECORD, Shards
+from genmodels.data.speech import Speech
+from genmodels.data.toy import Toy
+from genmodels.data.vision import Digits
+
+
+class Sounds(DataModule):
+    """Log-mels of different lengths with classes."""
+
+    def load(self):
+        """Bands (3) and up to 8 frames, padded with silence."""
+        from genmodels.data.utterances import FLOOR
+
+        x = torch.randn(20, 3, 8)
+        mask = (torch.arange(8) < torch.arange(20)[:, None] % 4 * 2 + 2)[:, None]
+        x = x.where(mask, FLOOR)
+
+        class Padded(TensorData):
+            def __getitems__(self, positions):
+                batch = super().__getitems__(positions)
+                return Batch(batch.x, batch.cond, mask.index_select(0, self.rows[batch.index]), batch.index)
+
+        rows = torch.arange(20).split([12, 4, 4])
+        spec = DataSpec("sounds", (3, 8), None, 2, ("a", "b"), mel={"n_mels": 3}, statistics={"mean": 0.0, "std": 1.0})
+        return spec, {s: Padded(x, torch.arange(20) % 2, r) for s, r in zip(SPLITS, rows, strict=True)}
+
+
+class Wide(DataModule):
+    """Images that are no PNG: more than 256 levels, four channels, not square."""
+
+    def load(self):
+        """int32 levels."""
+        x = torch.randint(0, 1000, (12, 4, 2, 3), dtype=torch.int32)
+        rows = torch.arange(12).split([8, 2, 2])
+        return DataSpec("wide", (4, 2, 3), 1000), {s: TensorData(x, None, r) for s, r in zip(SPLITS, rows, strict=True)}
+
+
+class Speakers(Speech):
+    """The clips inside the package, as if two people had read them."""
+
+    def load(self):
+        """Speakers in turn."""
+        spec, splits = super().load()
+        for data in splits.values():
+            data.items = [replace(item, speaker=number % 2) for number, item in enumerate(data.items)]
+        return replace(spec, speakers=("he", "she")), splits
+
+
+OPTIONS = {"batch_size": 4, "num_workers": 0, "seed": 0}
+SETS = {
+    "images": lambda: Digits(batch_size=4),
+    "vectors": lambda: Toy(n_train=50, n_val=7, n_test=7, batch_size=4),
+    "mels": lambda: Sounds(**OPTIONS),
+    "wide": lambda: Wide(**OPTIONS),
+    "texts": lambda: Speech(batch_size=4),
+    "texts of speakers": lambda: Speakers(batch_size=4),
+}
+
+
+def same(ours, theirs) -> bool:
+    """Whether all tensors of two batches, or of two conditions, are equal."""
+    if ours is None or isinstance(ours, torch.Tensor):
+        return ours is theirs or torch.equal(ours, theirs)
+    return all(same(getattr(ours, field.name), getattr(theirs, field.name)) for field in fields(ours))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_shards_give_what_the_data_set_gives(name, tmp_path):
+    """Batches of every split, classes and the description are equal, and so is the order of training."""
+    module = SETS[name]().prepare()
+    record = write_shards(module, tmp_path / "out", 7, {"name": name})
+    shards = Shards(root=str(tmp_path / "out"), batch_size=4).prepare()
+    assert shards.spec == module.spec and record["items"] == {s: len(module.split(s)) for s in SPLITS}
+    for split in SPLITS:
+        rows = range(min(40, len(module.split(split))))
+        for ours, theirs in zip(shards.loader(split, 16, rows), module.loader(split, 16, rows), strict=True):
+            assert ours.x.dtype == theirs.x.dtype and torch.equal(ours.x, theirs.x)
+            assert same(ours, theirs)
+    assert same(*(next(iter(one.train_dataloader())) for one in (shards, module)))
+    assert shards.problems() == []
+
+
+def small(seed: int = 0) -> Toy:
+    return Toy(n_train=50, n_val=7, n_test=7, batch_size=4, seed=seed).prepare()
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {place.name: place.read_bytes() for place in folder.iterdir() if not place.name.startswith(".")}
+
+
+def _write_slowly(out: str, reached) -> None:
+    real = shard_writer.encoded
+
+    def slowly(batch, spec):
+        if int(batch.index[0]) == 25:
+            reached.set()
+            import time
+
+            time.sleep(60)
+        return real(batch, spec)
+
+    shard_writer.encoded = slowly
+    write_shards(small(), Path(out), 10, {})
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
+def test_a_killed_writer_is_continued(tmp_path, monkeypatch):
+    """Killed within the third shard: two are whole, the next call writes only the others, byte for byte the same."""
+    write_shards(small(), tmp_path / "whole", 10, {})
+    context = multiprocessing.get_context("fork")
+    reached = context.Event()
+    process = context.Process(target=_write_slowly, args=(str(tmp_path / "out"), reached))
+    process.start()
+    assert reached.wait(60)
+    process.kill()
+    process.join()
+    names = sorted(place.name for place in (tmp_path / "out").glob("*.tar"))
+    assert names == ["train-000000.tar", "train-000001.tar"]
+    assert len(list((tmp_path / "out").glob(".*.tmp"))) == 1
+    with pytest.raises(InputError, match="are not complete: repeat the command genmodels shards"):
+        Shards(root=str(tmp_path / "out")).prepare()
+    written, real = [], shard_writer.encoded
+    monkeypatch.setattr(shard_writer, "encoded", lambda *args: written.append(1) or real(*args))
+    write_shards(small(), tmp_path / "out", 10, {})
+    assert len(written) == 30 + 7 + 7 and bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
+    assert not list((tmp_path / "out").glob(".*.tmp")) and not (tmp_path / "out" / ".lock").exists()
+
+
+def test_other_data_in_the_same_folder_are_refused(tmp_path):
+    out = tmp_path / "out"
+    write_shards(small(), out, 10, {"seed": 0})
+    before = bytes_of(out)
+    write_shards(small(), out, 10, {"seed": 0})
+    for module, items, source, said in ((small(1), 10, {"seed": 1}, "source"), (small(), 9, {"seed": 0}, "per_shard"),
+                                        (Digits().prepare(), 10, {"seed": 0}, "spec, items")):
+        with pytest.raises(InputError, match=f"holds shards of other data .{said}"):
+            write_shards(module, out, items, source)
+    assert bytes_of(out) == before
+
+
+def test_a_damaged_shard_is_not_recorded_as_whole(tmp_path):
+    out = tmp_path / "out"
+    write_shards(small(), out, 10, {})
+    record = json.loads((out / RECORD).read_text())
+    (out / RECORD).write_text(json.dumps(record | {"shards": None}))
+    (out / "train-000001.tar").write_bytes(b"")
+    with pytest.raises(RunError, match="1 shards in .* are damaged: 'train-000001.tar'"):
+        write_shards(small(), out, 10, {})
+
+
+def test_two_writers_do_not_share_a_folder(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    out = tmp_path / "out"
+    out.mkdir()
+    context = multiprocessing.get_context("fork")
+    held, done = context.Event(), context.Event()
+
+    def hold():
+        with open(out / ".lock", "w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            held.set()
+            done.wait(60)
+
+    process = context.Process(target=hold)
+    process.start()
+    assert held.wait(60)
+    with pytest.raises(InputError, match="another process is writing shards"):
+        write_shards(small(), out, 10, {})
+    done.set()
+    process.join()
+
+
+def test_bad_values_are_not_written(tmp_path):
+    class Broken(DataModule):
+        def load(self):
+            x = torch.zeros(5, 2)
+            x[3, 1] = torch.nan
+            parts = {"train": x, "val": x[:1], "test": x[:1]}
+            return DataSpec("broken", (2,)), {name: TensorData(part) for name, part in parts.items()}
+
+    with pytest.raises(ValueError, match="item 3 of broken holds a value that is not finite"):
+        write_shards(Broken(**OPTIONS).prepare(), tmp_path / "out", 10, {})
+
+
+def test_files_of_an_item():
+    grey, colour = torch.randint(0, 256, (1, 1, 3, 5), dtype=torch.uint8), torch.randint(0, 256, (1, 3, 4, 4))
+    for x in (grey, colour.to(torch.uint8)):
+        files = encoded(Batch(x), DataSpec("images", tuple(x.shape[1:]), 256))
+        array = np.atleast_3d(np.array(Image.open(io.BytesIO(files["png"]))))
+        assert list(files) == ["png"] and np.array_equal(array.transpose(2, 0, 1), x[0].numpy())
+    vector = encoded(Batch(torch.tensor([[1.5, 2.0]]), torch.tensor([4])), DataSpec("rows", (2,), None, 5))
+    assert np.load(io.BytesIO(vector["npy"])).tolist() == [1.5, 2.0] and vector["cls"] == b"4"
+
+
+def test_webdataset_reads_our_shards(tmp_path):
+    wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
+    module = SETS["images"]().prepare()
+    write_shards(module, tmp_path / "out", 200, {})
+    url = str(tmp_path / "out" / "test-000000.tar")
+    found = list(wds.WebDataset(url, shardshuffle=False).decode("pil").to_tuple("__key__", "png", "cls"))
+    want = next(iter(module.loader("test", 200)))
+    assert [key for key, _, _ in found] == [f"{n:09d}" for n in range(200)]
+    for (_, image, label), x, number in zip(found, want.x, want.cond, strict=True):
+        assert np.array_equal(np.array(image.convert("L")), x[0].numpy()) and label == int(number)
+
+
+def test_tars_are_plain(tmp_path):
+    """No owner and no time in them, so that the same data give the same bytes."""
+    write_shards(small(), tmp_path / "out", 10, {})
+    with tarfile.open(tmp_path / "out" / "val-000000.tar") as tar:
+        assert {(m.mtime, m.uid, m.uname) for m in tar.getmembers()} == {(0, 0, "")}
