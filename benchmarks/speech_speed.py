@@ -53,7 +53,7 @@ def keyed() -> KeyedGenerator:
 
 
 def tokens_of(frames: int, config: MelConfig, blanks: bool) -> torch.Tensor:
-    """A text of as many characters as are spoken in that time."""
+    """A text of as many characters as are read in that time."""
     characters = max(1, round(CHARACTERS_PER_SECOND * frames * config.hop / config.sample_rate))
     return torch.randint(2, SYMBOLS, (1, 2 * characters + 1 if blanks else characters))
 
@@ -92,7 +92,7 @@ def factors(glow: GlowTTS, frames: int, rounds: int, clock) -> None:
     sound = frames * config.hop / config.sample_rate
     tokens, total = tokens_of(frames, config, blanks=True), torch.tensor([frames])
 
-    def speak() -> torch.Tensor:
+    def synthesise() -> torch.Tensor:
         # Into the range of log-mels, which a vocoder takes for magnitudes.
         return glow.sample(tokens, generator=keyed(), frames=total)[0][0].tanh() - 5
 
@@ -101,10 +101,10 @@ def factors(glow: GlowTTS, frames: int, rounds: int, clock) -> None:
         vocoders["HiFi-GAN"] = HiFiGAN(config=config)
     except ValueError as error:
         print(f"HiFi-GAN is left out: {error}")
-    print("text to mel:", real_time_factor(speak, sound, repeats=rounds, clock=clock))
+    print("text to mel:", real_time_factor(synthesise, sound, repeats=rounds, clock=clock))
     for name, vocoder in vocoders.items():
         def voice(vocoder=vocoder) -> torch.Tensor:
-            return vocoder(speak())
+            return vocoder(synthesise())
 
         print(f"text to sound, {name}:", real_time_factor(voice, sound, repeats=rounds, clock=clock))
     for chunk in (64, 256):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
@@ -400,11 +401,13 @@ BAD = [
     ("sample", ["ckpt=RUN", "temperature=-1"], 2, "temperature"),
     ("sample", ["ckpt=RUN", "out=x.jpg"], 2, ".png"),
     ("sample", ["ckpt=RUN", "device=cuda:9"], 2, "device=cuda:9"),
+    *([] if torch.backends.mps.is_available() else [("sample", ["ckpt=RUN", "device=mps"], 2, "device=mps is not")]),
     ("sample", ["ckpt=RUN", "ema=0.5"], 2, "0.998"),
     ("sample", ["ckpt=text.ckpt"], 1, "not a genmodels checkpoint"),
     ("evaluate", ["ckpt=RUN", "draws=0"], 2, "draws"),
     ("evaluate", ["ckpt=RUN", "draws=1000"], 2, "29"),
     ("evaluate", ["ckpt=RUN", "split=dev"], 2, "test"),
+    ("evaluate", ["ckpt=RUN", "sampler=dpm"], 2, "sampler must be one of ddpm,"),
     ("evaluate", ["ckpt=RUN", "data._target_=genmodels.data.toy.Toy"], 2, "do not fit"),
     ("evaluate", ["ckpt=[]"], 2, "no checkpoint"),
 ]

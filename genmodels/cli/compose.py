@@ -28,9 +28,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from genmodels.cli.schema import Schema
+from genmodels.core.checkpoint import present_name
 from genmodels.core.errors import InputError, nearest
 from genmodels.core.files import CONFIG_DIR, groups
-from genmodels.core.moved import present_name
 from genmodels.models.build import NETWORKS
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from genmodels.cli.schema import Schema, show
-from genmodels.core.checkpoint import read_header
+from genmodels.core.checkpoint import nonfinite_weight, read_header
 from genmodels.core.errors import InputError, RunError, nearest, printable
 
 
@@ -77,7 +77,7 @@ def describe(path: Path, full: bool = False) -> str:
         *((name, f"{value:.6g}") for name, value in sorted((header.get("figures") or {}).items())),
         ("settings", _settings(config, header.get("model") or {}, full)),
         ("versions", f"genmodels {header.get('genmodels')}, torch {header.get('torch')}"),
-        ("verdict", _verdict(header)),
+        ("verdict", _verdict(header, nonfinite_weight(path))),
     ]
     return "\n".join(f"{name + ':':<14} {value}" for name, value in lines if value not in (None, ""))
 
@@ -113,6 +113,8 @@ def flat(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
     return leaves
 
 
-def _verdict(header: dict) -> str:
+def _verdict(header: dict, nonfinite: str | None) -> str:
+    if nonfinite is not None:
+        return f"unusable: weight {printable(nonfinite)} is not finite (the file itself is intact)"
     state = "training finished" if header.get("finished") else "training can be continued with resume="
     return f"intact (checksum matches), {state}"

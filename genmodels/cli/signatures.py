@@ -16,7 +16,7 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-from genmodels.core.moved import present_name
+from genmodels.core.checkpoint import present_name
 
 ROOT = Path(__file__).resolve().parents[1]
 T = TypeVar("T")

@@ -2,17 +2,21 @@
 
 A checkpoint is torch's zip archive with two additions: the record `archive/genmodels.json` (the header, readable
 without torch) and the SHA-256 of everything before it as the comment, so that any altered or missing byte is found.
-This module needs only the standard library.
+This module needs only the standard library, and numpy to look at weights. At its end stand the present names of
+classes that older checkpoints and configurations name.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
+import pickle
 import reprlib
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -299,6 +303,52 @@ def _last_good(path: Path) -> str:
     return "; the folder has no intact checkpoint"
 
 
+class _Inert(pickle._Unpickler):  # the one in C takes whatever memory a file asks for
+    """Reads what a checkpoint says of its tensors: whatever its pickle names is a stand-in, nothing is executed."""
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+    def find_class(self, module: str, name: str) -> Any:
+        return OrderedDict if (module, name) == ("collections", "OrderedDict") else _StandIn(name)
+
+
+class _StandIn(str):
+    """The name of a class or function of a pickle; called, it returns its arguments."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        return arguments
+
+
+#: Bits of the exponent of each kind of storage: where all are set, a number is infinite or NaN.
+_EXPONENTS = {"HalfStorage": ("<u2", 0x7C00), "BFloat16Storage": ("<u2", 0x7F80), "FloatStorage": ("<u4", 0x7F800000),
+              "DoubleStorage": ("<u8", 0x7FF0000000000000)}  # fmt: skip
+
+
+def nonfinite_weight(path: str | Path) -> str | None:
+    """The name of the first weight of an intact checkpoint that is not finite, found without torch.
+
+    Raises:
+        RunError: where its tensors cannot be read.
+    """
+    import numpy as np
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            root = archive.namelist()[0].split("/")[0]
+            weights = _Inert(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()["state_dict"]
+            for name, ((_, kind, key, _, _), offset, size, stride, *_) in weights.items():
+                if kind in _EXPONENTS and math.prod(size):
+                    dtype, exponent = _EXPONENTS[kind]
+                    end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+                    bits = np.frombuffer(archive.read(f"{root}/data/{key}"), dtype)[offset:end]
+                    if bool(((bits & exponent) == exponent).any()):
+                        return str(name)
+    except Exception as error:  # a malformed pickle raises whatever it trips over
+        raise RunError(f"{path}: its tensors cannot be read ({type(error).__name__})") from error
+    return None
+
+
 def read_header(path: str | Path, *, check: bool = True) -> dict:
     """The header of a checkpoint: format, family, config, data, step, figures, ... without loading torch.
 
@@ -314,3 +364,24 @@ def read_header(path: str | Path, *, check: bool = True) -> dict:
         return parse(text)
     except ValueError as error:
         raise RunError(f"{path}: malformed header: {error}") from None
+
+
+#: Former module to current module, for classes that a configuration can name.
+MOVED = {
+    "genmodels.data.digits": "genmodels.data.vision",
+    "genmodels.nn.deep_kernel": "genmodels.nn.energy_nets",
+    "genmodels.nn.mlp": "genmodels.nn.perceptron",
+    "genmodels.nn.noise_conditional": "genmodels.models.score",
+    "genmodels.nn.unet_energy": "genmodels.nn.energy_nets",
+}
+
+
+def present_name(name: str) -> str:
+    """The current dotted name of a class.
+
+    Example:
+        >>> present_name("genmodels.data.digits.Digits"), present_name("genmodels.models.ddpm.DDPM")
+        ('genmodels.data.vision.Digits', 'genmodels.models.ddpm.DDPM')
+    """
+    module, _, attribute = name.rpartition(".")
+    return f"{MOVED[module]}.{attribute}" if module in MOVED else name

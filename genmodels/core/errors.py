@@ -156,6 +156,20 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
     return None
 
 
+def at_least(least: int, **sizes: int) -> None:
+    """Raise ValueError for the first of these sizes that is too small.
+
+    Example:
+        >>> at_least(1, channels=8, depth=0)
+        Traceback (most recent call last):
+        ...
+        ValueError: depth must be at least 1, got 0
+    """
+    for name, size in sizes.items():
+        if size < least:
+            raise ValueError(f"{name} must be at least {least}, got {size}")
+
+
 def one_of(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise ValueError, listing the choices, if the value of an option is not one of them.
 

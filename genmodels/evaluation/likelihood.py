@@ -106,6 +106,11 @@ def check_options(models: Sequence[Opened]) -> None:
     for name, needed, families, asked in given:
         if asked and needed not in known:
             raise _nobody(name, families, models)
+    listed = [opened.model.samplers for opened in models if opened.model.takes("sampler")]
+    if request.sampler is not None and all(listed):  # now, before the likelihoods, which may take long
+        samplers = dict.fromkeys(name for names in listed for name in names)
+        if request.sampler not in samplers:
+            raise InputError(f"sampler must be one of {', '.join(samplers)}, got {request.sampler!r}")
     for opened in models:
         if request.temperature != 1 and "inverse_temperature" in opened.model.own_options():
             raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "

@@ -104,7 +104,7 @@ class Request:
         counts = ("batch_size", "processes", "limit", "replicates", "draws", "samples", "steps", "chains", "densities")
         values = [(key, getattr(self, key)) for key in counts]
         for key, value in values + [("importance_samples", k) for k in self.importance_samples or ()]:
-            least = 2 if key in ("replicates", "samples") else 1
+            least = 2 if key in ("replicates", "samples", "chains") else 1  # an error of a mean takes two
             if isinstance(value, int) and value < least:
                 raise InputError(f"{key} must be at least {least}, got {value}")
         if self.importance_samples is not None and not self.importance_samples:

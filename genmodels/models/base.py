@@ -120,6 +120,8 @@ class GenerativeModel(pl.LightningModule):
     has_null_class = False
     #: Which of `SamplingOptions` its samples depend on, besides those that every model takes.
     sampling_options: tuple[str, ...] = ()
+    #: What its option `sampler` may be; empty where any name is tried.
+    samplers: tuple[str, ...] = ()
     #: The default temperature of samples.
     default_temperature = 1.0
     core: nn.Module

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+from genmodels.core.checkpoint import present_name
 from genmodels.core.errors import InputError, nearest
-from genmodels.core.moved import present_name
 
 TARGET = "_target_"
 #: Networks of denoisers by the name that `model.net=` takes on the command line.

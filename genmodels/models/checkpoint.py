@@ -114,7 +114,7 @@ def check_resumable(state: dict) -> None:
 
 @contextmanager
 def restoring(path: Path | None, begun: Callable[[], bool]) -> Iterator[None]:
-    """Tell in one line what Lightning trips over in a checkpoint whose contents do not fit, until training has begun.
+    """Report in one line what Lightning refuses in a checkpoint whose contents do not fit, until training has begun.
 
     Raises:
         RunError: naming the file and the first line of the error.
@@ -133,7 +133,7 @@ def _first_line(error: Exception) -> str:
 
 
 class WholeFiles(CheckpointIO):
-    """Lightning's door to the file functions above."""
+    """Lightning's interface to the file functions above."""
 
     def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
         """Write a checkpoint whole."""
@@ -153,14 +153,14 @@ class WholeFiles(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-_SLACK = 2**28  # bytes of tensors that a model computes for itself, beside what its checkpoint holds
+_SLACK = 2**28  # bytes of tensors that a model computes for itself, not held in its checkpoint
 _OVERHEAD = 2**14  # bytes that a parameter or a module takes by itself, about
 
 
 def load_model(
     path: str | Path, *, device: str = "auto", trust: Iterable[str] = ()
 ) -> tuple[GenerativeModel, dict[str, Any]]:
-    """The model of a checkpoint, ready to sample and to judge, and the checkpoint's header.
+    """The model of a checkpoint, ready to sample and to evaluate, and the checkpoint's header.
 
     Raises:
         RunError: when the file is broken, or does not fit this version's class.

@@ -17,6 +17,7 @@ from genmodels.core.samples import Samples, SamplingOptions, Trajectory
 from genmodels.core.tensors import event_size, event_sum, hide, spread
 from genmodels.diffusion import (
     PARAMETERISATIONS,
+    SAMPLERS,
     Denoiser,
     DiffusionSampler,
     Elbo,
@@ -89,6 +90,7 @@ class DDPM(GenerativeModel):
     """
 
     family = "ddpm"
+    samplers = tuple(SAMPLERS)
     sampling_options = (
         "sampler", "steps", "spacing", "eta", "churn", "clip", "guidance", "guidance_rescale", "guidance_interval",
         "known", "keep", "rounds", "edit", "strength", "path", "size", "lengths", "progress",

@@ -1,4 +1,4 @@
-"""Learned densities in the plane: on a grid beside the truth, and their mass."""
+"""Learned densities in the plane: on a grid next to the true ones, and their mass."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from genmodels.energy import (
 from genmodels.models.base import Loss
 from genmodels.models.build import construct
 from genmodels.models.energy_sampling import (
+    SAMPLERS,
     Normaliser,
     Sampler,
     base_of,
@@ -81,6 +82,7 @@ class EnergyModel(ScoreMatched):
     """
 
     family = "energy"
+    samplers = SAMPLERS
     sampling_options = ("sampler", "steps", "step_size", "inverse_temperature", "path", "progress")
 
     def __init__(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, at_least, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
@@ -89,6 +89,7 @@ class GlowTTS(AlignedModel):
         ema_decay: float | list[float] = 0.999,
     ):
         super().__init__(spec, noise=noise)
+        at_least(1, steps=steps, hidden=hidden, depth=depth)
         self.save_hyperparameters(ignore=["spec"], logger=False)
         speakers, n_mels = len(spec.speakers), spec.event_shape[0]
         width = speaker_channels if speakers else 0

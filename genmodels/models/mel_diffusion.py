@@ -100,7 +100,7 @@ _LANGEVIN = "annealed_langevin"
 
 
 class FrameConditionedUNet(nn.Module):
-    """A U-Net over frames that sees further channels beside the noisy ones: what the text says of each frame.
+    """A U-Net over frames conditioned on further channels: what the text says of each frame.
 
     Sequences shorter than its levels take are padded, which changes nothing where the padding is masked.
 
@@ -142,7 +142,7 @@ class AlignedDenoiser(SpeakerEmbeddings):
         return self.denoiser.schedule
 
     def condition(self, mean: Tensor, voice: Tensor | None) -> Tensor:
-        """What the denoiser sees beside the noise, (B, E, T): the mean of every frame, and the speaker's vector."""
+        """The condition of the denoiser, (B, E, T): the mean of every frame, and the speaker's vector."""
         if voice is None:
             return mean
         return torch.cat([mean, voice[:, :, None].expand(-1, -1, mean.shape[2])], dim=1)
@@ -162,6 +162,7 @@ class MelDiffusion(AlignedModel):
 
     #: The default sampler.
     default_sampler: str
+    samplers = (_LANGEVIN, *SAMPLERS)
     default_temperature = 0.667
     sampling_options = (
         "text", "speed", "seconds", "durations", "on_unknown", "sampler", "steps", "spacing", "eta", "churn",
@@ -210,7 +211,7 @@ class MelDiffusion(AlignedModel):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def _around(self, core: AlignedDenoiser, u: Tensor, batch: Batch) -> tuple[Aligned, Tensor, Tensor]:
-        """The alignment of whitened mels, what they are beyond its mean, and what the denoiser sees beside that."""
+        """The alignment of whitened mels, what they are beyond its mean, and the denoiser's condition."""
         aligned = self.align(core, u, batch)
         with torch.autocast(u.device.type, enabled=False):
             mean = aligned.mu @ aligned.path.to(aligned.mu.dtype)
@@ -301,7 +302,7 @@ class MelDiffusion(AlignedModel):
         """
         options = options.with_default(sampler=self.default_sampler)
         langevin = options.sampler == _LANGEVIN
-        one_of("sampler", options.sampler, (_LANGEVIN, *SAMPLERS))
+        one_of("sampler", options.sampler, self.samplers)
         asked = self.asked(options)
         noise, core = FrameKeyedGenerator(options.seed, asked.rows, "sample"), self.weights(options.weights)
         if langevin:

@@ -214,6 +214,7 @@ class ScoreModel(GenerativeModel):
     """
 
     family = "score"
+    samplers = tuple(SAMPLERS)
     sampling_options = ("sampler", "steps", "inverse_temperature", "path", "progress")
 
     def __init__(
@@ -341,7 +342,7 @@ class ScoreModel(GenerativeModel):
         index = self.numbered(options.n, options.start)
         options = options.with_default(sampler="predictor_corrector")
         check_tempering(options.inverse_temperature, options.temperature)
-        one_of("sampler", options.sampler, SAMPLERS)
+        one_of("sampler", options.sampler, self.samplers)
         options = options.with_default(steps=SAMPLERS[options.sampler].steps)
         if options.steps < 2:
             raise InputError(f"steps must be at least 2, the number of noise levels, got {options.steps}")

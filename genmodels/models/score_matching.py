@@ -275,7 +275,7 @@ class ScoreMatched(GenerativeModel):
         return [] if found.kind == "unnormalised" or len(found.nonfinite) else [found]
 
     def on_validation_epoch_end(self) -> None:
-        """Log the figure and what is monitored beside it."""
+        """Log the figure, and what else is monitored."""
         value = float(torch.cat(gather(self._pending)).double().mean())
         self._pending = []
         self.log("val/score_matching", value, rank_zero_only=False)

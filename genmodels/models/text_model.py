@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, at_least
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.utterances import padded_tokens
@@ -27,6 +27,7 @@ from genmodels.speech.text import Symbols, in_form
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 
 _WORD = 2**32 - 1  # indices of keyed noise lie below
+_LONGEST = 3600  # seconds of one text: an hour is a gigabyte
 
 
 def noise_rows(condition: TextCondition, takes: Sequence[int]) -> Tensor:
@@ -99,8 +100,11 @@ class TextReader:
 
     def tokens(self, text: str) -> list[int]:
         """The numbers of a text's symbols."""
+        normal = self.normal_form(text)
+        if not any(c.isalpha() for c in normal):
+            raise InputError(f"the text {text!r} has no letters that this model was trained on")
         try:
-            return self.symbols.encode(self.normal_form(text))
+            return self.symbols.encode(normal)
         except InputError:
             raise
         except ValueError as error:
@@ -228,6 +232,8 @@ class SpeakerEmbeddings(nn.Module):
         super().__init__()
         for name, part in parts.items():
             self.add_module(name, part)
+        if speakers:
+            at_least(1, speaker_channels=channels)
         self.embedding = nn.Embedding(speakers, channels) if speakers else None
 
     def voice(self, cond: TextCondition) -> Tensor | None:
@@ -304,6 +310,7 @@ class AlignedModel(TextModel):
 
     def make_durations(self, encoder: TextEncoder, hidden: int) -> DurationPredictor:
         """The predictor of durations that belongs to a text encoder."""
+        at_least(1, duration_channels=hidden)
         return DurationPredictor(encoder.channels, hidden=hidden)
 
     def align(self, core: SpeakerEmbeddings, u: Tensor, batch: Batch) -> Aligned:
@@ -340,8 +347,8 @@ class AlignedModel(TextModel):
 
             e = 1/T [log p(x | own text) - log (1/K) sum_k p(x | text k)]
 
-        All K + 1 densities are sums over alignments, of the same mel with the same noise, so that what speaks in a
-        recording apart from its text (the room, the voice, how well the flow knows it) has no part in e. A transcript
+        All K + 1 densities are sums over alignments, of the same mel with the same noise, so that what a recording
+        has apart from its text (the room, the voice, how well the flow knows it) has no part in e. A transcript
         that is no better than those of other recordings has e near 0 or below.
 
         Arguments:
@@ -379,8 +386,8 @@ class AlignedModel(TextModel):
         given = asked.durations(durations)
         if seconds is None:
             return None, given
-        if not seconds > 0:
-            raise InputError(f"seconds must be positive, got {seconds}")
+        if not 0 < seconds <= _LONGEST:
+            raise InputError(f"seconds must be positive and at most {_LONGEST}, got {seconds:g}")
         rate, hop = self.spec.mel["sample_rate"], self.spec.mel["hop"]
         frames = torch.full((len(asked.index),), -(-round(seconds * rate) // hop), device=self.device)
         if given is not None and not torch.equal(given.sum(1), frames):

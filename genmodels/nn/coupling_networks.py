@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu, glu, relu
 
+from genmodels.core.errors import at_least
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind
-from genmodels.nn.blocks import CONVOLUTION, ChannelNorm, zeroed
+from genmodels.nn.blocks import CONVOLUTION, ChannelNorm, Dropout, zeroed
 from genmodels.nn.condition import Condition, Modulation, Net, modulate
-from genmodels.nn.dropout import Dropout
 
 
 class ScaledHead(nn.Module):
@@ -347,8 +347,9 @@ class WaveNet(Net):
         attention: AttentionKind = "none",
         heads: int = 4,
     ):
-        if kernel_size % 2 == 0 or dilation_rate < 1:
-            raise ValueError(f"kernel_size = {kernel_size} must be odd and dilation_rate = {dilation_rate} at least 1")
+        at_least(1, kernel_size=kernel_size, dilation_rate=dilation_rate)
+        if kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size = {kernel_size} must be odd")
         super().__init__(
             in_channels, out_channels, hidden, [2 * hidden] * depth, cond=cond,
             conditioning=conditioning, dims=1, attention=attention, heads=heads, everywhere=True,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from genmodels.core.errors import at_least
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, Site, make_mechanism
-from genmodels.nn.blocks import ChannelNorm
-from genmodels.nn.dropout import Dropout
+from genmodels.nn.blocks import ChannelNorm, Dropout
 
 
 class TransformerLayer(nn.Module):
@@ -51,6 +51,7 @@ class TransformerLayer(nn.Module):
         attention: AttentionKind = "shaw_zero",
     ):
         super().__init__()
+        at_least(1, channels=channels, heads=heads, hidden=hidden, kernel_size=kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size = {kernel_size} must be odd, so that the length stays")
         if window is not None and not attention.startswith("shaw"):

@@ -163,27 +163,6 @@ class WordFaults(NamedTuple):
     repeated: int
 
 
-def heard_faults(text: str, heard: str) -> WordFaults:
-    """Words of a text that were not recognised, and words that were recognised again next to their position.
-
-    A substituted word counts as neither. A weak recogniser misses words of good speech too: compare with its result on
-    recordings.
-
-    Example:
-        >>> heard_faults("one two three", "one one two")
-        WordFaults(missing=1, repeated=1)
-    """
-    words, found = spoken_form(text).split(), _form_of_heard(heard).split()
-    pairs = aligned(words, found)
-    missing = sum(pair.heard is None for pair in pairs)
-    repeated = 0
-    for k, pair in enumerate(pairs):
-        if pair.reference is None:
-            neighbours = [p for p in (*pairs[max(0, k - 1) : k], *pairs[k + 1 : k + 2]) if p.heard is not None]
-            repeated += any(found[p.heard] == found[pair.heard] for p in neighbours)
-    return WordFaults(missing, repeated)
-
-
 #: Sound (N,) between -1 and 1 and its rate to text, in any writing.
 Recogniser = Callable[[Tensor, int], str]
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, relu
 
-from genmodels.core.errors import check_temperature, one_of
+from genmodels.core.errors import at_least, check_temperature, one_of
 from genmodels.core.random import Generator, KeyedGenerator, uniform
 from genmodels.core.tensors import hide
-from genmodels.nn.attention.local_monotonic import LocalMonotonic
+from genmodels.nn.attention.local import LocalMonotonic
 from genmodels.nn.attention.scores import Additive, Location, ScaledDot
 from genmodels.nn.attention.seq2seq import HardAttention, Keys, ScoredAttention, Stepwise
-from genmodels.nn.blocks import ChannelNorm, zeroed
-from genmodels.nn.dropout import Dropout, checked
+from genmodels.nn.blocks import ChannelNorm, Dropout, checked, zeroed
 from genmodels.speech.text_encoder import TextEncoder
 
 
@@ -179,8 +178,8 @@ class Tacotron(nn.Module):
     ):
         super().__init__()
         checked(dropout)
-        if postnet < 0:
-            raise ValueError(f"postnet must not be negative, got {postnet}")
+        at_least(1, hidden=hidden, prenet=prenet)
+        at_least(0, postnet=postnet)
         self.encoder, self.n_mels, self.hidden, self.dropout = encoder, encoder.n_mels, hidden, dropout
         encoder.head.requires_grad_(False)
         dim = encoder.channels

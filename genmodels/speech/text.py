@@ -59,7 +59,7 @@ def normalise(text: str, language: str = "en") -> str:
     found = re.sub(r"\s+", " ", found)
     found = re.sub(r" (?=[,.;:?!)])", "", found).strip()
     if not any(c.isalpha() for c in found):
-        raise ValueError(f"the text {text!r} has no letters to speak")
+        raise ValueError(f"the text {text!r} has no letters to read")
     return found
 
 
@@ -250,7 +250,7 @@ def in_form(text: str, form: TextForm, language: str = "en") -> str:
     found = unicodedata.normalize("NFD", text).replace("c\u0327", "\u00e7").translate(_WRITTEN)
     found = re.sub(r" (?=[,.;:?!])", "", re.sub(r"\s+", " ", found)).strip()
     if not any(c.isalpha() for c in found):
-        raise ValueError(f"the text {text!r} has no letters to speak")
+        raise ValueError(f"the text {text!r} has no letters to read")
     return found
 
 

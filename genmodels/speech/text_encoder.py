@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from genmodels.core.errors import at_least
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind
-from genmodels.nn.blocks import ChannelNorm, zeroed
-from genmodels.nn.dropout import Dropout
+from genmodels.nn.blocks import ChannelNorm, Dropout, zeroed
 from genmodels.nn.transformer import Transformer
 
 _KEPT = 0.99  # decay of the duration statistics per batch
@@ -30,6 +30,7 @@ class Prenet(nn.Module):
 
     def __init__(self, channels: int, *, depth: int = 3, kernel_size: int = 5, dropout: float = 0.5):
         super().__init__()
+        at_least(1, channels=channels, kernel_size=kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(f"kernel_size = {kernel_size} must be odd, so that the length stays")
         self.convolutions = nn.ModuleList(
@@ -60,7 +61,7 @@ class TextEncoder(nn.Module):
 
     Shapes: `tokens (B, N)` int64, `mask (B, 1, N)`, `speaker (B, speaker_channels)`; h is `(B, channels, N)`, mu and
         log sigma `(B, n_mels, N)`, all zero outside the mask.
-    Errors: ValueError for a speaker where none is expected, or the other way round.
+    Errors: ValueError for sizes below 1, and for a speaker where none is expected, or the other way round.
     Source: Kim et al. 2020 (Glow-TTS), appendix A.1.
 
     Example:
@@ -86,6 +87,8 @@ class TextEncoder(nn.Module):
         learn_sigma: bool = False,
     ):
         super().__init__()
+        at_least(1, symbols=symbols, n_mels=n_mels, channels=channels, heads=heads, hidden=hidden)
+        at_least(0, depth=depth, speaker_channels=speaker_channels)
         self.channels, self.n_mels, self.learn_sigma = channels, n_mels, learn_sigma
         self.embedding = nn.Embedding(symbols, channels)
         nn.init.normal_(self.embedding.weight, 0.0, channels**-0.5)
@@ -133,6 +136,7 @@ class DurationPredictor(nn.Module):
 
     def __init__(self, channels: int, *, hidden: int = 256, kernel_size: int = 3, dropout: float = 0.1):
         super().__init__()
+        at_least(1, channels=channels, hidden=hidden, kernel_size=kernel_size)
         widths = [channels, hidden]
         self.convolutions = nn.ModuleList(
             nn.Conv1d(width, hidden, kernel_size, padding=kernel_size // 2) for width in widths

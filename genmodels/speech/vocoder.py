@@ -38,6 +38,9 @@ class GriffinLim:
         torch.Size([8192])
     """
 
+    # Not by librosa: its phases come from one stream of numpy; ours are keyed by frame, so that sound made in pieces
+    # (`genmodels.speech.streaming`) is that of the whole mel. It also runs on the mel's device.
+
     def __init__(self, config: MelConfig | None = None, *, iterations: int = 60, momentum: float = 0.99):
         if iterations < 1 or not 0 <= momentum < 1:
             raise ValueError(f"iterations = {iterations} must be at least 1, momentum = {momentum} in [0, 1)")

@@ -27,6 +27,7 @@ from genmodels.core.files import write_whole
 from genmodels.speech.audio import write_wav
 
 COLUMNS = ["kind", "label", "value", "unit", "se_data", "se_mc", "items", "weights", "made"]
+_TIME = "%Y-%m-%d_%H-%M-%S"
 #: Paths of single values in a report, by the names they are logged under.
 _SINGLE = {
     "frechet": ("fidelity", "frechet"), "kernel_distance": ("fidelity", "kernel"),
@@ -308,12 +309,17 @@ def log_config(loggers: list[Logger], config: dict) -> None:
 def identity_of(run_dir: Path) -> tuple[str, str]:
     """The W&B id of a run folder and its starting time: those of its first W&B record, else new ones.
 
-    W&B puts both into the record's name, `offline-run-<time>-<id>`, so that they are found even if the folder moves.
+    W&B puts the id into the record's name, `offline-run-<time>-<id>`, so that it is found even if the folder moves; it
+    begins with our starting time, since W&B's own is later by what its start takes.
     """
     records = sorted(found.groups() for path in (run_dir / "wandb").glob("*run-*")
                      if (found := re.fullmatch(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)", path.name)))
-    begun = datetime.strptime(records[0][0], "%Y%m%d_%H%M%S") if records else datetime.now()
-    return records[0][1] if records else secrets.token_hex(4), begun.strftime("%Y-%m-%d_%H-%M-%S")
+    if not records:
+        begun = datetime.now().strftime(_TIME)
+        return f"{begun}-{secrets.token_hex(4)}", begun
+    record, run_id = records[0]
+    ours = re.match(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(?=-)", run_id)  # ids of earlier versions have no time
+    return run_id, ours[0] if ours else datetime.strptime(record, "%Y%m%d_%H%M%S").strftime(_TIME)
 
 
 def log_evaluation(run_dir: Path, options: LoggerOptions, report: dict) -> bool:

@@ -7,6 +7,7 @@ import sys
 import zipfile
 
 import pytest
+import torch
 
 from genmodels.cli import info
 from genmodels.cli.main import main
@@ -22,13 +23,14 @@ HEADER = {
     "figures": {"val/bits_per_dim": 2.3456789}, "finished": True,
 }  # fmt: skip
 
+WEIGHTS = torch.nn.Linear(3, 2).state_dict()
+
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    def write(name="last.ckpt", **changes):
+    def write(name="last.ckpt", weights=WEIGHTS, **changes):
         path = tmp_path / name
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("archive/data.pkl", b"weights" * 100)
+        torch.save({"state_dict": weights}, path)
         with open(path, "r+b") as file:
             seal(file, {**HEADER, **changes})
         return path
@@ -70,6 +72,29 @@ def test_a_broken_file_is_one_line_and_the_others_are_printed(checkpoint, tmp_pa
     assert main(["info", *names]) == 1
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 3 and "family:" in printed.out and printed.out.count("verdict:") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None])
+def test_weights_that_are_not_finite_are_named(checkpoint, dtype, value, capsys):
+    whole = torch.full((4, 3), torch.finfo(dtype).max, dtype=dtype)
+    weights = {"count": torch.tensor([1, 2]), "part": whole.T[1:], "empty": torch.zeros(0)}
+    whole[0, 0] = torch.nan  # outside the part, so no weight
+    if value is not None:
+        whole[3, 2] = value
+    assert main(["info", str(checkpoint(weights=weights))]) == 0
+    printed = capsys.readouterr().out
+    assert ("unusable: weight part is not finite" in printed) == (value is not None) != ("intact (check" in printed)
+
+
+def test_tensors_that_cannot_be_read_are_one_line(tmp_path, capsys):
+    path = tmp_path / "last.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"weights" * 100)
+    with open(path, "r+b") as file:
+        seal(file, HEADER)
+    assert main(["info", str(path)]) == 1
+    assert "its tensors cannot be read (" in capsys.readouterr().err
 
 
 def test_ckpt_may_be_given_as_in_the_other_commands(checkpoint, capsys):

@@ -312,6 +312,7 @@ def test_what_cannot_be_streamed_is_said(one_voice):
     with pytest.raises(InputError, match="stream: a tacotron"):
         stream_texts(baseline, TEXTS, Manner(), None)
     for options, reason in (({"seconds": 0.1}, "seconds=.* is enough"), ({"seconds": -1.0}, "must be positive"),
+                            ({"seconds": 1e9}, "at most 3600, got 1e.09"),
                             ({"speed": 0.0}, "speed must be positive"), ({"durations": [[1]]}, "tokens and needs"),
                             ({"chunk": 0}, "at least 1")):  # fmt: skip
         with pytest.raises(InputError, match=reason):

@@ -18,7 +18,7 @@ from genmodels.core.errors import InputError, RunError, explain
 from genmodels.core.files import check_writable, groups
 from genmodels.models.build import build, construct
 from genmodels.models.checkpoint import write_checkpoint
-from genmodels.nn.dropout import Dropout
+from genmodels.nn.blocks import Dropout
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.text import CHARACTERS
 from genmodels.training.callbacks import CheckpointOptions
@@ -441,8 +441,8 @@ REFUSED_OPTIONS = {
         "draws=0", "draws=-1", "draws=1.5", "draws=many", "replicates=1", "replicates=0", "limit=-1", "limit=0",
         "limit=some", "samples=0", "samples=-5", "samples=1", "batch_size=0", "processes=0", "processes=-1", "steps=0",
         "temperature=nan", "temperature=-1"],
-    ("evaluate", "energy"): ["chains=0", "chains=-1", "chains=1.5", "densities=0", "densities=-1", "normaliser=x",
-                             "draws=5"],
+    ("evaluate", "energy"): ["chains=0", "chains=1", "chains=-1", "chains=1.5", "densities=0", "densities=-1",
+                             "normaliser=x", "draws=5"],
     ("evaluate", "nsf"): ["importance_samples=0", "importance_samples=-1", "importance_samples=[]", "draws=5",
                           "ode=true"],
 }

@@ -93,7 +93,7 @@ BAD = {
     "fast": ("far too many words for so short a clip", noise(4000), "too fast: 77 tokens with blanks in 15 frames"),
     "notext": ("   ", noise(22050, 9), "the text is empty"),
     "nan": ("a", np.where(np.arange(22050) == 77, np.nan, 0.1).astype(np.float32), "sample 77 is not finite"),
-    "digitless": ("?!", noise(22050, 9), "no letters to speak"),
+    "digitless": ("?!", noise(22050, 9), "no letters to read"),
 }
 
 

@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from genmodels.flows.composition import Compose
-from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Permute
-from genmodels.flows.matrix import MATRICES, FullMatrix, HouseholderMatrix, LUMatrix, random_rotation
+from genmodels.flows.linear import (
+    MATRICES,
+    Flip,
+    FullMatrix,
+    GroupedLinear,
+    HouseholderMatrix,
+    InvertibleLinear,
+    LUMatrix,
+    Permute,
+    random_rotation,
+)
 from genmodels.verification.bijections import check_bijection
 
 KINDS = list(MATRICES)

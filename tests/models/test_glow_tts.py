@@ -21,6 +21,7 @@ from genmodels.evaluation.speech import suspects
 from genmodels.models import glow_tts
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.mels import MelUnits, with_noise
+from genmodels.models.text_model import TextReader
 from genmodels.speech.text import Symbols
 from genmodels.speech.text_encoder import TextEncoder
 from tests.models.texts import ENCODER, N_MELS, alone, batch, scattered, spec
@@ -131,6 +132,11 @@ def test_temperature_zero_speed_seconds_and_durations():
         with pytest.raises(InputError, match=reason):
             found.sample(1, text=[text])
     assert found.sample(1, text="a # b", on_unknown="drop").cond.tokens.tolist() == [[2, 28, 3]]
+    for text in ("\u043f\u0440\u0438\u0432\u0435\u0442", "\u043f, !"):  # dropped, nothing is left to synthesise
+        with pytest.raises(InputError, match="has no letters that this model was trained on"):
+            found.sample(1, text=text, on_unknown="drop")
+    reader = TextReader(found.spec)
+    assert reader.tokens("%") == reader.tokens("percent")
 
 
 def test_speakers_by_name():

@@ -11,6 +11,10 @@ import torch
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
+from genmodels.models.build import construct
+from genmodels.models.glow_tts import GlowTTS
+from genmodels.models.mel_ddpm import MelDDPM
+from genmodels.models.mel_energy import MelEnergy
 from genmodels.models.tacotron import Tacotron
 from genmodels.speech.text import CHARACTERS
 from tests.speech.test_streaming import awake
@@ -112,6 +116,27 @@ def test_what_it_cannot_be_conditioned_on():
         Tacotron(spec(text=None))
     with pytest.raises(InputError, match="additive, location, location_previous, scaled_dot, hard, local_monotonic"):
         Tacotron(spec(), attention="dot")
+
+
+KINDS = {kind.__name__: kind for kind in (Tacotron, GlowTTS, MelDDPM, MelEnergy)}
+SIZES = [(kind, path, 0) for kind, paths in {
+    "Tacotron": ("hidden", "prenet", "speaker_channels", "encoder.channels", "encoder.hidden", "encoder.heads"),
+    "GlowTTS": ("hidden", "steps", "depth", "kernel_size", "duration_channels", "speaker_channels", "groups",
+                "encoder.channels"),
+    "MelDDPM": ("duration_channels", "speaker_channels", "encoder.hidden", "net.channels", "net.blocks"),
+    "MelEnergy": ("duration_channels", "speaker_channels", "encoder.heads", "net.channels"),
+}.items() for path in paths] + [("Tacotron", "postnet", -1), ("Tacotron", "encoder.depth", -1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, path, small", SIZES, ids=[f"{kind} {path}" for kind, path, _ in SIZES])
+def test_sizes_that_cannot_be_are_refused_by_name(kind, path, small):
+    """Also of the other models of texts, which share the encoder: one line, from 0 and from a negative number."""
+    first, _, last = path.rpartition(".")
+    for size in (small, -3):
+        options = {first: {"channels": 8, last: size}} if first else {last: size}
+        with pytest.raises(InputError, match=rf"{last}\b") as error:
+            construct(KINDS[kind], spec(speakers=("ann", "bob")), **options)
+        assert "\n" not in str(error.value)
 
 
 def test_speakers_are_conditioned_on():

@@ -442,7 +442,7 @@ ERRORS = [
     (lambda: MLP(3, 4, activation="gelu"), "activation is one of silu, relu, got 'gelu'"),
     (lambda: MLP(3, 4, conditioning="add"), "conditioning is concat or film, got 'add'"),
     (lambda: WaveNet(3, 4, kernel_size=4), "kernel_size = 4 must be odd"),
-    (lambda: WaveNet(3, 4, dilation_rate=0), "dilation_rate = 0 at least 1"),
+    (lambda: WaveNet(3, 4, dilation_rate=0), "dilation_rate must be at least 1, got 0"),
 ]
 
 

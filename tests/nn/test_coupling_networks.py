@@ -7,16 +7,9 @@ import torch
 from torch.nn.functional import conv1d, conv2d, elu, relu
 
 from genmodels.nn import ChannelNorm, Condition, ConvNet, GatedConvNet, ResidualConvNet, ScaledHead, WaveNet, concat_elu
+from tests.nn.test_perceptron import randomised
 
 CONVOLVE = {1: conv1d, 2: conv2d}
-
-
-def randomised(net):
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.normal_(std=0.5)
-    return net.double()
 
 
 def scaled(head, x, dims, factor=3):

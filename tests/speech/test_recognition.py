@@ -22,7 +22,6 @@ from genmodels.speech.recognition import (
     character_edits,
     edits,
     error_curve,
-    heard_faults,
     pooled,
     spoken_form,
     word_edits,
@@ -151,11 +150,3 @@ def test_marks_and_case_are_not_errors():
     assert character_edits(text, "").rate == word_edits(text, " . ").rate == 1
     pytest.importorskip("num2words", reason="num2words is not installed")
     assert word_edits("in 1455", "in fourteen fifty five").total == 0
-
-
-@pytest.mark.parametrize(("heard", "missing", "repeated"), [
-    ("one two three four", 0, 0), ("one two four", 1, 0), ("one two two three four", 0, 1), ("two three", 2, 0),
-    ("one two too three four", 0, 0), ("one to three four", 0, 0), ("one one one two three four", 0, 2), ("", 4, 0),
-])  # fmt: skip
-def test_words_left_out_and_said_again(heard, missing, repeated):
-    assert heard_faults("One, two: three, four!", heard) == (missing, repeated)

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from genmodels.nn.attention.local_monotonic import LocalMonotonic
+from genmodels.nn.attention.local import LocalMonotonic
 from genmodels.nn.attention.seq2seq import ScoredAttention
 from genmodels.speech.tacotron import AttentionKind, Tacotron, make_attention
 from genmodels.speech.text_encoder import TextEncoder

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from scipy.io import wavfile
 from genmodels.cli.main import main
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.vocoder import sounds_of
-from genmodels.training.loggers import CSVLogger, LoggerOptions, play
+from genmodels.training.loggers import _TIME, CSVLogger, LoggerOptions, identity_of, play
 
 
 def rows(path):
@@ -155,3 +156,13 @@ def test_what_is_not_finite_is_not_heard_and_lengths_are_kept():
     assert [len(wave) for wave in sounds_of(x, mask, MelConfig(), count=3, seconds=0.2)] == [7 * 256, 17 * 256]
     assert sounds_of(x, None, MelConfig(), count=1, seconds=0.2) == []
     assert sounds_of(x + 1000, None, MelConfig(), count=3, seconds=0.2) == []
+
+
+def test_the_name_of_a_run_does_not_depend_on_when_wandb_starts(tmp_path):
+    first, begun = identity_of(tmp_path)
+    assert first.startswith(f"{begun}-") and datetime.now() - datetime.strptime(begun, _TIME) < timedelta(minutes=1)
+    for late in ("20301231_235959", "20310101_000007"):  # W&B's own times of the start and of a resume
+        (tmp_path / "wandb" / f"offline-run-{late}-{first}").mkdir(parents=True)
+        assert identity_of(tmp_path) == (first, begun)
+    (tmp_path / "earlier" / "wandb" / "offline-run-20260102_030405-ab12cd34").mkdir(parents=True)
+    assert identity_of(tmp_path / "earlier") == ("ab12cd34", "2026-01-02_03-04-05")

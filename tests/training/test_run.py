@@ -26,14 +26,8 @@ from genmodels.data.vision import Digits
 from genmodels.models.build import build
 from genmodels.models.checkpoint import write_checkpoint
 from genmodels.training import run
+from tests.core.test_checkpoint import HEADER
 from tests.models import texts
-
-HEADER = {
-    "format": 1, "family": "ddpm", "genmodels": "0.1.0", "torch": "2.6.0",
-    "model": {"_target_": "genmodels.models.ddpm.DDPM"}, "config": {},
-    "data": {"name": "digits", "event_shape": [1, 8, 8]}, "parameters": 500, "step": 3, "batches_seen": 3,
-    "seed": 0, "figures": {}, "finished": False,
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -14,15 +14,22 @@ Other mechanisms, with the same signature and the same masks:
 
 from genmodels.nn.attention.backend import Path, masked_softmax
 from genmodels.nn.attention.core import Attention, Cache, Slots
-from genmodels.nn.attention.local_dense import LocalDenseSynthesizer
-from genmodels.nn.attention.local_monotonic import LocalMonotonic, Place
+from genmodels.nn.attention.local import LocalDenseSynthesizer, LocalMonotonic, Place
 from genmodels.nn.attention.lsh import LSH, rotation_hash, sign_bits, sign_hash
 from genmodels.nn.attention.mask import Reach, build_mask, check_full, check_padding, hide_rows
 from genmodels.nn.attention.nystrom import Nystrom
-from genmodels.nn.attention.position import DistanceBias, Position, rel_shift, relative_positions, sinusoids, skew
+from genmodels.nn.attention.position import (
+    DistanceBias,
+    Position,
+    Rotary,
+    Rotary2d,
+    rel_shift,
+    relative_positions,
+    sinusoids,
+    skew,
+)
 from genmodels.nn.attention.relative_bias import ALiBi, MelPosition, Swin2d, T5Bias
 from genmodels.nn.attention.relative_keys import MusicTransformer, Shaw, TransformerXL
-from genmodels.nn.attention.rotary import Rotary, Rotary2d
 from genmodels.nn.attention.scores import Additive, Location, Past, ScaledDot, Score
 from genmodels.nn.attention.seq2seq import HardAttention, Keys, ScoredAttention, straight_through
 

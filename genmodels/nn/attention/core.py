@@ -11,7 +11,7 @@ from genmodels.core.tensors import wide
 from genmodels.nn.attention import backend as paths
 from genmodels.nn.attention.mask import Reach, check_full, check_padding, hide_rows
 from genmodels.nn.attention.position import Position, Space, head_width
-from genmodels.nn.dropout import checked
+from genmodels.nn.blocks import checked
 
 
 class Cache(NamedTuple):
@@ -181,7 +181,7 @@ class Attention(nn.Module):
     cross-attention that has not declared `cross`, a cache with memory, with a map, or with a future.
 
     Example:
-        >>> from genmodels.nn.attention.rotary import Rotary
+        >>> from genmodels.nn.attention.position import Rotary
         >>> attention = Attention(8, 2, Rotary(8, 2), causal=True)
         >>> y, _ = attention(torch.randn(3, 5, 8))
         >>> y.shape, attention.explain(5, 5).kind
