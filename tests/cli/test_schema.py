@@ -204,7 +204,7 @@ ANSWERS = [
     ("trainer.max_steps", "abc", ["trainer.max_steps must be an integer or null, got 'abc' (given)"]),
     ("trainer.precision", "bf16", ["one of 32-true, 64-true, bf16-mixed", "did you mean 'bf16-mixed'?"]),
     ("model.schedule", "cosin", ["did you mean 'cosine'?"]),
-    ("model.net", 3, ["model.net must be keys of UNet or keys of MLPDenoiser or null, got '3'"]),
+    ("model.net", 3, ["model.net must be keys of UNet or keys of DiT or keys of MLPDenoiser or null, got '3'"]),
     ("model.net.multipliers", [1, "b"], ["must be a list of integers, got"]),
     ("model.optimizer.betas", [0.9], ["a list of 2 numbers"]),
     ("seed", {"a": 1}, ["seed must be an integer"]),
