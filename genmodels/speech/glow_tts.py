@@ -25,6 +25,8 @@ from genmodels.nn.coupling_networks import WaveNet
 from genmodels.speech.alignment import integer_durations, log_mean_over_paths, monotonic_alignment_search, path_of
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder, duration_loss
 
+_LONGEST = 2**19  # frames of one text: more than an hour, gigabytes
+
 
 def mel_decoder(
     n_mels: int = 80,
@@ -250,6 +252,8 @@ class GlowTTS(nn.Module):
             durations = integer_durations(widths, frames, text_mask)
         total = durations.sum(1)
         longest = int(total.max())
+        if longest > _LONGEST:
+            raise ValueError(f"{longest} frames are too many for one text, at most {_LONGEST} are made: raise speed")
         # The flow takes pairs of frames: an odd length gets one more, which is removed after decoding.
         even = total + total % 2
         path = path_of(durations, longest + longest % 2)

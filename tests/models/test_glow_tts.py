@@ -121,6 +121,7 @@ def test_temperature_zero_speed_seconds_and_durations():
     given = [[2, 1, 3, 1, 1, 2, 4]]
     assert found.sample(2, text="bad dad", durations=given).durations[1].tolist() == given[0]
     for wrong, reason in (({"seconds": 0.01}, r"at least 7 frames; seconds=0.08"), ({"speed": 0.0}, "speed"),
+                          ({"speed": 1e-9}, "frames are too many for one text"),
                           ({"durations": [[1, 2]]}, "7 tokens"),
                           ({"durations": [[1, 2, 0, 1, 1, 1, 1]]}, "token 2 of text 0 lasts 0 frames"),
                           ({"durations": [[9] * 7], "seconds": 3.0}, "come to 0.73 s and seconds=3"),
