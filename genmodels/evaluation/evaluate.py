@@ -37,7 +37,7 @@ class Evaluation:
         shared: what the models of a table have in common (item hashes, the feature network); filled here.
 
     Attributes:
-        pictures: what stands in files of their own beside the report, by name.
+        pictures: pictures in files of their own next to the report, by name.
     """
 
     def __init__(self, opened: Opened, cache: Cache, shared: dict | None = None):

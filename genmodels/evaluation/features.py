@@ -47,7 +47,7 @@ class FeatureNetwork:
     """A map from data in their own units to features.
 
     Arguments:
-        name: what it is called beside every number.
+        name: its name next to every number.
         dims: D.
         sha256: hash of its weights.
         compute: (B, *event) to (B, D).
@@ -238,8 +238,8 @@ def coordinates(items: Items) -> FeatureNetwork:
 def inception(items: Items) -> FeatureNetwork:
     """The 2,048 pooled features of Inception v3 by torchvision's own loader.
 
-    These are torchvision's weights, not the converted ones of published Fréchet distances: no figure of a paper may
-    stand beside these.
+    These are torchvision's weights, not the converted ones of published Fréchet distances: they cannot be
+    compared with figures of papers.
 
     Raises:
         InputError: for data that are not images, and where the weights cannot be had, saying what to place where.

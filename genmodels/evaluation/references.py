@@ -64,7 +64,7 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
     """Bits/dim of the uniform model and of the best per-pixel histogram, with its standard error over the items; the
     exact entropy where it is known.
 
-    Mels have a normal distribution for each band beside them.
+    For mels it is a Gaussian for each band.
     """
     if spec.mel is not None:
         found = gaussian_per_band(datamodule, split, limit)

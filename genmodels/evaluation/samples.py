@@ -91,7 +91,7 @@ def check_target(target: Path, spec: DataSpec) -> str:
     return suffix
 
 
-def write_samples(samples, spec: DataSpec, target: Path, beside: dict[str, torch.Tensor] | None = None) -> list[str]:
+def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, torch.Tensor] | None = None) -> list[str]:
     """Write samples to a .png (grid), a .npz (arrays) or a folder (single PNGs); returns what to tell the user.
 
     Every file carries the checkpoint's hash, seed, indices, sampler and steps, a grid its classes too.
@@ -100,7 +100,7 @@ def write_samples(samples, spec: DataSpec, target: Path, beside: dict[str, torch
         samples: what was drawn.
         spec: what they are.
         target: the file or folder.
-        beside: images (C, H, W) by name that stand over a grid, what the samples were made from.
+        originals: images (C, H, W) by name that stand over a grid, what the samples were made from.
 
     Raises:
         InputError: when the data cannot be drawn as asked.
@@ -116,10 +116,10 @@ def write_samples(samples, spec: DataSpec, target: Path, beside: dict[str, torch
         return write_table(samples, spec, target)
     if suffix == ".png":
         picture = picture_of(samples.x, spec, samples.cond, samples.index)
-        if beside:
-            sources = images_of(torch.stack(list(beside.values())).to(samples.x.dtype), spec, smallest=LEGIBLE)
+        if originals:
+            sources = images_of(torch.stack(list(originals.values())).to(samples.x.dtype), spec, smallest=LEGIBLE)
             sources = [ImageOps.expand(image, 1, 128) for image in sources]  # a mask is white on white
-            picture = stack([grid(sources, len(sources), names=list(beside)), picture])
+            picture = stack([grid(sources, len(sources), names=list(originals)), picture])
         save_png(picture, target, samples.made | {"index": _span(samples.index)} | _classes(samples))
         return [f"{len(samples.x)} samples: {target}"]
     if spec.mel is not None:

@@ -54,12 +54,12 @@ def speech_of(frame: Frame) -> dict:
     def compute() -> dict:
         batch = opened.evaluated(count)
         texts = _texts(batch, opened.spec.text)
-        spoken, seconds, outcomes = _spoken(opened, batch, texts)
-        found = _beside(opened, batch, spoken, seconds, outcomes)
+        synthesised, seconds, outcomes = _synthesised(opened, batch, texts)
+        found = _against_recordings(opened, batch, synthesised, seconds, outcomes)
         if recogniser is None:
             return found | {"recognition": {"skipped": reason}}
-        heard = _heard(opened, batch) if request.samples == "auto" else len(batch)
-        return found | {"recognition": _recognised(opened, batch.rows(slice(0, heard)), texts[:heard], spoken[:heard],
+        heard = slice(0, _heard(opened, batch) if request.samples == "auto" else len(batch))
+        return found | {"recognition": _recognised(opened, batch.rows(heard), texts[heard], synthesised[heard],
                                                    recogniser)}
 
     settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None}
@@ -89,7 +89,7 @@ def _texts(batch: Batch, text: dict) -> list[str]:
     return [ready(symbols.decode(tokens[valid].tolist()), form) for tokens, valid in rows]
 
 
-def _spoken(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[dict], list[float], list[Outcome]]:
+def _synthesised(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[dict], list[float], list[Outcome]]:
     """Each text spoken alone, with the seconds it took, and what became of it."""
     request, model = opened.request, opened.model
     options = {"seed": request.seed, "weights": weights_of(request.ema)}
@@ -99,29 +99,29 @@ def _spoken(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[di
     speakers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
     with refusals():
         model.sample(1, speakers[0], text=texts[0], **options)  # what is made at the first call is not timed
-    spoken, seconds, outcomes = [], [], []
+    synthesised, seconds, outcomes = [], [], []
     asked = list(zip(texts, speakers, strict=True))
-    for k, (text, speaker) in enumerate(tqdm(asked, desc=f"{model.family} speaks", unit="text", mininterval=0.5)):
+    for k, (text, speaker) in enumerate(tqdm(asked, desc=f"{model.family} synthesis", unit="text", mininterval=0.5)):
         began = time.monotonic()
         drawn = model.sample(1, speaker, text=text, **options)
         seconds.append(time.monotonic() - began)
         frames = int(drawn.mask.sum())
-        spoken.append({"mel": drawn.x[0, :, :frames].cpu(), "durations": drawn.durations[0].cpu()})
+        synthesised.append({"mel": drawn.x[0, :, :frames].cpu(), "durations": drawn.durations[0].cpu()})
         read = drawn.made.get("words_missing_repeated", [(0, 0)])[0]
         stopped = not drawn.made.get("not_stopped")
         outcomes.append(Outcome(WordFaults(*read), stopped, frames / int(batch.mask[k].sum())))
-    return spoken, seconds, outcomes
+    return synthesised, seconds, outcomes
 
 
-def _beside(
-    opened: Opened, batch: Batch, spoken: Sequence[dict], seconds: Sequence[float], outcomes: Sequence[Outcome]
+def _against_recordings(
+    opened: Opened, batch: Batch, synthesised: Sequence[dict], seconds: Sequence[float], outcomes: Sequence[Outcome]
 ) -> dict:
     """Figures that need no recogniser."""
     model, mel = opened.model, opened.spec.mel
-    distortion = [mcd_mel13(one["mel"], _own(batch, k)) for k, one in enumerate(spoken)]
-    sound = [one["mel"].shape[1] * mel["hop"] / mel["sample_rate"] for one in spoken]
+    distortion = [mcd_mel13(one["mel"], _own(batch, k)) for k, one in enumerate(synthesised)]
+    sound = [one["mel"].shape[1] * mel["hop"] / mel["sample_rate"] for one in synthesised]
     found = {
-        "utterances": len(spoken), "mcd_mel13": sum(distortion) / len(distortion), "mcd_each": distortion,
+        "utterances": len(synthesised), "mcd_mel13": sum(distortion) / len(distortion), "mcd_each": distortion,
         "length_ratio": sum(o.length_ratio for o in outcomes) / len(outcomes),
         "failures_per_100": failures_per_100(outcomes),
         "real_time_factor": median(s / t for s, t in zip(seconds, sound, strict=True)),
@@ -130,7 +130,7 @@ def _beside(
     if hasattr(model, "aligned"):
         aligned = model.aligned(batch.to(model.device), weights_of(opened.request.ema), opened.request.seed)
         said = torch.zeros_like(batch.cond.tokens)
-        for row, one in zip(said, spoken, strict=True):
+        for row, one in zip(said, synthesised, strict=True):
             row[: len(one["durations"])] = one["durations"]
         error = duration_error(said, aligned.durations.cpu(), batch.cond.mask)
         found["duration_error"] = float(error.mean_absolute.mean())
@@ -151,12 +151,12 @@ def _own(batch: Batch, k: int) -> Tensor:
 
 
 def _recognised(
-    opened: Opened, batch: Batch, texts: Sequence[str], spoken: Sequence[dict], recogniser: Recogniser
+    opened: Opened, batch: Batch, texts: Sequence[str], synthesised: Sequence[dict], recogniser: Recogniser
 ) -> dict:
     """CER and WER of the model, and toplines: those of recordings and of their mels through the same vocoder."""
     config = MelConfig(**opened.spec.mel)
     vocoder, rate = GriffinLim(config), config.sample_rate
-    sounds = {"model": [vocoder(one["mel"]) for one in spoken],
+    sounds = {"model": [vocoder(one["mel"]) for one in synthesised],
               "recordings' mels vocoded": [vocoder(_own(batch, k)) for k in range(len(batch))]}
     recordings = _recordings(opened, len(batch))
     if recordings is not None:
@@ -187,10 +187,10 @@ def _recordings(opened: Opened, count: int) -> list[Path] | None:
     return None if None in paths else paths
 
 
-def spoken_notes(found: dict) -> list[str]:
+def speech_notes(found: dict) -> list[str]:
     """The figures of a model in a few lines, for the notes below a table."""
     failures = ", ".join(f"{name} {value:.0f}" for name, value in found["failures_per_100"].items())
-    lines = [f"{found['utterances']} texts spoken: distortion {found['mcd_mel13']:.2f} dB (mcd_mel13), length "
+    lines = [f"{found['utterances']} texts synthesised: distortion {found['mcd_mel13']:.2f} dB (mcd_mel13), length "
              f"{found['length_ratio']:.2f} of the recordings', real-time factor {found['real_time_factor']:.3f}"
              + (f", durations off by {found['duration_error']:.2f} frames" if "duration_error" in found else ""),
              f"failures in 100: {failures}"]
@@ -235,7 +235,7 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[dict]:
 
     Returns for each: rank, index, name and text; frames, nats per dimension, its score against utterances of its
     length, and, where the model aligns, the frames of every token, the token that lasts longest, and the evidence for
-    its text beside those of other utterances, nats a frame.
+    its text against those of other utterances, nats a frame.
 
     Raises:
         InputError: for data without texts.

@@ -24,7 +24,7 @@ from genmodels.evaluation.report import (
     gap_of,
     parts_of_error,
 )
-from genmodels.evaluation.speech import audit_notes, spoken_notes
+from genmodels.evaluation.speech import audit_notes, speech_notes
 from genmodels.verification.check import FAILED, NOT_VERIFIED, PASSED
 
 COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Fréchet",
@@ -327,7 +327,7 @@ def _on_model(report: Report) -> list[str]:
     if isinstance(fidelity, Skipped):
         notes.append(f"samples were not compared: {fidelity.skipped}")
     if report.speech is not None:
-        notes += spoken_notes(report.speech)
+        notes += speech_notes(report.speech)
     if isinstance(fidelity, Fidelity):
         notes.append(f"{fidelity.n} samples against as many held-out items; {fidelity.memorisation['said']}")
     outside = report.samples and report.samples.outside

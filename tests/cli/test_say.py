@@ -116,7 +116,7 @@ def test_what_is_missing_or_does_not_fit_is_refused_before_speaking(ckpt, tmp_pa
         run(ckpt=ckpt, text="Abc.", chunk=4)
 
 
-# ---- texts spoken: sentences, pauses, exact times, files that say how they were made ----
+# ---- texts synthesised: sentences, pauses, exact times, files that say how they were made ----
 
 
 CONFIG = MelConfig()

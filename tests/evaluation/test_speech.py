@@ -195,7 +195,7 @@ def opened(data: Speech, **manner) -> Opened:
 def figures(own: Opened) -> dict:
     batch = own.evaluated(COUNT)
     texts = speech_stage._texts(batch, own.spec.text)
-    return speech_stage._beside(own, batch, *speech_stage._spoken(own, batch, texts))
+    return speech_stage._against_recordings(own, batch, *speech_stage._synthesised(own, batch, texts))
 
 
 def test_texts_are_those_that_were_read(data):
@@ -225,13 +225,13 @@ def test_recognition_is_under_its_toplines(data, monkeypatch):
     batch = own.evaluated(COUNT)
     texts = speech_stage._texts(batch, own.spec.text)
     monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
-    spoken = speech_stage._spoken(own, batch, texts)[0]
-    spoken[0]["mel"] = spoken[0]["mel"] + 1.0
+    synthesised = speech_stage._synthesised(own, batch, texts)[0]
+    synthesised[0]["mel"] = synthesised[0]["mel"] + 1.0
 
     # It understands what it knows, and of all else nothing.
     known = {float(speech_stage._own(batch, k)[:, 0].sum()): text for k, text in enumerate(texts)}
     found = speech_stage._recognised(
-        own, batch, texts, spoken, lambda wave, rate: known.get(float(wave[0]), ""))
+        own, batch, texts, synthesised, lambda wave, rate: known.get(float(wave[0]), ""))
     whole = found["curve"][-1]
     assert whole["toplines"]["recordings' mels vocoded"]["value"] < whole["rate"]["value"]
     assert whole["toplines"]["recordings"]["value"] == 1  # waves, which are not among the sums
@@ -258,6 +258,6 @@ def test_a_recogniser_hears_a_few_seconds(data, monkeypatch):
 
 def test_notes_say_what_is_missing(data):
     found = figures(opened(data)) | {"recognition": {"skipped": "no recogniser"}}
-    lines = speech_stage.spoken_notes(found)
+    lines = speech_stage.speech_notes(found)
     assert "mcd_mel13" in lines[0] and "durations off by 0.00" in lines[0]
     assert lines[-1] == "CER was not measured: no recogniser"
