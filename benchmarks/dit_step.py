@@ -12,6 +12,7 @@ faster. Nothing is asserted. Without diffusers (extra `bench`) our times alone a
 from __future__ import annotations
 
 import argparse
+import time
 from typing import NamedTuple
 
 import torch
@@ -102,7 +103,9 @@ def compare(name: str, setting: Setting, repeats: int) -> None:
                        ("denoising step", denoising_step)):
         steps = {key: make(net, (x, times.get(key, torch.linspace(-10, 10, setting.batch)), cond))
                  for key, net in networks.items()}
-        timing = interleaved(steps, repeats, warm_up=2)
+        # On one thread its own time is counted, whatever else the machine does.
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        timing = interleaved(steps, repeats, warm_up=2, clock=clock)
         if peer is None:
             print(f"  {what}: ours {timing.median('ours'):.4f} s, plain {timing.median('plain'):.4f} s; "
                   "no diffusers to compare with: pip install '.[bench]'")

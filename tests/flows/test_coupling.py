@@ -9,7 +9,7 @@ from torch import nn
 from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Inverse
 from genmodels.flows.composition import Compose
-from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling, MaskedAutoregressive
+from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling, MaskedAutoregressive, TokenSplit
 from genmodels.flows.elementwise import Additive, Affine, LogisticMixture, MeanScale, unbounded
 from genmodels.flows.spline import RationalQuadraticSpline
 from genmodels.nn import ATTENTION, ConvNet, GatedConvNet, ResidualConvNet
@@ -594,3 +594,38 @@ def test_refused():
         LAYERS["labels"]()(torch.zeros(2, 4))
     with pytest.raises(ValueError, match="leave cond out"):
         LAYERS["maf"]()(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
+
+
+# ---- halves of the positions of a map ----
+
+
+def faults_of_halves(kind, parity):
+    """How often a position lies in another half than by its row and column, or comes back elsewhere."""
+    keeps = {"rows": lambda i, j: i % 2 == parity, "columns": lambda i, j: j % 2 == parity,
+             "checkerboard": lambda i, j: (i + j) % 2 == parity}[kind]  # fmt: skip
+    x = torch.arange(2 * 4 * 6).view(1, 2, 4, 6)
+    split = TokenSplit(2, kind, parity=parity)
+    halves = split.take(x)[:2]
+    wanted = [[[int(x[0, c, i, j]) for i in range(4) for j in range(6) if keeps(i, j) == kept] for c in range(2)]
+              for kept in (True, False)]  # fmt: skip
+    back, _ = split.put(*halves, torch.zeros(1), None)
+    misplaced = sum(half.flatten(2)[0].tolist() != own for half, own in zip(halves, wanted, strict=True))
+    return misplaced + int((back != x).sum())
+
+
+@pytest.mark.parametrize("parity", [0, 1])
+@pytest.mark.parametrize("kind", ["rows", "columns", "checkerboard"])
+def test_halves_are_those_of_a_loop_and_come_back(kind, parity, monkeypatch):
+    assert faults_of_halves(kind, parity) == 0
+    if kind == "checkerboard":
+        monkeypatch.setattr(TokenSplit, "_turned", lambda self, pairs: pairs)
+        assert faults_of_halves(kind, parity) > 0
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: TokenSplit(1, "diagonals"), "rows, columns or checkerboard"),
+    (lambda: TokenSplit(1, "rows", parity=2), "parity 0 or 1"),
+])  # fmt: skip
+def test_halves_that_do_not_exist(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -288,6 +288,9 @@ class Rotary2d(Position):
         return self._turn(q, y, x), self._turn(k, y, x)
 
     def _turn(self, values: Tensor, y: Tensor, x: Tensor) -> Tensor:
+        if self.layout == "interleaved":  # both halves in one product
+            half = values.shape[-1] // 2
+            return turn_by(values, torch.cat([angles_of(n, half, self.base) for n in (y, x)], dim=1), self.layout)
         by_row, by_column = values.chunk(2, dim=-1)
         parts = [turn(by_row, y, self.base, self.layout), turn(by_column, x, self.base, self.layout)]
         return torch.cat(parts, dim=-1)
@@ -299,14 +302,33 @@ class Rotary2d(Position):
 
 def turn(x: Tensor, index: Tensor, base: float, layout: Layout) -> Tensor:
     """The pairs of `x (.., L, d)` turned by the angles of `index (L,)`; norms are kept."""
-    angles = index.to(torch.float64)[:, None] * frequencies(x.shape[-1], base, x.device)
+    return turn_by(x, angles_of(index, x.shape[-1], base), layout)
+
+
+def angles_of(index: Tensor, dim: int, base: float) -> Tensor:
+    """The angles of positions, (L, d / 2) float64."""
+    return index.to(torch.float64)[:, None] * frequencies(dim, base, index.device)
+
+
+def turn_by(x: Tensor, angles: Tensor, layout: Layout) -> Tensor:
+    """The pairs of `x (.., L, d)` turned by `angles (L, d / 2)`."""
     wide = torch.promote_types(x.dtype, torch.float32)
+    if layout == "interleaved" and not torch.compiler.is_compiling() and _is_of_pairs(x):
+        # A pair as a complex number: one product, where real parts take six passes. Compilers fuse those and no others.
+        pairs = torch.view_as_complex(x.to(wide).unflatten(-1, (-1, 2)))
+        turned = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)
+        return torch.view_as_real(turned).flatten(-2).to(x.dtype)
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     if layout == "half":
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+def _is_of_pairs(x: Tensor) -> bool:
+    """Whether neighbours in the last dimension lie in memory as complex numbers do."""
+    return x.stride(-1) == 1 and not any(n % 2 for n in (*x.stride()[:-1], x.storage_offset()))
 
 
 def _store_layout(position: Position, layout: Layout) -> None:
