@@ -12,6 +12,7 @@ import select
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 
 from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
@@ -79,8 +80,10 @@ def guarded(command: str, work: Callable[[], int]) -> int:
     from genmodels.training.processes import stoppable
 
     try:
-        with stoppable():
+        with stoppable(), _several(command):
             return work() or 0
+    except SystemExit as error:  # of a process whose failure another one has told
+        return int(error.code or 0)
     except KeyboardInterrupt:
         return _fail(command, "interrupted", 130)
     except (Exception, Interrupted) as error:
@@ -88,6 +91,15 @@ def guarded(command: str, work: Callable[[], int]) -> int:
         if known is None:
             raise
         return _fail(command, *known)
+
+
+def _several(command: str) -> AbstractContextManager:
+    """The processes that torchrun started for a command; those of a training are Lightning's."""
+    if command in ("sample", "evaluate") and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        from genmodels.core.processes import ranks
+
+        return ranks()
+    return nullcontext()
 
 
 def _fail(command: str, message: str, code: int) -> int:

@@ -93,11 +93,25 @@ def run(
     from dataclasses import fields, replace
 
     from genmodels.core.checkpoint import checkpoint_hash
-    from genmodels.evaluation.samples import check_target, draw, write_path, write_samples
+    from genmodels.core.files import cache_folder
+    from genmodels.core.processes import Ranks
+    from genmodels.evaluation.cache import Cache
+    from genmodels.evaluation.samples import (
+        Drawing,
+        check_target,
+        draw_together,
+        write_folder,
+        write_path,
+        write_samples,
+    )
     from genmodels.models.checkpoint import load_model, weights_of
 
+    group = Ranks()
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
     manner = {"durations": durations, "pause": pause, "vocoder": vocoder}
+    if group.rank and (model.spec.text is not None or interpolate is not None):
+        group.serve()  # what one process does soon
+        return
     if model.spec.text is not None:
         from genmodels.cli.say import say
 
@@ -136,19 +150,29 @@ def run(
     gigabytes = n * values * (1 if model.spec.levels else 4) / 1e9
     at_once = min(n, batch_size) * values * 16 / 1e9  # samples, noise, the estimate and a first layer, in float32
     if at_once > 8:
-        raise InputError(f"{min(n, batch_size)} samples of {values:,} values at once would take {at_once:,.0f} GB or "
-                         "more: lower batch_size" + ("" if size is None else f", or size={list(size)}"))
-    if gigabytes > 8:
-        raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=")
+        raise InputError(f"{min(n, batch_size)} samples of {values:,} values at once would take {at_once:,.0f} GB "
+                         "or more: lower batch_size" + ("" if size is None else f", or size={list(size)}"))
+    single = target.suffix == "" and path is None
+    if gigabytes > 8 and not single:
+        raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=, or as "
+                         "single files: out=<folder>")
     named = {"inpaint": inpaint, "mask": mask, "edit": edit}
     materials, lines = material(model, header, named, ckpt_path, trust or [])
     if path is not None:  # many moments, of which those with equal changes are shown
         materials["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * n * model.spec.dims))))
-    samples = draw(model, replace(asked, weights=weights_of(ema), **materials), batch_size=batch_size)
-    samples.made |= {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
-    samples.made |= {key: str(value) for key, value in named.items() if value is not None}
-    lines += write_samples(samples, model.spec, target, sources(materials, model.spec))
-    for line in lines + unmixed(samples.made):
+    made = {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
+    made |= {key: str(value) for key, value in named.items() if value is not None}
+    asked = replace(asked, weights=weights_of(ema), **materials)
+    drawing = Drawing(model, asked, batch_size, made, group)
+    if group.rank:
+        group.serve()
+        return
+    if single:
+        made, written = write_folder(drawing, model.spec, target)
+    else:
+        samples = draw_together(drawing, Cache(cache_folder() / "samples"))
+        made, written = samples.made, write_samples(samples, model.spec, target, sources(materials, model.spec))
+    for line in lines + written + unmixed(made):
         print(line)
     if path is not None:
         print(write_path(samples, model.spec, Path(path), frames))
@@ -227,7 +251,8 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
 
     from genmodels.core.checkpoint import checkpoint_hash
     from genmodels.core.errors import InputError
-    from genmodels.evaluation.samples import interpolate, read_ends, save_png
+    from genmodels.evaluation.samples import read_items, save_png
+    from genmodels.models.base import interpolate
     from genmodels.models.build import build
     from genmodels.models.checkpoint import data_options, weights_of
     from genmodels.plots.images import LEGIBLE, grid, images_of
@@ -238,7 +263,14 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
         raise InputError(f"interpolate is for flows and diffusion models: {ckpt_path} holds a {header['family']}")
     if not (model.spec.is_image and model.spec.levels):
         raise InputError(f"interpolate shows images; these data have events of shape {model.spec.event_shape}")
-    batch = read_ends(ends, lambda: build(data_options(header, ckpt_path), trust=trust).prepare(), model.spec)
+    if len(ends) != 2:
+        raise InputError(
+            f"interpolate takes two items, got {len(ends)}: interpolate=[3,17] or interpolate=[a.png,b.png]")
+
+    def data():
+        return build(data_options(header, ckpt_path), trust=trust).prepare()
+
+    batch = read_items(ends, data, model.spec, "interpolate")
     pictures = interpolate(model, batch.to(model.device), frames, weights_of(ema))
     if target is None:
         words = "-".join("".join(c if c.isalnum() else "-" for c in str(end)) for end in ends)

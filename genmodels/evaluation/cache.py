@@ -5,17 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import multiprocessing
-import pickle
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from genmodels.core.errors import RunError
 from genmodels.core.files import write_whole
 
 #: Raised when the layout of stored results changes.
@@ -80,74 +75,24 @@ class Cache:
             write_whole(self.folder / f"{key}.pt", lambda file: torch.save(value, file))
         return value
 
+    def parts(self, key: str, own: Sequence[int], compute: Callable[[list[int]], Iterable[tuple[int, Any]]]) -> dict:
+        """The results of a stage's parts by their numbers: those that are kept, and those that `compute` yields.
 
-def strided(count: int, processes: int) -> list[Tensor]:
-    """The indices of each process: rank, rank + processes, ...; nothing is padded.
+        Each is kept as soon as it is finished, so that after a kill it is not computed again.
 
-    Example:
-        >>> [share.tolist() for share in strided(5, 2)]
-        [[0, 2, 4], [1, 3]]
-    """
-    return [torch.arange(rank, count, processes) for rank in range(processes)]
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     cache = Cache(Path(folder))
+            ...     _ = cache.put("a_1", 0.5)
+            ...     cache.parts("a", [0, 1, 2], lambda missing: [(number, 2.0 * number) for number in missing])
+            {0: 0.0, 1: 0.5, 2: 4.0}
+        """
+        kept = {number: self.get(f"{key}_{number}") for number in own}
+        missing = [number for number in own if kept[number] is None]
+        return kept | {number: self.put(f"{key}_{number}", value) for number, value in compute(missing)}
 
-
-def blocks(count: int, processes: int) -> list[tuple[int, int]]:
-    """(first, number) of consecutive indices for each process; those with none are left out.
-
-    Example:
-        >>> blocks(5, 2), blocks(1, 2)
-        ([(0, 3), (3, 2)], [(0, 1)])
-    """
-    size = -(-count // processes)
-    return [(start, min(size, count - start)) for start in range(0, count, size)]
-
-
-def in_processes(function: Callable, arguments: Sequence[tuple]) -> list[Any]:
-    """`function(*one)` for each of `arguments`, each in a process of its own; the results in their order.
-
-    Raises:
-        Exception: what a process raised; the others are stopped.
-        RunError: when one ends without a word.
-    """
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, torch.get_num_threads() // len(arguments))
-    waiting, workers = {}, []
-    for number, one in enumerate(arguments):
-        receiver, sender = context.Pipe(duplex=False)
-        worker = context.Process(target=_work, args=(sender, threads, function, one), daemon=True)
-        worker.start()
-        sender.close()
-        workers.append(worker)
-        waiting[receiver] = number
-    results: list[Any] = [None] * len(arguments)
-    try:
-        while waiting:
-            for receiver in wait(list(waiting)):
-                number = waiting.pop(receiver)
-                try:
-                    done, value = pickle.loads(receiver.recv_bytes())
-                except EOFError:
-                    raise RunError(f"process {number} of {len(arguments)} ended without a result: was its memory "
-                                   "enough? Try a smaller batch_size, or processes=1") from None
-                if not done:
-                    raise value
-                results[number] = value
-    finally:
-        for worker in workers:
-            if worker.is_alive() and waiting:
-                worker.terminate()
-            worker.join()
-    return results
-
-
-def _work(sender, threads: int, function: Callable, arguments: tuple) -> None:
-    torch.set_num_threads(threads)
-    try:
-        message = True, function(*arguments)
-    except Exception as error:  # sent to the process that started this one, which raises it
-        message = False, error
-    try:
-        sent = pickle.dumps(message)
-    except Exception:
-        sent = pickle.dumps((False, RunError(str(message[1]))))
-    sender.send_bytes(sent)
+    def forget(self, key: str) -> None:
+        """Remove the parts of a stage that is finished."""
+        for path in [] if self.folder is None else self.folder.glob(f"{key}_*.pt"):
+            path.unlink(missing_ok=True)

@@ -1,33 +1,153 @@
-"""A checkpoint and its data, open: what every stage of an evaluation works on."""
+"""What is asked of an evaluation; a checkpoint and its data, open: what every stage works on."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from genmodels import __version__
 from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, RunError
-from genmodels.core.likelihood import Likelihood
-from genmodels.core.samples import Samples, SamplingOptions
+from genmodels.core.errors import InputError, check_temperature
+from genmodels.core.processes import Ranks
+from genmodels.core.samples import SamplingOptions
 from genmodels.data.base import DataModule, spread_rows
 from genmodels.data.utterances import joined
-from genmodels.evaluation.cache import Cache, blocks, code_hash, in_processes, key_of, strided
+from genmodels.evaluation.cache import Cache, code_hash, key_of
 from genmodels.evaluation.report import CheckpointFacts, DataFacts, Report
-from genmodels.evaluation.request import Request
-from genmodels.evaluation.samples import draw
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import weights_of
 from genmodels.training.run import training_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One evaluation, the same for every model of a table; a single item of `ood` and the like becomes a list of one.
+
+    Arguments:
+        split: train, val or test.
+        out: the report's file (one checkpoint) or folder (several); default report.json next to each checkpoint, and
+            the table of several in the folder they share.
+        stages: any of likelihood, fidelity, cost, checks; default all.
+        draws: terms of a diffusion bound: all of them, or a number of strata with one term each; auto is all if that
+            takes at most 100,000 network evaluations, else 5 to 100 strata.
+        replicates: repetitions of the stratified estimate, at least 2, for its standard error.
+        bound: of a diffusion model: with its T steps (discrete), with infinitely many (continuous), or both; auto is
+            the first, and for texts the second, which few terms estimate better.
+        importance_samples: dequantisations per item, K, for flows and energy-based models; a list gives one line for
+            each K; default 1 and 8; K = 1 is always included.
+        ode: also compute the likelihood by the probability-flow ODE, on a line of its own; auto does so for vectors of
+            few dimensions, where it is fast.
+        ode_options: its solver, tolerance, probes, ...
+        normaliser: method for log Z of an energy-based model; default quadrature in one and two dimensions, else
+            annealed importance sampling (ais); none skips it.
+        chains: chains of annealed importance sampling; default 256, 64 with limit.
+        densities: densities between its base and the model; default 1,000, 50 with limit.
+        samples: number of samples to compare with as many items; auto is the number of items, at most 1,000.
+        sampler: as in sample.py; default that of the family.
+        steps: number of sampling steps; default that of the sampler.
+        temperature: factor on the standard deviation of the noise of samples of flows, diffusion and speech.
+        features: the network whose features are compared; auto is a small classifier trained on the training split,
+            random convolutions for images without labels, the coordinates themselves for vectors.
+        force: allow a comparison of fewer items than twice the number of features.
+        sweeps: compare samples at several numbers of steps, at several temperatures, or both.
+        ood: other data whose likelihood to compute: a data set (fashion_mnist, ...), noise or shuffled.
+        ood_data: options of that data set, such as ood_data.root.
+        audit: rank the utterances of a split, the least likely first, to find wrong transcripts and damaged clips.
+        checks: default (at most a minute) or full.
+        rank: rank lines within each kind of likelihood, or across kinds, with a note how each kind may err.
+        batch_size: items per batch.
+        processes: processes that share the items and the samples.
+        limit: evaluate only the first items of the split (the report says so), or all; default
+            trainer.limit_evaluation of the run.
+        seed: seed of the noise.
+        ema: averaged weights (true), raw ones (false), or the average with one decay.
+        data: options of the data set that differ from training, such as data.root.
+        cache: store results, and reuse those computed for the same checkpoint, settings and code.
+        device: auto, cpu, cuda, ...
+        trust: further packages whose classes a checkpoint may name.
+
+    Raises:
+        InputError: for values that make no sense.
+    """
+
+    split: Literal["train", "val", "test"] = "test"
+    out: str | None = None
+    stages: list[Literal["likelihood", "fidelity", "cost", "checks"]] | None = None
+    draws: int | Literal["auto", "all"] = "auto"
+    replicates: int = 2
+    bound: Literal["auto", "discrete", "continuous", "both"] = "auto"
+    importance_samples: int | list[int] | None = None
+    ode: bool | Literal["auto"] = "auto"
+    ode_options: dict | None = None
+    normaliser: Literal["auto", "quadrature", "ais", "none"] | None = None
+    chains: int | None = None
+    densities: int | None = None
+    samples: int | Literal["auto"] = "auto"
+    sampler: str | None = None
+    steps: int | None = None
+    temperature: float = 1.0
+    features: Literal["auto", "classifier", "random-conv", "coordinates", "inception"] = "auto"
+    force: bool = False
+    sweeps: list[Literal["steps", "temperature"]] | None = None
+    ood: str | list[str] | None = None
+    ood_data: dict | None = None
+    audit: bool = False
+    checks: Literal["default", "full"] = "default"
+    rank: Literal["kind", "across"] = "kind"
+    batch_size: int = 256
+    processes: int = 1
+    limit: int | Literal["all"] | None = None
+    seed: int = 0
+    ema: bool | float = True
+    data: dict | None = None
+    cache: bool = True
+    device: str = "auto"
+    trust: list[str] | None = None
+
+    def __post_init__(self):
+        for key in ("importance_samples", "ood"):
+            if isinstance(getattr(self, key), int | str):
+                object.__setattr__(self, key, [getattr(self, key)])
+        for key, empty in (("ode_options", {}), ("sweeps", []), ("ood", []), ("ood_data", {}), ("data", {}),
+                           ("trust", [])):
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, empty)
+        counts = ("batch_size", "processes", "limit", "replicates", "draws", "samples", "steps", "chains", "densities")
+        values = [(key, getattr(self, key)) for key in counts]
+        for key, value in values + [("importance_samples", k) for k in self.importance_samples or ()]:
+            least = 2 if key in ("replicates", "samples", "chains") else 1  # an error of a mean takes two
+            if isinstance(value, int) and value < least:
+                raise InputError(f"{key} must be at least {least}, got {value}")
+        if self.importance_samples is not None and not self.importance_samples:
+            raise InputError("importance_samples=[] names no number: give for example importance_samples=[1,64]")
+        check_temperature(self.temperature)
+        if self.ood_data and not self.ood:
+            raise InputError("ood_data holds options of another data set: say which by ood=<name>")
+
+    @property
+    def partition(self) -> dict:
+        """What is asked of log Z."""
+        given = {"normaliser": self.normaliser, "chains": self.chains, "densities": self.densities}
+        return {key: value for key, value in given.items() if value is not None}
+
+    def wants(self, stage: str) -> bool:
+        """Whether a stage is done.
+
+        Example:
+            >>> Request().wants("checks"), Request().wants("ood"), Request(stages=["cost"]).wants("checks")
+            (True, False, False)
+        """
+        asked = {"audit": self.audit, "ood": bool(self.ood), "sweeps": bool(self.sweeps)}.get(stage, True)
+        return asked and (self.stages is None or stage in self.stages or stage in ("audit", "ood", "sweeps"))
 
 
 @dataclass
@@ -95,92 +215,18 @@ class Opened:
         count = self.items if most is None else min(most, self.items)
         return _joined(self.datamodule.loader(self.request.split, 4096, torch.arange(count)))
 
-    def likelihood(
-        self, method: str, options: dict, label: str = "", other: DataModule | None = None, count: int | None = None
-    ) -> Likelihood:
-        """The likelihood of every item that is evaluated (or of the first ones of another data set), in index order.
-
-        Arguments:
-            method: name of the model's method, with these options.
-            label: for the progress bar.
-            other: another data set, of which `count` items are evaluated.
-
-        Raises:
-            RunError: when an item was lost or evaluated twice, or holds what is no value of these data.
-        """
-        request, count = self.request, self.items if count is None else count
-        bar = f"{self.model.family}{f', {label}' if label else ''} on {request.split}"
-        if request.processes == 1 or other is not None:
-            datamodule = self.datamodule if other is None else other
-            found = [_likelihood(self.model, datamodule, request, torch.arange(count), method, options, bar)]
-        else:
-            arguments = [(self.path, request, share, method, options, bar if rank == 0 else None)
-                         for rank, share in enumerate(strided(count, request.processes)) if len(share)]
-            found = in_processes(likelihood_share, arguments)
-        return Likelihood.concatenate(found).in_index_order()
-
     def sampler_options(self) -> dict:
         """The sampler and its steps as asked for, where the model has such options: some in a table have none."""
         asked = {"sampler": self.request.sampler, "steps": self.request.steps}
         return {key: value for key, value in asked.items() if value is not None and self.model.takes(key)}
 
-    def draw(self, n: int, *, progress: bool = True, **options) -> Samples:
-        """The first n samples of the seed that was asked for, or as the options say.
-
-        Raises:
-            InputError: for an option that this family does not have, or a value that it refuses.
-        """
+    def sampling(self, n: int, **options) -> SamplingOptions:
+        """The first n samples of the seed that was asked for, or as the options say."""
         request = self.request
-        asked = SamplingOptions(**{
+        return SamplingOptions(**{
             "n": n, "seed": request.seed, "weights": weights_of(request.ema), "temperature": request.temperature,
             **self.sampler_options(), **options,
         })
-        if request.processes == 1 or n < 2 * request.processes:
-            return draw(self.model, asked, batch_size=min(request.batch_size, 64), progress=progress)
-        arguments = [(self.path, request, replace(asked, start=asked.start + first, n=count), first == 0)
-                     for first, count in blocks(n, request.processes)]
-        parts = in_processes(samples_share, arguments)
-        together = {name: joined([getattr(p, name) for p in parts])
-                    for name in ("x", "cond", "index", "mask", "durations")}
-        return Samples(made=parts[0].made, **together)
-
-
-def likelihood_share(
-    path: Path, request: Request, indices: Tensor, method: str, options: dict, bar: str | None
-) -> Likelihood:
-    """What one of several processes does: it opens the checkpoint and evaluates its indices."""
-    opened = Opened.open(path, request)
-    return _likelihood(opened.model, opened.datamodule, request, indices, method, options, bar)
-
-
-def samples_share(path: Path, request: Request, options: SamplingOptions, progress: bool) -> Samples:
-    """What one of several processes does: it opens the checkpoint and draws its samples."""
-    model = Opened.open(path, request).model
-    return draw(model, options, batch_size=min(request.batch_size, 64), progress=progress)
-
-
-def _likelihood(
-    model, datamodule: DataModule, request: Request, indices: Tensor, method: str, options: dict, bar: str | None
-) -> Likelihood:
-    parts = []
-    loader = datamodule.loader(request.split, request.batch_size, indices)
-    for batch in tqdm(loader, desc=bar, unit="batch", disable=bar is None, mininterval=0.5):
-        try:
-            model.spec.check(batch)
-        except ValueError as error:
-            raise RunError(str(error)) from error
-        try:
-            parts.append(getattr(model, method)(batch.to(model.device), **options).cpu())
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(str(error)) from error
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
-                size = request.batch_size
-                raise RunError(f"out of memory at batch_size={size}: try batch_size={max(1, size // 4)}") from error
-            raise
-    return Likelihood.concatenate(parts)
 
 
 def fits(model: GenerativeModel, found: DataSpec) -> None:
@@ -210,14 +256,16 @@ class Frame:
         opened: the model and its data.
         cache: where results are kept.
         shared: what the models of a table have in common (item hashes, the feature network); filled here.
+        ranks: the processes of this command.
 
     Attributes:
         report: as it stands after the stages done so far.
         arrays: numbers for pictures by name.
     """
 
-    def __init__(self, opened: Opened, cache: Cache, shared: dict):
-        self.opened, self.cache, self.shared = opened, cache, shared
+    def __init__(self, opened: Opened, cache: Cache, shared: dict, ranks: Ranks):
+        self.opened, self.cache, self.shared, self.ranks = opened, cache, shared, ranks
+        ranks.members.append(self)
         self.sha256 = checkpoint_hash(opened.path)
         self.arrays: dict[str, Tensor] = {}
         self.report = self._head()
@@ -256,18 +304,42 @@ class Frame:
             self.shared[key] = item_hash(self.opened.datamodule, split, count)
         return self.shared[key]
 
-    def once(self, stage: str, settings: dict, compute: Callable[[], dict]) -> dict:
-        """The result of a stage from the cache, or computed and kept."""
-        model = self.opened.model
-        key = key_of(
+    def key(self, stage: str, settings: dict) -> str:
+        """The name of a result in the cache."""
+        return key_of(
             stage=stage, checkpoint=self.sha256, settings=settings, data=self.report.data.item_hash,
             items=self.opened.items, split=self.request.split, weights=str(weights_of(self.request.ema)),
-            seed=self.request.seed, batch_size=self.request.batch_size, processes=self.request.processes,
-            device=str(model.device), threads=torch.get_num_threads(), torch=torch.__version__, code=code_hash(),
+            seed=self.request.seed, batch_size=self.request.batch_size, device=str(self.opened.model.device),
+            threads=torch.get_num_threads(), torch=torch.__version__, code=code_hash(),
             data_options=self.request.data,
         )
+
+    def once(self, stage: str, settings: dict, compute: Callable[[], dict]) -> dict:
+        """The result of a stage from the cache, or computed and kept."""
+        key = self.key(stage, settings)
         found = self.cache.get(key)
         return self.cache.put(key, compute()) if found is None else found
+
+    def once_by_all(
+        self, stage: str, settings: dict, join: Callable[[list], dict], parts: Callable[..., dict], *arguments
+    ) -> dict:
+        """The same of a stage that all processes compute.
+
+        Arguments:
+            join: makes the result of all parts, in the order of their numbers.
+            parts: `parts(frame, key, *arguments)` gives those of one process by number; it is called in all of them.
+        """
+        key = self.key(stage, settings)
+
+        def compute() -> dict:
+            found = {}
+            for some in self.ranks.run(parts, self, key, *arguments):
+                found |= some
+            return join([found[number] for number in sorted(found)])
+
+        found = self.once(stage, settings, compute)
+        self.cache.forget(key)
+        return found
 
     def sampling_settings(self) -> dict:
         """How samples are drawn, for the keys of the cache."""

@@ -51,13 +51,13 @@ def network_of(core: nn.Module) -> nn.Module | None:
     return None
 
 
-def evaluations_per_sample(model, samples, rows: int, n: int) -> float | None:
+def evaluations_per_sample(model, made: dict, rows: float, n: int) -> float | None:
     """Network evaluations for each sample: counted where a network is asked, else as the sampler says; 1 for flows."""
     if is_flow(model):
         return 1.0
     if rows:
         return rows / n
-    said = samples.made.get("evaluations")
+    said = made.get("evaluations")
     if said is None or is_diffusion(model):
         return said  # a diffusion tells the evaluations of one sample, chains those of all
     return said / n
@@ -84,7 +84,7 @@ def measure(model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0
     samples = draw(batch_size, 0)  # the second one, counted
     if count is not None:
         count.__exit__()
-    evaluations = evaluations_per_sample(model, samples, count.rows if count is not None else 0, batch_size)
+    evaluations = evaluations_per_sample(model, samples.made, count.rows if count is not None else 0, batch_size)
     repeats = max(1, min(5, int(budget / 4 / max(first, 1e-6))))
     batches = [_timed(model, draw, batch_size, 0) for _ in range(repeats)]
     peak = _peak(model.device)

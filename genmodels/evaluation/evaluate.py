@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
 from genmodels.core.errors import Interrupted
+from genmodels.core.processes import Ranks
 from genmodels.evaluation import cost
 from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.checkpoint import Frame, Opened
@@ -19,6 +19,7 @@ from genmodels.evaluation.out_of_distribution import OtherDataStage
 from genmodels.evaluation.references import references
 from genmodels.evaluation.report import Report, SamplingCost
 from genmodels.evaluation.sample_quality import FidelityStage
+from genmodels.evaluation.samples import draw
 from genmodels.evaluation.speech import audit, picture_of_audit, require_texts
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
@@ -35,13 +36,14 @@ class Evaluation:
         opened: the model and its data.
         cache: where results are kept.
         shared: what the models of a table have in common (item hashes, the feature network); filled here.
+        ranks: the processes of this command.
 
     Attributes:
         pictures: pictures in files of their own next to the report, by name.
     """
 
-    def __init__(self, opened: Opened, cache: Cache, shared: dict | None = None):
-        self.frame = Frame(opened, cache, {} if shared is None else shared)
+    def __init__(self, opened: Opened, cache: Cache, shared: dict | None = None, ranks: Ranks | None = None):
+        self.frame = Frame(opened, cache, {} if shared is None else shared, ranks or Ranks())
         self.pictures: dict[str, Image.Image] = {}
         self.likelihood = LikelihoodStage(self.frame)
         self.fidelity = FidelityStage(self.frame)
@@ -111,10 +113,10 @@ class Evaluation:
     def cost(self) -> None:
         """Network evaluations, samples a second, latency, memory, on this device."""
         small = self.opened.limited
-        own = Opened(self.opened.path, self.opened.model, self.opened.header, self.opened.datamodule,
-                     replace(self.frame.request, processes=1), self.opened.items)
+        opened, size = self.opened, min(self.frame.request.batch_size, 64)
         found = self.frame.once("cost", self.frame.sampling_settings(), lambda: cost.measure(
-            self.opened.model, lambda n, start: own.draw(n, start=start, progress=False),
+            opened.model,
+            lambda n, start: draw(opened.model, opened.sampling(n, start=start), batch_size=size, progress=False),
             batch_size=16 if small else 64, budget=5.0 if small else 60.0,
         ))
         self.report.sampling = SamplingCost(**found, seed=self.frame.request.seed)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError, RunError
 from genmodels.core.likelihood import Likelihood, packed, unpacked
+from genmodels.data.base import DataModule
 from genmodels.data.toy import density
 from genmodels.diffusion.ode import OdeDensity
 from genmodels.evaluation.checkpoint import Frame, Opened
-from genmodels.evaluation.report import BitsLine, LikelihoodLine, NatsLine
+from genmodels.evaluation.report import BitsLine, LikelihoodLine, NatsLine, faults, notes_on
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import extent_of, midpoints, on_grid
 
@@ -85,6 +88,61 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         elif request.ode == "auto":
             notes.append(f"the probability-flow ODE of {path} was left out, it takes long: ode=true adds it")
     return lines or [Line("", "log_likelihood", options)], notes
+
+
+def likelihood_parts(frame: Frame, key: str, line: Line) -> dict[int, dict]:
+    """This process's batches of the items that are evaluated, by number."""
+    opened = frame.opened
+    return batches_of(frame, key, line, opened.datamodule, opened.items, f", {line.label}" if line.label else "")
+
+
+def batches_of(frame: Frame, key: str, line: Line, datamodule: DataModule, count: int, label: str) -> dict[int, dict]:
+    """The likelihood of this process's batches of the first `count` items of a data set; the same batches as alone.
+
+    Raises:
+        RunError: when an item holds what is no value of these data, or memory is too little.
+    """
+    model, request = frame.opened.model, frame.request
+    batches = torch.arange(count).split(request.batch_size)
+
+    def compute(numbers: list[int]) -> Iterator[tuple[int, dict]]:
+        rows = [batches[number] for number in numbers]
+        loader = datamodule.loader(request.split, request.batch_size, torch.cat(rows)) if rows else []
+        bar = tqdm(loader, desc=f"{model.family}{label} on {request.split}", unit="batch", mininterval=0.5,
+                   disable=frame.ranks.rank > 0)
+        for number, batch in zip(numbers, bar, strict=True):
+            yield number, packed(_likelihood(model, batch, line, request.batch_size))
+
+    return frame.cache.parts(key, frame.ranks.share(range(len(batches))), compute)
+
+
+def in_one(count: int, parts: list[dict]) -> dict:
+    """The likelihood of all `count` items in index order.
+
+    Raises:
+        RunError: when an item was lost or evaluated twice.
+    """
+    found = Likelihood.concatenate([unpacked(part) for part in parts]).in_index_order()
+    if len(found) != count:
+        raise RunError(f"{len(found)} of {count} items were evaluated")
+    return packed(found)
+
+
+def _likelihood(model, batch: Batch, line: Line, size: int) -> Likelihood:
+    try:
+        model.spec.check(batch)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    try:
+        return getattr(model, line.method)(batch.to(model.device), **line.options).cpu()
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
+            raise RunError(f"out of memory at batch_size={size}: try batch_size={max(1, size // 4)}") from error
+        raise
 
 
 def check_options(models: Sequence[Opened]) -> None:
@@ -223,27 +281,6 @@ def paired_gap(likelihood: Likelihood, spec: DataSpec, x: torch.Tensor | None) -
     return {"kl_paired": float(gaps.mean()), "se_gap": math.hypot(gaps.std() / math.sqrt(len(gaps)), shared)}
 
 
-def faults(line: LikelihoodLine) -> list[str]:
-    """What of a line makes the whole evaluation fail."""
-    lines = []
-    if line.nonfinite and line.kind != "unnormalised":
-        listed = ", ".join(map(str, line.nonfinite_first))
-        lines.append(f"{line.nonfinite} of {line.n} likelihoods are not finite (first items: {listed})")
-    gap, error = line.kl_paired, line.se_gap
-    if line.kind in ("exact", "lower_bound") and gap is not None and gap < -3 * error:
-        lines.append(f"{line.label}: better than the truth by {-gap:.4f} +- {error:.4f} nats: a fault of the "
-                     "evaluation")
-    return lines
-
-
-def notes_on(line: LikelihoodLine) -> list[str]:
-    """Notes on a line."""
-    few, k = line.ess_median, line.made.get("importance_samples", 1)
-    if few is not None and few < 2 and k >= 8:
-        return [f"{line.label}: of {k} importance samples {few:.1f} count in the median: the bound is loose"]
-    return []
-
-
 def how(likelihood: Likelihood) -> str:
     """The recipe of a line in a few words.
 
@@ -348,9 +385,9 @@ class LikelihoodStage:
         return self.lines[0], self.first
 
     def _evaluated(self, line: Line) -> Likelihood:
-        stored = self.frame.once("likelihood", {"method": line.method, **line.options}, lambda: packed(
-            self.frame.opened.likelihood(line.method, line.options, line.label)))
-        return unpacked(stored)
+        settings = {"method": line.method, **line.options}
+        join = partial(in_one, self.frame.opened.items)
+        return unpacked(self.frame.once_by_all("likelihood", settings, join, likelihood_parts, line))
 
     def _extreme_items(self) -> None:
         """The least and most likely items of the first line whose values of single items stand out of their noise."""

@@ -7,18 +7,19 @@ more (Nalisnick et al. 2019, "Do deep generative models know what they don't kno
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, nearest
-from genmodels.core.likelihood import Likelihood, packed, unpacked
+from genmodels.core.likelihood import Likelihood, unpacked
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.data.base import DataModule
 from genmodels.data.loading import TensorData
 from genmodels.evaluation.checkpoint import Frame, fits, item_hash
-from genmodels.evaluation.likelihood import LikelihoodStage
+from genmodels.evaluation.likelihood import LikelihoodStage, Line, batches_of, in_one
 from genmodels.evaluation.report import OtherData
 
 
@@ -125,6 +126,27 @@ def sentence(name: str, area: float, error: float, kind: str) -> str:
     return f"{name} is found as likely as the test items {figure}{constant}"
 
 
+def other_of(frame: Frame, name: str) -> DataModule:
+    """Another data set of the request, prepared once for all models of a table.
+
+    Raises:
+        InputError: for a name that does not exist, or data that do not fit the model.
+    """
+    key = ("ood", name, id(frame.opened.datamodule))
+    if key not in frame.shared:
+        frame.shared[key] = other_data(name, frame.request.ood_data, frame.opened.datamodule, frame.request.trust)
+    try:
+        fits(frame.opened.model, frame.shared[key].spec)
+    except InputError as error:
+        raise InputError(f"ood={name}: {error}") from error
+    return frame.shared[key]
+
+
+def other_parts(frame: Frame, key: str, line: Line, name: str, count: int) -> dict[int, dict]:
+    """This process's batches of another data set, by number."""
+    return batches_of(frame, key, line, other_of(frame, name), count, f", {name}")
+
+
 class OtherDataStage:
     """Other data sets under the first line of a model: histograms and AUROC."""
 
@@ -136,30 +158,16 @@ class OtherDataStage:
         line, _ = self.likelihood.of_first_line()
         spec = self.frame.opened.spec
         for number, name in enumerate(self.frame.request.ood):
-            other = self._other(name)
+            other = other_of(self.frame, name)
             count = min(self.frame.opened.items, len(other.split(self.frame.request.split)))
             digest = self._other_hash(name, other, count)
-
-            def compute(other=other, name=name, count=count) -> dict:
-                return packed(self.frame.opened.likelihood(line.method, line.options, name, other, count))
-
-            found = unpacked(self.frame.once("ood", {"name": name, "items": digest, **line.options}, compute))
+            settings = {"name": name, "items": digest, **line.options}
+            join = partial(in_one, count)
+            found = unpacked(self.frame.once_by_all("ood", settings, join, other_parts, line, name, count))
             self.frame.report.ood.append(self._entry(name, number, found, count, spec))
             order = found.nats.argsort(descending=True)[:8]
             self.frame.arrays[f"ood_{number}_nats"] = found.nats
             self.frame.arrays[f"ood_{number}_x"] = next(iter(other.loader(self.frame.request.split, 8, order))).x
-
-    def _other(self, name: str) -> DataModule:
-        key = ("ood", name, id(self.frame.opened.datamodule))
-        if key not in self.frame.shared:
-            trust = list(self.frame.request.trust)
-            self.frame.shared[key] = other_data(
-                name, self.frame.request.ood_data, self.frame.opened.datamodule, trust)
-        try:
-            fits(self.frame.opened.model, self.frame.shared[key].spec)
-        except InputError as error:
-            raise InputError(f"ood={name}: {error}") from error
-        return self.frame.shared[key]
 
     def _other_hash(self, name: str, other: DataModule, count: int) -> str:
         key = ("hash", id(other), count)

@@ -292,6 +292,27 @@ def plain(value):
     return value
 
 
+def faults(line: LikelihoodLine) -> list[str]:
+    """What of a line makes the whole evaluation fail."""
+    lines = []
+    if line.nonfinite and line.kind != "unnormalised":
+        listed = ", ".join(map(str, line.nonfinite_first))
+        lines.append(f"{line.nonfinite} of {line.n} likelihoods are not finite (first items: {listed})")
+    gap, error = line.kl_paired, line.se_gap
+    if line.kind in ("exact", "lower_bound") and gap is not None and gap < -3 * error:
+        lines.append(f"{line.label}: better than the truth by {-gap:.4f} +- {error:.4f} nats: a fault of the "
+                     "evaluation")
+    return lines
+
+
+def notes_on(line: LikelihoodLine) -> list[str]:
+    """Notes on a line."""
+    few, k = line.ess_median, line.made.get("importance_samples", 1)
+    if few is not None and few < 2 and k >= 8:
+        return [f"{line.label}: of {k} importance samples {few:.1f} count in the median: the bound is loose"]
+    return []
+
+
 def about_log_z(made: dict) -> str:
     """What is known of the constant of an energy, in words: one statement, whose bracket holds the estimate.
 

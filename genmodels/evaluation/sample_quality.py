@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,11 +12,14 @@ from torch import Tensor
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator, seed_of
+from genmodels.core.samples import Samples
+from genmodels.data.utterances import joined
 from genmodels.evaluation import cost
 from genmodels.evaluation.cache import code_hash, key_of
 from genmodels.evaluation.checkpoint import Frame
 from genmodels.evaluation.features import FeatureNetwork, Items, dims_of, network_for, wilson
 from genmodels.evaluation.fidelity import (
+    Nearest,
     check_count,
     cubic_kernel,
     frechet_with_error,
@@ -27,6 +30,7 @@ from genmodels.evaluation.fidelity import (
     precision_recall,
 )
 from genmodels.evaluation.report import Fidelity, Measures, SampleFacts, Skipped, Sweep
+from genmodels.evaluation.samples import draw_parts, parts_of
 from genmodels.evaluation.speech import speech_of
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
@@ -128,12 +132,19 @@ def scale_of(network: FeatureNetwork, items: Items, real: Tensor, other: Tensor)
 
 
 def fidelity_of(network: FeatureNetwork, real: Tensor, generated: Tensor) -> Measures:
+    """`measures_of` the features of items."""
+    return measures_of(network, network(real), network(generated))
+
+
+def measures_of(network: FeatureNetwork, true: Tensor, found: Tensor) -> Measures:
     """Distances, precision and recall of equally many samples and held-out items, each with its standard error.
 
     The Fréchet distance where features have `moments`, and the kernel distance: cubic of such features, Gaussian of
     coordinates. Errors of precision and recall are those over the points that are counted.
+
+    Arguments:
+        true, found: (n, D) features of held-out items and of samples.
     """
-    found, true = network(generated), network(real)
     frechet = frechet_with_error(found, true) if network.moments else (None, None)
     kernel = kernel_distance(found, true, cubic_kernel if network.moments else gaussian_kernel)
     most = min(_MOST, len(found))
@@ -144,20 +155,34 @@ def fidelity_of(network: FeatureNetwork, real: Tensor, generated: Tensor) -> Mea
                     recall_error=of_recall)
 
 
-def copies(network: FeatureNetwork, items: Items, real: Tensor, generated: Tensor) -> tuple[dict, dict, dict]:
-    """Memorisation, the closest pairs of samples and training items, and their pictures as arrays."""
-    found, held = nearest(generated, items.train), nearest(real, items.train)
-    features = network(items.train)
-    in_features = nearest(network(generated), features), nearest(network(real), features)
-    closest = found.distance.argsort()[:_NEIGHBOURS]
+def near_training(network: FeatureNetwork, items: Items, x: Tensor, features: Tensor, trained: Tensor) -> dict:
+    """For each of a few samples its nearest training item, in their units and in features; the closest pairs.
+
+    Arguments:
+        x, features: (n, *event) samples and (n, D) their features.
+        trained: (N, D) features of the training items.
+    """
+    found = nearest(x, items.train)
+    closest = found.distance.argsort(stable=True)[:_NEIGHBOURS]
+    return {"distance": found.distance, "nearest": found.index, "closest": closest, "closest_x": x[closest],
+            "distance_features": nearest(features, trained).distance}
+
+
+def copies(network: FeatureNetwork, items: Items, real: Tensor, drawn: dict, n: int) -> tuple[dict, dict, dict]:
+    """Memorisation of n samples, the closest pairs of samples and training items, and their pictures as arrays."""
+    found = Nearest(drawn["distance"][:n], drawn["nearest"][:n])
+    held, in_features = nearest(real, items.train), Nearest(drawn["distance_features"][:n], drawn["nearest"][:n])
+    held_features = nearest(network(real), network(items.train))
+    closest = found.distance.argsort(stable=True)[:_NEIGHBOURS]
+    places = [int((drawn["closest"] == row).nonzero()[0, 0]) for row in closest]
     pairs = {"distance": found.distance[closest].tolist(), "index": found.index[closest].tolist()}
-    arrays = {"neighbours_x": generated[closest], "neighbours_train": items.train[found.index[closest]]}
-    return memorisation(found, held, in_features), pairs, arrays
+    arrays = {"neighbours_x": drawn["closest_x"][places], "neighbours_train": items.train[found.index[closest]]}
+    return memorisation(found, held, (in_features, held_features)), pairs, arrays
 
 
-def classes_of(network: FeatureNetwork, spec: DataSpec, generated: Tensor, wanted: Tensor) -> dict:
+def classes_of(network: FeatureNetwork, spec: DataSpec, shown: Tensor, wanted: Tensor) -> dict:
     """Whether samples show the classes they were asked for, and the classifier's accuracy on real test items."""
-    found = class_accuracy(network.classes(generated), wanted.cpu(), spec.num_classes, spec.class_names)
+    found = class_accuracy(shown, wanted.cpu(), spec.num_classes, spec.class_names)
     return {**found, "real": network.accuracy, "real_interval": network.interval}
 
 
@@ -180,12 +205,82 @@ def share_outside(outside: Tensor | None) -> dict | None:
     return {"share": float(values.mean()), "error": float(values.std()) / math.sqrt(n), "n": n}
 
 
+def sample_parts(frame: Frame, key: str, n: int, options: dict, measured: str) -> dict[int, dict]:
+    """This process's parts of the first n samples by number, without the samples: of them only what is measured stays.
+
+    Arguments:
+        options: those of sampling beside the request's.
+        measured: `features`, `copies` (these and the nearest training items), or nothing.
+
+    Returns for each: the first samples to show, index, cond and what lies outside the range; what was measured; how
+    the first batch was made, the network evaluations and the seconds.
+    """
+    opened, size = frame.opened, min(frame.request.batch_size, 64)
+    model, asked = opened.model, opened.sampling(n, **options)
+    parts = parts_of(asked, size)
+    shown = n if opened.spec.event_shape == (2,) else _SHOWN
+    network, items = feature_network(frame) if measured else (None, None)
+
+    def compute(numbers: list[int]) -> Iterator[tuple[int, dict]]:
+        counter = cost.EvaluationCounter(cost.network_of(model.weights()) or torch.nn.Identity())
+        drawn = draw_parts(model, asked, [parts[k] for k in numbers], batch_size=size, progress=frame.ranks.rank == 0)
+        for number in numbers:
+            start, counter.rows = time.monotonic(), 0
+            with counter:
+                samples = next(drawn)
+            found = {"x": samples.x[: max(0, shown - parts[number].start)], "cond": samples.cond,
+                     "index": samples.index, "outside": samples.outside, "made": samples.made, "rows": counter.rows,
+                     "seconds": time.monotonic() - start}
+            if measured:
+                found |= measure_samples(frame, network, items, samples, measured == "copies")
+            if "closest" in found:
+                found["closest"] = found["closest"] + parts[number].start
+            yield number, found
+
+    return frame.cache.parts(key, frame.ranks.share(range(len(parts))), compute)
+
+
+def measure_samples(frame: Frame, network: FeatureNetwork, items: Items, samples: Samples, copied: bool) -> dict:
+    """Features of a few samples; with `copied` their nearest training items and the classes that they show too."""
+    if samples.x.shape[1:] != items.train.shape[1:]:
+        raise InputError(f"samples of shape {tuple(samples.x.shape[1:])} cannot be compared with items of shape "
+                         f"{tuple(items.train.shape[1:])}")
+    found = {"features": network(samples.x)}
+    if copied:
+        key = ("features of training items", network.sha256)
+        if key not in frame.shared:
+            frame.shared[key] = network(items.train)
+        found |= near_training(network, items, samples.x, found["features"], frame.shared[key])
+        if samples.cond is not None and network.classify is not None:
+            found["classes"] = network.classes(samples.x)
+    return found
+
+
+def all_samples(parts: list[dict]) -> dict:
+    """What is known of samples that were drawn part by part."""
+    first = parts[0]
+    sums = {name: sum(part[name] for part in parts) for name in ("rows", "seconds")}
+    whole = {name: joined([part[name] for part in parts]) for name in first if name not in ("made", *sums)}
+    return {**whole, **sums, "made": first["made"]}
+
+
+def feature_network(frame: Frame) -> tuple[FeatureNetwork, Items]:
+    """The network of the request for the data of a model, and the items that it is made from; once for a table."""
+    opened, shared = frame.opened, frame.shared
+    key = ("network", id(opened.datamodule))
+    if key not in shared:
+        train, test = opened.whole("train"), opened.whole("test")
+        items = Items(
+            opened.datamodule.spec, train.x, test.x, train.cond, test.cond, frame.hash_of("train"), frame.cache)
+        shared[key] = network_for(items, frame.request.features), items
+    return shared[key]
+
+
 class FidelityStage:
     """Samples of a model, all from one seed, and what they are like."""
 
     def __init__(self, frame: Frame):
         self.frame = frame
-        self._samples: dict | None = None
 
     def check(self) -> None:
         """Refuse a number of samples that cannot be compared, before anything is computed.
@@ -220,23 +315,18 @@ class FidelityStage:
             self.frame.report.fidelity = Skipped(reason)
             self._show(self._drawn(min(_SHOWN, n)))
             return
-        samples = self._drawn(max(n, _SHOWN))
-        self._show(samples)
-        network, items = self._network()
+        network, items = feature_network(self.frame)
+        drawn = self._drawn(max(n, _SHOWN), "copies")
+        self._show(drawn)
         real, other = self._real(n)
-        generated = samples["x"][:n]
-        if generated.shape[1:] != real.shape[1:]:
-            raise InputError(f"samples of shape {tuple(generated.shape[1:])} cannot be compared with items of shape "
-                             f"{tuple(real.shape[1:])}")
         scale = self._scale(network, items, real, other)
 
         def compute() -> dict:
-            found = vars(fidelity_of(network, real, generated))
-            memory, pairs, arrays = copies(network, items, real, generated)
-            classes = samples["cond"] is not None and network.classify is not None
-            if classes:
+            found = vars(measures_of(network, network(real), drawn["features"][:n]))
+            memory, pairs, arrays = copies(network, items, real, drawn, n)
+            if "classes" in drawn:
                 found["class_accuracy"] = classes_of(
-                    network, self.frame.opened.spec, generated, samples["cond"][:n])
+                    network, self.frame.opened.spec, drawn["classes"][:n], drawn["cond"][:n])
             return {"found": found, "memorisation": memory, "pairs": pairs, "arrays": arrays}
 
         settings = {**self.frame.sampling_settings(), "n": n, "network": network.sha256, "train": items.train_hash}
@@ -263,16 +353,6 @@ class FidelityStage:
             shared[name] = cache.get(key) or cache.put(key, scale_of(network, items, real, other))
         return shared[name]
 
-    def _network(self) -> tuple[FeatureNetwork, Items]:
-        frame, opened, shared = self.frame, self.frame.opened, self.frame.shared
-        key = ("network", id(opened.datamodule))
-        if key not in shared:
-            train, test = opened.whole("train"), opened.whole("test")
-            items = Items(
-                opened.datamodule.spec, train.x, test.x, train.cond, test.cond, frame.hash_of("train"), frame.cache)
-            shared[key] = network_for(items, frame.request.features), items
-        return shared[key]
-
     def _real(self, n: int) -> tuple[Tensor, Tensor]:
         """The n held-out items that everything is compared with, and others: of the same split, or of both if few."""
         opened, split = self.frame.opened, self.frame.request.split
@@ -285,18 +365,13 @@ class FidelityStage:
             other = torch.cat([other, *(opened.whole(name).x for name in ("val", "test") if name != split)])
         return whole[rows], other
 
-    def _drawn(self, n: int) -> dict:
+    def _drawn(self, n: int, measured: str = "", **options) -> dict:
         """The samples that are evaluated and shown: the same seed and numbers for every model."""
-
-        def compute() -> dict:
-            start = time.monotonic()
-            samples = self.frame.opened.draw(n)
-            return {"x": samples.x, "cond": samples.cond, "index": samples.index, "made": samples.made,
-                    "outside": samples.outside, "seconds": time.monotonic() - start}
-
-        if self._samples is None or len(self._samples["x"]) < n:
-            self._samples = self.frame.once("samples", {**self.frame.sampling_settings(), "n": n}, compute)
-        return self._samples
+        settings = {**self.frame.sampling_settings(), **options, "n": n, "measured": measured}
+        if measured:
+            network, items = feature_network(self.frame)
+            settings |= {"network": network.sha256, "train": items.train_hash}
+        return self.frame.once_by_all("samples", settings, all_samples, sample_parts, n, options, measured)
 
     def _show(self, samples: dict) -> None:
         shown = None if self.frame.opened.spec.event_shape == (2,) else _SHOWN
@@ -335,7 +410,7 @@ class FidelityStage:
             if reason is not None:
                 self.frame.report.warnings.append(f"no sweep over {key}: {reason}")
                 continue
-            self._sweep(key, self._network()[0], self._real(n)[0])
+            self._sweep(key, feature_network(self.frame)[0], self._real(n)[0])
 
     def _sweep(self, key: str, network: FeatureNetwork, real: Tensor) -> None:
         model = self.frame.opened.model
@@ -349,24 +424,14 @@ class FidelityStage:
             values = sorted({min(v, most) for v in (*_STEPS, most)}) if most else [10, 40, 160]
         found = Sweep(key=key, sampler=None, n=len(real), values=list(values))
         for value in values:
-
-            def compute(value=value) -> dict:
-                counter = cost.EvaluationCounter(cost.network_of(model.weights()) or torch.nn.Identity())
-                start = time.monotonic()
-                with counter:
-                    samples = self.frame.opened.draw(len(real), **{key: value})
-                seconds = time.monotonic() - start
-                values = vars(fidelity_of(network, real, samples.x))
-                evaluations = cost.evaluations_per_sample(model, samples, counter.rows, len(real))
-                return {"values": values, "evaluations": evaluations, "rate": len(real) / seconds,
-                        "sampler": samples.made.get("sampler")}
-
-            settings = {**self.frame.sampling_settings(), key: value, "n": len(real), "network": network.sha256}
-            done = self.frame.once("sweep", settings, compute)
-            for name, measured in done["values"].items():
+            drawn = self._drawn(len(real), "features", **{key: value})
+            values = vars(measures_of(network, network(real), drawn["features"]))
+            for name, measured in values.items():
                 if name != "n":
                     getattr(found, name).append(measured)
-            found.evaluations.append(done["evaluations"])
-            found.samples_per_second.append(done["rate"])
-            found.sampler = done["sampler"]
+            first = min(self.frame.request.batch_size, 64, len(real))  # of which `made` tells
+            evaluations = cost.evaluations_per_sample(model, drawn["made"], drawn["rows"] * first / len(real), first)
+            found.evaluations.append(evaluations)
+            found.samples_per_second.append(len(real) / drawn["seconds"])
+            found.sampler = drawn["made"].get("sampler")
         self.frame.report.sweeps.append(found)

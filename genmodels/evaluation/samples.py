@@ -1,12 +1,15 @@
-"""Samples in batches, with a progress bar, and the files they are written to."""
+"""Samples in batches, by one process or several, the files they are written to, and items that a user names."""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +21,10 @@ from tqdm import tqdm
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, NotFinite, refusals, require_finite_rows
 from genmodels.core.files import kind_of, write_whole
+from genmodels.core.processes import Ranks
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
 from genmodels.data.utterances import joined
+from genmodels.evaluation.cache import Cache, code_hash, key_of
 from genmodels.plots.images import LEGIBLE, class_name, grid, images_of, in_turn, picture_of, stack
 
 
@@ -30,6 +35,26 @@ def draw(model, options: SamplingOptions, *, batch_size: int = 64, progress: boo
         InputError: for an option this model does not take, or a value it refuses.
         RunError: when a sample is not finite, naming it.
     """
+    whole = range(options.start, options.start + options.n)
+    return next(draw_parts(model, options, [whole], batch_size=batch_size, progress=progress))
+
+
+def parts_of(options: SamplingOptions, batch_size: int) -> list[range]:
+    """The numbers of the samples in parts of 1 to 16 whole batches, 8 parts or more where there are so many batches.
+
+    Example:
+        >>> [len(parts_of(SamplingOptions(n=n), 64)) for n in (64, 1000, 50_000)]
+        [1, 8, 49]
+    """
+    rows = batch_size * max(1, min(16, -(-options.n // batch_size) // 8))
+    end = options.start + options.n
+    return [range(first, min(first + rows, end)) for first in range(options.start, end, rows)]
+
+
+def draw_parts(
+    model, options: SamplingOptions, parts: Sequence[range], *, batch_size: int = 64, progress: bool = True
+) -> Iterator[Samples]:
+    """The samples of each part, one after the other, with one progress bar for all; see `draw`."""
     common = {key: value for key in COMMON if (value := getattr(options, key)) is not None}
     given = options.given() | common
     for key in given:
@@ -39,36 +64,133 @@ def draw(model, options: SamplingOptions, *, batch_size: int = 64, progress: boo
                                  "(see GenerativeModel.sample)")
             raise InputError(f"{model.family} has no sampling option {key!r}; it has {', '.join(model.own_options())}")
     tells = progress and "progress" in model.own_options()
-    parts, bar = [], None
+    batches = [[range(k, min(k + batch_size, part.stop)) for k in range(part.start, part.stop, batch_size)]
+               for part in parts]
+    bar = None
     try:
-        end = options.start + options.n
-        for first in range(options.start, end, batch_size):
-            done_before = bar.n if bar is not None else 0
+        for part in batches:
+            drawn = []
+            for numbers in part:
+                done_before = bar.n if bar is not None else 0
 
-            def report(done: int, steps: int, before: int = done_before) -> None:
-                nonlocal bar
-                if bar is None:  # not before the first step: a refused option leaves one line, no bar
-                    bar = tqdm(desc="sampling", unit="step", total=-(-options.n // batch_size) * steps)
-                bar.update(before + done - bar.n)
+                def report(done: int, steps: int, before: int = done_before) -> None:
+                    nonlocal bar
+                    if bar is None:  # not before the first step: a refused option leaves one line, no bar
+                        bar = tqdm(desc="sampling", unit="step", total=sum(map(len, batches)) * steps)
+                    bar.update(before + done - bar.n)
 
-            own = {"n": min(batch_size, end - first), "start": first} | ({"progress": report} if tells else {})
-            try:
-                with refusals():
-                    part = model.sample(**given | own)
-                require_finite_rows(part.x)
-            except NotFinite as error:
-                helpful = ["more steps"] if model.takes("steps") else []
-                helpful += [] if "inverse_temperature" in model.own_options() else ["a lower temperature"]
-                advice = ", ".join([*helpful, "or ema=true"])
-                raise NotFinite(error.row, f"sample {first + error.row}", advice) from error
-            parts.append(part)
+                own = {"n": len(numbers), "start": numbers.start} | ({"progress": report} if tells else {})
+                try:
+                    with refusals():
+                        drawn.append(model.sample(**given | own))
+                    require_finite_rows(drawn[-1].x)
+                except NotFinite as error:
+                    helpful = ["more steps"] if model.takes("steps") else []
+                    helpful += [] if "inverse_temperature" in model.own_options() else ["a lower temperature"]
+                    advice = ", ".join([*helpful, "or ema=true"])
+                    raise NotFinite(error.row, f"sample {numbers[error.row]}", advice) from error
+            yield together(drawn)
     finally:
         if bar is not None:
             bar.close()
-    together = {name: joined([getattr(p, name) for p in parts])
-                for name in ("x", "cond", "index", "mask", "durations", "outside")}
+
+
+def together(parts: Sequence[Samples]) -> Samples:
+    """Samples that were drawn one part after the other."""
+    whole = {name: joined([getattr(p, name) for p in parts])
+             for name in ("x", "cond", "index", "mask", "durations", "outside")}
     path = None if parts[0].path is None else torch.cat([p.path.cpu() for p in parts], dim=1)
-    return Samples(made=dict(parts[0].made), path=path, **together)
+    return Samples(made=dict(parts[0].made), path=path, **whole)
+
+
+@dataclass
+class Drawing:
+    """Samples that are drawn by all processes of a command, and what says how they were made.
+
+    Arguments:
+        model, options, batch_size: what is drawn, and how many at once.
+        made: what every file says beside what the sampler says.
+        ranks: the processes.
+    """
+
+    model: Any
+    options: SamplingOptions
+    batch_size: int
+    made: dict[str, Any]
+    ranks: Ranks
+
+    def __post_init__(self):
+        self.parts = parts_of(self.options, self.batch_size)
+        self.ranks.members.append(self)
+
+    def draw(self, numbers: Sequence[int]) -> Iterator[Samples]:
+        """The samples of some of the parts, one part after the other."""
+        parts = [self.parts[number] for number in numbers]
+        for samples in draw_parts(self.model, self.options, parts, batch_size=self.batch_size,
+                                  progress=self.ranks.rank == 0):
+            samples.made |= self.made
+            yield samples
+
+    @property
+    def recipe(self) -> dict:
+        """What sample number k depends on, in plain types."""
+        given = {key: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest() if isinstance(value, Tensor)
+                 else value for key, value in self.options.given().items() if key not in ("n", "start")}
+        return {**given, **self.made, "code": code_hash()}
+
+
+def draw_together(drawing: Drawing, cache: Cache) -> Samples:
+    """All samples in one, for the first process; a part that was finished before a kill is taken from the cache."""
+    key = key_of(**drawing.recipe, first=drawing.options.start, n=drawing.options.n, batch_size=drawing.batch_size)
+    found: dict[int, dict] = {}
+    for some in drawing.ranks.run(_own_parts, drawing, cache, key):
+        found |= some
+    samples = together([Samples(**found[number]) for number in sorted(found)])
+    cache.forget(key)
+    return samples
+
+
+def _own_parts(drawing: Drawing, cache: Cache, key: str) -> dict[int, dict]:
+    own = drawing.ranks.share(range(len(drawing.parts)))
+    return cache.parts(key, own, lambda missing: zip(missing, map(vars, drawing.draw(missing)), strict=True))
+
+
+def write_folder(drawing: Drawing, spec: DataSpec, target: Path) -> tuple[dict, list[str]]:
+    """Write samples as single files, part by part, by all processes; how they were made, and what to tell the user.
+
+    Each file says by the hash of all that its sample depends on: those that a killed command has left are not drawn
+    again.
+    """
+    drawing.made["recipe"] = key_of(**drawing.recipe)
+    written = drawing.ranks.run(_write_own_parts, drawing, spec, target, drawing.made["recipe"])
+    n, drawn = drawing.options.n, sum(count for count, _, _ in written)
+    kept = f", of which {n - drawn} were there" if drawn < n else ""
+    what = "single images" if spec.mel is None else ".wav and .png"
+    made = next((made for _, made, _ in written if made), {})
+    return made, [f"{n} samples as {what}{kept}: {target}", *(line for _, _, lines in written for line in lines)]
+
+
+def _write_own_parts(drawing: Drawing, spec: DataSpec, target: Path, recipe: str) -> tuple[int, dict, list[str]]:
+    own = drawing.ranks.share(range(len(drawing.parts)))
+    missing = [number for number in own if any(_recipe(_single(target, k)) != recipe for k in drawing.parts[number])]
+    made, lines = {}, []
+    drawing.made["recipe"] = recipe
+    for samples in drawing.draw(missing):
+        made = samples.made
+        lines += (write_images if spec.mel is None else write_sounds)(samples, spec, target)
+    return sum(len(drawing.parts[number]) for number in missing), made, lines
+
+
+def _recipe(path: Path) -> str | None:
+    try:
+        with Image.open(path) as image:
+            return image.info.get("genmodels.recipe")
+    except OSError:
+        return None
+
+
+def _single(target: Path, number: int) -> Path:
+    return target / f"{number:06d}.png"
 
 
 def check_target(target: Path, spec: DataSpec) -> str:
@@ -123,12 +245,17 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, to
         save_png(picture, target, samples.made | {"index": _span(samples.index)} | _classes(samples))
         return [f"{len(samples.x)} samples: {target}"]
     if spec.mel is not None:
-        return write_sounds(samples, spec, target)
+        return [f"{len(samples.x)} samples as .wav and .png: {target}", *write_sounds(samples, spec, target)]
+    return [f"{len(samples.x)} samples as single images: {target}", *write_images(samples, spec, target)]
+
+
+def write_images(samples, spec: DataSpec, target: Path) -> list[str]:
+    """Each image as a PNG in a folder."""
     for k, image in enumerate(images_of(samples.x, spec)):
         label = {} if samples.cond is None else {"cond": int(samples.cond[k])}
         number = int(samples.index[k])
-        save_png(image, target / f"{number:06d}.png", samples.made | {"index": number} | label)
-    return [f"{len(samples.x)} samples as single images: {target}"]
+        save_png(image, _single(target, number), samples.made | {"index": number} | label)
+    return []
 
 
 def write_table(samples, spec: DataSpec, target: Path) -> list[str]:
@@ -169,8 +296,8 @@ def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
         else:
             write_wav(held, wave, config.sample_rate)
             write_whole(target / f"{number:06d}.wav", lambda file, held=held: file.write(held.getvalue()))
-        save_png(mel_image(mel, 4, 2), target / f"{number:06d}.png", samples.made | {"index": number} | label)
-    return [f"{len(samples.x)} samples as .wav and .png: {target}", *silent]
+        save_png(mel_image(mel, 4, 2), _single(target, number), samples.made | {"index": number} | label)
+    return silent
 
 
 def evenly_changing(path: torch.Tensor, frames: int) -> torch.Tensor:
@@ -303,47 +430,3 @@ def _pixels(path: Path, spec: DataSpec, mode: str, key: str) -> Tensor:
     except (OSError, UnidentifiedImageError) as error:
         raise InputError(f"{key}: {path} is not a picture") from error
     return torch.from_numpy(np.asarray(image, dtype=np.float32)).reshape(height, width, -1)
-
-
-def interpolate(model, ends: Batch, frames: int, weights: str | float = "ema") -> Tensor:
-    """Items whose latents lie between those of two items, `(frames, *event)`; the first and the last are the ends.
-
-        z(w) = ((1 - w) z_0 + w z_1) / sqrt((1 - w)^2 + w^2)
-
-    Ends of two classes meet under no class, where the model knows that.
-
-    Arguments:
-        model: a model with `latents` and `from_latents`.
-        ends: a batch of two.
-        frames: how many, at least 2.
-        weights: `ema`, `raw`, or one of the decays kept.
-
-    Raises:
-        InputError: when a model that always needs a class is given ends of two classes.
-    """
-    cond = None
-    if model.num_classes is not None:
-        if ends.cond is not None and bool(ends.cond[0] == ends.cond[1]):
-            cond = ends.cond[:1].expand(frames)
-        elif model.has_null_class:
-            ends = Batch(ends.x)
-        else:
-            wrong = "pictures have no class" if ends.cond is None else "these are of two"
-            raise InputError(f"interpolate: this model always needs a class, and {wrong}: choose two items of one "
-                             "class of the test split, by number")
-    latents = model.latents(ends, weights)
-    between = latents.rows(slice(0, 1)).interpolate(latents.rows(slice(1, 2)), torch.linspace(0, 1, frames))
-    return model.from_latents(between, cond, weights)
-
-
-def read_ends(names: list[int | str], datamodule, spec: DataSpec) -> Batch:
-    """Two items: numbers of the test split, or picture files.
-
-    Raises:
-        InputError: when there are not two, or one cannot be read.
-    """
-    if len(names) != 2:
-        raise InputError(
-            f"interpolate takes two items, got {len(names)}: interpolate=[3,17] or interpolate=[a.png,b.png]"
-        )
-    return read_items(names, datamodule, spec, "interpolate")

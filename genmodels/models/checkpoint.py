@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import reprlib
@@ -232,7 +233,8 @@ def choose_device(name: str) -> torch.device:
         InputError: for a device that this machine does not have.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        own = f":{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else ""  # each process has one of its own
+        return torch.device(f"cuda{own}" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # meta holds no numbers

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from genmodels.core.errors import InputError, Interrupted, RunError
 from genmodels.core.files import cache_folder, write_whole
+from genmodels.core.processes import Ranks
 from genmodels.evaluation.cache import Cache
-from genmodels.evaluation.checkpoint import Opened
+from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.evaluate import Evaluation
 from genmodels.evaluation.likelihood import check_options
 from genmodels.evaluation.report import arrays_target, plain, report_target, write_arrays, write_report
-from genmodels.evaluation.request import Request
 from genmodels.evaluation.table import as_csv, as_markdown, as_text, labelled, make_table, same_items
 from genmodels.models.build import construct
 from genmodels.report.page import write_page
@@ -22,13 +22,14 @@ from genmodels.training.loggers import LoggerOptions, log_evaluation
 
 
 def compare(
-    paths: list[Path], request: Request, *, several: bool, failures: dict[str, str]
+    paths: list[Path], request: Request, ranks: Ranks, *, several: bool, failures: dict[str, str]
 ) -> list[str]:
     """Evaluate checkpoints, print and write their table; what failed, in words.
 
     Arguments:
         paths: whole checkpoints.
         request: what is asked of all of them.
+        ranks: the processes of this command, of which the first prints and writes.
         several: whether more than one checkpoint was named.
         failures: path and message of those that are broken.
 
@@ -41,7 +42,7 @@ def compare(
     evaluations, first = [], None
     for path in dict.fromkeys(paths):
         try:
-            evaluations.append(Evaluation(Opened.open(path, request, held), cache, shared))
+            evaluations.append(Evaluation(Opened.open(path, request, held), cache, shared, ranks))
         except (RunError, InputError) as error:
             first = first or error
             failures[str(path)] = str(error)
@@ -50,6 +51,9 @@ def compare(
     check_options([evaluation.opened for evaluation in evaluations])
     same_items([evaluation.report for evaluation in evaluations])
     labelled([evaluation.report for evaluation in evaluations])
+    if ranks.rank:
+        ranks.serve()
+        return []
     done, written = [], _targets([e.opened for e in evaluations], request.out, several)
     for evaluation, target in zip(evaluations, written, strict=True):
         path = str(evaluation.opened.path)

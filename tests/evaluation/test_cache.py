@@ -1,47 +1,48 @@
-"""Several processes: every index exactly once, and what one of them says is heard."""
+"""Results that are kept: parts of a stage are computed once, and none counts twice."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 
-from genmodels.core.errors import InputError, RunError
-from genmodels.core.likelihood import Likelihood
-from genmodels.evaluation.cache import blocks, in_processes, strided
+from genmodels.core.errors import RunError
+from genmodels.core.likelihood import Likelihood, packed, unpacked
+from genmodels.evaluation.cache import Cache
+from genmodels.evaluation.likelihood import in_one
 
 
-def values_of(indices: torch.Tensor) -> Likelihood:
-    return Likelihood(-indices.double(), "exact", 3, 4, index=indices)
+def of_items(*indices: int) -> dict:
+    index = torch.tensor(indices)
+    return packed(Likelihood(-index.double(), "exact", 3, 4, index=index))
 
 
-@pytest.mark.parametrize("count, processes", [(101, 2), (3, 4), (8, 3)])
-def test_every_index_comes_back_once(count, processes):
-    whole = Likelihood.concatenate([values_of(share) for share in strided(count, processes)]).in_index_order()
-    assert torch.equal(whole.nats, -torch.arange(count).double())
-    assert sorted(k for first, n in blocks(count, processes) for k in range(first, first + n)) == list(range(count))
-
-
-def test_a_sampler_that_pads_is_caught():
-    padded = strided(101, 2)
-    padded[1] = torch.cat([padded[1], padded[0][:1]])  # as many for each, the way training likes it
+def test_every_item_counts_once():
+    whole = unpacked(in_one(5, [of_items(0, 2, 4), of_items(1, 3)]))
+    assert torch.equal(whole.nats, -torch.arange(5).double())
     with pytest.raises(RunError, match="repeated \\[0\\]"):
-        Likelihood.concatenate([values_of(share) for share in padded]).in_index_order()
-    with pytest.raises(RunError, match="missing \\[1, 3, 5\\]"):
-        values_of(strided(101, 2)[0]).in_index_order()
+        in_one(5, [of_items(0, 2, 4), of_items(1, 3, 0)])  # as many for each, the way training likes it
+    with pytest.raises(RunError, match="missing \\[1, 3\\]"):
+        in_one(5, [of_items(0, 2, 4)])
+    with pytest.raises(RunError, match="4 of 5 items were evaluated"):
+        in_one(5, [of_items(0, 2), of_items(1, 3)])
 
 
-def test_an_error_of_a_process_is_raised_here():
-    with pytest.raises(InputError, match="the word"):
-        in_processes(_refuse, [("the word",), ("the word",)])
-    with pytest.raises(RunError, match="ended without a result"):
-        in_processes(_leave, [()])
+def test_parts_are_kept_until_the_stage_is_finished(tmp_path):
+    cache, computed = Cache(tmp_path), []
 
+    def compute(missing):
+        for number in missing:
+            if len(computed) == 2:
+                raise RunError("killed")
+            computed.append(number)
+            yield number, {"x": torch.tensor(number)}
 
-def _refuse(word: str) -> None:
-    raise InputError(word)
-
-
-def _leave() -> None:
-    os._exit(3)
+    with pytest.raises(RunError, match="killed"):
+        cache.parts("key", range(4), compute)
+    assert computed == [0, 1]
+    computed.clear()
+    found = cache.parts("key", range(4), compute)
+    assert computed == [2, 3] and [int(found[number]["x"]) for number in range(4)] == [0, 1, 2, 3]
+    cache.put("key", {})
+    cache.forget("key")
+    assert [path.name for path in tmp_path.iterdir()] == ["key.pt"]

@@ -336,8 +336,8 @@ def test_torch_is_limited_when_memory_is_short(gaussians, tmp_path, monkeypatch)
 
 def test_a_better_value_than_the_truth_is_a_fault(tmp_path):
     from genmodels.core.likelihood import Likelihood
-    from genmodels.evaluation.likelihood import faults, notes_on, row
-    from genmodels.evaluation.report import plain
+    from genmodels.evaluation.likelihood import row
+    from genmodels.evaluation.report import faults, notes_on, plain
 
     data = build({"_target_": "genmodels.data.toy.Toy", "n_train": 10, "n_val": 10, "n_test": 500}).prepare()
     x = next(iter(data.loader("test", 500))).x

@@ -1,8 +1,9 @@
-"""Items and masks that a user names: numbers and picture files."""
+"""Samples in batches, and by several processes; items and masks that a user names: numbers and picture files."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +12,19 @@ from PIL import Image
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, NotFinite, RunError
-from genmodels.core.samples import SamplingOptions
+from genmodels.core.processes import Ranks
+from genmodels.core.random import KeyedGenerator
+from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.vision import Digits
-from genmodels.evaluation.samples import draw, read_items, read_mask
+from genmodels.evaluation.cache import Cache
+from genmodels.evaluation.samples import Drawing, draw, draw_together, read_items, read_mask, write_folder
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.glow import Glow
 from genmodels.models.realnvp import RealNVP
 from genmodels.models.score import ScoreModel
 from genmodels.plots.images import images_of
+from tests.two_processes import fork, in_two
 
 SPEC = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 
@@ -144,3 +149,74 @@ def test_the_report_says_how_much_mass_lies_outside():
         assert samples.outside.shape == (6,) and share_outside(samples.outside)["n"] == 6
         alone = draw(model, SamplingOptions(start=5, weights="raw", **options), progress=False)
         assert torch.equal(alone.outside, samples.outside[5:])
+
+
+class Recorded:
+    """A model whose sample k is k of the seed; it says which it was asked for."""
+
+    family, device = "recorded", torch.device("cpu")
+
+    def __init__(self):
+        self.asked = []
+
+    def takes(self, key: str) -> bool:
+        return key in ("n", "seed", "start", "weights")
+
+    def own_options(self) -> list[str]:
+        return ["seed"]
+
+    def sample(self, n, seed=0, start=0, weights="ema"):
+        index = torch.arange(start, start + n)
+        self.asked += index.tolist()
+        x = KeyedGenerator(seed, index, "samples").uniform((n, 1, 4, 4)).mul(8).to(torch.uint8)
+        return Samples(x, None, index, {"seed": seed, "weights": weights})
+
+
+def drawing(ranks: Ranks, seed: int = 3) -> Drawing:
+    options = SamplingOptions(n=11, start=2, seed=seed)
+    return Drawing(Recorded(), options, 2, {"checkpoint": "abc"}, ranks)
+
+
+def together(ranks: Ranks, seed: int = 3):
+    own = drawing(ranks, seed)
+    if ranks.rank:
+        ranks.serve()
+        return own.model.asked
+    samples = draw_together(own, Cache(None))
+    return {"x": samples.x, "index": samples.index, "asked": own.model.asked, "made": samples.made}
+
+
+def folder(ranks: Ranks, target: Path, seed: int = 3):
+    own = drawing(ranks, seed)
+    if ranks.rank:
+        ranks.serve()
+        return own.model.asked
+    lines = write_folder(own, DataSpec("squares", (1, 4, 4), levels=8), target)[1]
+    return own.model.asked, lines
+
+
+@fork
+def test_samples_of_two_processes_are_those_of_one(tmp_path):
+    one = together(Ranks())
+    two, others = in_two(tmp_path / "two", together)
+    assert torch.equal(one["x"], two["x"]) and one["index"].tolist() == two["index"].tolist() == list(range(2, 13))
+    assert sorted(two["asked"] + others) == list(range(2, 13)) and len(others) == 5 and one["made"] == two["made"]
+    # A mutant: noise of another seed in the second process.
+    wrong, _ = in_two(tmp_path / "wrong", lambda ranks: together(ranks, 3 + ranks.rank))
+    assert not torch.equal(one["x"], wrong["x"])
+
+
+@fork
+def test_single_files_of_two_processes_are_those_of_one(tmp_path):
+    folder(Ranks(), tmp_path / "a")
+    in_two(tmp_path / "two", folder, tmp_path / "b")
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert names == [f"{k:06d}.png" for k in range(2, 13)]
+    assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
+    # Only what is missing is drawn again, and all of it with another seed.
+    (tmp_path / "b" / "000007.png").unlink()
+    asked, lines = folder(Ranks(), tmp_path / "b")
+    assert asked == [6, 7] and "of which 9 were there" in lines[0]
+    assert folder(Ranks(), tmp_path / "b", seed=4)[0] == list(range(2, 13))
+    assert folder(Ranks(), tmp_path / "b", seed=4)[0] == []

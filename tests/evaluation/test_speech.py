@@ -10,12 +10,12 @@ import torch
 
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError
+from genmodels.core.likelihood import Likelihood
 from genmodels.data.speech import Speech
 from genmodels.data.utterances import padded_tokens
 from genmodels.evaluation import speech as module
 from genmodels.evaluation import speech as speech_stage
-from genmodels.evaluation.checkpoint import Opened
-from genmodels.evaluation.request import Request
+from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.speech import against_length, audit, audit_notes, neighbours, picture_of_audit
 from genmodels.models.base import Samples
 from genmodels.models.glow_tts import GlowTTS
@@ -58,6 +58,11 @@ class Utterances:
             yield Batch(x, TextCondition(tokens, valid), mask, torch.tensor(rows))
 
 
+def of_all(opened: Opened) -> Likelihood:
+    loader = opened.datamodule.loader("test", 2, torch.arange(opened.items))
+    return Likelihood.concatenate([opened.model.log_likelihood(batch) for batch in loader]).in_index_order()
+
+
 @pytest.fixture(scope="module")
 def frame():
     torch.manual_seed(0)
@@ -68,7 +73,7 @@ def frame():
 
 
 def test_the_ranking_is_by_likelihood_and_tells_durations(frame):
-    likelihood = frame.opened.likelihood("log_likelihood", {})
+    likelihood = of_all(frame.opened)
     rows = audit(frame, likelihood)
     # Each utterance alone, by the model itself.
     alone = {}
@@ -93,7 +98,7 @@ def test_the_ranking_is_by_likelihood_and_tells_durations(frame):
 
 def test_the_evidence_for_texts_is_that_of_the_model(frame):
     """Each utterance against all others here, whose texts are shorter than its sound; the least first in the notes."""
-    rows = audit(frame, frame.opened.likelihood("log_likelihood", {}))
+    rows = audit(frame, of_all(frame.opened))
     data = frame.opened.datamodule
     for row in rows:
         k = row["index"]
@@ -147,7 +152,7 @@ def test_data_without_texts_are_refused():
 
 
 def test_a_model_without_alignments_has_no_durations(frame, monkeypatch):
-    likelihood = frame.opened.likelihood("log_likelihood", {})
+    likelihood = of_all(frame.opened)
     monkeypatch.setattr(module, "_durations", lambda opened: None)
     rows = audit(frame, likelihood)
     assert "durations" not in rows[0] and "longest" not in audit_notes(rows)[1]
