@@ -49,7 +49,7 @@ def reach(decoder: Compose) -> Reach:
     Example:
         >>> from genmodels.speech.glow_tts import mel_decoder
         >>> reach(mel_decoder(4, hidden=8))
-        Reach(context=192, pace=2)
+        Reach(context=192, multiple=2)
     """
     context, factor, multiple = 0, 1, 1
     chunks = 1
