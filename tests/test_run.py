@@ -50,11 +50,11 @@ def genmodels(command: str, *words: str, cwd: Path, code: int = 0) -> Done:
     return Done(returncode, out.getvalue(), err.getvalue())
 
 
-def script(command: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Run one of the scripts at the top of the repository as a user would."""
+def script(command: str, *words: str, cwd: Path, by: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """Run one of the scripts at the top of the repository as a user would, by a module of Python's that starts it."""
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [sys.executable, str(ROOT / f"{command}.py"), *words], capture_output=True, text=True, cwd=cwd, env=env
+        [sys.executable, *by, str(ROOT / f"{command}.py"), *words], capture_output=True, text=True, cwd=cwd, env=env
     )
 
 
@@ -275,14 +275,20 @@ def test_two_checkpoints_make_one_table_and_a_broken_one_is_named(trained, tmp_p
 GLOW = ["model=glow", "model.steps=2", "model.hidden=8", *QUICK]
 
 
-@pytest.mark.parametrize("model", [
-    ["model=ddpm", *TINY], [*GLOW, "model.memory=inverse"], pytest.param(GLOW, marks=pytest.mark.slow)
-], ids=["ddpm", "glow by inversion", "glow"])  # fmt: skip
-def test_training_on_two_processes_is_training_on_one(tmp_path, model):
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+BY_LIGHTNING = ["trainer.devices=2", "trainer.strategy=ddp"]
+
+
+@pytest.mark.parametrize("model, by, further", [
+    (["model=ddpm", *TINY], TORCHRUN, []), ([*GLOW, "model.memory=inverse"], (), BY_LIGHTNING),
+    pytest.param(GLOW, (), BY_LIGHTNING, marks=pytest.mark.slow),
+], ids=["ddpm by torchrun", "glow by inversion", "glow"])  # fmt: skip
+def test_training_on_two_processes_is_training_on_one(tmp_path, model, by, further):
     words = [*model, "logger=csv", "trainer.sample_every_n_steps=0", "trainer.accelerator=cpu"]
     genmodels("train", *words, f"run_dir={tmp_path}/one", cwd=tmp_path)
-    done = script("train", *words, f"run_dir={tmp_path}/two", "trainer.devices=2", "trainer.strategy=ddp", cwd=tmp_path)
+    done = script("train", *words, f"run_dir={tmp_path}/two", *further, cwd=tmp_path, by=by)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained in") == 1
     one, two = (read_header(tmp_path / name / "last.ckpt") for name in ("one", "two"))
     assert one["step"] == two["step"] == 12 and one["batches_seen"] == two["batches_seen"]
     assert one["figures"]["val/bits_per_dim"] == pytest.approx(two["figures"]["val/bits_per_dim"], abs=2e-3)

@@ -34,13 +34,14 @@ def run(
         logger: where metrics and pictures go.
         checkpoint: when checkpoints are written.
         seed: seed of weights, order of the data and noise.
-        resume: `last`, a run folder or a checkpoint to continue from, with the same result as an uninterrupted run.
+        resume: `last`, a run folder or a checkpoint to continue from, with the same result as an uninterrupted run;
+            `auto`, to continue where this job of SLURM or torchrun, or `run_dir`, has a checkpoint, and else to start.
         run_dir: the run folder; default runs/<model>-<data>/<time>.
         trust: further packages whose classes the configuration may name.
     """
     import errno
+    import json
     import logging
-    import os
     import time
     from pathlib import Path
 
@@ -51,15 +52,14 @@ def run(
     from genmodels.models.checkpoint import restoring
     from genmodels.training import run as parts
     from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid
-    from genmodels.training.dashboards import LearnedDensity, LossProfile, NoiseLevels
+    from genmodels.training.dashboards import LearnedDensity, LossProfile, NoiseLevels, Throughput
     from genmodels.training.loggers import LoggerOptions, close, log_config
-    from genmodels.training.processes import watched
+    from genmodels.training.processes import agreed, fitted, is_first, watched
     from genmodels.training.trainer import TrainerOptions, check_same, initial_batch, training_stream
 
-    os.environ.pop("GENMODELS_RUN_DIR", None) if "LOCAL_RANK" not in os.environ else None
     config = {"model": model, "data": data, "trainer": trainer or {}, "logger": logger or {}}
     config |= {"checkpoint": checkpoint or {}, "seed": seed, "trust": trust or []}
-    options = construct(TrainerOptions, **(trainer or {}))
+    options = fitted(construct(TrainerOptions, **(trainer or {})), trainer or {})
     logging_options = construct(LoggerOptions, **(logger or {}))
     logging_options.check()
     checkpoints = construct(CheckpointOptions, **(checkpoint or {}))
@@ -81,6 +81,7 @@ def run(
     whole = Schema("genmodels.cli.train.run", trust=trust or []).complete
     built = {type(part) for part in (*network.modules(), *vars(network).values())}
     config = whole(config, built)
+    config["trainer"] |= {"devices": options.devices, "num_nodes": options.num_nodes}
     decided = {key: value for key, value in network.decided.items() if config["model"].get(key) in _OPEN}
     config["model"] |= decided
     network.seed, network.run_config = seed, config
@@ -90,8 +91,16 @@ def run(
     root = Path("runs")
     header: dict = {}
     changed: list[str] = []
-    if resume is not None:
-        path = parts.find_resume(root, name, run_dir, resume)
+    held = None
+
+    def claimed() -> str:
+        nonlocal held
+        place = parts.place_of(root, name, run_dir, resume)
+        held = parts.claim(place.folder)
+        return json.dumps([str(place.folder), place.checkpoint and str(place.checkpoint)])
+
+    folder, path = (where and Path(where) for where in json.loads(agreed(claimed, options.num_nodes)))
+    if path is not None:
         header = read_header(path)
         try:
             then = whole(header["config"], built)
@@ -103,10 +112,6 @@ def run(
             length = {key: config["trainer"][key] for key in ("max_steps", "max_epochs")}
             own = header["config"] | {"trainer": (header["config"].get("trainer") or {}) | length}
             raise InputError(f"{error}: {how_to_resume(own, path)}") from None
-        folder = path.parent
-    else:
-        path, folder = None, parts.choose_folder(root, name, run_dir)
-    held = parts.claim(folder) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
     log, loggers, start = parts.Log(folder / "log.txt"), [], None
     checkpointing = Checkpointing(folder, checkpoints)
     try:
@@ -116,19 +121,21 @@ def run(
         parts.say(
             f"{network.family} with {amount(count)} parameters on {datamodule.spec.name} "
             f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
-            + (f", resumed at step {done}" if resume else ""),
+            + (f", resumed at step {done}" if path else ""),
             *(f"note: {line}" for line in [*changed, *datamodule.notes()]),
         )
         before = steps
-        if resume is None:
+        if path is None:
             network.initialize(initial_batch(datamodule))
         else:
             then = construct(TrainerOptions, **header["config"].get("trainer") or {})
             before = then.steps(len(datamodule.train_dataloader()))
-        parts.write_config(folder, config)
+        if is_first():
+            parts.write_config(folder, config)
         drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
         drawn = drawn if options.sample_every_n_steps else []
-        lightning = options.build(steps, [FiniteMetrics(), LossProfile(), *drawn, checkpointing], str(folder))
+        speed = Throughput(options.sample_every_n_steps)
+        lightning = options.build(steps, [speed, FiniteMetrics(), LossProfile(), *drawn, checkpointing], str(folder))
         lightning.loggers = loggers = logging_options.build(folder, network.family, datamodule.spec.name, done)
         if lightning.strategy.root_device.type == "cpu":
             parts.keep_freed_memory()
@@ -158,7 +165,9 @@ def run(
         validated = options.validate_every_n_steps and steps % min(options.validate_every_n_steps, steps) == 0
         if not validated or not network.figures:
             lightning.validate(network, datamodule.val_dataloader(), verbose=False)
-        parts.say(f"trained in {time.monotonic() - start:.0f} s", *parts.summary(network, folder))
+        timed = speed.line(lightning)
+        parts.say(f"trained in {time.monotonic() - start:.0f} s", *([timed] if timed else []),
+                  *parts.summary(network, folder))
         return {**parts.figures_of(network), "step": str(lightning.global_step), "run": str(folder)}
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -173,7 +182,7 @@ def run(
             parts.add_training_time(folder, time.monotonic() - start)
         if held is not None:
             held.close()
-        if resume is None:
+        if path is None and is_first():
             parts.discard_unused(folder)
 
 

@@ -1,4 +1,7 @@
-"""Several processes for one command, as torchrun starts them: the first tells the others what to do."""
+"""Several processes of one command: who this one is, what all of them have, and commands that torchrun has started.
+
+In sampling and evaluation the first tells the others what to do; in training all of them do the same.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,75 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed, nn
 
-from genmodels.core.errors import Interrupted, RunError, explain
+from genmodels.core.errors import InputError, Interrupted, RunError, explain
 
 _PATIENCE = timedelta(days=30)  # a process may wait for the first one as long as that works alone; a loss ends it
-
-
 _LAUNCHED = "GENMODELS_LAUNCHED"  # set in processes of `launch`, which says itself what became of them
+
+
+def joined() -> bool:
+    """Whether this process has met the others of its run."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def rank_world() -> tuple[int, int]:
+    """This process's number and the number of processes; (0, 1) where there is one.
+
+    Row b of process r of W is row b W + r of the batch that all of them have together.
+
+    Example:
+        >>> rank_world()
+        (0, 1)
+    """
+    return (distributed.get_rank(), distributed.get_world_size()) if joined() else (0, 1)
+
+
+def gather(parts: list[Any]) -> list[Any]:
+    """The lists of all processes, joined in the order of their ranks; the list itself where there is one process.
+
+    Example:
+        >>> gather([1, 2])
+        [1, 2]
+    """
+    if not joined():
+        return parts
+    lists: list = [None] * distributed.get_world_size()
+    distributed.all_gather_object(lists, parts)
+    return [part for some in lists for part in some]
+
+
+def summed(values: Tensor) -> Tensor:
+    """The sum over all processes, in place; without a derivative."""
+    if joined():
+        distributed.all_reduce(values)
+    return values
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor) -> Tensor:
+        return summed(values.clone()) / distributed.get_world_size()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return summed(gradient.clone()) / distributed.get_world_size()
+
+
+def averaged(values: Tensor) -> Tensor:
+    """The mean over all processes, with its derivative: every process must also take the backward pass.
+
+        y = (1 / W) sum_r x_r,    dL/dx_r = (1 / W) sum_s dL_s/dy
+
+    Example:
+        >>> averaged(torch.tensor([3.0]))
+        tensor([3.])
+    """
+    return _Mean.apply(values) if joined() else values
+
+
+# ---- commands that torchrun has started -----------------------------------------------------------------------------
 
 
 class Ranks:
@@ -37,8 +101,7 @@ class Ranks:
     """
 
     def __init__(self):
-        joined = distributed.is_available() and distributed.is_initialized()
-        self.rank, self.size = (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
+        self.rank, self.size = rank_world()
         self.members: list[Any] = []
 
     def share(self, parts: Sequence) -> Sequence:
@@ -162,3 +225,64 @@ def launch(function: Callable, processes: int, *arguments) -> None:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+
+# ---- weights that are spread over the processes -----------------------------------------------------------------
+
+
+def shard(core: nn.Module, averages: list[nn.Module], networks: list[nn.Module], mesh) -> None:
+    """Let each process keep its share of the networks' weights, in a core and in its averages alike (FSDP2).
+
+    Each member of a list of modules (a block of a U-Net, a layer of a transformer) is gathered by itself when it runs,
+    what is left of a network with the network. Further calls do nothing.
+
+    Arguments:
+        core: the module that holds all weights.
+        averages: copies of it, whose weights are spread too.
+        networks: modules of `core` which hold all of its weights and are called whole.
+        mesh: the processes, a DeviceMesh of torch.
+
+    Raises:
+        InputError: for weights outside of the networks.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # which the import of this module does not wait for
+
+    if any(isinstance(module, FSDPModule) for module in core.modules()):
+        return
+    names = [name for name, module in core.named_modules() if any(module is network for network in networks)]
+    inside = {id(p) for network in networks for p in network.parameters()}
+    left = [name for name, p in core.named_parameters() if id(p) not in inside]
+    if left:
+        raise InputError(f"trainer.strategy=fsdp: weight {left[0]} is outside of the networks {', '.join(names)}: use "
+                         "trainer.strategy=ddp")
+    for copy in (core, *averages):
+        for name in names:
+            network = copy.get_submodule(name)
+            for holder in network.modules():
+                if isinstance(holder, nn.ModuleList):
+                    for block in holder:
+                        if not isinstance(block, nn.ModuleList):
+                            fully_shard(block, mesh=mesh)
+            fully_shard(network, mesh=mesh)
+
+
+def set_whole(module: nn.Module, wanted: bool) -> None:
+    """Gather the weights of a module that `shard` has spread, or spread them again; called by all processes.
+
+    While they are whole, processes may run it unlike often.
+    """
+    for part in module.modules():
+        if hasattr(part, "set_reshard_after_forward"):
+            part.set_reshard_after_forward(not wanted, recurse=False)
+            part.unshard() if wanted else part.reshard()
+
+
+def own(weight: Tensor) -> Tensor:
+    """This process's share of a weight, without derivative; all of it where weights are not spread."""
+    weight = weight.detach()
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def whole(value: Tensor) -> Tensor:
+    """A value that is spread over the processes, gathered; called by all processes."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
+from genmodels.core.processes import rank_world
 from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, SequentialBatches, training_loader
 
 SPLITS = ("train", "val", "test")
@@ -205,12 +206,8 @@ class DataModule(pl.LightningDataModule):
         return Loader(data, batches, self.num_workers, self._pin())
 
     def _processes(self) -> tuple[int, int]:
-        """This process's rank and the number of processes: from torch.distributed, else the trainer, else one."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        if self.trainer is not None:
-            return self.trainer.global_rank, self.trainer.world_size
-        return 0, 1
+        """This process's rank and the number of processes."""
+        return rank_world()
 
     def _pin(self) -> bool:
         return self.num_workers > 0 and torch.cuda.is_available()

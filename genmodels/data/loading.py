@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -189,8 +190,10 @@ class Loader(DataLoader):
     """torch's DataLoader over whole batches, which starts at the first request for a batch.
 
     Lightning makes the iterator before it sets the epoch, and workers would start prefetching immediately. Waiting for
-    the first `next` gives the same batches with any number of workers.
+    the first `next` gives the same batches with any number of workers. `waited` are the seconds spent in all of them.
     """
+
+    waited = 0.0
 
     def __init__(self, data: BatchDataset, batches: Sampler, num_workers: int = 0, pin_memory: bool = False):
         super().__init__(
@@ -205,12 +208,19 @@ class Loader(DataLoader):
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        try:
-            yield from super().__iter__()
-        except (InputError, RunError) as error:
-            # From a worker process the message is a traceback, whose last line is the error.
-            name, _, message = str(error).rstrip().rpartition("\n")[2].partition("Error: ")
-            raise type(error)(message if name.startswith("genmodels.") else str(error)) from None
+        batches = super().__iter__()
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(batches, None)
+            except (InputError, RunError) as error:
+                # From a worker process the message is a traceback, whose last line is the error.
+                name, _, message = str(error).rstrip().rpartition("\n")[2].partition("Error: ")
+                raise type(error)(message if name.startswith("genmodels.") else str(error)) from None
+            self.waited += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next iteration of a training loader."""

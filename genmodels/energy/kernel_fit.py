@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError
+from genmodels.core.processes import averaged
 from genmodels.core.random import Generator, KeyedGenerator, normal
 from genmodels.energy.denoising import DenoisingScoreMatching
 from genmodels.energy.function import EnergyFunction, log_density_of
@@ -108,7 +109,9 @@ class DeepKernelLoss:
             raise InputError("one half of a batch is fitted, the other is for the loss: at least 2 rows are needed")
         half = len(x) // 2
         first, second = _halves(generator, half)
-        alpha = _solve(design(model.network, x[:half], self.loss, first), model.network)
+        # The first halves of all processes are the first half of the batch that they have together.
+        found = design(model.network, x[:half], self.loss, first)
+        alpha = _solve(tuple(averaged(part) for part in found), model.network)
         return self.loss(DeepKernel(model.network, alpha), x[half:], second, cond)
 
 

@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
+from genmodels.core.processes import summed
 from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Channelwise, at_each_position, positions
 from genmodels.flows.elementwise import bounded, unbounded
@@ -29,16 +30,10 @@ def channel_moments(x: Tensor, mask: Tensor | None = None) -> tuple[float, Tenso
     values = x.to(torch.float64).flatten(2) if x.dim() > 2 else x.to(torch.float64)[..., None]  # (B, C, N)
     count = positions(values, mask)
     count = count.sum() if isinstance(count, Tensor) else values.new_tensor(count * len(values))
-    total = _over_processes(torch.cat([count[None], hide(values, mask).sum((0, 2))]))
+    total = summed(torch.cat([count[None], hide(values, mask).sum((0, 2))]))
     mean = total[1:] / total[0]
-    squares = _over_processes(hide(values - mean[:, None], mask).square().sum((0, 2)))
+    squares = summed(hide(values - mean[:, None], mask).square().sum((0, 2)))
     return float(total[0]), mean, (squares / total[0]).sqrt()
-
-
-def _over_processes(values: Tensor) -> Tensor:
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.all_reduce(values)
-    return values
 
 
 class DataInitialized(Channelwise):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import RunError
+from genmodels.core.processes import joined
 from genmodels.flows.bijection import Bijection
 
 
@@ -208,7 +209,7 @@ class Walk:
         drifts = torch.stack(self.lost) / (1 + torch.stack(self.size))
         broken = ~torch.isfinite(torch.stack(self.extremes)).view(-1, 2).all(1)
         found = torch.cat([drifts.nan_to_num(0.0), broken])
-        together = training and torch.distributed.is_available() and torch.distributed.is_initialized()
+        together = training and joined()
         if together:
             # In the backward pass, not at the next step: a checkpoint written in between holds the decision.
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)

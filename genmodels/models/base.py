@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.likelihood import Likelihood, breakdown
+from genmodels.core.processes import gather, rank_world, set_whole, shard, whole
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
 from genmodels.models.optimizer import EMA, Optimizer
@@ -124,6 +125,8 @@ class GenerativeModel(pl.LightningModule):
     samplers: tuple[str, ...] = ()
     #: The default temperature of samples.
     default_temperature = 1.0
+    #: Why `trainer.strategy=fsdp` cannot spread its weights over the processes; see `sharded_networks`.
+    needs_whole_weights = "its weights are also used outside of the networks that hold them"
     core: nn.Module
 
     def __init__(self, spec: DataSpec):
@@ -217,6 +220,11 @@ class GenerativeModel(pl.LightningModule):
         """The modules that `trainer.compile=true` compiles: the network, or the whole core."""
         return [getattr(self.core, "net", self.core)]
 
+    def sharded_networks(self) -> list[nn.Module]:
+        """The networks, which hold all weights, that `trainer.strategy=fsdp` spreads over the processes."""
+        raise InputError(f"trainer.strategy=fsdp is for models that call their networks whole, not for {self.family}: "
+                         f"{self.needs_whole_weights}; use trainer.strategy=ddp")
+
     def validation_options(self) -> dict:
         """Options of `log_likelihood` that make it cheap enough to run during training."""
         return {}
@@ -276,8 +284,21 @@ class GenerativeModel(pl.LightningModule):
 
     @property
     def _rank_world(self) -> tuple[int, int]:
-        trainer = self._trainer
-        return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+        return rank_world()
+
+    def configure_model(self) -> None:
+        """With `trainer.strategy=fsdp` each process keeps its share of weights, averages and the optimiser's state."""
+        if self._device_mesh is not None:
+            averages = [] if self.ema is None else list(self.ema.averages)
+            shard(self.core, averages, self.sharded_networks(), self._device_mesh["data_parallel"])
+
+    def on_validation_start(self) -> None:
+        """Processes have unlike numbers of batches: averages that are spread over them are whole meanwhile."""
+        set_whole(self.weights("ema"), True)
+
+    def on_validation_end(self) -> None:
+        """Averages are spread over the processes again."""
+        set_whole(self.weights("ema"), False)
 
     def training_generator(self, n: int) -> KeyedGenerator:
         """The noise of this step: keyed by (seed, step, position in the global batch)."""
@@ -287,7 +308,7 @@ class GenerativeModel(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """One micro-batch: the loss under keyed noise; dropout too restarts from a key at every step."""
-        torch.manual_seed(seed_of(self.seed, "dropout", self.batches_seen, self._rank_world[0]))
+        torch.manual_seed(seed_of(self.seed, "dropout", self.batches_seen))
         try:
             loss = self.loss(batch, self.training_generator(len(batch)))
         except torch.linalg.LinAlgError as error:
@@ -303,7 +324,7 @@ class GenerativeModel(pl.LightningModule):
         """Clip the gradient; stop before a non-finite one reaches the weights."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         clip = self.optimizer_options.clip
-        norm = torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else float("inf"))
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else float("inf")))
         if not torch.isfinite(norm):
             raise RunError(explain_nonfinite(self, *self.latest))
         self.log("train/gradient_norm", norm)
@@ -396,15 +417,6 @@ class GenerativeModel(pl.LightningModule):
     def options(self) -> dict:
         """The keyword options this model was built with, defaults included."""
         return {key: value for key, value in self.hparams.items() if key != "spec"}
-
-
-def gather(parts: list[Likelihood]) -> list[Likelihood]:
-    """The lists of all processes, joined in rank order; the list itself when there is one process."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return parts
-    lists: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(lists, parts)
-    return [part for some in lists for part in some]
 
 
 def interpolate(model, ends: Batch, frames: int, weights: str | float = "ema") -> Tensor:

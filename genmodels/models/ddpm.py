@@ -159,6 +159,12 @@ class DDPM(GenerativeModel):
         self.register_buffer("scale", torch.ones(spec.event_shape))
         self.finish_setup(optimizer, ema_decay)
 
+    def sharded_networks(self) -> list[nn.Module]:
+        """The network; a learned schedule has weights outside of it."""
+        if any(True for _ in self.core.schedule.parameters()):
+            raise InputError("trainer.strategy=fsdp spreads the weights of the network: not with schedule=learned")
+        return [self.core.net]
+
     # ---- between the data's units and the network's --------------------------------------------------------------
 
     def initialize(self, batch: Batch) -> None:

@@ -61,6 +61,7 @@ class FlowModel(GenerativeModel):
     """
 
     tolerates_tf32 = False
+    needs_whole_weights = "its layers also use their weights in inverses and log-determinants"
     sampling_options = ("lengths",)
 
     def __init__(

@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from genmodels.core.processes import own
+
 OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adamax": torch.optim.Adamax}
 
 
@@ -115,8 +117,8 @@ class EMA(nn.Module):
         """Move every average towards `source` after optimiser step number `step` (counted from 0)."""
         warm = (1 + step) / (10 + step)
         for decay, average in zip(self.decays, self.averages, strict=True):
-            means = list(average.parameters())
-            current = [p.detach().to(mean.dtype) for p, mean in zip(source.parameters(), means, strict=True)]
+            means = [own(p) for p in average.parameters()]
+            current = [own(p).to(mean.dtype) for p, mean in zip(source.parameters(), means, strict=True)]
             torch._foreach_lerp_(means, current, 1 - min(decay, warm))
             for mine, theirs in zip(average.buffers(), source.buffers(), strict=True):
                 mine.copy_(theirs)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.likelihood import Likelihood
+from genmodels.core.processes import gather
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions, Trajectory
 from genmodels.data.base import spread_rows
@@ -27,7 +28,7 @@ from genmodels.energy import (
     noise_levels,
     predictor_corrector,
 )
-from genmodels.models.base import GenerativeModel, Loss, gather
+from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import make_network
 from genmodels.models.energy_sampling import check_tempering
 from genmodels.models.optimizer import Optimizer
@@ -248,6 +249,10 @@ class ScoreModel(GenerativeModel):
 
     def compiled_parts(self) -> list[nn.Module]:
         """The network alone: noise levels are not worth compiling."""
+        return [self.core.network.network]
+
+    def sharded_networks(self) -> list[nn.Module]:
+        """The network."""
         return [self.core.network.network]
 
     @torch.no_grad()

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.likelihood import Likelihood
+from genmodels.core.processes import gather
 from genmodels.core.random import Generator, KeyedGenerator, uniform
 from genmodels.energy import DivergenceGuard, ExactScoreMatching, SlicedScoreMatchingVR
 from genmodels.energy.losses import half_square
 from genmodels.flows.dequantize import UniformDequantize
 from genmodels.flows.scaling import Logit
-from genmodels.models.base import GenerativeModel, gather
+from genmodels.models.base import GenerativeModel
 
 #: Beyond this a matrix between all pairs of scalars is not kept.
 MOST_PAIRS = 1024
@@ -196,6 +197,7 @@ class ScoreMatched(GenerativeModel):
     """
 
     tolerates_tf32 = False  # second derivatives
+    needs_whole_weights = "its loss takes second derivatives, for which the weights have to be whole"
 
     def __init__(self, spec: DataSpec, encoding: Encoding, noise: float):
         super().__init__(spec)

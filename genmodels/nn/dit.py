@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from genmodels.core.tensors import hide
 from genmodels.nn.attention import Slots
 from genmodels.nn.attention_block import AttentionKind, Site, attend, is_for_maps, make_mechanism
-from genmodels.nn.blocks import ConditionEmbedding, Dropout, zeroed
+from genmodels.nn.blocks import ConditionEmbedding, zeroed
+from genmodels.nn.dropout import Dropout
 
 
 def patchify(x: Tensor, patch: int) -> Tensor:

@@ -9,9 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, relu, silu
+from torch.utils.checkpoint import checkpoint
 
-from genmodels.nn.blocks import ConditionEmbedding, Dropout, zeroed
+from genmodels.nn.blocks import ConditionEmbedding, zeroed
 from genmodels.nn.condition import Condition, Net, modulate
+from genmodels.nn.dropout import Dropout
 
 ACTIVATION = {"silu": silu, "relu": relu}
 
@@ -270,6 +272,7 @@ class MLPDenoiser(nn.Module):
         depth: number of residual blocks.
         frequencies: octaves of Fourier features of each coordinate, which sharpen edges in few dimensions; 0 is none.
         dropout: probability of dropping a value inside the blocks.
+        checkpointing: recompute the inside of each block in the backward pass instead of storing it.
 
     Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None; the result is like `x`. A mask is refused.
     Errors: ValueError for events of another shape, an odd width, or a mask.
@@ -292,6 +295,7 @@ class MLPDenoiser(nn.Module):
         depth: int = 4,
         frequencies: int = 3,
         dropout: float = 0.0,
+        checkpointing: bool = False,
     ):
         super().__init__()
         if hidden < 2 or hidden % 2:
@@ -300,6 +304,7 @@ class MLPDenoiser(nn.Module):
             raise ValueError(f"depth = {depth} must be at least 1 and frequencies = {frequencies} at least 0")
         first, *rest = event_shape
         self.event_shape, self.frequencies = (first + extra_channels, *rest), frequencies
+        self.checkpointing = checkpointing
         self.out_shape = (first * (2 if double_output else 1), *rest)
         dims = math.prod(self.event_shape)
         self.embedding = ConditionEmbedding(min(hidden, 64), hidden, hidden, num_classes)
@@ -317,12 +322,16 @@ class MLPDenoiser(nn.Module):
             raise ValueError("the MLP takes events of one fixed size: use the U-Net for masked sequences")
         modulation = self.modulation(silu(self.embedding(log_snr, cond))).chunk(2 * len(self.inner), dim=1)
         h = self.stem(self._features(x.flatten(1)))
-        for i, (inner, outer) in enumerate(zip(self.inner, self.outer, strict=True)):
-            scale, shift = modulation[2 * i], modulation[2 * i + 1]
-            normed = layer_norm(h, h.shape[-1:]) * (1 + scale) + shift
-            h = h + outer(self.dropout(silu(inner(normed))))
+        for i in range(len(self.inner)):
+            given = i, h, modulation[2 * i], modulation[2 * i + 1]
+            recomputed = self.checkpointing and torch.is_grad_enabled()
+            h = checkpoint(self._block, *given, use_reentrant=False) if recomputed else self._block(*given)
         h = self.head(silu(layer_norm(h, h.shape[-1:])))
         return h.reshape(len(x), *self.out_shape).to(x.dtype)
+
+    def _block(self, i: int, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        normed = layer_norm(h, h.shape[-1:]) * (1 + scale) + shift
+        return h + self.outer[i](self.dropout(silu(self.inner[i](normed))))
 
     def _features(self, x: Tensor) -> Tensor:
         octaves = [math.pi * 2.0**j * x for j in range(self.frequencies)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
+from torch.utils.checkpoint import checkpoint
 
 from genmodels.core.errors import at_least
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, Site, make_mechanism
-from genmodels.nn.blocks import ChannelNorm, Dropout
+from genmodels.nn.blocks import ChannelNorm
+from genmodels.nn.dropout import Dropout
 
 
 class TransformerLayer(nn.Module):
@@ -82,6 +85,7 @@ class Transformer(nn.Module):
         channels: channels of the sequence.
         depth: number of layers.
         heads, hidden, kernel_size, window, dropout, attention: see `TransformerLayer`.
+        checkpointing: recompute the inside of each layer in the backward pass instead of storing it.
 
     Shapes: `x (B, C, T)` to the same, `mask (B, 1, T)` bool, True = valid: neither what stands outside it nor how much
     padding there is changes anything, and the result is zero there.
@@ -106,9 +110,10 @@ class Transformer(nn.Module):
         window: int | None = None,
         dropout: float = 0.1,
         attention: AttentionKind = "shaw_zero",
+        checkpointing: bool = False,
     ):
         super().__init__()
-        self.channels = channels
+        self.channels, self.checkpointing = channels, checkpointing
         self.layers = nn.ModuleList(
             TransformerLayer(channels, heads, hidden=hidden, kernel_size=kernel_size, window=window, dropout=dropout,
                              attention=attention)
@@ -121,5 +126,8 @@ class Transformer(nn.Module):
             raise ValueError(f"the transformer takes x (B, {self.channels}, T), got {tuple(x.shape)}")
         x = hide(x, mask)
         for layer in self.layers:
-            x = layer(x, mask)
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, mask, use_reentrant=False)
+            else:
+                x = layer(x, mask)
         return hide(self.norm(x), mask)

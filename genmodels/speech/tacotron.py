@@ -16,7 +16,8 @@ from genmodels.core.tensors import hide
 from genmodels.nn.attention.local import LocalMonotonic
 from genmodels.nn.attention.scores import Additive, Location, ScaledDot
 from genmodels.nn.attention.seq2seq import HardAttention, Keys, ScoredAttention, Stepwise
-from genmodels.nn.blocks import ChannelNorm, Dropout, checked, zeroed
+from genmodels.nn.blocks import ChannelNorm, zeroed
+from genmodels.nn.dropout import Dropout, checked
 from genmodels.speech.text_encoder import TextEncoder
 
 

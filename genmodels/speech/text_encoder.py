@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from genmodels.core.errors import at_least
+from genmodels.core.processes import summed
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind
-from genmodels.nn.blocks import ChannelNorm, Dropout, zeroed
+from genmodels.nn.blocks import ChannelNorm, zeroed
+from genmodels.nn.dropout import Dropout
 from genmodels.nn.transformer import Transformer
 
 _KEPT = 0.99  # decay of the duration statistics per batch
@@ -58,6 +60,7 @@ class TextEncoder(nn.Module):
         channels, depth, heads, hidden, window, dropout, attention: of the transformer.
         speaker_channels: length of the speaker embedding, added to every position; 0 without speakers.
         learn_sigma: whether log sigma is learned too.
+        checkpointing: recompute the inside of the transformer's layers in the backward pass.
 
     Shapes: `tokens (B, N)` int64, `mask (B, 1, N)`, `speaker (B, speaker_channels)`; h is `(B, channels, N)`, mu and
         log sigma `(B, n_mels, N)`, all zero outside the mask.
@@ -85,6 +88,7 @@ class TextEncoder(nn.Module):
         dropout: float = 0.1,
         attention: AttentionKind = "shaw_zero",
         learn_sigma: bool = False,
+        checkpointing: bool = False,
     ):
         super().__init__()
         at_least(1, symbols=symbols, n_mels=n_mels, channels=channels, heads=heads, hidden=hidden)
@@ -94,7 +98,8 @@ class TextEncoder(nn.Module):
         nn.init.normal_(self.embedding.weight, 0.0, channels**-0.5)
         self.prenet = Prenet(channels)
         self.transformer = Transformer(
-            channels, depth=depth, heads=heads, hidden=hidden, window=window, dropout=dropout, attention=attention
+            channels, depth=depth, heads=heads, hidden=hidden, window=window, dropout=dropout, attention=attention,
+            checkpointing=checkpointing,
         )  # fmt: skip
         self.head = nn.Conv1d(channels, n_mels * (2 if learn_sigma else 1), 1)
         self.speaker = nn.Linear(speaker_channels, channels) if speaker_channels else None
@@ -153,9 +158,9 @@ class DurationPredictor(nn.Module):
 
     @torch.no_grad()
     def observe(self, log_durations: Tensor, durations: Tensor, mask: Tensor | None = None) -> None:
-        """Update the running sums with the true and predicted durations of a training batch."""
+        """Update the running sums with the durations of a training batch, of all processes together."""
         pairs = torch.stack([durations.to(log_durations.dtype), log_durations.exp()], 1)  # (B, 2, N)
-        self.seen.mul_(_KEPT).add_(hide(pairs, mask).sum((0, 2)).to(self.seen.dtype))
+        self.seen.mul_(_KEPT).add_(summed(hide(pairs, mask).sum((0, 2)).to(self.seen.dtype)))
 
     def forward(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
         h = h.detach()

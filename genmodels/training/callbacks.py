@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from pytorch_lightning.trainer.states import TrainerFn
 from tqdm import tqdm
 
 from genmodels.core.errors import Interrupted, NotFinite, RunError, require_finite_rows
+from genmodels.core.processes import rank_world, set_whole
 from genmodels.plots.images import picture_of
 from genmodels.training.loggers import play, show
+from genmodels.training.processes import Stops, is_first, requeue
 
 _SOUNDS, _SECONDS = 2, 5.0  # number and longest duration of sounds: Griffin-Lim takes a third of that time
+_REQUEUE = getattr(signal, "SIGUSR1", None)  # SLURM's `--signal=USR1@90`; Windows has no such signal
 
 
 @dataclass(kw_only=True)
@@ -59,7 +63,8 @@ class Checkpointing(Callback):
     """Writes `last.ckpt` every n steps, at the start and at the end, and `best.ckpt` after the best validation.
 
     A step followed by a validation is saved after it, so that a resumed run neither repeats nor skips a validation.
-    Ctrl-C and SIGTERM stop the run between two steps, after saving.
+    Ctrl-C and SIGTERM stop the run between two steps, after saving; in a job of SLURM, SIGUSR1 also puts it into the
+    queue again. Several processes stop at the same step, whichever of them the signal reached.
 
     Arguments:
         run_dir: the run folder.
@@ -72,6 +77,7 @@ class Checkpointing(Callback):
         self.saved_step: int | None = None
         self._due = False
         self._stop: int | None = None
+        self._stops: Stops | None = None
         self._handlers: dict = {}
 
     def state_dict(self) -> dict:
@@ -98,14 +104,17 @@ class Checkpointing(Callback):
             self.save(trainer, "last.ckpt")
         self.saved_step, self._seen = trainer.global_step, pl_module.batches_seen
         self._model = pl_module
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._stops = Stops() if rank_world()[1] > 1 else None
+        heeded = [signal.SIGINT, signal.SIGTERM, *([_REQUEUE] if _REQUEUE and "SLURM_JOB_ID" in os.environ else [])]
+        self._handlers = {s: signal.signal(s, self._on_signal) for s in heeded}
 
     def _on_signal(self, number, frame) -> None:
         again, self._stop = self._stop is not None, number
         if self._model.batches_seen == self._seen:  # the first step may take minutes, and all before it is saved
-            raise Interrupted(f"interrupted after step {self.saved_step}, which is saved; continue with the same "
+            then = f" ({requeue()})" if number == _REQUEUE and is_first() else ""
+            raise Interrupted(f"interrupted after step {self.saved_step}, which is saved{then}; continue with the same "
                               "command and resume=last")
-        if again:
+        if again and number != _REQUEUE:
             raise Interrupted("interrupted immediately; resume=last continues from the last checkpoint")
 
     def _restore_signals(self) -> None:
@@ -138,13 +147,21 @@ class Checkpointing(Callback):
         """Between two steps, when the metrics of the last one are logged: save if due, stop if a signal came."""
         # Lightning counts one step too many when a finished run is continued, and would log under wrong steps.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-        if trainer.global_step == self.saved_step or pl_module.batches_seen % trainer.accumulate_grad_batches:
+        stop = self._stop if self._stops is None else self._stops(self._stop)
+        if pl_module.batches_seen % trainer.accumulate_grad_batches:
             return
-        if self._due or self._stop is not None:
+        if (self._due or stop) and trainer.global_step != self.saved_step:
             self.save(trainer, "last.ckpt")
-        if self._stop is not None:
-            step = trainer.global_step
-            raise Interrupted(f"interrupted at step {step}, saved; continue with the same command and resume=last")
+        if stop and pl_module.batches_seen != self._seen:
+            self._end(trainer, stop)
+
+    def _end(self, trainer, number: int) -> None:
+        """Leave training at a step that is saved."""
+        if not trainer.is_global_zero:
+            raise SystemExit(0)  # the first process says why
+        then = f" and {requeue()}" if number == _REQUEUE else ""
+        step = trainer.global_step
+        raise Interrupted(f"interrupted at step {step}, saved{then}; continue with the same command and resume=last")
 
     def on_validation_end(self, trainer, pl_module) -> None:
         """After a validation: best.ckpt if the metric improved, last.ckpt if due."""
@@ -186,7 +203,9 @@ class SampleGrid(Callback):
         step = trainer.global_step
         stepped = pl_module.batches_seen % trainer.accumulate_grad_batches == 0
         if self.every and stepped and (step % self.every == 0 or step == trainer.max_steps):
+            set_whole(pl_module.weights(), True)  # the first process draws, the others have a share of the weights
             self.draw(trainer, pl_module, step)
+            set_whole(pl_module.weights(), False)
 
     def _count(self, spec) -> int:
         return self.n if spec.is_image else 8 if spec.mel is not None else 2000

@@ -1,11 +1,13 @@
-"""Pictures and metrics logged after a validation: the bound by noise level, learned densities, the loss by log-SNR.
+"""Logged with a validation: the bound by noise level, learned densities, the loss by log-SNR, the speed of training.
 
 The names are the same for every family, see docs/dashboards.md.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ from PIL import Image
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from genmodels.core.data import Batch
 from genmodels.core.errors import RunError
@@ -216,3 +220,124 @@ class LossProfile(Callback):
         sums = sums.reshape(-1, 3, self.bins).sum(0)
         pl_module.log_dict(self.figures(sums), rank_zero_only=False)
         self.sums = torch.zeros_like(self.sums)
+
+
+#: Dense bfloat16 operations a second of GPUs, by a part of their name, from their makers' data sheets.
+PEAKS = {
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
+    "RTX 4090": 165e12, "A10G": 70e12, "L4": 121e12,
+}  # fmt: skip
+_WARM_UP = 3  # steps in which kernels are chosen or compiled
+_ROWS, _COUNTED_AT = 4, 50  # rows of a batch on which a forward pass is counted, and when: shorter runs do without
+
+
+def peak_of(device: torch.device) -> float | None:
+    """Dense bfloat16 operations a second of a device; None where they are not known.
+
+    Example:
+        >>> peak_of(torch.device("cpu")) is None
+        True
+    """
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((value for part, value in PEAKS.items() if part in name), None)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts as torch's FlopCounterMode, whose hooks on modules refuse losses that take derivatives themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        named, formula = named or {}, flop_registry.get(function._overloadpacket)
+        if formula is None:
+            with self:  # an operation that is made of others is counted by them
+                found = function.decompose(*arguments, **named)
+            if found is not NotImplemented:
+                return found
+        found = function(*arguments, **named)
+        self.total += 0 if formula is None else formula(*arguments, **named, out_val=found)
+        return found
+
+
+def forward_flops(model, batch) -> float:
+    """Floating-point operations of the loss of one item: matrix products, convolutions and attention.
+
+    The model draws nothing that training would miss, and learns nothing.
+    """
+    some, mode = batch.rows(slice(0, _ROWS)), model.training
+    cuda = [batch.x.device] if batch.x.device.type == "cuda" else []
+    model.eval()
+    try:
+        with torch.random.fork_rng(cuda), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with _Operations() as counter:
+                model.loss(some, model.training_generator(len(some)))
+    finally:
+        model.train(mode)
+    return counter.total / len(some)
+
+
+class Throughput(Callback):
+    """Times the steps of training; a line in the log at every validation.
+
+        items/s = items / t,    FLOP/s = 3 forward FLOPs items/s,    utilisation = FLOP/s / (peak of all devices)
+
+    The backward pass counts twice the forward pass, whatever is recomputed (Chowdhery et al. 2022, "PaLM", appendix B).
+    The first steps and those with a validation, a checkpoint or pictures in between do not count. It comes first
+    among the callbacks, so that it sees the end of a step before others act on it.
+
+    Arguments:
+        pictures_every: steps between pictures, 0 for none.
+    """
+
+    def __init__(self, pictures_every: int = 0):
+        self.every = pictures_every
+        self.items, self.seconds, self.waited = 0, 0.0, 0.0
+        self.flops: float | None = None  # of the forward pass of one item
+        self._batches, self._last, self._waited, self._disturbed = 0, 0.0, 0.0, True
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        """Count the operations of a forward pass, once."""
+        if self.flops is None and self._batches >= _COUNTED_AT:
+            self.flops = forward_flops(pl_module, batch)
+            self._disturbed = True
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        """Time from the end of the step before to the end of this one."""
+        now, waited = time.perf_counter(), getattr(trainer.train_dataloader, "waited", 0.0)
+        if not self._disturbed and self._batches >= _WARM_UP * trainer.accumulate_grad_batches:
+            self.items += len(batch) * trainer.world_size
+            self.seconds += now - self._last
+            self.waited += waited - self._waited
+        self._batches, self._last, self._waited = self._batches + 1, now, waited
+        self._disturbed = bool(self.every) and trainer.global_step % self.every == 0
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+        """A checkpoint lies between two steps."""
+        self._disturbed = True
+
+    def on_validation_start(self, trainer, pl_module) -> None:
+        """A validation lies between two steps."""
+        self._disturbed = True
+        if trainer.is_global_zero and not trainer.sanity_checking and (line := self.line(trainer)):
+            logging.getLogger("genmodels").info("%s", line)
+
+    def line(self, trainer) -> str | None:
+        """What has been measured so far; None before there is anything."""
+        if not self.seconds:
+            return None
+        rate, device = self.items / self.seconds, trainer.strategy.root_device
+        done = 3 * (self.flops or 0.0) * rate
+        found = f"speed:    {rate:,.4g} items/s, {100 * self.waited / self.seconds:.1f} % of it waiting for data"
+        for factor, unit in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
+            if done >= factor:
+                found += f", {done / factor:.3g} {unit}"
+                break
+        peak = peak_of(device)
+        if peak is not None and done:
+            name, many = torch.cuda.get_device_name(device), f"{trainer.world_size} x " * (trainer.world_size > 1)
+            found += f" ({100 * done / (peak * trainer.world_size):.1f} % of the bfloat16 peak of {many}{name})"
+        return found

@@ -1,18 +1,33 @@
-"""Ending the processes of a run: on Ctrl-C or SIGTERM, and when another process of the run has ended."""
+"""The processes of a run: who has started them, what they settle before they meet, and how they end together.
+
+torchrun and srun start every process; without them Lightning starts the others of each machine when training begins,
+which repeat this process's command line. docs/scale.md has the commands.
+"""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import NamedTuple
 
-from genmodels.core.errors import Interrupted
+from genmodels.core.errors import InputError, Interrupted, RunError
 
 _POLL = 0.2  # seconds between two looks at the other processes
 _GRACE = 3.0  # seconds for this process to end with its own message
+_CHOICE = "GENMODELS_CHOICE"  # what the first process has chosen, for those that Lightning starts: <its pid>:<choice>
+_PATIENCE = timedelta(minutes=10)  # for a process that starts later than others
+_counter = itertools.count()
+_stores: list = []  # kept open: others may still read what the first process has chosen
 
 
 @contextmanager
@@ -115,3 +130,201 @@ def gone(children: list, parent: int | None) -> str | None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return f"process {rank} of the run {how}"
     return None
+
+
+class Launch(NamedTuple):
+    """The program that has started all processes, on each of `nodes` machines `devices` of them."""
+
+    program: str
+    devices: int
+    nodes: int
+
+
+def launch() -> Launch | None:
+    """torchrun or srun, if one of them has started this process; None where Lightning is to start the others.
+
+    Raises:
+        InputError: where machines have unlike numbers of processes.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        world, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        found = Launch("torchrun", here, world // here)
+    elif _by_srun():
+        world, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ.get("SLURM_NNODES", 1))
+        found = Launch("srun", int(os.environ.get("SLURM_NTASKS_PER_NODE", max(1, world // nodes))), nodes)
+    else:
+        return None
+    if found.devices * found.nodes != world:
+        raise InputError(f"{found.program} has started {world} processes, not as many on each machine: every machine "
+                         "needs the same number")
+    return found
+
+
+def _by_srun() -> bool:
+    """As Lightning sees it: a job named `bash` or `interactive` is a shell, in which no srun is used."""
+    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
+def is_first() -> bool:
+    """Whether this is the process that prints and writes: the first on the first machine."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        names = ("RANK",)
+    else:
+        names = ("SLURM_PROCID",) if _by_srun() else ("NODE_RANK", "LOCAL_RANK")
+    return all(int(os.environ.get(name, 0)) == 0 for name in names)
+
+
+def fitted(options, given: dict):
+    """TrainerOptions with the numbers of devices and machines that torchrun or srun has started processes for.
+
+    Arguments:
+        options: TrainerOptions.
+        given: the settings of the trainer that were given, without defaults.
+
+    Raises:
+        InputError: for given numbers that are others.
+    """
+    found = launch()
+    if found is None:
+        return options
+    for key, started in (("devices", found.devices), ("num_nodes", found.nodes)):
+        if given.get(key, "auto") not in ("auto", -1, started):
+            what = "processes on each machine" if key == "devices" else "machines"
+            raise InputError(f"trainer.{key}={given[key]}, but {found.program} has started {started} {what}: leave "
+                             f"trainer.{key} out, or start as many")
+    return replace(options, devices=found.devices, num_nodes=found.nodes)
+
+
+def environments() -> list:
+    """Lightning's plugin for SLURM where srun is used, with the requeueing left to `requeue`.
+
+    Raises:
+        InputError: for a job whose tasks Lightning cannot place.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ or not _by_srun():
+        return []
+    from pytorch_lightning.plugins.environments import SLURMEnvironment
+
+    try:
+        return [SLURMEnvironment(auto_requeue=False)]
+    except RuntimeError as error:
+        raise InputError(f"srun: {error}") from error
+
+
+def agreed(choose: Callable[[], str], num_nodes: int = 1) -> str:
+    """What `choose` gives in the first process of the run, on every process; called by all of them as often.
+
+    Arguments:
+        choose: called by the first process alone; what it raises ends the others too.
+        num_nodes: number of machines.
+
+    Raises:
+        InputError: where the address of the first machine is needed and not known.
+        SystemExit: in the other processes, when the first has failed.
+    """
+    started = launch()
+    pid, _, choice = os.environ.get(_CHOICE, "").partition(":")
+    if started is None and int(os.environ.get("LOCAL_RANK", 0)) and pid == str(os.getppid()):
+        return choice
+    apart = num_nodes > 1 if started is None else started.devices * started.nodes > 1
+    choice = _by_store(choose) if apart else choose()
+    os.environ[_CHOICE] = f"{os.getpid()}:{choice}"
+    return choice
+
+
+def _by_store(choose: Callable[[], str]) -> str:
+    """`agreed` by a store at the address where the processes will meet."""
+    from torch import distributed
+
+    if _by_srun():
+        for plugin in environments():
+            os.environ |= {"MASTER_ADDR": plugin.main_address, "MASTER_PORT": str(plugin.main_port)}
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise InputError("several machines need MASTER_ADDR and MASTER_PORT (of the first), and NODE_RANK on each: set "
+                         "them, or start with torchrun or srun")
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun itself
+    first = is_first()
+    try:
+        # Lightning's process group shares the port with this store: that is what multi_tenant is for.
+        store = distributed.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=first and not hosted,
+            timeout=_PATIENCE, wait_for_workers=False, multi_tenant=not hosted,
+        )  # fmt: skip
+        _stores.append(store)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        key = f"genmodels/{attempt}/{next(_counter)}"
+        if not first:
+            deadline = time.monotonic() + _PATIENCE.total_seconds()
+            while not store.check([key]) and time.monotonic() < deadline:
+                time.sleep(_POLL / 4)  # not within the store, where no signal would be heeded
+            choice = store.get(key).decode()
+            if not choice:
+                raise SystemExit(2)
+            return choice
+    except distributed.DistError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(f"the first process of the run is not reached at {os.environ['MASTER_ADDR']}:"
+                       f"{os.environ['MASTER_PORT']} ({reason})") from error
+    try:
+        choice = choose()
+    except BaseException:
+        store.set(key, "")
+        raise
+    store.set(key, choice)
+    return choice
+
+
+class Stops:
+    """A signal that has reached any process of a run, known to all of them at the same step, one step after it did.
+
+    Called before every batch by every process. The answer is that of the votes of the call before, which have been
+    added up in the background meanwhile, on the CPU: no step waits for it.
+    """
+
+    def __init__(self):
+        from torch import distributed
+
+        self._group = distributed.new_group(backend="gloo")
+        self._votes: tuple | None = None
+
+    def __call__(self, number: int | None) -> int | None:
+        """The largest number that a process gave at the call before; None if none did.
+
+        Arguments:
+            number: of the signal that this process has got, None for none.
+        """
+        import torch
+        from torch import distributed
+
+        before, vote = self._votes, torch.tensor(number or 0)
+        if before is not None:
+            before[0].wait()
+        work = distributed.all_reduce(vote, distributed.ReduceOp.MAX, group=self._group, async_op=True)
+        self._votes = work, vote
+        return None if before is None else int(before[1]) or None
+
+
+def job() -> str | None:
+    """What stays the same when a job is started again: SLURM's number, or torchrun's --rdzv-id; None without.
+
+    Example:
+        >>> job() is None or len(job()) > 0
+        True
+    """
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if array is not None:
+        return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    name = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else name
+
+
+def requeue() -> str:
+    """Ask SLURM to put this job into its queue again; one line that says what came of it."""
+    command = ["scontrol", "requeue", str(job())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{' '.join(command)} failed ({error})"
+    logging.getLogger("genmodels").info("%s: exit code %d", " ".join(command), done.returncode)
+    reason = " ".join(done.stderr.split())
+    return f"job {job()} is queued again" if done.returncode == 0 else f"{' '.join(command)} failed ({reason})"

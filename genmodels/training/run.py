@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -25,19 +26,50 @@ from genmodels.data.base import SPLITS, DataModule
 from genmodels.models.base import GenerativeModel
 from genmodels.nn.attention import Attention
 from genmodels.nn.attention.backend import choose
+from genmodels.training.processes import is_first, job
 
-_FOLDER = "GENMODELS_RUN_DIR"  # the folder shared by all processes of a run
 _LOCK = ".lock"
 
 
+class Place(NamedTuple):
+    """The folder of a run, and the checkpoint it goes on from, None for a new run."""
+
+    folder: Path
+    checkpoint: Path | None = None
+
+
+def place_of(root: Path, name: str, run_dir: str | None, resume: str | None) -> Place:
+    """Where a run is to be: the folder of what is resumed, or a new one.
+
+    Arguments:
+        root: the folder of all runs.
+        name: of model and data; runs are in root/name.
+        run_dir: the folder, None for one that is named after the time (with `resume="auto"` after the job).
+        resume: None; `last`; `auto`, which goes on where this job has a checkpoint already; a folder, or a file.
+
+    Raises:
+        InputError: if there is nothing to resume, or `run_dir` holds a run already.
+    """
+    if resume == "auto":
+        if run_dir is None and job() is None:
+            raise InputError("resume=auto knows a run by its folder or by the job of SLURM or torchrun (--rdzv-id): "
+                             "give run_dir=...")
+        folder = Path(run_dir) if run_dir is not None else root / name / f"job_{job()}"
+        if (folder / "last.ckpt").is_file():
+            return Place(folder, folder / "last.ckpt")
+        return Place(choose_folder(root, name, str(folder)))
+    if resume is None:
+        return Place(choose_folder(root, name, run_dir))
+    path = find_resume(root, name, run_dir, resume)
+    return Place(path.parent, path)
+
+
 def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
-    """The folder of a new run: `run_dir`, or runs/<name>/<time> with a number appended where that exists.
+    """The folder of a new run, made: `run_dir`, or runs/<name>/<time> with a number appended where that exists.
 
     Raises:
         InputError: when `run_dir` already holds a run.
     """
-    if os.environ.get(_FOLDER):
-        return Path(os.environ[_FOLDER])
     if run_dir is not None:
         folder = Path(run_dir)
         if (folder / "last.ckpt").exists():
@@ -58,7 +90,6 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(f"cannot make the run folder {folder}: {os.strerror(error.errno)}") from error
-    os.environ[_FOLDER] = str(folder)
     return folder
 
 
@@ -127,8 +158,6 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
     Raises:
         InputError: if there is nothing to resume.
     """
-    if os.environ.get(_FOLDER):
-        return Path(os.environ[_FOLDER]) / "last.ckpt"
     if resume == "last":
         where = [Path(run_dir)] if run_dir else (root / name).glob("*")
         found = [folder / "last.ckpt" for folder in where if (folder / "last.ckpt").is_file()]
@@ -140,7 +169,6 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
         path = path / "last.ckpt" if path.is_dir() else path
         if not path.is_file():
             raise InputError(f"resume={resume}: no such checkpoint; use resume=last, a run folder, or a .ckpt file")
-    os.environ[_FOLDER] = str(path.parent)
     return path
 
 
@@ -163,6 +191,8 @@ class Log:
         handler = logging.FileHandler(path)
         handler.handleError = lambda record: None  # a full disk is reported when a checkpoint is written
         handler.addFilter(_is_relevant)
+        if not is_first():
+            handler.setLevel(logging.WARNING)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
         root.addHandler(handler)
@@ -183,7 +213,7 @@ class Log:
 
 def say(*lines: str) -> None:
     """Print lines and write them to log.txt, on the first process only."""
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+    if is_first():
         print(*lines, sep="\n", flush=True)
         for line in lines:
             logging.getLogger("genmodels").info("%s", line)

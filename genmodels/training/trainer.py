@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Sampler
 
@@ -20,6 +21,7 @@ from genmodels.data.loading import Loader, ResumableBatchSampler, training_loade
 from genmodels.models.build import construct
 from genmodels.models.checkpoint import WholeFiles
 from genmodels.training.callbacks import StepBar
+from genmodels.training.processes import environments
 
 
 @dataclass(kw_only=True)
@@ -31,7 +33,7 @@ class TrainerOptions:
         max_epochs: passes over the training data; the shorter of both limits applies; without either, 10,000 steps.
         accelerator: `auto`, `cpu`, `gpu` or another of Lightning's.
         devices: number of processes, one per device (on the CPU, one per core used).
-        strategy: Lightning's strategy, `ddp` for several processes.
+        strategy: Lightning's strategy: `ddp` for several processes, `fsdp` to spread the weights over them too.
         num_nodes: number of machines.
         precision: `32-true`, `64-true` or `bf16-mixed`; float16 needs a loss scaler and is not supported.
         compile: compile the network with torch.compile.
@@ -89,6 +91,15 @@ class TrainerOptions:
             limits.append(math.ceil(self.max_epochs * batches_per_epoch / self.accumulate))
         return min(limits, default=10_000)
 
+    def _strategy(self):
+        if self.strategy != "fsdp":
+            return self.strategy
+        if not isinstance(self.devices, int) or self.devices < 1:
+            raise InputError(f"trainer.strategy=fsdp needs the number of devices, got trainer.devices={self.devices}")
+        # One plain file for each checkpoint, so that a run goes on with any number of processes and any strategy.
+        return Spread(data_parallel_size=self.devices * self.num_nodes, tensor_parallel_size=1,
+                      save_distributed_checkpoint=False)
+
     def build(self, steps: int, callbacks: list, root_dir: str) -> pl.Trainer:
         """The Lightning Trainer for `steps` steps over an endless stream; loggers are set afterwards."""
         every = min(self.validate_every_n_steps or steps, steps)
@@ -96,7 +107,7 @@ class TrainerOptions:
             return pl.Trainer(
                 accelerator=self.accelerator,
                 devices=self.devices,
-                strategy=self.strategy,
+                strategy=self._strategy(),
                 num_nodes=self.num_nodes,
                 precision=self.precision,
                 max_steps=steps,
@@ -116,11 +127,19 @@ class TrainerOptions:
                 callbacks=callbacks + ([StepBar()] if self.progress else []),
                 enable_progress_bar=self.progress,
                 logger=False,
-                plugins=[WholeFiles()],
+                plugins=[WholeFiles(), *environments()],
             )
         except (ValueError, TypeError, OverflowError, RuntimeError, ImportError, MisconfigurationException) as error:
             first = str(error).strip().splitlines()[0]
             raise InputError(f"trainer: {first}") from error
+
+
+class Spread(ModelParallelStrategy):
+    """Weights, averages and the optimiser's state spread over the processes (FSDP2), as the model's hook does it."""
+
+    def optimizer_state(self, optimizer) -> dict:
+        """The optimiser's state, none before the first step: torch would take a step to have one, and count it."""
+        return super().optimizer_state(optimizer) if optimizer.state else optimizer.state_dict()
 
 
 class EndlessBatchSampler(Sampler):
@@ -180,8 +199,8 @@ _ROUNDING = "from here on results are equal up to rounding, not bit for bit"
 REPORTED = {
     "trainer.limit_validation": "the best metric so far was computed on other validation items",
     "trainer.accelerator": _ROUNDING,
-    "trainer.devices": f"{_ROUNDING}, and dropout masks differ",
-    "trainer.num_nodes": f"{_ROUNDING}, and dropout masks differ",
+    "trainer.devices": _ROUNDING,
+    "trainer.num_nodes": _ROUNDING,
     "trainer.strategy": _ROUNDING,
     "trainer.compile": _ROUNDING,
     "trainer.deterministic": _ROUNDING,

@@ -129,3 +129,9 @@ def test_a_warning_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(info, "main", lambda words: warnings.warn("look\n  at this", stacklevel=1))
     assert cli.main(["info", "x.ckpt"]) == 0
     assert capsys.readouterr().err == "genmodels info: look at this\n"
+
+
+def test_what_all_processes_refuse_is_said_once_on_each_machine(monkeypatch, capsys):
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert cli.main(["trian"]) == 2 and capsys.readouterr().err.count("\n") == lines

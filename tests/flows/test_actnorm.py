@@ -283,7 +283,7 @@ def test_two_processes_give_the_start_of_one(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     two_processes_agree(tmp_path / "a", x, mask, (slice(0, 2), slice(2, 6)))
     # Mutant: every process for itself.
-    monkeypatch.setattr(initialization, "_over_processes", lambda values: values)
+    monkeypatch.setattr(initialization, "summed", lambda values: values)
     (tmp_path / "b").mkdir()
     with pytest.raises(AssertionError):
         two_processes_agree(tmp_path / "b", x, mask, (slice(0, 2), slice(2, 6)))

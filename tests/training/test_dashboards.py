@@ -10,6 +10,7 @@ import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ import torch
 from genmodels.cli.main import main
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.likelihood import Likelihood, Profile
-from genmodels.training.dashboards import LossProfile, density_of, picture_of_profile
-
-pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+from genmodels.models.ddpm import DDPM
+from genmodels.models.energy import EnergyModel
+from genmodels.training import dashboards
+from genmodels.training.dashboards import LossProfile, Throughput, density_of, forward_flops, picture_of_profile
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dashboards.md"
 FLOWS = {"nsf", "realnvp", "glow"}
@@ -56,6 +58,7 @@ def pattern(name: str) -> str:
 @pytest.fixture(scope="module", params=RUNS)
 def run(request, tmp_path_factory):
     """A family, what its short run left in W&B's records, and in TensorBoard's."""
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from tests.test_run import offline_records
@@ -236,3 +239,80 @@ def test_a_run_logs_it_and_its_mean_is_the_mean_loss(objective, tmp_path, monkey
     assert len(logged) == 2
     for row, sums in zip(logged, seen, strict=True):
         assert row == pytest.approx(figures(LossProfile(), sums), rel=1e-5, abs=1e-5)
+
+
+# ---- the speed of training ----
+
+
+def small() -> DDPM:
+    return DDPM(DataSpec("plane", (2,)), net={"hidden": 8, "depth": 1, "frequencies": 0, "dropout": 0.5}, num_steps=10)
+
+
+def points(n: int = 6) -> Batch:
+    return Batch(torch.zeros(n, 2), index=torch.arange(n))
+
+
+def test_the_operations_of_a_forward_pass():
+    """Linear layers alone: 2 for every weight."""
+    made = small()
+    linear = [m for m in made.core.modules() if isinstance(m, torch.nn.Linear)]
+    assert forward_flops(made, points()) == 2 * sum(m.weight.numel() for m in linear)
+    assert made.training
+
+
+def test_operations_of_a_loss_that_takes_derivatives_are_counted_too():
+    made = EnergyModel(DataSpec("plane", (2,)), net={"hidden": [8]})
+    layers = [m for m in made.core.modules() if isinstance(m, torch.nn.Linear)]
+    assert forward_flops(made, points()) >= 2 * sum(m.weight.numel() for m in layers)
+
+
+def test_counting_draws_nothing_and_learns_nothing():
+    made = small()
+    torch.manual_seed(0)
+    before, state = torch.get_rng_state(), {key: value.clone() for key, value in made.state_dict().items()}
+    forward_flops(made, points())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, state[key]) for key, value in made.state_dict().items())
+
+
+def timed(monkeypatch, events: str, **trainer) -> Throughput:
+    """One second for every step (s), after which a validation (v), a checkpoint (c) or a picture (p) takes ten."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(dashboards.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(dashboards, "forward_flops", lambda model, batch: 1e9)
+    monkeypatch.setattr(dashboards, "_COUNTED_AT", 0)
+    loader = SimpleNamespace(waited=0.0)
+    around = SimpleNamespace(train_dataloader=loader, accumulate_grad_batches=1, world_size=2, global_step=0,
+                             is_global_zero=True, sanity_checking=False,
+                             strategy=SimpleNamespace(root_device=torch.device("cpu")), **trainer)
+    speed = Throughput(pictures_every=max(0, events.find("p")))
+    for event in events:
+        clock.now += 1.0 if event == "s" else 10.0
+        if event == "s":
+            loader.waited += 0.25
+            around.global_step += 1
+            speed.on_train_batch_start(around, None, points(), 0)
+            speed.on_train_batch_end(around, None, None, points(), 0)
+        elif event == "v":
+            speed.on_validation_start(around, None)
+        elif event == "c":
+            speed.on_save_checkpoint(around, None, {})
+    speed.trainer = around
+    return speed
+
+
+@pytest.mark.parametrize("events, steps", [
+    ("sssss", 2), ("sssssvss", 3), ("sssssvcss", 3), ("sssscssss", 4), ("ssssspsssss", 6)
+])  # fmt: skip
+def test_whole_steps_alone_count(monkeypatch, events, steps):
+    speed = timed(monkeypatch, events)
+    assert (speed.items, speed.seconds, speed.waited) == (12 * steps, steps, 0.25 * steps)
+
+
+def test_the_line(monkeypatch):
+    speed = timed(monkeypatch, "sssss")
+    assert speed.line(speed.trainer) == "speed:    12 items/s, 25.0 % of it waiting for data, 36 GFLOP/s"
+    assert timed(monkeypatch, "ss").line(speed.trainer) is None
+    monkeypatch.setattr(dashboards, "peak_of", lambda device: 36e9)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    assert speed.line(speed.trainer).endswith("36 GFLOP/s (50.0 % of the bfloat16 peak of 2 x GPU)")

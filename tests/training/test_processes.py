@@ -1,9 +1,11 @@
-"""A signal before there is anything to save, and processes whose partners are gone."""
+"""Who has started the processes of a run, what they settle before they meet, and how they end together."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,11 +13,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from genmodels.cli.main import guarded
-from genmodels.core.errors import Interrupted
+from genmodels.core.errors import InputError, Interrupted
 from genmodels.training.callbacks import Checkpointing, CheckpointOptions
-from genmodels.training.processes import gone, stoppable
+from genmodels.training.processes import (
+    Launch,
+    Stops,
+    agreed,
+    fitted,
+    gone,
+    is_first,
+    job,
+    launch,
+    requeue,
+    stoppable,
+)
+from genmodels.training.trainer import TrainerOptions
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,3 +186,134 @@ os.kill(os.getpid(), 9)
 """)
     expected = "genmodels train: process 0 of the run has ended; continue with the same command and resume=last\n"
     assert done.stderr == expected
+
+
+# ---- who has started them, and what they settle ----
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+SRUN = {"SLURM_NTASKS": "32", "SLURM_NTASKS_PER_NODE": "8", "SLURM_NNODES": "4", "SLURM_PROCID": "9",
+        "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train"}  # fmt: skip
+LIGHTNING = {"LOCAL_RANK": "1", "NODE_RANK": "0"}
+fork = pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_methods(), reason="no fork on this system")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """An environment in which nobody has started anything."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "GENMODELS_CHOICE")) or name in (
+            "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"
+        ):
+            monkeypatch.delenv(name)
+
+
+def given(monkeypatch, environment: dict[str, str]) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("environment, found, first", [
+    ({}, None, True),
+    (TORCHRUN, Launch("torchrun", 2, 2), False),
+    (TORCHRUN | {"RANK": "0"}, Launch("torchrun", 2, 2), True),
+    (SRUN, Launch("srun", 8, 4), False),
+    (SRUN | {"SLURM_PROCID": "0"}, Launch("srun", 8, 4), True),
+    (SRUN | {"SLURM_JOB_NAME": "bash"}, None, True),
+    (SRUN | TORCHRUN | {"RANK": "0"}, Launch("torchrun", 2, 2), True),
+    (LIGHTNING, None, False),
+    ({"NODE_RANK": "1"}, None, False),
+])  # fmt: skip
+def test_who_has_started_the_processes(monkeypatch, environment, found, first):
+    given(monkeypatch, environment)
+    assert launch() == found and is_first() is first
+
+
+def test_the_trainer_takes_the_numbers_of_the_launcher(monkeypatch):
+    assert fitted(TrainerOptions(devices=3), {"devices": 3}).devices == 3
+    given(monkeypatch, SRUN)
+    for words in ({}, {"devices": 8, "num_nodes": 4}, {"devices": "auto"}):
+        options = fitted(TrainerOptions(**words), words)
+        assert (options.devices, options.num_nodes) == (8, 4)
+    for words, said in (({"devices": 2}, "srun has started 8 processes"), ({"num_nodes": 2}, "has started 4 machines")):
+        with pytest.raises(InputError, match=said):
+            fitted(TrainerOptions(**words), words)
+    given(monkeypatch, {"SLURM_NTASKS": "31"})
+    with pytest.raises(InputError, match="same number"):
+        launch()
+
+
+def test_the_job(monkeypatch):
+    assert job() is None
+    given(monkeypatch, {"TORCHELASTIC_RUN_ID": "none"})
+    assert job() is None
+    given(monkeypatch, {"TORCHELASTIC_RUN_ID": "mine"})
+    assert job() == "mine"
+    given(monkeypatch, {"SLURM_JOB_ID": "77"})
+    assert job() == "77"
+    given(monkeypatch, {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"})
+    assert job() == "70_3"
+
+
+def test_requeueing_says_what_came_of_it(monkeypatch, tmp_path):
+    given(monkeypatch, {"SLURM_JOB_ID": "77", "PATH": str(tmp_path)})
+    assert "scontrol requeue 77 failed" in requeue()
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $@ > {tmp_path}/asked\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    assert requeue() == "job 77 is queued again" and (tmp_path / "asked").read_text() == "requeue 77\n"
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho no such job >&2\nexit 1\n")
+    assert requeue() == "scontrol requeue 77 failed (no such job)"
+
+
+def test_one_process_decides_for_itself_and_for_those_that_lightning_starts(monkeypatch):
+    assert agreed(lambda: "a") == "a" and agreed(lambda: "b") == "b"
+    given(monkeypatch, LIGHTNING | {"GENMODELS_CHOICE": f"{os.getppid()}:a"})
+    assert agreed(lambda: "b") == "a"
+    given(monkeypatch, {"GENMODELS_CHOICE": "1:a"} if os.getppid() != 1 else {"GENMODELS_CHOICE": "2:a"})
+    assert agreed(lambda: "b") == "b"  # of a run that has nothing to do with this one
+    with pytest.raises(InputError, match="MASTER_ADDR"):
+        agreed(lambda: "c", num_nodes=2)
+
+
+def _agree(rank: int, port: str, out: Path) -> None:
+    faulthandler.dump_traceback_later(60, exit=True)
+    os.environ |= SRUN | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1",
+                          "SLURM_PROCID": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+    said = [agreed(lambda: f"{rank} {time.monotonic()}") for _ in range(2)]
+    # The process group of training meets at the same address.
+    torch.distributed.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+    stops = Stops()
+    seen = [stops(signal.SIGTERM if rank == 1 and step == 2 else None) for step in range(5)]
+    torch.save([said, seen], out)
+    torch.distributed.barrier()
+
+    def refuse() -> str:
+        raise InputError("no")
+
+    try:
+        agreed(refuse)
+    except InputError:
+        assert rank == 0
+        torch.distributed.barrier()
+        os._exit(3)
+    except SystemExit as end:
+        assert rank == 1
+        torch.distributed.barrier()
+        os._exit(end.code)
+
+
+@fork
+def test_the_first_process_decides_and_all_stop_at_the_same_step(tmp_path):
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    context = torch.multiprocessing.get_context("fork")
+    runs = [context.Process(target=_agree, args=(rank, port, tmp_path / f"{rank}.pt")) for rank in (1, 0)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join(timeout=60)
+    assert [run.exitcode for run in runs] == [2, 3]
+    (first, seen), others = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert others == [first, seen] and seen == [None, None, None, 15, None]
+    assert len(set(first)) == 2 and all(choice.startswith("0 ") for choice in first)

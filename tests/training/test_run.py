@@ -32,12 +32,7 @@ from tests.models import texts
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch, tmp_path):
-    monkeypatch.delenv("GENMODELS_RUN_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
-
-
-def forget(monkeypatch):
-    monkeypatch.delenv("GENMODELS_RUN_DIR", raising=False)
 
 
 def checkpoint(path: Path, **header) -> Path:
@@ -46,18 +41,13 @@ def checkpoint(path: Path, **header) -> Path:
     return path
 
 
-def test_two_runs_of_one_second_have_two_folders(monkeypatch):
+def test_two_runs_of_one_second_have_two_folders():
     first = run.choose_folder(Path("runs"), "ddpm-digits", None)
-    forget(monkeypatch)
     second = run.choose_folder(Path("runs"), "ddpm-digits", None)
     assert first != second and first.is_dir() and second.is_dir() and first.parent == Path("runs/ddpm-digits")
 
 
-def test_the_processes_of_one_run_share_its_folder():
-    assert run.choose_folder(Path("runs"), "a", None) == run.choose_folder(Path("runs"), "a", None)
-
-
-def test_a_folder_with_a_run_is_not_taken(monkeypatch):
+def test_a_folder_with_a_run_is_not_taken():
     checkpoint(Path("mine/last.ckpt"))
     with pytest.raises(InputError, match="resume=last"):
         run.choose_folder(Path("runs"), "a", "mine")
@@ -90,14 +80,12 @@ def test_a_folder_is_held_by_one_run():
     run.claim(Path("mine")).close()
 
 
-def test_resume_finds_the_newest_run_a_folder_or_a_file(monkeypatch):
+def test_resume_finds_the_newest_run_a_folder_or_a_file():
     old, new = (checkpoint(Path(f"runs/a/{name}/last.ckpt")) for name in ("1", "2"))
     os.utime(old, (1, 1))
     assert run.find_resume(Path("runs"), "a", None, "last") == new
     for where in ("runs/a/1", "runs/a/1/last.ckpt"):
-        forget(monkeypatch)
-        assert run.find_resume(Path("runs"), "a", None, where) == old
-    forget(monkeypatch)
+            assert run.find_resume(Path("runs"), "a", None, where) == old
     with pytest.raises(InputError, match="no last.ckpt in runs/b"):
         run.find_resume(Path("runs"), "b", None, "last")
 

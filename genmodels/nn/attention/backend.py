@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.mask import Reach
 from genmodels.nn.attention.position import DistanceBias, Position, distances
+from genmodels.nn.dropout import dropout
 
 BACKENDS = ("auto", "sdpa", "explicit", "flex")
 
@@ -123,7 +124,7 @@ def attend_explicitly(weights: Tensor, v: Tensor, drop: float) -> tuple[Tensor, 
 
 
 def attend_fused(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor | None, drop: float, causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor | None, causal: bool = False
 ) -> Tensor:
     """Torch's scaled dot-product attention, with bias and mask as one mask; empty rows are exactly 0.
 
@@ -134,11 +135,11 @@ def attend_fused(
     """
     if allowed is None:
         mask = None if bias is None else bias.to(q.dtype)
-        return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop, is_causal=causal)
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
     some = allowed.any(-1, keepdim=True)
     opened = allowed | ~some
     mask = opened if bias is None else torch.where(opened, bias.to(q.dtype), -math.inf)
-    y = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=drop)
+    y = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return torch.where(some, y, 0.0)
 
 

@@ -11,7 +11,7 @@ from genmodels.core.tensors import wide
 from genmodels.nn.attention import backend as paths
 from genmodels.nn.attention.mask import Reach, check_full, check_padding, hide_rows
 from genmodels.nn.attention.position import Position, Space, head_width
-from genmodels.nn.blocks import checked
+from genmodels.nn.dropout import checked
 
 
 class Cache(NamedTuple):
@@ -238,8 +238,11 @@ class Attention(nn.Module):
         """
         call = self._prepare(x, memory, mask, memory_mask, cache, offset, space)
         kind, _ = paths.choose(self.backend, self.derivatives, self.position, x.device.type)
+        dropping = self.training and self.dropout > 0
+        # Kernels and blocks would have masks of weights that differ with the processes and with the padding.
+        kind = "explicit" if dropping else kind
         Lq, Lk = call.q.shape[2], call.k.shape[2]
-        blocks = None if kind == "flex" else self._blocks(Lq, Lk, call.q0, call.k0)
+        blocks = None if kind == "flex" or dropping else self._blocks(Lq, Lk, call.q0, call.k0)
         if blocks is None:
             y = self._attend(call, kind)
         else:
@@ -367,7 +370,7 @@ class Attention(nn.Module):
         square = call.q0 == call.k0 and call.q.shape[2] == call.k.shape[2]
         causal = square and bias is None and self.reach.causal_alone and call.padding is None and call.full is None
         allowed = None if causal else self._allowed(call)
-        return paths.attend_fused(q, call.k, call.v, bias, allowed, drop, causal)
+        return paths.attend_fused(q, call.k, call.v, bias, allowed, causal)
 
     def _weights(self, call: Call) -> Tensor:
         if call.empty:

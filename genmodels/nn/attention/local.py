@@ -6,13 +6,14 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, pad, relu
+from torch.nn.functional import pad, relu
 
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
 from genmodels.nn.attention.mechanism import AtOnce, Inputs, admit, merge_heads, split_heads
 from genmodels.nn.attention.scores import Additive
 from genmodels.nn.attention.seq2seq import Keys, Stepwise
+from genmodels.nn.dropout import dropout
 
 #: Positions whose neighbours are summed by one product.
 BLOCK = 64

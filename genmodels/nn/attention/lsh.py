@@ -7,12 +7,13 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import pad
 
 from genmodels.core.random import normal
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
 from genmodels.nn.attention.mechanism import AtOnce, Inputs, split_heads
+from genmodels.nn.dropout import dropout
 
 
 def sign_bits(x: Tensor, planes: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from genmodels.nn.attention.backend import Path
 from genmodels.nn.attention.core import check_tensors
 from genmodels.nn.attention.mask import check_full, check_padding, hide_rows
 from genmodels.nn.attention.position import head_width
-from genmodels.nn.blocks import checked
+from genmodels.nn.dropout import checked
 
 
 class Inputs(NamedTuple):

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout
 
 from genmodels.core.random import Generator, uniform
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
 from genmodels.nn.attention.mechanism import Inputs, Mechanism, admit, merge_heads, split_heads
 from genmodels.nn.attention.scores import Additive, Past, Score
+from genmodels.nn.dropout import dropout
 
 
 class Keys(NamedTuple):

@@ -124,7 +124,7 @@ def test_masked_softmax_of_nothing_is_zero_with_zero_gradient():
 
 def test_empty_rows_do_not_depend_on_the_kernel():
     q, k, v = (torch.randn(1, 1, 3, 4, requires_grad=True) for _ in range(3))
-    y = attend_fused(q, k, v, torch.randn(1, 1, 3, 3), torch.zeros(1, 1, 3, 3, dtype=torch.bool), 0.0)
+    y = attend_fused(q, k, v, torch.randn(1, 1, 3, 3), torch.zeros(1, 1, 3, 3, dtype=torch.bool))
     gradients = torch.autograd.grad(y.sum(), (q, k, v))
     assert not y.any() and all(not g.any() for g in gradients)
 

@@ -1,0 +1,135 @@
+"""What a step of the presets costs, and the efficiency to expect on many GPUs.
+
+    python benchmarks/scaling.py [--presets ddpm_cifar10 glow_cifar10] [--utilisation 0.3] [--measure]
+
+For each preset: the weights, the bytes of gradients that a step adds up over the processes (float32), the operations of
+a step (three times the counted forward pass), and the time of a step on one GPU at a stated share of its bfloat16 peak.
+From them, with a ring or a tree of all-reduces that moves 2 (W - 1) / W of the gradients over the slowest link,
+
+    t_comm = 2 (W - 1) / W bytes / bandwidth + 2 log2(W) latency
+    efficiency = t_step / (t_step + max(0, t_comm - overlap t_step))
+
+with overlap = 2/3, the backward pass, during which DDP communicates, and in brackets overlap = 0. `--measure` also
+times steps of training on this machine, with the device there is; the times of GPUs are computed, not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from genmodels.cli.compose import composer
+from genmodels.core.data import Batch, DataSpec
+from genmodels.models.build import build
+from genmodels.training.dashboards import PEAKS, forward_flops
+
+SPECS = {
+    "digits": DataSpec("digits", (1, 8, 8), levels=17, num_classes=10),
+    "mnist": DataSpec("mnist", (1, 28, 28), levels=256, num_classes=10),
+    "cifar10": DataSpec("cifar10", (3, 32, 32), levels=256, num_classes=10),
+}
+PRESETS = ["ddpm_mnist", "glow_mnist", "score_mnist", "energy_mnist", "ddpm_cifar10", "glow_cifar10", "realnvp_cifar10"]
+#: GPUs, bytes a second of each one's link, and the latency of a message: eight in a machine, then machines.
+NETWORKS = [
+    (8, 450e9, 5e-6, "NVLink, 450 GB/s each"),
+    (64, 50e9, 15e-6, "InfiniBand, 400 Gbit/s each"),
+    (512, 50e9, 15e-6, "InfiniBand, 400 Gbit/s each"),
+    (64, 25e9 / 8, 30e-6, "Ethernet, 25 Gbit/s each"),
+]
+
+
+@dataclass
+class Cost:
+    """A step of one process."""
+
+    preset: str
+    weights: int
+    batch: int
+    flops: float
+    measured: float | None = None  # seconds here
+
+    @property
+    def gradient_bytes(self) -> int:
+        return 4 * self.weights
+
+
+def cost_of(preset: str, measure: bool) -> Cost:
+    """What a preset's step takes, on random data of its shape."""
+    model_name, _, data = preset.partition("_")
+    with composer("train") as hydra:
+        config = hydra.compose([f"model={model_name}", f"data={data}"])
+    spec, size = SPECS[data], config["data"].get("batch_size", 128)
+    model = build(config["model"], spec)
+    x = torch.randint(0, spec.levels, (size, *spec.event_shape), generator=torch.Generator().manual_seed(0))
+    batch = Batch(x.to(torch.uint8), torch.arange(size) % 10, index=torch.arange(size))
+    model.initialize(batch)
+    weights = sum(p.numel() for p in model.core.parameters())
+    found = Cost(preset, weights, size, 3 * forward_flops(model, batch) * size)
+    if measure:
+        found.measured = seconds_of_a_step(model, batch)
+    return found
+
+
+def seconds_of_a_step(model, batch: Batch) -> float:
+    """The faster of two steps after a first one: loss, derivatives, optimiser."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, batch = model.to(device), batch.to(device)
+    optimizer, _ = model.optimizer_options.build(model.core.parameters(), 10)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        model.loss(batch, model.training_generator(len(batch))).value.backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def efficiency(step: float, size: int, gpus: int, bandwidth: float, latency: float, overlap: float) -> float:
+    """Speed-up over one process, divided by the number of processes.
+
+    Example:
+        >>> efficiency(1.0, 10**9, 2, 10**9, 0.0, overlap=0.0)
+        0.5
+    """
+    exchange = 2 * (gpus - 1) / gpus * size / bandwidth + 2 * math.log2(gpus) * latency
+    return step / (step + max(0.0, exchange - overlap * step))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", default=PRESETS)
+    parser.add_argument("--gpu", choices=sorted(PEAKS), default="H100")
+    parser.add_argument("--utilisation", type=float, default=0.3, help="share of the bfloat16 peak that a step reaches")
+    parser.add_argument("--measure", action="store_true", help="time steps on this machine too")
+    asked = parser.parse_args()
+    costs = [cost_of(preset, asked.measure) for preset in asked.presets]
+    names = [f"{gpus} GPUs, {name}" for gpus, _, _, name in NETWORKS]
+    here = ["seconds here"] if asked.measure else []
+    step = f"ms on one {asked.gpu} at {asked.utilisation:.0%}"
+    heads = ["preset", "weights", "MB of gradients", "batch", "GFLOP a step", *here, step, *names]
+    print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+    for cost in costs:
+        seconds = cost.flops / (asked.utilisation * PEAKS[asked.gpu])
+        cells = [cost.preset, f"{cost.weights / 1e6:.2f} M", f"{cost.gradient_bytes / 1e6:.1f}", str(cost.batch),
+                 f"{cost.flops / 1e9:.0f}"]
+        cells += [f"{cost.measured:.2f}"] if asked.measure else []
+        cells.append(f"{1e3 * seconds:.2f}")
+        for gpus, bandwidth, latency, _ in NETWORKS:
+            best, worst = (efficiency(seconds, cost.gradient_bytes, gpus, bandwidth, latency, o) for o in (2 / 3, 0))
+            cells.append(f"{best:.0%} ({worst:.0%})")
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""Training on several processes gives the numbers of one, whoever starts them and however often they change."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from genmodels.core.checkpoint import read_header
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError
+from genmodels.core.random import seed_of
+from genmodels.energy import kernel_fit
+from genmodels.models.base import GenerativeModel
+from genmodels.models.build import NETWORKS
+from genmodels.models.ddpm import DDPM
+from genmodels.models.energy import EnergyModel
+from genmodels.models.glow import Glow
+from genmodels.models.glow_tts import GlowTTS
+from genmodels.models.jet import Jet
+from genmodels.models.maf import MAF
+from genmodels.models.mel_ddpm import MelDDPM
+from genmodels.models.mel_energy import MelEnergy
+from genmodels.models.nsf import NSF
+from genmodels.models.realnvp import RealNVP
+from genmodels.models.score import ScoreModel
+from genmodels.models.tacotron import Tacotron
+from genmodels.models.tarflow import TarFlow
+from genmodels.nn import UNet
+from tests.models import texts
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 120  # seconds until a test gives up on its processes
+fork = pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_methods(), reason="no fork on this system")
+
+DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+PLANE = DataSpec("plane", (2,))
+UNET = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "dropout": 0.3}
+DIT = {"_target_": NETWORKS["dit"], "width": 16, "depth": 1, "heads": 2, "dropout": 0.3}
+PERCEPTRON = {"hidden": 16, "depth": 1, "dropout": 0.3}
+MELS = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
+SPEECH = {"encoder": {**texts.ENCODER, "dropout": 0.2}}
+
+#: A small model of every family, with what several processes could get wrong: dropout, classes, learned parts.
+MODELS = {
+    "ddpm": lambda: DDPM(DIGITS, net=UNET, num_steps=20, self_conditioning=True),
+    "ddpm hybrid": lambda: DDPM(DIGITS, net=UNET, num_steps=20, objective="hybrid", time_sampler="loss_aware"),
+    "ddpm by a transformer": lambda: DDPM(DIGITS, net=DIT, num_steps=20),
+    "ddpm vectors": lambda: DDPM(PLANE, net=PERCEPTRON, num_steps=20),
+    "glow": lambda: Glow(DIGITS, steps=2, hidden=8),
+    "glow by inversion": lambda: Glow(DIGITS, steps=2, hidden=8, memory="inverse"),
+    "realnvp": lambda: RealNVP(DIGITS, layout=["checkerboard*2", "squeeze", "channel*2"], hidden=8, depth=1,
+                               dropout=0.3, dequantisation="variational"),
+    "maf": lambda: MAF(PLANE, hidden=8),
+    "nsf": lambda: NSF(PLANE, hidden=8),
+    "tarflow": lambda: TarFlow(DIGITS, blocks=2, width=16, depth=1, heads=2, dropout=0.3, class_conditional=True),
+    "jet": lambda: Jet(DIGITS, couplings=2, width=16, depth=1, heads=2),
+    "energy": lambda: EnergyModel(PLANE, net={"hidden": [16, 16]}),
+    "energy of images": lambda: EnergyModel(DIGITS, net={"channels": [8, 8]}),
+    "deep kernel": lambda: EnergyModel(PLANE, network="deep_kernel", net={"inducing": 5}),
+    "score": lambda: ScoreModel(DIGITS, net=MELS),
+    "score, all levels": lambda: ScoreModel(PLANE, net={"hidden": 16, "depth": 1}, levels="all", ratio=4),
+    "glow_tts": lambda: GlowTTS(texts.spec(), **SPEECH, steps=2, hidden=8, depth=1, dropout=0.2, duration_channels=8),
+    "tacotron": lambda: Tacotron(texts.spec(), **SPEECH, hidden=8, prenet=8),
+    "mel_ddpm": lambda: MelDDPM(texts.spec(), **SPEECH, net=MELS, duration_channels=8),
+    "mel_energy": lambda: MelEnergy(texts.spec(), **SPEECH, net=MELS, duration_channels=8),
+}
+SIZES = ((3, 9), (5, 14), (2, 6), (4, 11), (6, 16), (3, 8), (2, 7), (5, 12))
+
+
+def items(spec: DataSpec, width: torch.dtype) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    if spec.text is not None:
+        return texts.batch(SIZES)
+    if spec.levels is None:
+        return Batch(torch.randn(8, 2, generator=generator, dtype=width), index=torch.arange(8))
+    x = torch.randint(0, 17, (8, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    return Batch(x, torch.arange(8) % 10, index=torch.arange(8))
+
+
+def share(batch: Batch, rank: int, world: int) -> Batch:
+    """The rows of a process, padded to the longest among them."""
+    mine = batch.rows(torch.arange(rank, len(batch), world))
+    if mine.mask is None:
+        return mine
+    frames = int(mine.mask.sum(-1).max())
+    return Batch(mine.x[..., :frames], mine.cond, mine.mask[..., :frames], mine.index)
+
+
+def gradients(name: str, rank: int = 0, world: int = 1, width: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Of the loss of a process' rows after two batches, accumulated as in training; and what became of buffers."""
+    torch.manual_seed(0)
+    model = MODELS[name]().to(width)
+    model.seed, whole = 5, items(model.spec, width)
+    model.initialize(whole)
+    with torch.no_grad():  # nothing that starts at zero hides what it does
+        for parameter in model.core.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    for model.batches_seen in (3, 4):
+        torch.manual_seed(seed_of(model.seed, "dropout", model.batches_seen))
+        batch = share(whole, rank, world)
+        model.loss(batch, model.training_generator(len(batch))).value.backward()
+    found = {key: p.grad for key, p in model.core.named_parameters() if p.grad is not None}
+    return found | {f"buffer {key}": value for key, value in model.core.named_buffers() if value.is_floating_point()}
+
+
+def _take_part(rank: int, meet: str, out: str, names: list[str], width: torch.dtype) -> None:
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+    found = {}
+    try:
+        for name in names:
+            found[name] = gradients(name, rank, 2, width)
+            for value in found[name].values():
+                torch.distributed.all_reduce(value)
+                value /= 2
+        torch.save(found, out)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    torch.distributed.destroy_process_group()
+
+
+def on_two_processes(folder: Path, names: list[str], width: torch.dtype = torch.float64) -> dict:
+    """The mean gradients of two processes by name of the model, as the second has them."""
+    folder.mkdir(exist_ok=True)
+    context = torch.multiprocessing.get_context("fork")
+    paths = [str(folder / f"{rank}.pt") for rank in (0, 1)]
+    runs = [context.Process(target=_take_part, args=(rank, str(folder / "meet"), paths[rank], names, width))
+            for rank in (0, 1)]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join(timeout=PATIENCE)
+    assert [run.exitcode for run in runs] == [0, 0]
+    return torch.load(paths[1], weights_only=True)
+
+
+def distance(found: dict, expected: dict) -> float:
+    """The largest difference, as a share of the largest gradient."""
+    unused = found.keys() - expected.keys()  # processes wait for the gradient of every weight, if only for zeros
+    assert expected.keys() <= found.keys() and not any(found[key].any() for key in unused)
+    scale = max(float(value.abs().max()) for value in expected.values())
+    assert scale > 0
+    return max(float((found[key] - value).abs().max()) for key, value in expected.items()) / scale
+
+
+@fork
+def test_the_gradient_of_two_processes_is_that_of_one(tmp_path):
+    found = on_two_processes(tmp_path, list(MODELS))
+    apart = {name: distance(found[name], gradients(name)) for name in MODELS}
+    assert max(apart.values()) < 1e-10, apart
+
+
+@fork
+def test_in_single_precision_too(tmp_path):
+    names = ["ddpm", "glow by inversion", "energy", "glow_tts"]
+    found = on_two_processes(tmp_path, names, torch.float32)
+    apart = {name: distance(found[name], gradients(name, width=torch.float32)) for name in names}
+    assert max(apart.values()) < 1e-4, apart
+
+
+@fork
+def test_it_catches_noise_that_is_not_that_of_the_global_batch_and_a_fit_to_the_own_rows(tmp_path, monkeypatch):
+    own = GenerativeModel.training_generator
+    monkeypatch.setattr(GenerativeModel, "training_generator",
+                        lambda self, n: type(own(self, n))(self.seed, torch.arange(n), "train", self.batches_seen))
+    monkeypatch.setattr(kernel_fit, "averaged", lambda values: values)
+    names = ["ddpm", "glow", "deep kernel"]
+    found = on_two_processes(tmp_path, names)
+    assert all(distance(found[name], gradients(name)) > 1e-3 for name in names)
+
+
+# ---- whole runs ----
+
+
+SMALL = ["model=ddpm", "data=toy", "data.n_train=600", "data.n_val=50", "data.n_test=50", "data.batch_size=24",
+         "model.net.hidden=16", "model.net.depth=1", "model.net.dropout=0.2", "model.num_steps=20",
+         "model.ema_decay=0.9", "trainer.accumulate=2", "trainer.max_steps=40", "trainer.validate_every_n_steps=20",
+         "trainer.sample_every_n_steps=0", "trainer.progress=false",
+         "trainer.accelerator=cpu", "trainer.log_every_n_steps=10", "checkpoint.every_n_steps=5", "logger=csv",
+         "model.optimizer.lr=0.002"]
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def begin(cwd: Path, *words: str, by: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
+    """train.py as a process of its own."""
+    names = ("SLURM_", "MASTER_", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_", "GENMODELS_CHOICE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
+    command = [sys.executable, *by, str(ROOT / "train.py"), *SMALL, *words]
+    return subprocess.Popen(command, cwd=cwd, env=env | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, start_new_session=True)
+
+
+def ended(runs: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    """Exit code, output and messages of each."""
+    try:
+        told = [run.communicate(timeout=PATIENCE) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    return [(run.returncode, *texts) for run, texts in zip(runs, told, strict=True)]
+
+
+def slurm(rank: int, tasks: int, port: str, folder: Path) -> dict[str, str]:
+    """The environment of a task of srun, as far as it is read, with an scontrol that notes what it is asked for."""
+    command = folder / "bin" / "scontrol"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f"#!/bin/sh\necho \"$@\" >> {folder}/scontrol.txt\n")
+    command.chmod(0o755)
+    return {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "genmodels", "SLURM_NTASKS": str(tasks), "SLURM_NNODES": "1",
+            "SLURM_NTASKS_PER_NODE": str(tasks), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
+            "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
+
+
+def wait_for_step(path: Path, step: int, runs: list[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and all(run.poll() is None for run in runs):
+        if path.is_file() and read_header(path, check=False)["step"] >= step:
+            return
+        time.sleep(0.01)
+    raise AssertionError([run.communicate()[1] for run in runs if run.poll() is not None])
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    from genmodels.models.checkpoint import read_checkpoint
+
+    found = read_checkpoint(path)
+    assert found["genmodels"]["step"] == 40 and found["genmodels"]["finished"]
+    return found["state_dict"]
+
+
+def rows(folder: Path) -> list[str]:
+    return [line.split(",")[0] for line in (folder / "metrics.csv").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """The run of one process that nobody stops."""
+    from genmodels.cli.main import main
+
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    assert main(["train", *SMALL, f"run_dir={folder}"]) == 0
+    return folder
+
+
+def same_run(folder: Path, alone: Path) -> None:
+    """The weights, the averages and the rows of metrics.csv of one process, in one folder."""
+    expected, found = weights(alone / "last.ckpt"), weights(folder / "last.ckpt")
+    assert found.keys() == expected.keys() and any(key.startswith("ema.") for key in found)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=key)
+    assert rows(folder) == rows(alone)
+
+
+def test_a_job_of_slurm_is_queued_again_and_goes_on_with_another_number_of_processes(alone, tmp_path):
+    """Two tasks until SIGUSR1 reaches one of them, then one: the run of one process, in one folder, logged once."""
+    port, folder = free_port(), tmp_path / "runs/ddpm-toy_moons/job_4711"
+    tasks = [begin(tmp_path, "resume=auto", **slurm(rank, 2, port, tmp_path)) for rank in (0, 1)]
+    wait_for_step(folder / "last.ckpt", 5, tasks)
+    tasks[1].send_signal(signal.SIGUSR1)
+    (code, output, told), (other_code, other_output, other_told) = ended(tasks)
+    assert (code, other_code, other_output, other_told) == (130, 0, "", ""), (told, other_told)
+    assert "saved and job 4711 is queued again" in told and told.count("\n") == 1
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 4711\n"
+    assert 5 <= read_header(folder / "last.ckpt")["step"] < 40
+    ((code, output, told),) = ended([begin(tmp_path, "resume=auto", **slurm(0, 1, port, tmp_path))])
+    assert code == 0 and "resumed at step" in output, told
+    assert "trainer.devices is 2 in the checkpoint and is 1 here" in output
+    assert [path.name for path in (tmp_path / "runs/ddpm-toy_moons").iterdir()] == ["job_4711"]
+    same_run(folder, alone)
+
+
+@pytest.mark.slow
+def test_torchrun_ends_when_one_of_its_processes_is_killed_and_goes_on(alone, tmp_path):
+    folder = tmp_path / "run"
+    by = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
+    run = begin(tmp_path, "resume=auto", "run_dir=run", by=by)
+    wait_for_step(folder / "last.ckpt", 5, [run])
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(run.pid)], capture_output=True, text=True)
+    os.kill(int(listed.stdout.split()[-1]), signal.SIGKILL)
+    start = time.monotonic()
+    ((code, _, told),) = ended([run])
+    assert code == 1 and time.monotonic() - start < 60
+    assert told.count("genmodels train: another process of the run has ended") == 1, told
+    ((code, output, told),) = ended([begin(tmp_path, "resume=auto", "run_dir=run", by=by)])
+    assert code == 0 and output.count("resumed at step") == 1 and output.count("trained in") == 1, told
+    same_run(folder, alone)
+
+
+@pytest.mark.slow
+def test_three_machines_that_lightning_serves(alone, tmp_path):
+    """Each with a launch of its own, as a user would without torchrun and SLURM."""
+    port = free_port()
+    machines = [begin(tmp_path, "trainer.num_nodes=3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK=str(rank))
+                for rank in range(3)]
+    found = ended(machines)
+    assert [code for code, *_ in found] == [0, 0, 0], [told for *_, told in found]
+    assert found[0][1].count("trained in") == 1 and found[1][1] == found[2][1] == ""
+    (folder,) = (tmp_path / "runs/ddpm-toy_moons").iterdir()
+    same_run(folder, alone)
+
+
+@pytest.mark.slow
+def test_spread_weights_are_those_of_one_process(alone, tmp_path):
+    """FSDP2 on two processes up to half of the run, then one process."""
+    port = free_port()
+    tasks = [begin(tmp_path, "trainer.strategy=fsdp", "run_dir=run", **slurm(rank, 2, port, tmp_path))
+             for rank in (0, 1)]
+    wait_for_step(tmp_path / "run/last.ckpt", 5, tasks)
+    tasks[0].send_signal(signal.SIGTERM)
+    (code, _, told), (other, *_) = ended(tasks)
+    assert (code, other) == (130, 0) and "interrupted at step" in told, told
+    ((code, _, told),) = ended([begin(tmp_path, "run_dir=run", "resume=last")])
+    assert code == 0, told
+    same_run(tmp_path / "run", alone)
+
+
+def test_spread_weights_are_refused_where_weights_have_to_be_whole():
+    for name in ("glow", "energy", "glow_tts"):
+        with pytest.raises(InputError, match="trainer.strategy=fsdp is for models that call their networks whole"):
+            MODELS[name]().sharded_networks()
+    with pytest.raises(InputError, match="schedule=learned"):
+        DDPM(PLANE, net=PERCEPTRON, schedule="learned", objective="continuous").sharded_networks()
+    (network,) = MODELS["ddpm"]().sharded_networks()
+    assert isinstance(network, UNet)
