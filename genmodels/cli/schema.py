@@ -428,7 +428,7 @@ class Schema:
         choices = [v for kind in alternatives if isinstance(kind, Choice) for v in kind.values]
         near = nearest(value, choices) if isinstance(value, str) else None
         hint = f": did you mean {near!r}?" if near else ""
-        if isinstance(value, int | float) and not usable(value):
+        if any(isinstance(v, int | float) and not usable(v) for v in (value if isinstance(value, list) else [value])):
             hint = ": numbers are finite, and integers have at most 64 bits"
         return f"{path} must be {expected}, got {show(value)!r} ({self.where(path)}){hint}"
 

@@ -68,7 +68,7 @@ _TEXT = _Form("text", lambda value: type(value) is str)
 _FLAG = _Form("true or false", lambda value: type(value) is bool)
 _NUMBER = _Form("a finite number", lambda value: type(value) in (int, float) and math.isfinite(value))
 _POSITIVE = _Form("a positive number", lambda value: _NUMBER.holds(value) and value > 0)
-_OPTIONS = _Form("a mapping", _mapping)
+_OPTIONS = _Form("a mapping", _mapping)  # those of a class: it checks them itself when it is built
 _SIZE, _COUNT = _whole(1, _LARGE), _whole(0, 2**63 - 1)
 
 _MEL = {
@@ -228,10 +228,12 @@ def verify(path: str | Path) -> None:
     if not path.is_file():
         if path.exists() and not path.is_dir():
             raise RunError(f"{path}: {kind_of(path)}, not a checkpoint")
-        runs = sorted(one.parent for one in path.parent.glob("*/best.ckpt")) if path.parent.is_dir() else []
+        wanted = path / "last.ckpt" if path.is_dir() else path
+        runs = sorted(one.parent for one in wanted.parent.glob("*/best.ckpt")) if wanted.parent.is_dir() else []
         if runs:
-            raise RunError(f"{path.parent} contains {len(runs)} runs: choose one, such as {runs[-1]}")
-        raise RunError(f"{path}: no such checkpoint{_last_good(path)}")
+            raise RunError(f"{wanted.parent} contains {len(runs)} runs: choose one, such as {runs[-1]}")
+        what = "no such checkpoint" if wanted == path else "it holds neither best.ckpt nor last.ckpt"
+        raise RunError(f"{path}: {what}{_last_good(wanted)}")
     try:
         with open(path, "rb") as file:
             reason = _damage(file)

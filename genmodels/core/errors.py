@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_LARGEST_TEMPERATURE = 1e6
+_LARGEST = 1e6  # of a sampler's factors, beyond which samples overflow
 
 
 class InputError(ValueError):
@@ -56,6 +56,20 @@ def require_finite_rows(x: Tensor) -> Tensor:
     return x
 
 
+def check_number(name: str, value: float, least: float, most: float = _LARGEST) -> None:
+    """Raise InputError for a value that is not a number from `least` to `most`.
+
+    Example:
+        >>> check_number("guidance", 1e38, -1e6)
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: guidance must be a finite number from -1e+06 to 1e+06, got 1e+38
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and least <= value <= most):
+        raise InputError(f"{name} must be a finite number from {least:g} to {most:g}, got {value!r}")
+
+
 def check_temperature(value: float, name: str = "temperature", *, positive: bool = False) -> None:
     """Raise InputError for a temperature that is not a number from 0 to a million, beyond which samples overflow.
 
@@ -70,10 +84,9 @@ def check_temperature(value: float, name: str = "temperature", *, positive: bool
         ...
         genmodels.core.errors.InputError: temperature must be a finite number from 0 to 1e+06, got inf
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number and 0 <= value <= _LARGEST_TEMPERATURE and not (positive and value == 0)):
-        kind = "positive number up to" if positive else "finite number from 0 to"
-        raise InputError(f"{name} must be a {kind} {_LARGEST_TEMPERATURE:g}, got {value!r}")
+    if positive and value == 0:
+        raise InputError(f"{name} must be a positive number up to {_LARGEST:g}, got {value!r}")
+    check_number(name, value, 0)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import TextCondition
-from genmodels.core.errors import InputError, check_temperature
+from genmodels.core.errors import InputError, check_number, check_temperature
+
+#: Options without a range of their own, with the least value of each; the largest is a million.
+_UNBOUNDED = (("guidance", -1e6), ("churn", 0), ("step_size", 0), ("inverse_temperature", 0), ("speed", 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,7 @@ class SamplingOptions:
         path: number of frames of the trajectory from noise to data to keep, 0 for none.
         progress: called after every step with the number of steps done and their total.
 
-    Errors: InputError for a number of samples, a start, a temperature or a number of frames that cannot be.
+    Errors: InputError for values out of their range.
 
     Example:
         >>> SamplingOptions(n=4, temperature=0.7).with_default(temperature=1.0).temperature
@@ -115,6 +119,14 @@ class SamplingOptions:
                 f"samples are numbered by 64 bits: start + n must be below 2**63, got {self.start} + {self.n}")
         if self.temperature is not None:
             check_temperature(self.temperature)
+        for key, least in _UNBOUNDED:
+            if getattr(self, key) is not None:
+                check_number(key, getattr(self, key), least)
+        interval = self.guidance_interval
+        if interval is not None and not (len(interval) == 2 and all(map(math.isfinite, interval))
+                                         and interval[0] < interval[1]):
+            raise InputError("guidance_interval takes two finite log-SNRs, the lower one first, got "
+                             f"{list(interval)}")
         if self.path < 0:
             raise InputError(f"path is a number of frames, 0 for none, got {self.path}")
 

@@ -175,7 +175,8 @@ def _fault(lines: dict[int, list[str]], heading: list[str]) -> str | None:
     width = len(heading or next(iter(lines.values())))
     for number, cells in lines.items():
         if len(cells) != width:
-            return f", line {number}: {len(cells)} cells, where the table has {width} columns"
+            count = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
+            return f", line {number} has {count}, where the table has {width} columns"
         for column, cell in enumerate(map(str.strip, cells)):
             if not _is_number(cell):
                 found = f"{cell!r} is no number" if cell else "the cell is empty"

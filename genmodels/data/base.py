@@ -79,7 +79,9 @@ class DataModule(pl.LightningDataModule):
         spec, splits = self.load()
         for name in SPLITS:
             if len(splits[name]) == 0:
-                raise InputError(f"data {spec.name}: the {name} split is empty, every split needs at least one item")
+                items = sum(len(split) for split in splits.values())
+                raise InputError(f"data {spec.name}: the {name} split is empty, every split needs at least one item; "
+                                 f"there {'is' if items == 1 else 'are'} {items} in all")
         self._loaded = spec, splits
 
     @property

@@ -97,8 +97,6 @@ class DiffusionSampler:
         """The denoiser with guidance, and with its estimate kept in range."""
         interval = options.guidance_interval
         if options.guidance not in (0, 1):
-            if interval is not None and len(interval) != 2:
-                raise InputError(f"guidance_interval takes two log-SNRs, got {list(interval)}")
             between = {} if interval is None else {"interval": tuple(interval)}
             denoiser = GuidedDenoiser(
                 denoiser, options.guidance, self.null, rescale=options.guidance_rescale, **between)

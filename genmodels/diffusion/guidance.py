@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, require_finite_rows
 from genmodels.diffusion.denoiser import X0, Prediction
 
 
@@ -162,11 +162,13 @@ THRESHOLDS: dict[str, Threshold] = {"static": static, "dynamic": dynamic}
 class ThresholdedDenoiser(AlteredDenoiser):
     """A denoiser whose estimate of x_0 is kept in range; eps, v and score follow from the new estimate.
 
+    An estimate that is not finite would come out in range, as if it had been meant: it is an error.
+
     Arguments:
         denoiser: the denoiser.
         threshold: a name in THRESHOLDS, or a function of x_0 (B, *event).
 
-    Errors: an unknown name.
+    Errors: an unknown name; NotFinite for an estimate that is not finite.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
@@ -185,4 +187,5 @@ class ThresholdedDenoiser(AlteredDenoiser):
 
     def forward(self, x: Tensor, t: Tensor, cond: Tensor | None, mask: Tensor | None, **estimate: Tensor) -> Prediction:
         prediction = self.denoiser(x, t, cond, mask, **estimate)
-        return X0().to_prediction(self.threshold(prediction.x0), x, self.schedule.log_snr(t), prediction.nu)
+        x0 = self.threshold(require_finite_rows(prediction.x0))
+        return X0().to_prediction(x0, x, self.schedule.log_snr(t), prediction.nu)

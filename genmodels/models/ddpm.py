@@ -356,8 +356,6 @@ class DDPM(GenerativeModel):
     def _labels(self, options: SamplingOptions, index: Tensor) -> Tensor | None:
         """The labels of the samples, None for no class."""
         guidance, cond = options.guidance, options.cond
-        if not math.isfinite(guidance):
-            raise InputError(f"guidance must be a finite number, got {guidance}")
         if guidance != 1 and self.num_classes is None:
             raise InputError("guidance needs a model with classes: leave it out")
         if guidance != 1 and not self.has_null_class:

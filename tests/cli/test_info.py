@@ -97,6 +97,17 @@ def test_tensors_that_cannot_be_read_are_one_line(tmp_path, capsys):
     assert "its tensors cannot be read (" in capsys.readouterr().err
 
 
+def test_a_folder_names_an_intact_checkpoint_of_another_name(checkpoint, tmp_path, capsys):
+    kept = checkpoint("ok.ckpt")
+    assert main(["info", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert f"holds neither best.ckpt nor last.ckpt; the newest intact checkpoint in this folder is {kept}" in said
+    for name in ("best.ckpt", "last.ckpt"):
+        (tmp_path / name).write_bytes(kept.read_bytes()[:-100])
+    assert main(["info", str(tmp_path)]) == 1
+    assert f"the newest intact checkpoint in this folder is {kept}" in capsys.readouterr().err
+
+
 def test_ckpt_may_be_given_as_in_the_other_commands(checkpoint, capsys):
     a, b = checkpoint("a.ckpt"), checkpoint("b.ckpt")
     assert info.main([f"ckpt=[{a},{b}]"]) == 0

@@ -116,6 +116,7 @@ def test_the_way_between_two_items(folder):
         ({"rounds": 5}, "rounds=5 needs inpaint="),
         ({"edit": "nowhere.png"}, "edit: there is no file nowhere.png"),
         ({"edit": 3, "strength": 2.0}, "strength = 2.0"),
+        ({"guidance": 1e38, "cond": 3}, "guidance must be a finite number .* got 1e[+]38"),
         ({"temperature": float("nan")}, "temperature must be a finite number .* got nan"),
         ({"sampler": "heun", "eta": 0.5}, "eta is an option of sampler=ddim"),
         ({"interpolate": [3, 17], "guidance": 2.0}, "leave out guidance"),

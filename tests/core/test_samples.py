@@ -37,6 +37,13 @@ def test_a_frame_is_made_only_where_it_is_wanted():
     ({"n": 0}, "n must be at least 1, got 0"), ({"start": -1}, "start must be at least 0, got -1"),
     ({"start": 2**63 - 1}, "numbered by 64 bits"),
     ({"temperature": float("nan")}, "temperature must be a finite number"),
+    ({"guidance": 1e38}, r"guidance must be a finite number from -1e\+06 to 1e\+06, got 1e\+38"),
+    ({"guidance": float("nan")}, "guidance must be a finite number"),
+    ({"churn": 1e38}, "churn must be a finite number from 0"), ({"churn": float("nan")}, "churn must be a finite"),
+    ({"step_size": 1e38}, "step_size must be"), ({"inverse_temperature": 1e38}, "inverse_temperature must be"),
+    ({"speed": 1e38}, "speed must be"),
+    ({"guidance_interval": [float("nan"), 3.0]}, r"two finite log-SNRs, the lower one first, got \[nan, 3.0\]"),
+    ({"guidance_interval": [3.0, -3.0]}, "the lower one first"), ({"guidance_interval": [1.0]}, "two finite"),
     ({"path": -1}, "path is a number of frames, 0 for none, got -1"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(wrong, said):

@@ -214,7 +214,8 @@ def test_an_empty_split_is_refused():
             return DataSpec("hollow", (2,)), {"train": TensorData(x), "val": TensorData(x[:0]), "test": TensorData(x)}
 
     module = Hollow(batch_size=1, num_workers=0, seed=0)
-    assert module.problems() == ["data hollow: the val split is empty, every split needs at least one item"]
+    assert module.problems() == ["data hollow: the val split is empty, every split needs at least one item; "
+                                 "there are 6 in all"]
 
 
 def test_problems_name_bad_values():

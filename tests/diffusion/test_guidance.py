@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from genmodels.core.errors import NotFinite
 from genmodels.diffusion import (
     EDM,
     THRESHOLDS,
@@ -248,6 +249,17 @@ def test_the_other_fields_follow_the_estimate():
     prediction.eps = FAR(x, t).eps  # as if x_0 alone had been clipped
     with pytest.raises(AssertionError):
         consistent(prediction, x, alpha, sigma)
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_an_estimate_that_is_not_finite_is_not_clipped_into_a_sample(value, threshold):
+    def net(x, log_snr, cond):
+        return torch.stack([torch.zeros(2), torch.tensor([0.5, value])])
+
+    denoiser = ThresholdedDenoiser(Denoiser(net, CosineSchedule(), X0()), threshold)
+    with pytest.raises(NotFinite, match="row 1 is not finite"):
+        denoiser(torch.zeros(2, 2), torch.tensor([0.5, 0.5]))
 
 
 def test_an_unknown_threshold():
