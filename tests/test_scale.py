@@ -39,7 +39,7 @@ from genmodels.nn import UNet
 from tests.models import texts
 
 ROOT = Path(__file__).parents[1]
-PATIENCE = 120  # seconds until a test gives up on its processes
+PATIENCE = 300  # seconds until a test gives up on its processes
 fork = pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_methods(), reason="no fork on this system")
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
