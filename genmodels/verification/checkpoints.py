@@ -242,7 +242,8 @@ def _largest(values: Tensor) -> float:
 
 
 def _has_likelihood(model: GenerativeModel) -> bool:
-    return is_flow(model) or is_diffusion(model) or is_energy(model) or model.spec.text is not None
+    of_noise = getattr(model.core, "kind", None) == "unnormalised"  # a flow of noisy data states none
+    return not of_noise and (is_flow(model) or is_diffusion(model) or is_energy(model) or model.spec.text is not None)
 
 
 def _has_density(model: GenerativeModel) -> bool:
@@ -253,7 +254,7 @@ def _has_density(model: GenerativeModel) -> bool:
 FAMILIES: list[tuple[Callable[[GenerativeModel], bool], CheckSet]] = [
     (_has_likelihood, LIKELIHOOD_CHECKS),
     (lambda model: True, SAMPLE_CHECKS),
-    (lambda model: is_flow(model) or is_diffusion(model), PRECISION_CHECKS),
+    (lambda model: _has_likelihood(model) and (is_flow(model) or is_diffusion(model)), PRECISION_CHECKS),
     (_has_density, DENSITY_CHECKS),
     (is_diffusion, BOUND_CHECKS),
     (lambda model: is_diffusion(model) and model.spec.levels is not None, DECODER_CHECKS),
