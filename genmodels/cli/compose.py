@@ -21,7 +21,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -117,20 +117,29 @@ class Composer:
     def points(self, overrides: list[str]) -> list[list[str]]:
         """The overrides of every point of a sweep, each point composed and checked.
 
-        A sweeper other than Hydra's basic one chooses its points as it goes: then there is nothing to list, and each
-        point is checked when it starts.
+        A sweeper other than Hydra's basic one chooses its points as it goes. Then these are not all its points, but
+        enough to find a mistake: they differ from the first in one setting, with every choice and both ends of every
+        interval.
         """
         parsed = self.parse(overrides)
-        fixed = [o.input_line for o in parsed if not o.is_sweep_override()]
-        sweeper = self._asking(lambda: compose(self.command, fixed, return_hydra_config=True)).hydra.sweeper
-        if not sweeper._target_.endswith("BasicSweeper"):
-            return []
-        params = self.parse([f"{key}={value}" for key, value in (sweeper.params or {}).items()])
+        sweeper = self.settings(parsed).sweeper
+        params = self.parse([f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()])
         task = [o for o in [*params, *parsed] if not o.is_hydra_override()]
-        points = [point for batch in self._asking(lambda: BasicSweeper.split_arguments(task, None)) for point in batch]
+        if sweeper._target_.endswith("BasicSweeper"):
+            batches = self._asking(lambda: BasicSweeper.split_arguments(task, None))
+            points = [point for batch in batches for point in batch]
+        else:
+            words = [_words(override) for override in task]
+            first = [one[0] for one in words]
+            points = [first, *([*first[:i], word, *first[i + 1 :]] for i, one in enumerate(words) for word in one[1:])]
         for point in points:
             self.compose(point)
         return points
+
+    def settings(self, parsed: list[Override]):
+        """Hydra's own settings of a sweep: its folder, sweeper and launcher."""
+        fixed = [o.input_line for o in parsed if not o.is_sweep_override()]
+        return self._asking(lambda: compose(self.command, fixed, return_hydra_config=True)).hydra
 
     def _asking(self, question):
         """The result of a call to Hydra, with its errors as an InputError of one line."""
@@ -205,6 +214,17 @@ def shown(file: Path) -> str:
     return str(file.relative_to(CONFIG_DIR.parent)) if file.is_relative_to(CONFIG_DIR.parent) else str(file)
 
 
+def _words(override: Override) -> list[str]:
+    """An override with each of its values; of an interval, with its ends and, among numbers, one between."""
+    key, value = override.get_key_element(), override.value()
+    if isinstance(value, IntervalSweep):
+        between = [] if isinstance(value.start, int) else [value.start + 0.618 * (value.end - value.start)]
+        return [f"{key}={one}" for one in (value.start, value.end, *between)]
+    if override.is_sweep_override():
+        return [f"{key}={one}" for one in override.sweep_string_iterator()]
+    return [f"{key}={override.get_value_element_as_str()}"]
+
+
 def _holds(value, dotted: str) -> bool:
     for name in dotted.split(".") if dotted else []:
         if not isinstance(value, dict) or name not in value:
@@ -229,6 +249,9 @@ def _network(word: str) -> list[str]:
 def _no_option(group: str, name: str, options: list[str]) -> str:
     near = nearest(name, options)
     hint = f" did you mean {near!r}?" if near else ""
+    if group == "hydra/launcher":
+        return (f"unknown {group} {name!r}:{hint} (there is {', '.join(options)}; pip install 'genmodels[scale]' adds "
+                "joblib, submitit_local and submitit_slurm)")
     has = ", ".join(options) if options else "nothing yet"
     return f"unknown {group} {name!r}:{hint} ({CONFIG_DIR.name}/{group} has {has})"
 
@@ -299,7 +322,7 @@ def _differences(plain: dict, wanted: dict, usual: dict) -> list[str]:
     """Words that turn one composed configuration into another, which may set defaults explicitly."""
     now, then = map(_flat, (_parts(plain), wanted))
     gone = [f"~{key}" for key in now if key not in then]
-    return gone + [f"{key}={_shown(value)}" for key, value in then.items()
+    return gone + [f"{key}={in_hydra(value)}" for key, value in then.items()
                    if (now[key] != value if key in now else key not in usual or usual[key] != value)]
 
 
@@ -326,15 +349,15 @@ def _flat(config: dict, prefix: str = "") -> dict:
     return flat
 
 
-def _shown(value) -> str:
+def in_hydra(value) -> str:
     """A value in Hydra's syntax.
 
     Example:
-        >>> _shown([1, None, True, "adam", "a b", "null"])
+        >>> in_hydra([1, None, True, "adam", "a b", "null"])
         "[1,null,true,adam,'a b','null']"
     """
     if isinstance(value, list):
-        return f"[{','.join(map(_shown, value))}]"
+        return f"[{','.join(map(in_hydra, value))}]"
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if not isinstance(value, str):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from genmodels.training.callbacks import CheckpointOptions
     from genmodels.training.loggers import LoggerOptions
+    from genmodels.training.run import Outcome
     from genmodels.training.trainer import TrainerOptions
 
 
@@ -24,7 +25,7 @@ def run(
     resume: str | None = None,
     run_dir: str | None = None,
     trust: list[str] | None = None,
-) -> dict[str, str]:
+) -> Outcome:
     """Train a model on a data set.
 
     Arguments:
@@ -35,7 +36,8 @@ def run(
         checkpoint: when checkpoints are written.
         seed: seed of weights, order of the data and noise.
         resume: `last`, a run folder or a checkpoint to continue from, with the same result as an uninterrupted run;
-            `auto`, to continue where this job of SLURM or torchrun, or `run_dir`, has a checkpoint, and else to start.
+            `auto`, to continue where this job of SLURM or torchrun, or `run_dir`, has a checkpoint, and else to start;
+            of a sweep, `last` or its folder, to run only what is missing.
         run_dir: the run folder; default runs/<model>-<data>/<time>.
         trust: further packages whose classes the configuration may name.
     """
@@ -51,7 +53,7 @@ def run(
     from genmodels.models.build import build, construct
     from genmodels.models.checkpoint import restoring
     from genmodels.training import run as parts
-    from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid
+    from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid, metric_of
     from genmodels.training.dashboards import LearnedDensity, LossProfile, NoiseLevels, Throughput
     from genmodels.training.loggers import LoggerOptions, close, log_config
     from genmodels.training.processes import agreed, fitted, is_first, watched
@@ -168,7 +170,7 @@ def run(
         timed = speed.line(lightning)
         parts.say(f"trained in {time.monotonic() - start:.0f} s", *([timed] if timed else []),
                   *parts.summary(network, folder))
-        return {**parts.figures_of(network), "step": str(lightning.global_step), "run": str(folder)}
+        return parts.Outcome(parts.figures_of(network), metric_of(network), lightning.global_step, str(folder))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
