@@ -253,7 +253,7 @@ def _no_option(group: str, name: str, options: list[str]) -> str:
         return (f"unknown {group} {name!r}:{hint} (there is {', '.join(options)}; pip install 'genmodels[scale]' adds "
                 "joblib, submitit_local and submitit_slurm)")
     has = ", ".join(options) if options else "nothing yet"
-    return f"unknown {group} {name!r}:{hint} ({CONFIG_DIR.name}/{group} has {has})"
+    return f"unknown {group} {name!r}{':' if hint else ''}{hint} ({CONFIG_DIR.name}/{group} has {has})"
 
 
 def _unreadable(word: str) -> str:
@@ -268,23 +268,41 @@ def _unreadable(word: str) -> str:
 #: The parts that define a training run, with their empty values; folders and loggers may change on resume.
 PARTS: dict = {"model": {}, "data": {}, "trainer": {}, "seed": 0}
 _MANY = 5  # from this number of words on, try published settings too
-_PLAIN = re.compile(r"[A-Za-z_][\w./*-]*")
+_PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][\w./*-]*")
 _OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra reads as something else than text
 
 
-def how_to_resume(config: dict, checkpoint: Path) -> str:
+def how_to_resume(config: dict, checkpoint: Path, given: dict | None = None) -> str:
     """The command that resumes a run from its checkpoint, or the path of its config.yaml if there is no short one.
 
     Arguments:
         config: the run's own configuration, as its checkpoint has it.
         checkpoint: the file.
+        given: the configuration of a refused command; a length that no preset has was asked for and is kept.
     """
-    words = None if GlobalHydra.instance().is_initialized() else words_of(config)  # a sweep needs its own Hydra
+    if GlobalHydra.instance().is_initialized():  # a sweep needs its own Hydra
+        words = None
+    else:
+        asked = [word.partition("=")[0] for word in (words_of(given) if given else None) or []]
+        keys = [key for key in ("max_steps", "max_epochs") if f"trainer.{key}" in asked]
+        length = {key: given["trainer"].get(key) for key in keys}
+        words = words_of(config | {"trainer": (config.get("trainer") or {}) | length})
     if words is None:
         return f"its settings are in {checkpoint.parent / 'config.yaml'}"
     script = Path(sys.argv[0])
     command = f"python {shlex.quote(str(script))}" if script.name == "train.py" else "genmodels train"
-    return f"resume with {command} {shlex.join([*words, f'resume={checkpoint}'])}"
+    return f"resume with {command} {' '.join(map(_quoted, [*words, f'resume={checkpoint}']))}"
+
+
+def _quoted(word: str) -> str:
+    """A word for the shell.
+
+    Example:
+        >>> print(_quoted("seed=3"), _quoted("data.file='a b.csv'"), _quoted("data.file='$a'"))
+        seed=3 "data.file='a b.csv'" 'data.file='"'"'$a'"'"''
+    """
+    simple = "'" in word and not set(word) & set('"$`\\!')
+    return f'"{word}"' if simple else shlex.quote(word)
 
 
 def words_of(config: dict) -> list[str] | None:
@@ -353,8 +371,8 @@ def in_hydra(value) -> str:
     """A value in Hydra's syntax.
 
     Example:
-        >>> in_hydra([1, None, True, "adam", "a b", "null"])
-        "[1,null,true,adam,'a b','null']"
+        >>> in_hydra([1, None, True, "adam", "/x/ok.csv", "a b", "null"])
+        "[1,null,true,adam,/x/ok.csv,'a b','null']"
     """
     if isinstance(value, list):
         return f"[{','.join(map(in_hydra, value))}]"

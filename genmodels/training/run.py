@@ -19,7 +19,7 @@ import torch
 import yaml
 from torch import nn
 
-from genmodels.core.checkpoint import read_header
+from genmodels.core.checkpoint import read_header, verify
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import new_folder, open_lock, write_whole
 from genmodels.core.likelihood import with_error
@@ -177,7 +177,8 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
     """The checkpoint for `resume`: `last` (of run_dir, or of the newest such run), a folder, or a file.
 
     Raises:
-        InputError: if there is nothing to resume.
+        InputError: if there is nothing to resume, or it lies outside of run_dir.
+        RunError: for a pipe or a device, which is not waited for.
     """
     if resume == "last":
         where = [Path(run_dir)] if run_dir else (root / name).glob("*")
@@ -188,8 +189,13 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
     else:
         path = Path(resume)
         path = path / "last.ckpt" if path.is_dir() else path
-        if not path.is_file():
+        if not path.exists():
             raise InputError(f"resume={resume}: no such checkpoint; use resume=last, a run folder, or a .ckpt file")
+        if not path.is_file():
+            verify(path)  # which says what it is
+        if run_dir is not None and Path(run_dir).resolve() != path.parent.resolve():
+            raise InputError(f"run_dir={run_dir} is not the folder of resume={resume}: a run goes on where it began, "
+                             "leave run_dir out")
     return path
 
 
