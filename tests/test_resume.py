@@ -236,6 +236,12 @@ def test_a_run_on_shards_resumes_too(tmp_path):
     assert metrics(tmp_path / "digits") == metrics(tmp_path / "whole")
 
 
+def test_flow_matching_with_optimal_transport_resumes_too(tmp_path):
+    small = ["model=flow_matching", "model.coupling=ot", "model.time_sampler=logit_normal", "trainer.max_steps=16",
+             *(word for word in SMALL if not word.startswith(("model=", "trainer.max_steps", "trainer.validate")))]
+    stopped_once(tmp_path, small, at=7, steps=16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPEAKING)
 def test_models_of_texts_resume_too(name, tmp_path):

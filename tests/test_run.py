@@ -282,7 +282,8 @@ BY_LIGHTNING = ["trainer.devices=2", "trainer.strategy=ddp"]
 @pytest.mark.parametrize("model, by, further", [
     (["model=ddpm", *TINY], TORCHRUN, []), ([*GLOW, "model.memory=inverse"], (), BY_LIGHTNING),
     pytest.param(GLOW, (), BY_LIGHTNING, marks=pytest.mark.slow),
-], ids=["ddpm by torchrun", "glow by inversion", "glow"])  # fmt: skip
+    pytest.param(["model=flow_matching", "model.coupling=ot", *TINY], (), BY_LIGHTNING, marks=pytest.mark.slow),
+], ids=["ddpm by torchrun", "glow by inversion", "glow", "flow matching"])  # fmt: skip
 def test_training_on_two_processes_is_training_on_one(tmp_path, model, by, further):
     words = [*model, "logger=csv", "trainer.sample_every_n_steps=0", "trainer.accelerator=cpu"]
     genmodels("train", *words, f"run_dir={tmp_path}/one", cwd=tmp_path)

@@ -21,7 +21,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -117,20 +117,29 @@ class Composer:
     def points(self, overrides: list[str]) -> list[list[str]]:
         """The overrides of every point of a sweep, each point composed and checked.
 
-        A sweeper other than Hydra's basic one chooses its points as it goes: then there is nothing to list, and each
-        point is checked when it starts.
+        A sweeper other than Hydra's basic one chooses its points as it goes. Then these are not all its points, but
+        enough to find a mistake: they differ from the first in one setting, with every choice and both ends of every
+        interval.
         """
         parsed = self.parse(overrides)
-        fixed = [o.input_line for o in parsed if not o.is_sweep_override()]
-        sweeper = self._asking(lambda: compose(self.command, fixed, return_hydra_config=True)).hydra.sweeper
-        if not sweeper._target_.endswith("BasicSweeper"):
-            return []
-        params = self.parse([f"{key}={value}" for key, value in (sweeper.params or {}).items()])
+        sweeper = self.settings(parsed).sweeper
+        params = self.parse([f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()])
         task = [o for o in [*params, *parsed] if not o.is_hydra_override()]
-        points = [point for batch in self._asking(lambda: BasicSweeper.split_arguments(task, None)) for point in batch]
+        if sweeper._target_.endswith("BasicSweeper"):
+            batches = self._asking(lambda: BasicSweeper.split_arguments(task, None))
+            points = [point for batch in batches for point in batch]
+        else:
+            words = [_words(override) for override in task]
+            first = [one[0] for one in words]
+            points = [first, *([*first[:i], word, *first[i + 1 :]] for i, one in enumerate(words) for word in one[1:])]
         for point in points:
             self.compose(point)
         return points
+
+    def settings(self, parsed: list[Override]):
+        """Hydra's own settings of a sweep: its folder, sweeper and launcher."""
+        fixed = [o.input_line for o in parsed if not o.is_sweep_override()]
+        return self._asking(lambda: compose(self.command, fixed, return_hydra_config=True)).hydra
 
     def _asking(self, question):
         """The result of a call to Hydra, with its errors as an InputError of one line."""
@@ -205,6 +214,17 @@ def shown(file: Path) -> str:
     return str(file.relative_to(CONFIG_DIR.parent)) if file.is_relative_to(CONFIG_DIR.parent) else str(file)
 
 
+def _words(override: Override) -> list[str]:
+    """An override with each of its values; of an interval, with its ends and, among numbers, one between."""
+    key, value = override.get_key_element(), override.value()
+    if isinstance(value, IntervalSweep):
+        between = [] if isinstance(value.start, int) else [value.start + 0.618 * (value.end - value.start)]
+        return [f"{key}={one}" for one in (value.start, value.end, *between)]
+    if override.is_sweep_override():
+        return [f"{key}={one}" for one in override.sweep_string_iterator()]
+    return [f"{key}={override.get_value_element_as_str()}"]
+
+
 def _holds(value, dotted: str) -> bool:
     for name in dotted.split(".") if dotted else []:
         if not isinstance(value, dict) or name not in value:
@@ -229,8 +249,11 @@ def _network(word: str) -> list[str]:
 def _no_option(group: str, name: str, options: list[str]) -> str:
     near = nearest(name, options)
     hint = f" did you mean {near!r}?" if near else ""
+    if group == "hydra/launcher":
+        return (f"unknown {group} {name!r}:{hint} (there is {', '.join(options)}; pip install 'genmodels[scale]' adds "
+                "joblib, submitit_local and submitit_slurm)")
     has = ", ".join(options) if options else "nothing yet"
-    return f"unknown {group} {name!r}:{hint} ({CONFIG_DIR.name}/{group} has {has})"
+    return f"unknown {group} {name!r}{':' if hint else ''}{hint} ({CONFIG_DIR.name}/{group} has {has})"
 
 
 def _unreadable(word: str) -> str:
@@ -245,23 +268,41 @@ def _unreadable(word: str) -> str:
 #: The parts that define a training run, with their empty values; folders and loggers may change on resume.
 PARTS: dict = {"model": {}, "data": {}, "trainer": {}, "seed": 0}
 _MANY = 5  # from this number of words on, try published settings too
-_PLAIN = re.compile(r"[A-Za-z_][\w./*-]*")
+_PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][\w./*-]*")
 _OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra reads as something else than text
 
 
-def how_to_resume(config: dict, checkpoint: Path) -> str:
+def how_to_resume(config: dict, checkpoint: Path, given: dict | None = None) -> str:
     """The command that resumes a run from its checkpoint, or the path of its config.yaml if there is no short one.
 
     Arguments:
         config: the run's own configuration, as its checkpoint has it.
         checkpoint: the file.
+        given: the configuration of a refused command; a length that no preset has was asked for and is kept.
     """
-    words = None if GlobalHydra.instance().is_initialized() else words_of(config)  # a sweep needs its own Hydra
+    if GlobalHydra.instance().is_initialized():  # a sweep needs its own Hydra
+        words = None
+    else:
+        asked = [word.partition("=")[0] for word in (words_of(given) if given else None) or []]
+        keys = [key for key in ("max_steps", "max_epochs") if f"trainer.{key}" in asked]
+        length = {key: given["trainer"].get(key) for key in keys}
+        words = words_of(config | {"trainer": (config.get("trainer") or {}) | length})
     if words is None:
         return f"its settings are in {checkpoint.parent / 'config.yaml'}"
     script = Path(sys.argv[0])
     command = f"python {shlex.quote(str(script))}" if script.name == "train.py" else "genmodels train"
-    return f"resume with {command} {shlex.join([*words, f'resume={checkpoint}'])}"
+    return f"resume with {command} {' '.join(map(_quoted, [*words, f'resume={checkpoint}']))}"
+
+
+def _quoted(word: str) -> str:
+    """A word for the shell.
+
+    Example:
+        >>> print(_quoted("seed=3"), _quoted("data.file='a b.csv'"), _quoted("data.file='$a'"))
+        seed=3 "data.file='a b.csv'" 'data.file='"'"'$a'"'"''
+    """
+    simple = "'" in word and not set(word) & set('"$`\\!')
+    return f'"{word}"' if simple else shlex.quote(word)
 
 
 def words_of(config: dict) -> list[str] | None:
@@ -299,7 +340,7 @@ def _differences(plain: dict, wanted: dict, usual: dict) -> list[str]:
     """Words that turn one composed configuration into another, which may set defaults explicitly."""
     now, then = map(_flat, (_parts(plain), wanted))
     gone = [f"~{key}" for key in now if key not in then]
-    return gone + [f"{key}={_shown(value)}" for key, value in then.items()
+    return gone + [f"{key}={in_hydra(value)}" for key, value in then.items()
                    if (now[key] != value if key in now else key not in usual or usual[key] != value)]
 
 
@@ -326,15 +367,15 @@ def _flat(config: dict, prefix: str = "") -> dict:
     return flat
 
 
-def _shown(value) -> str:
+def in_hydra(value) -> str:
     """A value in Hydra's syntax.
 
     Example:
-        >>> _shown([1, None, True, "adam", "a b", "null"])
-        "[1,null,true,adam,'a b','null']"
+        >>> in_hydra([1, None, True, "adam", "/x/ok.csv", "a b", "null"])
+        "[1,null,true,adam,/x/ok.csv,'a b','null']"
     """
     if isinstance(value, list):
-        return f"[{','.join(map(_shown, value))}]"
+        return f"[{','.join(map(in_hydra, value))}]"
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if not isinstance(value, str):

@@ -20,7 +20,7 @@ from genmodels.core.errors import InputError, Interrupted, explain, nearest, pri
 #: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
 CONFIGURED = ("train", "sample", "evaluate", "verify", "shards")
 #: Commands that take a few words; each has a module here with `main(words) -> exit code`.
-PLAIN = ("info", "doctor")
+PLAIN = ("info", "doctor", "completion")
 FLAGS = {"-m": "multirun", "--multirun": "multirun", "--keys": "keys", "--resolve": "resolve"}
 VALUED = {"-c": "cfg", "--cfg": "cfg", "-cd": "config_dir", "--config-dir": "config_dir"}
 

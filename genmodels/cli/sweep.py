@@ -1,21 +1,41 @@
-"""A sweep: every point checked before the first starts, then run by Hydra's own sweeper and launcher."""
+"""A sweep: every point checked before the first starts, then run by Hydra's sweepers and launchers.
+
+The points of `train` have their run folders inside the folder of the sweep; result.json in each says that it is
+finished, and with what. A sweep that goes on, and a job that a cluster starts again, therefore repeat nothing.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
+from hydra._internal.callbacks import Callbacks
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, RunMode
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from genmodels.cli.compose import Composer
+from genmodels.cli.compose import PARTS, Composer, in_hydra
 from genmodels.cli.schema import Schema
-from genmodels.core.errors import explain
+from genmodels.core.errors import InputError, RunError, explain
+from genmodels.core.files import new_folder, write_whole
+
+_LONGEST = 80  # characters of a point's folder name
 
 
 @dataclass(frozen=True)
@@ -27,10 +47,19 @@ class Failure:
 
 @dataclass(frozen=True)
 class Point:
-    """The task that Hydra calls for each point; a plain value, so that any launcher can pickle it."""
+    """The task that Hydra calls for each point; a plain value, so that any launcher can pickle it.
+
+    Arguments:
+        command: of which command.
+        swept: the keys that distinguish the points.
+        folder: of the sweep.
+        program: the beginning of the command line that runs a single point.
+    """
 
     command: str
-    swept: tuple[str, ...] = ()
+    swept: tuple[str, ...]
+    folder: str
+    program: tuple[str, ...]
 
     def __call__(self, config: DictConfig):
         words = list(HydraConfig.get().overrides.task)
@@ -39,8 +68,18 @@ class Point:
         try:
             run = f"genmodels.cli.{self.command}.run"
             checked = Schema(run, lambda path: "in this point of the sweep", plain.get("trust") or ()).check(plain)
-            with _alone(self.command, words):
-                return import_module(f"genmodels.cli.{self.command}").run(**checked)
+            folder, finished = self.place(words, checked), self.finished(words, checked)
+            if finished is not None:  # a job that was started again, or an equal point
+                return finished
+            own = {} if folder is None else {"run_dir": str(folder)}
+            if folder is not None and (folder / "last.ckpt").is_file():
+                own["resume"] = "last"
+            with _alone([*self.program, *words, *(f"++{key}={in_hydra(value)}" for key, value in own.items())]):
+                outcome = import_module(f"genmodels.cli.{self.command}").run(**checked | own)
+            if folder is not None:
+                record = {"config": _defining(checked), "outcome": asdict(outcome)}
+                write_whole(folder / "result.json", lambda file: json.dump(record, file, indent=1), mode="w")
+            return outcome
         except Exception as error:
             known = explain(self.command, error)
             if known is None:
@@ -49,28 +88,65 @@ class Point:
                 print(f"genmodels {self.command}: {known[0]}", file=sys.stderr, flush=True)
             return Failure(known[0] if known else f"{type(error).__name__}: {error}")
 
-    def title(self, words: list[str]) -> str:
+    def title(self, words: Sequence[str]) -> str:
         """The settings that distinguish this point from the others, as on the command line."""
         plain = [word.lstrip("+") for word in words]
         return " ".join(word for word in plain if word.split("=")[0] in self.swept) or " ".join(plain)
 
+    def place(self, words: Sequence[str], config: dict) -> Path | None:
+        """The run folder of a point of `train`; None if the point names its own."""
+        if self.command != "train" or config.get("run_dir") or config.get("resume"):
+            return None
+        return Path(self.folder) / folder_name(self.title(words))
+
+    def finished(self, words: Sequence[str], config: dict) -> Any | None:
+        """What a point gave that was finished before, with the same model, data, trainer and seed; None otherwise."""
+        folder = self.place(words, config)
+        try:
+            record = {} if folder is None else json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        if record.get("config") != _defining(config):
+            return None
+        from genmodels.training.run import Outcome
+
+        return Outcome(**record["outcome"])
+
+
+def _defining(config: dict) -> dict:
+    """What defines a run, as JSON gives it back."""
+    return json.loads(json.dumps({part: config.get(part) for part in PARTS}, default=str))
+
+
+def folder_name(title: str) -> str:
+    """A name for the folder of a point, which neither a shell nor Hydra takes for anything else.
+
+    Example:
+        >>> folder_name("seed=0 model.net.channels=8"), folder_name("data.root=/a,b")
+        ('seed-0_model.net.channels-8', 'data.root-_a_b_23d93fa1')
+    """
+    plain = title.replace("=", "-").replace(" ", "_")
+    name = re.sub(r"[^\w.-]", "_", plain, flags=re.ASCII)[:_LONGEST]
+    return name if name == plain else f"{name}_{hashlib.sha256(title.encode()).hexdigest()[:8]}"
+
 
 @contextmanager
-def _alone(command: str, words: list[str]) -> Iterator[None]:
+def _alone(command_line: list[str]) -> Iterator[None]:
     """The process as it would be had the point been started by itself.
 
     Lightning starts further processes by repeating this one's command line; in a sweep it must repeat the point, not
-    the sweep, and must not take Hydra's record of the sweep for that of a single job. What it leaves in the environment
-    (LOCAL_RANK, MASTER_PORT, ...) would make the next point believe that it is one of those processes, and the process
-    group that it leaves open would have the next point talk to processes that are gone.
+    the sweep or the worker of a launcher, and must not take Hydra's record of the sweep for that of a single job. What
+    it leaves in the environment (LOCAL_RANK, MASTER_PORT, ...) would make the next point believe that it is one of
+    those processes, and the process group that it leaves open would have the next point talk to processes that are
+    gone.
     """
-    argv, record, environment = sys.argv, HydraConfig.instance().cfg, dict(os.environ)
-    sys.argv = [argv[0], *([command] if argv[1:2] == [command] else []), *words]
-    HydraConfig.instance().cfg = None
+    main = sys.modules["__main__"]
+    argv, record, environment, spec = sys.argv, HydraConfig.instance().cfg, dict(os.environ), main.__spec__
+    sys.argv, HydraConfig.instance().cfg, main.__spec__ = command_line, None, None
     try:
         yield
     finally:
-        sys.argv, HydraConfig.instance().cfg = argv, record
+        sys.argv, HydraConfig.instance().cfg, main.__spec__ = argv, record, spec
         os.environ.clear()
         os.environ.update(environment)
         distributed = sys.modules.get("torch.distributed")
@@ -78,49 +154,214 @@ def _alone(command: str, words: list[str]) -> Iterator[None]:
             distributed.destroy_process_group()
 
 
+class Launches:
+    """A launcher between sweeper and launcher: passes on the points to run, and keeps what all of them gave.
+
+    A finished point is not started, equal points are started once, and a point whose process is killed has failed
+    without ending the others.
+
+    Arguments:
+        launcher: Hydra's.
+        composer: checks the points of a sweeper that chooses them as it goes.
+        point: the task.
+    """
+
+    def __init__(self, launcher, composer: Composer, point: Point):
+        self.launcher, self.composer, self.point = launcher, composer, point
+        self.jobs: list[JobReturn] = []
+        self.before = 0  # points that were finished before
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """The jobs of some points, in their order."""
+        found: dict[tuple[str, ...], Any] = {}
+        for words in dict.fromkeys(map(tuple, job_overrides)):
+            try:
+                found[words] = self.point.finished(words, self.composer.compose(list(words)))
+            except InputError as error:
+                found[words] = Failure(" ".join(str(error).split()))
+        todo = [words for words, outcome in found.items() if outcome is None]
+        self.before += sum(outcome is not None and not isinstance(outcome, Failure) for outcome in found.values())
+        found |= zip(todo, self._run(todo, initial_job_idx), strict=True)
+        jobs = [_job(found[tuple(words)], words) for words in job_overrides]
+        self.jobs += jobs
+        return jobs
+
+    def _run(self, points: Sequence[Sequence[str]], number: int) -> list:
+        if not points:
+            return []
+        try:
+            with _every_job_awaited():
+                return [job.return_value for job in self.launcher.launch(points, initial_job_idx=number)]
+        except BrokenProcessPool:  # joblib ends all its workers when one is killed: which one is seen one by one
+            if len(points) == 1:
+                return [Failure("its process was killed (often out of memory)")]
+            return [found for i, point in enumerate(points) for found in self._run([point], number + i)]
+        except (RuntimeError, OSError) as error:  # no cluster here, or one that refuses the job
+            last = str(error).strip().split("\n")[-1]
+            raise RunError(f"{type(self.launcher).__name__}: {' '.join(last.split())}") from error
+
+
+def _job(found: Any, words: Sequence[str] = ()) -> JobReturn:
+    return JobReturn(overrides=list(words), status=JobStatus.COMPLETED, _return_value=found)
+
+
+@contextmanager
+def _every_job_awaited() -> Iterator[None]:
+    """Jobs of submitit without a result have failed, where it would raise at the first and forget the others."""
+    try:
+        from submitit import Job
+    except ImportError:
+        yield
+        return
+    results = Job.results
+
+    def patient(job) -> list:
+        try:
+            return results(job)
+        except Exception:  # out of time, killed, or not to be unpickled: submitit's own kinds say no more
+            return [_job(Failure(f"job {job.job_id} ended without a result: see {job.paths.stderr}"))]
+
+    Job.results = patient
+    try:
+        yield
+    finally:
+        Job.results = results
+
+
 def table_of(points: list[tuple[str, object]]) -> list[str]:
-    """The figures that the points of a sweep returned, one line each; nothing where none returned any.
+    """The figures that the points of a sweep gave, one line each; nothing where none gave any.
 
     Example:
-        >>> for line in table_of([("seed=0", {"val/nll": "= 1.25(3)"}), ("seed=1", Failure("out of memory"))]):
+        >>> from genmodels.training.run import Outcome
+        >>> done = Outcome({"val/nll": "= 1.25(3)"}, 1.25, 100, "runs/a")
+        >>> for line in table_of([("seed=0", done), ("seed=1", Failure("out of memory"))]):
         ...     print(line)
         <BLANKLINE>
-        point   val/nll
-        ------  ---------
-        seed=0  = 1.25(3)
+        point   val/nll    step  run
+        ------  ---------  ----  ------
+        seed=0  = 1.25(3)  100   runs/a
         seed=1  failed
     """
-    names = list(dict.fromkeys(name for _, found in points if isinstance(found, dict) for name in found))
+    rows = [(title, found.row() if hasattr(found, "row") else {}, found) for title, found in points]
+    names = list(dict.fromkeys(name for _, row, _ in rows for name in row))
     if not names:
         return []
-    rows = [["point", *names]]
-    for title, found in points:
-        cells = [str(found.get(name, "")) for name in names] if isinstance(found, dict) else [""] * len(names)
-        rows.append([title, *(["failed", *cells[1:]] if isinstance(found, Failure) else cells)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    return ["", *("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+    lines = [["point", *names]]
+    for title, row, found in rows:
+        cells = [row.get(name, "") for name in names]
+        lines.append([title, *(["failed", *cells[1:]] if isinstance(found, Failure) else cells)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return ["", *("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)]
 
 
 def sweep(composer: Composer, overrides: list[str]) -> int:
-    """Run every point, whatever becomes of the others, and tell their figures in a table; 1 if any failed.
+    """Run every point, whatever becomes of the others, and print their figures in a table; 1 if any failed.
 
     Raises:
-        InputError: when a point is wrong, before any has started.
+        InputError: when a point is wrong, before any has started, or there is nothing to resume.
     """
-    points = composer.points(overrides)
-    parsed = composer.parse(overrides)
-    task = Point(composer.command, tuple(o.key_or_group for o in parsed if o.is_sweep_override()))
+    parsed, resumed = _resumed(composer, composer.parse(overrides))
     words = [override.input_line for override in parsed]
-    batches = composer.hydra.multirun(composer.command, task, [*words, "hydra.mode=MULTIRUN"])
-    # Hydra's basic sweeper returns its jobs; others keep them and decide themselves what a failure means.
-    jobs = [job for batch in batches for job in batch] if isinstance(batches, list) else []
+    composer.points(words)
+    settings = composer.settings(parsed)
+    folder = resumed or _folder(settings, parsed)
+    swept = [o.key_or_group for o in parsed if o.is_sweep_override()] + list(settings.sweeper.get("params") or {})
+    program = (sys.argv[0], *([composer.command] if sys.argv[1:2] == [composer.command] else []))
+    task = Point(composer.command, tuple(swept), str(folder), program)
+    config = composer.hydra.compose_config(
+        composer.command, [*words, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={in_hydra(str(folder))}"],
+        run_mode=RunMode.MULTIRUN, with_log_configuration=True,
+    )
+    sweeper = _sweeper(composer, task, config)
+    sweeper.launcher = launches = Launches(sweeper.launcher, composer, task)
+    sweeper.sweep(arguments=OmegaConf.to_container(config.hydra.overrides.task))
+    chosen = not settings.sweeper._target_.endswith("BasicSweeper")
+    return _report(launches, folder if composer.command == "train" else None, chosen)
+
+
+def _sweeper(composer: Composer, task: Point, config: DictConfig) -> Sweeper:
+    """The sweeper that the configuration names: a plugin of Hydra or a class of genmodels."""
+    context = HydraContext(config_loader=composer.hydra.config_loader, callbacks=Callbacks(config))
+    kept = {"hydra_context": context, "task_function": task, "config": config}
+    if not config.hydra.sweeper._target_.startswith("genmodels."):
+        return Plugins.instance().instantiate_sweeper(**kept)
+    options = {key: value for key, value in config.hydra.sweeper.items() if key != "_target_"}
+    sweeper = get_class(config.hydra.sweeper._target_)(**options)
+    sweeper.setup(**kept)
+    return sweeper
+
+
+def _report(launches: Launches, folder: Path | None, chosen: bool) -> int:
+    """Print the failures, the table and, where the sweeper has chosen the points, the best of them; the exit code."""
+    title, jobs = launches.point.title, launches.jobs
     failed = [job for job in jobs if isinstance(job.return_value, Failure)]
     for job in failed:
-        what = task.title(job.overrides)
-        print(f"genmodels {composer.command}: failed: {what} ({job.return_value.message})", file=sys.stderr)
-    for line in table_of([(task.title(job.overrides), job.return_value) for job in jobs]):
-        print(line)
-    if points:
-        print(f"\n{len(points) - len(failed)} of {len(points)} points done", flush=True)
+        print(f"genmodels {launches.point.command}: failed: {title(job.overrides)} ({job.return_value.message})",
+              file=sys.stderr)
+    lines = table_of([(title(job.overrides), job.return_value) for job in jobs])
+    before = f" ({launches.before} of them before)" if launches.before else ""
+    lines += ["", f"{len(jobs) - len(failed)} of {len(jobs)} points done{before}"]
+    done = [job for job in jobs if hasattr(job.return_value, "__float__")]
+    if chosen and done:
+        lines.append(f"best:     {title(min(done, key=lambda job: float(job.return_value)).overrides)}")
+    print(*lines, sep="\n", flush=True)
+    if folder is not None:
+        write_whole(folder / "summary.txt", lambda file: file.write("\n".join(lines[1:]) + "\n"), mode="w")
+        again = f"; failed and missing points: the same command with resume={folder}" if failed else ""
+        print(f"summary:  {folder / 'summary.txt'}{again}", flush=True)
     return 1 if failed else 0
+
+
+def _folder(settings: DictConfig, parsed: list[Override]) -> Path:
+    """The folder of a new sweep.
+
+    Raises:
+        InputError: if the one that is named holds a sweep.
+    """
+    folder = Path(settings.sweep.dir)
+    if not any(o.key_or_group == "hydra.sweep.dir" for o in parsed):
+        return new_folder(folder)
+    if (folder / "multirun.yaml").exists():
+        raise InputError(f"hydra.sweep.dir={folder} already holds a sweep: add resume=last, or choose another folder")
+    return folder
+
+
+def _resumed(composer: Composer, parsed: list[Override]) -> tuple[list[Override], Path | None]:
+    """The overrides without `resume`, and the folder of the sweep to go on with if there is one.
+
+    A checkpoint to resume is that of a point, and stays with its overrides.
+
+    Raises:
+        InputError: when there is no sweep to go on with.
+    """
+    given = next((o for o in parsed if o.key_or_group == "resume" and not o.is_sweep_override()), None)
+    value = None if given is None else given.value()
+    others = [o for o in parsed if o is not given]
+    if composer.command != "train" or value is None:
+        return parsed, None
+    if value != "last":
+        folder = Path(str(value))
+        return (others, folder) if (folder / "multirun.yaml").is_file() else (parsed, None)
+    settings = composer.settings(others)
+    root = Path(settings.sweep.dir).parent
+    named = any(o.key_or_group == "hydra.sweep.dir" for o in parsed)
+    records = [Path(settings.sweep.dir) / "multirun.yaml"] if named else root.glob("*/multirun.yaml")
+    wanted = _identity(others)
+    found = []
+    for record in records:
+        with suppress(Exception):  # not a sweep of ours, or damaged
+            then = OmegaConf.load(record).hydra
+            same = then.job.name == composer.command and _identity(composer.parse(list(then.overrides.task))) == wanted
+            found += [record] if same else []
+    if not found:
+        raise InputError(f"resume=last: no sweep with these settings in {root}: name its folder (resume={root}/...), "
+                         "or leave resume out to start one")
+    return others, max(found, key=lambda record: record.stat().st_mtime).parent
+
+
+def _identity(parsed: list[Override]) -> tuple[list[str], list[str]]:
+    """What a sweep has in common with one that goes on with it: its fixed settings, and the keys that it varies."""
+    task = [o for o in parsed if not o.is_hydra_override()]
+    fixed = sorted(o.input_line for o in task if not o.is_sweep_override())
+    return fixed, sorted(o.key_or_group for o in task if o.is_sweep_override())

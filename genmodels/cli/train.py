@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from genmodels.training.callbacks import CheckpointOptions
     from genmodels.training.loggers import LoggerOptions
+    from genmodels.training.run import Outcome
     from genmodels.training.trainer import TrainerOptions
 
 
@@ -24,7 +25,7 @@ def run(
     resume: str | None = None,
     run_dir: str | None = None,
     trust: list[str] | None = None,
-) -> dict[str, str]:
+) -> Outcome:
     """Train a model on a data set.
 
     Arguments:
@@ -35,7 +36,8 @@ def run(
         checkpoint: when checkpoints are written.
         seed: seed of weights, order of the data and noise.
         resume: `last`, a run folder or a checkpoint to continue from, with the same result as an uninterrupted run;
-            `auto`, to continue where this job of SLURM or torchrun, or `run_dir`, has a checkpoint, and else to start.
+            `auto`, to continue where this job of SLURM or torchrun, or `run_dir`, has a checkpoint, and else to start;
+            of a sweep, `last` or its folder, to run only what is missing.
         run_dir: the run folder; default runs/<model>-<data>/<time>.
         trust: further packages whose classes the configuration may name.
     """
@@ -46,12 +48,11 @@ def run(
     from pathlib import Path
 
     from genmodels.cli.schema import TARGET, Schema
-    from genmodels.core.checkpoint import read_header
     from genmodels.core.errors import InputError, RunError
     from genmodels.models.build import build, construct
-    from genmodels.models.checkpoint import restoring
+    from genmodels.models.checkpoint import read_resumable, restoring
     from genmodels.training import run as parts
-    from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid
+    from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid, metric_of
     from genmodels.training.dashboards import LearnedDensity, LossProfile, NoiseLevels, Throughput
     from genmodels.training.loggers import LoggerOptions, close, log_config
     from genmodels.training.processes import agreed, fitted, is_first, watched
@@ -91,6 +92,7 @@ def run(
     root = Path("runs")
     header: dict = {}
     changed: list[str] = []
+    steps = options.steps(len(datamodule.train_dataloader()))
     held = None
 
     def claimed() -> str:
@@ -101,7 +103,7 @@ def run(
 
     folder, path = (where and Path(where) for where in json.loads(agreed(claimed, options.num_nodes)))
     if path is not None:
-        header = read_header(path)
+        header = read_resumable(path, mmap=True)["genmodels"]
         try:
             then = whole(header["config"], built)
             then["model"] |= {key: value for key, value in decided.items() if then["model"].get(key) in _OPEN}
@@ -109,15 +111,19 @@ def run(
         except InputError as error:
             from genmodels.cli.compose import how_to_resume
 
-            length = {key: config["trainer"][key] for key in ("max_steps", "max_epochs")}
-            own = header["config"] | {"trainer": (header["config"].get("trainer") or {}) | length}
-            raise InputError(f"{error}: {how_to_resume(own, path)}") from None
+            raise InputError(f"{error}: {how_to_resume(header['config'], path, config)}") from None
+        if steps < header["step"]:
+            raise InputError(f"the run in {path.parent} has made {header['step']} steps, for {steps} there is nothing "
+                             "left to do: give a larger trainer.max_steps (or max_epochs) to go on")
     log, loggers, start = parts.Log(folder / "log.txt"), [], None
     checkpointing = Checkpointing(folder, checkpoints)
     try:
-        steps = options.steps(len(datamodule.train_dataloader()))
         done = header.get("step", 0)
         count = sum(p.numel() for p in network.core.parameters())
+        drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
+        drawn = drawn if options.sample_every_n_steps else []
+        speed = Throughput(options.sample_every_n_steps)
+        lightning = options.build(steps, [speed, FiniteMetrics(), LossProfile(), *drawn, checkpointing], str(folder))
         parts.say(
             f"{network.family} with {amount(count)} parameters on {datamodule.spec.name} "
             f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
@@ -132,10 +138,6 @@ def run(
             before = then.steps(len(datamodule.train_dataloader()))
         if is_first():
             parts.write_config(folder, config)
-        drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
-        drawn = drawn if options.sample_every_n_steps else []
-        speed = Throughput(options.sample_every_n_steps)
-        lightning = options.build(steps, [speed, FiniteMetrics(), LossProfile(), *drawn, checkpointing], str(folder))
         lightning.loggers = loggers = logging_options.build(folder, network.family, datamodule.spec.name, done)
         if lightning.strategy.root_device.type == "cpu":
             parts.keep_freed_memory()
@@ -163,12 +165,12 @@ def run(
         if lightning.global_step < steps:
             raise RunError(f"stopped at step {lightning.global_step} of {steps}")
         validated = options.validate_every_n_steps and steps % min(options.validate_every_n_steps, steps) == 0
-        if not validated or not network.figures:
+        if not validated or not network.figures or done == steps:  # figures of a checkpoint lack their errors
             lightning.validate(network, datamodule.val_dataloader(), verbose=False)
         timed = speed.line(lightning)
         parts.say(f"trained in {time.monotonic() - start:.0f} s", *([timed] if timed else []),
                   *parts.summary(network, folder))
-        return {**parts.figures_of(network), "step": str(lightning.global_step), "run": str(folder)}
+        return parts.Outcome(parts.figures_of(network), metric_of(network), lightning.global_step, str(folder))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

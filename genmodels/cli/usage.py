@@ -27,6 +27,7 @@ EXAMPLES = {
                "trust=[mypackage]"],
     "shards": ["data=image_folder data.root=photos data.size=64 out=shards"],
     "info": ["runs/ddpm-digits/<time>/last.ckpt", "runs/*/*/best.ckpt --full"],
+    "completion": ["bash"],
     "doctor": ["", "data=image_folder data.root=photos"],
 }
 
@@ -61,10 +62,12 @@ def command_help(command: str) -> str:
     parts = [_summary(command) + ".", f"usage: {script} [key=value ...]{also}"]
     chosen = _defaults(command)
     if chosen:
-        available = groups()
-        parts.append("groups (group=option):\n" + "\n".join(
-            f"  {group:<11} {_choices(available.get(group, []), default)}" for group, default in chosen.items()
-        ))
+        available = selectable(command)
+        lines = [f"  {group:<11} {_choices(available[group], default)}" for group, default in chosen.items()]
+        if "preset" in available:
+            presets = "<model>_<data> (default where there is one; ~preset for none): " + ", ".join(available["preset"])
+            lines.append(textwrap.fill(presets, 118, initial_indent=f"  {'preset':<11} ", subsequent_indent=" " * 14))
+        parts.append("groups (group=option):\n" + "\n".join(lines))
     own = [entry for key in run.keys.values() if key.name not in chosen for entry in _entries(key)]
     if own:
         parts.append("settings:\n" + "\n".join(own))
@@ -82,6 +85,17 @@ def _defaults(command: str) -> dict[str, str | None]:
     entries = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("defaults", []) if file.is_file() else []
     pairs = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
     return {group: option for group, option in pairs if not group.startswith(("optional ", "override "))}
+
+
+def selectable(command: str) -> dict[str, list[str]]:
+    """The config groups of a command with their options.
+
+    Example:
+        >>> selectable("train")["trainer"], selectable("sample")
+        (['default', 'gpu', 'smoke'], {})
+    """
+    chosen, available = _defaults(command), groups()
+    return {name: available.get(name, []) for name in (*chosen, *(["preset"] if "model" in chosen else []))}
 
 
 def _choices(options: list[str], default: str | None) -> str:

@@ -98,6 +98,24 @@ def _explain(error: Exception, path: Path) -> Exception:
     return error
 
 
+def new_folder(path: Path) -> Path:
+    """Make a folder that did not exist: `path`, or with a number appended where that exists.
+
+    Raises:
+        RunError: if it cannot be made.
+    """
+    folder, count = path, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            count += 1
+            folder = path.with_name(f"{path.name}_{count}")
+        except OSError as error:
+            raise RunError(f"cannot make the folder {folder}: {os.strerror(error.errno)}") from error
+
+
 def cache_folder() -> Path:
     """`$GENMODELS_CACHE`, or `genmodels` in the user's cache folder."""
     given = os.environ.get("GENMODELS_CACHE")
@@ -118,7 +136,8 @@ def groups() -> dict[str, list[str]]:
         True
     """
     folders = sorted(f for f in CONFIG_DIR.iterdir() if f.is_dir() and not f.name.startswith((".", "_")))
-    return {f.name: sorted(p.stem for p in f.glob("*.yaml")) for f in folders}
+    found = {f.name: sorted(p.stem for p in f.glob("*.yaml")) for f in folders}
+    return {name: choices for name, choices in found.items() if choices}  # Hydra's own settings lie a folder deeper
 
 
 def check_writable(key: str, target: Path) -> None:

@@ -31,15 +31,18 @@ class SamplingOptions:
         seed: sample k of a seed depends on (seed, k) alone.
         start: number of the first sample.
         weights: `ema`, `raw`, or one of the decays kept.
-        sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m or unipc for diffusion; annealed, hmc, mala or ula for energies;
-            predictor_corrector or annealed_langevin for scores; those of diffusion or annealed_langevin for mels around
-            the mean of a text; sequential, gauss_seidel or jacobi for a tarflow. None for the family's default.
+        sampler: ddpm, ddim, euler, heun, edm, dpmpp_2m, unipc, flow or sde for diffusion and flow matching; annealed,
+            hmc, mala or ula for energies; predictor_corrector or annealed_langevin for scores; those of diffusion or
+            annealed_langevin for mels around the mean of a text; sequential, gauss_seidel or jacobi for a tarflow. None
+            for the family's default.
         steps: number of sampling steps: of a diffusion or a chain, densities of `annealed`, noise levels of scores;
             None for the sampler's default.
         spacing: spacing of the times of a diffusion: uniform_t, uniform_log_snr, karras, integer_trailing or
             integer_leading; None for the sampler's default.
         eta: share of ancestral noise in `ddim`, 0 by default.
         churn: noise that `edm` adds on its way, S_churn, 10 by default.
+        diffusion: squared diffusion coefficient of `sde` over time: sigma (the default), constant, decreasing or sine.
+        along: path to sample along in place of the model's own: linear, cosine, or vp_ and a noise schedule's name.
         step_size: first step size of an energy's chains, in standard deviations of the data; it adapts, but for `ula`.
         inverse_temperature: beta > 0 of the density p^beta that energies and scores are sampled from.
         clip: keep the estimate of the data in its range at every step: `static` (true), `dynamic`, or false; None for
@@ -87,6 +90,8 @@ class SamplingOptions:
     spacing: str | None = None
     eta: float | None = None
     churn: float | None = None
+    diffusion: str | None = None
+    along: str | None = None
     step_size: float | None = None
     inverse_temperature: float = 1.0
     clip: bool | Literal["static", "dynamic"] | None = None

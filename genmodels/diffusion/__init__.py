@@ -2,9 +2,10 @@
 
 from genmodels.diffusion.bound import ElboTerms, continuous_elbo, ddpm_times, elbo, vdm_times
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
-from genmodels.diffusion.denoiser import EDM, PARAMETERISATIONS, X0, Denoiser, Eps, Parameterisation, Prediction, V
+from genmodels.diffusion.denoiser import Denoiser, OnPath
 from genmodels.diffusion.editing import Inpainting, invert, noised_start, times_from
 from genmodels.diffusion.exact import GaussianDenoiser, MixtureDenoiser
+from genmodels.diffusion.flow_matching import Coupling, FlowMatching, make_path, velocity_of
 from genmodels.diffusion.generation import DiffusionSampler, SamplingPlan
 from genmodels.diffusion.guidance import (
     THRESHOLDS,
@@ -27,6 +28,17 @@ from genmodels.diffusion.objectives import (
     make_objective,
 )
 from genmodels.diffusion.ode import OdeDensity, OdeLogProb, exact_divergence, hutchinson, rademacher
+from genmodels.diffusion.parameterisation import (
+    EDM,
+    PARAMETERISATIONS,
+    X0,
+    Eps,
+    Parameterisation,
+    Prediction,
+    V,
+    Velocity,
+)
+from genmodels.diffusion.path import LinearPath, Path
 from genmodels.diffusion.process import (
     VARIANCES,
     alpha_sigma,
@@ -40,13 +52,16 @@ from genmodels.diffusion.process import (
     sigma2_ts,
 )
 from genmodels.diffusion.samplers import (
+    DIFFUSIONS,
     SAMPLERS,
     DDIMSampler,
     DDPMSampler,
     DPMSolverPP2MSampler,
     EDMSampler,
     EulerSampler,
+    FlowSampler,
     HeunSampler,
+    SDESampler,
     UniPCMemory,
     UniPCSampler,
 )
@@ -87,6 +102,7 @@ from genmodels.diffusion.solvers import SOLVERS, SolverError
 from genmodels.diffusion.weighting import TIME_SAMPLERS, WEIGHTINGS, LossAwareTimes, TimeSampler, Weighting
 
 __all__ = [
+    "DIFFUSIONS",
     "EDM",
     "OBJECTIVES",
     "PARAMETERISATIONS",
@@ -104,6 +120,7 @@ __all__ = [
     "Continuous",
     "CosineDiscreteSchedule",
     "CosineSchedule",
+    "Coupling",
     "DDIMSampler",
     "DDPMSampler",
     "DPMSolverPP2MSampler",
@@ -118,6 +135,8 @@ __all__ = [
     "ElboTerms",
     "Eps",
     "EulerSampler",
+    "FlowMatching",
+    "FlowSampler",
     "Gaussian",
     "GaussianDenoiser",
     "GradTTSSchedule",
@@ -129,6 +148,7 @@ __all__ = [
     "LevelSoftmax",
     "LinearContinuousSchedule",
     "LinearLogSnrSchedule",
+    "LinearPath",
     "LinearSchedule",
     "LossAwareTimes",
     "Memory",
@@ -139,8 +159,11 @@ __all__ = [
     "OdeDensity",
     "OdeLikelihood",
     "OdeLogProb",
+    "OnPath",
     "Parameterisation",
+    "Path",
     "Prediction",
+    "SDESampler",
     "SampleResult",
     "Sampler",
     "SamplingPlan",
@@ -152,6 +175,7 @@ __all__ = [
     "TimeSampler",
     "UniPCMemory",
     "UniPCSampler",
+    "Velocity",
     "Vlb",
     "Weighting",
     "ZeroTerminalSchedule",
@@ -172,6 +196,7 @@ __all__ = [
     "kernel_variance",
     "learned_variance",
     "make_objective",
+    "make_path",
     "make_schedule",
     "noised_start",
     "posterior",
@@ -190,4 +215,5 @@ __all__ = [
     "uniform_log_snr",
     "uniform_t",
     "vdm_times",
+    "velocity_of",
 ]

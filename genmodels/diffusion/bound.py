@@ -24,6 +24,7 @@ from genmodels.core.random import Generator, KeyedGenerator, normal, uniform
 from genmodels.core.tensors import event_sum
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.guidance import require_unaltered
+from genmodels.diffusion.path import Path
 from genmodels.diffusion.process import (
     Variance,
     alpha_sigma,
@@ -33,7 +34,7 @@ from genmodels.diffusion.process import (
     q_sample,
     variance_function,
 )
-from genmodels.diffusion.schedule import NoiseSchedule, step_to_time
+from genmodels.diffusion.schedule import step_to_time
 
 #: Where the path of a schedule without signal at its end is cut: beyond, an example costs less than 1e-8 nats.
 _NOISIEST = -20.0
@@ -130,7 +131,7 @@ def vdm_times(num_steps: int) -> Tensor:
     return step_to_time(torch.arange(num_steps + 1), num_steps)
 
 
-def check_grid(schedule: NoiseSchedule, times: Tensor) -> Tensor:
+def check_grid(schedule: Path, times: Tensor) -> Tensor:
     """The log-SNRs (K+1,) of a grid; raises unless it increases within [0, 1] and has noise at t_0."""
     if times.dim() != 1 or len(times) < 2 or bool((times.diff() <= 0).any()) or times[0] < 0 or times[-1] > 1:
         raise InputError("the times of a bound must increase within [0, 1], at least two of them")

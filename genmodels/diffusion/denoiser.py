@@ -1,281 +1,13 @@
-"""A network, a noise schedule and the meaning of the output: together, a prediction at any time."""
+"""A network, a path to noise and the meaning of the output: together, a prediction at any time."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import InputError
-from genmodels.diffusion.process import alpha_sigma, expand
-from genmodels.diffusion.schedule import NoiseSchedule
-
-
-class _Once:
-    """A field computed when it is first read; without the lock of functools.cached_property, which does not compile."""
-
-    def __init__(self, compute: Callable):
-        self.compute = compute
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance, owner: type):
-        value = self.compute(instance)
-        setattr(instance, self.name, value)
-        return value
-
-
-class Prediction:
-    """All views of one denoising prediction, each computed when it is first read.
-
-    Fields, all (B, *event): `x0`, `eps`, `v`, `score`, and `output`, what the network returned in its own units.
-    `nu` says where the variance of the model's kernel lies between beta_tilde (0) and beta (1), per scalar; None unless
-    the network learns it. See `learned_variance`.
-
-    Errors: a field that does not exist at this noise level (the score where sigma = 0) raises when it is read.
-
-    Arguments:
-        output: (B, *event).
-        sigma: sigma_t, shaped to multiply `output`.
-        x0, eps, v: functions without arguments that compute the field.
-        score: the same for the score, where it is known otherwise than as -eps / sigma.
-    """
-
-    def __init__(
-        self,
-        output: Tensor,
-        sigma: Tensor,
-        *,
-        x0: Callable[[], Tensor],
-        eps: Callable[[], Tensor],
-        v: Callable[[], Tensor],
-        score: Callable[[], Tensor] | None = None,
-        nu: Tensor | None = None,
-    ):
-        self.output, self.sigma, self.nu = output, sigma, nu
-        self._x0, self._eps, self._v, self._score = x0, eps, v, score
-
-    @_Once
-    def x0(self) -> Tensor:
-        """(B, *event) the estimate of the data, E[x_0 | x_t]."""
-        return self._x0()
-
-    @_Once
-    def eps(self) -> Tensor:
-        """(B, *event) the estimate of the noise, (x_t - alpha x_0) / sigma."""
-        return self._eps()
-
-    @_Once
-    def v(self) -> Tensor:
-        """(B, *event) the velocity, alpha eps - sigma x_0."""
-        return self._v()
-
-    @_Once
-    def score(self) -> Tensor:
-        """(B, *event) the score of the noised marginal, -eps / sigma; InputError where sigma = 0."""
-        return self._score() if self._score is not None else -self.eps / defined(self.sigma, "the score", "sigma")
-
-
-def defined(divisor: Tensor, field: str, name: str) -> Tensor:
-    """The divisor, or an error that names the field which does not exist where the divisor is 0."""
-    # Compiled code looks at no values: there such a field is infinite or NaN.
-    if not torch.compiler.is_compiling() and bool((divisor == 0).any()):
-        end = "t = 0" if name == "sigma" else "t = 1"
-        raise InputError(f"{field} is undefined where {name} = 0: keep away from {end}, or read another field")
-    return divisor
-
-
-class Parameterisation:
-    """One meaning of the network's output: its training target, its conversion, the scale of its error.
-
-    `loss_weight(log_snr)` turns the squared error of this output into the squared error of x0; `scale_input` makes of
-    the noisy x what the network sees.
-    """
-
-    name: str
-
-    def check(self, schedule: NoiseSchedule) -> None:
-        """Raise where this output cannot be trained under the schedule."""
-
-    def target(self, x0: Tensor, noise: Tensor, log_snr: Tensor) -> Tensor:
-        """What the network should return at alpha x0 + sigma noise; (B, *event), log_snr (B,)."""
-        raise NotImplementedError
-
-    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, nu: Tensor | None = None) -> Prediction:
-        """All views of `output`, predicted at the noisy x (B, *event) with log_snr (B,)."""
-        raise NotImplementedError
-
-    def loss_weight(self, log_snr: Tensor) -> Tensor:
-        """(B,) w with |x0 - x0_hat|^2 = w |target - output|^2."""
-        raise NotImplementedError
-
-    def scale_input(self, x: Tensor, log_snr: Tensor) -> Tensor:
-        """The noisy x (B, *event) as the network sees it; log_snr (B,)."""
-        return x
-
-
-class Eps(Parameterisation):
-    """The network predicts the noise (Ho et al. 2020, equation 11); impossible where the SNR is 0.
-
-    Example:
-        >>> p = Eps().to_prediction(torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, dtype=torch.float64))
-        >>> round(float(p.x0), 4)
-        1.4142
-    """
-
-    name = "eps"
-
-    def check(self, schedule: NoiseSchedule) -> None:
-        if math.isinf(schedule.end_points[1]):
-            raise InputError(
-                "eps carries no signal at SNR 0: choose v or x0, or a schedule with log_snr(1) >= -20"
-            )
-
-    def target(self, x0: Tensor, noise: Tensor, log_snr: Tensor) -> Tensor:
-        return noise
-
-    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, nu: Tensor | None = None) -> Prediction:
-        alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
-        return Prediction(
-            output,
-            sigma,
-            x0=lambda: (x - sigma * output) / defined(alpha, "x0 from eps", "alpha"),
-            eps=lambda: output,
-            v=lambda: (output - sigma * x) / defined(alpha, "v from eps", "alpha"),
-            nu=nu,
-        )
-
-    def loss_weight(self, log_snr: Tensor) -> Tensor:
-        return torch.exp(-log_snr)
-
-
-class X0(Parameterisation):
-    """The network predicts the clean data.
-
-    Example:
-        >>> p = X0().to_prediction(torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, dtype=torch.float64))
-        >>> round(float(p.eps), 4)
-        1.4142
-    """
-
-    name = "x0"
-
-    def target(self, x0: Tensor, noise: Tensor, log_snr: Tensor) -> Tensor:
-        return x0
-
-    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, nu: Tensor | None = None) -> Prediction:
-        alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
-        return Prediction(
-            output,
-            sigma,
-            x0=lambda: output,
-            eps=lambda: (x - alpha * output) / defined(sigma, "eps from x0", "sigma"),
-            v=lambda: (alpha * x - output) / defined(sigma, "v from x0", "sigma"),
-            nu=nu,
-        )
-
-    def loss_weight(self, log_snr: Tensor) -> Tensor:
-        return torch.ones_like(log_snr)
-
-
-class V(Parameterisation):
-    """The network predicts v = alpha eps - sigma x0 (Salimans and Ho 2022, section 4): x0 and eps exist at every SNR.
-
-    Example:
-        >>> p = V().to_prediction(torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, dtype=torch.float64))
-        >>> round(float(p.x0), 4), round(float(p.eps), 4)
-        (0.7071, 0.7071)
-    """
-
-    name = "v"
-
-    def target(self, x0: Tensor, noise: Tensor, log_snr: Tensor) -> Tensor:
-        alpha, sigma = alpha_sigma(log_snr)
-        return expand(alpha, x0) * noise - expand(sigma, x0) * x0
-
-    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, nu: Tensor | None = None) -> Prediction:
-        alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
-        return Prediction(
-            output,
-            sigma,
-            x0=lambda: alpha * x - sigma * output,
-            eps=lambda: sigma * x + alpha * output,
-            v=lambda: output,
-            nu=nu,
-        )
-
-    def loss_weight(self, log_snr: Tensor) -> Tensor:
-        return torch.sigmoid(-log_snr)
-
-
-class EDM(Parameterisation):
-    """The network sees x and predicts F, both scaled to unit variance at every noise level, for data of standard
-    deviation s_d.
-
-        x0 = c_skip y + c_out F(c_in y),   y = x/alpha,   s = sigma/alpha
-        c_skip = s_d^2/(s^2 + s_d^2),   c_out = s s_d/sqrt(s^2 + s_d^2),   c_in = 1/sqrt(s^2 + s_d^2)
-
-    Written with r^2 = sigma^2 + s_d^2 alpha^2 nothing is divided by alpha: the network sees x/r, x0 = (s_d^2 alpha x +
-    sigma s_d r F)/r^2 and eps = (sigma x - alpha s_d r F)/r^2 exist at every SNR. With s_d = 1, F is -v. The network is
-    given the log-SNR, -8 times the c_noise = log(s)/4 of the paper.
-
-    Arguments:
-        sigma_data: s_d, the standard deviation of the data in the model's units.
-
-    Source: Karras et al., "Elucidating the design space of diffusion-based generative models", 2022, table 1.
-
-    Example:
-        >>> c_skip, c_out, c_in = EDM().coefficients(torch.zeros(1, dtype=torch.float64))
-        >>> round(float(c_skip), 9), round(float(c_out), 9), round(float(c_in), 9)
-        (0.2, 0.447213595, 0.894427191)
-    """
-
-    name = "edm"
-
-    def __init__(self, *, sigma_data: float = 0.5):
-        if not sigma_data > 0:
-            raise InputError(f"sigma_data = {sigma_data}: give a positive number")
-        self.sigma_data = float(sigma_data)
-
-    def coefficients(self, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(c_skip, c_out, c_in) of the paper, functions of s = exp(-lambda/2)."""
-        squared, data = torch.exp(-log_snr), self.sigma_data
-        whole = squared + data**2
-        return data**2 / whole, data * torch.sqrt(squared / whole), 1 / torch.sqrt(whole)
-
-    def _scales(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(alpha, sigma, r), shaped to multiply x."""
-        alpha, sigma = alpha_sigma(log_snr)
-        r = torch.sqrt(sigma.square() + (self.sigma_data * alpha).square())
-        return tuple(expand(value, x) for value in (alpha, sigma, r))
-
-    def scale_input(self, x: Tensor, log_snr: Tensor) -> Tensor:
-        return x / self._scales(x, log_snr)[2]
-
-    def target(self, x0: Tensor, noise: Tensor, log_snr: Tensor) -> Tensor:
-        (alpha, sigma, r), data = self._scales(x0, log_snr), self.sigma_data
-        return (sigma * x0 - data**2 * alpha * noise) / (data * r)
-
-    def to_prediction(self, output: Tensor, x: Tensor, log_snr: Tensor, nu: Tensor | None = None) -> Prediction:
-        (alpha, sigma, r), data = self._scales(x, log_snr), self.sigma_data
-
-        def x0() -> Tensor:
-            return (data**2 * alpha * x + sigma * data * r * output) / r.square()
-
-        def eps() -> Tensor:
-            return (sigma * x - alpha * data * r * output) / r.square()
-
-        return Prediction(output, sigma, x0=x0, eps=eps, v=lambda: alpha * eps() - sigma * x0(), nu=nu)
-
-    def loss_weight(self, log_snr: Tensor) -> Tensor:
-        data, alpha2, sigma2 = self.sigma_data**2, torch.sigmoid(log_snr), torch.sigmoid(-log_snr)
-        return data * sigma2 / (sigma2 + data * alpha2)
-
-
-PARAMETERISATIONS: dict[str, type[Parameterisation]] = {"eps": Eps, "x0": X0, "v": V, "edm": EDM}
+from genmodels.diffusion.parameterisation import Parameterisation, Prediction
+from genmodels.diffusion.path import Path
 
 
 class AtAnyTime(nn.Module):
@@ -284,7 +16,7 @@ class AtAnyTime(nn.Module):
     A subclass has a `schedule` and defines `at_log_snr(x, log_snr, cond, mask, estimate) -> Prediction`.
     """
 
-    schedule: NoiseSchedule
+    schedule: Path
 
     def forward(
         self,
@@ -294,7 +26,42 @@ class AtAnyTime(nn.Module):
         mask: Tensor | None = None,
         estimate: Tensor | None = None,
     ) -> Prediction:
-        return self.at_log_snr(x, self.schedule.log_snr(t), cond, mask, estimate)
+        return self.at_log_snr(x, self.schedule.log_snr(t), cond, mask, estimate).along(self.schedule, t)
+
+
+class OnPath(AtAnyTime):
+    """A denoiser on another path: it sees the noisy x of the same log-SNR, of which a path's own x_t is a multiple.
+
+    So a model that was trained on one path is sampled along any other, and its probability-flow trajectories stay.
+
+    Arguments:
+        denoiser: learned or exact.
+        schedule: the path.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, LinearPath
+        >>> straight = OnPath(GaussianDenoiser(CosineSchedule(), torch.ones(1), 0.25), LinearPath())
+        >>> x_t = torch.tensor([[1.0]])  # N(1, 1/4) at t = 1/2: u = -1 + (0.5 - 0.125)/0.3125 (x_t - 0.5)
+        >>> round(float(straight(x_t / 0.5**0.5, torch.tensor([0.5])).velocity), 4)
+        -0.4
+    """
+
+    def __init__(self, denoiser: AtAnyTime, schedule: Path):
+        super().__init__()
+        self.denoiser, self.schedule, self.parameterisation = denoiser, schedule, denoiser.parameterisation
+        self.self_conditioning = denoiser.self_conditioning
+        self.parameterisation.check(schedule)
+
+    def at_log_snr(
+        self,
+        x: Tensor,
+        log_snr: Tensor,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        estimate: Tensor | None = None,
+    ) -> Prediction:
+        """The prediction of the denoiser there."""
+        return self.denoiser.at_log_snr(x, log_snr, cond, mask, estimate)
 
 
 class Denoiser(AtAnyTime):
@@ -327,7 +94,7 @@ class Denoiser(AtAnyTime):
     def __init__(
         self,
         net: nn.Module,
-        schedule: NoiseSchedule,
+        schedule: Path,
         parameterisation: Parameterisation,
         *,
         learned_variance: bool = False,

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError
 from genmodels.core.random import Generator, at_step, normal
-from genmodels.diffusion.process import q_sample, renoise
+from genmodels.diffusion.path import Path
+from genmodels.diffusion.process import alpha_sigma, q_sample, renoise
 from genmodels.diffusion.samplers import HeunSampler
 from genmodels.diffusion.sampling import Sampler, log_snrs
-from genmodels.diffusion.schedule import NoiseSchedule
 
 
 def times_from(times: Tensor, first: float) -> Tensor:
@@ -28,7 +28,7 @@ def times_from(times: Tensor, first: float) -> Tensor:
     return torch.cat([times.new_tensor([first]), times[times < first]])
 
 
-def noised_start(schedule: NoiseSchedule, x0: Tensor, t: float, generator: Generator) -> Tensor:
+def noised_start(schedule: Path, x0: Tensor, t: float, generator: Generator) -> Tensor:
     """A draw of q(x_t | x_0), from which a sampler goes on to data that resemble x_0 (B, *event).
 
     The noise is that which a sample of the same number starts from. Source: Meng et al., "SDEdit", 2022, section 3.
@@ -68,7 +68,7 @@ def invert(
     sampler = sampler or HeunSampler()
     rising = times.detach().to("cpu", torch.float64).flip(0)
     rising = rising[rising > 0]
-    alpha, _ = denoiser.schedule.alpha_sigma(rising[:1])
+    alpha, _ = alpha_sigma(denoiser.schedule.log_snr(rising[:1]))
     x = x0 * alpha.to(x0)
     for t, s in zip(rising[:-1], rising[1:], strict=True):
         x, _ = sampler(denoiser, x, t, s, None, None, cond)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError
 from genmodels.core.random import Generator, normal, uniform
-from genmodels.diffusion.denoiser import AtAnyTime, Parameterisation, Prediction, V
+from genmodels.diffusion.denoiser import AtAnyTime
+from genmodels.diffusion.parameterisation import Parameterisation, Prediction, V
+from genmodels.diffusion.path import Path
 from genmodels.diffusion.process import alpha_sigma, expand, posterior, q_sample
-from genmodels.diffusion.schedule import NoiseSchedule
 
 
 class _ExactDenoiser(AtAnyTime):
@@ -96,7 +97,7 @@ class GaussianDenoiser(_ExactDenoiser):
 
     def __init__(
         self,
-        schedule: NoiseSchedule,
+        schedule: Path,
         mean: Tensor,
         variance: Tensor | float,
         *,
@@ -113,7 +114,7 @@ class GaussianDenoiser(_ExactDenoiser):
         self.parameterisation.check(schedule)
 
     @classmethod
-    def from_covariance(cls, schedule: NoiseSchedule, mean: Tensor, covariance: Tensor) -> GaussianDenoiser:
+    def from_covariance(cls, schedule: Path, mean: Tensor, covariance: Tensor) -> GaussianDenoiser:
         """For x_0 ~ N(mean (D,), covariance (D, D))."""
         values, vectors = torch.linalg.eigh(covariance.to(torch.float64))
         return cls(schedule, mean, values, basis=vectors)
@@ -172,7 +173,7 @@ class MixtureDenoiser(_ExactDenoiser):
 
     def __init__(
         self,
-        schedule: NoiseSchedule,
+        schedule: Path,
         weights: Tensor,
         means: Tensor,
         variances: Tensor | float,

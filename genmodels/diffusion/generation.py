@@ -14,9 +14,9 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import SamplingOptions
 from genmodels.diffusion.editing import Inpainting, noised_start, times_from
 from genmodels.diffusion.guidance import GuidedDenoiser, ThresholdedDenoiser
+from genmodels.diffusion.path import Path
 from genmodels.diffusion.samplers import SAMPLERS, make_sampler
 from genmodels.diffusion.sampling import SPACINGS, Sampler, SampleResult, sample
-from genmodels.diffusion.schedule import NoiseSchedule
 
 _INPAINTING_STEPS = 50  # each of them is taken several times
 
@@ -43,6 +43,7 @@ class DiffusionSampler:
         variance: of the ancestral kernels, a name in VARIANCES, or `learned`.
         clip: threshold of the estimate of the data by default, a name in THRESHOLDS, or None.
         null: the class that stands for all of them, None for a model without.
+        name: the sampler where nobody says, a name in SAMPLERS.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser
@@ -59,13 +60,14 @@ class DiffusionSampler:
     variance: Literal["beta", "beta_tilde", "learned"]
     clip: Literal["static", "dynamic"] | None = None
     null: int | None = None
+    name: str = "dpmpp_2m"
 
-    def plan(self, schedule: NoiseSchedule, options: SamplingOptions) -> SamplingPlan:
+    def plan(self, schedule: Path, options: SamplingOptions) -> SamplingPlan:
         """Sampler, steps and spacing that the options name, or the defaults of the sampler.
 
         Errors: a sampler or a spacing that does not exist, options that are not the sampler's, too many steps.
         """
-        name = options.sampler or ("dpmpp_2m" if options.known is None else "ddpm")
+        name = options.sampler or (self.name if options.known is None else "ddpm")
         one_of("sampler", name, SAMPLERS)
         steps = options.steps
         if steps is None:
@@ -73,7 +75,8 @@ class DiffusionSampler:
             steps = min(self.num_steps, usual if options.known is None else _INPAINTING_STEPS)
         if not 1 <= steps <= self.num_steps:
             raise InputError(f"steps must lie in 1..{self.num_steps} (T of this model), got {steps}")
-        sampler, own = make_sampler(name, steps, self.variance, eta=options.eta, churn=options.churn)
+        sampler, own = make_sampler(name, steps, self.variance, eta=options.eta, churn=options.churn,
+                                   diffusion=options.diffusion)
         times = self.times(schedule, name, steps, options.spacing)
         made = {"sampler": name, "steps": steps, "spacing": options.spacing or SAMPLERS[name].defaults.spacing, **own}
         if options.known is not None:
@@ -82,7 +85,7 @@ class DiffusionSampler:
             times, made["strength"] = times_from(times, options.strength), options.strength
         return SamplingPlan(times, sampler, made)
 
-    def times(self, schedule: NoiseSchedule, sampler: str, steps: int, spacing: str | None = None) -> Tensor:
+    def times(self, schedule: Path, sampler: str, steps: int, spacing: str | None = None) -> Tensor:
         """The decreasing times of a sampler, (steps + 1,), ending at the clean end."""
         name = spacing or SAMPLERS[sampler].defaults.spacing
         one_of("spacing", name, SPACINGS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError, require_finite_rows
-from genmodels.diffusion.denoiser import X0, Prediction
+from genmodels.diffusion.parameterisation import X0, Prediction
 
 
 class AlteredDenoiser:
@@ -30,7 +30,7 @@ class AlteredDenoiser:
     def __call__(
         self, x: Tensor, t: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, **estimate: Tensor
     ) -> Prediction:
-        return self.forward(x, t, cond, mask, **estimate)
+        return self.forward(x, t, cond, mask, **estimate).along(self.schedule, t)
 
     def forward(self, x: Tensor, t: Tensor, cond: Tensor | None, mask: Tensor | None, **estimate: Tensor) -> Prediction:
         """The changed prediction."""

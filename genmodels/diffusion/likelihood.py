@@ -18,8 +18,8 @@ from genmodels.core.tensors import event_size, hide, outside_inference
 from genmodels.diffusion.bound import ElboTerms, continuous_elbo, elbo, reconstruction_term
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.ode import OdeDensity, OdeLogProb, last_log_snr, standard_normal
+from genmodels.diffusion.path import Path
 from genmodels.diffusion.process import alpha_sigma, sigma2_ts
-from genmodels.diffusion.schedule import NoiseSchedule
 from genmodels.diffusion.solvers import SolverError
 
 
@@ -58,7 +58,7 @@ class Elbo:
     num_steps: int
     variance: Literal["beta", "beta_tilde", "learned"]
 
-    def steps(self, schedule: NoiseSchedule) -> Tensor:
+    def steps(self, schedule: Path) -> Tensor:
         """Times t_0 < ... < t_K = 1, evenly spaced, of the objectives that draw steps; (T,) float64.
 
         A discrete schedule has DDPM's t_0 = 1/T. A continuous one starts where the noise first becomes smaller than the
@@ -74,7 +74,7 @@ class Elbo:
             first = 0.0 if starts_late else float(schedule.time_of(torch.minimum(ahead[1:], top)).detach()[0])
         return torch.linspace(first, 1.0, self.num_steps, dtype=torch.float64)
 
-    def times(self, schedule: NoiseSchedule) -> Tensor:
+    def times(self, schedule: Path) -> Tensor:
         """Times t_0 < ... < t_K = 1 of the bound, evenly spaced in log-SNR; (T,) float64.
 
         There a denoiser costs about the same in each step, which makes the bound of T steps and its estimate from few
@@ -87,7 +87,7 @@ class Elbo:
         even = schedule.time_of(torch.linspace(float(first), float(last), len(times), dtype=torch.float64)).to(times)
         return torch.cat([times[:1], even[1:-1], times[-1:]])
 
-    def first_log_snr(self, schedule: NoiseSchedule) -> float:
+    def first_log_snr(self, schedule: Path) -> float:
         """The log-SNR at t_0, the cleanest level that the model is read at."""
         return float(schedule.log_snr(self.steps(schedule)[:1]).detach()[0])
 

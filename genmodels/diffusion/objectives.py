@@ -20,9 +20,9 @@ from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import event_mean, event_size
 from genmodels.diffusion.bound import check_grid, diffusion_term, prior_term, rate_term, reconstruction_term
 from genmodels.diffusion.decoder import Decoder
-from genmodels.diffusion.denoiser import Prediction
+from genmodels.diffusion.parameterisation import Prediction
+from genmodels.diffusion.path import Path
 from genmodels.diffusion.process import Variance, kernel_variance, q_sample, variance_function
-from genmodels.diffusion.schedule import NoiseSchedule
 from genmodels.diffusion.weighting import (
     LossAwareTimes,
     TimeSampler,
@@ -117,7 +117,7 @@ class Objective:
             raise InputError("the bound needs a decoder and its grid of times")
 
 
-def is_learned(schedule: NoiseSchedule) -> bool:
+def is_learned(schedule: Path) -> bool:
     """Whether the schedule has parameters that are trained."""
     return any(parameter.requires_grad for parameter in schedule.parameters())
 
@@ -165,12 +165,8 @@ class Simple(Objective):
     """
 
     def __init__(
-        self,
-        decoder: Decoder | None = None,
-        times: Tensor | None = None,
-        *,
-        weighting: WeightingName | Weighting = "none",
-        time_sampler: TimeSamplerName | TimeSampler = "antithetic",
+        self, decoder: Decoder | None = None, times: Tensor | None = None, *,
+        weighting: WeightingName | Weighting = "none", time_sampler: TimeSamplerName | TimeSampler = "antithetic",
     ):
         super().__init__(decoder, times, time_sampler=time_sampler)
         self.weighting = make_weighting(weighting)
@@ -181,12 +177,16 @@ class Simple(Objective):
     ) -> ObjectiveOutput:
         num_steps = denoiser.schedule.num_steps
         t = u if num_steps is None else step_above(u, num_steps) / num_steps
-        noise = normal(x0.shape, generator, dtype=x0.dtype, device=x0.device)
+        noise = self.noise(x0, cond, generator)
         log_snr = denoiser.schedule.log_snr(t)
         prediction = predict(denoiser, q_sample(x0, log_snr, noise), log_snr, cond, mask, generator)
         mse, weighed = self.errors(denoiser, prediction, x0, noise, t, log_snr, mask)
         per_example = weight.to(mse.dtype) * weighed
         return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, weighed.detach())
+
+    def noise(self, x0: Tensor, cond: Tensor | None, generator: Generator) -> Tensor:
+        """(B, *event) the noise that each x0 goes with."""
+        return normal(x0.shape, generator, dtype=x0.dtype, device=x0.device)
 
     def errors(
         self, denoiser, prediction: Prediction, x0: Tensor, noise: Tensor, t: Tensor, log_snr: Tensor,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import normal
-from genmodels.diffusion.denoiser import Prediction
+from genmodels.diffusion.parameterisation import Prediction
+from genmodels.diffusion.path import Path
 from genmodels.diffusion.process import (
     Variance,
     alpha_sigma,
@@ -35,7 +37,7 @@ class Defaults:
 
     steps: int | None = None
     spacing: str = "uniform_log_snr"
-    options: dict[str, float] = field(default_factory=dict)
+    options: dict[str, float | str] = field(default_factory=dict)
 
 
 def update(x: Tensor, d: Tensor, log_snr_s: Tensor, log_snr_t: Tensor) -> Tensor:
@@ -318,6 +320,88 @@ class DDIMSampler:
         return mean + expand(w.sqrt(), x) * _noise(x, generator, temperature), memory
 
 
+def _require_bounded(path: Path, t: Tensor) -> None:
+    """Raise where the velocity of a path has no bound, as at t = 1 of schedules whose alpha^2 falls to 0 linearly."""
+    if max(abs(float(rate)) for rate in path.rates(t)) > 100:
+        raise InputError(f"the velocity of this path has no bound at t = {float(t):g}: choose sampler=dpmpp_2m")
+
+
+class FlowSampler:
+    """Heun's method for dx_t/dt = u(x_t, t), x_t the path's own; two network calls a step, one to the clean end.
+
+        x_s = x_t + (s - t) (u_t + u_s)/2,   u_s at the end of an Euler step
+
+    Along the straight path Euler steps alone are those of `euler`. Source: Lipman et al. 2023, section 3.
+
+    Example:
+        >>> from genmodels.diffusion import GaussianDenoiser, LinearPath, sample, uniform_t
+        >>> exact = GaussianDenoiser(LinearPath(), torch.zeros(2), 1.0)
+        >>> times, generator = uniform_t(exact.schedule, 5), torch.Generator().manual_seed(0)
+        >>> sample(exact, (3, 2), times, FlowSampler(), generator).evaluations
+        9
+    """
+
+    defaults = Defaults(20, "uniform_t")
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        path = denoiser.schedule
+        _require_bounded(path, t)
+        before = predict(denoiser, x, t, cond, memory)
+        memory = Memory(before.x0, path.log_snr(t))
+        if bool(s == 0):
+            return before.x0, memory
+        x, r_s, step = expand(path.scale(t), x) * x, expand(path.scale(s), x), expand(s - t, x)
+        after = predict(denoiser, (x + step * before.velocity) / r_s, s, cond, memory)
+        return (x + step * (before.velocity + after.velocity) / 2) / r_s, memory
+
+
+#: Squared diffusion coefficients w(t) of `sde`, as functions (t, sigma of the path) -> w (Ma et al. 2024, table 2).
+DIFFUSIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sigma": lambda t, sigma: sigma,
+    "constant": lambda t, sigma: torch.ones_like(t),
+    "decreasing": lambda t, sigma: (1 - torch.cos(math.pi * t)).square() / 4,
+    "sine": lambda t, sigma: torch.sin(math.pi * t).square(),
+}
+
+
+class SDESampler:
+    """A reverse SDE with the marginals of the path, for any diffusion coefficient: Euler and Maruyama's steps.
+
+        dx_t = (u - w(t)/2 score) dt + sqrt(w(t)) dW,   t falling,   score = -eps/sigma of the path's own x_t
+
+    w = 0 is the flow itself. Source: Ma et al., "SiT", 2024, equations 4 and 8.
+
+    Arguments:
+        diffusion: w, a name in DIFFUSIONS or a function (t, sigma) -> w.
+
+    Example:
+        >>> from genmodels.diffusion import GaussianDenoiser, LinearPath, sample, uniform_t
+        >>> exact = GaussianDenoiser(LinearPath(), torch.zeros(2), 1.0)
+        >>> times, generator = uniform_t(exact.schedule, 5), torch.Generator().manual_seed(0)
+        >>> sample(exact, (3, 2), times, SDESampler(), generator).evaluations
+        5
+    """
+
+    defaults = Defaults(250, "uniform_t", {"diffusion": "sigma"})
+
+    def __init__(self, *, diffusion: str | Callable[[Tensor, Tensor], Tensor] = "sigma"):
+        one_of("diffusion", diffusion if isinstance(diffusion, str) else "sigma", DIFFUSIONS)
+        self.diffusion = diffusion if callable(diffusion) else DIFFUSIONS[diffusion]
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        path = denoiser.schedule
+        _require_bounded(path, t)
+        found = predict(denoiser, x, t, cond, memory)
+        memory = Memory(found.x0, path.log_snr(t))
+        if bool(s == 0):
+            return found.x0, memory
+        _, sigma = path.alpha_sigma(t)
+        w, step = self.diffusion(t, sigma), t - s
+        drift = expand(step, x) * found.velocity + expand(step * w / (2 * sigma), x) * found.eps
+        noise = expand((w * step).sqrt(), x) * _noise(x, generator, temperature)
+        return (expand(path.scale(t), x) * x - drift + noise) / expand(path.scale(s), x), memory
+
+
 def _noise(x: Tensor, generator, temperature: float) -> Tensor:
     return temperature * normal(x.shape, generator, dtype=x.dtype, device=x.device)
 
@@ -335,10 +419,12 @@ SAMPLERS: dict[str, type] = {
     "edm": EDMSampler,
     "dpmpp_2m": DPMSolverPP2MSampler,
     "unipc": UniPCSampler,
+    "flow": FlowSampler,
+    "sde": SDESampler,
 }
 
 
-def make_sampler(name: str, steps: int, variance: str, **options: float | None) -> tuple[Sampler, dict]:
+def make_sampler(name: str, steps: int, variance: str, **options: float | str | None) -> tuple[Sampler, dict]:
     """The sampler of a name in SAMPLERS, and the values of the options that it alone has.
 
     Arguments:

@@ -19,8 +19,9 @@ from torch import Tensor
 from genmodels.core.errors import InputError, check_temperature
 from genmodels.core.random import Generator, at_step, normal
 from genmodels.core.tensors import hide
-from genmodels.diffusion.denoiser import Prediction
-from genmodels.diffusion.schedule import NoiseSchedule, step_to_time
+from genmodels.diffusion.parameterisation import Prediction
+from genmodels.diffusion.path import Path
+from genmodels.diffusion.schedule import step_to_time
 
 
 class Memory(NamedTuple):
@@ -46,7 +47,7 @@ class Sampler(Protocol):
     ) -> tuple[Tensor, Memory]: ...
 
 
-def log_snrs(schedule: NoiseSchedule, t: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+def log_snrs(schedule: Path, t: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """(lambda_s, lambda_t); s = 0 means the data themselves, whatever noise the schedule leaves there."""
     log_snr_s, log_snr_t = schedule.log_snr(torch.stack([s, t])).unbind()
     return torch.where((s == 0).to(log_snr_s.device), torch.inf, log_snr_s), log_snr_t
@@ -142,7 +143,7 @@ def sample(
 LAST_TIME = 1e-3
 
 
-def uniform_t(schedule: NoiseSchedule, steps: int, num_steps: int | None = None) -> Tensor:
+def uniform_t(schedule: Path, steps: int, num_steps: int | None = None) -> Tensor:
     """Equal steps of time from 1 to 0.
 
     Example:
@@ -154,7 +155,7 @@ def uniform_t(schedule: NoiseSchedule, steps: int, num_steps: int | None = None)
     return torch.linspace(1, 0, steps + 1, dtype=torch.float64)
 
 
-def uniform_log_snr(schedule: NoiseSchedule, steps: int, num_steps: int | None = None) -> Tensor:
+def uniform_log_snr(schedule: Path, steps: int, num_steps: int | None = None) -> Tensor:
     """Equal steps of log-SNR from t = 1 to the first step 1/T (or 0.001), then the clean end.
 
     Example:
@@ -187,7 +188,7 @@ def karras_sigmas(steps: int, sigma_min: float, sigma_max: float, rho: float = 7
 
 
 def karras(
-    schedule: NoiseSchedule,
+    schedule: Path,
     steps: int,
     num_steps: int | None = None,
     *,
@@ -209,7 +210,7 @@ def karras(
     return _to_clean(schedule.time_of(-2 * torch.log(sigmas)).cpu())
 
 
-def integer_trailing(schedule: NoiseSchedule, steps: int, num_steps: int | None = None) -> Tensor:
+def integer_trailing(schedule: Path, steps: int, num_steps: int | None = None) -> Tensor:
     """Steps T, T - T/N, T - 2T/N, ... rounded, then 0: starts at pure noise (Lin et al. 2023, table 2).
 
     Example:
@@ -222,7 +223,7 @@ def integer_trailing(schedule: NoiseSchedule, steps: int, num_steps: int | None 
     return step_to_time(exact.round(), total)
 
 
-def integer_leading(schedule: NoiseSchedule, steps: int, num_steps: int | None = None) -> Tensor:
+def integer_leading(schedule: Path, steps: int, num_steps: int | None = None) -> Tensor:
     """Steps 1 + j (T // N), j = N-1 .. 0, then 0: the spacing of the first DDIM code; does not start at t = 1.
 
     Example:
@@ -239,7 +240,7 @@ def _to_clean(times: Tensor) -> Tensor:
     return torch.cat([times.clamp(0, 1), times.new_zeros(1)])
 
 
-def _check(schedule: NoiseSchedule, steps: int, num_steps: int | None) -> int | None:
+def _check(schedule: Path, steps: int, num_steps: int | None) -> int | None:
     """T, or None; raises where there are more steps than the schedule or the model has."""
     total = num_steps if num_steps is not None else schedule.num_steps
     if steps < 1:
@@ -249,7 +250,7 @@ def _check(schedule: NoiseSchedule, steps: int, num_steps: int | None) -> int | 
     return total
 
 
-def _total(schedule: NoiseSchedule, steps: int, num_steps: int | None) -> int:
+def _total(schedule: Path, steps: int, num_steps: int | None) -> int:
     total = _check(schedule, steps, num_steps)
     if total is None:
         raise InputError("integer spacings need num_steps (T): the schedule is continuous")

@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from genmodels.core.errors import InputError
 from genmodels.core.tensors import usable
+from genmodels.diffusion.path import Path, wide
 from genmodels.diffusion.process import alpha_sigma
 
 
@@ -27,24 +28,23 @@ def step_to_time(step: Tensor | int, num_steps: int, *, zero_based: bool = False
         >>> step_to_time(500, 1000), step_to_time(499, 1000, zero_based=True)
         (tensor(0.5000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
     """
-    return (_wide(step) + int(zero_based)) / num_steps
+    return (wide(step) + int(zero_based)) / num_steps
 
 
-class NoiseSchedule(nn.Module):
-    """A decreasing log-SNR on [0, 1]; a subclass writes `log_snr` and may replace the rest by closed forms.
+_END = 1e-7  # how near to its ends the derivatives of a schedule are taken
+
+
+class NoiseSchedule(Path):
+    """The path of a decreasing log-SNR; a subclass writes `log_snr` and may replace the rest by closed forms.
 
         alpha_t = sqrt(sigmoid(lambda(t))),   sigma_t = sqrt(sigmoid(-lambda(t)))
-
-    Shapes: every method is elementwise: times of any shape in, float64 of that shape out. lambda may be +inf at t = 0
-    (no noise) and -inf at t = 1 (no signal). `num_steps` is T for schedules defined at t = i / T, None otherwise.
+        alpha' = alpha sigma^2 lambda' / 2,   sigma' = -sigma alpha^2 lambda' / 2
 
     Example:
         >>> alpha, sigma = CosineSchedule().alpha_sigma(torch.tensor([0.0, 0.5, 1.0]))
         >>> bool((alpha**2 + sigma**2 - 1).abs().max() < 1e-12)
         True
     """
-
-    num_steps: int | None = None
 
     def log_snr(self, t: Tensor) -> Tensor:
         """lambda(t)."""
@@ -54,13 +54,13 @@ class NoiseSchedule(nn.Module):
         """d lambda / dt (here by autograd)."""
         graph = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.enable_grad():
-            t = _wide(usable(t)).detach().requires_grad_()
+            t = wide(usable(t)).detach().requires_grad_()
             (rate,) = torch.autograd.grad(self.log_snr(t).sum(), t, create_graph=graph)
         return rate
 
     def time_of(self, log_snr: Tensor) -> Tensor:
         """The time at which lambda has this value, within 1e-10 (here by bisection)."""
-        log_snr = _wide(log_snr)
+        log_snr = wide(log_snr)
         low, high = torch.zeros_like(log_snr), torch.ones_like(log_snr)
         for _ in range(50):
             middle = (low + high) / 2
@@ -68,23 +68,19 @@ class NoiseSchedule(nn.Module):
             low, high = torch.where(later, middle, low), torch.where(later, high, middle)
         return (low + high) / 2
 
-    @property
-    def end_points(self) -> tuple[float, float]:
-        """(lambda(0), lambda(1))."""
-        first, last = self.log_snr(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
-        return first, last
-
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """(alpha_t, sigma_t)."""
         return alpha_sigma(self.log_snr(t))
 
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """(alpha', sigma') at t."""
+        t = wide(t).clamp(_END, 1 - _END)  # where no signal is left lambda' is infinite, but alpha' is not
+        (alpha, sigma), half = self.alpha_sigma(t), self.log_snr_rate(t) / 2
+        return alpha * sigma.square() * half, -sigma * alpha.square() * half
+
     def alpha_bar(self, t: Tensor) -> Tensor:
         """alpha_t^2, DDPM's alpha_bar."""
         return torch.sigmoid(self.log_snr(t))
-
-    def sigma_bar(self, t: Tensor) -> Tensor:
-        """sigma_t / alpha_t, the noise level of the variance-exploding view (EDM's sigma)."""
-        return torch.exp(-self.log_snr(t) / 2)
 
     def alpha_bars(self, num_steps: int) -> Tensor:
         """(T,) alpha_bar_i at t = i / T, i = 1..T."""
@@ -114,15 +110,15 @@ class LinearContinuousSchedule(NoiseSchedule):
         self.beta_min, self.slope = float(beta_min), float(beta_max - beta_min)
 
     def log_snr(self, t: Tensor) -> Tensor:
-        t = _wide(t)
+        t = wide(t)
         return -torch.log(torch.expm1(t * (self.beta_min + self.slope * t / 2)))
 
     def log_snr_rate(self, t: Tensor) -> Tensor:
-        t = _wide(t)
+        t = wide(t)
         return (self.beta_min + self.slope * t) / torch.expm1(-t * (self.beta_min + self.slope * t / 2))
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        decay = -logsigmoid(_wide(log_snr))
+        decay = -logsigmoid(wide(log_snr))
         return 2 * decay / (self.beta_min + torch.sqrt(self.beta_min**2 + 2 * self.slope * decay))
 
 
@@ -161,7 +157,7 @@ class CosineSchedule(NoiseSchedule):
         self.span = 1 - self.from_zero - self.from_one
 
     def _angles(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        t = _wide(t)
+        t = wide(t)
         u, rest = self.from_zero + self.span * t, self.from_one + self.span * (1 - t)
         return math.pi / 2 * u, math.pi / 2 * rest
 
@@ -174,7 +170,7 @@ class CosineSchedule(NoiseSchedule):
         return -math.pi * self.span / (torch.sin(angle) * torch.sin(rest))
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        u = 2 / math.pi * torch.atan(torch.exp(-_wide(log_snr) / 2))
+        u = 2 / math.pi * torch.atan(torch.exp(-wide(log_snr) / 2))
         return (u - self.from_zero) / self.span
 
 
@@ -196,15 +192,15 @@ class SigmoidSchedule(NoiseSchedule):
         self.width = float(width)
 
     def log_snr(self, t: Tensor) -> Tensor:
-        t = _wide(t)
+        t = wide(t)
         return torch.log(torch.sinh(self.width * (1 - t))) - torch.log(torch.sinh(self.width * t))
 
     def log_snr_rate(self, t: Tensor) -> Tensor:
-        t = _wide(t)
+        t = wide(t)
         return -self.width * (1 / torch.tanh(self.width * (1 - t)) + 1 / torch.tanh(self.width * t))
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        ratio = math.sinh(self.width) / (torch.exp(_wide(log_snr)) + math.cosh(self.width))
+        ratio = math.sinh(self.width) / (torch.exp(wide(log_snr)) + math.cosh(self.width))
         return torch.atanh(ratio) / self.width
 
 
@@ -224,17 +220,13 @@ class LinearLogSnrSchedule(NoiseSchedule):
         self.start, self.slope = float(log_snr_max), float(log_snr_min - log_snr_max)
 
     def log_snr(self, t: Tensor) -> Tensor:
-        return self.start + self.slope * _wide(t)
+        return self.start + self.slope * wide(t)
 
     def log_snr_rate(self, t: Tensor) -> Tensor:
-        return torch.full_like(_wide(t), self.slope)
+        return torch.full_like(wide(t), self.slope)
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        return (_wide(log_snr) - self.start) / self.slope
-
-
-def _wide(value: Tensor | float) -> Tensor:
-    return torch.as_tensor(value).to(torch.float64)
+        return (wide(log_snr) - self.start) / self.slope
 
 
 def _check_ends(log_snr_max: float, log_snr_min: float) -> None:
@@ -289,7 +281,7 @@ class LearnedSchedule(NoiseSchedule):
 
     def _rise(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """m(t) - m(0) and m(1) - m(0): the second is computed as the first is, so that their ratio at 1 is exact."""
-        t = _wide(t).to(self.offsets.device)
+        t = wide(t).to(self.offsets.device)
         line, heights, _, offsets, units = self._units(torch.cat([t.flatten(), t.new_ones(1)]))
         rise = line * torch.cat([t.flatten(), t.new_ones(1)]) + (heights * (units - torch.sigmoid(offsets))).mean(-1)
         return rise[:-1].reshape(t.shape), rise[-1]
@@ -300,7 +292,7 @@ class LearnedSchedule(NoiseSchedule):
         return self.first * (1 - share) + self.last * share
 
     def log_snr_rate(self, t: Tensor) -> Tensor:
-        t = _wide(t).to(self.offsets.device)
+        t = wide(t).to(self.offsets.device)
         line, heights, slopes, _, units = self._units(t)
         slope = line + (heights * slopes * units * (1 - units)).mean(-1)
         return (self.last - self.first) * slope / self._rise(t.new_zeros(0))[1]
@@ -308,7 +300,7 @@ class LearnedSchedule(NoiseSchedule):
     @torch.no_grad()
     def time_of(self, log_snr: Tensor) -> Tensor:
         """The time at which lambda has this value: a table's cell, then Newton's method; no gradient flows through."""
-        log_snr = _wide(log_snr).to(self.offsets.device)
+        log_snr = wide(log_snr).to(self.offsets.device)
         grid = torch.linspace(0, 1, _CELLS + 1, dtype=torch.float64, device=log_snr.device)
         cell = torch.searchsorted(-self.log_snr(grid), -log_snr.contiguous(), right=True).clamp(1, _CELLS) - 1
         t = (cell + 0.5) / _CELLS

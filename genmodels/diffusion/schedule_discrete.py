@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import InputError
+from genmodels.diffusion.path import wide
 from genmodels.diffusion.process import alpha_sigma
 from genmodels.diffusion.schedule import (
     CosineSchedule,
@@ -26,7 +27,6 @@ from genmodels.diffusion.schedule import (
     LinearLogSnrSchedule,
     NoiseSchedule,
     SigmoidSchedule,
-    _wide,
     step_to_time,
 )
 
@@ -44,7 +44,7 @@ class DiscreteSchedule(NoiseSchedule):
 
     def __init__(self, betas: Tensor):
         super().__init__()
-        betas = _wide(betas)
+        betas = wide(betas)
         if betas.dim() != 1 or not bool(((betas > 0) & (betas < 1)).all()):
             raise InputError("betas must be a 1-D table of numbers strictly between 0 and 1")
         self.num_steps = len(betas)
@@ -60,7 +60,7 @@ class DiscreteSchedule(NoiseSchedule):
 
     def _locate(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """(-log alpha_bar at t, its increase over the step that t lies in)."""
-        u = _wide(t).to(self.decay.device) * self.num_steps
+        u = wide(t).to(self.decay.device) * self.num_steps
         i = u.floor().clamp(0, self.num_steps - 1).long()
         rise = self.decay[i + 1] - self.decay[i]
         return self.decay[i] + (u - i) * rise, rise
@@ -74,7 +74,7 @@ class DiscreteSchedule(NoiseSchedule):
         return self.num_steps * rise / torch.expm1(-decay)
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        decay = -logsigmoid(_wide(log_snr).to(self.decay.device))
+        decay = -logsigmoid(wide(log_snr).to(self.decay.device))
         i = (torch.searchsorted(self.decay, decay, right=True) - 1).clamp(0, self.num_steps - 1)
         return (i + (decay - self.decay[i]) / (self.decay[i + 1] - self.decay[i])) / self.num_steps
 
@@ -163,7 +163,7 @@ class ZeroTerminalSchedule(NoiseSchedule):
         return torch.where(base > self.first_log_snr, rate, mapped)
 
     def time_of(self, log_snr: Tensor) -> Tensor:
-        log_snr = _wide(log_snr)
+        log_snr = wide(log_snr)
         mapped, mapped_sigma = alpha_sigma(log_snr)
         mapped_missing = mapped_sigma.square() / (1 + mapped)
         gap = self.first - self.last

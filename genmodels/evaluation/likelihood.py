@@ -159,7 +159,8 @@ def check_options(models: Sequence[Opened]) -> None:
         ("steps", "steps", "models that are sampled in steps", request.steps is not None),
     ]
     by_ode = any(hasattr(opened.model, "ode_likelihood") for opened in models)
-    if by_ode and request.ode is not False:
+    of_lines = {line.options.get("importance_samples") for opened in models for line in lines_of(opened)[0]}
+    if of_lines.issuperset(request.importance_samples or ()):  # the ODE takes them, where its divergence is exact
         known.add("importance_samples")
     for name, needed, families, asked in given:
         if asked and needed not in known:

@@ -100,8 +100,10 @@ def check_resumable(state: dict) -> None:
     Lightning starts from step 0 without a word where the record of its loops is missing.
     """
     header = state["genmodels"]
-    for key, kind in (("loops", dict), ("callbacks", dict), ("optimizer_states", list), ("lr_schedulers", list)):
-        if not isinstance(state.get(key), kind) or not state[key]:
+    kinds = {"loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list, "epoch": int,
+             "global_step": int, "pytorch-lightning_version": str}
+    for key, kind in kinds.items():
+        if not isinstance(state.get(key), kind) or (kind is not int and not state[key]):
             raise ValueError(f"{key} is missing: it can be sampled and evaluated, but no run can go on from it")
     try:
         fit = state["loops"]["fit_loop"]
@@ -111,6 +113,20 @@ def check_resumable(state: dict) -> None:
         raise ValueError(f"the record of its loops is malformed ({type(error).__name__}: {error})") from None
     if places != (header["step"], header["step"], header["batches_seen"], header["batches_seen"]):
         raise ValueError(f"its loops stand at step {stepped!r}, its header at step {header['step']}")
+
+
+def read_resumable(path: str | Path, *, map_location="cpu", mmap: bool = False) -> dict[str, Any]:
+    """As `read_checkpoint`, of a checkpoint from which a run can go on.
+
+    Raises:
+        RunError: also when it lacks what a run goes on from.
+    """
+    state = read_checkpoint(path, map_location=map_location, mmap=mmap)
+    try:
+        check_resumable(state)
+    except ValueError as error:
+        raise RunError(f"{path}: {error}") from None
+    return state
 
 
 @contextmanager
@@ -142,12 +158,7 @@ class WholeFiles(CheckpointIO):
 
     def load_checkpoint(self, path, map_location=None, weights_only=None) -> dict:
         """Read a checkpoint safely; `weights_only` is always True here."""
-        state = read_checkpoint(path, map_location=map_location or "cpu")
-        try:
-            check_resumable(state)
-        except ValueError as error:
-            raise RunError(f"{path}: {error}") from None
-        return state
+        return read_resumable(path, map_location=map_location or "cpu")
 
     def remove_checkpoint(self, path) -> None:
         """Delete a checkpoint."""

@@ -166,6 +166,7 @@ class MelDiffusion(AlignedModel):
     default_temperature = 0.667
     sampling_options = (
         "text", "speed", "seconds", "durations", "on_unknown", "sampler", "steps", "spacing", "eta", "churn",
+        "diffusion",
     )  # fmt: skip
 
     def __init__(self, spec: DataSpec, *, noise: float, num_steps: int, variance: str):

@@ -59,6 +59,11 @@ def between_batches(loops: dict, step: int, batches: int) -> dict:
     return loops
 
 
+def metric_of(model) -> float | None:
+    """The metric of the last validation that is minimised, which a family logs first; None before any validation."""
+    return next((value for key, value in model.figures.items() if key.startswith("val/")), None)
+
+
 class Checkpointing(Callback):
     """Writes `last.ckpt` every n steps, at the start and at the end, and `best.ckpt` after the best validation.
 
@@ -167,7 +172,7 @@ class Checkpointing(Callback):
         """After a validation: best.ckpt if the metric improved, last.ckpt if due."""
         if trainer.sanity_checking:
             return
-        figure = next((value for key, value in pl_module.figures.items() if key.startswith("val/")), None)
+        figure = metric_of(pl_module)
         if self.options.keep_best and figure is not None and (self.best is None or figure < self.best):
             self.best = figure
             self.save(trainer, "best.ckpt")

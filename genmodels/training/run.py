@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +19,9 @@ import torch
 import yaml
 from torch import nn
 
-from genmodels.core.checkpoint import read_header
+from genmodels.core.checkpoint import read_header, verify
 from genmodels.core.errors import InputError, RunError
-from genmodels.core.files import open_lock, write_whole
+from genmodels.core.files import new_folder, open_lock, write_whole
 from genmodels.core.likelihood import with_error
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.models.base import GenerativeModel
@@ -29,6 +30,35 @@ from genmodels.nn.attention.backend import choose
 from genmodels.training.processes import is_first, job
 
 _LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run gives; as a number its validation metric, which an optimiser of settings minimises.
+
+    Arguments:
+        figures: the metrics of the last validation as printed, likelihoods with kind and standard error.
+        metric: the metric by which best.ckpt is chosen (the negative log-likelihood, where the family has one), of the
+            last validation.
+        step: number of the last step.
+        run: the run folder.
+
+    Example:
+        >>> float(Outcome({"val/nll": "= 1.25(3)"}, 1.25, 100, "runs/nsf-toy/2026-01-31_12-00-00"))
+        1.25
+    """
+
+    figures: dict[str, str]
+    metric: float
+    step: int
+    run: str
+
+    def __float__(self) -> float:
+        return self.metric
+
+    def row(self) -> dict[str, str]:
+        """The cells of a table."""
+        return {**self.figures, "step": str(self.step), "run": self.run}
 
 
 class Place(NamedTuple):
@@ -76,16 +106,7 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
             raise InputError(f"run_dir={folder} already holds a run: add resume=last, or choose another folder")
     else:
         stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        folder, count = root / name / stamp, 1
-        while True:
-            try:
-                folder.mkdir(parents=True)
-                break
-            except FileExistsError:
-                count += 1
-                folder = root / name / f"{stamp}_{count}"
-            except OSError as error:
-                raise RunError(f"cannot make the run folder {folder}: {os.strerror(error.errno)}") from error
+        folder = new_folder(root / name / stamp)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -156,7 +177,8 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
     """The checkpoint for `resume`: `last` (of run_dir, or of the newest such run), a folder, or a file.
 
     Raises:
-        InputError: if there is nothing to resume.
+        InputError: if there is nothing to resume, or it lies outside of run_dir.
+        RunError: for a pipe or a device, which is not waited for.
     """
     if resume == "last":
         where = [Path(run_dir)] if run_dir else (root / name).glob("*")
@@ -167,8 +189,13 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
     else:
         path = Path(resume)
         path = path / "last.ckpt" if path.is_dir() else path
-        if not path.is_file():
+        if not path.exists():
             raise InputError(f"resume={resume}: no such checkpoint; use resume=last, a run folder, or a .ckpt file")
+        if not path.is_file():
+            verify(path)  # which says what it is
+        if run_dir is not None and Path(run_dir).resolve() != path.parent.resolve():
+            raise InputError(f"run_dir={run_dir} is not the folder of resume={resume}: a run goes on where it began, "
+                             "leave run_dir out")
     return path
 
 

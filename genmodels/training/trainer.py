@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Literal
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_lightning.accelerators import AcceleratorRegistry
+from pytorch_lightning.strategies import ModelParallelStrategy, StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Sampler
 
@@ -75,6 +77,14 @@ class TrainerOptions:
                 raise ValueError(f"trainer.{key} must be at least 1, got {getattr(self, key)}")
         if isinstance(self.devices, int) and self.devices < 1 and self.devices != -1:
             raise ValueError(f"trainer.devices must be at least 1, or -1 for all, got {self.devices}")
+        if isinstance(self.devices, str) and not re.fullmatch(r"auto|-1|\d+(,\d+)*", self.devices):
+            raise InputError(f"trainer.devices must be a number of processes, or auto, got {self.devices!r}")
+        accelerators = ("auto", "gpu", *AcceleratorRegistry.available_accelerators())
+        if self.accelerator not in accelerators:
+            raise InputError(f"trainer.accelerator must be one of {', '.join(accelerators)}, got {self.accelerator!r}")
+        if self.strategy not in ("auto", *StrategyRegistry.available_strategies()):
+            raise InputError(f"trainer.strategy={self.strategy} is no strategy of Lightning: use auto, or ddp for "
+                             "several processes")
         for key in ("validate_every_n_steps", "sample_every_n_steps"):
             if getattr(self, key) < 0:
                 raise ValueError(f"trainer.{key} must not be negative, got {getattr(self, key)}")

@@ -1,4 +1,4 @@
-"""Checks of noise schedules and of energies."""
+"""Checks of noise schedules and other paths, and of energies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from genmodels.diffusion.path import Path
+from genmodels.diffusion.schedule import NoiseSchedule
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report
 
 SCHEDULE_CHECKS = CheckSet()
@@ -32,7 +34,7 @@ def check_schedule(schedule: nn.Module, *, points: int = 401) -> Report:
     """The result of every check of a noise schedule.
 
     Arguments:
-        schedule: has `log_snr(t)` and what `NoiseSchedule` derives from it.
+        schedule: has `log_snr(t)` and what `NoiseSchedule` derives from it, or is another `Path`.
         points: number of times looked at.
 
     Example:
@@ -73,6 +75,8 @@ def decreasing(s: ScheduleSubject) -> Measured:
 @SCHEDULE_CHECKS.add("variance preserving", 1e-12, "alpha^2 + sigma^2 = 1, and alpha^2 / sigma^2 = exp(log SNR)")
 def preserving(s: ScheduleSubject) -> Measured:
     """Both identities at all times; the second, of logarithms, counts a thousandth."""
+    if isinstance(s.schedule, Path) and not isinstance(s.schedule, NoiseSchedule):
+        raise NotApplicable("a path with a scale of its own")
     alpha, sigma = (part.detach() for part in s.schedule.alpha_sigma(s.times))
     ratio = (2 * (alpha.log() - sigma.log()) - s.log_snr(s.times)).abs() / (1 + s.log_snr(s.times).abs())
     return Measured(max(float((alpha.square() + sigma.square() - 1).abs().max()), 1e-3 * float(ratio.max())))
@@ -90,6 +94,20 @@ def rate(s: ScheduleSubject) -> Measured:
     return Measured(float(error.max()), f"at t = {float(s.times[int(error.argmax())]):.3f}")
 
 
+@SCHEDULE_CHECKS.add("rates of signal and noise", 1e-6, "rates are the derivatives of alpha and sigma")
+def rates(s: ScheduleSubject) -> Measured:
+    """Against central differences of alpha_sigma; for paths of continuous time."""
+    if getattr(s.schedule, "num_steps", None) is not None or not hasattr(s.schedule, "rates"):
+        raise NotApplicable("defined at its steps only" if hasattr(s.schedule, "rates") else "has no rates")
+    step = 1e-6 * torch.minimum(s.times, 1 - s.times)
+    with torch.no_grad():
+        after, before, found = (torch.stack(pair) for pair in (
+            s.schedule.alpha_sigma(s.times + step), s.schedule.alpha_sigma(s.times - step), s.schedule.rates(s.times)))
+    expected = (after - before) / (2 * step)
+    error = ((found - expected).abs() / (1 + expected.abs())).amax(0)
+    return Measured(float(error.max()), f"at t = {float(s.times[int(error.argmax())]):.3f}")
+
+
 @SCHEDULE_CHECKS.add("time of a level", 1e-8, "time_of is the inverse of log_snr")
 def inverse(s: ScheduleSubject) -> Measured:
     """time_of(log_snr(t)) against t."""
@@ -101,6 +119,8 @@ def inverse(s: ScheduleSubject) -> Measured:
 @SCHEDULE_CHECKS.add("betas", 1e-10, "the betas are those of alpha_bar: alpha_bar_i = prod (1 - beta)")
 def betas(s: ScheduleSubject) -> Measured:
     """For the steps of the schedule, or for 50: products of 1 - beta, and alpha_bars, against sigmoid(log SNR)."""
+    if not hasattr(s.schedule, "betas"):
+        raise NotApplicable("has no betas")
     steps = getattr(s.schedule, "num_steps", None) or 50
     product = (1 - s.schedule.betas(steps).detach()).cumprod(0)
     found = s.schedule.alpha_bars(steps).detach()

@@ -20,7 +20,7 @@ from genmodels.diffusion import (
     uniform_log_snr,
     uniform_t,
 )
-from genmodels.diffusion.denoiser import Prediction
+from genmodels.diffusion.parameterisation import Prediction
 from genmodels.diffusion.process import alpha_sigma, expand
 from genmodels.diffusion.sampling import Memory
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report
@@ -112,6 +112,19 @@ def velocity(s: DenoiserSubject) -> Measured:
 def score(s: DenoiserSubject) -> Measured:
     """The largest error relative to 1 + |eps / sigma|, and the time where it is."""
     return _identity(s, lambda p, alpha, sigma: (p.score, -p.eps / sigma))
+
+
+@DENOISER_CHECKS.add("velocity of the path", 1e-9, "velocity = alpha' x0 + sigma' eps")
+def path_velocity(s: DenoiserSubject) -> Measured:
+    """alpha' and sigma' by autograd; the largest error relative to 1 + |velocity|, and the time where it is."""
+    if not hasattr(s.denoiser.schedule, "rates") or s.denoiser.schedule.num_steps is not None:
+        raise NotApplicable("a schedule of steps, or without rates")
+    with torch.enable_grad():
+        t = s.t.clone().requires_grad_()
+        parts = s.denoiser.schedule.alpha_sigma(t)
+        rates = [torch.autograd.grad(part.sum(), t, retain_graph=True)[0] for part in parts]
+    fall, rise = (expand(rate, s.x) for rate in rates)
+    return _identity(s, lambda p, alpha, sigma: (p.velocity, fall * p.x0 + rise * p.eps))
 
 
 @DENOISER_CHECKS.add("training target", 1e-9, "the target of a network that is right is what it returns")

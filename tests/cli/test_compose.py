@@ -132,7 +132,7 @@ def test_a_folder_of_ones_own(tmp_path):
 
 LINES = [
     (["model=dppm"], "unknown model 'dppm': did you mean 'ddpm'? (configs/model has"),
-    (["model=3"], "unknown model '3'"),
+    (["model=3"], "unknown model '3'"), (["trainer=[1]"], "unknown trainer '[1]' (configs/trainer has"),
     (["model=null"], "unknown model"),
     (["experiment=foo"], "unknown experiment 'foo'"),
     (["preset=ddpm_digit"], "unknown preset 'ddpm_digit': did you mean 'ddpm_digits'?"),
@@ -222,3 +222,12 @@ def test_what_to_type_is_ready_for_a_shell():
     hint = how_to_resume(config, Path("runs/a/last.ckpt"))
     words = shlex.split(hint.removeprefix("resume with genmodels train"))
     assert words == ["model=maf", "data=arrays", "data.file='a b.csv'", "resume=runs/a/last.ckpt"]
+    assert "data.file='a b.csv'" in hint  # in double quotes
+
+
+@pytest.mark.parametrize("file", ["/x/ok.csv", "../x/ok.csv", "./ok.csv", "x/ok-2.csv"])
+def test_a_path_needs_no_quotes(file):
+    config = composed(["model=maf", "data=arrays", f"data.file='{file}'"])
+    hint = how_to_resume(config, Path("runs/a/last.ckpt"))
+    assert f" data.file={file} resume=" in hint
+    assert composed([f"data.file={file}", "model=maf", "data=arrays"])["data"]["file"] == file

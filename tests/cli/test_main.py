@@ -119,6 +119,7 @@ def test_help_of_every_command(capsys):
     cli.main(["train", "--help"])
     text = capsys.readouterr().out
     assert "ddpm (default)" in text and "digits (default)" in text and "checkpoint.every_n_steps=" in text
+    assert "  preset      <model>_<data> (default" in text and "glow_mnist" in text
 
 
 def test_a_warning_is_one_line(monkeypatch, capsys):

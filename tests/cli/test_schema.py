@@ -377,7 +377,7 @@ def test_the_table_finds_what_is_taken_and_what_is_a_traceback(monkeypatch):
 @pytest.mark.parametrize(("words", "code", "said"), [
     (["run_dir="], 2, "run_dir= is empty"), (["resume="], 2, "resume= is empty"),
     (["trainer=[1]"], 2, "unknown trainer"), (["data=[toy,toy]"], 2, "unknown data"), (["trainer=[]"], 2, "unknown"),
-    (["trainer.devices=-7"], 2, "trainer.devices must be at least 1"), (["trainer.devices=x"], 2, "trainer"),
+    (["trainer.devices=-7"], 2, "trainer.devices must be at least 1"), (["trainer.devices=x"], 2, "or auto, got 'x'"),
     (["model.optimizer.lr=inf"], 2, "numbers are finite"), (["seed=99999999999999999999"], 2, "at most 64 bits"),
     (["model.optimizer.betas=[2,3]"], 2, "betas must be two numbers in [0, 1)"),
     (["model.net.dropout=nan"], 2, "numbers are finite"), (["model.net.dropout=1"], 2, "dropout must lie in [0, 1)"),
@@ -415,6 +415,7 @@ def checkpoints(tmp_path_factory):
 REFUSED_OPTIONS = {
     ("sample", "ddpm"): [
         "steps=0", "steps=-1", "steps=x", "steps=2.5", "n=0", "n=-1", "batch_size=0", "start=-1", "frames=1",
+        "guidance=1e38 cond=3",
         "guidance=nan", "guidance=inf", "guidance_rescale=-1", "guidance_rescale=2", "guidance_interval=[1]",
         "guidance_interval=[nan,1]",
         "guidance_interval=[3,-3]", "temperature=-1", "temperature=nan", "sampler=dpm", "sampler=hmc", "spacing=even",
@@ -438,6 +439,7 @@ REFUSED_OPTIONS = {
             "sampler=ddim", "out=a.txt", "text_file=none.txt", "ema=2")
         ] + ["text=", "text_file=none.txt"],
     ("evaluate", "ddpm"): [
+        "importance_samples=[8]",
         "draws=0", "draws=-1", "draws=1.5", "draws=many", "replicates=1", "replicates=0", "limit=-1", "limit=0",
         "limit=some", "samples=0", "samples=-5", "samples=1", "batch_size=0", "processes=0", "processes=-1", "steps=0",
         "temperature=nan", "temperature=-1"],

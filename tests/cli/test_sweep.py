@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import textwrap
 import types
+from pathlib import Path
 
 import pytest
 
 from genmodels.cli import main as cli
 from genmodels.core.errors import RunError
+from genmodels.training.run import Outcome
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def points(monkeypatch, tmp_path):
             raise RunError("the loss is not finite")
         if config["seed"] == 2:
             raise ZeroDivisionError("a bug")
-        return {"val/nll": f"= {config['seed']}.25(3)", "run": f"runs/{config['seed']}"}
+        return Outcome({"val/nll": f"= {config['seed']}.25(3)"}, config["seed"] + 0.25, 100, config["run_dir"])
 
     module.run = run
     monkeypatch.setitem(sys.modules, "genmodels.cli.train", module)
@@ -45,9 +48,13 @@ def test_every_point_runs_and_the_exit_code_tells(points, capsys):
     printed = capsys.readouterr()
     assert "failed: seed=1 (the loss is not finite)" in printed.err and "ZeroDivisionError: a bug" in printed.err
     assert "2 of 4 points done" in printed.out
-    table = [line.split() for line in printed.out.splitlines()[-8:-2]]
-    assert table[0] == ["point", "val/nll", "run"] and table[2] == ["seed=0", "=", "0.25(3)", "runs/0"]
-    assert table[3:] == [["seed=1", "failed"], ["seed=2", "failed"], ["seed=3", "=", "3.25(3)", "runs/3"]]
+    (folder,) = Path("runs/sweeps").iterdir()
+    table = [line.split() for line in printed.out.splitlines()[-9:-3]]
+    assert table[0] == ["point", "val/nll", "step", "run"]
+    assert table[2] == ["seed=0", "=", "0.25(3)", "100", f"{folder}/seed-0"]
+    assert table[3:] == [["seed=1", "failed"], ["seed=2", "failed"], ["seed=3", "=", "3.25(3)", "100",
+                                                                      f"{folder}/seed-3"]]
+    assert [line.split() for line in (folder / "summary.txt").read_text().splitlines()[:6]] == table
 
 
 def test_combinations_of_choices_and_keys(points):
@@ -60,7 +67,7 @@ def test_combinations_of_choices_and_keys(points):
 def test_a_point_is_as_if_it_were_started_by_itself(points, tmp_path):
     assert cli.main(["train", "-m", "seed=0,3"]) == 0
     for (_, argv, in_hydra, rank, folder), seed in zip(points, (0, 3), strict=True):
-        assert argv == ["train.py", f"++seed={seed}"]
+        assert argv[:2] == ["train.py", f"++seed={seed}"] and argv[2].startswith("++run_dir=runs/sweeps/")
         assert not in_hydra and rank is None and folder == str(tmp_path)
     assert sys.argv == ["train.py", "-m", "seed=0,1"] and "LOCAL_RANK" not in os.environ
 
@@ -70,6 +77,7 @@ def test_a_point_leaves_no_process_group_behind(points, monkeypatch, tmp_path):
 
     def joins(*, seed, **_):
         distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/{seed}", rank=0, world_size=1)
+        return Outcome({}, 0.0, 1, "")
 
     monkeypatch.setattr(sys.modules["genmodels.cli.train"], "run", joins)
     assert cli.main(["train", "-m", "seed=0,3"]) == 0
@@ -99,3 +107,137 @@ def test_interruption_ends_the_sweep(points, monkeypatch, capsys):
     monkeypatch.setattr(sys.modules["genmodels.cli.train"], "run", interrupted)
     assert cli.main(["train", "-m", "seed=0,1,2"]) == 130
     assert len(points) == 1
+
+
+def only_sweep() -> Path:
+    (folder,) = Path("runs/sweeps").iterdir()
+    return folder
+
+
+def test_resume_runs_only_what_is_missing(points, capsys):
+    """A failed point is run again, one that had begun goes on, a finished one is not touched, a new one is added."""
+    words = ["train", "-m", "model.net.channels=8"]
+    assert cli.main([*words, "seed=0,1,3"]) == 1
+    (only_sweep() / "seed-1").mkdir()
+    (only_sweep() / "seed-1" / "last.ckpt").touch()
+    points.clear()
+    assert cli.main([*words, "seed=0,1,3,4", "resume=last"]) == 1
+    assert [(config["seed"], config.get("resume")) for config, *_ in points] == [(1, "last"), (4, None)]
+    assert points[0][1][-1] == "++resume=last"  # for further processes of this point
+    printed = capsys.readouterr().out
+    assert "3 of 4 points done (2 of them before)" in printed and "seed=0  = 0.25(3)" in printed
+    points.clear()
+    assert cli.main([*words, "seed=0,4", f"resume={only_sweep()}"]) == 0 and points == []
+
+
+def test_a_point_of_other_settings_is_not_taken_for_finished(points, capsys):
+    assert cli.main(["train", "-m", "seed=0,3", "trainer.max_steps=100"]) == 0
+    folder = only_sweep()
+    points.clear()
+    assert cli.main(["train", "-m", "seed=0,3", "trainer.max_steps=200", "resume=last"]) == 2
+    assert points == [] and "resume=last: no sweep with these settings in runs/sweeps" in capsys.readouterr().err
+    assert cli.main(["train", "-m", "seed=0,3", "trainer.max_steps=200", f"resume={folder}"]) == 0
+    assert [config["seed"] for config, *_ in points] == [0, 3]
+
+
+def test_a_checkpoint_to_resume_belongs_to_its_point(points, monkeypatch):
+    monkeypatch.setattr(sys.modules["genmodels.cli.train"], "run", lambda **config: points.append(config))
+    assert cli.main(["train", "-m", "resume=a.ckpt,b.ckpt"]) == 0
+    assert [(config["resume"], config.get("run_dir")) for config in points] == [("a.ckpt", None), ("b.ckpt", None)]
+
+
+def test_a_named_folder_of_a_sweep(points, capsys):
+    words = ["train", "-m", "seed=0,3", "hydra.sweep.dir=here"]
+    assert cli.main(words) == 0 and Path("here/seed-3/result.json").is_file()
+    assert cli.main(words) == 2 and "add resume=last" in capsys.readouterr().err
+    points.clear()
+    assert cli.main([*words, "resume=last"]) == 0 and points == []
+
+
+def test_equal_points_run_once(points):
+    assert cli.main(["train", "-m", "seed=0,0"]) == 0
+    assert len(points) == 1
+
+
+def test_joblib(tmp_path, monkeypatch, capfd):
+    """One point fails; the other is as after a sweep without a launcher."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="needs the extra scale")
+    monkeypatch.chdir(tmp_path)
+    words = ["train", *TINY, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    assert cli.main([*words, "model.optimizer.lr=0.001,1e30"]) == 1
+    printed = capfd.readouterr()
+    assert "failed: model.optimizer.lr=1e+30 (" in printed.err and "is not finite" in printed.err
+    assert "1 of 2 points done" in printed.out
+    assert (only_sweep() / "model.optimizer.lr-0.001" / "best.ckpt").is_file()
+    assert cli.main([*words, "model.optimizer.lr=0.001,0.001", "resume=last"]) == 0
+    assert "2 of 2 points done (1 of them before)" in capfd.readouterr().out
+
+
+def test_submitit_local(tmp_path, monkeypatch, capfd):
+    """What a job gives comes back, here a failure; what it prints is in its log."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra scale")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", *TINY, "model.optimizer.lr=1e30", "hydra/launcher=submitit_local"]) == 1
+    printed = capfd.readouterr()
+    assert "is not finite" in printed.err and "0 of 1 points done" in printed.out
+    (log,) = only_sweep().glob(".submitit/*/*.out")
+    assert "--- train" in log.read_text()
+
+
+TINY = ["-m", "model=nsf", "data=toy", "model.layers=1", "trainer.max_steps=3", "trainer.accelerator=cpu",
+        "trainer.limit_validation=1", "trainer.progress=false", "trainer.sample_every_n_steps=0"]
+
+SBATCH = """\
+    #!/bin/bash
+    # Keeps the script, and runs job 0 of the array; job 1 is killed before it has done anything.
+    cp "$1" "$RECORD"
+    export SLURM_ARRAY_JOB_ID=123 SLURM_ARRAY_TASK_ID=0 SLURM_JOB_ID=124 SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 \\
+        SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_JOB_NAME=train
+    bash "$1" >/dev/null 2>&1 &
+    echo Submitted batch job 123
+    """
+SRUN = """\
+    #!/bin/bash
+    while [[ $1 == --* ]]; do [[ $1 == --output || $1 == --error ]] && shift; shift; done
+    exec "$@"
+    """
+SACCT = """\
+    #!/bin/bash
+    printf 'JobID|State|NodeList\\n123_0|RUNNING|a\\n123_1|OUT_OF_MEMORY|a\\n'
+    """
+
+
+def test_slurm(tmp_path, monkeypatch, capfd):
+    """With stand-ins for SLURM's programs: what it is asked for, and a job of the array that dies."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra scale")
+    from submitit import Job
+
+    for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("sacct", SACCT)):
+        (tmp_path / name).write_text(textwrap.dedent(text))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("RECORD", str(tmp_path / "script"))
+    monkeypatch.setattr(Job, "_results_timeout_s", 0)  # how long files of a finished job may take
+    monkeypatch.chdir(tmp_path)
+    slurm = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.gpus_per_node=1",
+             "hydra.launcher.timeout_min=90", "hydra.launcher.array_parallelism=8"]
+    assert cli.main(["train", *TINY, "seed=0,1", *slurm]) == 1
+    script = (tmp_path / "script").read_text()
+    for line in ("--array=0-1%2", "--partition=gpu", "--gpus-per-node=1", "--time=90", "--job-name=train"):
+        assert f"#SBATCH {line}\n" in script
+    printed = capfd.readouterr()
+    assert "failed: seed=1 (job 123_1 ended without a result: see " in printed.err
+    assert "1 of 2 points done" in printed.out and (only_sweep() / "seed-0" / "best.ckpt").is_file()
+
+
+def test_no_cluster_is_one_line(points, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra scale")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["train", "-m", "seed=0,3", "hydra/launcher=submitit_slurm"]) == 1
+    printed = capsys.readouterr().err
+    assert "SlurmLauncher: Could not detect" in printed and "Traceback" not in printed
+
+
+def test_a_missing_launcher_is_one_line(points, capsys):
+    assert cli.main(["train", "-m", "seed=0,3", "hydra/launcher=joblip"]) == 2
+    assert "pip install 'genmodels[scale]'" in capsys.readouterr().err and points == []

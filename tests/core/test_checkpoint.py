@@ -434,12 +434,12 @@ def test_what_a_run_goes_on_from_must_be_there(whole, tmp_path):
     fit = {"epoch_loop.state_dict": {"_batches_that_stepped": 0},
            "epoch_loop.batch_progress": {"total": {"completed": 0}, "current": {"ready": 0}}}
     good = whole | {"loops": {"fit_loop": fit}, "callbacks": {"a": {}}, "optimizer_states": [{}], "lr_schedulers": [{}],
-                    "global_step": 0}  # fmt: skip
+                    "global_step": 0, "epoch": 0, "pytorch-lightning_version": "2.6.4"}  # fmt: skip
     read = WholeFiles().load_checkpoint
     assert read(forge(tmp_path / "x.ckpt", good))["global_step"] == 0
     elsewhere = copy.deepcopy(good)
     elsewhere["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] = 500
-    bad = [{k: v for k, v in good.items() if k != key} for key in ("loops", "optimizer_states", "lr_schedulers")]
+    bad = [{k: v for k, v in good.items() if k != key} for key in good if key not in whole]
     bad += [good | {"loops": {}}, good | {"loops": {"fit_loop": 3}}, good | {"global_step": "0"}, elsewhere]
     for state in bad:
         refusals_of(forge(tmp_path / "x.ckpt", state), (read,))
@@ -448,11 +448,13 @@ def test_what_a_run_goes_on_from_must_be_there(whole, tmp_path):
 def test_nothing_of_a_file_controls_the_terminal(whole, tmp_path, capsys):
     header = changed(whole["genmodels"], "data.name", "moons\x1b]0;owned\x07\nverdict:       whole")
     header = changed(header, "config.data.root", "/data\x1b[2J\u202e\udcff")
+    header = changed(header, "config.trainer.max_steps", [["\x1b[2J"], {"a": "\r"}])
     path = forge(tmp_path / "x.ckpt", whole | {"genmodels": header})
     assert info.main([str(path), "--full"]) == 0
     printed = capsys.readouterr().out
     assert all(line.isprintable() for line in printed.splitlines()) and printed.count("verdict:  ") == 2
     assert len([line for line in printed.splitlines() if line.startswith("verdict:")]) == 1
+    assert "trainer.max_steps=" in printed
     assert r"moons\x1b]0;owned\x07\nverdict" in printed and r"/data\x1b[2J\u202e\udcff" in printed
     assert load_model(path)[0].spec.name.isprintable()
     assert DataSpec("a", (1,), num_classes=1, class_names=("\x1b[2J",)).class_names == (r"\x1b[2J",)

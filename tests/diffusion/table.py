@@ -11,7 +11,9 @@ from genmodels.diffusion import (
     DPMSolverPP2MSampler,
     EDMSampler,
     EulerSampler,
+    FlowSampler,
     HeunSampler,
+    SDESampler,
     UniPCSampler,
 )
 
@@ -28,12 +30,15 @@ INSTANCES = {
     "unipc 1": UniPCSampler(order=1),
     "unipc 2": UniPCSampler(),
     "unipc 3": UniPCSampler(order=3),
+    "flow": FlowSampler(),
+    "sde": SDESampler(),
+    "sde, sine": SDESampler(diffusion="sine"),
 }
 
 
 def calls(name: str, steps: int) -> int:
     """Network calls of `steps` steps, the last of them to the clean end."""
-    return 2 * steps - 1 if name in ("heun", "edm") else steps
+    return 2 * steps - 1 if name in ("heun", "edm", "flow") else steps
 
 
 def seeded(seed: int = 0) -> torch.Generator:

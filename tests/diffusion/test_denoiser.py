@@ -82,6 +82,7 @@ UNDEFINED = {  # parameterisation: {log-SNR: fields that do not exist there}
     "x0": {math.inf: {"eps", "v", "score"}},
     "v": {math.inf: {"score"}},
     "edm": {math.inf: {"score"}},
+    "velocity": {math.inf: {"score"}},
 }
 
 

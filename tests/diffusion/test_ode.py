@@ -28,8 +28,8 @@ from genmodels.diffusion import (
 from genmodels.diffusion import (
     solvers as solvers_module,
 )
-from genmodels.diffusion.denoiser import PARAMETERISATIONS
 from genmodels.diffusion.ode import OdeDensity, exact_divergence, field, hutchinson, rademacher
+from genmodels.diffusion.parameterisation import PARAMETERISATIONS
 
 LENGTHS = (5, 2, 3)
 

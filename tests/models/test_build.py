@@ -25,7 +25,7 @@ def test_builds_what_is_described():
         "genmodels.training.run.os",
         "genmodels.models.build.locate",
         "genmodels.models.optimizer.torch.optim.Adam",
-        "genmodels.models.ddpm.Tensor",
+        "genmodels.models.diffusion.Tensor",
         "genmodels.nowhere.Thing",
         "genmodels",
         "",

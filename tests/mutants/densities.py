@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from genmodels.diffusion.path import LinearPath
 from genmodels.diffusion.schedule import CosineSchedule
 from genmodels.energy.function import EnergyFunction
 from genmodels.energy.known import DoubleWell, Quadratic
@@ -76,6 +77,16 @@ class Exploding(CosineSchedule):
     def alpha_sigma(self, t):
         alpha, sigma = super().alpha_sigma(t)
         return torch.ones_like(alpha), sigma / alpha
+
+
+class ForgottenNoise(LinearPath):
+    """The velocity of a path without the noise that this one leaves at t = 0."""
+
+    def __init__(self):
+        super().__init__(sigma_min=0.1)
+
+    def rates(self, t):
+        return LinearPath().rates(t)
 
 
 class _Well(EnergyFunction):
@@ -163,15 +174,18 @@ def _energy(make, *failing: str) -> Mutant:
 #: Sound ones, then one mutant after the other.
 MUTANTS: dict[str, Mutant] = {
     "nothing (schedule)": _schedule(CosineSchedule),
-    "time reversed": _schedule(Rising, "decreasing", "rate", "time of a level"),
+    "time reversed": _schedule(Rising, "decreasing", "rate", "rates of signal and noise", "time of a level"),
     "log-SNR in float32": _schedule(
-        Single, "shape and dtype", "variance preserving", "rate", "time of a level", "betas"
+        Single, "shape and dtype", "variance preserving", "rate", "rates of signal and noise", "time of a level",
+        "betas",
     ),
-    "rate without the square": _schedule(FactorTwo, "rate"),
+    "rate without the square": _schedule(FactorTwo, "rate", "rates of signal and noise"),
     "inverse a step late": _schedule(ShiftedTime, "time of a level"),
     "steps counted from zero": _schedule(FromStepZero, "betas"),
     "end points of another schedule": _schedule(OpenEnd, "end points"),
-    "signal not scaled": _schedule(Exploding, "variance preserving"),
+    "signal not scaled": _schedule(Exploding, "variance preserving", "rates of signal and noise"),
+    "nothing (path)": _schedule(LinearPath),
+    "velocity of another path": _schedule(ForgottenNoise, "rate", "rates of signal and noise"),
     "nothing (energy)": _energy(DoubleWell),
     "nothing (jet)": _energy(lambda: Quadratic(torch.eye(2))),
     "sign of the score": _energy(LostSign, "score"),

@@ -12,9 +12,11 @@ from genmodels.diffusion import (
     DPMSolverPP2MSampler,
     EulerSampler,
     HeunSampler,
+    LinearPath,
+    MixtureDenoiser,
     V,
 )
-from genmodels.diffusion.denoiser import Prediction
+from genmodels.diffusion.parameterisation import Prediction
 from genmodels.nn import MLPDenoiser
 from genmodels.verification.diffusion import check_denoiser, check_sampler
 from tests.mutants.densities import Mutant
@@ -158,12 +160,32 @@ class Counting(Broken):
         return found
 
 
+class Straight(Broken):
+    """The velocity along the straight path, on a path that is another."""
+
+    def forward(self, x, t, cond=None, mask=None, estimate=None):
+        return super().forward(x, t, cond, mask, estimate).along(LinearPath(), t)
+
+
 class Idle(Broken):
     """A parameter that nothing depends on."""
 
     def __init__(self):
         super().__init__()
         self.unused = torch.nn.Parameter(torch.ones(3))
+
+
+# ---- velocities ----------------------------------------------------------------------------------------------------
+
+
+class EqualShares(MixtureDenoiser):
+    """The velocity of a mixture with the shares of its weights, whatever x is."""
+
+    def _moments(self, x, log_snr):
+        joint, offset, variance, alpha = self._parts(x, log_snr)
+        share = self.log_weights.exp().view(-1, *[1] * (x.dim() - 1))
+        white = offset / variance
+        return (share * (self.means + alpha * self.variances * white)).sum(1), -(share * white).sum(1)
 
 
 def _sampler(make, *failing: str) -> Mutant:
@@ -190,6 +212,7 @@ MUTANTS: dict[str, Mutant] = {
     "nothing (denoiser)": _denoiser(Broken),
     "sign of the noise": _denoiser(_flipped_noise, "signal and noise", "v", "score", "training target"),
     "sign of v": _denoiser(_swapped_v, "v"),
+    "velocity of another path (denoiser)": _denoiser(Straight, "velocity of the path"),
     "score without sigma": _denoiser(_unscaled_score, "score"),
     "output of another meaning": _denoiser(_other_output, "training target"),
     "mean of the batch (denoiser)": _denoiser(_centred, "rows independent"),

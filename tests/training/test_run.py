@@ -21,7 +21,7 @@ from genmodels.cli.schema import Schema
 from genmodels.cli.signatures import target
 from genmodels.core.checkpoint import read_header
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, RunError
 from genmodels.data.vision import Digits
 from genmodels.models.build import build
 from genmodels.models.checkpoint import write_checkpoint
@@ -88,6 +88,22 @@ def test_resume_finds_the_newest_run_a_folder_or_a_file():
             assert run.find_resume(Path("runs"), "a", None, where) == old
     with pytest.raises(InputError, match="no last.ckpt in runs/b"):
         run.find_resume(Path("runs"), "b", None, "last")
+
+
+def test_a_run_goes_on_in_its_own_folder():
+    kept = checkpoint(Path("runs/a/1/last.ckpt"))
+    for where in ("runs/a/1", str(kept), str(kept.absolute())):
+        assert run.find_resume(Path("runs"), "a", "runs/../runs/a/1", where) == Path(where) / (
+            "last.ckpt" if where == "runs/a/1" else "")
+        with pytest.raises(InputError, match="run_dir=runs/b is not the folder of resume="):
+            run.find_resume(Path("runs"), "a", "runs/b", where)
+    assert not Path("runs/b").exists()
+
+
+def test_a_pipe_is_no_checkpoint_to_resume():
+    os.mkfifo("pipe.ckpt")
+    with pytest.raises(RunError, match="pipe.ckpt: a pipe, not a checkpoint"):
+        run.find_resume(Path("runs"), "a", None, "pipe.ckpt")
 
 
 def test_the_time_of_training_adds_up_over_resumes(tmp_path):
@@ -302,3 +318,44 @@ def test_what_a_refused_resume_recommends_has_the_length_that_was_asked_for(tmp_
     command("train", *WORDS, "run_dir=a")
     assert main(["train", *WORDS, "trainer.max_steps=9", "seed=1", "run_dir=a", "resume=last"]) == 2
     assert "trainer.max_steps=9" in capsys.readouterr().err
+
+
+def contents(folder: Path) -> dict:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def test_fewer_steps_than_were_made_leave_a_run_as_it_was(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command("train", *WORDS, "trainer.max_steps=3", "run_dir=a")
+    before = contents(Path("a"))
+    assert main(["train", *WORDS, "trainer.max_steps=2", "run_dir=a", "resume=last"]) == 2
+    found = capsys.readouterr()
+    assert "a has made 3 steps, for 2 there is nothing left to do" in found.err and found.err.count("\n") == 1
+    assert found.out == "" and contents(Path("a")) == before
+
+
+def test_a_finished_run_that_is_resumed_shows_its_figures_with_their_errors(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*WORDS, "trainer.max_steps=3", "trainer.validate_every_n_steps=3", "run_dir=a"]
+    printed = [command("train", *words, *more) for more in ([], ["resume=last"])]
+    first, again = (next(line for line in out.splitlines() if line.startswith("result:")) for out in printed)
+    assert first == again and "(" in first  # the standard error
+
+
+def test_a_refused_resume_without_a_length_recommends_that_of_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command("train", *WORDS, "trainer.max_steps=3", "run_dir=a")
+    assert main(["train", "run_dir=a", "resume=last"]) == 2
+    assert "trainer.max_steps=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["epoch", "global_step", "pytorch-lightning_version", "loops", "optimizer_states"])
+def test_what_no_run_can_go_on_from_is_refused_before_anything_is_said(key, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command("train", *WORDS, "trainer.max_steps=2", "run_dir=a")
+    state = torch.load("a/last.ckpt", weights_only=True)
+    del state[key]
+    write_checkpoint("a/last.ckpt", state)
+    assert main(["train", *WORDS, "trainer.max_steps=4", "run_dir=a", "resume=last"]) == 1
+    found = capsys.readouterr()
+    assert f"last.ckpt: {key} is missing" in found.err and found.out == "" and found.err.count("\n") == 1

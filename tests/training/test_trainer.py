@@ -114,7 +114,8 @@ def test_steps(options, steps):
 
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "16-mixed"}, {"max_steps": 0}, {"accumulate": 0}, {"validate_every_n_steps": -1}, {"num_nodes": 0}],
+    [{"precision": "16-mixed"}, {"max_steps": 0}, {"accumulate": 0}, {"validate_every_n_steps": -1}, {"num_nodes": 0},
+     {"devices": "x"}, {"devices": "1,"}, {"accelerator": "banana"}, {"strategy": "banana"}],
 )
 def test_refused(options):
     (key,) = options

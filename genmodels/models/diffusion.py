@@ -1,0 +1,366 @@
+"""What diffusion and flow matching have in common: data in the network's units, likelihoods, samples and latents."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.core.data import Batch, Latents
+from genmodels.core.errors import InputError, require_finite_rows
+from genmodels.core.likelihood import Likelihood
+from genmodels.core.random import KeyedGenerator
+from genmodels.core.samples import Samples, SamplingOptions, Trajectory
+from genmodels.core.tensors import event_size, event_sum, hide, spread
+from genmodels.diffusion import (
+    SAMPLERS,
+    Denoiser,
+    DiffusionSampler,
+    Elbo,
+    HeunSampler,
+    Objective,
+    OdeLikelihood,
+    OnPath,
+    invert,
+)
+from genmodels.diffusion import sample as run_sampler
+from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
+from genmodels.diffusion.flow_matching import make_path
+from genmodels.models.base import GenerativeModel, Loss
+from genmodels.models.build import make_network
+from genmodels.models.mels import frames_of, silent_beyond, with_noise
+from genmodels.models.optimizer import Optimizer
+
+_LATENT_STEPS = 100  # of Heun between data and their latents, each way
+
+
+class DiffusionModel(GenerativeModel):
+    """A denoiser on a path from data to noise; a family writes the constructor: its options, denoiser and objective.
+
+    The constructor calls `prepare`, makes the denoiser of `network`, and ends with `assemble`.
+    """
+
+    samplers = tuple(SAMPLERS)
+    sampling_options = (
+        "sampler", "steps", "spacing", "eta", "churn", "diffusion", "along", "clip", "guidance", "guidance_rescale",
+        "guidance_interval", "known", "keep", "rounds", "edit", "strength", "path", "size", "lengths", "progress",
+    )  # fmt: skip
+
+    #: The sampler where nobody says.
+    usual_sampler = "dpmpp_2m"
+
+    def prepare(
+        self, *, num_steps: int, cond_drop: float, class_conditional: bool, noise: float,
+        decoder: Literal["gaussian", "level_softmax"] = "gaussian",
+    ) -> None:
+        """Check and keep the options that every family has; see `DDPM`."""
+        if num_steps < 2:
+            raise ValueError(f"num_steps must be at least 2, got {num_steps}")
+        if not 0 <= cond_drop < 1:
+            raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
+        if not noise >= 0:
+            raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
+        self.noise = noise if self.spec.mel is not None else 0.0
+        self.num_steps, self.cond_drop = num_steps, cond_drop
+        self.conditional = class_conditional and self.spec.num_classes is not None
+        self.decoder = self._decoder(decoder)
+        self.register_buffer("location", torch.zeros(self.spec.event_shape))
+        self.register_buffer("scale", torch.ones(self.spec.event_shape))
+
+    def _decoder(self, name: str) -> Decoder:
+        if name == "level_softmax" and self.spec.levels is None:
+            raise InputError(f"decoder=level_softmax is for integers, and {self.spec.name} is continuous: use gaussian")
+        kind = LevelSoftmax if name == "level_softmax" else DiscretisedGaussian
+        return Gaussian() if self.spec.levels is None else kind(self.spec.levels)
+
+    def network(
+        self, net: nn.Module | dict | None, *, learned_variance: bool = False, self_conditioning: bool = False
+    ) -> nn.Module:
+        """The network of these options, as `make_network` builds it; a module as it is."""
+        if isinstance(net, nn.Module):
+            return net
+        estimate = self.spec.event_shape[0] if self_conditioning else 0
+        return make_network(net, self.spec.event_shape, self.num_classes, learned_variance, estimate)
+
+    def assemble(
+        self, core: Denoiser, elbo: Elbo, objective: Objective, optimizer: Optimizer | dict | None,
+        ema_decay: float | list[float],
+    ) -> None:
+        """Called last in a family's constructor: the denoiser, its bound, and what it is trained by."""
+        self.core, self.elbo, self.objective, self.variance = core, elbo, objective, elbo.variance
+        if isinstance(objective.time_sampler, nn.Module):
+            self.time_sampler = objective.time_sampler  # registered, so that checkpoints hold its history
+        self.sampler = DiffusionSampler(
+            self.num_steps, elbo.variance, clip=None if self.spec.levels is None else "static", null=self.num_classes,
+            name=self.usual_sampler)
+        self.finish_setup(optimizer, ema_decay)
+
+    def sharded_networks(self) -> list[nn.Module]:
+        """The network; a learned schedule has weights outside of it."""
+        if any(True for _ in self.core.schedule.parameters()):
+            raise InputError("trainer.strategy=fsdp spreads the weights of the network: not with schedule=learned")
+        return [self.core.net]
+
+    # ---- between the data's units and the network's --------------------------------------------------------------
+
+    def initialize(self, batch: Batch) -> None:
+        """Take mean and standard deviation of continuous training data, per scalar; integers have a fixed map."""
+        if self.spec.levels is None:
+            mean, std = _moments(self._filled(batch).double(), batch.mask)
+            if not bool((std > 0).all()):
+                column = self.spec.column(int((std <= 0).flatten().nonzero()[0, 0]))
+                raise InputError(f"column {column} of {self.spec.name} is constant and has no density: leave it out")
+            self.location.copy_(mean)
+            self.scale.copy_(std)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Data in their own units to the network's: [-1, 1] for integers, standardised otherwise."""
+        if self.spec.levels is not None:
+            return to_unit(x, self.spec.levels).to(self.location.dtype)
+        return (x.to(self.location.dtype) - self.location) / self.scale
+
+    def decode(self, x: Tensor) -> Tensor:
+        """The inverse of `encode`; integers are rounded and clipped to their range.
+
+        Raises:
+            NotFinite: for integers, where x is not finite.
+        """
+        if self.spec.levels is not None:
+            kind = torch.uint8 if self.spec.levels <= 256 else torch.int64
+            return to_levels(require_finite_rows(x), self.spec.levels).to(kind)
+        return x * self.scale + self.location
+
+    def _filled(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
+        """Mels with their noise, by default the noise of their item; other data as they are."""
+        if self.noise == 0:
+            return batch.x
+        return with_noise(batch.x, self.noise, generator or KeyedGenerator(0, batch.item_index, "likelihood"))
+
+    def _entered(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
+        """The batch as the network sees it, zero where it is padded."""
+        return hide(self.encode(self._filled(batch, generator)), batch.mask)
+
+    def _hidden(self, cond: Tensor | None, generator: KeyedGenerator) -> Tensor | None:
+        """The condition with some of its classes hidden: replaced by the null class (Ho and Salimans 2022)."""
+        if cond is None or not self.cond_drop:
+            return cond
+        hide = generator.child("condition").uniform((len(cond),), device=cond.device) < self.cond_drop
+        return torch.where(hide, self.num_classes, cond)
+
+    # ---- the contract -------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
+        """The objective at one time per example: bounds in bits/dim; parts carry their unit in their name."""
+        cond = self._hidden(self._cond(batch), generator)
+        x0 = self._entered(batch, generator)
+        out = self.objective(self.core, x0, cond, generator, *self._rank_world, batch.mask)
+        self.objective.observe(out)
+        if not self.objective.in_nats:
+            return Loss(out.value, out.per_example, out.parts, out.times)
+        bits = out.per_example / (math.log(2) * event_size(x0, batch.mask))
+        return Loss(bits.mean(), bits, out.parts, out.times)
+
+    def on_before_optimizer_step(self, optimizer) -> None:
+        """As for every model; then, the loss being finite, a loss-aware time sampler learns of it."""
+        super().on_before_optimizer_step(optimizer)
+        self.objective.learn(self.all_gather)
+
+    def validation_options(self) -> dict:
+        """An estimate of the bound: eight terms, twice."""
+        return {"draws": min(8, self.num_steps - 1)}
+
+    def denoiser_and_cond(self, batch: Batch) -> tuple[Denoiser, Tensor | None]:
+        """The denoiser, and the condition that it sees with the noisy data of a batch."""
+        return self.core, self._cond(batch)
+
+    def log_likelihood(
+        self,
+        batch: Batch,
+        *,
+        weights: str | float = "ema",
+        seed: int = 0,
+        bound: Literal["discrete", "continuous"] = "discrete",
+        draws: int | None = None,
+        replicates: int = 2,
+        rows: int | None = None,
+    ) -> Likelihood:
+        """The lower bound on the log-likelihood, over all terms or over `draws` stratified ones.
+
+        Arguments:
+            batch: items in the data's own units.
+            weights: `ema`, `raw`, or one of the decays kept.
+            seed: seed of the noise, which is keyed by (seed, item, term).
+            bound, draws, replicates, rows: see `Elbo`.
+        """
+        x0, index = self._entered(batch), batch.item_index
+        found, profile, made = self.elbo(
+            self.weights(weights), x0, self.elbo.times(self.core.schedule), KeyedGenerator(seed, index, "elbo"),
+            cond=self._cond(batch), mask=batch.mask, bound=bound, draws=draws, replicates=replicates, rows=rows,
+        )
+        made |= {"noise": self.noise} if self.noise else {}
+        made |= {"variance": self.elbo.variance, "weights": str(weights), "seed": seed}
+        made |= {"given": "class"} if self.conditional else {}
+        parts = found.parts
+        if self.spec.levels is None:
+            parts["scale"] = self._log_scale(batch.mask).expand(len(index))
+        return Likelihood(
+            -sum(parts.values()), "lower_bound", event_size(batch.x, batch.mask).long(), self.spec.levels,
+            found.stderr, made, index, parts=parts, profile=profile,
+        )
+
+    def ode_likelihood(
+        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, **options
+    ) -> Likelihood:
+        """The log-likelihood by the probability-flow ODE, from the noise level of the bound's reconstruction.
+
+        Arguments:
+            batch: items in the data's own units.
+            weights: `ema`, `raw`, or one of the decays kept.
+            seed: seed of dequantisation and probes.
+            options: see `OdeLikelihood`.
+        """
+        ode, denoiser = OdeLikelihood(**options), self.weights(weights)
+        log_snr = self.elbo.first_log_snr(self.core.schedule)
+
+        def start(x: Tensor, cond: Tensor | None, mask: Tensor | None, noise: KeyedGenerator):
+            x0 = hide(self.encode(x), mask)
+            z, volume = ode.start(denoiser, x0, log_snr, noise, self.decoder, cond=cond, mask=mask)
+            return z, volume if self.spec.levels is not None else volume - self._log_scale(mask)
+
+        found = ode(denoiser, self.spec, batch, self._cond(batch), start, log_snr, seed=seed)
+        found.made |= {"weights": str(weights), "seed": seed} | ({"given": "class"} if self.conditional else {})
+        return found
+
+    def _log_scale(self, mask: Tensor | None) -> Tensor:
+        """log |det| of the map from standardised to continuous data, over the valid scalars of each item."""
+        log_scale = self.scale.double().log()
+        return log_scale.sum() if mask is None else event_sum(log_scale.expand(len(mask), *log_scale.shape), mask)
+
+    # ---- samples ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_null_class(self) -> bool:
+        """Whether training hid the class now and then, so that the model knows what holds for all classes."""
+        return self.conditional and self.cond_drop > 0
+
+    @torch.no_grad()
+    def draw(self, options: SamplingOptions) -> Samples:
+        """Samples by any sampler of diffusion, freely, from a known part (`known`), or from an item (`edit`)."""
+        self._check_material(options)
+        index, known, edit = self.numbered(options.n, options.start), options.known, options.edit
+        denoiser, generator = self.weights(options.weights), KeyedGenerator(options.seed, index, "sample")
+        if options.along is not None:
+            denoiser = OnPath(denoiser, make_path(options.along, self.num_steps))
+        plan = self.sampler.plan(denoiser.schedule, options)
+        labels, shape = self._labels(options, index), (options.n, *self._shape_of(options.size))
+        whole = options.lengths is None and any(given is not None for given in (options.size, known, edit))
+        mask = None if whole else frames_of(options.lengths, index, replace(self.spec, event_shape=shape[1:]))
+        seen = Trajectory(options.path, plan.steps, options.progress)
+
+        def finished(x: Tensor) -> Tensor:
+            """x in the data's units, with what is known as it was given, and zero where there is no frame."""
+            x = silent_beyond(self.decode(x), mask, self.spec)
+            return x if known is None else torch.where(options.keep.to(x.device), known.to(x.device), x)
+
+        def after(done: int, x: Tensor, x0: Tensor) -> None:
+            seen(done, lambda: finished(x) if done + 1 == seen.steps else self.decode(x))
+
+        out = self.sampler(
+            plan, denoiser, shape, options, generator, cond=labels, mask=mask,
+            known=None if known is None else self.encode(known[None].to(self.device)),
+            edit=None if edit is None else self.encode(edit[None].to(self.device)),
+            dtype=self.location.dtype, device=self.device, callback=after,
+        )
+        kept = {} if known is None else {"kept": int(options.keep.expand(self.spec.event_shape).sum())}
+        kept |= {} if options.along is None else {"along": options.along}
+        made = plan.made | kept | {"evaluations": out.evaluations, "seed": options.seed}
+        made |= {"weights": str(options.weights), "temperature": options.temperature}
+        made |= {"clip": self.sampler.threshold(options) or "none"}
+        made |= {"guidance": options.guidance} if options.guidance != 1 else {}
+        made |= {"guidance_rescale": options.guidance_rescale} if options.guidance_rescale else {}
+        made |= {"guidance_interval": list(options.guidance_interval)} if options.guidance_interval is not None else {}
+        return Samples(finished(out.x), labels, index, made, seen.kept, mask=mask)
+
+    def _check_material(self, options: SamplingOptions) -> None:
+        known, edit = options.known, options.edit
+        if known is not None and edit is not None:
+            raise InputError("a part of an event is kept, or all of it is edited: leave one of the two out")
+        if (known is None) != (options.keep is None):
+            raise InputError("what is known goes with a mask of where it is known: give both")
+        for event in (known, edit):
+            if event is not None and (event.shape != self.spec.event_shape or options.size is not None):
+                raise InputError(
+                    f"events are {tuple(self.spec.event_shape)} here, got {tuple(event.shape)}: leave size out"
+                )
+
+    def _labels(self, options: SamplingOptions, index: Tensor) -> Tensor | None:
+        """The labels of the samples, None for no class."""
+        guidance, cond = options.guidance, options.cond
+        if guidance != 1 and self.num_classes is None:
+            raise InputError("guidance needs a model with classes: leave it out")
+        if guidance != 1 and not self.has_null_class:
+            raise InputError("this model was trained with cond_drop=0, it knows no class that guidance could leave")
+        if guidance == 0 and cond is not None:
+            raise InputError("guidance=0 draws without a class: leave cond out")
+        from_item = options.known is not None or options.edit is not None
+        if guidance == 0 or (cond is None and from_item and guidance == 1 and self.has_null_class):
+            return None
+        return self.labels(cond, index)
+
+    def _shape_of(self, size: list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
+        """The shape of events of such a size."""
+        channels, *space = self.spec.event_shape
+        if size is None or list(size) == space:
+            return self.spec.event_shape
+        if not space or len(size) != len(space) or min(size) < 1:
+            like = "samples of vectors have no size" if not space else f"size has {len(space)} numbers of at least 1"
+            raise InputError(f"{like}, got {list(size)}")
+        if self.spec.levels is None:
+            raise InputError(
+                f"continuous data are standardised place by place: their size is {space}, not {list(size)}"
+            )
+        return channels, *size
+
+    # ---- latents: where the deterministic sampler starts ---------------------------------------------------------
+
+    @torch.no_grad()
+    def latents(self, batch: Batch, weights: str | float = "ema", steps: int = _LATENT_STEPS) -> Latents:
+        """The noise from which the probability-flow ODE leads to these data; without labels, under no class."""
+        x0, times = self.encode(batch.x), self._latent_times(steps)
+        return Latents((invert(self.weights(weights), x0, times, cond=self._cond(batch)),))
+
+    @torch.no_grad()
+    def from_latents(
+        self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS
+    ) -> Tensor:
+        """The data that latents stand for, in the data's own units; the inverse of `latents`."""
+        return self.decode(self.follow(latents[0], cond, weights, steps))
+
+    @torch.no_grad()
+    def follow(
+        self, noise: Tensor, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS
+    ) -> Tensor:
+        """Where the probability-flow ODE leads from noise (B, *event), in the network's units, by steps of Heun."""
+        generator = KeyedGenerator(0, torch.arange(len(noise), device=noise.device))
+        return run_sampler(
+            self.weights(weights), noise.shape, self._latent_times(steps), HeunSampler(), generator, cond=cond,
+            dtype=noise.dtype, device=noise.device, start=noise,
+        ).x
+
+    def _latent_times(self, steps: int) -> Tensor:
+        return self.sampler.times(self.core.schedule, "dpmpp_2m", min(steps, self.num_steps))
+
+
+def _moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of every scalar, or of the valid ones of each channel, broadcastable to the event."""
+    if mask is None:
+        return x.mean(0), x.std(0)
+    axes = [0, *range(2, x.dim())]
+    valid = spread(mask, x).expand_as(x)
+    count = valid.sum(axes, keepdim=True)
+    mean = hide(x, mask).sum(axes, keepdim=True) / count
+    variance = hide((x - mean).square(), mask).sum(axes, keepdim=True) / (count - 1).clamp(min=1)
+    return mean[0], variance.sqrt()[0]

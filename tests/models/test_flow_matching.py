@@ -1,0 +1,186 @@
+"""The flow-matching module: one network that is a flow and a denoiser, and the same parts as DDPM around it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributions import Normal
+
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.random import KeyedGenerator
+from genmodels.diffusion import SAMPLERS, GaussianDenoiser, make_path, velocity_of
+from genmodels.models.checkpoint import write_checkpoint
+from genmodels.models.ddpm import DDPM
+from genmodels.models.flow_matching import FlowMatchingModel
+
+SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
+DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+
+
+def small(kind=FlowMatchingModel, spec=DIGITS, **options):
+    torch.manual_seed(0)
+    model = kind(spec, **({"num_steps": 12, "net": SMALL, "ema_decay": 0.0} | options)).eval()
+    with torch.no_grad():  # away from the zero start
+        for p in model.core.parameters():
+            p.add_(0.05 * torch.randn(p.shape))
+    return model
+
+
+def batch(n=6):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 17, (n, 1, 8, 8), generator=g).to(torch.uint8)
+    return Batch(x, torch.arange(n) % 10, index=torch.arange(n))
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"sigma_min": 0.01}, {"path": "cosine"}, {"path": "vp_linear"}, {"coupling": "ot"}, {"coupling": "sinkhorn"},
+    {"time_sampler": "logit_normal"}, {"time_sampler": "cosmap"}, {"time_sampler": "loss_aware"},
+], ids=str)  # fmt: skip
+def test_losses_are_keyed_and_have_gradients(options):
+    model = small(num_steps=1000, **options)
+    losses = [model.loss(batch(), KeyedGenerator(0, torch.arange(6), "train")) for _ in range(2)]
+    assert torch.equal(losses[0].per_example, losses[1].per_example) and losses[0].per_example.shape == (6,)
+    losses[0].value.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.core.parameters())
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_every_sampler_serves_it(sampler):
+    x = small().sample(3, sampler=sampler, steps=4).x
+    assert x.shape == (3, 1, 8, 8) and x.dtype == torch.uint8
+
+
+def test_samples_are_those_of_their_number():
+    model = small()
+    several, one = model.sample(4, steps=3), model.sample(1, steps=3, start=2)
+    assert torch.equal(several.x[2], one.x[0]) and several.made["sampler"] == "flow"
+
+
+def test_guidance_inpainting_editing_and_latents_serve_it():
+    model, known = small(), batch().x[0]
+    keep = torch.zeros(1, 8, 8, dtype=torch.bool)
+    keep[:, :4] = True
+    assert model.sample(2, steps=3, guidance=2.0, cond=3).x.shape == (2, 1, 8, 8)
+    kept = model.sample(2, steps=3, known=known, keep=keep, rounds=2).x
+    assert torch.equal(kept[:, :, :4], known[:, :4].expand(2, 1, 4, 8))
+    assert model.sample(2, steps=3, edit=known, strength=0.5).x.shape == (2, 1, 8, 8)
+    calm = FlowMatchingModel(DIGITS, net=SMALL, ema_decay=0.0).eval()  # of the zero start: no clipped level
+    assert torch.equal(calm.from_latents(calm.latents(batch()), batch().cond), batch().x)
+
+
+def test_a_ddpm_is_sampled_as_a_flow_and_the_other_way_round():
+    """Along another path the trajectories of the ODE stay the same: many steps end at the same samples."""
+    spec = DataSpec("plane", (2,))
+    for kind, own, other in ((DDPM, "vp_cosine", "linear"), (FlowMatchingModel, "linear", "vp_cosine")):
+        model = small(kind, spec, net={"hidden": 16, "depth": 1}, num_steps=1000)
+        here = model.sample(5, sampler="heun", steps=300, along=own).x
+        there = model.sample(5, sampler="heun", steps=300, along=other)
+        assert (here - there.x).abs().max() < 0.02 and there.made["along"] == other
+    with pytest.raises(ValueError, match="path must be one of linear"):
+        model.sample(1, along="straight")
+
+
+def exact(path, location=5.0, scale=0.2):
+    """A model whose network is the optimal one for data N(location, scale^2)."""
+    model = FlowMatchingModel(DataSpec("gauss", (2,)), path=path, num_steps=400, ema_decay=0.0).double()
+    schedule = make_path(path, 400)
+    model.core = GaussianDenoiser(schedule, torch.zeros(2), 1.0, parameterisation=velocity_of(schedule))
+    model.location.fill_(location)
+    model.scale.fill_(scale)
+    return model
+
+
+@pytest.mark.parametrize("path", ["linear", "cosine"])
+def test_likelihoods_meet_the_exact_density_in_the_datas_units(path):
+    model = exact(path)
+    x = 5 + 0.2 * KeyedGenerator(0, torch.arange(200)).normal((200, 2), dtype=torch.float64)
+    truth, items = Normal(5.0, 0.2).log_prob(x).sum(1), Batch(x, index=torch.arange(200))
+    ode = model.ode_likelihood(items, weights="raw")
+    assert ode.kind == "ode" and (ode.nats - truth).abs().max() < 2e-3
+    assert ode.solver_change is not None and float(ode.solver_change.nan_to_num().abs().max()) < 1e-2
+    gaps = truth - model.log_likelihood(items, weights="raw").nats
+    assert -4 * float(gaps.std()) / math.sqrt(200) <= float(gaps.mean()) < 0.05 + 4 * float(gaps.std()) / math.sqrt(200)
+
+
+def test_probes_and_dequantisations_have_standard_errors():
+    few, variational = batch(2), {"importance_samples": 2, "dequantisation": "diffusion"}
+    for options in ({"divergence": "hutchinson", "probes": 4}, variational):
+        found = small().ode_likelihood(few, solver="heun", steps=4, **options)
+        assert found.stderr.shape == (2,) and torch.isfinite(found.nats).all() and bool((found.stderr > 0).all())
+
+
+# ---- reflow ----
+
+
+def straightness(model, noise, steps=40):
+    """E int |(eps - x_0) - v(x_t, t)|^2 dt along the trajectories of Euler's method."""
+    path, t = model.core.schedule, torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    x, velocities = noise, []
+    for now, then in zip(t[:-1], t[1:], strict=True):
+        u = model.core(x / path.scale(now).to(x), now.expand(len(x))).velocity
+        velocities.append(u)
+        x = x + (then - now).to(x) * u
+    return float(torch.stack([(noise - x - u).square().sum(1) for u in velocities]).mean())
+
+
+@torch.enable_grad()
+def fitted(model, loss, steps=300):
+    optimizer = torch.optim.Adam(model.core.parameters(), 5e-3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(model, step).value.backward()
+        optimizer.step()
+    return model
+
+
+def test_reflow_learns_the_pairs_of_a_checkpoint_and_is_straighter(tmp_path):
+    """Two far modes: the first flow bends, its reflow hardly does, and leads each noise to nearly the same place."""
+    plane, net = DataSpec("plane", (2,)), {"hidden": 32, "depth": 2}
+    index = torch.arange(256)
+    data = Batch(torch.randn(256, 2, generator=torch.Generator().manual_seed(0)) * 0.1, index=index)
+    data.x[:, 0] += torch.where(index % 2 == 0, -1.0, 1.0)
+
+    def step(model, number):
+        return model.loss(data, KeyedGenerator(0, index, "train", step=number))
+
+    torch.manual_seed(0)
+    first = FlowMatchingModel(plane, net=net, ema_decay=0.0)
+    first.initialize(data)
+    fitted(first, step)
+    state = {"state_dict": first.state_dict()}
+    first.on_save_checkpoint(state)
+    write_checkpoint(tmp_path / "first.ckpt", state)
+    torch.manual_seed(0)
+    second = FlowMatchingModel(plane, net=net, ema_decay=0.0, reflow=str(tmp_path / "first.ckpt"), reflow_pairs=512)
+    second.initialize(data)
+    drawn = torch.get_rng_state()
+    second.loss(data, KeyedGenerator(0, index, "train"))
+    assert torch.equal(torch.get_rng_state(), drawn)  # a resumed run, which draws the pairs again, goes on as before
+    pairs = second.pairs
+    assert (first.follow(pairs.noise[:8], steps=20) - pairs.x0[:8]).abs().max() < 1e-4
+    fitted(second, step)
+    noise = KeyedGenerator(1, torch.arange(200), "test").normal((200, 2))
+    with torch.no_grad():
+        assert straightness(second, noise) < 0.3 * straightness(first, noise)
+        off = (second.follow(noise, steps=20) - first.follow(noise, steps=20)).square().sum(1)
+    assert float(off.median()) < 0.05
+
+
+def test_what_reflow_cannot_learn(tmp_path):
+    other = small(spec=DataSpec("other", (1, 4, 4), levels=17))
+    state = {"state_dict": other.state_dict()}
+    other.on_save_checkpoint(state)
+    write_checkpoint(tmp_path / "other.ckpt", state)
+    with pytest.raises(ValueError, match=r"holds a flow_matching of \(1, 4, 4\)"):
+        small(reflow=str(tmp_path / "other.ckpt")).loss(batch(), KeyedGenerator(0, torch.arange(6), "train"))
+    with pytest.raises(ValueError, match="its pairs are given"):
+        small(reflow="x.ckpt", coupling="ot")
+
+
+def test_options_that_do_not_fit():
+    with pytest.raises(ValueError, match="sigma_min is for path=linear"):
+        FlowMatchingModel(DIGITS, net=SMALL, path="cosine", sigma_min=0.1)
+    with pytest.raises(ValueError, match="coupling must be one of"):
+        FlowMatchingModel(DIGITS, net=SMALL, coupling="exact")
