@@ -63,11 +63,13 @@ def command_help(command: str) -> str:
     chosen = _defaults(command)
     if chosen:
         available = selectable(command)
-        lines = [f"  {group:<11} {_choices(available[group], default)}" for group, default in chosen.items()]
+        lines = {group: _choices(available[group], default) for group, default in chosen.items()}
         if "preset" in available:
-            presets = "<model>_<data> (default where there is one; ~preset for none): " + ", ".join(available["preset"])
-            lines.append(textwrap.fill(presets, 118, initial_indent=f"  {'preset':<11} ", subsequent_indent=" " * 14))
-        parts.append("groups (group=option):\n" + "\n".join(lines))
+            presets = ", ".join(available["preset"])
+            lines["preset"] = f"<model>_<data> (default where there is one; ~preset for none): {presets}"
+        parts.append("groups (group=option):\n" + "\n".join(
+            textwrap.fill(text, 118, initial_indent=f"  {group:<11} ", subsequent_indent=" " * 14,
+                          break_long_words=False, break_on_hyphens=False) for group, text in lines.items()))
     own = [entry for key in run.keys.values() if key.name not in chosen for entry in _entries(key)]
     if own:
         parts.append("settings:\n" + "\n".join(own))

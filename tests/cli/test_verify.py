@@ -496,7 +496,7 @@ def verify_kind(name: str, *words: str) -> int:
 def test_sound_ones_pass(capsys):
     assert verify_kind("Straight", "options.top=5") == 0 and verify_kind("Bowl", "shape=[3]") == 0
     out = capsys.readouterr().out
-    assert "Straight, a noise schedule: 7 passed" in out and "Bowl, an energy: 5 passed" in out
+    assert "Straight, a noise schedule: 8 passed" in out and "Bowl, an energy: 5 passed" in out
     assert verify_kind("euler") == 0
     assert verify_kind("of_points", "shape=[2]", "options.classes=4", "cond=labels:4") == 0
     out = capsys.readouterr().out
@@ -526,7 +526,7 @@ def test_bad_input_is_one_line(capsys, words, said):
 
 
 @pytest.mark.parametrize("words, said", [
-    (["model=ddpm", "data=toy", "model.num_steps=20"], ["the whole model: 6 passed", "a denoiser: 9 passed"]),
+    (["model=ddpm", "data=toy", "model.num_steps=20"], ["the whole model: 6 passed", "a denoiser: 10 passed"]),
     (["model=energy", "data=toy"], ["an energy: 7 passed", "density integrates to one"]),
     (["model=score", "data=toy"], ["ScoreModel (2,), the whole model: 1 passed"]),
 ])

@@ -303,7 +303,7 @@ BAD = [
     (lambda: EnergyModel(PLANE, net={"activation": "relu"}), "relu"),
     (lambda: EnergyModel(TABLE, network="deep_kernel", loss="contrastive"), "deep_kernel"),
     (lambda: made("plane")[0].sample(2, inverse_temperature=0), "positive"),
-    (lambda: made("plane")[0].sample(2, inverse_temperature=math.inf), "positive"),
+    (lambda: made("plane")[0].sample(2, inverse_temperature=math.inf), "must be a finite number"),
     (lambda: made("plane")[0].sample(2, temperature=0.5), "temperature=0.5 is inverse_temperature=2"),
     (lambda: made("plane")[0].sample(2, temperature=math.nan), "temperature must be a finite number"),
     (lambda: made("plane")[0].sample(2, sampler="ddpm"), "annealed"),

@@ -109,7 +109,7 @@ BAD = [
     (lambda: ScoreModel(PLANE, ratio=1.0), "ratio"),
     (lambda: ScoreModel(PLANE, smallest=-1.0), "smallest"),
     (lambda: ScoreModel(PLANE).initialize(Batch(torch.ones(9, 2))), "constant"),
-    (lambda: made("plane")[0].sample(2, inverse_temperature=-1), "positive"),
+    (lambda: made("plane")[0].sample(2, inverse_temperature=-1), "must be a finite number"),
     (lambda: made("plane")[0].sample(2, temperature=0.25), "temperature=0.25 is inverse_temperature=4"),
     (lambda: made("plane")[0].sample(2, sampler="hmc"), "predictor_corrector"),
     (lambda: made("plane")[0].sample(2, steps=1), "at least 2"),
