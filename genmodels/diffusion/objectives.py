@@ -71,7 +71,8 @@ class Objective:
         *,
         time_sampler: TimeSamplerName | TimeSampler = "antithetic",
     ):
-        self.decoder, self.times, self.time_sampler = decoder, times, make_time_sampler(time_sampler)
+        self.decoder, self.times = decoder, times
+        self.time_sampler = make_time_sampler(time_sampler, bound=self.in_nats)
 
     def __call__(
         self,

@@ -332,10 +332,20 @@ TIME_SAMPLERS: dict[str, type[TimeSampler]] = {
 TimeSamplerName = Literal["uniform", "stratified", "antithetic", "loss_aware", "logit_normal", "cosmap"]
 
 
-def make_time_sampler(name: TimeSamplerName | TimeSampler) -> TimeSampler:
-    """The sampler of a name in TIME_SAMPLERS; one that is made already is returned as it is."""
-    if callable(name):
-        return name
-    if name not in TIME_SAMPLERS:
+#: Samplers whose density is itself the weight of the loss: an average over their times is no bound.
+WEIGHTING_TIMES = (LogitNormalTimes, CosMapTimes)
+
+
+def make_time_sampler(name: TimeSamplerName | TimeSampler, *, bound: bool = False) -> TimeSampler:
+    """The sampler of a name in TIME_SAMPLERS; one that is made already is returned as it is.
+
+    Raises:
+        InputError: for an unknown name, or one of WEIGHTING_TIMES where the loss is a `bound`.
+    """
+    if not callable(name) and name not in TIME_SAMPLERS:
         raise InputError(f"time_sampler = {name!r}: choose one of {', '.join(TIME_SAMPLERS)}")
-    return TIME_SAMPLERS[name]()
+    made = name if callable(name) else TIME_SAMPLERS[name]()
+    if bound and isinstance(made, WEIGHTING_TIMES):
+        raise InputError(f"time_sampler = {type(made).__name__} weights the loss, so that it is no bound: choose "
+                         "antithetic or loss_aware, or objective=simple")
+    return made
