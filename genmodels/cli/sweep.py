@@ -123,7 +123,7 @@ def folder_name(title: str) -> str:
 
     Example:
         >>> folder_name("seed=0 model.net.channels=8"), folder_name("data.root=/a,b")
-        ('seed-0_model.net.channels-8', 'data.root-_a_b_23d93fa1')
+        ('seed-0_model.net.channels-8', 'data.root-_a_b_68f568e3')
     """
     plain = title.replace("=", "-").replace(" ", "_")
     name = re.sub(r"[^\w.-]", "_", plain, flags=re.ASCII)[:_LONGEST]
