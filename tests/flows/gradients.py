@@ -41,14 +41,14 @@ def gradients(flow, x, cond=None, mask=None, context=contextlib.nullcontext):
     return found | ({"cond": cond.grad} if cond is not None and cond.is_floating_point() else {})
 
 
-def worst(found, expected) -> float:
+def worst(found, expected, smallest: float = 0.0) -> float:
     """The largest relative difference of two sets of gradients; a missing gradient is a zero.
 
-    Gradients that are zero but for rounding (of a bias that softmax cancels) are compared at the scale of the others.
+    Gradients below `smallest` times the largest of all, zero but for rounding, are compared at that scale.
     """
     assert found.keys() == expected.keys()
-    scale = max((float(true.abs().max()) for true in expected.values() if true is not None), default=0.0)
-    least = max(1e-6 * scale, 1e-12)
+    largest = max(float(true.abs().max()) for true in expected.values() if true is not None)
+    least = max(smallest * largest, 1e-12)
     errors = [0.0]
     for name, true in expected.items():
         mine = found[name] if found[name] is not None else torch.zeros(())

@@ -50,7 +50,7 @@ def test_gradients_of_every_layer_are_those_of_stored_mode(name):
     x = torch.rand(3, *instance.shape, dtype=torch.float64)
     cond = instance.conditions()
     cond = cond.double() if cond is not None and cond.is_floating_point() else cond
-    assert worst(*both_modes(flow, x, cond)) < 1e-8
+    assert worst(*both_modes(flow, x, cond), smallest=1e-6) < 1e-8  # a bias of keys cancels in softmax
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-8), (torch.float32, 1e-3)])
