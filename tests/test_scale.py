@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import socket
@@ -37,10 +36,10 @@ from genmodels.models.tacotron import Tacotron
 from genmodels.models.tarflow import TarFlow
 from genmodels.nn import UNet
 from tests.models import texts
+from tests.two_processes import fork, forked
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 300  # seconds until a test gives up on its processes
-fork = pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_methods(), reason="no fork on this system")
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 PLANE = DataSpec("plane", (2,))
@@ -114,8 +113,6 @@ def gradients(name: str, rank: int = 0, world: int = 1, width: torch.dtype = tor
 
 
 def _take_part(rank: int, meet: str, out: str, names: list[str], width: torch.dtype) -> None:
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
     found = {}
     try:
@@ -134,15 +131,8 @@ def _take_part(rank: int, meet: str, out: str, names: list[str], width: torch.dt
 def on_two_processes(folder: Path, names: list[str], width: torch.dtype = torch.float64) -> dict:
     """The mean gradients of two processes by name of the model, as the second has them."""
     folder.mkdir(exist_ok=True)
-    context = torch.multiprocessing.get_context("fork")
     paths = [str(folder / f"{rank}.pt") for rank in (0, 1)]
-    runs = [context.Process(target=_take_part, args=(rank, str(folder / "meet"), paths[rank], names, width))
-            for rank in (0, 1)]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join(timeout=PATIENCE)
-    assert [run.exitcode for run in runs] == [0, 0]
+    forked(_take_part, *((rank, str(folder / "meet"), paths[rank], names, width) for rank in (0, 1)))
     return torch.load(paths[1], weights_only=True)
 
 

@@ -13,24 +13,32 @@ from genmodels.core.processes import Ranks
 fork = pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_methods(), reason="no fork on this system")
 
 
+def forked(work, *calls: tuple, codes: tuple = (0, 0)) -> None:
+    """Run `work(*call)` for each call in its own process, with one thread: OpenMP's threads do not survive a fork."""
+
+    def one(call: tuple) -> None:
+        faulthandler.dump_traceback_later(100, exit=True)
+        torch.set_num_threads(1)
+        work(*call)
+
+    processes = [torch.multiprocessing.get_context("fork").Process(target=one, args=(call,)) for call in calls]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+    assert [process.exitcode for process in processes] == list(codes)
+
+
 def in_two(folder: Path, work, *arguments) -> list:
     """What `work(ranks, *arguments)` gives in each of two processes."""
     folder.mkdir()
 
     def one(rank: int) -> None:
-        faulthandler.dump_traceback_later(100, exit=True)
-        torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
         torch.save(work(Ranks(), *arguments), folder / f"{rank}.pt")
         if rank == 0:
             torch.distributed.broadcast_object_list([None])  # the other one stops to serve
         torch.distributed.destroy_process_group()
 
-    context = torch.multiprocessing.get_context("fork")
-    processes = [context.Process(target=one, args=(rank,)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-    assert [process.exitcode for process in processes] == [0, 0]
+    forked(one, (0,), (1,))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]

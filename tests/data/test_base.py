@@ -20,6 +20,7 @@ from genmodels.data.shard_writer import write_shards
 from genmodels.data.shards import Shards
 from genmodels.data.toy import Toy
 from genmodels.data.vision import Digits
+from tests.two_processes import fork, forked
 
 SPLITS = ("train", "val", "test")
 
@@ -269,16 +270,10 @@ def _serve(rank: int, meet: str, out: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_methods(), reason="no fork on this system")
+@fork
 def test_two_real_processes(tmp_path):
-    context = torch.multiprocessing.get_context("fork")
     paths = [str(tmp_path / f"{rank}.pt") for rank in (0, 1)]
-    runs = [context.Process(target=_serve, args=(rank, str(tmp_path / "meet"), paths[rank])) for rank in (0, 1)]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join(timeout=120)
-    assert [run.exitcode for run in runs] == [0, 0]
+    forked(_serve, *((rank, str(tmp_path / "meet"), paths[rank]) for rank in (0, 1)))
     (train0, val0), (train1, val1) = (torch.load(path, weights_only=True) for path in paths)
     whole = [batch.index for batch in Digits(batch_size=64).prepare().train_dataloader()]
     for a, b, batch in zip(train0, train1, whole, strict=True):

@@ -15,6 +15,7 @@ from genmodels.flows.actnorm import ActNorm, channel_moments
 from genmodels.flows.composition import Compose
 from genmodels.flows.linear import Flip
 from genmodels.verification.bijections import check_bijection
+from tests.two_processes import fork, forked
 
 
 def gaussian(*shape, seed=0):
@@ -258,24 +259,16 @@ def _share(rank: int, meet: str, out: str, x: torch.Tensor, mask: torch.Tensor) 
 
 
 def two_processes_agree(tmp_path, x, mask, shares):
-    context = torch.multiprocessing.get_context("fork")
     paths = [str(tmp_path / f"{rank}.pt") for rank in (0, 1)]
-    runs = [
-        context.Process(target=_share, args=(rank, str(tmp_path / "meet"), paths[rank], x[rows], mask[rows]))
-        for rank, rows in enumerate(shares)
-    ]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join(timeout=120)
-    assert [run.exitcode for run in runs] == [0, 0]
+    meet = str(tmp_path / "meet")
+    forked(_share, *((rank, meet, paths[rank], x[rows], mask[rows]) for rank, rows in enumerate(shares)))
     first, second = (torch.load(path, weights_only=True) for path in paths)
     for name, value in initialized(x, mask).state_dict().items():
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], value, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_methods(), reason="no fork on this system")
+@fork
 def test_two_processes_give_the_start_of_one(tmp_path, monkeypatch):
     scale = torch.tensor([1.0, 30.0, 0.1]).double()[:, None]
     x = gaussian(6, 3, 7) * scale + torch.arange(6.0).double()[:, None, None]

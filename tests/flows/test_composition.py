@@ -35,6 +35,7 @@ from tests.flows.table import (
     spline,
     vector_coupling,
 )
+from tests.two_processes import fork, forked
 
 # ---- gradients ----
 
@@ -394,18 +395,9 @@ def _train(rank: int, meet: str, out: str, parts, deaf: bool) -> None:
 
 
 def two_processes(tmp_path, parts, deaf: bool = False):
-    context = torch.multiprocessing.get_context("fork")
     paths, meet = [str(tmp_path / f"{rank}.pt") for rank in (0, 1)], str(tmp_path / "meet")
-    runs = [context.Process(target=_train, args=(rank, meet, paths[rank], parts, deaf)) for rank in (0, 1)]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join(timeout=120)
-    assert [run.exitcode for run in runs] == [0, 0]
+    forked(_train, *((rank, meet, paths[rank], parts, deaf) for rank in (0, 1)))
     return [torch.load(path, weights_only=True) for path in paths]
-
-
-fork = pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_methods(), reason="no fork on this system")
 
 
 @fork

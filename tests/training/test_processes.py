@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import socket
@@ -31,6 +30,7 @@ from genmodels.training.processes import (
     stoppable,
 )
 from genmodels.training.trainer import TrainerOptions
+from tests.two_processes import fork, forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,7 +195,6 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "3", "LOCAL_RANK": "1", "WORL
 SRUN = {"SLURM_NTASKS": "32", "SLURM_NTASKS_PER_NODE": "8", "SLURM_NNODES": "4", "SLURM_PROCID": "9",
         "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train"}  # fmt: skip
 LIGHTNING = {"LOCAL_RANK": "1", "NODE_RANK": "0"}
-fork = pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_methods(), reason="no fork on this system")
 
 
 @pytest.fixture(autouse=True)
@@ -276,7 +275,6 @@ def test_one_process_decides_for_itself_and_for_those_that_lightning_starts(monk
 
 
 def _agree(rank: int, port: str, out: Path) -> None:
-    faulthandler.dump_traceback_later(60, exit=True)
     os.environ |= SRUN | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1",
                           "SLURM_PROCID": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
     said = [agreed(lambda: f"{rank} {time.monotonic()}") for _ in range(2)]
@@ -307,13 +305,7 @@ def test_the_first_process_decides_and_all_stop_at_the_same_step(tmp_path):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-    context = torch.multiprocessing.get_context("fork")
-    runs = [context.Process(target=_agree, args=(rank, port, tmp_path / f"{rank}.pt")) for rank in (1, 0)]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join(timeout=60)
-    assert [run.exitcode for run in runs] == [2, 3]
+    forked(_agree, *((rank, port, tmp_path / f"{rank}.pt") for rank in (1, 0)), codes=(2, 3))
     (first, seen), others = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert others == [first, seen] and seen == [None, None, None, 15, None]
     assert len(set(first)) == 2 and all(choice.startswith("0 ") for choice in first)
