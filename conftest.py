@@ -54,9 +54,13 @@ def a_cache_of_their_own(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def the_same_numbers_every_time():
-    """Networks that a test builds start from the same weights in every run, whatever ran before."""
+    """Networks that a test builds start from the same weights in every run, whatever ran before.
+
+    So does the number of threads: a process forked while torch has several waits for them forever.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session")

@@ -32,13 +32,19 @@ def line(*overrides: str, **options) -> str:
     return str(caught.value)
 
 
-#: Each model with each data set, the trainers in turn, so that each trainer meets each model and each data set.
-CHOICES = [(model, data, GROUPS["trainer"][(i + j) % len(GROUPS["trainer"])])
-           for i, model in enumerate(GROUPS["model"]) for j, data in enumerate(GROUPS["data"])]
+def choices() -> list[tuple[str, str, str]]:
+    """Each model with each data set that they have a preset for; every model, data set and trainer at least once.
+
+    Without a preset nothing depends on both, so that no other pair can break what each of them does alone.
+    """
+    pairs = {f"{model}_{data}": (model, data) for model in GROUPS["model"] for data in GROUPS["data"]}
+    alone = [(model, "digits") for model in GROUPS["model"]] + [("ddpm", data) for data in GROUPS["data"]]
+    chosen = dict.fromkeys([*(pairs[preset] for preset in GROUPS["preset"]), *alone])
+    return [(*pair, GROUPS["trainer"][k % len(GROUPS["trainer"])]) for k, pair in enumerate(chosen)]
 
 
-@pytest.mark.parametrize(("model", "data", "trainer"), CHOICES)
-def test_every_model_with_every_data_set_and_trainer(model, data, trainer):
+@pytest.mark.parametrize(("model", "data", "trainer"), choices())
+def test_models_with_data_sets_and_trainers(model, data, trainer):
     config = compose(f"model={model}", f"data={data}", f"trainer={trainer}", *REQUIRED.get(data, []))
     assert config["model"]["_target_"].startswith("genmodels.models.")
     assert config["data"]["_target_"].startswith("genmodels.data.")
@@ -55,14 +61,9 @@ def test_every_experiment(experiment):
     assert config["model"]["_target_"].startswith("genmodels.models.")
 
 
-@pytest.mark.parametrize("file", sorted(CONFIG_DIR.rglob("*.yaml")), ids=lambda f: str(f.relative_to(CONFIG_DIR)))
-def test_yaml_files_are_short(file):
-    assert len(file.read_text(encoding="utf-8").splitlines()) < 40
-
-
-def test_presets_are_named_after_a_model_and_a_data_set():
-    pairs = {f"{model}_{data}" for model in GROUPS["model"] for data in GROUPS["data"]}
-    assert set(GROUPS["preset"]) <= pairs
+def test_yaml_files_are_short():
+    lines = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in CONFIG_DIR.rglob("*.yaml")}
+    assert len(lines) > 50 and max(lines.values()) < 40
 
 
 SHAPES = {"toy": (2,), "mnist": (1, 28, 28), "digits": (1, 8, 8)}
