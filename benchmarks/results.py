@@ -19,6 +19,7 @@ import statistics
 import time
 from pathlib import Path
 
+from genmodels.evaluation.report import Measures, Scale
 from genmodels.evaluation.table import MEASURES, on_scale
 
 #: What is trained on each data set: the model's name in the table, and what is said to `genmodels train`.
@@ -147,7 +148,8 @@ def as_markdown(tables: list[dict], labels: list[str]) -> str:
     scale = []
     for row in tables[0]["references"]:
         scale.append(f"{row['name']} {row['value']:.4f} {'nats' if row['unit'] == 'nats' else 'bits/dim'}")
-    scale += on_scale(tables[0]["scale"])
+    if (found := tables[0]["scale"]) is not None:
+        scale += on_scale(Scale(**found | {"rows": {what: Measures(**row) for what, row in found["rows"].items()}}))
     seeds = f"{len(tables)} seed{'s' if len(tables) > 1 else ''}"
     first = f"{data['items']:,} items of the {data['split']} split, {seeds}. {'; '.join(scale)}."
     return "\n".join([first, "", *lines])

@@ -84,6 +84,8 @@ class StandardError:
 class SingleValues:
     """The noise of the value of a single item (None if unknown) and the spread over items, in the same unit.
 
+    `shown` says whether single values are meaningful: noise is at most a third of the spread, a tenth of the variance.
+
     Example:
         >>> SingleValues(0.1, 0.4).shown, SingleValues(0.7, 0.4).shown, SingleValues(None, 0.4).shown
         (True, False, False)
@@ -91,11 +93,10 @@ class SingleValues:
 
     noise: float | None
     spread: float
+    shown: bool = field(init=False)
 
-    @property
-    def shown(self) -> bool:
-        """Whether single values are meaningful: noise is at most a third of the spread, a tenth of the variance."""
-        return self.noise is not None and 3 * self.noise <= self.spread
+    def __post_init__(self):
+        object.__setattr__(self, "shown", self.noise is not None and 3 * self.noise <= self.spread)
 
 
 @dataclass

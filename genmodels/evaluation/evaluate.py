@@ -17,13 +17,13 @@ from genmodels.evaluation.checkpoint import Frame, Opened
 from genmodels.evaluation.likelihood import LikelihoodStage
 from genmodels.evaluation.out_of_distribution import OtherDataStage
 from genmodels.evaluation.references import references
-from genmodels.evaluation.report import Report, SamplingCost
+from genmodels.evaluation.report import Drift, Layer, Reference, Report, SamplingCost
 from genmodels.evaluation.sample_quality import FidelityStage
 from genmodels.evaluation.samples import draw
 from genmodels.evaluation.speech import audit, picture_of_audit, require_texts
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
-from genmodels.verification.check import FAILED
+from genmodels.verification.check import Check
 from genmodels.verification.checkpoints import ModelSubject, verify_checkpoint
 
 _CHECKS = 60.0  # seconds that the checks may take unless checks=full
@@ -94,7 +94,7 @@ class Evaluation:
             raise Interrupted("interrupted: the stages that were finished are in the report") from None
         return self.report
 
-    def _references(self) -> list[dict]:
+    def _references(self) -> list[Reference]:
         opened, shared, split = self.opened, self.frame.shared, self.frame.request.split
         key = ("references", id(opened.datamodule), split, opened.items)
         if key not in shared:
@@ -141,11 +141,11 @@ class Evaluation:
             return {"checks": checks, "layers": subject.flow.layers if is_flow(model) else []}
 
         done = self.frame.once("checks", {"options": line.options, "bound": bound}, compute)
-        self.report.checks = done["checks"]
+        self.report.checks = [Check(**check) for check in done["checks"]]
         if done["layers"]:
             from genmodels.verification.trained_flows import drift_of  # here, since other families need no flows
 
-            self.report.profile["flow"] = done["layers"]
-            self.report.drift = drift_of(done["layers"])
-        self.report.failed += [f"check failed: {check['name']} ({check['note']})" for check in done["checks"]
-                               if check["status"] == FAILED]
+            self.report.profile.flow = [Layer(**layer) for layer in done["layers"]]
+            self.report.drift = Drift(**drift_of(done["layers"]))
+        self.report.failed += [f"check failed: {check.name} ({check.note})" for check in self.report.checks
+                               if check.failed]

@@ -15,12 +15,23 @@ from tqdm import tqdm
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
-from genmodels.core.likelihood import Likelihood, packed, unpacked
+from genmodels.core.likelihood import Likelihood, SingleValues, packed, unpacked
 from genmodels.data.base import DataModule
 from genmodels.data.toy import density
 from genmodels.diffusion.ode import OdeDensity
 from genmodels.evaluation.checkpoint import Frame, Opened
-from genmodels.evaluation.report import BitsLine, LikelihoodLine, NatsLine, faults, notes_on
+from genmodels.evaluation.report import (
+    BitsLine,
+    Bracket,
+    DensityMap,
+    ExtremeItems,
+    Item,
+    LikelihoodLine,
+    NatsLine,
+    NoiseLevels,
+    faults,
+    notes_on,
+)
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import extent_of, midpoints, on_grid
 
@@ -239,9 +250,8 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
         numbers["se_log_z"] = shared / scale
         found["optimistic"] = True
         if value is not None:
-            ends = {"lower": made["log_z_least"], "upper": made["log_z_most"]}
-            found["bracket"] = {side: None if end is None else value + (end - made["log_z"]) / scale
-                                for side, end in ends.items()}
+            found["bracket"] = Bracket(*(None if end is None else value + (end - made["log_z"]) / scale
+                                         for end in (made["log_z_least"], made["log_z_most"])))
         if not made["reliable"]:
             found["unreliable"] = made["note"]
     if made.get("given") == "class":
@@ -261,8 +271,7 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
         found["ess_median"] = float((samples / (1 + (samples - 1) * likelihood.stderr.square())).median())
     single = likelihood.single_values()
     size = 1.0 if spec.mel is not None else float(likelihood.dims.double().mean()) / scale
-    found["single"] = {"noise": None if single.noise is None else single.noise * size, "spread": single.spread * size,
-                       "shown": single.shown}
+    found["single"] = SingleValues(None if single.noise is None else single.noise * size, single.spread * size)
     order = (likelihood.nats / likelihood.dims).argsort()
     order = order[torch.isfinite(likelihood.nats[order])] if single.shown else order[:0]
     return (BitsLine if discrete else NatsLine)(
@@ -340,10 +349,10 @@ def _label(likelihood: Likelihood, label: str) -> str:
     return label or likelihood.kind
 
 
-def _extremes(likelihood: Likelihood, rows: torch.Tensor) -> list[dict]:
+def _extremes(likelihood: Likelihood, rows: torch.Tensor) -> list[Item]:
     index = torch.arange(len(likelihood)) if likelihood.index is None else likelihood.index
     errors = torch.zeros(len(likelihood)) if likelihood.stderr is None else likelihood.stderr
-    return [{"index": int(index[i]), "nats": float(likelihood.nats[i]), "error": float(errors[i])} for i in rows]
+    return [Item(int(index[i]), float(likelihood.nats[i]), float(errors[i])) for i in rows]
 
 
 _GRID = 160  # cells a side of a density map
@@ -373,7 +382,9 @@ class LikelihoodStage:
             self.frame.report.warnings += notes_on(entry)
             if number == 0:
                 self.first = found
-            self.frame.report.profile |= profile_of(found)
+            if found.profile is not None:
+                mean = found.profile.nats / found.profile.items
+                self.frame.report.profile.diffusion = NoiseLevels(found.profile.edges.tolist(), mean.tolist())
         self._extreme_items()
         if spec.event_shape == (2,) and spec.levels is None:
             self._density()
@@ -396,10 +407,9 @@ class LikelihoodStage:
         if number is None:
             return
         line = self.frame.report.likelihood[number]
-        found = {"least": line.worst, "most": line.best}
-        self.frame.report.items = {"line": number, **found}
-        for name, entries in found.items():
-            index = torch.tensor([entry["index"] for entry in entries], dtype=torch.int64)
+        self.frame.report.items = ExtremeItems(number, line.worst, line.best)
+        for name, entries in (("least", line.worst), ("most", line.best)):
+            index = torch.tensor([entry.index for entry in entries], dtype=torch.int64)
             batch = next(iter(self.frame.opened.datamodule.loader(self.frame.request.split, len(index), index)))
             self.frame.arrays[f"{name}_x"], self.frame.arrays[f"{name}_index"] = batch.x, index
 
@@ -425,18 +435,7 @@ class LikelihoodStage:
         if truth is not None:
             self.frame.arrays["density_true"] = truth
         # The map is a window: what lies inside is no check. Whether all of it is one is one of the checks.
-        self.frame.report.density = {"extent": extent, "kind": kinds[usable[0]], "unit": "nats"}
-
-
-def profile_of(likelihood: Likelihood) -> dict:
-    """The bound by noise level: mean nats of an item that each log-SNR bin costs."""
-    if likelihood.profile is None:
-        return {}
-    profile = likelihood.profile
-    return {"diffusion": {
-        "log_snr_edges": profile.edges.tolist(),
-        "nats": (profile.nats / profile.items).tolist(),
-    }}
+        self.frame.report.density = DensityMap(extent, kinds[usable[0]])
 
 
 def true_density(spec: DataSpec, extent: list[float], size: int) -> Tensor | None:

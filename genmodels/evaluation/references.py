@@ -12,6 +12,7 @@ from genmodels.core.data import DataSpec
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
+from genmodels.evaluation.report import Reference
 from genmodels.models.mels import NOISE, even_lengths, with_noise
 
 
@@ -60,7 +61,7 @@ def best_histogram(train: Tensor, val: Tensor, levels: int) -> PixelHistogram:
     return max(candidates, key=lambda model: float(model.log_prob(val).sum()))
 
 
-def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | None = None) -> list[dict]:
+def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | None = None) -> list[Reference]:
     """Bits/dim of the uniform model and of the best per-pixel histogram, with its standard error over the items; the
     exact entropy where it is known.
 
@@ -68,20 +69,19 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
     """
     if spec.mel is not None:
         found = gaussian_per_band(datamodule, split, limit)
-        return [{"name": "a normal distribution for each band", "unit": "nats_per_dim",
-                 "value": found.mean_nll_per_dim(), "error": _error(found, "nats_per_dim")}]
+        return [Reference("a normal distribution for each band", "nats_per_dim", found.mean_nll_per_dim(),
+                          _error(found, "nats_per_dim"))]
     if spec.levels is None:
-        known = spec.entropy is not None
-        return [{"name": "exact entropy", "unit": "nats", "value": spec.entropy}] if known else []
-    rows = [{"name": "uniform", "unit": "bits_per_dim", "value": uniform_bits_per_dim(spec.levels)}]
+        return [] if spec.entropy is None else [Reference("exact entropy", "nats", spec.entropy)]
+    rows = [Reference("uniform", "bits_per_dim", uniform_bits_per_dim(spec.levels))]
     if spec.dims * spec.levels <= 2_000_000:
         train, val, evaluated = (
             torch.cat([b.x for b in datamodule.loader(name, 4096)]) for name in ("train", "val", split)
         )
         nats = best_histogram(train, val, spec.levels).log_prob(evaluated[:limit])
         found = Likelihood(nats, "exact", spec.dims, spec.levels)
-        rows.append({"name": "best per-pixel histogram", "unit": "bits_per_dim", "value": found.mean_bits_per_dim(),
-                     "error": _error(found, "bits_per_dim")})
+        rows.append(Reference("best per-pixel histogram", "bits_per_dim", found.mean_bits_per_dim(),
+                              _error(found, "bits_per_dim")))
     return rows
 
 

@@ -1,18 +1,14 @@
-"""The report of an evaluation: what its stages found, report.json with its arrays, and descriptions of its numbers."""
+"""The report of an evaluation: what its stages found, and its form in report.json."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-from torch import Tensor
-
-from genmodels.core.files import write_whole
+from genmodels.core.likelihood import SingleValues
+from genmodels.speech.measures import AlignmentShape
+from genmodels.speech.recognition import Recognition
+from genmodels.verification.check import Check
 
 
 @dataclass
@@ -46,6 +42,23 @@ class DataFacts:
     class_names: list[str]
 
 
+@dataclass
+class Item:
+    """An item among the least or the most likely: its number, log-likelihood in nats, and standard error."""
+
+    index: int
+    nats: float
+    error: float
+
+
+@dataclass
+class Bracket:
+    """Between what the value lies by log Z alone, in its unit; `upper` is None where nothing is known."""
+
+    lower: float
+    upper: float | None
+
+
 @dataclass(kw_only=True)
 class LikelihoodLine:
     """One likelihood: its mean with its errors, the extreme items, the named parts, and how it was made.
@@ -62,19 +75,19 @@ class LikelihoodLine:
     se_data: float | None
     se_items: float | None
     se_mc: float | None
-    single: dict
+    single: SingleValues
     how: str
     n: int
     nonfinite: int
     nonfinite_first: list[int]
-    worst: list[dict]
-    best: list[dict]
+    worst: list[Item]
+    best: list[Item]
     parts_nats: dict[str, float]
     made: dict
     se_log_z: float | None = None
     optimistic: bool | None = None
     unreliable: str | None = None
-    bracket: dict | None = None
+    bracket: Bracket | None = None
     reason: str | None = None
     ess_median: float | None = None
     class_cost: float | None = None
@@ -89,6 +102,17 @@ class LikelihoodLine:
     def value(self) -> float | None:
         """The number in its unit, lower is better; None where there is none."""
         return getattr(self, {"nats": "nll", "nats_per_dim": "nll_per_dim"}.get(self.unit, self.unit))
+
+    @property
+    def parts_of_error(self) -> dict[str, float]:
+        """What the standard error is made of, as far as it is known: the squares of the parts add up."""
+        parts = {"the items": self.se_items, "the draws": self.se_mc, "log Z": self.se_log_z}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    @property
+    def gap(self) -> tuple[float | None, float | None]:
+        """The KL gap to the true density and its standard error: paired item by item where that density is known."""
+        return (self.kl_gap, self.se_data) if self.kl_paired is None else (self.kl_paired, self.se_gap)
 
 
 @dataclass(kw_only=True)
@@ -119,6 +143,15 @@ class Measures:
     precision_error: float
     recall: float
     recall_error: float
+
+
+@dataclass
+class Scale:
+    """Measures of what is no model's samples, n items in each row, in the features of the same network."""
+
+    network: dict | str
+    n: int
+    rows: dict[str, Measures]
 
 
 @dataclass(kw_only=True)
@@ -206,6 +239,124 @@ class OtherData:
 
 
 @dataclass(kw_only=True)
+class SpeechFigures:
+    """Synthesised texts against their recordings: distortion in dB, lengths, failures, seconds of work and of sound."""
+
+    utterances: int
+    mcd_mel13: float
+    mcd_each: list[float]
+    length_ratio: float
+    failures_per_100: dict[str, float]
+    real_time_factor: float
+    seconds: list[float]
+    sound: list[float]
+    duration_error: float | None = None
+    alignment: AlignmentShape | None = None
+    recognition: Recognition | Skipped | None = None
+
+
+@dataclass
+class Token:
+    """The token of a text that lasts longest: its symbol, its place in the text, and its frames."""
+
+    token: str
+    position: int
+    frames: int
+
+
+@dataclass(kw_only=True)
+class Utterance:
+    """An utterance of the audit; what needs texts by name or alignments is None where there are none."""
+
+    rank: int
+    index: int
+    frames: int
+    nats_per_dim: float
+    z: float | None
+    name: str | None = None
+    text: str | None = None
+    tokens: list[str] | None = None
+    durations: list[int] | None = None
+    longest: Token | None = None
+    evidence: float | None = None
+    rank_by_evidence: int | None = None
+
+
+@dataclass
+class Reference:
+    """What a likelihood has to beat, or cannot beat: a value in its unit, with its standard error if it has one."""
+
+    name: str
+    unit: str
+    value: float | None
+    error: float | None = None
+
+
+@dataclass
+class ExtremeItems:
+    """The least and the most likely items by the line of that number."""
+
+    line: int
+    least: list[Item]
+    most: list[Item]
+
+
+@dataclass
+class NoiseLevels:
+    """Mean nats of an item that the noise levels between two edges of log-SNR cost."""
+
+    log_snr_edges: list[float]
+    nats: list[float]
+
+
+@dataclass
+class Layer:
+    """A layer of a flow at a real input, as `verification.trained_flows` measures it."""
+
+    name: str
+    kind: str
+    log_det_per_dim: float | None
+    drift: float
+    round_trip: float | None
+    log_scale: float | None
+    condition: float | None
+
+
+@dataclass
+class Profile:
+    """What a likelihood is made of: the noise levels of a diffusion model, the layers of a flow."""
+
+    diffusion: NoiseLevels | None = None
+    flow: list[Layer] | None = None
+
+
+@dataclass
+class Drift:
+    """The first layer after which float32 is off by more than `warn`, and the limits."""
+
+    first_over: str | None
+    warn: float
+    fail: float
+
+
+@dataclass
+class Neighbours:
+    """The training items nearest to the samples that are closest to any."""
+
+    distance: list[float]
+    index: list[int]
+
+
+@dataclass
+class DensityMap:
+    """The part (x0, x1, y0, y1) of the plane in which the density was computed, and by what kind of likelihood."""
+
+    extent: list[float]
+    kind: str
+    unit: str = "nats"
+
+
+@dataclass(kw_only=True)
 class Report:
     """What was found of one checkpoint, as it stands after the stages done so far; empty where nothing was measured."""
 
@@ -217,58 +368,26 @@ class Report:
     config: dict
     data: DataFacts
     likelihood: list[LikelihoodLine] = field(default_factory=list)
-    references: list[dict] = field(default_factory=list)
-    items: dict = field(default_factory=dict)
-    profile: dict = field(default_factory=dict)
-    drift: dict = field(default_factory=dict)
-    checks: list[dict] = field(default_factory=list)
+    references: list[Reference] = field(default_factory=list)
+    items: ExtremeItems | dict = field(default_factory=dict)
+    profile: Profile = field(default_factory=Profile)
+    drift: Drift | dict = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
     fidelity: Fidelity | Skipped | dict = field(default_factory=dict)
     sampling: SamplingCost | dict = field(default_factory=dict)
     sweeps: list[Sweep] = field(default_factory=list)
     samples: SampleFacts | dict = field(default_factory=dict)
-    neighbours: dict = field(default_factory=dict)
-    density: dict = field(default_factory=dict)
+    neighbours: Neighbours | dict = field(default_factory=dict)
+    density: DensityMap | dict = field(default_factory=dict)
     ood: list[OtherData] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    scale: dict | None = None
-    speech: dict | None = None
-    audit: list[dict] | None = None
+    scale: Scale | None = None
+    speech: SpeechFigures | None = None
+    audit: list[Utterance] | None = None
     partial: bool | None = None
     arrays: str | None = None
-
-
-def report_target(checkpoint: Path, out: str | None, several: bool, split: str = "test", limit: int | None = None):
-    """Where a report goes: `out`, or report.json in the folder of the checkpoint, named for what is not the default."""
-    if out is not None and not several:
-        return Path(out)
-    words = [w for w, usual in ((checkpoint.stem, "best"), (split, "test")) if w != usual]
-    name = "_".join(["report", *words, *([] if limit is None else [f"first{limit}"])]) + ".json"
-    folder = checkpoint.parent if out is None else Path(out) / checkpoint.parent.name
-    return folder / name
-
-
-def arrays_target(target: Path) -> Path:
-    """Where the arrays of a report go: to the same folder.
-
-    Example:
-        >>> str(arrays_target(Path("runs/a/report.json")))
-        'runs/a/report.npz'
-    """
-    return target.with_suffix(".npz")
-
-
-def write_arrays(arrays: Mapping[str, Tensor], target: Path) -> None:
-    """Write the arrays of a report whole: per-example likelihoods, samples, densities."""
-    plain = {name: value.numpy() for name, value in arrays.items()}
-    write_whole(target, lambda file: np.savez_compressed(file, **plain))
-
-
-def write_report(report: Any, target: Path) -> None:
-    """Write a report or a table whole as JSON; numbers that are not finite become null."""
-    text = json.dumps(plain(report), indent=1, allow_nan=False)
-    write_whole(target, lambda file: file.write(text + "\n"), mode="w")
 
 
 def plain(value):
@@ -311,44 +430,3 @@ def notes_on(line: LikelihoodLine) -> list[str]:
     if few is not None and few < 2 and k >= 8:
         return [f"{line.label}: of {k} importance samples {few:.1f} count in the median: the bound is loose"]
     return []
-
-
-def about_log_z(made: dict) -> str:
-    """What is known of the constant of an energy, in words: one statement, whose bracket holds the estimate.
-
-    Example:
-        >>> about_log_z({"estimate": "quadrature", "log_z": 1.25, "log_z_error": 1e-9})
-        'log Z 1.2500 by quadrature'
-        >>> made = {"estimate": "annealing", "log_z": 1.25, "log_z_stderr": 0.02, "ess": 40.2, "chains": 64,
-        ...         "log_z_least": 1.1, "log_z_most": 1.5, "consistent": True, "note": "reverse, approximate"}
-        >>> about_log_z(made)
-        'log Z 1.25 +- 0.02, in 1.10 to 1.50 nats by annealing, 40 of 64 chains count (reverse, approximate)'
-        >>> about_log_z(made | {"consistent": False, "note": "unreliable"})
-        'log Z in 1.10 to 1.50 nats by annealing, 40 of 64 chains count (unreliable)'
-    """
-    if "log_z_stderr" not in made:
-        return f"log Z {made['log_z']:.4f} by {made['estimate']}"
-    most = "?" if made["log_z_most"] is None else f"{made['log_z_most']:.2f}"
-    point = f" {made['log_z']:.2f} +- {made['log_z_stderr']:.2f}," if made["consistent"] else ""
-    note = f" ({made['note']})" if made["note"] else ""
-    bracket = f"in {made['log_z_least']:.2f} to {most} nats by {made['estimate']}"
-    count = f"{made['ess']:.0f} of {made['chains']} chains count"
-    return f"log Z{point} {bracket}, {count}{note}"
-
-
-def parts_of_error(line: Mapping) -> dict[str, float]:
-    """What the standard error of a line is made of, as far as it is known: the squares of the parts add up.
-
-    Example:
-        >>> parts_of_error({"se_data": 0.5, "se_items": 0.4, "se_mc": 0.3})
-        {'the items': 0.4, 'the draws': 0.3}
-    """
-    names = {"se_items": "the items", "se_mc": "the draws", "se_log_z": "log Z"}
-    return {name: line[key] for key, name in names.items() if line.get(key) is not None}
-
-
-def gap_of(line: Mapping) -> tuple[float | None, float | None]:
-    """The KL gap to the true density and its standard error: paired item by item where that density is known."""
-    if line.get("kl_paired") is not None:
-        return line["kl_paired"], line["se_gap"]
-    return line.get("kl_gap"), line.get("se_data")

@@ -29,7 +29,7 @@ from genmodels.evaluation.fidelity import (
     nearest,
     precision_recall,
 )
-from genmodels.evaluation.report import Fidelity, Measures, SampleFacts, Skipped, Sweep
+from genmodels.evaluation.report import Fidelity, Measures, Neighbours, SampleFacts, Scale, Skipped, Sweep
 from genmodels.evaluation.samples import draw_parts, parts_of
 from genmodels.evaluation.speech import speech_of
 from genmodels.models.checkpoint import weights_of
@@ -119,16 +119,15 @@ def count_for(
 
 
 def scale_of(network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> dict:
-    """What is measured of n items that are no samples, which gives the figures of models a meaning.
+    """What is measured of n items that are no samples, which gives the figures of models a meaning: `Measures` by name.
 
     Compared with the same n held-out items as samples are: n `other held-out items`, n `training items`, and `noise`;
     those of which there are not n are left out. Distances depend on n, which is the same in all of them.
     """
     n = len(real)
     compared = {"other held-out items": other, "training items": items.train, "noise": noise_like(real, items.spec)}
-    return {"network": network.described(), "n": n, "rows": {
-        name: vars(fidelity_of(network, real, x[chosen(len(x), n, name)])) for name, x in compared.items()
-        if len(x) >= n}}
+    return {name: vars(fidelity_of(network, real, x[chosen(len(x), n, name)])) for name, x in compared.items()
+            if len(x) >= n}
 
 
 def fidelity_of(network: FeatureNetwork, real: Tensor, generated: Tensor) -> Measures:
@@ -335,14 +334,14 @@ class FidelityStage:
             network=network.described(), **done["found"], memorisation=done["memorisation"],
             likelihood_accuracy=self._asked_classes(),
         )
-        self.frame.report.neighbours, self.frame.report.scale = done["pairs"], scale
+        self.frame.report.neighbours, self.frame.report.scale = Neighbours(**done["pairs"]), scale
         self.frame.arrays |= done["arrays"]
         if "only" in network.note:
             self.frame.report.warnings.append(f"feature network {network.name}: {network.note}")
         if done["memorisation"]["flagged"]:
             self.frame.report.warnings.append(f"samples may be copies: {done['memorisation']['said']}")
 
-    def _scale(self, network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> dict:
+    def _scale(self, network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> Scale:
         """What other held-out items, training items and noise score against the same held-out items."""
         shared, cache, data = self.frame.shared, self.frame.cache, self.frame.report.data.item_hash
         parts = {"network": network.sha256, "n": len(real), "data": data}
@@ -350,7 +349,8 @@ class FidelityStage:
         name = ("scale", *parts.values())
         if name not in shared:
             key = key_of(stage="scale", **parts, code=code_hash())
-            shared[name] = cache.get(key) or cache.put(key, scale_of(network, items, real, other))
+            rows = cache.get(key) or cache.put(key, scale_of(network, items, real, other))
+            shared[name] = Scale(network.described(), len(real), {what: Measures(**row) for what, row in rows.items()})
         return shared[name]
 
     def _real(self, n: int) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, refusals
 from genmodels.core.likelihood import Likelihood
 from genmodels.evaluation.checkpoint import Frame, Opened
+from genmodels.evaluation.report import Skipped, SpeechFigures, Token, Utterance
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.mels import even_lengths
 from genmodels.plots.images import alignments
@@ -30,8 +31,11 @@ from genmodels.speech.measures import (
     mcd_mel13,
 )
 from genmodels.speech.recognition import (
+    ErrorBin,
+    Interval,
     PocketSphinx,
     Recogniser,
+    Recognition,
     WordFaults,
     character_edits,
     error_curve,
@@ -45,7 +49,7 @@ _UTTERANCES = 16  # texts synthesised by default
 _HEARD = 20.0  # seconds of recordings that a recogniser hears then, which it does three times over
 
 
-def speech_of(frame: Frame) -> dict:
+def speech_of(frame: Frame) -> SpeechFigures:
     """The figures of a model of texts: distortion, durations, failures, time, and what a recogniser understands."""
     opened, request = frame.opened, frame.request
     count = min(opened.items, _UTTERANCES if request.samples == "auto" else request.samples)
@@ -56,15 +60,20 @@ def speech_of(frame: Frame) -> dict:
         texts = _texts(batch, opened.spec.text)
         synthesised, seconds, outcomes = _synthesised(opened, batch, texts)
         found = _against_recordings(opened, batch, synthesised, seconds, outcomes)
-        if recogniser is None:
-            return found | {"recognition": {"skipped": reason}}
-        heard = slice(0, _heard(opened, batch) if request.samples == "auto" else len(batch))
-        return found | {"recognition": _recognised(opened, batch.rows(heard), texts[heard], synthesised[heard],
-                                                   recogniser)}
+        if recogniser is not None:
+            heard = slice(0, _heard(opened, batch) if request.samples == "auto" else len(batch))
+            found.recognition = _recognised(opened, batch.rows(heard), texts[heard], synthesised[heard], recogniser)
+        return asdict(found)
 
     settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None}
     settings |= {key: value for key in ("sampler", "steps") if (value := getattr(request, key)) is not None}
-    return frame.once("speech", settings, compute)
+    found = frame.once("speech", settings, compute)
+    shape, heard = found["alignment"], found["recognition"]
+    return SpeechFigures(**found | {
+        "alignment": shape and AlignmentShape(**shape),
+        "recognition": Recognition(**heard | {"curve": [ErrorBin.from_dict(part) for part in heard["curve"]]})
+        if heard else Skipped(reason),
+    })
 
 
 def _recogniser(text: dict) -> tuple[Recogniser | None, str]:
@@ -115,27 +124,25 @@ def _synthesised(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[li
 
 def _against_recordings(
     opened: Opened, batch: Batch, synthesised: Sequence[dict], seconds: Sequence[float], outcomes: Sequence[Outcome]
-) -> dict:
+) -> SpeechFigures:
     """Figures that need no recogniser."""
     model, mel = opened.model, opened.spec.mel
     distortion = [mcd_mel13(one["mel"], _own(batch, k)) for k, one in enumerate(synthesised)]
     sound = [one["mel"].shape[1] * mel["hop"] / mel["sample_rate"] for one in synthesised]
-    found = {
-        "utterances": len(synthesised), "mcd_mel13": sum(distortion) / len(distortion), "mcd_each": distortion,
-        "length_ratio": sum(o.length_ratio for o in outcomes) / len(outcomes),
-        "failures_per_100": failures_per_100(outcomes),
-        "real_time_factor": median(s / t for s, t in zip(seconds, sound, strict=True)),
-        "seconds": list(seconds), "sound": sound,
-    }  # fmt: skip
+    found = SpeechFigures(
+        utterances=len(synthesised), mcd_mel13=sum(distortion) / len(distortion), mcd_each=distortion,
+        length_ratio=sum(o.length_ratio for o in outcomes) / len(outcomes), failures_per_100=failures_per_100(outcomes),
+        real_time_factor=median(s / t for s, t in zip(seconds, sound, strict=True)), seconds=list(seconds), sound=sound,
+    )
     if hasattr(model, "aligned"):
         aligned = model.aligned(batch.to(model.device), weights_of(opened.request.ema), opened.request.seed)
         said = torch.zeros_like(batch.cond.tokens)
         for row, one in zip(said, synthesised, strict=True):
             row[: len(one["durations"])] = one["durations"]
         error = duration_error(said, aligned.durations.cpu(), batch.cond.mask)
-        found["duration_error"] = float(error.mean_absolute.mean())
+        found.duration_error = float(error.mean_absolute.mean())
         if hasattr(model, "posterior"):
-            found["alignment"] = _alignment(opened, batch, aligned.durations.cpu())._asdict()
+            found.alignment = _alignment(opened, batch, aligned.durations.cpu())
     return found
 
 
@@ -152,7 +159,7 @@ def _own(batch: Batch, k: int) -> Tensor:
 
 def _recognised(
     opened: Opened, batch: Batch, texts: Sequence[str], synthesised: Sequence[dict], recogniser: Recogniser
-) -> dict:
+) -> Recognition:
     """CER and WER of the model, and toplines: those of recordings and of their mels through the same vocoder."""
     config = MelConfig(**opened.spec.mel)
     vocoder, rate = GriffinLim(config), config.sample_rate
@@ -167,11 +174,11 @@ def _recognised(
     own = edits.pop("model")
     words = {name: pooled(word_edits(*pair) for pair in zip(texts, found, strict=True)).rate
              for name, found in heard.items()}
-    return {"recogniser": type(recogniser).__name__, "vocoder": "Griffin-Lim", "wer": words,
-            "curve": [asdict(part) for part in error_curve(own, edits, seed=opened.request.seed)],
-            "claimed": {name: part.claimed for name, part in error_curve(
-                own, edits, seed=opened.request.seed)[-1].differences.items()},
-            "heard": heard["model"]}
+    curve = error_curve(own, edits, seed=opened.request.seed)
+    return Recognition(
+        recogniser=type(recogniser).__name__, vocoder="Griffin-Lim", wer=words, curve=curve, heard=heard["model"],
+        claimed={name: part.claimed for name, part in curve[-1].differences.items()},
+    )
 
 
 def _recordings(opened: Opened, count: int) -> list[Path] | None:
@@ -187,38 +194,37 @@ def _recordings(opened: Opened, count: int) -> list[Path] | None:
     return None if None in paths else paths
 
 
-def speech_notes(found: dict) -> list[str]:
+def speech_notes(found: SpeechFigures) -> list[str]:
     """The figures of a model in a few lines, for the notes below a table."""
-    failures = ", ".join(f"{name} {value:.0f}" for name, value in found["failures_per_100"].items())
-    lines = [f"{found['utterances']} texts synthesised: distortion {found['mcd_mel13']:.2f} dB (mcd_mel13), length "
-             f"{found['length_ratio']:.2f} of the recordings', real-time factor {found['real_time_factor']:.3f}"
-             + (f", durations off by {found['duration_error']:.2f} frames" if "duration_error" in found else ""),
+    failures = ", ".join(f"{name} {value:.0f}" for name, value in found.failures_per_100.items())
+    lines = [f"{found.utterances} texts synthesised: distortion {found.mcd_mel13:.2f} dB (mcd_mel13), length "
+             f"{found.length_ratio:.2f} of the recordings', real-time factor {found.real_time_factor:.3f}"
+             + ("" if found.duration_error is None else f", durations off by {found.duration_error:.2f} frames"),
              f"failures in 100: {failures}"]
-    if "alignment" in found:
-        shape = found["alignment"]
-        lines.append(f"alignments: {100 * shape['off_diagonal']:.1f} % of the text from the diagonal, entropy "
-                     f"{shape['entropy']:.2f} nats a frame; {shape['mean']:.1f} +- {shape['std']:.1f} frames a "
-                     f"token, at most {shape['longest']}, {100 * shape['single']:.0f} % of one frame")
-    heard = found["recognition"]
-    if "skipped" in heard:
-        return [*lines, f"CER was not measured: {heard['skipped']}"]
-    whole = heard["curve"][-1]
-    lines.append(f"CER of {whole['utterances']} texts by {heard['recogniser']} through "
-                 f"{heard['vocoder']}: {_interval(whole['rate'])}"
-                 + "".join(f"; topline, {name}: {_interval(part)}" for name, part in whole["toplines"].items()))
-    return lines + [f"CER less that of {name}: {_interval(part)}"
-                    + ("" if heard["claimed"][name] else ", too little to claim")
-                    for name, part in whole["differences"].items()]
+    if found.alignment is not None:
+        shape = found.alignment
+        lines.append(f"alignments: {100 * shape.off_diagonal:.1f} % of the text from the diagonal, entropy "
+                     f"{shape.entropy:.2f} nats a frame; {shape.mean:.1f} +- {shape.std:.1f} frames a "
+                     f"token, at most {shape.longest}, {100 * shape.single:.0f} % of one frame")
+    heard = found.recognition
+    if isinstance(heard, Skipped):
+        return [*lines, f"CER was not measured: {heard.skipped}"]
+    whole = heard.curve[-1]
+    lines.append(f"CER of {whole.utterances} texts by {heard.recogniser} through {heard.vocoder}: "
+                 f"{_interval(whole.rate)}"
+                 + "".join(f"; topline, {name}: {_interval(part)}" for name, part in whole.toplines.items()))
+    return lines + [f"CER less that of {name}: {_interval(part)}" + ("" if part.claimed else ", too little to claim")
+                    for name, part in whole.differences.items()]
 
 
-def _interval(part: dict) -> str:
+def _interval(part: Interval) -> str:
     """A figure with its interval.
 
     Example:
-        >>> _interval({"value": 0.5, "low": 0.25, "high": 0.75})
+        >>> _interval(Interval(0.5, 0.25, 0.75))
         '50.0 % (25.0 to 75.0)'
     """
-    return f"{100 * part['value']:.1f} % ({100 * part['low']:.1f} to {100 * part['high']:.1f})"
+    return f"{100 * part.value:.1f} % ({100 * part.low:.1f} to {100 * part.high:.1f})"
 
 
 _SHOWN = 10  # utterances in the notes below a table
@@ -227,15 +233,14 @@ _TOGETHER = 8  # utterances aligned at once
 _AGAINST = 8  # texts of other utterances that each text is measured against
 
 
-def audit(frame: Frame, likelihood: Likelihood) -> list[dict]:
+def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
     """Every utterance that is evaluated, the least likely for each cell of its mel first.
 
     Arguments:
         likelihood: of these utterances, in index order.
 
-    Returns for each: rank, index, name and text; frames, nats per dimension, its score against utterances of its
-    length, and, where the model aligns, the frames of every token, the token that lasts longest, and the evidence for
-    its text against those of other utterances, nats a frame.
+    `z` is the score of an utterance against those of its length; `evidence`, where the model aligns, that for its text
+    against those of other utterances, nats a frame.
 
     Raises:
         InputError: for data without texts.
@@ -249,16 +254,15 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[dict]:
     items = getattr(opened.datamodule.split(opened.request.split), "items", None)
     rows = []
     for rank, k in enumerate(nll.nan_to_num(nan=torch.inf).argsort(descending=True, stable=True).tolist(), 1):
-        row = {"rank": rank, "index": int(likelihood.index[k]), "frames": int(frames[k]),
-               "nats_per_dim": float(nll[k]), "z": None if scores is None else float(scores[k])}
-        if items is not None:
-            row |= {"name": items[k].name, "text": items[k].text}
-        if found is not None:
-            row |= found[k]
-        rows.append(row)
-    if any("evidence" in row for row in rows):
+        rows.append(Utterance(
+            rank=rank, index=int(likelihood.index[k]), frames=int(frames[k]), nats_per_dim=float(nll[k]),
+            z=None if scores is None else float(scores[k]),
+            **({} if items is None else {"name": items[k].name, "text": items[k].text}),
+            **({} if found is None else found[k] | {"longest": Token(**found[k]["longest"])}),
+        ))
+    if any(row.evidence is not None for row in rows):
         for rank, row in enumerate(suspects(rows), 1):
-            row["rank_by_evidence"] = rank
+            row.rank_by_evidence = rank
     return rows
 
 
@@ -349,44 +353,44 @@ def _of_batch(batch: Batch, durations: Tensor, spec: DataSpec) -> list[tuple[int
 
 
 @torch.no_grad()
-def picture_of_audit(opened: Opened, rows: list[dict]) -> Image.Image | None:
+def picture_of_audit(opened: Opened, rows: list[Utterance]) -> Image.Image | None:
     """How the utterances whose texts fit them least are aligned; None for a model without alignments."""
     if not hasattr(opened.model, "posterior"):
         return None
-    index, request = torch.tensor([row["index"] for row in suspects(rows)[:_DRAWN]]), opened.request
+    index, request = torch.tensor([row.index for row in suspects(rows)[:_DRAWN]]), opened.request
     batch = next(iter(opened.datamodule.loader(request.split, len(index), index))).to(opened.model.device)
     return alignments(opened.model.posterior(batch, weights_of(request.ema), request.seed), batch, opened.spec)
 
 
-def suspects(rows: list[dict]) -> list[dict]:
+def suspects(rows: list[Utterance]) -> list[Utterance]:
     """The utterances with the least evidence for their texts first; as they were, where nothing is known of it."""
-    return sorted(rows, key=lambda row: row.get("evidence", torch.inf))
+    return sorted(rows, key=lambda row: torch.inf if row.evidence is None else row.evidence)
 
 
-def audit_notes(rows: list[dict]) -> list[str]:
+def audit_notes(rows: list[Utterance]) -> list[str]:
     """The least likely utterances in lines, and those whose texts fit least, for the notes below a table.
 
     Example:
-        >>> audit_notes([{"rank": 1, "index": 4, "frames": 90, "nats_per_dim": 1.5, "z": 2.25, "name": "a.wav",
-        ...               "text": "a cab", "evidence": 0.5, "longest": {"token": "c", "position": 2, "frames": 31}}])[1]
+        >>> audit_notes([Utterance(rank=1, index=4, frames=90, nats_per_dim=1.5, z=2.25, name="a.wav", text="a cab",
+        ...                        evidence=0.5, longest=Token("c", 2, 31))])[1]
         '  1. 1.500 nats/dim, z +2.25, 90 frames, longest "c" with 31, evidence +0.50: a.wav "a cab"'
     """
-    scored = any(row["z"] is not None for row in rows)
+    scored = any(row.z is not None for row in rows)
     lines = [f"audit of {len(rows)} utterance{'s' * (len(rows) != 1)}, the least likely first"
              + (" (z: standard deviations above utterances of that length)" if scored else ""),
-             *(_line(row["rank"], row) for row in rows[:_SHOWN])]
-    if any("evidence" in row for row in rows):
+             *(_line(row.rank, row) for row in rows[:_SHOWN])]
+    if any(row.evidence is not None for row in rows):
         lines.append("the same by the evidence for their texts, nats a frame better than texts of other utterances: "
                      "near 0 or below it the text may be another's")
         lines += [_line(number, row) for number, row in enumerate(suspects(rows)[:_SHOWN], 1)]
-    elif not any("durations" in row for row in rows):
+    elif all(row.durations is None for row in rows):
         lines.append("no evidence for single texts: this model has no monotonic alignments to sum over")
     return lines
 
 
-def _line(number: int, row: dict) -> str:
-    score = "" if row["z"] is None else f", z {row['z']:+.2f}"
-    longest = f", longest \"{row['longest']['token']}\" with {row['longest']['frames']}" if "longest" in row else ""
-    evidence = f", evidence {row['evidence']:+.2f}" if "evidence" in row else ""
-    what = f"{row['name']} \"{row['text']}\"" if "name" in row else f"item {row['index']}"
-    return f"  {number}. {row['nats_per_dim']:.3f} nats/dim{score}, {row['frames']} frames{longest}{evidence}: {what}"
+def _line(number: int, row: Utterance) -> str:
+    score = "" if row.z is None else f", z {row.z:+.2f}"
+    longest = "" if row.longest is None else f', longest "{row.longest.token}" with {row.longest.frames}'
+    evidence = "" if row.evidence is None else f", evidence {row.evidence:+.2f}"
+    what = f"item {row.index}" if row.name is None else f'{row.name} "{row.text}"'
+    return f"  {number}. {row.nats_per_dim:.3f} nats/dim{score}, {row.frames} frames{longest}{evidence}: {what}"

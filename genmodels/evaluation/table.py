@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 import torch
@@ -18,11 +16,10 @@ from genmodels.evaluation.report import (
     DataFacts,
     Fidelity,
     LikelihoodLine,
+    Reference,
     Report,
+    Scale,
     Skipped,
-    about_log_z,
-    gap_of,
-    parts_of_error,
 )
 from genmodels.evaluation.speech import audit_notes, speech_notes
 from genmodels.verification.check import FAILED, NOT_VERIFIED, PASSED
@@ -40,9 +37,37 @@ ERRS = {
 #: Which sides of the true value a kind bounds: the bits/dim are at least, at most.
 _SIDES = {"exact": (True, True), "lower_bound": (False, True), "upper_bound": (True, False), "ais": (True, False),
           "ode": (False, False)}
-_OF_LIKELIHOOD = ("value", "error", "unit", "kind", "low", "high", "given", "items", "how", "rank")  # in table.csv
 #: Units of values, in words.
 UNITS = {"bits_per_dim": "bits/dim", "nats": "nats", "nats_per_dim": "nats/dim"}
+
+
+@dataclass
+class Row:
+    """A row: the number of its model and of its likelihood, whether it is the model's first, its cells, its rank."""
+
+    model: int
+    likelihood: int | None
+    first: bool
+    cells: list[str]
+    rank: int | None
+
+
+@dataclass
+class Ranking:
+    """Rows that are compared, the best first; those that share a list do not differ beyond their errors."""
+
+    kind: str
+    given: str
+    unit: str
+    order: list[list[int]]
+
+
+@dataclass
+class Failure:
+    """A checkpoint that could not be evaluated."""
+
+    path: str
+    message: str
 
 
 @dataclass(kw_only=True)
@@ -54,14 +79,14 @@ class Table:
     command: str
     genmodels: dict
     data: DataFacts
-    references: list[dict]
-    scale: dict | None
+    references: list[Reference]
+    scale: Scale | None
     columns: list[str]
-    rows: list[dict]
-    ranking: list[dict]
+    rows: list[Row]
+    ranking: list[Ranking]
     conclusions: list[str]
     models: list[Report]
-    failures: list[dict]
+    failures: list[Failure]
     warnings: list[str]
     notes: list[str] = field(default_factory=list)
 
@@ -112,22 +137,22 @@ def make_table(
     labelled(reports)
     lines = [(m, k, line) for m, report in enumerate(reports) for k, line in enumerate(report.likelihood)]
     ranking = _ranking(lines, reports, arrays, rank)
-    places = {r: place for group in ranking for place, ties in enumerate(group["order"], 1) for r in ties}
+    places = {r: place for group in ranking for place, ties in enumerate(group.order, 1) for r in ties}
     rows = _rows(reports, places)
     scale = next((report.scale for report in reports if report.scale), None)
     table = Table(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=command,
         genmodels=reports[0].genmodels, data=reports[0].data, references=reports[0].references,
-        scale=None if scale is None else {**scale, "network": scale["network"]["name"]},
+        scale=None if scale is None else replace(scale, network=scale.network["name"]),
         columns=COLUMNS, rows=rows, ranking=ranking, conclusions=conclusions(lines, reports), models=reports,
-        failures=[{"path": path, "message": message} for path, message in failures],
+        failures=[Failure(path, message) for path, message in failures],
         warnings=[f"{report.name}: {note}" for report in reports for note in report.warnings],
     )
     table.notes = _notes(table, rank)
     return table
 
 
-def _rows(reports: list[Report], places: dict[int, int]) -> list[dict]:
+def _rows(reports: list[Report], places: dict[int, int]) -> list[Row]:
     rows = []
     for m, report in enumerate(reports):
         checkpoint, sampling = report.checkpoint, report.sampling
@@ -150,16 +175,15 @@ def _rows(reports: list[Report], places: dict[int, int]) -> list[dict]:
                 evaluations = sampling.evaluations
                 speed = ["" if evaluations is None else f"{evaluations:g}", f"{sampling.samples_per_second:.1f}"]
             cells += quality + speed if first else [""] * 6
-            rows.append({"model": m, "likelihood": None if line is None else k, "first": first, "cells": cells,
-                         "rank": places.get(number)})
+            rows.append(Row(m, None if line is None else k, first, cells, places.get(number)))
     return rows
 
 
 def _value(line: LikelihoodLine) -> str:
     """The value with its error; the bracket alone where there is no other."""
-    sides = line.bracket or {}
-    if line.value is None and sides.get("upper") is not None:
-        return f"{sides['lower']:.4f} to {sides['upper']:.4f}"
+    sides = line.bracket
+    if line.value is None and sides is not None and sides.upper is not None:
+        return f"{sides.lower:.4f} to {sides.upper:.4f}"
     return with_error(line.value, line.se_data)
 
 
@@ -174,7 +198,7 @@ def measured(value: float | None, error: float | None) -> str:
     return "" if value is None else with_error(value, error, digits)
 
 
-def _ranking(lines: list, reports: list[Report], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[dict]:
+def _ranking(lines: list, reports: list[Report], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[Ranking]:
     """The best row of each model in order; ties differ by less than two paired standard errors.
 
     Within each kind, and apart for what is given: log p(x | y) is another quantity than log p(x).
@@ -198,7 +222,7 @@ def _ranking(lines: list, reports: list[Report], arrays: Sequence[Mapping[str, T
                 order[-1].append(number)
             else:
                 order.append([number])
-        ranking.append({"kind": kind, "given": given, "unit": lines[members[0]][2].unit, "order": order})
+        ranking.append(Ranking(kind, given, lines[members[0]][2].unit, order))
     return ranking
 
 
@@ -234,18 +258,18 @@ def conclusions(lines: list, reports: list[Report]) -> list[str]:
             same = condition_of(a) == condition_of(b)
             if m == other or a.unit != b.unit or not same and (condition_of(b) or a.class_cost is None):
                 continue
-            upper, lower = _side(a, 1), _side(b, 0)
+            upper, lower = side(a, 1), side(b, 0)
             if upper is not None and lower is not None and (upper := upper + (0 if same else a.class_cost)) < lower:
                 found[f"{reports[m].name} is better than {reports[other].name}: at most {upper:.4f} against at "
                       f"least {lower:.4f} {UNITS[a.unit]} ({a.kind}, {b.kind})"] = None
     return list(found)
 
 
-def _side(line: LikelihoodLine, which: int) -> float | None:
+def side(line: LikelihoodLine, which: int) -> float | None:
     """The least (0) or the most (1) that the true value can be, with two standard errors; None if nothing is known."""
     value, error = line.value, line.se_data
     if value is not None and not which and line.bracket:
-        value = line.bracket["lower"]  # of log Z itself too: an estimate from few chains may err upwards
+        value = line.bracket.lower  # of log Z itself too: an estimate from few chains may err upwards
     if value is None or error is None or not _SIDES.get(line.kind, (False, False))[which]:
         return None
     return value + 2 * error if which else value - 2 * error
@@ -256,19 +280,18 @@ def _notes(table: Table, rank: str) -> list[str]:
     rankings: list[str] = []  # of utterances, in which the same line may stand twice
     models = table.models
     for number, row in enumerate(table.rows, 1):
-        report = models[row["model"]]
-        if row["first"] and len(models) > 1:
+        report = models[row.model]
+        if row.first and len(models) > 1:
             notes[f"{number}: {report.checkpoint.path}"] = None
-        if row["likelihood"] is not None:
-            notes |= dict.fromkeys(f"{number}: {note}" for note in _on_line(report.likelihood[row["likelihood"]]))
-        if row["first"]:
+        if row.likelihood is not None:
+            notes |= dict.fromkeys(f"{number}: {note}" for note in _on_line(report.likelihood[row.likelihood]))
+        if row.first:
             notes |= dict.fromkeys(f"{number}: {note}" for note in _on_model(report))
             rankings += [f"{number}: {note}" for note in audit_notes(report.audit)] if report.audit is not None else []
     for reference in table.references:
-        if reference["unit"] != "nats" and reference["value"] is not None:
-            name, unit = table.data.name, UNITS[reference["unit"]]
-            value = with_error(reference["value"], reference.get("error"))
-            notes[f"reference on {name}: {reference['name']} {value} {unit}"] = None
+        if reference.unit != "nats" and reference.value is not None:
+            value = f"{with_error(reference.value, reference.error)} {UNITS[reference.unit]}"
+            notes[f"reference on {table.data.name}: {reference.name} {value}"] = None
     notes |= dict.fromkeys(on_scale(table.scale))
     if rank == "across" and table.ranking:
         kinds = {line.kind for model in models for line in model.likelihood if line.kind in ERRS}
@@ -277,14 +300,14 @@ def _notes(table: Table, rank: str) -> list[str]:
     lines = [line for model in models for line in model.likelihood if line.kind != "unnormalised"]
     if len({condition_of(line) for line in lines}) > 1:
         notes["values given the class are of another quantity, and ranked apart"] = None
-    if any(len(group["order"]) and sum(line.kind == group["kind"] for line in model.likelihood) > 1
+    if any(len(group.order) and sum(line.kind == group.kind for line in model.likelihood) > 1
            for group in table.ranking for model in models):
         notes["of several lines of one kind the best has the model's rank"] = None
     kinds = {line.kind for model in models for line in model.likelihood}
     if len(kinds - {"unnormalised"}) > 1 and rank != "across":
         notes["values of unlike kinds are not ranked: rank=across does it, and says how each may err"] = None
     notes |= dict.fromkeys(table.conclusions) | dict.fromkeys(f"note: {warning}" for warning in table.warnings)
-    notes |= dict.fromkeys(f"failed: {failure['path']}: {failure['message']}" for failure in table.failures)
+    notes |= dict.fromkeys(f"failed: {failure.path}: {failure.message}" for failure in table.failures)
     if "lower_bound" in kinds:
         notes["<= means: the true value is at most this"] = None
     if "upper_bound" in kinds:
@@ -299,11 +322,11 @@ def _on_line(line: LikelihoodLine) -> list[str]:
     notes = []
     if "log_z" in line.made:
         notes.append(about_log_z(line.made))
-    sides = line.bracket or {}
-    if sides.get("upper") is not None:
-        notes.append(f"by log Z alone {sides['lower']:.4f} to {sides['upper']:.4f}, at 95 %; its estimate is low in "
-                     "the mean, which flatters the model")
-    parts = parts_of_error(vars(line))
+    sides = line.bracket
+    if sides is not None and sides.upper is not None:
+        notes.append(f"by log Z alone {sides.lower:.4f} to {sides.upper:.4f}, at 95 %; its estimate is low in the "
+                     "mean, which flatters the model")
+    parts = line.parts_of_error
     if len(parts) > 1:
         notes.append(f"the error {line.se_data:.4f} adds up, in squares, from "
                      + ", ".join(f"{part:.4f} of {name}" if part else f"too little to be seen of {name}"
@@ -314,11 +337,34 @@ def _on_line(line: LikelihoodLine) -> list[str]:
                      f"{with_error(line.value + line.class_cost, line.se_data)} {UNITS[line.unit]}")
     if line.kl_gap is not None:
         bound = {"exact": "", "lower_bound": " at most"}.get(line.kind, " about")
-        gap, error = gap_of(vars(line))
+        gap, error = line.gap
         error = "" if error is None else f" +- {error:.4f}"
         paired = " (paired with the true density on these items)" if line.kl_paired is not None else ""
         notes.append(f"exact entropy {line.entropy:.4f} nats: KL gap{bound} {gap:.4f}{error} nats{paired}")
     return notes
+
+
+def about_log_z(made: dict) -> str:
+    """What is known of the constant of an energy, in words: one statement, whose bracket holds the estimate.
+
+    Example:
+        >>> about_log_z({"estimate": "quadrature", "log_z": 1.25, "log_z_error": 1e-9})
+        'log Z 1.2500 by quadrature'
+        >>> made = {"estimate": "annealing", "log_z": 1.25, "log_z_stderr": 0.02, "ess": 40.2, "chains": 64,
+        ...         "log_z_least": 1.1, "log_z_most": 1.5, "consistent": True, "note": "reverse, approximate"}
+        >>> about_log_z(made)
+        'log Z 1.25 +- 0.02, in 1.10 to 1.50 nats by annealing, 40 of 64 chains count (reverse, approximate)'
+        >>> about_log_z(made | {"consistent": False, "note": "unreliable"})
+        'log Z in 1.10 to 1.50 nats by annealing, 40 of 64 chains count (unreliable)'
+    """
+    if "log_z_stderr" not in made:
+        return f"log Z {made['log_z']:.4f} by {made['estimate']}"
+    most = "?" if made["log_z_most"] is None else f"{made['log_z_most']:.2f}"
+    point = f" {made['log_z']:.2f} +- {made['log_z_stderr']:.2f}," if made["consistent"] else ""
+    note = f" ({made['note']})" if made["note"] else ""
+    bracket = f"in {made['log_z_least']:.2f} to {most} nats by {made['estimate']}"
+    count = f"{made['ess']:.0f} of {made['chains']} chains count"
+    return f"log Z{point} {bracket}, {count}{note}"
 
 
 def _on_model(report: Report) -> list[str]:
@@ -353,9 +399,9 @@ def _on_model(report: Report) -> list[str]:
         memory = "" if sampling.peak_memory is None else f", peak memory {sampling.peak_memory / 2**20:.0f} MiB"
         notes.append(f"one sample after {wait['p50']:.3f} s (95 %: {wait['p95']:.3f} s){memory}; {sampling.context}")
     if checks:
-        named = {status: [check["name"] for check in checks if check["status"] == status]
+        named = {status: [check.name for check in checks if check.status == status]
                  for status in (FAILED, NOT_VERIFIED)}
-        passed = sum(check["status"] == PASSED for check in checks)
+        passed = sum(check.status == PASSED for check in checks)
         notes.append(", ".join([f"{passed} of {len(checks)} checks passed",
                                 *(f"{status}: {', '.join(names)}" for status, names in named.items() if names)]))
     notes += [entry.said for entry in report.ood]
@@ -370,65 +416,13 @@ def _on_model(report: Report) -> list[str]:
     return notes
 
 
-def on_scale(scale: dict | None) -> list[str]:
+def on_scale(scale: Scale | None) -> list[str]:
     """What is measured of items that are no samples, at the same n: a scale for distances."""
     notes = []
     for key, name in (("frechet", "Fréchet distance"), ("kernel", "kernel distance")):
-        rows = {} if scale is None else scale["rows"]
-        values = [f"{measured(found[key], found[f'{key}_error'])} of {what}" for what, found in rows.items()
-                if found[key] is not None]
+        rows = {} if scale is None else scale.rows
+        values = [f"{measured(value, getattr(found, f'{key}_error'))} of {what}" for what, found in rows.items()
+                  if (value := getattr(found, key)) is not None]
         if values:
-            notes.append(f"{name} in features of {scale['network']}, n = {scale['n']} in each: {', '.join(values)}")
+            notes.append(f"{name} in features of {scale.network}, n = {scale.n} in each: {', '.join(values)}")
     return notes
-
-
-def as_text(table: Table) -> str:
-    """The table for the terminal, notes below; columns that hold nothing are left out."""
-    columns, rows = _filled(table)
-    widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
-    shown = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in (columns, *rows)]
-    head = f"{table.data.name}, {table.data.split} split, {table.data.items} items"
-    return "\n".join([head, shown[0], "  ".join("-" * w for w in widths), *shown[1:], *table.notes])
-
-
-def as_markdown(table: Table) -> str:
-    """The same cells in Markdown."""
-    columns, rows = _filled(table)
-    every = (columns, ["---"] * len(columns), *rows)
-    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in every]
-    return "\n".join([*lines, "", *(f"- {note}" for note in table.notes), ""])
-
-
-def as_csv(table: Table) -> str:
-    """One line for each row as comma separated values for programs: numbers in full, what is not known left empty.
-
-    `value` is the mean in its unit, lower is better, `error` its standard error; `low` and `high` are what the true
-    value is at least and at most by what its kind bounds, two standard errors out. Distances have their errors too.
-    """
-    rows = []
-    for number, row in enumerate(table.rows, 1):
-        report = table.models[row["model"]]
-        checkpoint, fidelity, sampling = report.checkpoint, report.fidelity, report.sampling
-        line = None if row["likelihood"] is None else report.likelihood[row["likelihood"]]
-        likelihood = {} if line is None else {
-            "value": line.value, "error": line.se_data, "unit": line.unit, "kind": line.kind, "low": _side(line, 0),
-            "high": _side(line, 1), "given": condition_of(line), "items": line.n, "how": line.how, "rank": row["rank"]}
-        rows.append({
-            "row": number, "model": report.name, "checkpoint": checkpoint.path, "parameters": checkpoint.parameters,
-            "step": checkpoint.step, "weights": checkpoint.weights,
-            **{key: likelihood.get(key) for key in _OF_LIKELIHOOD},
-            **{column + part: getattr(fidelity, key + part, None) for key, column in MEASURES
-               for part in ("", "_error")},
-            "samples": getattr(fidelity, "n", None), "evaluations": getattr(sampling, "evaluations", None),
-            "samples_per_second": getattr(sampling, "samples_per_second", None)})
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _filled(table: Table) -> tuple[list[str], list[list[str]]]:
-    rows = [row["cells"] for row in table.rows]
-    used = [i for i in range(len(table.columns)) if any(cells[i] for cells in rows)]
-    return [table.columns[i] for i in used], [[cells[i] for i in used] for cells in rows]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from genmodels.core.errors import InputError, Interrupted, RunError
 from genmodels.core.files import cache_folder, write_whole
@@ -14,11 +21,13 @@ from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.evaluate import Evaluation
 from genmodels.evaluation.likelihood import check_options
-from genmodels.evaluation.report import arrays_target, plain, report_target, write_arrays, write_report
-from genmodels.evaluation.table import as_csv, as_markdown, as_text, labelled, make_table, same_items
+from genmodels.evaluation.report import plain
+from genmodels.evaluation.table import MEASURES, Table, condition_of, labelled, make_table, same_items, side
 from genmodels.models.build import construct
 from genmodels.report.page import write_page
 from genmodels.training.loggers import LoggerOptions, log_evaluation
+
+_OF_LIKELIHOOD = ("value", "error", "unit", "kind", "low", "high", "given", "items", "how", "rank")  # in table.csv
 
 
 def compare(
@@ -90,10 +99,42 @@ def compare(
             write_whole(folder / name, lambda file, text=text: file.write(text), mode="w")
         print(f"table: {folder / 'table.md'}")
         page = folder / "report.html"
-    write_page(plain(table), [{name: value.numpy() for name, value in e.arrays.items()} for e, _ in done], page)
+    write_page(table, [{name: value.numpy() for name, value in e.arrays.items()} for e, _ in done], page)
     print(f"page: {page}")
     notes = [f"{e.report.checkpoint.path}: {note}" for e, _ in done for note in e.report.failed]
     return [*failures.values(), *notes]
+
+
+def report_target(checkpoint: Path, out: str | None, several: bool, split: str = "test", limit: int | None = None):
+    """Where a report goes: `out`, or report.json in the folder of the checkpoint, named for what is not the default."""
+    if out is not None and not several:
+        return Path(out)
+    words = [w for w, usual in ((checkpoint.stem, "best"), (split, "test")) if w != usual]
+    name = "_".join(["report", *words, *([] if limit is None else [f"first{limit}"])]) + ".json"
+    folder = checkpoint.parent if out is None else Path(out) / checkpoint.parent.name
+    return folder / name
+
+
+def arrays_target(target: Path) -> Path:
+    """Where the arrays of a report go: to the same folder.
+
+    Example:
+        >>> str(arrays_target(Path("runs/a/report.json")))
+        'runs/a/report.npz'
+    """
+    return target.with_suffix(".npz")
+
+
+def write_arrays(arrays: Mapping[str, Tensor], target: Path) -> None:
+    """Write the arrays of a report whole: per-example likelihoods, samples, densities."""
+    plain = {name: value.numpy() for name, value in arrays.items()}
+    write_whole(target, lambda file: np.savez_compressed(file, **plain))
+
+
+def write_report(report: Any, target: Path) -> None:
+    """Write a report or a table whole as JSON; numbers that are not finite become null."""
+    text = json.dumps(plain(report), indent=1, allow_nan=False)
+    write_whole(target, lambda file: file.write(text + "\n"), mode="w")
 
 
 def _write(evaluation: Evaluation, target: Path) -> None:
@@ -152,3 +193,55 @@ def _command() -> str:
 
     words = [word for word in sys.argv[1:] if word != "evaluate"]
     return "python evaluate.py " + " ".join(shlex.quote(word) for word in words)
+
+
+def as_text(table: Table) -> str:
+    """The table for the terminal, notes below; columns that hold nothing are left out."""
+    columns, rows = _filled(table)
+    widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
+    shown = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in (columns, *rows)]
+    head = f"{table.data.name}, {table.data.split} split, {table.data.items} items"
+    return "\n".join([head, shown[0], "  ".join("-" * w for w in widths), *shown[1:], *table.notes])
+
+
+def as_markdown(table: Table) -> str:
+    """The same cells in Markdown."""
+    columns, rows = _filled(table)
+    every = (columns, ["---"] * len(columns), *rows)
+    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in every]
+    return "\n".join([*lines, "", *(f"- {note}" for note in table.notes), ""])
+
+
+def as_csv(table: Table) -> str:
+    """One line for each row as comma separated values for programs: numbers in full, what is not known left empty.
+
+    `value` is the mean in its unit, lower is better, `error` its standard error; `low` and `high` are what the true
+    value is at least and at most by what its kind bounds, two standard errors out. Distances have their errors too.
+    """
+    rows = []
+    for number, row in enumerate(table.rows, 1):
+        report = table.models[row.model]
+        checkpoint, fidelity, sampling = report.checkpoint, report.fidelity, report.sampling
+        line = None if row.likelihood is None else report.likelihood[row.likelihood]
+        likelihood = {} if line is None else {
+            "value": line.value, "error": line.se_data, "unit": line.unit, "kind": line.kind, "low": side(line, 0),
+            "high": side(line, 1), "given": condition_of(line), "items": line.n, "how": line.how, "rank": row.rank}
+        rows.append({
+            "row": number, "model": report.name, "checkpoint": checkpoint.path, "parameters": checkpoint.parameters,
+            "step": checkpoint.step, "weights": checkpoint.weights,
+            **{key: likelihood.get(key) for key in _OF_LIKELIHOOD},
+            **{column + part: getattr(fidelity, key + part, None) for key, column in MEASURES
+               for part in ("", "_error")},
+            "samples": getattr(fidelity, "n", None), "evaluations": getattr(sampling, "evaluations", None),
+            "samples_per_second": getattr(sampling, "samples_per_second", None)})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _filled(table: Table) -> tuple[list[str], list[list[str]]]:
+    rows = [row.cells for row in table.rows]
+    used = [i for i in range(len(table.columns)) if any(cells[i] for cells in rows)]
+    return [table.columns[i] for i in used], [[cells[i] for i in used] for cells in rows]

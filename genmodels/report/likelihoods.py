@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from genmodels.evaluation.report import gap_of, parts_of_error
+from genmodels.evaluation.report import Item, LikelihoodLine, Reference
+from genmodels.evaluation.table import UNITS, Table
 from genmodels.report.figures import Field, Figure, Rule, Series, figure
 from genmodels.report.parts import (
     KINDS,
-    UNITS,
     Gallery,
     Listing,
     Model,
@@ -21,7 +21,6 @@ from genmodels.report.parts import (
     number,
     tiles,
     typeset,
-    unit_of,
     with_error,
     with_mark,
 )
@@ -34,88 +33,72 @@ def headline(models: list[Model]) -> list[tuple[str, str, str]]:
     """The name of every model, its first likelihood, and the kind of that in words."""
     entries = []
     for model in models:
-        line = next(iter(model.likelihoods), None)
+        line = next(iter(model.report.likelihood), None)
         if line is None:
             entries.append((model.name, "no likelihood", ""))
             continue
-        title, meaning, _ = KINDS[line["kind"]]
-        label, how = str(line.get("label") or ""), str(line.get("how") or "")
-        recipe = how if how.startswith(label) else ", ".join(filter(None, [label, how]))
+        title, meaning, _ = KINDS[line.kind]
+        recipe = line.how if line.how.startswith(line.label) else ", ".join(filter(None, [line.label, line.how]))
         said = f"{_lower(title)}: {meaning}. "
-        if line["kind"] != "unnormalised":
-            said += (f"{recipe}. " if recipe else "") + f"{number(line.get('n'))} items, error over them."
-            said += f" {line['unreliable'].capitalize()}." if line.get("unreliable") else ""
+        if line.kind != "unnormalised":
+            said += (f"{recipe}. " if recipe else "") + f"{number(line.n)} items, error over them."
+            said += f" {line.unreliable.capitalize()}." if line.unreliable else ""
         entries.append((model.name, with_mark(line), said))
     return entries
 
 
-def main_table(table: dict, models: list[Model]) -> list[Listing]:
+def main_table(table: Table, models: list[Model]) -> list[Listing]:
     """The rows of the table, in groups of one kind, best first within each where a ranking is known."""
-    columns, rows = table.get("columns") or [], table.get("rows") or []
-    if not columns or not rows or not models:
+    rows = table.rows
+    if not rows:
         return []
-    places = {row: (k, place) for ranking in table.get("ranking") or []
-              for k, (place, row) in enumerate(_in_order(ranking.get("order") or []))}
-    names = [name or "row" for name in columns]
-    heading = names.index("model") if "model" in names else 0
+    places = {row: k for ranking in table.ranking for k, row in enumerate(sum(ranking.order, []))}
+    names = [name or "row" for name in table.columns]
+    heading = names.index("model")
     others = [k for k in range(len(names)) if k != heading]
-    own_rank = "rank" not in names
 
     def kind_of(k: int) -> str:
-        model, line = models[rows[k]["model"]], rows[k].get("likelihood")
-        return "unnormalised" if line is None else model.likelihoods[line]["kind"]
+        line = rows[k].likelihood
+        return "unnormalised" if line is None else models[rows[k].model].report.likelihood[line].kind
 
     groups = []
     by_kind = grouped(range(len(rows)), kind_of)
     for kind in (kind for kind in KINDS if kind in by_kind):
-        order = sorted(by_kind[kind], key=lambda k: places.get(k, (len(rows) + k, 0))[0])
         lines = []
-        for k in order:
-            cells = [typeset(str(cell)) for cell in rows[k]["cells"]]
-            place = str(places[k][1]) if k in places and len(by_kind[kind]) > 1 else ""
-            lines.append([cells[heading] or models[rows[k]["model"]].name, *([place] if own_rank else []),
-                          *(cells[other] for other in others)])
+        for k in sorted(by_kind[kind], key=lambda k: places.get(k, len(rows) + k)):
+            cells = [typeset(cell) for cell in rows[k].cells]
+            lines.append([cells[heading] or models[rows[k].model].name, *(cells[other] for other in others)])
         groups.append((f"{KINDS[kind][0]}: {KINDS[kind][1]}", lines))
     said = ("Each kind of likelihood is ranked by itself, apart for what it is conditioned on (equal ranks: no "
             "difference beyond two standard errors)")
-    if len(table.get("ranking") or []) == 1 and len(by_kind) > 1 and not own_rank:
+    if len(table.ranking) == 1 and len(by_kind) > 1:
         said = "Lines in groups of one kind; what a rank compares is said below"
-    ranked = ["rank in its kind"] if own_rank else []
-    return [Listing([names[heading], *ranked, *(names[other] for other in others)], groups, said)]
+    return [Listing([names[heading], *(names[other] for other in others)], groups, said)]
 
 
-def _in_order(order: list[list[int]]) -> list[tuple[int, int]]:
-    """(rank, row) of every row, ties sharing the better rank."""
-    ranks, seen = [], 0
-    for ties in order:
-        ranks += [(seen + 1, row) for row in ties]
-        seen += len(ties)
-    return ranks
-
-
-def histograms(models: list[Model], references: list[dict]) -> list[Text | Figure]:
+def histograms(models: list[Model], references: list[Reference]) -> list[Text | Figure]:
     """The likelihood of single items, one plot for each kind and unit: other kinds never share an axis."""
     lines = []
     for model in models:
-        for line in model.likelihoods:
-            nats = model.array(line.get("values"))
+        for line in model.report.likelihood:
+            nats = model.array(line.values)
             if nats is not None:
                 lines.append((model, line, nats))
-    hidden = [one for one in lines if not _single(one[1]).get("shown", True)]
+    hidden = [one for one in lines if not one[1].single.shown]
     figures: list = [Text(f"{_name(model, line)}: not drawn, {noise_of(line)}. More draws= or importance_samples= make "
                           "it smaller.") for model, line, _ in hidden]
-    drawn = [one for one in lines if _single(one[1]).get("shown", True)]
-    for (kind, unit), some in grouped(drawn, lambda one: (one[1]["kind"], unit_of(one[1]))).items():
+    drawn = [one for one in lines if one[1].single.shown]
+    for (kind, unit), some in grouped(drawn, lambda one: (one[1].kind, UNITS[one[1].unit])).items():
         costs = [model.per_item(nats)[0] for model, _, nats in some]
         names = [_name(model, line) for model, line, _ in some]
         noises = [f"{name}: {noise_of(line)}." for name, (_, line, _) in zip(names, some, strict=True)
-                  if _single(line).get("noise")]
+                  if line.single.noise]
         if kind == "unnormalised":  # every energy has a zero of its own
             figures += [histogram([name], [cost], f"Energies of single items: {name}", "nats, up to a constant",
                                   [model.number]) for (model, _, _), name, cost in zip(some, names, costs, strict=True)]
             continue
-        known = [Rule(f"{r['name']} {r['value']:.2f}", r["value"], "x") for r in references
-                 if UNITS.get(r.get("unit")) == unit and r.get("value") is not None]
+        known = [Rule(f"{r.name} {r.value:.2f}", r.value, "x") for r in references
+                 if UNITS[r.unit] == unit and r.value is not None]
         title = f"Likelihood of single items: {_lower(KINDS[kind][0])}"
         colours = [model.number for model, _, _ in some]
         for start in range(0, len(some), 6):
@@ -125,30 +108,21 @@ def histograms(models: list[Model], references: list[dict]) -> list[Text | Figur
     return figures
 
 
-def _single(line: dict) -> dict:
-    return line.get("single") or {}
-
-
-def noise_of(line: dict) -> str:
-    """The noise of the value of a single item and the spread of items, in words.
-
-    Example:
-        >>> noise_of({"unit": "bits_per_dim", "single": {"noise": 0.7, "spread": 0.25}})
-        'the value of a single item has a noise of 0.7000 bits/dim, items differ by 0.2500'
-    """
-    found = _single(line)
-    if found.get("noise") is None:
+def noise_of(line: LikelihoodLine) -> str:
+    """The noise of the value of a single item and the spread of items, in words."""
+    found = line.single
+    if found.noise is None:
         return "the noise of the value of a single item, drawn once, is not known"
-    return (f"the value of a single item has a noise of {found['noise']:.4f} {unit_of(line)}, items differ by "
-            f"{found['spread']:.4f}")
+    return (f"the value of a single item has a noise of {found.noise:.4f} {UNITS[line.unit]}, items differ by "
+            f"{found.spread:.4f}")
 
 
 def _lower(title: str) -> str:
     return title[:1].lower() + title[1:]
 
 
-def _name(model: Model, line: dict) -> str:
-    return f"{model.name}, {line['label']}" if line.get("label") else model.name
+def _name(model: Model, line: LikelihoodLine) -> str:
+    return f"{model.name}, {line.label}" if line.label else model.name
 
 
 def histogram(
@@ -181,34 +155,31 @@ def histogram(
 
 def extremes(models: list[Model]) -> list[Gallery]:
     """The least and the most likely items of every model."""
-    found = [(model, [_items(model, which, entries) for which in ("least", "most")
-                      if (entries := model.get("items", which))]) for model in models]
-    return [Gallery(figures, model.name) for model, figures in found if figures]
+    return [Gallery([_items(model, "least", found.least), _items(model, "most", found.most)], model.name)
+            for model in models if (found := model.report.items)]
 
 
-def _items(model: Model, which: str, entries: list[dict]) -> Pictures:
+def _items(model: Model, which: str, entries: list[Item]) -> Pictures:
     x = model.array(f"{which}_x")
-    pictures = tiles(x, model.data) if x is not None and is_image(model.data) else []
-    nats = [np.nan if entry.get("nats") is None else entry["nats"] for entry in entries]
-    costs, unit = model.per_item(np.array(nats))
-    errors = -model.per_item(np.array([entry.get("error") or 0.0 for entry in entries]))[0]
-    lines, number_of = model.likelihoods, model.get("items", "line") or 0
-    line = lines[number_of] if number_of < len(lines) else {}
-    if line.get("kind") == "unnormalised":
+    pictures = tiles(x, model.report.data) if x is not None and is_image(model.report.data) else []
+    costs, unit = model.per_item(np.array([entry.nats for entry in entries]))
+    errors = -model.per_item(np.array([entry.error for entry in entries]))[0]
+    line = model.report.likelihood[model.report.items.line]
+    if line.kind == "unnormalised":
         unit = "nats up to a constant"
-    said = f"{unit}, {line['label']}" if line.get("label") else unit
+    said = f"{unit}, {line.label}" if line.label else unit
     shown = []
     for k, entry in enumerate(entries):
-        words = f"item {entry['index']}: {with_error(float(costs[k]), float(errors[k]) or None, 3)}"
+        words = f"item {entry.index}: {with_error(float(costs[k]), float(errors[k]) or None, 3)}"
         if not pictures and x is not None and k < len(x) and x[k].size <= 4:
             words += " at (" + ", ".join(f"{v:.2f}" for v in np.ravel(x[k])) + ")"
         shown.append((address(pictures[k]) if k < len(pictures) else None,
-                      f"{which} likely item number {k + 1}, test item {entry['index']}", words))
+                      f"{which} likely item number {k + 1}, test item {entry.index}", words))
     return Pictures(f"{which} likely ({said})", shown)
 
 
-def _parts(line: dict) -> str:
-    parts = parts_of_error(line)
+def _parts(line: LikelihoodLine) -> str:
+    parts = line.parts_of_error
     return ", ".join(f"{number(part)} {name}" for name, part in parts.items()) if len(parts) > 1 else ""
 
 
@@ -218,17 +189,15 @@ def recipes(models: list[Model]) -> list[Listing]:
                "weights", "how it was made", "seconds"]
     rows = []
     for model in models:
-        for line in model.likelihoods:
-            made = line.get("made") or {}
-            recipe = facts({key: value for key, value in made.items() if key != "weights"})
-            bracket = line.get("bracket") or {}
+        for line in model.report.likelihood:
+            recipe = facts({key: value for key, value in line.made.items() if key != "weights"})
             rows.append([
-                f"{model.name}: {line['label']}" if line.get("label") else model.name, line["kind"].replace("_", " "),
-                with_mark(line), _parts(line), with_error(*gap_of(line)),
-                f"{number(bracket.get('lower'))} to {number(bracket.get('upper'))}" if bracket else "",
-                number(line.get("n")), number(line.get("nonfinite") or None),
-                ", ".join(f"{name} {value:.1f}" for name, value in (line.get("parts_nats") or {}).items()),
-                made.get("weights") or model.get("checkpoint", "weights"), recipe, number(line.get("seconds"), 1),
+                f"{model.name}: {line.label}" if line.label else model.name, line.kind.replace("_", " "),
+                with_mark(line), _parts(line), with_error(*line.gap),
+                f"{number(line.bracket.lower)} to {number(line.bracket.upper)}" if line.bracket else "",
+                number(line.n), number(line.nonfinite or None),
+                ", ".join(f"{name} {value:.1f}" for name, value in line.parts_nats.items()),
+                line.made.get("weights") or model.report.checkpoint.weights, recipe, number(line.seconds, 1),
             ])
     caption = "Every likelihood with its kind, its errors and how it was made (parts in nats of an item)"
     return [Listing(columns, [(None, rows)], caption)] if rows else []
@@ -238,25 +207,24 @@ def out_of_distribution(models: list[Model]) -> list[Listing | Gallery]:
     """Histograms with the area under the ROC curve; 0.5 is chance, below it the other data are the likelier ones."""
     rows, galleries = [], []
     for model in models:
-        for k, found in enumerate(model.get("ood") or []):
-            name, kind = str(found.get("name")), str(found.get("kind") or "unnormalised")
-            unit = {"bits_per_dim": "bits/dim"}.get(found.get("value"), str(found.get("value") or "nats"))
-            rows.append([f"{model.name} on {name}", kind.replace("_", " "), found.get("label"),
-                         number(found.get("auroc")), number(found.get("mean_in")), number(found.get("mean_out")), unit,
-                         number(found.get("n")), found.get("said")])
-            inside, outside = model.array(found.get("inside")), model.array(found.get("values"))
+        for k, found in enumerate(model.report.ood):
+            name, own = found.name, model.report.data.name
+            unit = UNITS.get(found.value, found.value)
+            rows.append([f"{model.name} on {name}", found.kind.replace("_", " "), found.label, number(found.auroc),
+                         number(found.mean_in), number(found.mean_out), unit, number(found.n), found.said])
+            inside, outside = model.array(found.inside), model.array(found.values)
             if inside is None or outside is None:
                 continue
             bits = unit == "bits/dim"
             values = [model.per_item(v)[0] if bits else -np.asarray(v, dtype=np.float64) for v in (inside, outside)]
-            title = f"{model.name}: {model.data.get('name')} against {name}"
-            if found.get("auroc") is not None:
-                title += f", AUROC {found['auroc']:.3f}"
-            legend = [f"{model.data.get('name')} (test)", name]
-            line = next(iter(model.likelihoods), {})  # the line that other data are evaluated by
-            noise = "" if line.get("single", {}).get("noise", 0.0) == 0 else f"Of the test items {noise_of(line)}."
-            noise = " ".join(filter(None, [noise, f"{KINDS[kind][1]}."]))
-            shown = histogram(legend, values, title, f"{unit} of an item (left: more likely)", noise=noise)
+            title = f"{model.name}: {own} against {name}"
+            if found.auroc is not None:
+                title += f", AUROC {found.auroc:.3f}"
+            line = next(iter(model.report.likelihood), None)  # the line that other data are evaluated by
+            noise = "" if line is None or line.single.noise == 0 else f"Of the test items {noise_of(line)}. "
+            noise += f"{KINDS[found.kind][1]}."
+            shown = histogram([f"{own} (test)", name], values, title, f"{unit} of an item (left: more likely)",
+                              noise=noise)
             galleries.append(Gallery([shown, *_likely(model, k, name)]))
     if not rows:
         return []
@@ -268,9 +236,10 @@ def out_of_distribution(models: list[Model]) -> list[Listing | Gallery]:
 
 def _likely(model: Model, k: int, name: str) -> list[Pictures]:
     x = model.array(f"ood_{k}_x")
-    if x is None or not is_image(model.data) or list(x.shape[1:]) != list(model.data["event_shape"]):
+    data = model.report.data
+    if x is None or not is_image(data) or list(x.shape[1:]) != data.event_shape:
         return []
-    shown = [(address(tile), f"likely item {i + 1} of {name}", "") for i, tile in enumerate(tiles(x, model.data))]
+    shown = [(address(tile), f"likely item {i + 1} of {name}", "") for i, tile in enumerate(tiles(x, data))]
     return [Pictures(f"the most likely items of {name}", shown)]
 
 
@@ -280,7 +249,7 @@ _RESULTS = {"passed": "one", "failed": "not one, the check failed", "not verifie
 
 def densities(models: list[Model]) -> list[Figure]:
     """The test points, the true density where it is known, and the density of every model."""
-    shown = [model for model in models if model.array("density") is not None and model.get("density", "extent")]
+    shown = [model for model in models if model.report.density and model.array("density") is not None]
     if not shown:
         return []
     first = shown[0]
@@ -292,15 +261,15 @@ def densities(models: list[Model]) -> list[Figure]:
     if points is not None:
         points = points[:_POINTS]
         dots = Series("test items", points[:, 0].tolist(), points[:, 1].tolist(), "dots")
-        plane = Field(tuple(first.get("density", "extent")))
+        plane = Field(tuple(first.report.density.extent))
         figures.append(figure([dots], f"The data: {len(points):,} test items", "", "", field=plane))
     if truth:
         figures.append(_map(truth[1], truth[0], top, "The true density", scale))
     for model in shown:
-        check = next((c for c in model.get("checks") or [] if c["name"] == "density integrates to one"), None)
-        said = "" if check is None or check["error"] is None else (
-            f"Its integral is {check['note']}: {_RESULTS[check['status']]}. ")
-        line = next(iter(model.likelihoods), None)
+        check = next((c for c in model.report.checks if c.name == "density integrates to one"), None)
+        said = "" if check is None or check.error is None else (
+            f"Its integral is {check.note}: {_RESULTS[check.status]}. ")
+        line = next(iter(model.report.likelihood), None)
         value = f"{with_mark(line)}. " if line else ""
         figures.append(_map(model.array("density"), model, top, f"The density of {model.name}", value + said + scale))
     return figures
@@ -314,5 +283,5 @@ def _top(log_density: np.ndarray) -> float:
 def _map(log_density: np.ndarray, model: Model, top: float, title: str, note: str) -> Figure:
     with np.errstate(over="ignore"):
         density = np.exp(np.asarray(log_density, dtype=np.float64))
-    field = Field(tuple(model.get("density", "extent")), density, top)
+    field = Field(tuple(model.report.density.extent), density, top)
     return figure([], title, "", "", field=field, note=note)

@@ -10,10 +10,10 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from genmodels.core.files import write_whole
+from genmodels.evaluation.table import UNITS, Table
 from genmodels.report import likelihoods, quality
 from genmodels.report.figures import DARK, LIGHT
 from genmodels.report.parts import (
-    UNITS,
     Gallery,
     Listing,
     Model,
@@ -30,16 +30,15 @@ TEMPLATES = Environment(
     loader=PackageLoader("genmodels.report"), autoescape=True, undefined=StrictUndefined, finalize=legal,
 )
 TEMPLATES.filters |= {
-    "number": number, "yaml": lambda config: yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+    "number": number, "vars": vars, "yaml": lambda config: yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
 }
 
 
-def write_page(table: dict, arrays: list[Mapping[str, np.ndarray]], target: Path | str) -> None:
+def write_page(table: Table, arrays: list[Mapping[str, np.ndarray]], target: Path | str) -> None:
     """Write report.html whole.
 
     Arguments:
-        table: the table as plain types, with one report under `models` for each model; what is missing leaves its
-            section out.
+        table: the comparison, or one model as a table of its own; what was not measured leaves its section out.
         arrays: the arrays of each model, in the same order: likelihoods of items, samples, densities.
         target: the file.
     """
@@ -47,79 +46,59 @@ def write_page(table: dict, arrays: list[Mapping[str, np.ndarray]], target: Path
     write_whole(target, lambda file: file.write(page + "\n"), mode="w")
 
 
-def render(table: dict, arrays: list[Mapping[str, np.ndarray]]) -> str:
-    """The page as text.
-
-    Example:
-        >>> page = render({"models": [{"name": "<mine>"}]}, [])
-        >>> page.startswith("<!doctype html>"), "&lt;mine&gt;" in page, "<mine>" in page
-        (True, True, False)
-    """
-    reports = table.get("models") or []
-    own = [*arrays, *({} for _ in reports[len(arrays):])]
-    models = [Model(k, report, own[k]) for k, report in enumerate(reports)]
-    failures = [f"{f.get('path')}: {f.get('message')}" for f in table.get("failures") or []]
-    failures += [f"{model.name}: {words}" for model in models for words in model.get("failed") or []]
+def render(table: Table, arrays: list[Mapping[str, np.ndarray]]) -> str:
+    """The page as text."""
+    models = [Model(k, report, own) for k, (report, own) in enumerate(zip(table.models, arrays, strict=True))]
+    failures = [f"{failure.path}: {failure.message}" for failure in table.failures]
+    failures += [f"{model.name}: {words}" for model in models for words in model.report.failed]
     warnings = [f"{model.name}: the evaluation was interrupted, later stages are missing" for model in models
-                if model.get("partial")]
-    warnings += table.get("warnings") or []
-    warnings += [f"{model.name}: {words}" for model in models for words in model.get("warnings") or []]
+                if model.report.partial]
+    warnings += table.warnings
+    warnings += [f"{model.name}: {words}" for model in models for words in model.report.warnings]
     content = {name: make(table, models) for name, _, make in SECTIONS}
-    more = {"summary": models or failures or warnings, "making": models or table.get("command")}
-    shown = [(name, heading) for name, heading, _ in SECTIONS if content[name] or more.get(name)]
+    shown = [(name, heading) for name, heading, _ in SECTIONS if content[name] or name in ("summary", "making")]
     return TEMPLATES.get_template("page.html").render(
         title=_title(table, models), introduction=_introduction(table), content=content, models=models,
         sections=shown, headline=likelihoods.headline(models), failures=failures,
-        warnings=list(dict.fromkeys(warnings)), conclusions=table.get("conclusions") or [],
-        notes=_notes(table), command=table.get("command"), version=(table.get("genmodels") or {}).get("version"),
+        warnings=list(dict.fromkeys(warnings)), conclusions=table.conclusions, notes=_notes(table),
+        command=table.command, version=table.genmodels["version"],
         light=LIGHT, dark=DARK,
     )
 
 
-def _title(table: dict, models: list[Model]) -> str:
-    data = table.get("data") or (models[0].data if models else {})
+def _title(table: Table, models: list[Model]) -> str:
     who = models[0].name if len(models) == 1 else f"{len(models)} models"
-    where = f" on {data['name']}, {data.get('split', 'test')} split" if data.get("name") else ""
-    return f"Evaluation of {who}{where}"
+    return f"Evaluation of {who} on {table.data.name}, {table.data.split} split"
 
 
-def _introduction(table: dict) -> str:
-    data, made = table.get("data") or {}, table.get("genmodels") or {}
-    items = None
-    if data.get("items") is not None:
-        some = "the first " if data.get("limited") else ""
-        items = f"{some}{number(data['items'])} items of shape {tuple(data.get('event_shape') or ())}"
-        items += f", {data['levels']} levels" if data.get("levels") else ", continuous"
-        items += f"; hash of the items {str(data['item_hash'])[:12]}" if data.get("item_hash") else ""
-    machine = facts({"genmodels" if key == "version" else key: made.get(key)
-                     for key in ("version", "torch", "python", "device", "threads")})
-    lines = [str(line) for line in (items, table.get("created"), machine) if line]
-    return ". ".join(lines) + "." if lines else ""
+def _introduction(table: Table) -> str:
+    data = table.data
+    items = (f"{'the first ' if data.limited else ''}{number(data.items)} items of shape {tuple(data.event_shape)}, "
+             f"{f'{data.levels} levels' if data.levels else 'continuous'}; hash of the items {data.item_hash[:12]}")
+    machine = facts({"genmodels" if key == "version" else key: value for key, value in table.genmodels.items()})
+    return f"{items}. {table.created}. {machine}."
 
 
-def _notes(table: dict) -> list[str]:
+def _notes(table: Table) -> list[str]:
     """The notes below the table, without those that stand in the summary."""
-    given = [str(note) for note in table.get("notes") or []]
-    notes = [typeset(note) for note in given if not note.startswith("note: ")]
-    for known in table.get("references") or []:
-        if known.get("value") is not None and not any(f"{known.get('name')} " in note for note in given):
-            unit = UNITS.get(known.get("unit"), known.get("unit"))
-            notes.append(f"Reference: {known.get('name')} {with_error(known['value'], known.get('error'))} {unit}")
+    notes = [typeset(note) for note in table.notes if not note.startswith("note: ")]
+    for known in table.references:
+        if known.value is not None and not any(f"{known.name} " in note for note in table.notes):
+            notes.append(f"Reference: {known.name} {with_error(known.value, known.error)} {UNITS[known.unit]}")
     return notes
 
 
-def _likelihoods(table: dict, models: list[Model]) -> list:
-    figures = likelihoods.histograms(models, table.get("references") or [])
-    return [*_gallery(figures), *likelihoods.extremes(models)]
+def _likelihoods(table: Table, models: list[Model]) -> list:
+    return [*_gallery(likelihoods.histograms(models, table.references)), *likelihoods.extremes(models)]
 
 
-def _checks(table: dict, models: list[Model]) -> list[Listing]:
+def _checks(table: Table, models: list[Model]) -> list[Listing]:
     words = {"passed": Styled("\u2713 passed", "good"), "failed": Styled("\u2717 failed", "bad"),
              "not verified": Styled("\u2013 not verified", "odd")}
     groups = []
     for model in models:
-        rows = [[one.get("name"), words[one.get("status")], number(one.get("error")), number(one.get("tolerance")),
-                 one.get("note")] for one in model.get("checks") or []]
+        rows = [[one.name, words[one.status], number(one.error), number(one.tolerance), one.note]
+                for one in model.report.checks]
         if rows:
             groups.append((model.name, rows))
     columns = ["check", "result", "error", "tolerance", "note"]
@@ -138,11 +117,11 @@ SECTIONS: list[tuple[str, str, Callable]] = [
     ("samples", "Samples from the same seed", lambda table, models: _gallery(quality.samples(models))),
     ("likelihood", "Likelihood of single items", _likelihoods),
     ("noise", "Bits by noise level", lambda table, models: _gallery(
-        quality.by_noise_level(models) + quality.by_temperature(models))),
+        quality.by_noise_level(models))),
     ("layers", "Flows layer by layer", lambda table, models: quality.by_layer(models)),
     ("density", "Densities", lambda table, models: _gallery(likelihoods.densities(models))),
     ("outside", "Other data", lambda table, models: likelihoods.out_of_distribution(models)),
-    ("fidelity", "Samples against data", lambda table, models: quality.fidelity(models, table.get("scale"))),
+    ("fidelity", "Samples against data", lambda table, models: quality.fidelity(models, table.scale)),
     ("neighbours", "Nearest training items", lambda table, models: quality.neighbours(models)),
     ("sweeps", "Steps and temperatures", lambda table, models: _gallery(quality.sweeps(models))),
     ("cost", "Cost", lambda table, models: quality.cost(models)),

@@ -15,6 +15,8 @@ from markupsafe import Markup
 from PIL import Image
 
 from genmodels.core.data import DataSpec
+from genmodels.evaluation.report import DataFacts, LikelihoodLine, Report
+from genmodels.evaluation.table import UNITS
 from genmodels.plots.images import images_of
 
 
@@ -115,7 +117,6 @@ KINDS = {
     "ais": ("Annealed importance sampling", "an estimate through log Z, which flatters the model", "\u2248?"),
     "unnormalised": ("No likelihood", "known up to a constant only: there is no number to compare", "\u2013"),
 }
-UNITS = {"bits_per_dim": "bits/dim", "nats": "nats", "nats_per_dim": "nats/dim"}
 
 
 @dataclass(frozen=True)
@@ -123,47 +124,23 @@ class Model:
     """One evaluated model: its place in the table, its report, and its arrays."""
 
     number: int
-    report: dict
+    report: Report
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Its label in the table."""
-        return str(self.report.get("name") or self.get("checkpoint", "family") or f"model {self.number + 1}")
+        return self.report.name
 
-    @property
-    def data(self) -> dict:
-        """What its data are."""
-        return self.get("data") or {}
-
-    @property
-    def likelihoods(self) -> list[dict]:
-        """Its lines of likelihood."""
-        return self.get("likelihood") or []
-
-    def get(self, *path: str) -> Any:
-        """What stands under a path of keys, None where there is nothing.
-
-        Example:
-            >>> Model(0, {"a": {"b": 1}}).get("a", "b"), Model(0, {"a": None}).get("a", "b")
-            (1, None)
-        """
-        found: Any = self.report
-        for key in path:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        return found
-
-    def array(self, key: object) -> np.ndarray | None:
+    def array(self, key: str | None) -> np.ndarray | None:
         """An array by name, None where there is none or it is empty."""
-        if not isinstance(key, str) or key not in self.arrays:
-            return None
-        values = np.asarray(self.arrays[key])
-        return values if values.size else None
+        values = self.arrays.get(key)
+        return None if values is None or not values.size else values
 
     def per_item(self, nats: np.ndarray) -> tuple[np.ndarray, str]:
         """Costs of items and their unit: bits/dim of integers, nats of continuous data."""
-        dims = math.prod(self.data.get("event_shape") or [1])
-        if self.data.get("levels"):
+        if self.report.data.levels:
+            dims = math.prod(self.report.data.event_shape)
             return -np.asarray(nats, dtype=np.float64) / (dims * math.log(2)), "bits/dim"
         return -np.asarray(nats, dtype=np.float64), "nats"
 
@@ -233,32 +210,14 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
-def value_of(line: dict) -> float | None:
-    """The value of a line of likelihood in its own unit."""
-    if line.get("unit") == "nats_per_dim":
-        return line.get("nll_per_dim")
-    return line.get("bits_per_dim") if "bits_per_dim" in line else line.get("nll")
-
-
-def unit_of(line: dict) -> str:
-    """The unit of a line of likelihood, in words."""
-    return UNITS.get(line.get("unit") or ("bits_per_dim" if "bits_per_dim" in line else "nats"), "nats")
-
-
-def with_mark(line: dict) -> str:
-    """The value of a line with mark, standard error and unit, or why there is none.
-
-    Example:
-        >>> with_mark({"kind": "lower_bound", "bits_per_dim": 2.12345, "se_data": 0.0123})
-        '\u2264 2.1235 \u00b1 0.0123 bits/dim'
-    """
-    value, error, sides = value_of(line), line.get("se_data"), line.get("bracket") or {}
-    if value is None and sides.get("upper") is not None:
-        return f"{sides['lower']:.4f} to {sides['upper']:.4f} {unit_of(line)}"
-    if line.get("kind") == "unnormalised" or value is None:
-        return f"no number: {line.get('reason') or 'unknown up to a constant'}"
-    spread = "" if error is None else f" \u00b1 {error:.4f}"
-    return f"{KINDS[line['kind']][2]} {value:.4f}{spread} {unit_of(line)}"
+def with_mark(line: LikelihoodLine) -> str:
+    """The value of a line with mark, standard error and unit, or why there is none."""
+    sides = line.bracket
+    if line.value is None and sides is not None and sides.upper is not None:
+        return f"{sides.lower:.4f} to {sides.upper:.4f} {UNITS[line.unit]}"
+    if line.kind == "unnormalised" or line.value is None:
+        return f"no number: {line.reason or 'unknown up to a constant'}"
+    return f"{KINDS[line.kind][2]} {with_error(line.value, line.se_data)} {UNITS[line.unit]}"
 
 
 def typeset(words: str) -> str:
@@ -286,15 +245,14 @@ def address(picture: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def is_image(data: dict) -> bool:
-    """Whether items of a data set (its description in a report) can be seen."""
-    shape = data.get("event_shape") or []
-    return len(shape) == 3 and shape[0] in (1, 3)
+def is_image(data: DataFacts) -> bool:
+    """Whether items of a data set can be seen."""
+    return len(data.event_shape) == 3 and data.event_shape[0] in (1, 3)
 
 
-def tiles(x: np.ndarray, data: dict, smallest: int = 32) -> list[Image.Image]:
+def tiles(x: np.ndarray, data: DataFacts, smallest: int = 32) -> list[Image.Image]:
     """Items (n, C, H, W) in the data's own units as pictures, enlarged by whole pixels."""
-    spec = DataSpec(str(data.get("name")), tuple(data["event_shape"]), levels=data.get("levels"))
+    spec = DataSpec(data.name, tuple(data.event_shape), levels=data.levels)
     return images_of(torch.as_tensor(np.ascontiguousarray(x)), spec, smallest)
 
 

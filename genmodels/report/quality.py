@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from genmodels.evaluation.report import Fidelity, Layer, Measures, Scale, Skipped
 from genmodels.report.figures import Field, Rule, Series, figure
 from genmodels.report.parts import (
     Gallery,
@@ -35,15 +36,14 @@ def samples(models: list[Model]) -> list:
     """A grid of samples of every model: number k of the seed stands at the same place in each."""
     figures = []
     for model in models:
-        x = model.array(model.get("samples", "x"))
+        found, data = model.report.samples, model.report.data
+        x = model.array(found.x) if found else None
         if x is None:
             continue
-        made = model.get("samples", "made") or {}
-        recipe = facts(made)
-        index = model.array(model.get("samples", "index"))
-        if is_image(model.data):
+        recipe, index = facts(found.made), model.array(found.index)
+        if is_image(data):
             figures.append(_sheet(model, x[:_SHOWN], index, recipe, len(models) == 1))
-        elif model.data.get("event_shape") == [2]:
+        elif data.event_shape == [2]:
             points = Series(model.name, x[:, 0].tolist(), x[:, 1].tolist(), "dots", colour=model.number)
             title = f"{len(x):,} samples of {model.name}"
             note = _numbered(index, len(x)) + recipe
@@ -53,7 +53,8 @@ def samples(models: list[Model]) -> list:
 
 def _around(models: list[Model]) -> Field:
     """The part of the plane that holds the samples of all models, so that they are compared on one scale."""
-    inside = np.concatenate([a for model in models if (a := model.array(model.get("samples", "x"))) is not None])
+    inside = np.concatenate([a for model in models if model.report.samples
+                             and (a := model.array(model.report.samples.x)) is not None])
     low, high = np.quantile(inside, 0.002, axis=0), np.quantile(inside, 0.998, axis=0)
     room = 0.06 * (high - low) + 1e-9
     return Field((low[0] - room[0], high[0] + room[0], low[1] - room[1], high[1] + room[1]))
@@ -64,22 +65,22 @@ def _numbered(index: np.ndarray | None, count: int) -> str:
 
 
 def _sheet(model: Model, x: np.ndarray, index: np.ndarray | None, recipe: str, alone: bool) -> Sheet:
-    cond = model.array(model.get("samples", "cond"))
-    classes = model.data.get("num_classes") or 0
+    cond = model.array(model.report.samples.cond)
+    classes = model.report.data.num_classes or 0
     turns = cond is not None and 2 <= classes <= 12 and len(x) > classes
     columns = classes if turns else int(np.ceil(np.sqrt(len(x))))
     if alone and len(x) >= 2 * columns:  # a model by itself has the whole width of the page
         columns *= 2
-    pictures = tiles(x[: len(x) // columns * columns] if turns else x, model.data)
+    pictures = tiles(x[: len(x) // columns * columns] if turns else x, model.report.data)
     order = f"{'two columns' if columns > classes else 'a column'} for each class" if turns else "row by row"
     alt = f"{len(pictures)} samples of {model.name} in {columns} columns, {order}"
     note = f"{order}; {_numbered(index, len(pictures))}{recipe}"
     return Sheet(model.name, address(sheet(pictures, columns)), alt, note)
 
 
-def fidelity(models: list[Model], scale: dict | None) -> list:
+def fidelity(models: list[Model], scale: Scale | None) -> list:
     """Distances of samples to data, one group for each network of features: other networks never share a column."""
-    measured = [m for m in models if (m.get("fidelity") or {}).get("network")]
+    measured = [model for model in models if isinstance(model.report.fidelity, Fidelity)]
     parts = []
     columns = ["model", "n", "Fr\u00e9chet distance", "kernel distance", "precision", "recall", "class accuracy",
                "p(y|x) accuracy", "memorisation"]
@@ -87,39 +88,39 @@ def fidelity(models: list[Model], scale: dict | None) -> list:
     for (name, digest), some in grouped(measured, lambda m: _network(m)).items():
         rows = []
         for model in some:
-            found = model.get("fidelity")
-            rows.append([model.name, *_measures(found), _accuracy(found.get("class_accuracy")),
-                         _accuracy(found.get("likelihood_accuracy")), _copies(found.get("memorisation") or {})])
-        if (scale or {}).get("network") == name:  # what is no model's, measured alike
-            rows += [[what, *_measures(found), "", "", ""] for what, found in (scale.get("rows") or {}).items()]
-        network = some[0].get("fidelity", "network")
-        accuracy = network.get("accuracy")
+            found = model.report.fidelity
+            rows.append([model.name, *_measures(found), _accuracy(found.class_accuracy),
+                         _accuracy(found.likelihood_accuracy), _copies(found.memorisation)])
+        if scale is not None and scale.network == name:  # what is no model's, measured alike
+            rows += [[what, *_measures(found), "", "", ""] for what, found in scale.rows.items()]
+        network = some[0].report.fidelity.network
+        accuracy = network["accuracy"]
         own = "" if accuracy is None else f", {percent(accuracy)}{_between(network)} accurate on held-out items"
-        note = f", {network['note']}" if network.get("note") else ""
+        note = f", {network['note']}" if network["note"] else ""
         title = f"Features of {name}{own}{note}" + (f", weights {digest[:12]}" if digest else "")
         groups.append((title, rows))
     if groups:
         parts.append(Listing(columns, groups, "Samples against test items, in the features of a named network"))
     for model in models:
-        if model.get("fidelity", "skipped"):
-            parts.append(Text(f"{model.name}: not measured, {model.get('fidelity', 'skipped')}"))
+        if isinstance(model.report.fidelity, Skipped):
+            parts.append(Text(f"{model.name}: not measured, {model.report.fidelity.skipped}"))
     parts += [part for model in measured if (part := _confusion(model)) is not None]
     return parts
 
 
-def _measures(found: dict) -> list[str]:
-    shown = [with_error(found.get(key), found.get(f"{key}_error"), digits)
+def _measures(found: Measures) -> list[str]:
+    shown = [with_error(getattr(found, key), getattr(found, f"{key}_error"), digits)
              for key, digits in (("frechet", 3), ("kernel", 4), ("precision", 3), ("recall", 3))]
-    return [number(found.get("n")), *shown]
+    return [number(found.n), *shown]
 
 
 def _network(model: Model) -> tuple[str, str]:
-    network = model.get("fidelity", "network")
-    return str(network.get("name")), str(network.get("sha256") or "")
+    network = model.report.fidelity.network
+    return network["name"], network["sha256"]
 
 
 def _accuracy(found: dict | None) -> str:
-    if not found or found.get("accuracy") is None:
+    if found is None:
         return ""
     real = ""
     if found.get("real") is not None:
@@ -133,17 +134,14 @@ def _between(found: dict, key: str = "interval") -> str:
 
 
 def _copies(found: dict) -> str | Styled:
-    if not found:
-        return ""
-    said = found.get("said") or f"{percent(found.get('closer'))} closer than expected"
-    return Styled(said, "bad") if found.get("flagged") else said
+    return Styled(found["said"], "bad") if found["flagged"] else found["said"]
 
 
 def _confusion(model: Model) -> Listing | None:
-    counts = model.get("fidelity", "class_accuracy", "confusion")
-    if not counts:
+    if model.report.fidelity.class_accuracy is None:
         return None
-    names = [str(name) for name in model.data.get("class_names") or range(len(counts))]
+    counts = model.report.fidelity.class_accuracy["confusion"]
+    names = [str(name) for name in model.report.data.class_names or range(len(counts))]
     rows = [[name, *(number(count) for count in row)] for name, row in zip(names, counts, strict=False)]
     caption = f"Confusion of {model.name}: class asked for (rows), class recognised (columns)"
     return Listing(["asked for", *names], [(None, rows)], caption, "confusion", f"confusion matrix of {model.name}")
@@ -153,16 +151,13 @@ def neighbours(models: list[Model]) -> list[Pictures]:
     """Samples with the training items closest to them."""
     parts = []
     for model in models:
+        found, data = model.report.neighbours, model.report.data
         drawn, near = model.array("neighbours_x"), model.array("neighbours_train")
-        if drawn is None or near is None or not is_image(model.data):
+        if not found or drawn is None or near is None or not is_image(data):
             continue
-        distances, rows = model.get("neighbours", "distance") or [], model.get("neighbours", "index") or []
-        pairs = [sheet([a, b], 2) for a, b in zip(tiles(drawn, model.data), tiles(near, model.data), strict=False)]
-        shown = []
-        for k, pair in enumerate(pairs):
-            row = f"item {rows[k]}" if k < len(rows) else "an item"
-            far = f", distance {distances[k]:.3g}" if k < len(distances) and distances[k] is not None else ""
-            shown.append((address(pair), f"a sample and training {row}", row + far))
+        pairs = [sheet([a, b], 2) for a, b in zip(tiles(drawn, data), tiles(near, data), strict=True)]
+        shown = [(address(pair), f"a sample and training item {row}", f"item {row}, distance {far:.3g}")
+                 for pair, row, far in zip(pairs, found.index, found.distance, strict=True)]
         parts.append(Pictures(f"{model.name}: samples (left) and their nearest training items (right)", shown))
     return parts
 
@@ -172,21 +167,22 @@ def sweeps(models: list[Model]) -> list:
     curves: dict[tuple, list[Series]] = {}
     rules: dict[tuple, Rule] = {}
     for model in models:
-        for sweep in model.get("sweeps") or []:
+        for sweep in model.report.sweeps:
             for metric in _CURVES:
-                values = sweep.get(metric) or []
+                values = getattr(sweep, metric)
                 if not any(value is not None for value in values):
                     continue
-                apart = str(model.get("genmodels", "device")) if metric == "samples_per_second" else ""
-                if metric != "samples_per_second" and model.get("fidelity", "network"):
+                apart = str(model.report.genmodels["device"]) if metric == "samples_per_second" else ""
+                if metric != "samples_per_second" and isinstance(model.report.fidelity, Fidelity):
                     apart = _network(model)[0]
-                name = f"{model.name}, {sweep['sampler']}" if sweep.get("sampler") else model.name
-                some = curves.setdefault((sweep.get("key", "steps"), metric, apart), [])
+                name = f"{model.name}, {sweep.sampler}" if sweep.sampler else model.name
+                some = curves.setdefault((sweep.key, metric, apart), [])
                 dash = sum(one.colour == model.number for one in some)
-                for what, found in [*(model.get("scale", "rows") or {}).items()][:1]:
-                    if found.get(metric) is not None and found["n"] == sweep.get("n"):
-                        rules[sweep.get("key", "steps"), metric, apart] = Rule(what, found[metric])
-                some.append(Series(name, sweep["values"], values, error=sweep.get(f"{metric}_error"),
+                scale = model.report.scale
+                for what, found in [] if scale is None else [*scale.rows.items()][:1]:
+                    if getattr(found, metric, None) is not None and found.n == sweep.n:
+                        rules[sweep.key, metric, apart] = Rule(what, getattr(found, metric))
+                some.append(Series(name, sweep.values, values, error=getattr(sweep, f"{metric}_error", None),
                                    colour=model.number, dash=dash))
     figures = []
     for (key, metric, apart), series in curves.items():
@@ -205,22 +201,21 @@ def cost(models: list[Model]) -> list[Listing]:
     """What a sample costs, one group for each device and setting: other machines never share a column."""
     columns = ["model", "sampler", "steps", "network evaluations a sample", "samples per second", "batch",
                "one sample, median", "95th percentile", "peak memory", "parameters", "training"]
-    measured = [model for model in models if model.get("sampling")]
+    measured = [model for model in models if model.report.sampling]
     groups = []
-    for context, some in grouped(measured, lambda m: str(m.get("sampling", "context") or "")).items():
+    for context, some in grouped(measured, lambda model: model.report.sampling.context).items():
         rows = []
         for model in some:
-            found = model.get("sampling")
-            latency, memory = found.get("latency") or {}, found.get("peak_memory")
-            trained = model.get("checkpoint", "training_seconds")
+            found, memory = model.report.sampling, model.report.sampling.peak_memory
+            trained = model.report.checkpoint.training_seconds
             rows.append([
-                model.name, found.get("sampler"), number(found.get("steps")), number(found.get("evaluations"), 0),
-                number(found.get("samples_per_second"), 1), number(found.get("batch_size")),
-                *(f"{1000 * latency[p]:,.1f} ms" if latency.get(p) is not None else "" for p in ("p50", "p95")),
-                "" if memory is None else f"{memory / 2**20:,.0f} MiB", number(model.get("checkpoint", "parameters")),
+                model.name, found.sampler, number(found.steps), number(found.evaluations, 0),
+                number(found.samples_per_second, 1), number(found.batch_size),
+                *(f"{1000 * found.latency[p]:,.1f} ms" for p in ("p50", "p95")),
+                "" if memory is None else f"{memory / 2**20:,.0f} MiB", number(model.report.checkpoint.parameters),
                 "" if trained is None else f"{trained / 60:.1f} min",
             ])
-        groups.append((context or None, rows))
+        groups.append((context, rows))
     return [Listing(columns, groups, "Cost of sampling and training")] if groups else []
 
 
@@ -228,11 +223,11 @@ def by_noise_level(models: list[Model]) -> list:
     """The bound of diffusion models over log-SNR: the area under a curve is what the noise levels there cost."""
     curves: dict[str, list[Series]] = {}
     for model in models:
-        profile = model.get("profile", "diffusion") or {}
-        edges, nats = profile.get("log_snr_edges") or [], profile.get("nats") or []
-        if not nats or len(edges) != len(nats) + 1:
+        profile = model.report.profile.diffusion
+        if profile is None:
             continue
-        costs, unit = model.per_item([-value if value is not None else math.nan for value in nats])
+        edges = profile.log_snr_edges
+        costs, unit = model.per_item(-np.array(profile.nats))
         bins = [(a, b, cost / abs(b - a)) for a, b, cost in zip(edges, edges[1:], costs, strict=False) if a != b]
         if bins[0][0] > bins[-1][1]:
             bins = [(b, a, height) for a, b, height in reversed(bins)]
@@ -247,48 +242,31 @@ def by_noise_level(models: list[Model]) -> list:
 
 def by_layer(models: list[Model]) -> list:
     """Drift and log-determinant of the layers of flows, in order from data to latents."""
-    drift, volume, tables = [], [], []
+    drift, volume, tables, over = [], [], [], []
     for model in models:
-        layers = model.get("profile", "flow") or []
+        layers = model.report.profile.flow
         if not layers:
             continue
+        limits = model.report.drift
         places = list(range(1, len(layers) + 1))
-        drift.append(Series(model.name, places, [one.get("drift") or None for one in layers], colour=model.number))
-        if any(one.get("log_det_per_dim") is not None for one in layers):
-            heights = [one.get("log_det_per_dim") for one in layers]
-            volume.append(Series(model.name, places, heights, colour=model.number))
+        drift.append(Series(model.name, places, [one.drift or None for one in layers], colour=model.number))
+        volume.append(Series(model.name, places, [one.log_det_per_dim for one in layers], colour=model.number))
         tables.append(_layers(model, layers))
+        if limits.first_over:
+            over.append(f"{model.name}: first over the limit is {limits.first_over}.")
     if not drift:
         return []
-    limits = {key: value for model in models for key, value in (model.get("drift") or {}).items()}
-    rules = [Rule(f"{word} above {limits[key]:g}", limits[key])
-             for key, word in (("warn", "warning"), ("fail", "failure")) if limits.get(key)]
-    over = [f"{model.name}: first over the limit is {model.get('drift', 'first_over')}." for model in models
-            if model.get("drift", "first_over")]
+    rules = [Rule(f"warning above {limits.warn:g}", limits.warn), Rule(f"failure above {limits.fail:g}", limits.fail)]
     figures = [figure(drift, "Drift of each layer", "layer, from data to latents", "relative error", log_y=True,
                       rules=rules, note=" ".join([*over, "Layers that lose nothing are not drawn."]))]
-    if volume:
-        title = "Log-determinant of each layer"
-        figures.append(figure(volume, title, "layer, from data to latents", "nats per dimension"))
+    title = "Log-determinant of each layer"
+    figures.append(figure(volume, title, "layer, from data to latents", "nats per dimension"))
     return [Gallery(figures), *tables]
 
 
-def _layers(model: Model, layers: list[dict]) -> Listing:
-    rows = [[f"{k}. {one.get('name')}", one.get("kind"), number(one.get("log_det_per_dim")), number(one.get("drift")),
-             number(one.get("log_scale"), 2), number(one.get("condition"), 1)] for k, one in enumerate(layers, 1)]
+def _layers(model: Model, layers: list[Layer]) -> Listing:
+    rows = [[f"{k}. {one.name}", one.kind, number(one.log_det_per_dim), number(one.drift), number(one.log_scale, 2),
+             number(one.condition, 1)] for k, one in enumerate(layers, 1)]
     columns = ["layer", "kind", "log-det per dim", "drift", "largest log-scale", "condition number"]
     summary = f"the {len(layers)} layers of {model.name}"
     return Listing(columns, [(None, rows)], f"Layers of {model.name}", summary=summary)
-
-
-def by_temperature(models: list[Model]) -> list:
-    """Statistics of annealed importance sampling over the inverse temperature, from the base to the model."""
-    curves: dict[str, list[Series]] = {}
-    for model in models:
-        profile = model.get("profile", "energy") or {}
-        betas = profile.get("betas") or []
-        for key, values in profile.items():
-            if key != "betas" and isinstance(values, list) and betas and len(values) == len(betas):
-                curves.setdefault(key, []).append(Series(model.name, betas, values, colour=model.number))
-    return [figure(some, f"Annealing: {name.replace('_', ' ')}", "inverse temperature (0: base, 1: model)",
-                   name.replace("_", " ")) for name, some in curves.items()]

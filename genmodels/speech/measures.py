@@ -53,7 +53,8 @@ def duration_error(durations: Tensor, reference: Tensor, mask: Tensor | None = N
     return DurationError((own - other).abs().sum(1) / valid.sum(1), own.sum(1) / other.sum(1))
 
 
-class AlignmentShape(NamedTuple):
+@dataclass(frozen=True)
+class AlignmentShape:
     """Statistics of the alignments of several items.
 
     Attributes:

@@ -242,6 +242,28 @@ class ErrorBin:
     toplines: dict[str, Interval]
     differences: dict[str, Difference]
 
+    @classmethod
+    def from_dict(cls, found: dict) -> ErrorBin:
+        """The same from what `dataclasses.asdict` made of it."""
+        parts = {"toplines": Interval, "differences": Difference}
+        named = {key: {name: kind(**part) for name, part in found[key].items()} for key, kind in parts.items()}
+        return cls(**found | named | {"rate": Interval(**found["rate"])})
+
+
+@dataclass(kw_only=True)
+class Recognition:
+    """What a recogniser understands of synthesised texts: CER by length and, last, over all, WER, and the transcripts.
+
+    `wer` is by name that of the `model` and of each topline; `claimed` says where the CER differs from a topline's.
+    """
+
+    recogniser: str
+    vocoder: str
+    wer: dict[str, float]
+    curve: list[ErrorBin]
+    claimed: dict[str, bool]
+    heard: list[str]
+
 
 def error_curve(
     edits: Sequence[Edits], toplines: Mapping[str, Sequence[Edits]] | None = None, *,

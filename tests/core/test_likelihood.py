@@ -166,7 +166,7 @@ def test_values_of_single_items_are_shown_where_they_stand_out_of_their_noise(sp
 
     entry = row(estimates(spread, noise, n=400, trials=1)[0], DataSpec("squares", (784,), levels=256))
     assert bool(entry.worst) == bool(entry.best) == shown
-    assert entry.single["noise"] == pytest.approx(size / math.log(2), rel=0.1)  # in bits/dim, the line's unit
+    assert entry.single.noise == pytest.approx(size / math.log(2), rel=0.1)  # in bits/dim, the line's unit
 
 
 @pytest.mark.parametrize("options, noise", [

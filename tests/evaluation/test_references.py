@@ -49,8 +49,8 @@ def test_the_histogram_has_its_error_over_the_items():
     uniform, found = references(data, "test", data.spec, 100)
     train, val, test = (torch.cat([b.x for b in data.loader(name, 4096)]) for name in ("train", "val", "test"))
     bits = -best_histogram(train, val, 17).log_prob(test[:100]) / 64 / math.log(2)
-    assert math.isclose(found["value"], float(bits.mean()), rel_tol=1e-12)
-    assert math.isclose(found["error"], float(bits.std() / 10), rel_tol=1e-9) and "error" not in uniform
+    assert math.isclose(found.value, float(bits.mean()), rel_tol=1e-12)
+    assert math.isclose(found.error, float(bits.std() / 10), rel_tol=1e-9) and uniform.error is None
 
 
 def test_the_reference_of_mels_has_its_error_over_items_of_unlike_length():
@@ -70,8 +70,8 @@ def test_the_reference_of_mels_has_its_error_over_items_of_unlike_length():
         costs.append(sum(float(((row - m) ** 2 / (2 * s * s)).sum()) + len(row) * math.log(s * math.sqrt(2 * math.pi))
                          for row, (m, s) in zip(noisy, moments, strict=True)))
         cells.append(noisy.numel())
-    assert math.isclose(found["value"], sum(costs) / sum(cells), rel_tol=1e-6)
+    assert math.isclose(found.value, sum(costs) / sum(cells), rel_tol=1e-6)
     n = len(costs)
     left = torch.tensor([(sum(costs) - c) / (sum(cells) - d) for c, d in zip(costs, cells, strict=True)])
     jackknife = float(((n - 1) / n * (left - left.mean()).square().sum()).sqrt())
-    assert n == 4 and len(set(cells)) == 4 and math.isclose(found["error"], jackknife, rel_tol=0.25)
+    assert n == 4 and len(set(cells)) == 4 and math.isclose(found.error, jackknife, rel_tol=0.25)

@@ -24,7 +24,7 @@ def test_noise_in_the_plane_is_distinguished_from_data_and_real_items_are_not():
     data = Toy(set="8gaussians", n_train=2000, n_val=100, n_test=2000).prepare()
     train, test = split(data, "train"), split(data, "test")
     items = Items(data.spec, train, test)
-    rows = scale_of(coordinates(items), items, test[:1000], test[1000:])["rows"]
+    rows = scale_of(coordinates(items), items, test[:1000], test[1000:])
     assert list(rows) == ["other held-out items", "training items", "noise"]
     assert all(row["n"] == 1000 and row["frechet"] is None for row in rows.values())
     for name in ("other held-out items", "training items"):
@@ -40,11 +40,11 @@ def test_the_scale_is_in_order_at_every_n(n):
     x = torch.randn(3, n, 32, generator=generator) @ mix
     spec = DataSpec("correlated", (32,))
     network = FeatureNetwork("as they are", 32, "", lambda x: x)
-    floor, train, noise = scale_of(network, Items(spec, x[0], x[1]), x[1], x[2])["rows"].values()
+    floor, train, noise = scale_of(network, Items(spec, x[0], x[1]), x[1], x[2]).values()
     assert floor["n"] == train["n"] == noise["n"] == n
     assert abs(floor["frechet"] - train["frechet"]) < 3 * math.hypot(floor["frechet_error"], train["frechet_error"])
     assert train["frechet"] + 3 * noise["frechet_error"] < noise["frechet"]
-    few = scale_of(network, Items(spec, x[0], x[1]), x[1], x[2][1:])["rows"]
+    few = scale_of(network, Items(spec, x[0], x[1]), x[1], x[2][1:])
     assert list(few) == ["training items", "noise"]  # too few others for the same n: not compared at another
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from genmodels.data.utterances import padded_tokens
 from genmodels.evaluation import speech as module
 from genmodels.evaluation import speech as speech_stage
 from genmodels.evaluation.checkpoint import Opened, Request
+from genmodels.evaluation.report import Skipped, SpeechFigures
 from genmodels.evaluation.speech import against_length, audit, audit_notes, neighbours, picture_of_audit
 from genmodels.models.base import Samples
 from genmodels.models.glow_tts import GlowTTS
@@ -82,17 +84,17 @@ def test_the_ranking_is_by_likelihood_and_tells_durations(frame):
         found = frame.opened.model.log_likelihood(batch)
         alone[k] = float(-found.nats / found.dims)
         said = frame.opened.model.aligned(batch).durations[0].tolist()
-        (row,) = [row for row in rows if row["index"] == k]
-        assert row["nats_per_dim"] == pytest.approx(alone[k], rel=1e-4)
-        assert row["durations"] == said and row["frames"] == sum(said) == SIZES[k][1] + SIZES[k][1] % 2
-        assert row["longest"]["frames"] == max(said) == said[row["longest"]["position"]]
-        assert row["tokens"] == [CHARACTERS[t] for t in frame.opened.datamodule.tokens[k]]
-        assert (row["name"], row["text"]) == (f"{k}.wav", f"text {k}")
-    assert [row["index"] for row in rows] == sorted(alone, key=alone.get, reverse=True)
-    assert [row["rank"] for row in rows] == [1, 2, 3, 4, 5]
+        (row,) = [row for row in rows if row.index == k]
+        assert row.nats_per_dim == pytest.approx(alone[k], rel=1e-4)
+        assert row.durations == said and row.frames == sum(said) == SIZES[k][1] + SIZES[k][1] % 2
+        assert row.longest.frames == max(said) == said[row.longest.position]
+        assert row.tokens == [CHARACTERS[t] for t in frame.opened.datamodule.tokens[k]]
+        assert (row.name, row.text) == (f"{k}.wav", f"text {k}")
+    assert [row.index for row in rows] == sorted(alone, key=alone.get, reverse=True)
+    assert [row.rank for row in rows] == [1, 2, 3, 4, 5]
     by_nats = likelihood.nats.argsort().tolist()
-    assert [row["index"] for row in rows] != by_nats  # nats not divided by dimensions rank by length
-    assert f"{rows[0]['index']}.wav" in audit_notes(rows)[1] and len(audit_notes(rows)) == 12
+    assert [row.index for row in rows] != by_nats  # nats not divided by dimensions rank by length
+    assert f"{rows[0].index}.wav" in audit_notes(rows)[1] and len(audit_notes(rows)) == 12
     assert picture_of_audit(frame.opened, rows).width > 300
 
 
@@ -101,14 +103,14 @@ def test_the_evidence_for_texts_is_that_of_the_model(frame):
     rows = audit(frame, of_all(frame.opened))
     data = frame.opened.datamodule
     for row in rows:
-        k = row["index"]
+        k = row.index
         (batch,) = data.loader("test", 1, torch.tensor([k]))
-        others = [tokens for j, tokens in enumerate(data.tokens) if j != k and len(tokens) <= row["frames"]]
-        assert row["evidence"] == pytest.approx(float(frame.opened.model.evidence(batch, [others])), abs=1e-5)
+        others = [tokens for j, tokens in enumerate(data.tokens) if j != k and len(tokens) <= row.frames]
+        assert row.evidence == pytest.approx(float(frame.opened.model.evidence(batch, [others])), abs=1e-5)
     notes = audit_notes(rows)[7:]
-    least = min(rows, key=lambda row: row["evidence"])
-    assert f"{least['name']} " in notes[0] and len(notes) == len(rows)
-    assert [row["name"] for row in rows] != [line.split(": ")[1].split()[0] for line in notes]
+    least = min(rows, key=lambda row: row.evidence)
+    assert f"{least.name} " in notes[0] and len(notes) == len(rows)
+    assert [row.name for row in rows] != [line.split(": ")[1].split()[0] for line in notes]
 
 
 def test_texts_to_compare_with_are_near_in_length_and_others():
@@ -155,7 +157,7 @@ def test_a_model_without_alignments_has_no_durations(frame, monkeypatch):
     likelihood = of_all(frame.opened)
     monkeypatch.setattr(module, "_durations", lambda opened: None)
     rows = audit(frame, likelihood)
-    assert "durations" not in rows[0] and "longest" not in audit_notes(rows)[1]
+    assert rows[0].durations is None and "longest" not in audit_notes(rows)[1]
 
 
 def test_it_is_done_when_asked_for():
@@ -197,7 +199,7 @@ def opened(data: Speech, **manner) -> Opened:
     return Opened(None, Parrot(data, **manner), {}, data, Request(samples=COUNT), COUNT)
 
 
-def figures(own: Opened) -> dict:
+def figures(own: Opened) -> SpeechFigures:
     batch = own.evaluated(COUNT)
     texts = speech_stage._texts(batch, own.spec.text)
     return speech_stage._against_recordings(own, batch, *speech_stage._synthesised(own, batch, texts))
@@ -211,18 +213,18 @@ def test_texts_are_those_that_were_read(data):
 
 def test_recordings_played_back_are_perfect(data):
     found = figures(opened(data))
-    assert found["mcd_mel13"] == 0 and found["length_ratio"] == 1 and found["duration_error"] == 0
-    assert not any(found["failures_per_100"].values()) and found["utterances"] == COUNT
-    assert found["real_time_factor"] > 0 and sum(found["sound"]) == pytest.approx(
+    assert found.mcd_mel13 == 0 and found.length_ratio == 1 and found.duration_error == 0
+    assert not any(found.failures_per_100.values()) and found.utterances == COUNT
+    assert found.real_time_factor > 0 and sum(found.sound) == pytest.approx(
         sum(int(m.sum()) for m in opened(data).evaluated(COUNT).mask) * 256 / 22050)
 
 
 def test_what_is_wrong_is_seen(data):
     found = figures(opened(data, slow=3, stops=False))
-    assert found["mcd_mel13"] == 0  # time is warped
-    assert found["length_ratio"] == 3 and found["duration_error"] == 2
+    assert found.mcd_mel13 == 0  # time is warped
+    assert found.length_ratio == 3 and found.duration_error == 2
     failures = {"missing word": 0, "repeated word": 100, "no stop": 100, "length": 100, "any": 100}
-    assert found["failures_per_100"] == failures
+    assert found.failures_per_100 == failures
 
 
 def test_recognition_is_under_its_toplines(data, monkeypatch):
@@ -237,11 +239,11 @@ def test_recognition_is_under_its_toplines(data, monkeypatch):
     known = {float(speech_stage._own(batch, k)[:, 0].sum()): text for k, text in enumerate(texts)}
     found = speech_stage._recognised(
         own, batch, texts, synthesised, lambda wave, rate: known.get(float(wave[0]), ""))
-    whole = found["curve"][-1]
-    assert whole["toplines"]["recordings' mels vocoded"]["value"] < whole["rate"]["value"]
-    assert whole["toplines"]["recordings"]["value"] == 1  # waves, which are not among the sums
-    assert found["wer"]["recordings"] == 1
-    assert len(found["heard"]) == COUNT and found["heard"][0] == ""
+    whole = found.curve[-1]
+    assert whole.toplines["recordings' mels vocoded"].value < whole.rate.value
+    assert whole.toplines["recordings"].value == 1  # waves, which are not among the sums
+    assert found.wer["recordings"] == 1
+    assert len(found.heard) == COUNT and found.heard[0] == ""
 
 
 def test_recordings_are_found_by_name(data):
@@ -262,7 +264,6 @@ def test_a_recogniser_hears_a_few_seconds(data, monkeypatch):
 
 
 def test_notes_say_what_is_missing(data):
-    found = figures(opened(data)) | {"recognition": {"skipped": "no recogniser"}}
-    lines = speech_stage.speech_notes(found)
+    lines = speech_stage.speech_notes(replace(figures(opened(data)), recognition=Skipped("no recogniser")))
     assert "mcd_mel13" in lines[0] and "durations off by 0.00" in lines[0]
     assert lines[-1] == "CER was not measured: no recogniser"

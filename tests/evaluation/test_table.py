@@ -10,8 +10,18 @@ import pytest
 import torch
 
 from genmodels.core.errors import InputError
-from genmodels.evaluation.report import BitsLine, CheckpointFacts, DataFacts, Fidelity, Report
-from genmodels.evaluation.table import Table, as_csv, as_markdown, as_text, make_table, paired, same_items
+from genmodels.core.likelihood import SingleValues
+from genmodels.evaluation.report import (
+    BitsLine,
+    CheckpointFacts,
+    DataFacts,
+    Fidelity,
+    Reference,
+    Report,
+    Utterance,
+)
+from genmodels.evaluation.table import Table, make_table, paired, same_items
+from genmodels.report.compare import as_csv, as_markdown, as_text
 
 DIMS, LEVELS = 64, 17
 
@@ -22,8 +32,8 @@ def line(kind: str, nats: torch.Tensor, **more) -> BitsLine:
     return BitsLine(**{
         "label": kind, "kind": kind, "mark": mark, "unit": "bits_per_dim", "mean_nats": float(nats.mean()),
         "bits_per_dim": -float(nats.mean()) / scale, "se_data": float(nats.std()) / math.sqrt(len(nats)) / scale,
-        "se_items": None, "se_mc": None, "single": {}, "how": "", "n": len(nats), "nonfinite": 0, "nonfinite_first": [],
-        "worst": [], "best": [], "parts_nats": {}, "made": {}, "values": "nats_0"} | more)
+        "se_items": None, "se_mc": None, "single": SingleValues(None, 0.0), "how": "", "n": len(nats), "nonfinite": 0,
+        "nonfinite_first": [], "worst": [], "best": [], "parts_nats": {}, "made": {}, "values": "nats_0"} | more)
 
 
 def report(path: str, *lines: BitsLine, **data) -> Report:
@@ -33,7 +43,7 @@ def report(path: str, *lines: BitsLine, **data) -> Report:
     return Report(
         created="", genmodels={}, name="", config={}, data=DataFacts(**facts | data), likelihood=list(lines),
         checkpoint=CheckpointFacts(path, "", 1, None, "glow", 9, "ema", None),
-        references=[{"name": "uniform", "unit": "bits_per_dim", "value": math.log2(17)}],
+        references=[Reference("uniform", "bits_per_dim", math.log2(17))],
     )
 
 
@@ -52,17 +62,17 @@ def test_ranks_are_given_within_a_kind_and_ties_are_found_by_pairs():
     table = table_of(("lower_bound", nats(-100)), ("lower_bound", nats(-101, 1)), ("lower_bound", nats(-101, 2)),
                      ("exact", nats(-90)))
     (group,) = table.ranking
-    assert group["kind"] == "lower_bound" and group["order"] == [[0], [2, 1]] or group["order"] == [[0], [1, 2]]
-    assert [row["cells"][9] for row in table.rows] == ["1", "2", "2", ""]
+    assert group.kind == "lower_bound" and group.order in ([[0], [2, 1]], [[0], [1, 2]])
+    assert [row.cells[9] for row in table.rows] == ["1", "2", "2", ""]
     assert any("not ranked" in note for note in table.notes)
     across = table_of(("lower_bound", nats(-100)), ("exact", nats(-90)), rank="across")
-    assert [row["cells"][9] for row in across.rows] == ["2", "1"]
+    assert [row.cells[9] for row in across.rows] == ["2", "1"]
     assert any("lower_bound may be worse than the truth" in note for note in across.notes)
 
 
 def test_models_that_are_equal_share_their_rank():
     table = table_of(("exact", nats(-100)), ("exact", nats(-100)), ("exact", nats(-100) - 1e-3))
-    assert table.ranking[0]["order"] == [[0, 1], [2]]
+    assert table.ranking[0].order == [[0, 1], [2]]
 
 
 def test_values_given_the_class_are_ranked_apart(monkeypatch):
@@ -76,13 +86,13 @@ def test_values_given_the_class_are_ranked_apart(monkeypatch):
 
     table = ranking()
     (group,) = table.ranking
-    assert (group["kind"], group["given"], group["order"]) == ("lower_bound", "", [[1], [2]])
+    assert (group.kind, group.given, group.order) == ("lower_bound", "", [[1], [2]])
     assert any("another quantity" in note for note in table.notes)
     at_most = -float(values[0].mean()) / DIMS / math.log(2) + math.log2(10) / DIMS
     assert any(f"classes drawn evenly, at most {at_most:.4f}(" in note for note in table.notes)
     # One ranking for both quantities is seen.
     monkeypatch.setattr("genmodels.evaluation.table.condition_of", lambda line: "")
-    assert ranking().ranking[0]["order"] == [[0], [1], [2]]
+    assert ranking().ranking[0].order == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("given, worse, concluded", [
@@ -102,7 +112,7 @@ def test_a_bound_given_the_class_shows_less_by_the_logarithm_of_their_number(giv
 
 def test_a_line_that_stands_in_two_rankings_is_shown_in_both():
     values = nats(-100)
-    said = {"rank": 1, "index": 0, "frames": 9, "nats_per_dim": 1.0, "z": None, "evidence": 0.5, "durations": [9]}
+    said = Utterance(rank=1, index=0, frames=9, nats_per_dim=1.0, z=None, evidence=0.5, durations=[9])
     one = report("a.ckpt", line("exact", values))
     one.audit = [said]
     notes = make_table([one], [{"nats_0": values}]).notes
@@ -138,7 +148,7 @@ def test_the_same_cells_in_every_form():
     table = table_of(("lower_bound", nats(-100)), ("exact", nats(-90)))
     text, markdown = as_text(table), as_markdown(table)
     for row in table.rows:
-        assert all(cell in text and cell in markdown for cell in row["cells"])
+        assert all(cell in text and cell in markdown for cell in row.cells)
     assert "<= means" in text and "reference on digits: uniform 4.0875 bits/dim" in text
 
 
@@ -171,5 +181,5 @@ def test_the_parts_of_an_error_are_stated_and_add_up():
 
 def test_a_model_without_a_likelihood_has_no_number():
     table = make_table([report("a", line("unnormalised", nats(-90), reason="no constant"))], [{"nats_0": nats(-90)}])
-    assert table.rows[0]["cells"][5] == "none" and "1: no likelihood: no constant" in table.notes
+    assert table.rows[0].cells[5] == "none" and "1: no likelihood: no constant" in table.notes
     assert table.ranking == []

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from genmodels.core.likelihood import with_error
-from genmodels.evaluation.report import report_target, write_report
+from genmodels.report.compare import report_target, write_report
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
