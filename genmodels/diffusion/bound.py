@@ -171,17 +171,6 @@ class ElboTerms:
         """The summands of L by name, (B,) each."""
         return {"prior": self.prior, "diffusion": self.diffusion.sum(1), "reconstruction": self.reconstruction}
 
-    def profile(self, bins: int = 20) -> tuple[Tensor, Tensor, int]:
-        """(edges (bins+1,) of log-SNR, nats (bins,) of all examples together, number of examples).
-
-        The edges span the log-SNRs of the terms, within [-20, 20]; they are the same for every batch of one grid.
-        """
-        low, high = (v.item() for v in self.log_snr.clamp(-20, 20).aminmax())
-        edges = torch.linspace(low, high if high > low else low + 1, bins + 1, dtype=torch.float64)
-        where = (torch.bucketize(self.log_snr.cpu(), edges, right=True) - 1).clamp(0, bins - 1)
-        nats = torch.zeros(bins, dtype=torch.float64).index_add(0, where, self.diffusion.sum(0).cpu())
-        return edges, nats, len(self.diffusion)
-
 
 @torch.no_grad()
 def elbo(

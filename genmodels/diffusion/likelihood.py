@@ -142,11 +142,16 @@ class Elbo:
 
 
 def _profile(edges: Tensor, diffusion: Tensor, most: int = 40) -> Profile:
-    """The terms summed over neighbours into at most `most` bins, whose edges are among the log-SNRs given."""
+    """The terms summed over neighbours into at most `most` bins, whose edges are among the log-SNRs given.
+
+    At pure noise or pure data log SNR is infinite: that edge stands beyond all others, at 20 or more.
+    """
     bins, terms = min(most, diffusion.shape[1]), diffusion.shape[1]
     cuts = torch.arange(bins + 1) * terms // bins
     nats = torch.stack([part.sum() for part in diffusion.sum(0).split(cuts.diff().tolist())])
-    return Profile(edges.double()[cuts * (len(edges) - 1) // terms], nats, len(diffusion))
+    edges = edges.double()[cuts * (len(edges) - 1) // terms]
+    end = (edges[edges.isfinite()].abs().max() + 1).clamp(min=20)
+    return Profile(edges.clamp(-end, end), nats, len(diffusion))
 
 
 #: One item of so many is also solved more coarsely.

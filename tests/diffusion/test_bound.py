@@ -428,15 +428,6 @@ def test_terms_add_up():
     assert terms.total.tolist() == [4.5, 9.25] and terms.nats.tolist() == [-4.5, -9.25]
 
 
-def test_profile_keeps_every_nat():
-    stratified, everything = both_modes(n=20)
-    for terms in (stratified, everything):
-        edges, nats, items = terms.profile()
-        assert len(edges) == 21 and items == 20
-        assert (edges.diff() > 0).all()
-        assert float(nats.sum()) == pytest.approx(float(terms.diffusion.sum()), rel=1e-12)
-
-
 def test_condition_and_progress():
     seen = []
     cond = torch.arange(6)
