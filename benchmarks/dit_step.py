@@ -16,6 +16,7 @@ import time
 from typing import NamedTuple
 
 import torch
+from _steps import Unwrapped, denoising_step, training_step
 from _timing import interleaved
 from torch import nn
 
@@ -51,40 +52,6 @@ def build_peer(setting: Setting) -> nn.Module | None:
         num_attention_heads=setting.heads, attention_head_dim=setting.width // setting.heads, in_channels=channels,
         out_channels=channels, num_layers=setting.depth, sample_size=side, patch_size=2, num_embeds_ada_norm=CLASSES,
     )  # fmt: skip
-
-
-class Unwrapped(nn.Module):
-    """The peer with a plain tensor as result."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        self.network = network
-
-    def forward(self, x, t, cond):
-        return self.network(x, timestep=t, class_labels=cond, return_dict=False)[0]
-
-
-def training_step(network, arguments, target):
-    """A function of no arguments: forward, backward, Adam."""
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
-
-    def step():
-        optimizer.zero_grad()
-        nn.functional.mse_loss(network(*arguments), target).backward()
-        optimizer.step()
-
-    return step
-
-
-def denoising_step(network, arguments):
-    """A function of no arguments: forward without gradients, in evaluation mode."""
-
-    @torch.no_grad()
-    def step():
-        network.eval()(*arguments)
-        network.train()
-
-    return step
 
 
 def compare(name: str, setting: Setting, repeats: int) -> None:

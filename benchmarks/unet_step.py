@@ -15,6 +15,7 @@ import argparse
 from dataclasses import dataclass
 
 import torch
+from _steps import Unwrapped, denoising_step, training_step
 from _timing import interleaved
 from torch import nn
 
@@ -68,40 +69,6 @@ def build_peer(setting: Setting) -> nn.Module:
         attention_head_dim=widths[-1] // setting.heads,
         dropout=setting.dropout,
     )
-
-
-def training_step(network, arguments, target):
-    """A function of no arguments: forward, backward, Adam."""
-    optimizer = torch.optim.Adam(network.parameters(), lr=2e-4)
-
-    def step():
-        optimizer.zero_grad()
-        nn.functional.mse_loss(network(*arguments), target).backward()
-        optimizer.step()
-
-    return step
-
-
-def denoising_step(network, arguments):
-    """A function of no arguments: forward without gradients, in evaluation mode."""
-
-    @torch.no_grad()
-    def step():
-        network.eval()(*arguments)
-        network.train()
-
-    return step
-
-
-class Unwrapped(nn.Module):
-    """The peer with a plain tensor as result."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        self.network = network
-
-    def forward(self, x, t):
-        return self.network(x, t, return_dict=False)[0]
 
 
 def compare(name: str, setting: Setting, repeats: int, channels_last: bool) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from genmodels.nn import ATTENTION, DiT, TokenBlock, dit, patchify, unpatchify
 from genmodels.nn.attention import Attention, Rotary, Rotary2d
 from genmodels.nn.attention_block import Site, make_mechanism
+from tests.nn.inputs import check_bf16_loss, inputs
 
 DOUBLE = torch.float64
 EVENTS = [(1, 8, 8), (3, 7, 9), (2, 5, 4), (4, 13), (2, 1)]
@@ -31,12 +32,6 @@ def randomise(net: nn.Module) -> nn.Module:
             scale = 1 / math.sqrt(p.shape[-1]) if p.dim() > 1 else 0.3
             p.copy_(p + scale * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     return net
-
-
-def inputs(event_shape, batch=2, num_classes=None, dtype=DOUBLE):
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(batch, *event_shape, generator=generator, dtype=dtype)
-    return x, torch.linspace(-6, 5, batch, dtype=dtype), None if num_classes is None else torch.arange(batch) % 3
 
 
 # ---- patches ---------------------------------------------------------------------------------------------------------
@@ -272,16 +267,7 @@ def test_traces_without_a_graph_break(event_shape, masked):
 
 @pytest.mark.parametrize("event_shape", [(3, 15, 16), (8, 37)])
 def test_bf16_loss_is_within_one_per_cent(event_shape):
-    net = build(event_shape, width=32).float()
-    x, log_snr, _ = inputs(event_shape, batch=16, dtype=torch.float32)
-    target = torch.randn(x.shape, generator=torch.Generator().manual_seed(4))
-    losses = []
-    for reduced in (False, True):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=reduced):
-            y = net(x, log_snr)
-        assert y.dtype == torch.float32
-        losses.append(float((y - target).square().mean()))
-    assert losses[0] != losses[1] and abs(losses[1] / losses[0] - 1) < 0.01
+    check_bf16_loss(build(event_shape, width=32), event_shape)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")

@@ -13,6 +13,7 @@ from genmodels.energy import Energy
 from genmodels.nn import GroupNorm, SpatialAttention, UNet, Upsample
 from genmodels.nn import unet as unet_module
 from genmodels.nn.energy_nets import UNetEnergy
+from tests.nn.inputs import check_bf16_loss, inputs
 
 SQUARES = [(n, n) for n in (7, 8, 15, 28, 32, 33)]
 SPACES = [*SQUARES, (7, 12), (9, 16), (5, 33), (37,)]
@@ -35,14 +36,6 @@ def randomise(net: nn.Module) -> nn.Module:
                 bound = 1 / math.sqrt(parameter[0].numel()) if parameter.dim() > 1 else 0.1
                 parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
     return net
-
-
-def inputs(event_shape, batch=2, num_classes=None, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(batch, *event_shape, generator=generator, dtype=dtype)
-    log_snr = torch.linspace(-6, 5, batch, dtype=dtype)
-    cond = None if num_classes is None else torch.arange(batch) % num_classes
-    return x, log_snr, cond
 
 
 def parameters(net) -> int:
@@ -263,16 +256,7 @@ def test_compiled_equals_eager():
     ((1, 8, 8), {"channels": 32, "multipliers": (1, 2)}), ((3, 15, 16), {"channels": 16}), ((8, 37), {"channels": 16}),
 ])  # fmt: skip
 def test_bf16_loss_is_within_one_per_cent(event_shape, options):
-    net = build(event_shape, **options).float()
-    x, log_snr, _ = inputs(event_shape, batch=16, dtype=torch.float32)
-    target = torch.randn(x.shape, generator=torch.Generator().manual_seed(4))
-    losses = []
-    for reduced in (False, True):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=reduced):
-            y = net(x, log_snr)
-        assert y.dtype == torch.float32
-        losses.append(float((y - target).square().mean()))
-    assert losses[0] != losses[1] and abs(losses[1] / losses[0] - 1) < 0.01
+    check_bf16_loss(build(event_shape, **options), event_shape)
 
 
 # ---- sizes of the published settings ---------------------------------------------------------------------------------
