@@ -82,7 +82,7 @@ def guarded(command: str, work: Callable[[], int]) -> int:
     try:
         with stoppable(), _several(command):
             return work() or 0
-    except SystemExit as error:  # of a process whose failure another one has told
+    except SystemExit as error:  # in a process whose failure another one has reported
         return int(error.code or 0)
     except KeyboardInterrupt:
         return _fail(command, "interrupted", 130)

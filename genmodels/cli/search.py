@@ -29,7 +29,7 @@ class OptunaSweeper(Sweeper):
 
     `interval(a,b)` is searched between its ends, on a logarithmic scale as `tag(log,interval(a,b))`, by integers as
     `int(interval(a,b))`; `range(...)` and `a,b,c` among their values. The study is stored in optuna.journal of the
-    sweep's folder: a sweep that goes on runs interrupted and failed points again, then the missing ones. Hydra's own
+    sweep's folder: a resumed sweep runs interrupted and failed points again, then the missing ones. Hydra's own
     plugin is bound to Optuna 2, whose storages no longer work.
 
     Arguments:

@@ -6,7 +6,7 @@ from __future__ import annotations
 def run(*, data: dict, out: str, items: int = 5000, progress: bool = True, trust: list[str] | None = None) -> None:
     """Write a data set as tar shards in WebDataset's format, which data=shards reads.
 
-    The same command goes on where a killed one stopped.
+    The same command resumes where a killed one stopped.
 
     Arguments:
         data: the data set as in training, with its sizes and splits: data=image_folder data.root=photos data.size=64.

@@ -1,7 +1,7 @@
 """A sweep: every point checked before the first starts, then run by Hydra's sweepers and launchers.
 
 The points of `train` have their run folders inside the folder of the sweep; result.json in each says that it is
-finished, and with what. A sweep that goes on, and a job that a cluster starts again, therefore repeat nothing.
+finished, and with what. A resumed sweep, and a job that a cluster starts again, therefore repeat nothing.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ def _resumed(composer: Composer, parsed: list[Override]) -> tuple[list[Override]
 
 
 def _identity(parsed: list[Override]) -> tuple[list[str], list[str]]:
-    """What a sweep has in common with one that goes on with it: its fixed settings, and the keys that it varies."""
+    """What a sweep has in common with the one that it resumes: its fixed settings, and the keys that it varies."""
     task = [o for o in parsed if not o.is_hydra_override()]
     fixed = sorted(o.input_line for o in task if not o.is_sweep_override())
     return fixed, sorted(o.key_or_group for o in task if o.is_sweep_override())

@@ -300,7 +300,7 @@ def _last_good(path: Path) -> str:
             with open(other, "rb") as file:
                 if _damage(file) is None:
                     return f"; the newest intact checkpoint in this folder is {other}"
-        except OSError:
+        except OSError:  # what cannot be read is not intact
             continue
     return "; the folder has no intact checkpoint"
 

@@ -7,6 +7,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from genmodels.core.errors import InputError, RunError
@@ -69,20 +70,15 @@ def _temporary_name(path: Path) -> Path:
 
 
 def _remove(temporary: Path) -> None:
-    try:
+    with suppress(OSError):  # its folder is missing: the error that led here reports the failure
         temporary.unlink(missing_ok=True)
-    except OSError:  # its folder is missing: the error that led here reports the failure
-        pass
 
 
 def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
-    try:
+    with suppress(OSError):  # some network file systems cannot sync a folder; the move itself has happened
         os.fsync(handle)
-    except OSError:  # some network file systems cannot sync a folder; the move itself has happened
-        pass
-    finally:
-        os.close(handle)
+    os.close(handle)
 
 
 def _explain(error: Exception, path: Path) -> Exception:

@@ -57,7 +57,7 @@ def _with_class(files: dict[str, bytes], batch: Batch) -> dict[str, bytes]:
 def write_shards(module: DataModule, out: Path, items: int, source: dict, progress: bool = False) -> dict:
     """Write all splits of a data set as shards of `items` items; shards that are there already are kept.
 
-    Every shard is written beside its place and moved there whole, so that after a kill the same call goes on.
+    Every shard is written to a temporary file and then moved into place, so that the same call resumes after a kill.
 
     Arguments:
         module: the data; its settings of sizes and splits become those of the shards.
@@ -133,7 +133,7 @@ def _alone(out: Path) -> Iterator[None]:
             import fcntl
 
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # not on Windows
+        except ImportError:  # Windows has no such locks: there nothing keeps a second process out
             pass
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):  # others: a file system without locks

@@ -286,7 +286,7 @@ def name_of(storage: Storage, shard: str, start: int) -> str:
 
 def index_of(storage: Storage, recorded: dict[str, dict] | None = None, field: str | None = None,
              label: str = "cls") -> Index:  # fmt: skip
-    """The index of all shards: kept beside them, or in the user's cache folder, or made by reading all headers once.
+    """The index of all shards: kept in their folder or the user's cache folder, or made by reading all headers once.
 
     Arguments:
         storage: where the shards are.

@@ -43,7 +43,7 @@ class DiffusionSampler:
         variance: of the ancestral kernels, a name in VARIANCES, or `learned`.
         clip: threshold of the estimate of the data by default, a name in THRESHOLDS, or None.
         null: the class that stands for all of them, None for a model without.
-        name: the sampler where nobody says, a name in SAMPLERS.
+        name: the default sampler, a name in SAMPLERS.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser

@@ -415,7 +415,7 @@ ObjectiveName = Literal["simple", "vlb", "hybrid", "continuous"]
 
 
 def default_variance(objective: ObjectiveName, levels: int | None) -> Literal["beta", "beta_tilde", "learned"]:
-    """The variance of the reverse steps where nobody names one: `hybrid` is there to learn it, the others cannot all.
+    """The default variance of the reverse steps: `hybrid` exists to learn it, and not all others can.
 
     Example:
         >>> default_variance("hybrid", 256), default_variance("simple", 256), default_variance("simple", None)

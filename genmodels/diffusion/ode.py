@@ -1,7 +1,7 @@
 """Likelihood by the probability-flow ODE: a deterministic path to noise whose change of volume is the density.
 
-With lambda the log-SNR, the field of v = alpha eps - sigma x_0 moves points so that their law is the model's marginal
-at every noise level (Song et al. 2021, equations 13 and 39, for the time lambda):
+With lambda the log-SNR, the field of v = alpha eps - sigma x_0 moves points so that they have the model's
+marginal distribution at every noise level (Song et al. 2021, equations 13 and 39, for the time lambda):
 
     dx / d lambda = 1/2 sigma (sigma x - eps_hat) = -1/2 alpha sigma v_hat
     log p(x at lambda_0) = log N(x at lambda_1; 0, I) + int from lambda_0 to lambda_1 of tr(d field / dx) d lambda

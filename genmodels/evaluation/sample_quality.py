@@ -96,7 +96,7 @@ def count_for(
 
     Raises:
         InputError: when the number that was asked for is too small, or more than there are items; with `insist` also
-            where nobody asked for a number.
+            where no number was asked for.
 
     Example:
         >>> count_for("auto", 359, 64, False)
@@ -208,7 +208,7 @@ def sample_parts(frame: Frame, key: str, n: int, options: dict, measured: str) -
     """This process's parts of the first n samples by number, without the samples: of them only what is measured stays.
 
     Arguments:
-        options: those of sampling beside the request's.
+        options: sampling options in addition to those of the request.
         measured: `features`, `copies` (these and the nearest training items), or nothing.
 
     Returns for each: the first samples to show, index, cond and what lies outside the range; what was measured; how

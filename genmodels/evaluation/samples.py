@@ -109,7 +109,7 @@ class Drawing:
 
     Arguments:
         model, options, batch_size: what is drawn, and how many at once.
-        made: what every file says beside what the sampler says.
+        made: what every file records in addition to what the sampler records.
         ranks: the processes.
     """
 

@@ -211,7 +211,7 @@ def _ranking(lines: list, reports: list[Report], arrays: Sequence[Mapping[str, T
     ranking = []
     for (kind, given), members in groups.items():
         if len({lines[number][0] for number in members}) < 2:
-            continue  # one model alone has nobody to be ranked with
+            continue  # one model alone is not ranked
         best: dict[int, int] = {}  # of the lines of one model and kind, the best
         for number in sorted(members, key=lambda number: lines[number][2].value):
             best.setdefault(lines[number][0], number)

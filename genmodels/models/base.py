@@ -68,7 +68,7 @@ def explain_nonfinite(model, batch, loss) -> str:
         with torch.no_grad(), _first_nonfinite(model.core) as layers:
             model.loss(batch, model.training_generator(len(batch)))
     except Exception:
-        # A loss that cannot be taken a second time, watched and without gradients, names no layer.
+        # What a second pass raises is not the fault to report: it only names fewer layers.
         pass
     finally:
         model.batches_seen += 1

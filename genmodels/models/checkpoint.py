@@ -95,7 +95,7 @@ def _mismatch(state: Any, header: dict, size: int) -> str | None:
 
 
 def check_resumable(state: dict) -> None:
-    """Raise a ValueError where a checkpoint lacks what a run goes on from, or places it elsewhere than its header does.
+    """Raise a ValueError where a checkpoint lacks what a run resumes from, or places it elsewhere than its header does.
 
     Lightning starts from step 0 without a word where the record of its loops is missing.
     """
@@ -119,7 +119,7 @@ def read_resumable(path: str | Path, *, map_location="cpu", mmap: bool = False) 
     """As `read_checkpoint`, of a checkpoint from which a run can go on.
 
     Raises:
-        RunError: also when it lacks what a run goes on from.
+        RunError: also when it lacks what a run is resumed from.
     """
     state = read_checkpoint(path, map_location=map_location, mmap=mmap)
     try:

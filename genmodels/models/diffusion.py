@@ -49,7 +49,7 @@ class DiffusionModel(GenerativeModel):
         "guidance_interval", "known", "keep", "rounds", "edit", "strength", "path", "size", "lengths", "progress",
     )  # fmt: skip
 
-    #: The sampler where nobody says.
+    #: The default sampler.
     usual_sampler = "dpmpp_2m"
 
     def prepare(

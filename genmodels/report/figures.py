@@ -205,7 +205,7 @@ def _inline(svg: str, label: str) -> Markup:
 
 
 def _numbers(one: Series) -> list[list[str]]:
-    """The values of a curve: what nobody has to read off it."""
+    """The values of a curve, in numbers."""
     rows = []
     for k, y in enumerate(one.y):
         where = f"{one.x[k]:.5g} to {one.x[k + 1]:.5g}" if one.form == "steps" else f"{one.x[k]:.6g}"

@@ -62,7 +62,7 @@ class Outcome:
 
 
 class Place(NamedTuple):
-    """The folder of a run, and the checkpoint it goes on from, None for a new run."""
+    """The folder of a run, and the checkpoint it is resumed from, None for a new run."""
 
     folder: Path
     checkpoint: Path | None = None
@@ -75,7 +75,7 @@ def place_of(root: Path, name: str, run_dir: str | None, resume: str | None) -> 
         root: the folder of all runs.
         name: of model and data; runs are in root/name.
         run_dir: the folder, None for one that is named after the time (with `resume="auto"` after the job).
-        resume: None; `last`; `auto`, which goes on where this job has a checkpoint already; a folder, or a file.
+        resume: None; `last`; `auto`, which resumes where this job has a checkpoint already; a folder, or a file.
 
     Raises:
         InputError: if there is nothing to resume, or `run_dir` holds a run already.
@@ -194,8 +194,8 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
         if not path.is_file():
             verify(path)  # which says what it is
         if run_dir is not None and Path(run_dir).resolve() != path.parent.resolve():
-            raise InputError(f"run_dir={run_dir} is not the folder of resume={resume}: a run goes on where it began, "
-                             "leave run_dir out")
+            raise InputError(f"run_dir={run_dir} is not the folder of resume={resume}: a run is resumed where it "
+                             "began, leave run_dir out")
     return path
 
 

@@ -106,7 +106,7 @@ class TrainerOptions:
             return self.strategy
         if not isinstance(self.devices, int) or self.devices < 1:
             raise InputError(f"trainer.strategy=fsdp needs the number of devices, got trainer.devices={self.devices}")
-        # One plain file for each checkpoint, so that a run goes on with any number of processes and any strategy.
+        # One plain file for each checkpoint, so that a run resumes with any number of processes and any strategy.
         return Spread(data_parallel_size=self.devices * self.num_nodes, tensor_parallel_size=1,
                       save_distributed_checkpoint=False)
 
