@@ -2,7 +2,7 @@
 
 from genmodels.diffusion.bound import ElboTerms, continuous_elbo, ddpm_times, elbo, vdm_times
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
-from genmodels.diffusion.denoiser import Denoiser, OnPath
+from genmodels.diffusion.denoiser import Denoiser, FlowMap, OnPath
 from genmodels.diffusion.editing import Inpainting, invert, noised_start, times_from
 from genmodels.diffusion.exact import GaussianDenoiser, MixtureDenoiser
 from genmodels.diffusion.flow_matching import Coupling, FlowMatching, make_path, velocity_of
@@ -16,6 +16,7 @@ from genmodels.diffusion.guidance import (
     require_unaltered,
 )
 from genmodels.diffusion.likelihood import Elbo, ElboEstimate, OdeLikelihood
+from genmodels.diffusion.mean_flow import MeanFlow
 from genmodels.diffusion.objectives import (
     OBJECTIVES,
     Continuous,
@@ -59,6 +60,7 @@ from genmodels.diffusion.samplers import (
     DPMSolverPP2MSampler,
     EDMSampler,
     EulerSampler,
+    FlowMapSampler,
     FlowSampler,
     HeunSampler,
     SDESampler,
@@ -98,6 +100,7 @@ from genmodels.diffusion.schedule_discrete import (
     make_schedule,
     rescale_zero_terminal,
 )
+from genmodels.diffusion.shortcut import FlowMapMatching, Shortcut
 from genmodels.diffusion.solvers import SOLVERS, SolverError
 from genmodels.diffusion.weighting import TIME_SAMPLERS, WEIGHTINGS, LossAwareTimes, TimeSampler, Weighting
 
@@ -135,6 +138,9 @@ __all__ = [
     "ElboTerms",
     "Eps",
     "EulerSampler",
+    "FlowMap",
+    "FlowMapMatching",
+    "FlowMapSampler",
     "FlowMatching",
     "FlowSampler",
     "Gaussian",
@@ -151,6 +157,7 @@ __all__ = [
     "LinearPath",
     "LinearSchedule",
     "LossAwareTimes",
+    "MeanFlow",
     "Memory",
     "MixtureDenoiser",
     "NoiseSchedule",
@@ -168,6 +175,7 @@ __all__ = [
     "Sampler",
     "SamplingPlan",
     "SigmoidSchedule",
+    "Shortcut",
     "Simple",
     "SolverError",
     "Threshold",

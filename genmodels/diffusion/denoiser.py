@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import InputError
-from genmodels.diffusion.parameterisation import Parameterisation, Prediction
-from genmodels.diffusion.path import Path
+from genmodels.diffusion.parameterisation import Parameterisation, Prediction, Velocity
+from genmodels.diffusion.path import LinearPath, Path
 
 
 class AtAnyTime(nn.Module):
@@ -139,3 +139,66 @@ class Denoiser(AtAnyTime):
     def _net_dtype(self, x: Tensor) -> torch.dtype:
         parameters = self.net.parameters() if isinstance(self.net, nn.Module) else iter(())
         return next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
+
+
+class FlowMap(Denoiser):
+    """A network of two times that leads from one to the other in one step, along the straight path.
+
+        x_s = x_t - (t - s) u(x_t, t, s),   u the mean of the velocity between s and t
+
+    u(x_t, t, t) is the velocity itself: where nobody says how far the step leads, this is a denoiser like any other,
+    for every sampler, the bound and the likelihood by the ODE. With `until` = s, x0 and eps are the ends of the line
+    that leads from x_t to x_s, and no estimates of data and noise.
+
+    Arguments:
+        net: called as `net(x_t, times, cond)`, with the mask as fourth argument where there is one; times (B, 2) are t
+            and s, and the result is u.
+
+    Shapes: as of `Denoiser`; until (B,) in [0, t].
+    Source: Frans et al., "One step diffusion via shortcut models", 2025; Geng et al., "Mean flows", 2025.
+
+    Example:
+        >>> half = FlowMap(lambda x, times, cond: x * (times[:, :1] + times[:, 1:]) / 2)
+        >>> t, s, x = torch.tensor([1.0]), torch.tensor([0.0]), torch.ones(1, 2)
+        >>> half(x, t, until=s).velocity, half(x, t).velocity
+        (tensor([[0.5000, 0.5000]]), tensor([[1., 1.]]))
+    """
+
+    #: What a sampler looks for: calls take `until`.
+    leads = True
+
+    def __init__(self, net: nn.Module):
+        super().__init__(net, LinearPath(), Velocity())
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        until: Tensor | None = None,
+    ) -> Prediction:
+        x_t = self.parameterisation.scale_input(x, log_snr := self.schedule.log_snr(t))
+        output = self.mean_velocity(x_t, t, t if until is None else until, cond, mask)
+        return self.parameterisation.to_prediction(output, x, log_snr).along(self.schedule, t)
+
+    def at_log_snr(
+        self,
+        x: Tensor,
+        log_snr: Tensor,
+        cond: Tensor | None = None,
+        mask: Tensor | None = None,
+        estimate: Tensor | None = None,
+    ) -> Prediction:
+        """The prediction of the velocity where the log-SNR (B,) is known rather than the time."""
+        return self(x, self.schedule.time_of(log_snr), cond, mask)
+
+    def mean_velocity(
+        self, x_t: Tensor, t: Tensor, s: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """u(x_t, t, s) (B, *event) at the path's own x_t; t and s are (B,)."""
+        inner = self._net_dtype(x_t)
+        times = torch.stack([t, s], 1).to(x_t.device, torch.promote_types(inner, torch.float32))
+        output = self.net(x_t.to(inner), times, cond, *(() if mask is None else (mask,)))
+        self._check(output, x_t)
+        return output.to(torch.promote_types(x_t.dtype, torch.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -15,7 +16,7 @@ from genmodels.core.samples import SamplingOptions
 from genmodels.diffusion.editing import Inpainting, noised_start, times_from
 from genmodels.diffusion.guidance import GuidedDenoiser, ThresholdedDenoiser
 from genmodels.diffusion.path import Path
-from genmodels.diffusion.samplers import SAMPLERS, make_sampler
+from genmodels.diffusion.samplers import SAMPLERS
 from genmodels.diffusion.sampling import SPACINGS, Sampler, SampleResult, sample
 
 _INPAINTING_STEPS = 50  # each of them is taken several times
@@ -145,3 +146,29 @@ class DiffusionSampler:
             temperature=1.0 if options.temperature is None else options.temperature, device=device, start=start,
             callback=callback,
         )
+
+
+def make_sampler(name: str, steps: int, variance: str, **options: float | str | None) -> tuple[Sampler, dict]:
+    """The sampler of a name in SAMPLERS, and the values of the options that it alone has.
+
+    Arguments:
+        steps: how many it is to take.
+        variance: of its kernels, where it has a choice.
+        options: such as `eta` of ddim; None for the sampler's default.
+
+    Errors: InputError for an option that is not this sampler's; ValueError for a name that does not exist.
+
+    Example:
+        >>> sampler, own = make_sampler("ddim", 10, "beta", eta=None, churn=None)
+        >>> own
+        {'eta': 0.0}
+    """
+    one_of("sampler", name, SAMPLERS)
+    takes = {key: inspect.signature(kind).parameters for key, kind in SAMPLERS.items()}
+    for option, value in options.items():
+        if value is not None and option not in takes[name]:
+            owners = ", ".join(key for key, known in takes.items() if option in known)
+            raise InputError(f"{option} is an option of sampler={owners}, not of {name}: leave it out")
+    own = dict(SAMPLERS[name].defaults.options) | {key: value for key, value in options.items() if value is not None}
+    shared = {key: value for key, value in (("steps", steps), ("variance", variance)) if key in takes[name]}
+    return SAMPLERS[name](**shared, **own), own

@@ -5,7 +5,6 @@ Adding one is a class here, with `defaults`, and its row in SAMPLERS.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from genmodels.diffusion.process import (
     renoise,
     variance_function,
 )
-from genmodels.diffusion.sampling import Memory, Sampler, log_snrs, predict
+from genmodels.diffusion.sampling import Memory, log_snrs, predict
 
 
 @dataclass(frozen=True)
@@ -355,6 +354,28 @@ class FlowSampler:
         return (x + step * (before.velocity + after.velocity) / 2) / r_s, memory
 
 
+class FlowMapSampler:
+    """The steps of a flow map: x_s = x_t - (t - s) u(x_t, t, s), one network call each, however long.
+
+    Of a denoiser that knows one time only these are Euler's steps, equal in time. Source: Geng et al., "Mean flows for
+    one-step generative modeling", 2025, algorithm 2.
+
+    Example:
+        >>> from genmodels.diffusion import FlowMap, sample, uniform_t
+        >>> still = FlowMap(lambda x, times, cond: 0 * x)
+        >>> times, generator = uniform_t(still.schedule, 2), torch.Generator().manual_seed(0)
+        >>> sample(still, (3, 2), times, FlowMapSampler(), generator).evaluations
+        2
+    """
+
+    defaults = Defaults(4, "uniform_t")
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
+        prediction = predict(denoiser, x, t, cond, memory, until=s)
+        return _straight(prediction, x, log_snr_s), Memory(prediction.x0, log_snr_t)
+
+
 #: Squared diffusion coefficients w(t) of `sde`, as functions (t, sigma of the path) -> w (Ma et al. 2024, table 2).
 DIFFUSIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sigma": lambda t, sigma: sigma,
@@ -421,30 +442,5 @@ SAMPLERS: dict[str, type] = {
     "unipc": UniPCSampler,
     "flow": FlowSampler,
     "sde": SDESampler,
+    "flow_map": FlowMapSampler,
 }
-
-
-def make_sampler(name: str, steps: int, variance: str, **options: float | str | None) -> tuple[Sampler, dict]:
-    """The sampler of a name in SAMPLERS, and the values of the options that it alone has.
-
-    Arguments:
-        steps: how many it is to take.
-        variance: of its kernels, where it has a choice.
-        options: such as `eta` of ddim; None for the sampler's default.
-
-    Errors: InputError for an option that is not this sampler's; ValueError for a name that does not exist.
-
-    Example:
-        >>> sampler, own = make_sampler("ddim", 10, "beta", eta=None, churn=None)
-        >>> own
-        {'eta': 0.0}
-    """
-    one_of("sampler", name, SAMPLERS)
-    takes = {key: inspect.signature(kind).parameters for key, kind in SAMPLERS.items()}
-    for option, value in options.items():
-        if value is not None and option not in takes[name]:
-            owners = ", ".join(key for key, known in takes.items() if option in known)
-            raise InputError(f"{option} is an option of sampler={owners}, not of {name}: leave it out")
-    own = dict(SAMPLERS[name].defaults.options) | {key: value for key, value in options.items() if value is not None}
-    shared = {key: value for key, value in (("steps", steps), ("variance", variance)) if key in takes[name]}
-    return SAMPLERS[name](**shared, **own), own

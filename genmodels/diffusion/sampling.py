@@ -53,10 +53,19 @@ def log_snrs(schedule: Path, t: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where((s == 0).to(log_snr_s.device), torch.inf, log_snr_s), log_snr_t
 
 
-def predict(denoiser, x: Tensor, t: Tensor, cond: Tensor | None, memory: Memory | None = None) -> Prediction:
-    """The prediction at one time for all rows; a self-conditioned network also sees the last estimate of x_0."""
-    known = memory is not None and getattr(denoiser, "self_conditioning", False)
-    return denoiser(x, t.to(x.device).expand(len(x)), cond, **({"estimate": memory.x0} if known else {}))
+def predict(
+    denoiser, x: Tensor, t: Tensor, cond: Tensor | None, memory: Memory | None = None, until: Tensor | None = None
+) -> Prediction:
+    """The prediction at one time for all rows.
+
+    A self-conditioned network also sees the last estimate of x_0, a flow map the time until which it is to lead.
+    """
+    given = {}
+    if memory is not None and getattr(denoiser, "self_conditioning", False):
+        given["estimate"] = memory.x0
+    if until is not None and getattr(denoiser, "leads", False):
+        given["until"] = until.to(x.device).expand(len(x))
+    return denoiser(x, t.to(x.device).expand(len(x)), cond, **given)
 
 
 @dataclass
@@ -73,11 +82,12 @@ class _Counted:
     def __init__(self, denoiser, mask: Tensor | None):
         self.denoiser, self.schedule, self.calls = denoiser, denoiser.schedule, 0
         self.self_conditioning = getattr(denoiser, "self_conditioning", False)
+        self.leads = getattr(denoiser, "leads", False)
         self.extra = () if mask is None else (mask,)
 
-    def __call__(self, x: Tensor, t: Tensor, cond: Tensor | None, **estimate: Tensor) -> Prediction:
+    def __call__(self, x: Tensor, t: Tensor, cond: Tensor | None, **given: Tensor) -> Prediction:
         self.calls += 1
-        return self.denoiser(x, t, cond, *self.extra, **estimate)
+        return self.denoiser(x, t, cond, *self.extra, **given)
 
 
 @torch.no_grad()

@@ -187,7 +187,7 @@ def classes_of(network: FeatureNetwork, spec: DataSpec, shown: Tensor, wanted: T
 
 _SHOWN = 64  # samples that are kept for grids
 _LABELLED = 500  # items whose class a likelihood is asked for
-_STEPS, _TEMPERATURES, _SWEPT = (5, 10, 20, 50), (0.5, 0.7, 0.85, 1.0), 500
+_STEPS, _TEMPERATURES, _SWEPT = (1, 2, 4, 10, 20, 50), (0.5, 0.7, 0.85, 1.0), 500
 
 
 def share_outside(outside: Tensor | None) -> dict | None:
@@ -422,6 +422,7 @@ class FidelityStage:
         if key == "steps":
             most = getattr(model, "num_steps", None)
             values = sorted({min(v, most) for v in (*_STEPS, most)}) if most else [10, 40, 160]
+            values = getattr(model, "swept_steps", values)
         found = Sweep(key=key, sampler=None, n=len(real), values=list(values))
         for value in values:
             drawn = self._drawn(len(real), "features", **{key: value})

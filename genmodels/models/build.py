@@ -69,7 +69,7 @@ def make_network(options: dict | None, event_shape: tuple[int, ...], *args: Any)
     Arguments:
         options: keyword options of the network, None for its defaults.
         event_shape: that of the data.
-        args: what follows it: number of classes, doubled output, further channels.
+        args: what follows it: number of classes, doubled output, further channels, two times.
 
     Example:
         >>> type(make_network({TARGET: NETWORKS["dit"], "depth": 1}, (1, 8, 8))).__name__

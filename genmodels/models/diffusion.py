@@ -77,13 +77,14 @@ class DiffusionModel(GenerativeModel):
         return Gaussian() if self.spec.levels is None else kind(self.spec.levels)
 
     def network(
-        self, net: nn.Module | dict | None, *, learned_variance: bool = False, self_conditioning: bool = False
+        self, net: nn.Module | dict | None, *, learned_variance: bool = False, self_conditioning: bool = False,
+        two_times: bool = False,
     ) -> nn.Module:
         """The network of these options, as `make_network` builds it; a module as it is."""
         if isinstance(net, nn.Module):
             return net
         estimate = self.spec.event_shape[0] if self_conditioning else 0
-        return make_network(net, self.spec.event_shape, self.num_classes, learned_variance, estimate)
+        return make_network(net, self.spec.event_shape, self.num_classes, learned_variance, estimate, two_times)
 
     def assemble(
         self, core: Denoiser, elbo: Elbo, objective: Objective, optimizer: Optimizer | dict | None,

@@ -10,6 +10,7 @@ from genmodels.nn.blocks import (
     Upsample,
     group_count,
     log_snr_features,
+    time_features,
 )
 from genmodels.nn.condition import Condition, Conditioning, Net, modulate
 from genmodels.nn.coupling_networks import ConvNet, GatedConvNet, ResidualConvNet, ScaledHead, WaveNet, concat_elu
@@ -51,6 +52,7 @@ __all__ = [
     "concat_elu",
     "group_count",
     "log_snr_features",
+    "time_features",
     "modulate",
     "patchify",
     "unpatchify",

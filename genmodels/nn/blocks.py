@@ -296,13 +296,32 @@ def log_snr_features(log_snr: Tensor, width: int) -> Tensor:
         >>> log_snr_features(torch.tensor([-float("inf"), 0.0, 30.0]), 4)[:, 0]
         tensor([ 1.0000, -0.8838,  0.5624])
     """
-    half = width // 2
     low, high = LOG_SNR_RANGE
-    log_snr = wide(log_snr)
-    position = (log_snr.clamp(low, high) - low) * (1000 / (high - low))
-    index = torch.arange(half, dtype=log_snr.dtype, device=log_snr.device)
-    angle = position[:, None] * torch.exp(-math.log(10000) / half * index)
+    return _sinusoids((wide(log_snr).clamp(low, high) - low) * (1000 / (high - low)), width)
+
+
+def _sinusoids(position: Tensor, width: int) -> Tensor:
+    index = torch.arange(width // 2, dtype=position.dtype, device=position.device)
+    angle = position[:, None] * torch.exp(-math.log(10000) / (width // 2) * index)
     return torch.cat([angle.cos(), angle.sin()], dim=1)
+
+
+def time_features(times: Tensor, width: int) -> Tensor:
+    """Sinusoids of t and of t - s, for the two times between which a flow map leads.
+
+        features of `log_snr_features` with p = 20 t, then with p = 20 (t - s)
+
+    They change little within a hundredth of the unit interval: mean flows learn from their derivative.
+
+    Shapes: `times (B, 2)`, t and s in [0, 1], to `(B, 2 width)`, float32 or wider whatever the autocast.
+    Source: Geng et al., "Mean flows for one-step generative modeling", 2025, table 1c: (t, t - r).
+
+    Example:
+        >>> time_features(torch.tensor([[0.5, 0.5]]), 2)  # cos and sin of 10, then of 0
+        tensor([[-0.8391, -0.5440,  1.0000,  0.0000]])
+    """
+    t, s = wide(times).unbind(1)
+    return torch.cat([_sinusoids(20 * t, width), _sinusoids(20 * (t - s), width)], dim=1)
 
 
 def fourier_features(x: Tensor, log_snr: Tensor, octaves: Sequence[int]) -> Tensor:
@@ -331,7 +350,7 @@ def fourier_features(x: Tensor, log_snr: Tensor, octaves: Sequence[int]) -> Tens
 class ConditionEmbedding(nn.Module):
     """One vector per example from its noise level and its class.
 
-        e = W_2 silu(W_1 features(log_snr)) + class_table[cond]
+        e = W_2 silu(W_1 features(level)) + class_table[cond]
 
     Arguments:
         features: width of the sinusoidal features, even.
@@ -339,8 +358,9 @@ class ConditionEmbedding(nn.Module):
         width: width of the result.
         num_classes: number of classes, None for an unconditional network. The table has one more row, the null
             class `num_classes`: it stands for "no condition", is used when `cond` is None, and may be given as a label.
+        two_times: the level is not a log-SNR but the two times of a flow map, see `time_features`.
 
-    Shapes: `log_snr (B,)`, `cond (B,)` int64 or None; the result is `(B, width)`.
+    Shapes: `level (B,)`, or `(B, 2)` with two times; `cond (B,)` int64 or None; the result is `(B, width)`.
     Errors: ValueError when labels reach a network without classes, or are not integers of shape (B,).
 
     Example:
@@ -349,18 +369,20 @@ class ConditionEmbedding(nn.Module):
         torch.Size([2, 16])
     """
 
-    def __init__(self, features: int, hidden: int, width: int, num_classes: int | None = None):
+    def __init__(
+        self, features: int, hidden: int, width: int, num_classes: int | None = None, two_times: bool = False
+    ):
         super().__init__()
         if features < 2 or features % 2:
             raise ValueError(f"the noise-level features need an even width of at least 2, got {features}")
-        self.features, self.num_classes = features, num_classes
-        self.inner = nn.Linear(features, hidden)
+        self.features, self.num_classes, self.two_times = features, num_classes, two_times
+        self.inner = nn.Linear(features * (1 + two_times), hidden)
         self.outer = nn.Linear(hidden, width)
         self.classes = None if num_classes is None else nn.Embedding(num_classes + 1, width)
 
-    def forward(self, log_snr: Tensor, cond: Tensor | None = None) -> Tensor:
-        features = log_snr_features(log_snr, self.features).to(self.inner.weight.dtype)
-        embedding = self.outer(nn.functional.silu(self.inner(features)))
+    def forward(self, level: Tensor, cond: Tensor | None = None) -> Tensor:
+        features = (time_features if self.two_times else log_snr_features)(level, self.features)
+        embedding = self.outer(nn.functional.silu(self.inner(features.to(self.inner.weight.dtype))))
         if self.classes is None:
             if cond is not None:
                 raise ValueError("this network was built without classes: pass cond=None or set num_classes")

@@ -236,6 +236,7 @@ class DiT(nn.Module):
         num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
         double_output: twice the channels in the output, as learned variances need.
         extra_channels: channels that come in after those of the event and do not go out.
+        two_times: in place of the log-SNR the network takes the two times of a flow map, (B, 2).
         size: depth, width and heads by their published name; None for a small one of 4, 128 and 4.
         depth: number of blocks; None for that of the size, as for the next two.
         width: width of the tokens.
@@ -263,6 +264,7 @@ class DiT(nn.Module):
         num_classes: int | None = None,
         double_output: bool = False,
         extra_channels: int = 0,
+        two_times: bool = False,
         *,
         size: Literal["S", "B", "L", "XL"] | None = None,
         depth: int | None = None,
@@ -285,7 +287,7 @@ class DiT(nn.Module):
         depth, width, heads = (own if given is None else given
                                for own, given in zip(published, (depth, width, heads), strict=True))  # fmt: skip
         self.dims, self.patch, self.in_channels = dims, patch, channels + extra_channels
-        self.embedding = ConditionEmbedding(256, width, width, num_classes)
+        self.embedding = ConditionEmbedding(256, width, width, num_classes, two_times)
         grid = None if dims == 1 else tuple(-(-n // patch) for n in space)
         self.transformer = TokenTransformer(
             self.in_channels * patch**dims, channels * (1 + double_output) * patch**dims, Site(dims, grid, dropout),

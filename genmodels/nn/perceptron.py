@@ -268,6 +268,7 @@ class MLPDenoiser(nn.Module):
         num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
         double_output: twice the entries of the event's first axis in the output, as learned variances need.
         extra_channels: entries of the first axis that come in and do not go out, as self-conditioning needs.
+        two_times: in place of the log-SNR the network takes the two times of a flow map, (B, 2).
         hidden: width of the residual stream, even.
         depth: number of residual blocks.
         frequencies: octaves of Fourier features of each coordinate, which sharpen edges in few dimensions; 0 is none.
@@ -290,6 +291,7 @@ class MLPDenoiser(nn.Module):
         num_classes: int | None = None,
         double_output: bool = False,
         extra_channels: int = 0,
+        two_times: bool = False,
         *,
         hidden: int = 256,
         depth: int = 4,
@@ -307,7 +309,7 @@ class MLPDenoiser(nn.Module):
         self.checkpointing = checkpointing
         self.out_shape = (first * (2 if double_output else 1), *rest)
         dims = math.prod(self.event_shape)
-        self.embedding = ConditionEmbedding(min(hidden, 64), hidden, hidden, num_classes)
+        self.embedding = ConditionEmbedding(min(hidden, 64), hidden, hidden, num_classes, two_times)
         self.modulation = nn.Linear(hidden, 2 * hidden * depth)
         self.stem = nn.Linear(dims * (1 + 2 * frequencies), hidden)
         self.inner = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(depth))

@@ -37,6 +37,7 @@ class UNet(nn.Module):
         num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
         double_output: twice the channels in the output, as learned variances need.
         extra_channels: channels that come in after those of the event and do not go out, as self-conditioning needs.
+        two_times: in place of the log-SNR the network takes the two times of a flow map, (B, 2).
         channels: channels of the first level.
         multipliers: one per level.
         blocks: residual blocks per level.
@@ -67,6 +68,7 @@ class UNet(nn.Module):
         num_classes: int | None = None,
         double_output: bool = False,
         extra_channels: int = 0,
+        two_times: bool = False,
         *,
         channels: int = 64,
         multipliers: list[int] | tuple[int, ...] = (1, 2, 2),
@@ -88,6 +90,9 @@ class UNet(nn.Module):
             raise ValueError(
                 f"channels = {channels}, multipliers = {list(multipliers)} and blocks = {blocks} must be at least 1"
             )
+        if two_times and fourier:
+            raise ValueError("Fourier features fade with the log-SNR, and a flow map's network takes times: leave "
+                             "fourier out")
         if channels % 2:
             raise ValueError(f"channels = {channels} must be even: the noise-level features come in pairs")
         check_kind(attention, dims)
@@ -104,7 +109,7 @@ class UNet(nn.Module):
         convolution = CONVOLUTION[dims]
         widths = [channels * m for m in multipliers]
         condition = 5 * channels // 2
-        self.embedding = ConditionEmbedding(channels, 4 * channels, condition, num_classes)
+        self.embedding = ConditionEmbedding(channels, 4 * channels, condition, num_classes, two_times)
         self.stem = convolution(self.in_channels * (1 + 2 * len(self.fourier)), channels, 3, padding=1)
 
         # Down: the stem, every block and every downsampling leave a map for the way up.

@@ -228,7 +228,8 @@ def by_noise_level(models: list[Model]) -> list:
             continue
         edges = profile.log_snr_edges
         costs, unit = model.per_item(-np.array(profile.nats))
-        bins = [(a, b, cost / abs(b - a)) for a, b, cost in zip(edges, edges[1:], costs, strict=False) if a != b]
+        bins = [(a, b, cost / abs(b - a)) for a, b, cost in zip(edges, edges[1:], costs, strict=False)
+                if a != b and math.isfinite(b - a)]  # paths without signal at t = 1 end at minus infinity
         if bins[0][0] > bins[-1][1]:
             bins = [(b, a, height) for a, b, height in reversed(bins)]
         ends = [a for a, _, _ in bins] + [bins[-1][1]]

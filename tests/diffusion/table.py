@@ -11,6 +11,7 @@ from genmodels.diffusion import (
     DPMSolverPP2MSampler,
     EDMSampler,
     EulerSampler,
+    FlowMapSampler,
     FlowSampler,
     HeunSampler,
     SDESampler,
@@ -33,6 +34,7 @@ INSTANCES = {
     "flow": FlowSampler(),
     "sde": SDESampler(),
     "sde, sine": SDESampler(diffusion="sine"),
+    "flow_map": FlowMapSampler(),
 }
 
 

@@ -92,7 +92,7 @@ def of_digits(hostile: str = "") -> tuple[Table, list[dict]]:
                 "ood_0_nats": own["nats_0"][:200] - 20 + rng.normal(0, 30, 200), "ood_0_x": images[30:38]}  # fmt: skip
         layers = [Layer(f"flow.{i}", ["ActNorm", "Mix", "AffineCoupling"][i % 3], float(rng.normal(0, 0.3)),
                         float(10 ** rng.uniform(-7.5, -4.5)) * (i % 7 > 0), None, 1.5, 12.0) for i in range(24)]
-        levels = NoiseLevels(np.linspace(15, -15, 41).tolist(),
+        levels = NoiseLevels([*np.linspace(15, -15, 40).tolist(), -math.inf],
                              (2.3 * np.exp(-((np.linspace(15, -15, 40) - 1) ** 2) / 20)).tolist())
         profile = {"ddpm": Profile(diffusion=levels), "glow": Profile(flow=layers), "energy": Profile()}[family]
         steps, rest = [5, 10, 20, 50, 200], [0.1] * 5

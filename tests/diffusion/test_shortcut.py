@@ -1,0 +1,133 @@
+"""Shortcut models: their targets against the exact flow map of a Gaussian, and how steps and rows are drawn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from genmodels.core.random import KeyedGenerator
+from genmodels.diffusion import (
+    Denoiser,
+    FlowMap,
+    FlowMapSampler,
+    GaussianDenoiser,
+    GuidedDenoiser,
+    LinearPath,
+    Shortcut,
+    ThresholdedDenoiser,
+    Velocity,
+    sample,
+    uniform_t,
+)
+from tests.diffusion.exact_map import MEAN, VARIANCE, exact_map, lead, mean_velocity, on_the_path
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# ---- flow maps ----
+
+
+def test_a_flow_map_is_a_denoiser_and_leads_in_one_step():
+    """Without `until` all views are those of the exact denoiser; one step of the sampler is the exact flow."""
+    exact, t = GaussianDenoiser(LinearPath(), MEAN, VARIANCE, parameterisation=Velocity()), torch.rand(64).double()
+    x = on_the_path(t)[0] / LinearPath().scale(t)[:, None]
+    for view in ("x0", "eps", "v", "velocity", "output"):
+        torch.testing.assert_close(getattr(exact_map()(x, t), view), getattr(exact(x, t), view), rtol=0, atol=1e-10)
+    noise = torch.randn(64, 3, generator=seeded(), dtype=torch.float64)
+    expected = lead(noise, torch.ones(64).double(), torch.zeros(64).double())
+    for steps in (1, 2, 5):
+        out = sample(exact_map(), (64, 3), uniform_t(LinearPath(), steps), FlowMapSampler(), seeded(), start=noise,
+                     dtype=torch.float64)  # fmt: skip
+        assert out.evaluations == steps and (out.x - expected).abs().max() < 1e-12
+
+
+def test_guidance_and_thresholds_keep_the_length_of_the_step():
+    def net(x, times, cond):
+        return (times[:, :1] - times[:, 1:]) + cond[:, None] + 0 * x
+
+    t, s, x, cond = torch.ones(2), torch.full((2,), 0.25), torch.zeros(2, 3), torch.tensor([1, 2])
+    guided = GuidedDenoiser(FlowMap(net), 3.0, null=0)
+    assert guided.leads and ThresholdedDenoiser(guided).leads
+    torch.testing.assert_close(guided(x, t, cond, until=s).output, (0.75 + 3.0 * cond)[:, None].expand(2, 3))
+    near = ThresholdedDenoiser(FlowMap(net))(x, t, cond, until=s)  # x0 = x - u, -1.75 and -2.75, clipped
+    torch.testing.assert_close(near.x0, -torch.ones(2, 3))
+
+
+# ---- the target ----
+
+
+def misses(objective, network):
+    """How far the network is from the objective's targets on rows with s < t, in the worst of them."""
+    denoiser, index = FlowMap(network), torch.arange(256)
+    t, s = objective.ends(torch.rand(256, generator=seeded()).double(), KeyedGenerator(0, index, "train"))
+    x_t, x0, noise = on_the_path(t, 256)
+    rows = s < t
+    x_t, t, s, velocity = x_t[rows], t[rows], s[rows], (noise - x0)[rows]
+    target = objective.target(denoiser, x_t, t, s, velocity, None, None)
+    return float((target - denoiser.mean_velocity(x_t, t, s)).abs().max())
+
+
+class TwiceTheSameHalf(Shortcut):
+    """The second half step starts where the first did."""
+
+    def target(self, denoiser, x_t, t, s, velocity, cond, mask):
+        d = (t - s) / 2
+        return (denoiser.mean_velocity(x_t, t, t - d) + denoiser.mean_velocity(x_t, t - d, s)) / 2
+
+
+def test_the_exact_flow_map_meets_the_target():
+    """The shortest steps, which the velocity stands for, are left out by a finest length below them."""
+
+    class Finer(Shortcut):
+        def target(self, denoiser, *given):
+            self.finest, kept = 10**9, self.finest
+            found = super().target(denoiser, *given)
+            self.finest = kept
+            return found
+
+    assert misses(Finer(share=0.9), mean_velocity) < 1e-10
+    assert misses(Shortcut(share=0.9, finest=128), mean_velocity) < 0.05  # Euler's error of a step of 1/128
+    assert misses(TwiceTheSameHalf(share=0.9), mean_velocity) > 0.1
+    assert misses(Finer(share=0.9), lambda x, times, cond: mean_velocity(x, times[:, :1].expand(-1, 2))) > 0.1
+
+
+def test_the_loss_is_made_of_both_targets():
+    """A network that answers t - s: 0 where it learns the velocity, 2d where two steps of d answer d."""
+
+    class Half(Shortcut):
+        def ends(self, u, generator):
+            return torch.tensor([0.3, 1.0]).double(), torch.tensor([0.3, 0.5]).double()
+
+    x0, ones = torch.zeros(2, 3, dtype=torch.float64), torch.ones(2)
+    far = FlowMap(lambda x, times, cond: (times[:, :1] - times[:, 1:]).expand_as(x))
+    out = Half().at_times(far, x0, None, seeded(1), ones, ones, None)
+    noise = torch.randn(2, 3, generator=seeded(1), dtype=torch.float64)
+    expected = torch.stack([noise[0].square().mean(), torch.tensor((0.25 - 0.5) ** 2).double()])
+    torch.testing.assert_close(out.per_example, expected)
+    assert float(out.times[1]) == 1
+
+
+def test_steps_are_drawn_evenly_and_end_on_their_grid():
+    objective, index = Shortcut(share=0.25, finest=16), torch.arange(8000)
+    t, s = objective.ends(torch.full((8000,), 0.123, dtype=torch.float64), KeyedGenerator(0, index, "train"))
+    length = t - s
+    steps = length > 0
+    assert abs(float(steps.double().mean()) - 0.25) < 5 * (0.25 * 0.75 / 8000) ** 0.5
+    assert bool((t[~steps] == 0.123).all()) and length[steps].unique().tolist() == [0.125, 0.25, 0.5, 1.0]
+    counts = torch.stack([(length == one).sum() for one in length[steps].unique()]).double() / steps.sum()
+    assert (counts - 0.25).abs().max() < 5 * (0.25 * 0.75 / 2000) ** 0.5
+    for one in length[steps].unique():
+        ends = (t[length == one] / one).unique()
+        assert ends.tolist() == list(range(1, round(1 / float(one)) + 1))
+
+
+def test_what_it_refuses():
+    with pytest.raises(ValueError, match="power of two"):
+        Shortcut(finest=100)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Shortcut(share=0.0)
+    plain = Denoiser(lambda x, log_snr, cond: x, LinearPath(), Velocity())
+    with pytest.raises(ValueError, match="network of two times"):
+        Shortcut()(plain, torch.zeros(2, 3), None, seeded())

@@ -1,0 +1,68 @@
+"""Models of few steps: one network for every step length, under the contract of diffusion models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.random import KeyedGenerator
+from genmodels.models.few_steps import MeanFlowModel, ShortcutModel
+
+SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
+DIT = {"_target_": "genmodels.nn.dit.DiT", "width": 16, "depth": 1, "heads": 2}
+DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+FLOW_MAPS = [ShortcutModel, MeanFlowModel]
+
+
+def small(kind, spec=DIGITS, **options):
+    torch.manual_seed(0)
+    model = kind(spec, **({"num_steps": 12, "net": SMALL, "ema_decay": 0.0} | options)).eval()
+    with torch.no_grad():  # away from the zero start
+        for p in model.core.parameters():
+            p.add_(0.05 * torch.randn(p.shape))
+    return model
+
+
+def batch(n=6):
+    x = torch.randint(0, 17, (n, 1, 8, 8), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    return Batch(x, torch.arange(n) % 10, index=torch.arange(n))
+
+
+@pytest.mark.parametrize("net", [SMALL, DIT], ids=["unet", "dit"])
+@pytest.mark.parametrize("kind", FLOW_MAPS)
+def test_losses_are_keyed_and_have_gradients(kind, net):
+    model = small(kind, net=net, share=0.5)
+    losses = [model.loss(batch(), KeyedGenerator(0, torch.arange(6), "train")) for _ in range(2)]
+    assert torch.equal(losses[0].per_example, losses[1].per_example) and losses[0].per_example.shape == (6,)
+    losses[0].value.backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.core.parameters())
+
+
+@pytest.mark.parametrize("kind", FLOW_MAPS)
+def test_samples_of_few_steps_and_what_else_the_velocity_serves(kind):
+    model = small(kind)
+    for steps in (1, 2, 4):
+        several = model.sample(3, steps=steps, guidance=2.0)
+        assert several.made["sampler"] == "flow_map" and several.made["evaluations"] == steps
+        assert (several.x[2].int() - model.sample(1, steps=steps, start=2, guidance=2.0).x[0].int()).abs().max() <= 1
+    assert model.sample(2, sampler="heun", steps=3).x.shape == (2, 1, 8, 8)
+    few = batch(1)
+    assert model.log_likelihood(few, weights="raw").nats.isfinite().all()
+    found = model.ode_likelihood(few, weights="raw", solver="heun", steps=2, divergence="hutchinson", probes=1)
+    assert found.kind == "ode" and found.nats.isfinite().all()
+
+
+def test_the_length_of_a_step_reaches_the_network():
+    model = small(ShortcutModel, DataSpec("plane", (2,)), net={"hidden": 16, "depth": 1})
+    t, x = torch.ones(3), torch.randn(3, 2)
+    one, other = (model.core(x, t, until=torch.full((3,), s)).output for s in (0.0, 0.5))
+    assert (one - other).abs().max() > 1e-4
+    assert torch.equal(model.core(x, t).output, model.core(x, t, until=t).output)
+
+
+def test_options_that_do_not_fit():
+    with pytest.raises(ValueError, match="leave fourier out"):
+        ShortcutModel(DIGITS, net=SMALL | {"fourier": [2]})
+    with pytest.raises(ValueError, match="power of two"):
+        ShortcutModel(DIGITS, net=SMALL, finest=100)
