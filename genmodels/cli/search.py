@@ -66,8 +66,8 @@ class OptunaSweeper(Sweeper):
                              "\"model.optimizer.lr=tag(log,interval(1e-4,1e-2))\"")
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, folder / "multirun.yaml")
         study, complete = self._study(folder)
+        OmegaConf.save(self.config, folder / "multirun.yaml")
 
         def launch(trials: list, number: int) -> Sequence[JobReturn]:
             points = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]

@@ -273,9 +273,14 @@ def sweep(composer: Composer, overrides: list[str]) -> int:
         composer.command, [*words, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={in_hydra(str(folder))}"],
         run_mode=RunMode.MULTIRUN, with_log_configuration=True,
     )
-    sweeper = _sweeper(composer, task, config)
-    sweeper.launcher = launches = Launches(sweeper.launcher, composer, task)
-    sweeper.sweep(arguments=OmegaConf.to_container(config.hydra.overrides.task))
+    try:
+        sweeper = _sweeper(composer, task, config)
+        sweeper.launcher = launches = Launches(sweeper.launcher, composer, task)
+        sweeper.sweep(arguments=OmegaConf.to_container(config.hydra.overrides.task))
+    except InputError:
+        with suppress(OSError):  # a sweep that is refused leaves no empty folder
+            folder.rmdir()
+        raise
     chosen = not settings.sweeper._target_.endswith("BasicSweeper")
     return _report(launches, folder if composer.command == "train" else None, chosen)
 

@@ -95,6 +95,7 @@ def test_nothing_starts_when_a_setting_is_wrong(rates, capsys, wrong, message):
     assert cli.main(["train", "-m", "hydra/sweeper=optuna", *wrong.split()]) == 2
     printed = capsys.readouterr().err
     assert rates == [] and message in printed and printed.count("\n") == 1
+    assert not list(Path("runs").glob("sweeps/*"))
 
 
 @pytest.mark.parametrize("word, expected", [

@@ -241,3 +241,4 @@ def test_no_cluster_is_one_line(points, tmp_path, monkeypatch, capsys):
 def test_a_missing_launcher_is_one_line(points, capsys):
     assert cli.main(["train", "-m", "seed=0,3", "hydra/launcher=joblip"]) == 2
     assert "pip install 'genmodels[scale]'" in capsys.readouterr().err and points == []
+    assert not list(Path("runs").glob("sweeps/*"))
