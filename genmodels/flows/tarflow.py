@@ -174,7 +174,7 @@ class MetaBlock(Bijection):
                 if guided:
                     of_class, of_none = out.chunk(2)
                     out = torch.lerp(of_none, of_class, self.decoding.guidance)
-                params = self._params(out, own, here, bool(found))
+                params = self._params(out, own, here, len(found) > 0)
                 last, (x, log_derivative) = x, self.transform.inverse(own, params)
                 x = hide(x.mT, None if here is None else here[..., -own.shape[1] :]).mT
                 if self.decoding.tolerance and float((x - last).detach().abs().max()) <= self.decoding.tolerance:
