@@ -141,6 +141,7 @@ def test_resumed_is_as_never_stopped(here, words):
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_training_on_two_processes_is_training_on_one(here):
     words = [*PLANE, *QUICK, "trainer.accelerator=cpu"]
     genmodels("train", *words, "run_dir=one")

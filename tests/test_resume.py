@@ -129,7 +129,7 @@ def test_workers_change_nothing(straight):
     assert fingerprint(straight[0] / "last.ckpt") == fingerprint(straight[2] / "last.ckpt")
 
 
-@pytest.mark.parametrize("workers, kills", [(0, 1), (2, 2)])
+@pytest.mark.parametrize("workers, kills", [pytest.param(0, 1, marks=pytest.mark.slow), (2, 2)])
 def test_killed_at_random_moments(straight, tmp_path, workers, kills):
     rng = random.Random(workers)
     folder, option = tmp_path / "run", f"data.num_workers={workers}"
@@ -172,6 +172,7 @@ def test_killed_at_the_end_of_an_epoch_then_stopped_by_a_signal(straight, tmp_pa
     assert metrics(folder) == metrics(straight[0])
 
 
+@pytest.mark.slow
 def test_two_accumulated_batches_resume_too(tmp_path):
     words = ["trainer.accumulate=2", "trainer.max_steps=20", "checkpoint.every_n_steps=3"]
     train(tmp_path / "whole", *words)
@@ -222,6 +223,7 @@ def stopped_once(tmp_path: Path, base: list[str], at: int, steps: int) -> None:
     assert metrics(folder) == metrics(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_flow_in_constant_memory_with_dropout_resumes_too(tmp_path):
     stopped_once(tmp_path, FLOW, at=5, steps=24)
 
@@ -236,6 +238,7 @@ def test_a_run_on_shards_resumes_too(tmp_path):
     assert metrics(tmp_path / "digits") == metrics(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_flow_matching_with_optimal_transport_resumes_too(tmp_path):
     small = ["model=flow_matching", "model.coupling=ot", "model.time_sampler=logit_normal", "trainer.max_steps=16",
              *(word for word in SMALL if not word.startswith(("model=", "trainer.max_steps", "trainer.validate")))]

@@ -280,7 +280,8 @@ BY_LIGHTNING = ["trainer.devices=2", "trainer.strategy=ddp"]
 
 
 @pytest.mark.parametrize("model, by, further", [
-    (["model=ddpm", *TINY], TORCHRUN, []), ([*GLOW, "model.memory=inverse"], (), BY_LIGHTNING),
+    (["model=ddpm", *TINY], TORCHRUN, []),
+    pytest.param([*GLOW, "model.memory=inverse"], (), BY_LIGHTNING, marks=pytest.mark.slow),
     pytest.param(GLOW, (), BY_LIGHTNING, marks=pytest.mark.slow),
     pytest.param(["model=flow_matching", "model.coupling=ot", *TINY], (), BY_LIGHTNING, marks=pytest.mark.slow),
 ], ids=["ddpm by torchrun", "glow by inversion", "glow", "flow matching"])  # fmt: skip
