@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import printable
+from genmodels.core.errors import InputError, printable
 
 
 @dataclass
@@ -276,3 +276,42 @@ class Latents:
             return (mixed / ((1 - w).square() + w.square()).sqrt()).flatten(0, 1)
 
         return Latents(tuple(between(*pair) for pair in zip(self.scales, other.scales, strict=True)))
+
+
+def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_repeated: float = 0.01) -> None:
+    """Refuse data on which score matching diverges to minus infinity: constant, repeated or dependent columns.
+
+    The data must have a density; on points or lower-dimensional sets the loss is unbounded below.
+
+    Arguments:
+        x: (N, D) training rows, N > 1.
+        names: of the columns; their numbers from 1 on by default.
+        most_repeated: share of rows that may be copies of others.
+
+    Errors: InputError naming the columns.
+
+    Example:
+        >>> require_continuous(torch.tensor([[1.0, 2.0], [1.0, 3.0]]), ["age", "height"])
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: column age is constant: leave it out, or add noise
+    """
+    rows = x.flatten(1)
+    names = [str(i + 1) for i in range(rows.shape[1])] if names is None else list(names)
+    for name, column in zip(names, rows.T, strict=True):
+        if bool((column == column[0]).all()):
+            raise InputError(f"column {name} is constant: leave it out, or add noise")
+        if len(column) > 100 and len(column.unique()) <= 20:
+            raise InputError(f"column {name} has only {len(column.unique())} values: dequantise it, or add noise")
+    copies = len(rows) - len(rows.unique(dim=0))
+    if copies > most_repeated * len(rows):
+        raise InputError(f"{copies} of {len(rows)} rows are copies of others: drop them, or add noise")
+    centred = (rows - rows.mean(0)).to(torch.float64)
+    scaled = centred / centred.norm(dim=0)
+    if len(rows) > rows.shape[1]:
+        values, vectors = torch.linalg.eigh(scaled.T @ scaled)
+        if float(values[0]) < 1e-10 * float(values[-1]):
+            involved = [name for name, weight in zip(names, vectors[:, 0].abs(), strict=True) if float(weight) > 1e-3]
+            raise InputError(
+                f"columns {', '.join(involved)} depend on each other linearly: leave one out, or add noise"
+            )

@@ -191,7 +191,7 @@ class DataModule(pl.LightningDataModule):
         """Why continuous vectors have no density, if they have none; training refuses only constant columns."""
         if self._loaded is None or self.spec.levels is not None or len(self.spec.event_shape) != 1:
             return []
-        from genmodels.energy.guards import require_continuous
+        from genmodels.core.data import require_continuous
 
         x = next(iter(self.loader("train", _EXAMINED))).x
         if not bool(x.isfinite().all()):

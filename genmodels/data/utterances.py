@@ -227,13 +227,3 @@ class BucketedBatchSampler(ResumableBatchSampler):
                 raise InputError(f"a batch of {len(positions)} items cannot be shared by {world} processes: set "
                                  "data.batch_size so that the last batch is larger, or data.max_frames higher")
             yield epoch, shared[rank::world]
-
-    def waste(self, epoch: int = 0) -> float:
-        """The share of frames that are padding.
-
-        Example:
-            >>> BucketedBatchSampler(torch.tensor([10, 10, 20, 20]), 2).waste()
-            0.0
-        """
-        widths = sum(float(self.frames[p].max()) * len(p) for p in self.batches(epoch))
-        return 1 - float(self.frames.sum()) / widths

@@ -1,5 +1,6 @@
 """Energy-based and score-based models in plain PyTorch: score-matching losses, MCMC samplers, partition functions."""
 
+from genmodels.core.data import require_continuous
 from genmodels.energy.annealed import annealed_langevin, predictor_corrector
 from genmodels.energy.annealed_importance import GRIDS, AnnealedImportanceSampling, LogPartition
 from genmodels.energy.chains import (
@@ -28,13 +29,13 @@ from genmodels.energy.function import (
     log_density_of,
     require_energy,
 )
-from genmodels.energy.guards import DivergenceGuard, require_continuous, require_finite
 from genmodels.energy.integrals import Quadrature, expectation, quadrature
 from genmodels.energy.kernel_fit import DeepKernel, DeepKernelLoss
 from genmodels.energy.kernels import HMC, MALA, ULA, Kernel, Move, Point, Target, leapfrog
 from genmodels.energy.known import DoubleWell, GaussianBase, NormalMixture, Potential, Quadratic
 from genmodels.energy.losses import (
     PROJECTIONS,
+    DivergenceGuard,
     ExactScoreMatching,
     FiniteDifferenceScoreMatching,
     Gaussian,
@@ -45,7 +46,7 @@ from genmodels.energy.losses import (
     SlicedScoreMatchingVR,
     Sphere,
 )
-from genmodels.energy.products import cheapest_route, curl, directional, measure_routes, trace
+from genmodels.energy.products import cheapest_route, curl, directional, trace
 
 LOSSES: dict[str, type[Loss]] = {
     "exact": ExactScoreMatching,
@@ -112,13 +113,11 @@ __all__ = [
     "largest_distance",
     "leapfrog",
     "log_density_of",
-    "measure_routes",
     "noise_levels",
     "predictor_corrector",
     "quadrature",
     "require_continuous",
     "require_energy",
-    "require_finite",
     "run_chains",
     "split_r_hat",
     "trace",

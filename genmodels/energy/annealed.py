@@ -82,7 +82,6 @@ def predictor_corrector(
     *,
     snr: float = 0.16,
     corrector_steps: int = 1,
-    batch_norms: bool = False,
     denoise: bool = True,
     start: Tensor | None = None,
     cond: Tensor | None = None,
@@ -95,16 +94,15 @@ def predictor_corrector(
         predictor   x <- x + (sigma_i^2 - sigma_{i+1}^2) s(x, sigma_i) + sqrt(sigma_i^2 - sigma_{i+1}^2) xi
         corrector   x <- x + h s(x, sigma_{i+1}) + sqrt(2h) xi,   h = min((snr |xi| / |s|)^2, sigma_{i+1}^2)
 
-    The bound on h is ours: if the score of an example nearly vanishes, the quotient is unbounded. In few dimensions the
-    quotient varies strongly, and the predictor alone (`corrector_steps=0`) is more accurate.
+    Norms are those of each example, where the source takes their mean over the batch. The bound on h is ours: if the
+    score of an example nearly vanishes, the quotient is unbounded. In few dimensions the quotient varies strongly, and
+    the predictor alone (`corrector_steps=0`) is more accurate.
 
     Arguments:
         shape: (B, *event).
         sigmas: decreasing noise levels.
         snr: ratio of the norms of a corrector's drift and noise, up to a factor.
         corrector_steps: corrections at each level; 0 is the predictor alone.
-        batch_norms: whether the norms are averaged over the batch, as in the source; samples then depend on their
-            batch.
         denoise: whether to end with the posterior mean of the clean data given x.
         start: (B, *event) in place of N(0, sigma_1^2).
         callback: called after each level as callback(number from 0, x).
@@ -127,7 +125,7 @@ def predictor_corrector(
             x = x + gap * _score(model, x, sigma, cond) + gap**0.5 * noise_like(x, keyed)
             for _ in range(corrector_steps):
                 score, noise = _score(model, x, smaller, cond), noise_like(x, keyed)
-                ratio = _length(noise, batch_norms) / _length(score, batch_norms)
+                ratio = _length(noise) / _length(score)
                 h = (snr * ratio).square().clamp(max=smaller**2)
                 x = x + h * score + (2 * h).sqrt() * noise
             if callback is not None:
@@ -153,8 +151,6 @@ def _score(model: NoiseConditionalScore, x: Tensor, sigma: float, cond: Tensor |
     return model.score_at(x, x.new_full((len(x),), sigma), cond)
 
 
-def _length(x: Tensor, over_batch: bool) -> Tensor:
-    """(B, 1, ..., 1) norms of the events, or their mean."""
-    length = x.flatten(1).norm(dim=1)
-    length = length.mean().expand_as(length) if over_batch else length
-    return length.reshape(-1, *(1,) * (x.dim() - 1)).clamp(min=torch.finfo(x.dtype).tiny)
+def _length(x: Tensor) -> Tensor:
+    """(B, 1, ..., 1) norms of the events."""
+    return x.flatten(1).norm(dim=1).reshape(-1, *(1,) * (x.dim() - 1)).clamp(min=torch.finfo(x.dtype).tiny)

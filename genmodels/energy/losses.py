@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, RunError
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import wide
 from genmodels.energy.function import EnergyFunction, ScoreFunction, require_energy
@@ -341,3 +341,32 @@ def _at_least_one(number: int, name: str = "projections") -> int:
     if number < 1:
         raise InputError(f"{name} = {number} must be at least 1")
     return number
+
+
+class DivergenceGuard:
+    """Stop training when the energy diverges: loss below -1000 D, or mean |E| above a million for 100 steps.
+
+    Arguments:
+        dims: D.
+        patience: number of consecutive steps with large energies that are tolerated.
+
+    Errors: RunError, from `check`.
+
+    Example:
+        >>> guard = DivergenceGuard(2)
+        >>> guard.check(0, torch.tensor([-1.0]), torch.tensor([3.0]))
+        >>> guard.check(1, torch.tensor([-1e9]), torch.tensor([3.0]))
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.RunError: energy diverges at step 1: add noise, confinement or a lower learning rate
+    """
+
+    def __init__(self, dims: int, *, patience: int = 100):
+        self.dims, self.patience, self.large = dims, patience, 0
+
+    def check(self, step: int, loss: Tensor, energy: Tensor | None = None) -> None:
+        """Check the losses (B,) and energies (B,) of a step."""
+        large = energy is not None and float(energy.detach().abs().mean()) > 1e6
+        self.large = self.large + 1 if large else 0
+        if float(loss.detach().mean()) < -1e3 * self.dims or self.large >= self.patience:
+            raise RunError(f"energy diverges at step {step}: add noise, confinement or a lower learning rate")

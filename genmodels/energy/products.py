@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from functools import cache
 from typing import Literal, NamedTuple
@@ -94,7 +93,7 @@ def directional(
 
 
 def cheapest_route(model: ScoreFunction, *, with_score: bool, cond: Tensor | None = None) -> Route:
-    """The fastest route for this kind of model, by measurement; `measure_routes` repeats it.
+    """The fastest route for this kind of model, as measured.
 
     In training and in evaluation, for perceptrons and convolutions, double backward took .5 to .8 of the time of
     forward over reverse, also for score networks; the jet took about .55 of double backward where it exists.
@@ -106,32 +105,6 @@ def cheapest_route(model: ScoreFunction, *, with_score: bool, cond: Tensor | Non
     """
     jet = getattr(model, "has_jet", False) and not with_score and cond is None
     return "jet" if jet else "double_backward"
-
-
-def measure_routes(
-    model: ScoreFunction, x: Tensor, directions: Tensor, cond: Tensor | None = None, *, with_score: bool = False,
-    repeats: int = 5,
-) -> dict[str, float]:  # fmt: skip
-    """Median seconds of each route of the model, including gradients of the parameters where they are enabled.
-
-    The routes alternate; each is measured `repeats` times.
-    """
-    jet = getattr(model, "has_jet", False) and not with_score and cond is None
-    routes = [route for route in _ROUTES if route != "jet" or jet]
-    seconds: dict[str, list[float]] = {route: [] for route in routes}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for repeat in range(repeats + 1):
-        for route in routes:
-            _synchronise(x)
-            start = time.perf_counter()
-            found = directional(model, x, directions, cond, route=route, with_score=with_score)
-            value = (found.curvature + 0.5 * found.slope.square()).mean()
-            if torch.is_grad_enabled() and parameters:
-                torch.autograd.grad(value, parameters, allow_unused=True)
-            _synchronise(x)
-            if repeat:  # the first round warms up
-                seconds[route].append(time.perf_counter() - start)
-    return {route: sorted(times)[len(times) // 2] for route, times in seconds.items()}
 
 
 def trace(model: ScoreFunction, x: Tensor, cond: Tensor | None = None, *, chunk: int = 16) -> tuple[Tensor, Tensor]:
@@ -242,8 +215,3 @@ def _gradients(score: Tensor, leaf: Tensor, basis: Tensor, training: bool) -> tu
         rows = [torch.autograd.grad(score, leaf, v, create_graph=training, retain_graph=True)[0] for v in basis]
         return (torch.stack(rows),)
     return torch.autograd.grad(score, leaf, basis, create_graph=training, retain_graph=True, is_grads_batched=True)
-
-
-def _synchronise(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)

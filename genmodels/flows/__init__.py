@@ -21,7 +21,7 @@ from genmodels.flows.bijection import Bijection, Freeze, Inverse, NotInitialized
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling, MaskedAutoregressive
 from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize, noise_condition
-from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow, effective_samples
+from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow
 from genmodels.flows.elementwise import (
     Additive,
     Affine,
@@ -87,7 +87,6 @@ __all__ = [
     "UniformDequantize",
     "VariationalDequantize",
     "bounded",
-    "effective_samples",
     "examine",
     "log_mean_exp",
     "noise_condition",

@@ -227,16 +227,6 @@ class NoisyFlow(DiscreteFlow):
         return y.detach() + self.dequantize.sigma**2 * score
 
 
-def effective_samples(log_weights: Tensor) -> Tensor:
-    """How many of the K samples count, (B,): (sum e^w)^2 / sum e^2w, between 1 and K.
-
-    Example:
-        >>> effective_samples(torch.tensor([[-10.0, -11.0, -13.0]], dtype=torch.float64))
-        tensor([1.7664], dtype=torch.float64)
-    """
-    return torch.exp(2 * log_weights.logsumexp(1) - (2 * log_weights).logsumexp(1))
-
-
 def _passes(items: int, samples: int, rows: int) -> Iterator[list[tuple[int, slice]]]:
     """All (draw, item) pairs, draw after draw, cut into passes of at most `rows`: lists of (draw, slice of items).
 

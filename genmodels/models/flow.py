@@ -9,13 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genmodels.core.data import Batch, DataSpec, Latents
+from genmodels.core.data import Batch, DataSpec, Latents, require_continuous
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.base import spread_rows
-from genmodels.energy.guards import require_continuous
 from genmodels.flows.actnorm import channel_moments
 from genmodels.flows.bases import BASES
 from genmodels.flows.bijection import Bijection

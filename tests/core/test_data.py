@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.core.data import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec, require_continuous
+from genmodels.core.errors import InputError
 
 
 def _levels(value: int, dtype=torch.uint8, levels: int = 17) -> tuple[DataSpec, Batch]:
@@ -58,3 +59,27 @@ def test_batches_move_and_select():
     part = batch.rows(torch.tensor([2, 0]))
     assert len(part) == 2 and part.index.tolist() == [42, 40] and part.mask is None
     assert part.to("cpu").cond.tolist() == [1, 0]
+
+
+def rows(n=200, dims=3):
+    return torch.randn(n, dims, generator=torch.Generator().manual_seed(0))
+
+
+BAD_DATA = {
+    "column b is constant": lambda x: torch.stack([x[:, 0], torch.full((200,), 3.0), x[:, 2]], 1),
+    "column c has only": lambda x: torch.stack([x[:, 0], x[:, 1], x[:, 2].round()], 1),
+    "100 of 200 rows are copies": lambda x: x[:100].repeat(2, 1),
+    "columns a, c depend on each other": lambda x: torch.stack([x[:, 0], x[:, 1], -2 * x[:, 0] + 1], 1),
+}
+
+
+@pytest.mark.parametrize("message", BAD_DATA)
+def test_data_without_a_density(message):
+    with pytest.raises(InputError, match=message) as excinfo:
+        require_continuous(BAD_DATA[message](rows()), ["a", "b", "c"])
+    assert "\n" not in str(excinfo.value)
+
+
+def test_sound_data_pass():
+    for data in (rows(), rows(5, 8), torch.cat([rows(), rows()[:1]])):
+        assert require_continuous(data) is None

@@ -125,7 +125,7 @@ def test_an_edit_changes_the_more_the_stronger_it_is():
 
 
 def test_latents_lead_back_and_depend_on_the_class():
-    model = small(num_steps=50)
+    model = small(num_steps=25)
     items = Batch(torch.stack([ITEM, ITEM.flip(1)]), torch.tensor([3, 3]))
     z = model.latents(items)
     assert (model.from_latents(z, items.cond).int() - items.x.int()).abs().max() <= 1

@@ -189,7 +189,7 @@ def test_a_path_that_fails_names_the_item():
 
 
 @pytest.mark.parametrize("options, coarser", [
-    ({"solver": "heun", "steps": 32}, {"solver": "heun", "steps": 16}), ({"tolerance": 1e-6}, {"tolerance": 10 * 1e-6}),
+    ({"solver": "heun", "steps": 32}, {"solver": "heun", "steps": 16}), ({"tolerance": 1e-4}, {"tolerance": 10 * 1e-4}),
 ])  # fmt: skip
 def test_a_coarser_solution_says_how_far_to_trust_the_value(options, coarser):
     """A network that was never trained varies quickly with the noise level, and coarse steps miss that."""
@@ -203,7 +203,7 @@ def test_a_coarser_solution_says_how_far_to_trust_the_value(options, coarser):
     checked = torch.tensor([0, 8])
     assert (~found.solver_change.isnan()).nonzero().flatten().tolist() == checked.tolist()
     rough, fine = (model.ode_likelihood(items.rows(checked), **other) for other in (coarser, {"solver": "rk4",
-                                                                                              "steps": 400}))
+                                                                                              "steps": 150}))
     change = found.solver_change[checked]
     assert torch.allclose(change, found.nats[checked] - rough.nats, atol=1e-12)
     error = found.nats[checked] - fine.nats

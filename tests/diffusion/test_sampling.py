@@ -246,7 +246,7 @@ def well_formed(times, steps, starts_at_one):
 
 @pytest.mark.parametrize("schedule", SPACED.values(), ids=SPACED.keys())
 @pytest.mark.parametrize("name", SPACINGS)
-@pytest.mark.parametrize("steps", [1, 2, 7, 20, 1000])
+@pytest.mark.parametrize("steps", [1, 2, 20, 1000])
 def test_well_formed(name, schedule, steps):
     times = SPACINGS[name](schedule, steps, 1000)
     well_formed(times, steps, name in ("uniform_t", "uniform_log_snr", "integer_trailing"))

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import genmodels.energy.losses as losses_module
+from genmodels.core.errors import RunError
 from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
     LOSSES,
     PROJECTIONS,
     ContrastiveDivergence,
     DenoisingScoreMatching,
+    DivergenceGuard,
     Energy,
     ExactScoreMatching,
     FiniteDifferenceScoreMatching,
@@ -705,3 +707,17 @@ def test_training_resumed_is_as_never_stopped(name):
     assert all(torch.equal(whole[0][key], value) for key, value in resumed[0].items())
     # Mutant: the generator of the directions starts anew.
     assert not all(torch.equal(whole[0][key], value) for key, value in forgot[0].items())
+
+
+def test_runaway_energies():
+    guard, loss = DivergenceGuard(2), torch.zeros(4)
+    for step in range(99):
+        guard.check(step, loss, torch.full((4,), 2e6))
+    guard.check(99, loss, torch.zeros(4))  # one calm step begins a new count
+    for step in range(99):
+        guard.check(step, loss, torch.full((4,), 2e6))
+    with pytest.raises(RunError, match="energy diverges at step 99: add noise, confinement or a lower learning rate"):
+        guard.check(99, loss, torch.full((4,), -2e6))
+    with pytest.raises(RunError, match="diverges at step 0"):
+        DivergenceGuard(2).check(0, torch.full((4,), -2001.0))
+    DivergenceGuard(2).check(0, torch.full((4,), -1999.0))

@@ -139,7 +139,7 @@ def test_the_report_says_how_much_mass_lies_outside():
     from genmodels.models.realnvp import RealNVP
 
     spec = DataSpec("pixels", (1, 4, 4), levels=16)
-    for model in (RealNVP(spec), EnergyModel(spec)):
+    for model in (RealNVP(spec, hidden=4, depth=1), EnergyModel(spec, net={"channels": [8, 8]})):
         if isinstance(model, RealNVP):
             batch = Batch(torch.randint(16, (32, 1, 4, 4), generator=torch.Generator().manual_seed(0)),
                           index=torch.arange(32))

@@ -16,8 +16,9 @@ from genmodels.data.speech import Speech
 from genmodels.data.utterances import padded_tokens
 from genmodels.evaluation import speech as module
 from genmodels.evaluation import speech as speech_stage
+from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.checkpoint import Opened, Request
-from genmodels.evaluation.report import Skipped, SpeechFigures
+from genmodels.evaluation.report import Skipped, SpeechFigures, plain
 from genmodels.evaluation.speech import against_length, audit, audit_notes, neighbours, picture_of_audit
 from genmodels.models.base import Samples
 from genmodels.models.glow_tts import GlowTTS
@@ -244,6 +245,18 @@ def test_recognition_is_under_its_toplines(data, monkeypatch):
     assert whole.toplines["recordings"].value == 1  # waves, which are not among the sums
     assert found.wer["recordings"] == 1
     assert len(found.heard) == COUNT and found.heard[0] == ""
+
+
+def test_figures_are_the_same_from_the_cache(data, monkeypatch, tmp_path):
+    own, cache = opened(data), Cache(tmp_path)
+    monkeypatch.setattr(speech_stage, "_recogniser", lambda text: (lambda wave, rate: "", ""))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
+    frame = SimpleNamespace(opened=own, request=own.request,
+                            once=lambda stage, settings, compute: cache.get("speech") or cache.put("speech", compute()))
+    first, again = speech_stage.speech_of(frame), speech_stage.speech_of(frame)
+    assert plain(first) == plain(again) and plain(again)["recognition"]["curve"][-1]["rate"]["value"] == 1
+    assert speech_stage.speech_notes(first) == speech_stage.speech_notes(again)
+    assert "topline, recordings: 100.0 %" in speech_stage.speech_notes(again)[-3]
 
 
 def test_recordings_are_found_by_name(data):

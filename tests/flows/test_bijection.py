@@ -397,7 +397,8 @@ COMPILED_ELSEWHERE = {
     "squeeze-sequence-three", "logit-tight", "shift-sequence", "affine-swapped", "affine-plane", "affine-labels",
     "spline-plane-labels", "mixture-plane", "channels-map", "channels-film", "checkerboard-spline",
     "checkerboard-mixture", "sequence-spline", "sequence-labels", "wavenet-map", "maf-ordered", "maf-affine",
-    "maf-mixture", "maf-plane", "factor-out-prior", "factor-out-sequence", "inverse", "freeze",
+    "maf-mixture", "maf-plane", "factor-out-prior", "factor-out-sequence", "inverse", "freeze", "tarflow",
+    "tarflow-sequence", "jet", "meta-block", "meta-block-backwards",
 }
 
 
