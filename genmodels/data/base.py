@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from genmodels.core.data import DataSpec
+from genmodels.core.data import DataSpec, require_continuous
 from genmodels.core.errors import InputError
 from genmodels.core.processes import rank_world
 from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, SequentialBatches, training_loader
@@ -191,8 +191,6 @@ class DataModule(pl.LightningDataModule):
         """Why continuous vectors have no density, if they have none; training refuses only constant columns."""
         if self._loaded is None or self.spec.levels is not None or len(self.spec.event_shape) != 1:
             return []
-        from genmodels.core.data import require_continuous
-
         x = next(iter(self.loader("train", _EXAMINED))).x
         if not bool(x.isfinite().all()):
             return []  # already reported by `DataSpec.check`

@@ -14,8 +14,9 @@ from genmodels.core.likelihood import SingleValues
 from genmodels.evaluation.report import Profile
 from genmodels.report import page as page_module
 from genmodels.report import render, write_page
-from genmodels.report.figures import DARK, LIGHT, Field, Rule, Series, figure
-from genmodels.report.likelihoods import histogram
+from genmodels.report.figures import DARK, LIGHT, Field, Figure, Rule, Series, figure
+from genmodels.report.likelihoods import histogram, histograms, out_of_distribution
+from genmodels.report.parts import Model
 from tests.report import example
 from tests.report.browser import CHROMIUM, Browser
 
@@ -180,20 +181,20 @@ def test_a_figure_draws_what_it_is_given():
 
 def test_values_of_single_items_are_drawn_only_where_they_stand_out_of_their_noise():
     table, arrays = example.of_points()
-    line = table.models[0].likelihood[0]
-    figure = "<figcaption>Likelihood of single items"
+    model = Model(0, table.models[0], arrays[0])
     for single, drawn, said in (
         (SingleValues(0.1, 1.0), True, "noise of 0.1000 nats, items differ by 1.0000"),
         (SingleValues(2.0, 1.0), False, "drawn, the value of a single item has a noise of 2"),
         (SingleValues(None, 1.0), False, "drawn once, is not known"),
     ):
-        line.single = single
-        page = render(table, arrays)
-        assert (figure in page) is drawn and said in page
+        model.report.likelihood[0].single = single
+        (found,) = histograms([model], [])
+        assert isinstance(found, Figure) is drawn and said in (" ".join(found.notes) if drawn else found.words)
     table, arrays = example.of_digits()
     table.models[0].likelihood[0].single = SingleValues(0.7, 0.25)
-    outside = render(table, arrays).split('id="outside"')[1]
-    assert "Of the test items the value of a single item has a noise of 0.7000 bits/dim" in outside
+    _, gallery = out_of_distribution([Model(0, table.models[0], arrays[0])])
+    words = "Of the test items the value of a single item has a noise of 0.7000 bits/dim"
+    assert gallery.parts[0].notes[0].startswith(words)
 
 
 def test_the_file_is_written_whole(tmp_path):
