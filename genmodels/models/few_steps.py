@@ -45,7 +45,7 @@ class ShortcutModel(FlowMapModel):
     Arguments:
         spec: the data set this model is built for.
         share: probability that an item learns a step rather than the velocity.
-        finest: number of shortest steps from noise to data, a power of two; below that length u is the velocity itself.
+        finest: number M of shortest steps from noise to data, a power of two; a step of 1/M is the velocity itself.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
         num_steps: T, the number of steps of the bound, and the most of a sampler.
         class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`; the network takes two times.
