@@ -1,8 +1,10 @@
 """Diffusion models as a plain library: noise schedules, denoisers, the bound term by term, samplers."""
 
 from genmodels.diffusion.bound import ElboTerms, continuous_elbo, ddpm_times, elbo, vdm_times
+from genmodels.diffusion.consistency import Consistency, ConsistencySampler
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.denoiser import Denoiser, FlowMap, OnPath
+from genmodels.diffusion.distillation import ProgressiveDistillation
 from genmodels.diffusion.editing import Inpainting, invert, noised_start, times_from
 from genmodels.diffusion.exact import GaussianDenoiser, MixtureDenoiser
 from genmodels.diffusion.flow_matching import Coupling, FlowMatching, make_path, velocity_of
@@ -120,6 +122,8 @@ __all__ = [
     "WEIGHTINGS",
     "X0",
     "AlteredDenoiser",
+    "Consistency",
+    "ConsistencySampler",
     "Continuous",
     "CosineDiscreteSchedule",
     "CosineSchedule",
@@ -170,6 +174,7 @@ __all__ = [
     "Parameterisation",
     "Path",
     "Prediction",
+    "ProgressiveDistillation",
     "SDESampler",
     "SampleResult",
     "Sampler",

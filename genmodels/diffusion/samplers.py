@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import normal
+from genmodels.diffusion.consistency import ConsistencySampler
 from genmodels.diffusion.parameterisation import Prediction
 from genmodels.diffusion.path import Path
 from genmodels.diffusion.process import (
@@ -27,16 +27,7 @@ from genmodels.diffusion.process import (
     renoise,
     variance_function,
 )
-from genmodels.diffusion.sampling import Memory, log_snrs, predict
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What a sampler does by default: its steps (None for all T), their spacing, and options of its own."""
-
-    steps: int | None = None
-    spacing: str = "uniform_log_snr"
-    options: dict[str, float | str] = field(default_factory=dict)
+from genmodels.diffusion.sampling import Defaults, Memory, log_snrs, predict
 
 
 def update(x: Tensor, d: Tensor, log_snr_s: Tensor, log_snr_t: Tensor) -> Tensor:
@@ -443,4 +434,5 @@ SAMPLERS: dict[str, type] = {
     "flow": FlowSampler,
     "sde": SDESampler,
     "flow_map": FlowMapSampler,
+    "consistency": ConsistencySampler,
 }

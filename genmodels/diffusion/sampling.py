@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,6 +29,15 @@ class Memory(NamedTuple):
 
     x0: Tensor
     log_snr: Tensor
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a sampler does by default: its steps (None for all T), their spacing, and options of its own."""
+
+    steps: int | None = None
+    spacing: str = "uniform_log_snr"
+    options: dict[str, float | str] = field(default_factory=dict)
 
 
 class Sampler(Protocol):

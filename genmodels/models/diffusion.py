@@ -31,6 +31,7 @@ from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, 
 from genmodels.diffusion.flow_matching import make_path
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import make_network
+from genmodels.models.checkpoint import load_model
 from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
 
@@ -87,15 +88,17 @@ class DiffusionModel(GenerativeModel):
         return make_network(net, self.spec.event_shape, self.num_classes, learned_variance, estimate, two_times)
 
     def assemble(
-        self, core: Denoiser, elbo: Elbo, objective: Objective, optimizer: Optimizer | dict | None,
+        self, core: Denoiser, elbo: Elbo | None, objective: Objective, optimizer: Optimizer | dict | None,
         ema_decay: float | list[float],
     ) -> None:
-        """Called last in a family's constructor: the denoiser, its bound, and what it is trained by."""
-        self.core, self.elbo, self.objective, self.variance = core, elbo, objective, elbo.variance
+        """Called last in a family's constructor: the denoiser, its bound if it has one, and what it is trained by."""
+        self.core, self.objective, self.variance = core, objective, "beta" if elbo is None else elbo.variance
+        if elbo is not None:
+            self.elbo = elbo
         if isinstance(objective.time_sampler, nn.Module):
             self.time_sampler = objective.time_sampler  # registered, so that checkpoints hold its history
         self.sampler = DiffusionSampler(
-            self.num_steps, elbo.variance, clip=None if self.spec.levels is None else "static", null=self.num_classes,
+            self.num_steps, self.variance, clip=None if self.spec.levels is None else "static", null=self.num_classes,
             name=self.usual_sampler)
         self.finish_setup(optimizer, ema_decay)
 
@@ -353,6 +356,27 @@ class DiffusionModel(GenerativeModel):
 
     def _latent_times(self, steps: int) -> Tensor:
         return self.sampler.times(self.core.schedule, "dpmpp_2m", min(steps, self.num_steps))
+
+
+def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionModel:
+    """The diffusion or flow matching of a checkpoint from which a model of the same data learns, on its device.
+
+    Arguments:
+        student: the model that learns.
+        option: its option that names the checkpoint.
+        path: the checkpoint.
+
+    Raises:
+        InputError: for another kind of model, other data or other classes.
+    """
+    with torch.random.fork_rng():  # the numbers that training draws next must not depend on a teacher being built
+        teacher, _ = load_model(path, device=str(student.device))
+    if not isinstance(teacher, DiffusionModel) or teacher.spec.event_shape != student.spec.event_shape:
+        raise InputError(f"{option}={path} holds a {teacher.family} of {tuple(teacher.spec.event_shape)}, not "
+                         f"a diffusion or flow matching of {tuple(student.spec.event_shape)}")
+    if student.conditional and teacher.num_classes != student.num_classes:
+        raise InputError(f"{option}={path} knows other classes: model.class_conditional=false leaves them out")
+    return teacher
 
 
 def _moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import Denoiser, Elbo
 from genmodels.diffusion.flow_matching import Coupling, CouplingName, FlowMatching, PathName, make_path, velocity_of
 from genmodels.models.base import Loss
-from genmodels.models.checkpoint import load_model
-from genmodels.models.diffusion import DiffusionModel
+from genmodels.models.diffusion import DiffusionModel, load_teacher
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import DiT, MLPDenoiser, UNet
 
@@ -125,13 +124,7 @@ class FlowMatchingModel(DiffusionModel):
     @torch.no_grad()
     def _drawn(self) -> Pairs:
         """The pairs of the checkpoint, in this network's units: the same ones for one seed."""
-        with torch.random.fork_rng():  # the numbers that training draws next must not depend on a teacher being built
-            teacher, _ = load_model(self.reflow, device=str(self.device))
-        if not isinstance(teacher, DiffusionModel) or teacher.spec.event_shape != self.spec.event_shape:
-            raise InputError(f"reflow={self.reflow} holds a {teacher.family} of {tuple(teacher.spec.event_shape)}, not "
-                             f"a diffusion or flow matching of {tuple(self.spec.event_shape)}")
-        if self.conditional and teacher.num_classes != self.num_classes:
-            raise InputError(f"reflow={self.reflow} knows other classes: model.class_conditional=false leaves them out")
+        teacher = load_teacher(self, "reflow", self.reflow)
         index = torch.arange(self.reflow_pairs, device=self.device)
         noise = KeyedGenerator(self.seed, index, "reflow").normal((len(index), *self.spec.event_shape))
         cond = teacher.labels(None, index)

@@ -11,6 +11,7 @@ from genmodels.core.errors import InputError
 from genmodels.diffusion import DDPMSampler, DPMSolverPP2MSampler
 from genmodels.models.base import GenerativeModel
 from genmodels.models.density import is_diffusion, is_energy, is_flow
+from genmodels.models.few_steps import StepModel
 from genmodels.verification.check import Findings, Options, Report, counting
 from genmodels.verification.checkpoints import ModelSubject, verify_checkpoint
 from genmodels.verification.densities import check_energy, check_schedule
@@ -56,7 +57,7 @@ def verify_energy_model(
 def verify_score_model(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """The checks of a score-based model, which has no density: those of its samples."""
+    """The checks of a score-based model, or another without a density: those of its samples."""
     _begin(model, initial)
     return _one_by_one(options, [("model", lambda: _of_model(model, batch, options, {}))])
 
@@ -128,4 +129,5 @@ FAMILIES = [
     Family("diffusion models (core.schedule)", is_diffusion, verify_diffusion),
     Family("energy-based models (core.energy)", is_energy, verify_energy_model),
     Family("score-based models (sigmas)", lambda model: hasattr(model, "sigmas"), verify_score_model),
+    Family("consistency models and students", lambda model: isinstance(model, StepModel), verify_score_model),
 ]

@@ -6,6 +6,7 @@ import torch
 
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
+    ConsistencySampler,
     DDIMSampler,
     DDPMSampler,
     DPMSolverPP2MSampler,
@@ -35,6 +36,7 @@ INSTANCES = {
     "sde": SDESampler(),
     "sde, sine": SDESampler(diffusion="sine"),
     "flow_map": FlowMapSampler(),
+    "consistency": ConsistencySampler(),
 }
 
 

@@ -37,7 +37,7 @@ def test_every_sampler_has_a_name_and_its_usual_steps():
     for name in SAMPLERS:
         samples = MODEL.sample(2, sampler=name)
         twice = name in ("heun", "edm", "flow")
-        steps = 4 if name == "flow_map" else 12
+        steps = {"flow_map": 4, "consistency": 2}.get(name, 12)
         assert samples.made["sampler"] == name and samples.made["steps"] == steps
         assert samples.made["evaluations"] == (23 if twice else steps)
 

@@ -7,7 +7,11 @@ import torch
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
-from genmodels.models.few_steps import MeanFlowModel, ShortcutModel
+from genmodels.core.samples import SamplingOptions
+from genmodels.models.checkpoint import load_model, write_checkpoint
+from genmodels.models.ddpm import DDPM
+from genmodels.models.few_steps import ConsistencyModel, MeanFlowModel, ProgressiveModel, ShortcutModel
+from genmodels.models.flow_matching import FlowMatchingModel
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 DIT = {"_target_": "genmodels.nn.dit.DiT", "width": 16, "depth": 1, "heads": 2}
@@ -59,6 +63,71 @@ def test_the_length_of_a_step_reaches_the_network():
     one, other = (model.core(x, t, until=torch.full((3,), s)).output for s in (0.0, 0.5))
     assert (one - other).abs().max() > 1e-4
     assert torch.equal(model.core(x, t).output, model.core(x, t, until=t).output)
+
+
+# ---- students ----
+
+
+def written(model, path):
+    state = {"state_dict": model.state_dict()}
+    model.on_save_checkpoint(state)
+    write_checkpoint(path, state)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind, options", [(ConsistencyModel, {}), (ProgressiveModel, {"steps": 2})])
+def test_a_student_begins_as_its_teacher_and_needs_it_no_more_when_trained(kind, options, tmp_path):
+    teacher = small(FlowMatchingModel)
+    student = kind(DIGITS, distill=written(teacher, tmp_path / "t.ckpt"), net=SMALL, **options)
+    student.initialize(batch())
+    assert all(torch.equal(a, b) for a, b in zip(student.core.parameters(), teacher.core.parameters(), strict=True))
+    assert torch.equal(student.weights().net.head.weight, teacher.core.net.head.weight)
+    drawn = torch.get_rng_state()
+    losses = [student.loss(batch(), KeyedGenerator(0, torch.arange(6), "train")) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(losses[0].per_example, losses[1].per_example)
+    losses[0].value.backward()
+    assert all(torch.isfinite(p.grad).all() for p in student.core.parameters())
+    again, _ = load_model(written(student, tmp_path / "s.ckpt"), device="cpu")
+    (tmp_path / "t.ckpt").unlink()
+    made = again.sample(2).made
+    assert made["sampler"] == kind.usual_sampler and made["evaluations"] == 2
+
+
+def test_teachers_of_another_kind_teach_and_those_of_other_data_do_not(tmp_path):
+    """A DDPM on its own path; its weights mean something else, so that the student begins with its own."""
+    path = written(small(DDPM, parameterisation="eps"), tmp_path / "ddpm.ckpt")
+    student = ProgressiveModel(DIGITS, distill=path, net=SMALL, steps=1, teacher_steps=2)
+    student.initialize(batch())
+    assert float(student.core.net.head.weight.abs().max()) == 0
+    assert student.loss(batch(), KeyedGenerator(0, torch.arange(6), "train")).value.isfinite()
+    other = written(small(FlowMatchingModel, DataSpec("other", (1, 4, 4), levels=17)), tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"distill=.* holds a flow_matching of \(1, 4, 4\)"):
+        ConsistencyModel(DIGITS, distill=other, net=SMALL).initialize(batch())
+    with pytest.raises(ValueError, match="needs a teacher"):
+        ProgressiveModel(DIGITS, net=SMALL)
+
+
+def test_without_a_velocity_there_is_no_likelihood():
+    model = small(ConsistencyModel)
+    found = model.log_likelihood(batch())
+    assert found.kind == "unnormalised" and found.nats.isnan().all() and "no velocity" in found.made["reason"]
+    assert not hasattr(model, "ode_likelihood") and hasattr(small(ShortcutModel), "ode_likelihood")
+
+
+def test_validation_is_the_energy_distance_of_samples():
+    """Of a model whose samples are its items it is about zero, of one far away it is not."""
+    plane = DataSpec("plane", (2,))
+    distances = []
+    for shift in (0.0, 3.0):
+        model = small(ConsistencyModel, plane, net={"hidden": 16, "depth": 1})
+        model.log = lambda *args, **kwargs: None
+        near = model.sampler(model.sampler.plan(model.core.schedule, SamplingOptions(steps=1)), model.weights(),
+                             (600, 2), SamplingOptions(), KeyedGenerator(1, torch.arange(600), "sample")).x
+        model.validation_step(Batch(near + shift, index=torch.arange(600)), 0)
+        model.on_validation_epoch_end()
+        distances.append(model.figures["val/energy_distance"])
+    assert abs(distances[0]) < 0.03 < 1 < distances[1]
 
 
 def test_options_that_do_not_fit():

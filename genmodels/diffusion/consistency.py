@@ -1,0 +1,138 @@
+"""Consistency models: a denoiser that is the same at every point of a trajectory, and their sampler."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from genmodels.core.errors import InputError, one_of
+from genmodels.core.random import Generator, normal
+from genmodels.core.tensors import event_size, event_sum
+from genmodels.diffusion.denoiser import AtAnyTime
+from genmodels.diffusion.distillation import ask
+from genmodels.diffusion.objectives import ObjectiveOutput, Simple, predict, step_above
+from genmodels.diffusion.process import alpha_sigma, expand, q_sample
+from genmodels.diffusion.sampling import Defaults, Memory, log_snrs
+from genmodels.diffusion.sampling import predict as predict_at
+from genmodels.diffusion.weighting import TimeSampler, TimeSamplerName
+
+#: Factors of the distance as functions of the noise levels sigma/alpha at t and s.
+CONSISTENCY_WEIGHTINGS = {
+    "ict": lambda t, s: 1 / (t - s),
+    "ect": lambda t, s: 1 / t.square() + 4,
+    "none": lambda t, s: torch.ones_like(t),
+}
+ConsistencyWeighting = Literal["ict", "ect", "none"]
+
+
+class Consistency(Simple):
+    """f(x_t, t) learns f(x_s, s) of an earlier point of the same trajectory, without a gradient; f(x, 0) = x.
+
+        w d(f(x_t, t), f(x_s, s)),   d(a, b) = sqrt(|a - b|^2 + c^2) - c,   f the estimate of x_0
+        r_s = r_t max(0, 1 - n(r_t)/2^a),   n(r) = 1 + 8/(1 + e^r),   a = 0, 1, .. stages - 1,   r = sigma/alpha
+
+    In training alone both points have the same x_0 and noise; with a teacher x_s is where its probability-flow ODE
+    leads from x_t, by a step of Heun. At first (a = 0) s = 0 and f learns to denoise; then s comes nearer to t. With
+    the parameterisations `v`, `edm` and `velocity` f(x, 0) = x whatever the network says.
+
+    Arguments:
+        teacher: a denoiser on any path, or None.
+        weighting: w, `ict` 1/(r_t - r_s), `ect` 1/r_t^2 + 1/0.5^2, or `none`.
+        huber: c over the square root of the number of scalars.
+        stages: how often s comes nearer, in equal parts of the training.
+        time_sampler: see `Objective`.
+
+    `progress`, in [0, 1], is how far training has come; whoever trains sets it.
+    Errors: an unknown weighting, no stage, a c that is not positive.
+    Source: Song et al., "Consistency models", 2023, algorithms 2 and 3; d, c and `ict`: Song and Dhariwal, "Improved
+    techniques for training consistency models", 2024, table 1; s and `ect`: Geng et al., "Consistency models made
+    easy", 2025, section 3.
+
+    Example:
+        >>> objective = Consistency(stages=3)
+        >>> for objective.progress in (0.0, 0.5, 1.0):
+        ...     print([round(r, 3) for r in objective.earlier(torch.tensor([0.5, 5.0])).tolist()])
+        [0.0, 0.0]
+        [0.0, 2.366]
+        [0.0, 3.683]
+    """
+
+    def __init__(
+        self, *, teacher: AtAnyTime | None = None, weighting: ConsistencyWeighting = "ict", huber: float = 0.00054,
+        stages: int = 8, time_sampler: TimeSamplerName | TimeSampler = "antithetic",
+    ):
+        super().__init__(time_sampler=time_sampler)
+        one_of("weighting", weighting, CONSISTENCY_WEIGHTINGS)
+        if stages < 1 or not huber > 0:
+            raise InputError(f"stages = {stages} and huber = {huber}: give at least one stage, and a positive number")
+        self.teacher, self.factor = teacher, CONSISTENCY_WEIGHTINGS[weighting]
+        self.huber, self.stages, self.progress = huber, stages, 1.0
+
+    def earlier(self, r: Tensor) -> Tensor:
+        """r_s of r_t (B,), in the stage of `progress`."""
+        stage = min(int(self.progress * self.stages), self.stages - 1)
+        return r * (1 - (1 + 8 * torch.sigmoid(-r)) / 2**stage).clamp(min=0)
+
+    def at_times(
+        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
+        mask: Tensor | None,
+    ) -> ObjectiveOutput:
+        num_steps = denoiser.schedule.num_steps
+        t = u if num_steps is None else step_above(u, num_steps) / num_steps
+        noise, log_snr_t = self.noise(x0, cond, generator), denoiser.schedule.log_snr(t)
+        r_t = torch.exp(-log_snr_t / 2)
+        r_s = self.earlier(r_t)
+        log_snr_s, x_t = -2 * torch.log(r_s), q_sample(x0, log_snr_t, noise)
+        with torch.no_grad():
+            if self.teacher is None:
+                x_s = q_sample(x0, log_snr_s, noise)
+            else:
+                x_s = self.led(x_t, log_snr_t, log_snr_s, cond, mask)
+            goal = denoiser.at_log_snr(x_s, log_snr_s, cond, mask).x0
+        torch.clear_autocast_cache()  # the weights it cast without a gradient are not for the call below
+        found = predict(denoiser, x_t, log_snr_t, cond, mask, generator).x0
+        squared, size = event_sum((found - goal).double().square(), mask), event_size(x0, mask)
+        c = self.huber * math.sqrt(x0[0].numel())
+        loss = self.factor(r_t.clamp(min=1e-6), r_s) * ((squared + c * c).sqrt() - c)
+        per_example = (weight * loss).to(x0.dtype)
+        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": squared / size}, u, loss.detach())
+
+    def led(self, x: Tensor, log_snr_t: Tensor, log_snr_s: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
+        """Where a step of Heun by the teacher leads from x_t (B, *event) to s; Euler's to s = 0."""
+        before = ask(self.teacher, x, log_snr_t, cond, mask)
+        noisy = log_snr_s.clamp(max=30)  # where s = 0 the noise need not exist
+        alpha_s, sigma_s = (expand(value, x) for value in alpha_sigma(noisy))
+        ahead = alpha_s * before.x0 + sigma_s * before.eps
+        after = ask(self.teacher, ahead, noisy, cond, mask)
+        # y = x / alpha moves by (r_s - r_t) eps
+        half = expand((torch.exp(-noisy / 2) - torch.exp(-log_snr_t / 2)) / 2, x) * alpha_s
+        clean = expand(torch.isposinf(log_snr_s).double(), x) > 0
+        return torch.where(clean, before.x0, ahead + half * (after.eps - before.eps))
+
+
+class ConsistencySampler:
+    """x_s = alpha_s f(x_t, t) + sigma_s z with fresh noise z, x_0 = f(x_t, t) at the end.
+
+    For consistency models: of other denoisers the estimate in the first step is a mean, and what comes out a blur of
+    the data. Source: Song et al. 2023, algorithm 1.
+
+    Example:
+        >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, sample, uniform_t
+        >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 0.0)
+        >>> times, generator = uniform_t(exact.schedule, 2), torch.Generator().manual_seed(0)
+        >>> sample(exact, (1, 2), times, ConsistencySampler(), generator).evaluations
+        2
+    """
+
+    defaults = Defaults(2, "uniform_t")
+
+    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
+        log_snr_s, log_snr_t = log_snrs(denoiser.schedule, t, s)
+        x0 = predict_at(denoiser, x, t, cond, memory).x0
+        if bool(s == 0):
+            return x0, Memory(x0, log_snr_t)
+        noise = temperature * normal(x.shape, generator, dtype=x.dtype, device=x.device)
+        return q_sample(x0, log_snr_s, noise), Memory(x0, log_snr_t)

@@ -1,0 +1,152 @@
+"""Consistency models: their targets on the exact flow of a Gaussian, how the second point comes nearer, the sampler."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from genmodels.diffusion import (
+    EDM,
+    X0,
+    Consistency,
+    ConsistencySampler,
+    Denoiser,
+    Eps,
+    GaussianDenoiser,
+    LinearPath,
+    V,
+    Velocity,
+    make_path,
+    sample,
+    uniform_t,
+)
+from tests.diffusion.exact_map import MEAN, VARIANCE, lead
+
+PATH = LinearPath()
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def estimate(x_t, log_snr, cond=None):
+    """(x_t - f(x_t, t))/t, with which a denoiser of `Velocity` has the exact consistency function as its x0."""
+    t = PATH.time_of(log_snr)
+    return (x_t - lead(x_t, t, torch.zeros_like(t))) / torch.where(t > 0, t, 1)[:, None]
+
+
+def mean(x_t, log_snr, cond=None):
+    """The velocity, with which x0 is the mean given x_t."""
+    exact = GaussianDenoiser(PATH, MEAN, VARIANCE, parameterisation=Velocity())
+    return exact(x_t / PATH.scale(PATH.time_of(log_snr))[:, None], PATH.time_of(log_snr)).output
+
+
+class Exact(Consistency):
+    """The second point is where the exact flow leads."""
+
+    def led(self, x, log_snr_t, log_snr_s, cond, mask):
+        t, s = PATH.time_of(log_snr_t), PATH.time_of(log_snr_s)
+        return lead(x * PATH.scale(t)[:, None], t, s) / PATH.scale(s)[:, None]
+
+
+def misses(objective, network=estimate, progress=1.0):
+    """The largest mean squared distance of both estimates."""
+    x0 = MEAN + VARIANCE.sqrt() * torch.randn(256, 3, generator=seeded(), dtype=torch.float64)
+    objective.progress = progress
+    out = objective(Denoiser(network, PATH, Velocity()), x0, None, seeded(1))
+    assert out.per_example.isfinite().all() and bool((out.per_example >= 0).all())
+    return float(out.parts["mse"].max())
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.5, 1.0])
+def test_the_exact_consistency_function_meets_its_target(progress):
+    assert misses(Exact(teacher=True), progress=progress) < 1e-20
+    assert misses(Exact(teacher=True), mean, progress) > 1e-3 or progress == 1.0  # near points differ little
+
+
+def test_a_step_of_the_teacher_is_of_second_order():
+    """Heun's step by the exact denoiser against the exact flow: half the step, an eighth of the error."""
+    teacher = GaussianDenoiser(make_path("cosine", 10), MEAN, VARIANCE)
+    t = torch.full((64,), 0.6, dtype=torch.float64)
+    x = (1 - t)[:, None] * MEAN + torch.randn(64, 3, generator=seeded(), dtype=torch.float64) / PATH.scale(t)[:, None]
+    errors = []
+    for step in (0.1, 0.05):
+        ends = PATH.log_snr(t), PATH.log_snr(t - step)
+        errors.append(Consistency(teacher=teacher).led(x, *ends, None, None) - Exact().led(x, *ends, None, None))
+    first, second = (float(error.abs().max()) for error in errors)
+    assert second < 5e-3 and 6 < first / second < 11
+
+
+def test_a_pair_of_data_and_noise_is_right_in_the_mean():
+    """E[f(x_s, s) | x_t] = f(x_t, t) + O((t - s)^2): an eighth of the way to s, about a sixty-fourth of the error."""
+    t = torch.full((8,), 0.6, dtype=torch.float64)
+    x_t = torch.linspace(-2, 2, 8, dtype=torch.float64)[:, None] + torch.zeros(3, dtype=torch.float64)
+    errors = []
+    for step in (0.08, 0.01):
+        s, x0 = t - step, lead(x_t, t, torch.zeros(8, dtype=torch.float64))
+        exact = GaussianDenoiser(PATH, MEAN, VARIANCE)(x_t / PATH.scale(t)[:, None], t)
+        mean_s = (1 - s)[:, None] * exact.x0 + s[:, None] * exact.eps  # f(., s) is affine: the mean goes through it
+        errors.append(float((lead(mean_s, s, torch.zeros(8, dtype=torch.float64)) - x0).abs().max()))
+    assert 40 < errors[0] / errors[1] < 90
+
+
+@pytest.mark.parametrize("kind", [V, Velocity, EDM])
+def test_at_the_clean_end_nothing_is_left_to_do(kind):
+    x = torch.randn(4, 3, generator=seeded(), dtype=torch.float64)
+    clean = Denoiser(lambda x, log_snr, cond: 5 + x, PATH, kind()).at_log_snr(x, torch.full((4,), math.inf))
+    torch.testing.assert_close(clean.x0, x)
+
+
+def test_the_second_point_comes_nearer_by_stages():
+    objective, r = Consistency(stages=8), torch.tensor([0.01, 1.0, 50.0], dtype=torch.float64)
+    ratios = []
+    for objective.progress in (0.0, 0.3, 0.6, 1.0):
+        ratios.append(objective.earlier(r) / r)
+    assert bool((ratios[0] == 0).all()) and all(bool((b >= a).all()) for a, b in zip(ratios, ratios[1:], strict=False))
+    n = 1 + 8 / (1 + r.exp())
+    torch.testing.assert_close(ratios[3], 1 - n / 2**7)
+
+
+@pytest.mark.parametrize("name, factor", [("ict", 1 / (2 - 0.5)), ("ect", 1 / 4 + 4), ("none", 1.0)])
+def test_the_weighted_distance(name, factor):
+    """A network that answers x_0 = 2 x at t and finds 1 at s."""
+
+    class Fixed(Consistency):
+        def earlier(self, r):
+            return torch.full_like(r, 0.5)
+
+    objective, one = Fixed(weighting=name, huber=0.1), torch.ones(1, dtype=torch.float64)
+    t, x0 = PATH.time_of(-2 * torch.tensor([2.0]).double().log()), torch.zeros(1, 3, dtype=torch.float64)
+    net = Denoiser(lambda x, log_snr, cond: torch.where(log_snr[:, None] < 0, 2 * x, 1), PATH, X0())
+    out = objective.at_times(net, x0, None, seeded(), t, one, None)
+    noise = torch.randn(1, 3, generator=seeded(), dtype=torch.float64)
+    x_t = noise * 2 / 5**0.5  # of unit r
+    c = 0.1 * 3**0.5
+    expected = factor * (((2 * x_t - 1).square().sum() + c * c).sqrt() - c)
+    torch.testing.assert_close(out.value, expected)
+
+
+def test_a_teacher_without_noise_at_the_clean_end():
+    """At first s = 0, where `eps` of a teacher that predicts x_0 does not exist."""
+    teacher = Denoiser(lambda x, log_snr, cond: 0.5 * x, make_path("vp_cosine", 10), X0())
+    assert misses(Consistency(teacher=teacher), progress=0.0) > 0
+    assert misses(Consistency(teacher=Denoiser(estimate, make_path("vp_cosine", 10), Eps())), progress=0.5) > 0
+
+
+def test_the_sampler_lands_on_the_data_and_draws_fresh_noise():
+    """With the exact function every number of steps draws from the data: mean and variance in standard errors."""
+    exact, n = Denoiser(estimate, PATH, Velocity()), 4000
+    for steps in (1, 2, 4):
+        out = sample(exact, (n, 3), uniform_t(PATH, steps), ConsistencySampler(), seeded(), dtype=torch.float64)
+        assert out.evaluations == steps
+        assert bool(((out.x.mean(0) - MEAN).abs() < 5 * (VARIANCE / n).sqrt()).all())
+        assert bool(((out.x.var(0) / VARIANCE - 1).abs() < 5 * (2 / n) ** 0.5).all())
+
+
+def test_what_it_refuses():
+    with pytest.raises(ValueError, match="weighting must be one of ict"):
+        Consistency(weighting="snr")
+    with pytest.raises(ValueError, match="at least one stage"):
+        Consistency(stages=0)
