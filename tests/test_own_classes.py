@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from genmodels.cli import main as cli
 from genmodels.core.data import DataSpec
@@ -17,6 +18,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.samples import SamplingOptions
 from genmodels.evaluation.samples import draw
 from genmodels.models.base import GenerativeModel, Samples
+from genmodels.models.optimizer import Optimizer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 SOURCE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL).group(1)
@@ -38,6 +40,10 @@ def test_the_example_of_the_docs_from_training_to_a_report(mine, capsys):
     report = json.loads(Path("runs/mine/report.json").read_text())
     (line,) = report["likelihood"]
     assert line["kind"] == "exact" and 2.5 < line["nll"] < 3.6 and not report["failed"]
+    passed = {check["name"] for check in report["checks"] if check["status"] == "passed"}
+    assert {"same seed, same value", "batch size 1 against 64", "density integrates to one"} <= passed
+    optimizer = yaml.safe_load(Path("runs/mine/config.yaml").read_text())["model"]["optimizer"]
+    assert optimizer["lr"] == Optimizer().lr and optimizer["decay"] == Optimizer().decay  # defaults included
     # What is printed to type next works as it stands.
     following = [shlex.split(line.partition(":")[2])[1:] for line in out.splitlines() if line.startswith("sample: ")]
     assert len(following) == 1 and "trust=[mine]" in following[0]

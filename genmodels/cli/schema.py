@@ -171,7 +171,7 @@ def _name(name: str, module: Module) -> list[Kind]:
     place, node = found
     if isinstance(node, ast.ClassDef):
         # A class of torch cannot be written in YAML: it is no alternative at all.
-        own = place.name.split(".")[0] == module.name.split(".")[0]
+        own = place.name.split(".")[0] in ("genmodels", module.name.split(".")[0])
         return [Node(f"{place.name}.{node.name}")] if own else []
     return _kinds(node, place) if isinstance(node, ast.expr) else [Anything()]
 

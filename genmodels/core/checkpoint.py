@@ -231,7 +231,8 @@ def verify(path: str | Path) -> None:
         wanted = path / "last.ckpt" if path.is_dir() else path
         runs = sorted(one.parent for one in wanted.parent.glob("*/best.ckpt")) if wanted.parent.is_dir() else []
         if runs:
-            raise RunError(f"{wanted.parent} contains {len(runs)} runs: choose one, such as {runs[-1]}")
+            missing = "" if path.is_dir() else f"{path}: no such checkpoint; "
+            raise RunError(f"{missing}{wanted.parent} contains {len(runs)} runs: choose one, such as {runs[-1]}")
         what = "no such checkpoint" if wanted == path else "it holds neither best.ckpt nor last.ckpt"
         raise RunError(f"{path}: {what}{_last_good(wanted)}")
     try:

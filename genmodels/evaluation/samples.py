@@ -350,7 +350,7 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
     numbers = [int(i) for i in samples.index[:rows] for _ in chosen]
     sheet = grid(tiles, columns=len(frames), names=names, numbers=numbers)
     save_png(sheet, target, samples.made | {"index": _span(samples.index[:rows])} | _classes(samples))
-    return f"path of {rows} samples in {len(frames)} steps: {target}"
+    return f"path of {rows} samples in {len(frames)} frames: {target}"
 
 
 def _classes(samples) -> dict:

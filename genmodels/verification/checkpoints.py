@@ -88,7 +88,7 @@ def verify_checkpoint(subject: ModelSubject, watch: Callable[[str], None] = lamb
     """The result of every check that applies to the model; `watch` is called before each with its name."""
     specs: list[tuple[CheckSpec, object]] = []
     for applies, checks in FAMILIES:
-        specs += [(spec, subject) for spec in checks.specs.values() if applies(subject.model)]
+        specs += [(spec, subject) for spec in checks.specs.values() if applies(subject)]
     if is_flow(subject.model):
         from genmodels.verification.trained_flows import CHECKS
 
@@ -241,22 +241,26 @@ def _largest(values: Tensor) -> float:
     return float(values.abs().max()) if len(values) else 0.0
 
 
-def _has_likelihood(model: GenerativeModel) -> bool:
-    of_noise = getattr(model.core, "kind", None) == "unnormalised"  # a flow of noisy data states none
-    return not of_noise and (is_flow(model) or is_diffusion(model) or is_energy(model) or model.spec.text is not None)
+def _has_likelihood(s: ModelSubject) -> bool:
+    model = s.model
+    of_noise = getattr(getattr(model, "core", None), "kind", None) == "unnormalised"  # a flow of noisy data states none
+    ours = is_flow(model) or is_diffusion(model) or is_energy(model) or model.spec.text is not None
+    return not of_noise and (ours or s.line is not None)
 
 
-def _has_density(model: GenerativeModel) -> bool:
-    return model.spec.event_shape == (2,) and model.spec.levels is None and (is_flow(model) or is_energy(model))
+def _has_density(s: ModelSubject) -> bool:
+    exact = s.line is not None and s.line.kind == "exact"  # a class of the user's own
+    in_the_plane = s.model.spec.event_shape == (2,) and s.model.spec.levels is None
+    return in_the_plane and (is_flow(s.model) or is_energy(s.model) or exact)
 
 
 #: For which models a set of checks is made, in the order of the report; those of the layers of flows follow.
-FAMILIES: list[tuple[Callable[[GenerativeModel], bool], CheckSet]] = [
+FAMILIES: list[tuple[Callable[[ModelSubject], bool], CheckSet]] = [
     (_has_likelihood, LIKELIHOOD_CHECKS),
-    (lambda model: True, SAMPLE_CHECKS),
-    (lambda model: _has_likelihood(model) and (is_flow(model) or is_diffusion(model)), PRECISION_CHECKS),
+    (lambda s: True, SAMPLE_CHECKS),
+    (lambda s: _has_likelihood(s) and (is_flow(s.model) or is_diffusion(s.model)), PRECISION_CHECKS),
     (_has_density, DENSITY_CHECKS),
-    (is_diffusion, BOUND_CHECKS),
-    (lambda model: is_diffusion(model) and model.spec.levels is not None, DECODER_CHECKS),
-    (is_energy, ENERGY_CHECKS),
+    (lambda s: is_diffusion(s.model), BOUND_CHECKS),
+    (lambda s: is_diffusion(s.model) and s.model.spec.levels is not None, DECODER_CHECKS),
+    (lambda s: is_energy(s.model), ENERGY_CHECKS),
 ]

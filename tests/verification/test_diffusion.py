@@ -12,7 +12,8 @@ from tests.diffusion.table import INSTANCES
 from tests.mutants.diffusion import MUTANTS
 
 #: Orders of convergence on the path of a Gaussian, of those that draw no noise.
-ORDERS = {"ddim": 1, "euler": 1, "heun": 2, "dpmpp_2m": 2, "unipc 1": 2, "unipc 2": 3, "unipc 3": 4, "flow": 2}
+ORDERS = {"ddim": 1, "euler": 1, "heun": 2, "dpmpp_2m": 2, "unipc 1": 2, "unipc 2": 3, "unipc 3": 4, "flow": 2,
+          "flow_map": 1}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
