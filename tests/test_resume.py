@@ -276,6 +276,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(tmp_path,
     message = capsys.readouterr().err
     assert re.search(r"step \d+: the (loss|gradient) is not finite", message) and message.count("\n") == 1, message
     assert re.search(r"for item \d+ of digits at t = .*log-SNR", message) or "in the gradient of" in message, message
+    assert message.partition(": ")[2].strip() in (folder / "log.txt").read_text()
     kept = read_checkpoint(folder / "last.ckpt")
     assert all(torch.isfinite(v).all() for v in kept["state_dict"].values() if v.is_floating_point())
     json.dumps(kept["genmodels"])

@@ -48,7 +48,7 @@ def run(
     from pathlib import Path
 
     from genmodels.cli.schema import TARGET, Schema
-    from genmodels.core.errors import InputError, RunError
+    from genmodels.core.errors import InputError, RunError, explain
     from genmodels.models.build import build, construct
     from genmodels.models.checkpoint import read_resumable, restoring
     from genmodels.training import run as parts
@@ -176,6 +176,10 @@ def run(
             raise
         safe = "nothing was saved" if checkpointing.saved_step is None else f"step {checkpointing.saved_step} is saved"
         raise RunError(f"no space left in {folder} ({safe}): free some, then continue with resume=last") from error
+    except BaseException as error:
+        known = explain("train", error)
+        logging.getLogger("genmodels").error("%s", known[0] if known else repr(error))
+        raise
     finally:
         for each in loggers:
             close(each)

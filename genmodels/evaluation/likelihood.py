@@ -273,7 +273,8 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
     size = 1.0 if spec.mel is not None else float(likelihood.dims.double().mean()) / scale
     found["single"] = SingleValues(None if single.noise is None else single.noise * size, single.spread * size)
     order = (likelihood.nats / likelihood.dims).argsort()
-    order = order[torch.isfinite(likelihood.nats[order])] if single.shown else order[:0]
+    withheld = "reason" in found and likelihood.kind != "unnormalised"
+    order = order[torch.isfinite(likelihood.nats[order])] if single.shown and not withheld else order[:0]
     return (BitsLine if discrete else NatsLine)(
         **found, **numbers, how=how(likelihood), n=len(likelihood), nonfinite=len(likelihood.nonfinite),
         nonfinite_first=[int(i) for i in likelihood.nonfinite[:3]],

@@ -347,7 +347,8 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
     rows = min(8, frames.shape[1])
     tiles = [image for k in range(rows) for image in images_of(frames[:, k], spec, smallest=LEGIBLE)]
     names = [f"step {int(of_steps[k])}" for k in chosen] * rows
-    numbers = [int(i) for i in samples.index[:rows] for _ in chosen]
+    classes = [f" ({c})" for c in samples.cond.tolist()] if "cond" in _classes(samples) else [""] * rows
+    numbers = [f"{i}{classes[k]}" for k, i in enumerate(samples.index[:rows].tolist()) for _ in chosen]
     sheet = grid(tiles, columns=len(frames), names=names, numbers=numbers)
     save_png(sheet, target, samples.made | {"index": _span(samples.index[:rows])} | _classes(samples))
     return f"path of {rows} samples in {len(frames)} frames: {target}"

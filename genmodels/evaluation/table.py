@@ -145,7 +145,7 @@ def make_table(
         genmodels=reports[0].genmodels, data=reports[0].data, references=reports[0].references,
         scale=None if scale is None else replace(scale, network=scale.network["name"]),
         columns=COLUMNS, rows=rows, ranking=ranking, conclusions=conclusions(lines, reports), models=reports,
-        failures=[Failure(path, message) for path, message in failures],
+        failures=[Failure(path, message.removeprefix(f"{path}: ")) for path, message in failures],
         warnings=[f"{report.name}: {note}" for report in reports for note in report.warnings],
     )
     table.notes = _notes(table, rank)

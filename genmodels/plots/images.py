@@ -36,7 +36,7 @@ def images_of(x: Tensor, spec: DataSpec, smallest: int = 0) -> list[Image.Image]
 
 def grid(
     tiles: list[Image.Image], columns: int | None = None, gap: int = 2, *, names: Sequence[str] = (),
-    numbers: Sequence[int] = (),
+    numbers: Sequence[int | str] = (),
 ) -> Image.Image:
     """Images of one size in rows, on white, with labels.
 

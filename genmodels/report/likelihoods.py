@@ -84,6 +84,7 @@ def histograms(models: list[Model], references: list[Reference]) -> list[Text | 
             nats = model.array(line.values)
             if nats is not None:
                 lines.append((model, line, nats))
+    lines = [one for one in lines if one[1].kind == "unnormalised" or not one[1].reason]  # no value, no values of items
     hidden = [one for one in lines if not one[1].single.shown]
     figures: list = [Text(f"{_name(model, line)}: not drawn, {noise_of(line)}. More draws= or importance_samples= make "
                           "it smaller.") for model, line, _ in hidden]

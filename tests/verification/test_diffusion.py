@@ -29,7 +29,11 @@ def test_every_check_has_a_mutant():
 
 @pytest.mark.parametrize("name", INSTANCES)
 def test_every_sampler_passes_the_checks(name):
-    report = check_sampler(INSTANCES[name]).raise_if_failed()
+    report = check_sampler(INSTANCES[name])
+    if name == "consistency":  # of a denoiser it draws a blur, which the checks must notice
+        assert [check.name for check in report.checks if check.failed] == ["spread"]
+        return
+    report.raise_if_failed()
     shown = report["trajectory"].note
     assert shown.startswith("order") == (name in ORDERS)
     if name in ORDERS:
