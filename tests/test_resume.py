@@ -239,8 +239,10 @@ def test_a_run_on_shards_resumes_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_flow_matching_with_optimal_transport_resumes_too(tmp_path):
-    small = ["model=flow_matching", "model.coupling=ot", "model.time_sampler=logit_normal", "trainer.max_steps=16",
+@pytest.mark.parametrize("model", [
+    ["flow_matching", "model.coupling=ot", "model.time_sampler=logit_normal"], ["masked_diffusion", "model.net=unet"]])
+def test_flow_matching_with_optimal_transport_and_masked_diffusion_resume_too(model, tmp_path):
+    small = [f"model={model[0]}", *model[1:], "trainer.max_steps=16",
              *(word for word in SMALL if not word.startswith(("model=", "trainer.max_steps", "trainer.validate")))]
     stopped_once(tmp_path, small, at=7, steps=16)
 

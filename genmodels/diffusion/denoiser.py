@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import InputError
+from genmodels.core.tensors import wide
 from genmodels.diffusion.parameterisation import Parameterisation, Prediction, Velocity
 from genmodels.diffusion.path import LinearPath, Path
 
@@ -202,3 +205,39 @@ class FlowMap(Denoiser):
         output = self.net(x_t.to(inner), times, cond, *(() if mask is None else (mask,)))
         self._check(output, x_t)
         return output.to(torch.promote_types(x_t.dtype, torch.float32))
+
+
+class TokenDenoiser(nn.Module):
+    """log p of every token given those that are not masked: an embedding, a denoiser's network, and a linear layer.
+
+    Both layers begin with cosines of the level, so that near levels are alike. The network is given no time: how many
+    tokens are masked says it, and any set of known tokens is as good as another.
+
+    Arguments:
+        net: network of C `width` channels, called as `net(x, log_snr, cond)`.
+        levels: V, the number of values; token V is the mask.
+        width: channels for each scalar of the data.
+
+    Shapes: `tokens (B, C, *space)` int64, `cond (B,)` int64 or None; the result is `(B, C, *space, V)`.
+
+    Example:
+        >>> from genmodels.nn import DiT
+        >>> network = TokenDenoiser(DiT((4, 6, 6), width=16, depth=1), levels=5, width=4)
+        >>> network(torch.full((2, 1, 6, 6), 5)).exp().sum(-1).shape
+        torch.Size([2, 1, 6, 6])
+    """
+
+    def __init__(self, net: nn.Module, levels: int, width: int):
+        super().__init__()
+        self.net, self.width = net, width
+        self.enter, self.leave = nn.Embedding(levels + 1, width), nn.Linear(width, levels)
+        place = (torch.arange(levels)[:, None] + 0.5) * torch.arange(1, width + 1) / levels
+        with torch.no_grad():
+            self.enter.weight[:levels] = self.leave.weight.copy_(torch.cos(math.pi * place))
+            self.enter.weight[levels] = 0
+            self.leave.bias.zero_()
+
+    def forward(self, tokens: Tensor, cond: Tensor | None = None) -> Tensor:
+        x = self.enter(tokens).movedim(-1, 2).flatten(1, 2)
+        y = self.net(x, torch.zeros(len(x), device=x.device), cond)
+        return wide(self.leave(y.unflatten(1, (-1, self.width)).movedim(2, -1))).log_softmax(-1)

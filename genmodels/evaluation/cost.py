@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from genmodels.models.density import is_diffusion, is_flow
+from genmodels.models.density import is_diffusion, is_flow, is_masked_diffusion
 
 _WARM_UPS, _REPEATS, _FEWEST = 2, 20, 3
 
@@ -58,7 +58,7 @@ def evaluations_per_sample(model, made: dict, rows: float, n: int) -> float | No
     if rows:
         return rows / n
     said = made.get("evaluations")
-    if said is None or is_diffusion(model):
+    if said is None or is_diffusion(model) or is_masked_diffusion(model):
         return said  # a diffusion tells the evaluations of one sample, chains those of all
     return said / n
 

@@ -39,6 +39,11 @@ def is_diffusion(model: GenerativeModel) -> bool:
     return hasattr(model, "elbo") and hasattr(model.core, "schedule")
 
 
+def is_masked_diffusion(model: GenerativeModel) -> bool:
+    """Whether the model is a masked diffusion: it has a `masking`, and a bound in continuous time."""
+    return hasattr(model, "masking")
+
+
 def is_energy(model: GenerativeModel) -> bool:
     """Whether the model is an energy: its core has one, and the model can look for its constant."""
     return hasattr(model, "normaliser") and hasattr(model.core, "energy")

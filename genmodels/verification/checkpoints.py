@@ -17,7 +17,7 @@ from genmodels.core.data import Batch
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.models.base import GenerativeModel
-from genmodels.models.density import is_diffusion, is_energy, is_flow, mass_of
+from genmodels.models.density import is_diffusion, is_energy, is_flow, is_masked_diffusion, mass_of
 from genmodels.verification.check import (
     NOT_APPLICABLE,
     NOT_VERIFIED,
@@ -244,8 +244,12 @@ def _largest(values: Tensor) -> float:
 def _has_likelihood(s: ModelSubject) -> bool:
     model = s.model
     of_noise = getattr(getattr(model, "core", None), "kind", None) == "unnormalised"  # a flow of noisy data states none
-    ours = is_flow(model) or is_diffusion(model) or is_energy(model) or model.spec.text is not None
+    ours = is_flow(model) or _has_bound(model) or is_energy(model) or model.spec.text is not None
     return not of_noise and (ours or s.line is not None)
+
+
+def _has_bound(model: GenerativeModel) -> bool:
+    return is_diffusion(model) or is_masked_diffusion(model)
 
 
 def _has_density(s: ModelSubject) -> bool:
@@ -258,9 +262,9 @@ def _has_density(s: ModelSubject) -> bool:
 FAMILIES: list[tuple[Callable[[ModelSubject], bool], CheckSet]] = [
     (_has_likelihood, LIKELIHOOD_CHECKS),
     (lambda s: True, SAMPLE_CHECKS),
-    (lambda s: _has_likelihood(s) and (is_flow(s.model) or is_diffusion(s.model)), PRECISION_CHECKS),
+    (lambda s: _has_likelihood(s) and (is_flow(s.model) or _has_bound(s.model)), PRECISION_CHECKS),
     (_has_density, DENSITY_CHECKS),
-    (lambda s: is_diffusion(s.model), BOUND_CHECKS),
+    (lambda s: _has_bound(s.model), BOUND_CHECKS),
     (lambda s: is_diffusion(s.model) and s.model.spec.levels is not None, DECODER_CHECKS),
     (lambda s: is_energy(s.model), ENERGY_CHECKS),
 ]

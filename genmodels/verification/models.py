@@ -10,7 +10,7 @@ from genmodels.core.data import Batch
 from genmodels.core.errors import InputError
 from genmodels.diffusion import DDPMSampler, DPMSolverPP2MSampler
 from genmodels.models.base import GenerativeModel
-from genmodels.models.density import is_diffusion, is_energy, is_flow
+from genmodels.models.density import is_diffusion, is_energy, is_flow, is_masked_diffusion
 from genmodels.models.few_steps import StepModel
 from genmodels.verification.check import Findings, Options, Report, counting
 from genmodels.verification.checkpoints import ModelSubject, verify_checkpoint
@@ -60,6 +60,15 @@ def verify_score_model(
     """The checks of a score-based model, or another without a density: those of its samples."""
     _begin(model, initial)
     return _one_by_one(options, [("model", lambda: _of_model(model, batch, options, {}))])
+
+
+def verify_masked_diffusion(
+    model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
+) -> Findings:
+    """The checks of a masked diffusion: those of its bound and of its samples."""
+    _begin(model, initial)
+    drawn = {"draws": min(_DRAWN["draws"], model.num_steps - 1), "replicates": _DRAWN["replicates"]}
+    return _one_by_one(options, [("model", lambda: _of_model(model, batch, options, drawn))])
 
 
 def _begin(model: GenerativeModel, initial: Batch | None) -> None:
@@ -127,6 +136,7 @@ def verify(
 FAMILIES = [
     Family("normalizing flows (core.flow)", is_flow, verify_flow),
     Family("diffusion models (core.schedule)", is_diffusion, verify_diffusion),
+    Family("masked diffusion (masking)", is_masked_diffusion, verify_masked_diffusion),
     Family("energy-based models (core.energy)", is_energy, verify_energy_model),
     Family("score-based models (sigmas)", lambda model: hasattr(model, "sigmas"), verify_score_model),
     Family("consistency models and students", lambda model: isinstance(model, StepModel), verify_score_model),

@@ -289,6 +289,7 @@ SMALL = {
     "nsf": ("toy", ["model.hidden=4", "model.layers=1"]),
     "maf": ("toy", ["model.hidden=4", "model.layers=1"]),
     "tarflow": ("digits", ["model.width=4", "model.heads=2", "model.blocks=1", "model.depth=1"]),
+    "masked_diffusion": ("digits", ["model.net.width=8", "model.net.heads=2", "model.net.depth=1", "model.width=4"]),
     "jet": ("digits", ["model.width=8", "model.heads=2", "model.couplings=1", "model.depth=1"]),
     "energy": ("toy", ["model.net.hidden=[4]"]),
     "score": ("toy", ["model.net.hidden=4"]),

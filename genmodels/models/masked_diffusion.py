@@ -1,0 +1,181 @@
+"""Masked discrete diffusion (MD4, Shi et al. 2024; MDLM, Sahoo et al. 2024): integers as tokens that are masked."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError, one_of
+from genmodels.core.likelihood import Likelihood
+from genmodels.core.random import KeyedGenerator
+from genmodels.core.samples import Samples, SamplingOptions, Trajectory
+from genmodels.diffusion.denoiser import TokenDenoiser
+from genmodels.diffusion.masked import MASKINGS, MaskingName, Predictor, bound_terms, masked_bound, unmask
+from genmodels.diffusion.weighting import AntitheticTimes
+from genmodels.models.base import GenerativeModel, Loss
+from genmodels.models.build import NETWORKS, TARGET, make_network
+from genmodels.models.optimizer import Optimizer
+from genmodels.nn import DiT, MLPDenoiser, UNet
+
+
+class MaskedDiffusionModel(GenerativeModel):
+    """A network that fills in masked integers; a sample begins as masks alone, and is filled in over some steps.
+
+        -log p(x) <= E_t [-alpha'(t) / (1 - alpha(t)) sum over masked of -log p(x_i | x_t)],   t uniform on [0, 1]
+
+    Every scalar of integer data is a token with `levels` values, masked with probability 1 - alpha(t). Training
+    minimises the bound, at times spread evenly over each batch. Any part of an event can be kept and the rest drawn.
+
+    Arguments:
+        spec: the data set this model is built for, of integers.
+        masking: alpha(t): `linear`, 1 - t; `cosine`, 1 - sin(pi t/2); `quadratic`, 1 - t^2. The bound is the same for
+            all; training visits other shares of masked tokens more often.
+        width: channels for each scalar, in which its token enters and leaves the network.
+        num_steps: most steps of a sampler, and strata of the bound where all are taken.
+        class_conditional, cond_drop, optimizer, ema_decay: see `DDPM`.
+        net: the network's options, a `DiT` by default, an MLP for vectors.
+
+    Raises:
+        ValueError: for options out of range, or continuous data.
+
+    Example:
+        >>> model = MaskedDiffusionModel(DataSpec("digits", (1, 8, 8), levels=17), net={"width": 16, "depth": 1})
+        >>> model.sample(2, steps=3).x.shape
+        torch.Size([2, 1, 8, 8])
+    """
+
+    family = "masked_diffusion"
+    samplers = ("ancestral", "confidence")
+    sampling_options = ("sampler", "steps", "guidance", "known", "keep", "path", "progress")
+    swept_steps = (4, 16, 64)
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        masking: MaskingName = "linear",
+        width: int = 32,
+        num_steps: int = 1000,
+        class_conditional: bool = True,
+        cond_drop: float = 0.1,
+        net: DiT | UNet | MLPDenoiser | dict | None = None,
+        optimizer: Optimizer | dict | None = None,
+        ema_decay: float | list[float] = 0.9999,
+    ):
+        super().__init__(spec)
+        self.save_hyperparameters(ignore=["spec"], logger=False)
+        if spec.levels is None:
+            raise InputError(f"masked diffusion is for integers, not for {spec.name}: use model=flow_matching")
+        one_of("masking", masking, MASKINGS)
+        if width < 1 or num_steps < 2:
+            raise ValueError(f"width = {width} must be at least 1, and num_steps = {num_steps} at least 2")
+        if not 0 <= cond_drop < 1:
+            raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
+        self.masking, self.num_steps, self.cond_drop = masking, num_steps, cond_drop
+        self.conditional = class_conditional and spec.num_classes is not None
+        self.has_null_class = self.conditional and cond_drop > 0
+        if not isinstance(net, nn.Module):
+            usual = NETWORKS["mlp" if len(spec.event_shape) == 1 else "dit"]
+            channels, *space = spec.event_shape
+            net = make_network({TARGET: usual, **(net or {})}, (channels * width, *space), self.num_classes)
+        self.core = TokenDenoiser(net, spec.levels, width)
+        self.finish_setup(optimizer, ema_decay)
+
+    def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
+        """The bound at one time per example, in bits/dim, some of the classes hidden."""
+        cond = self._cond(batch)
+        if cond is not None and self.cond_drop:
+            hide = generator.child("condition").uniform((len(cond),), device=cond.device) < self.cond_drop
+            cond = torch.where(hide, self.num_classes, cond)
+        t, _ = AntitheticTimes()(len(batch), generator.child("times"), *self._rank_world)
+        nats = bound_terms(self.core, batch.x.long(), t, self.spec.levels, generator, cond=cond, masking=self.masking)
+        bits = nats / (math.log(2) * self.spec.dims)
+        return Loss(bits.mean(), bits, times=t)
+
+    def validation_options(self) -> dict:
+        """An estimate of the bound: eight strata, twice."""
+        return {"draws": min(8, self.num_steps - 1)}
+
+    def log_likelihood(
+        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, bound: str = "continuous",
+        draws: int | None = None, replicates: int = 2, rows: int | None = None,
+    ) -> Likelihood:
+        """The lower bound on the log-likelihood in continuous time, from one time in each of `draws` strata.
+
+        Arguments:
+            batch: items in the data's own units.
+            weights: `ema`, `raw`, or one of the decays kept.
+            seed: seed of times and masks, which are keyed by (seed, item, stratum).
+            bound: `continuous`, the only one there is.
+            draws: number of strata; None for one less than `num_steps`.
+            replicates: how often they are drawn from; the spread gives the standard error.
+            rows: most rows in one network call.
+
+        Raises:
+            ValueError: for another bound, no draws, or fewer than two replicates.
+        """
+        one_of("bound", bound, ("continuous",))
+        draws = self.num_steps - 1 if draws is None else draws
+        if draws < 1 or replicates < 2:
+            raise InputError(f"draws = {draws} must be at least 1, and replicates = {replicates} at least 2")
+        index = batch.item_index
+        found = masked_bound(
+            self.weights(weights), batch.x.long(), self.spec.levels, KeyedGenerator(seed, index, "bound"),
+            cond=self._cond(batch), draws=draws, replicates=replicates, rows=rows)
+        made = {"estimate": "bound, continuous time", "draws": draws, "replicates": replicates,
+                "weights": str(weights), "seed": seed} | ({"given": "class"} if self.conditional else {})
+        return Likelihood(-found.mean(1), "lower_bound", self.spec.dims, self.spec.levels,
+                          found.std(1) / math.sqrt(replicates), made, index, parts={"diffusion": found.mean(1)})
+
+    @torch.no_grad()
+    def draw(self, options: SamplingOptions) -> Samples:
+        """Samples by `ancestral` (the default) or `confidence`; the temperature divides log-probabilities, 0 for modes.
+
+        100 steps by default. With `known` what `keep` names is given, and the rest is drawn in any order.
+        """
+        options = options.with_default(sampler="ancestral", steps=min(100, self.num_steps))
+        one_of("sampler", options.sampler, self.samplers)
+        if not 1 <= options.steps <= self.num_steps:
+            raise InputError(f"steps must lie in 1..{self.num_steps}, got {options.steps}")
+        index, levels = self.numbered(options.n, options.start), self.spec.levels
+        labels, predict = self._conditioned(options, index)
+        kind = torch.uint8 if levels <= 256 else torch.int64
+        x, kept = self._begun(options)
+        seen = Trajectory(options.path, options.steps, options.progress)
+        x = unmask(
+            predict, x, levels, KeyedGenerator(options.seed, index, "sample"), steps=options.steps, cond=labels,
+            masking=self.masking, confident=options.sampler == "confidence", temperature=options.temperature,
+            callback=lambda done, x: seen(done, lambda: x.masked_fill(x == levels, levels // 2).to(kind)))
+        made = {"sampler": options.sampler, "steps": options.steps, "evaluations": options.steps, "seed": options.seed,
+                "weights": str(options.weights), "temperature": options.temperature} | kept
+        made |= {"guidance": options.guidance} if options.guidance != 1 else {}
+        return Samples(x.to(kind), labels, index, made, seen.kept)
+
+    def _begun(self, options: SamplingOptions) -> tuple[Tensor, dict]:
+        """The tokens that sampling begins from, all masked but for what is known."""
+        x = torch.full((options.n, *self.spec.event_shape), self.spec.levels, device=self.device)
+        known, keep = options.known, options.keep
+        if known is None and keep is None:
+            return x, {}
+        if known is None or keep is None or known.shape != self.spec.event_shape:
+            raise InputError(f"give both what is known, an event {tuple(self.spec.event_shape)}, and the mask of where")
+        keep = keep.to(self.device).expand(self.spec.event_shape)
+        return torch.where(keep, known.to(self.device).long(), x), {"kept": int(keep.sum())}
+
+    def _conditioned(self, options: SamplingOptions, index: Tensor) -> tuple[Tensor | None, Predictor]:
+        """The labels of the samples, None for no class, and the network under guidance."""
+        core, scale = self.weights(options.weights), options.guidance
+        if scale != 1 and not self.has_null_class:
+            raise InputError("guidance needs a model with classes that was trained with model.cond_drop above 0")
+        if self.has_null_class and options.cond is None and (scale == 0 or (scale == 1 and options.known is not None)):
+            return None, core
+        if scale == 1:
+            return self.labels(options.cond, index), core
+
+        def guided(tokens: Tensor, cond: Tensor | None) -> Tensor:
+            return torch.lerp(core(tokens), core(tokens, cond), scale).log_softmax(-1)
+
+        return self.labels(options.cond, index), guided
