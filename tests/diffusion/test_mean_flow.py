@@ -72,8 +72,8 @@ def test_the_derivative_through_networks(name):
     x, v = torch.randn(2, 2, 1, 8, 8, generator=seeded(), dtype=torch.float64)
     t, s, h = torch.tensor([0.9, 0.5]).double(), torch.tensor([0.1, 0.4]).double(), 1e-5
     denoiser = FlowMap(net)
-    target = MeanFlow().target(denoiser, x, t, s, v, None, None)
-    with torch.no_grad():
+    with torch.no_grad():  # as in training
+        target = MeanFlow().target(denoiser, x, t, s, v, None, None)
         ahead, behind = (denoiser.mean_velocity(x + e * v, t + e, s) for e in (h, -h))
     rate = (ahead - behind) / (2 * h)
     assert rate.abs().max() > 1e-3
