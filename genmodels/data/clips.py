@@ -22,7 +22,7 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import cache_folder, kind_of, write_whole
 from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav, resample
 
-#: The clips inside the package, and those held out; the rest is for training.
+#: The clips in the source of the package (wheels leave them out), and those held out; the rest is for training.
 EMBEDDED = Path(__file__).parent / "ljspeech"
 _EMBEDDED_SPLITS = {"val": ("LJ001-0061", "LJ001-0125"),
                     "test": ("LJ001-0013", "LJ001-0043", "LJ001-0104", "LJ001-0126")}
@@ -58,12 +58,12 @@ def read_clips(layout: str, root: Path | None, *, allow_partial: bool = False) -
 
     Arguments:
         layout: one of `LAYOUTS`.
-        root: the folder, or the file of a manifest; None for the clips inside the package.
+        root: the folder, or the file of a manifest; None for the embedded clips.
         allow_partial: leave out rows whose file is missing instead of stopping.
 
     Raises:
         InputError: for a missing folder or list, a row with the wrong number of fields (file, line), missing files
-            (the first five).
+            (the first five), or an installation without the embedded clips.
 
     Example:
         >>> clips = read_clips("embedded", None)
@@ -74,6 +74,9 @@ def read_clips(layout: str, root: Path | None, *, allow_partial: bool = False) -
         raise InputError(f"data.layout={layout} needs data.root=, the folder or file of the recordings")
     if root is not None and layout == "embedded":
         raise InputError(f"data.root={root} needs data.layout=, one of {', '.join(k for k in LAYOUTS if k != layout)}")
+    if root is None and not EMBEDDED.is_dir():
+        raise InputError("the speech clips are in the source of genmodels, not in its wheel: `pip install -e .` in a "
+                         "checkout, or give data.layout=ljspeech data.root=<its folder genmodels/data/ljspeech>")
     clips = LAYOUTS[layout](EMBEDDED if root is None else root)
     missing = [clip for clip in clips if not clip.path.is_file()]
     if missing and not allow_partial:
@@ -89,7 +92,7 @@ def read_clips(layout: str, root: Path | None, *, allow_partial: bool = False) -
 
 
 def embedded(root: Path) -> list[Clip]:
-    """The clips inside the package, with their own splits."""
+    """The embedded clips, with their own splits."""
     held = {name: split for split, names in _EMBEDDED_SPLITS.items() for name in names}
     return [replace(clip, split=held.get(clip.path.stem, "train")) for clip in ljspeech(root)]
 

@@ -156,7 +156,7 @@ class Speech(DataModule):
 
     Arguments:
         root: the folder of the recordings, or the file of a manifest.
-        layout: `embedded` (16 clips of LJSpeech inside the package), `ljspeech` (metadata.csv and wavs/), `manifest`
+        layout: `embedded` (16 clips of LJSpeech in the source tree), `ljspeech` (metadata.csv and wavs/), `manifest`
             (lines path|text or path|text|speaker), `folder` (one folder per class, or the Free Spoken Digits),
             `asterisk` (prompts with a list of texts).
         mel: settings of the mels that differ from those of HiFi-GAN: sample_rate, n_fft, hop, n_mels, f_min, f_max,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy.io import wavfile
 
+from genmodels.cli.main import main
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.data import clips as mel_files
@@ -155,6 +156,13 @@ def test_lists_with_the_wrong_number_of_fields(tmp_path):
         Speech(layout="ljspeech").prepare()
     with pytest.raises(InputError, match="did you mean 'hop'"):
         Speech(mel={"hopp": 1})
+
+
+def test_an_installed_wheel_says_where_its_clips_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mel_files, "EMBEDDED", tmp_path / "absent")
+    assert main(["train", "model=glow_tts", "data=speech", f"run_dir={tmp_path}/run"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "not in its wheel" in error and "data.root=" in error
 
 
 def test_manifest_with_speakers(tmp_path):
