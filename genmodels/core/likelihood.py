@@ -317,7 +317,7 @@ def breakdown(result: Likelihood, per_dim: bool = False) -> dict[str, float]:
 
     `val/<part>` are the summands of the bound. `noise/k_of_n` is the part of the k-th of n equal shares of the steps,
     the first having the least noise: shares of steps, not log-SNRs, so that runs with different schedules have the
-    same names. Their sum is `val/diffusion`.
+    same names. Their sum is `val/diffusion`. `val/solver_change` is by how much a coarser solution of an ODE raises it.
 
     Example:
         >>> import torch
@@ -334,4 +334,6 @@ def breakdown(result: Likelihood, per_dim: bool = False) -> dict[str, float]:
     if result.profile is not None:
         shares = (result.profile.nats / result.profile.items / unit).tolist()
         found |= {f"noise/{k}_of_{len(shares)}": share for k, share in enumerate(shares, 1)}
+    if result.solver_change is not None:
+        found["val/solver_change"] = float(result.solver_change.nanmean()) / unit
     return found

@@ -179,7 +179,8 @@ class OdeLikelihood:
         probes: number of probes of `hutchinson`; the standard error over them needs two.
         solver: `rk45` (adaptive, on the device), `scipy` (one item after the other), `heun` or `rk4` (fixed steps).
         tolerance: relative and absolute tolerance of the adaptive solvers.
-        steps: steps of the fixed ones, equal in log-SNR.
+        steps: steps of the fixed ones, equal in `variable`.
+        variable: what the equation is solved in, `log_snr` or `time`, see `OdeDensity`.
         rows: most rows in one call of the network.
 
     Errors: InputError for K > 1 with random probes, whose noise the logarithm of a mean would turn into a gain;
@@ -202,6 +203,7 @@ class OdeLikelihood:
     solver: Literal["rk45", "scipy", "heun", "rk4"] = "rk45"
     tolerance: float = 1e-5
     steps: int = 64
+    variable: Literal["log_snr", "time"] = "log_snr"
     rows: int = 256
 
     def __post_init__(self):
@@ -225,7 +227,7 @@ class OdeLikelihood:
             seed: seed of dequantisation and probes, which are keyed by (seed, item, draw).
         """
         density = OdeDensity(divergence=self.divergence, probes=self.probes, solver=self.solver,
-                             tolerance=self.tolerance, steps=self.steps, rows=self.rows)
+                             tolerance=self.tolerance, steps=self.steps, variable=self.variable, rows=self.rows)
         draws = self.importance_samples if spec.levels is not None else 1
         if draws > 1 and not density.exact(spec.dims):
             raise InputError(

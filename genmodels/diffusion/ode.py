@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import Generator, KeyedGenerator, uniform
 from genmodels.core.tensors import event_sum, hide, spread, usable
 from genmodels.diffusion.guidance import require_unaltered
@@ -121,7 +121,9 @@ class OdeDensity:
         probes: number of random probes of `hutchinson`, the same all along a path.
         solver: `rk45` (adaptive, on the device), `scipy` (`solve_ivp`, one example after the other), `heun`, `rk4`.
         tolerance: relative and absolute tolerance of the adaptive solvers.
-        steps: number of equal steps in log-SNR of `heun` and `rk4`.
+        steps: number of equal steps of `heun` and `rk4`.
+        variable: what the equation is solved in: `log_snr`, or the `time` of the path, in which the flow of a straight
+            path is nearly straight, so that few steps suffice; fine structure needs `log_snr` or more of them.
         rows: most examples followed at once.
 
     Shapes: x (B, *event) already noised to `log_snr`, cond (B,) or (B, F), mask (B, 1, T): what it hides is no part of
@@ -146,15 +148,17 @@ class OdeDensity:
         solver: Literal["rk45", "scipy", "heun", "rk4"] = "rk45",
         tolerance: float = 1e-5,
         steps: int = 64,
+        variable: Literal["log_snr", "time"] = "log_snr",
         rows: int = 256,
     ):
+        one_of("variable", variable, ("log_snr", "time"))
         if divergence not in ("auto", "exact", "hutchinson"):
             raise InputError(f"divergence = {divergence!r}: choose auto, exact or hutchinson")
         if solver not in SOLVERS:
             raise InputError(f"solver = {solver!r}: choose one of {', '.join(SOLVERS)}")
         if probes < 1 or rows < 1:
             raise InputError(f"probes and rows must be at least 1, got {probes} and {rows}")
-        self.divergence, self.probes, self.rows = divergence, probes, rows
+        self.divergence, self.probes, self.rows, self.variable = divergence, probes, rows, variable
         fixed = issubclass(SOLVERS[solver], FixedSteps)
         self.solver_options = {"steps": steps} if fixed else {"tolerance": tolerance}
         self.solver_name, self.solve = solver, SOLVERS[solver](**self.solver_options)
@@ -168,12 +172,12 @@ class OdeDensity:
         options = {"tolerance": lambda value: 10 * value, "steps": lambda value: max(1, value // 2)}
         solver = {name: options[name](value) for name, value in self.solver_options.items()}
         return OdeDensity(divergence=self.divergence, probes=self.probes, solver=self.solver_name, rows=self.rows,
-                          **solver)
+                          variable=self.variable, **solver)
 
     def made(self, dims: int) -> dict:
         """How a density of this many scalars is made, plain values."""
         trace = {"divergence": "exact"} if self.exact(dims) else {"divergence": "hutchinson", "probes": self.probes}
-        return trace | {"solver": self.solver_name} | self.solver_options
+        return trace | {"solver": self.solver_name, "variable": self.variable} | self.solver_options
 
     def __call__(
         self,
@@ -207,16 +211,20 @@ class OdeDensity:
         return OdeLogProb(*(torch.cat(values) for values in zip(*found, strict=True)))
 
     def _follow(self, denoiser, first: int, log_snr: float, x, cond, mask, probes, base):
+        schedule, in_time, dims = denoiser.schedule, self.variable == "time", x[0].numel()
+
         def derivative(place: Tensor, state: Tensor, rows: Tensor) -> Tensor:
             inputs = (None if v is None else v[rows] for v in (cond, mask, probes))
-            slope, trace = _slope(denoiser, state[:, :dims].reshape(-1, *x.shape[1:]), place, *inputs)
-            return torch.cat([slope.flatten(1), trace], dim=1)
+            level = schedule.log_snr(place).detach() if in_time else place
+            slope, trace = _slope(denoiser, state[:, :dims].reshape(-1, *x.shape[1:]), level, *inputs)
+            found = torch.cat([slope.flatten(1), trace], dim=1)
+            return schedule.log_snr_rate(place).detach()[:, None] * found if in_time else found
 
-        dims = x[0].numel()
         volume = x.new_zeros(len(x), 1 if probes is None else probes.shape[1])
-        end = last_log_snr(denoiser.schedule)
+        ends = torch.tensor([min(log_snr, _ENDS[0]), last_log_snr(schedule)], dtype=torch.float64)
+        ends = (schedule.time_of(ends).detach() if in_time else ends).tolist()
         try:
-            solution = self.solve(derivative, torch.cat([x.flatten(1), volume], 1), min(log_snr, _ENDS[0]), end)
+            solution = self.solve(derivative, torch.cat([x.flatten(1), volume], 1), *ends)
         except SolverError as error:
             raise SolverError(first + error.row, error.at, f"the ODE failed: {error.reason}") from error
         latent = solution.y[:, :dims].reshape(x.shape)

@@ -336,7 +336,8 @@ def _solved(likelihood: Likelihood) -> list[str]:
     (name, fine), = ((key, likelihood.made[key]) for key in likelihood.made["coarser"])
     coarse, size = likelihood.made["coarser"][name], float(change.double().square().mean().sqrt())
     if name == "steps":
-        return [f"{fine} steps ({coarse} differ by {size:.2g} nats an item)"]
+        where = " in time" if likelihood.made.get("variable") == "time" else ""
+        return [f"{fine} steps{where} ({coarse} differ by {size:.2g} nats an item)"]
     return [f"tolerance {fine:g} ({coarse:g} differs by {size:.2g} nats an item)"]
 
 

@@ -29,6 +29,7 @@ from genmodels.diffusion import (
 from genmodels.diffusion import sample as run_sampler
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.flow_matching import make_path
+from genmodels.diffusion.ode import EXACT_UP_TO
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import make_network
 from genmodels.models.checkpoint import load_model
@@ -36,6 +37,9 @@ from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
 
 _LATENT_STEPS = 100  # of Heun between data and their latents, each way
+#: How validation solves the ODE of a flow, and how many network evaluations of an item's value and divergence it
+#: spends at each place: a thousand items in the plane.
+_SOLVED, _SOLVED_ROWS = {"solver": "rk4", "steps": 12, "variable": "time"}, 3000
 
 
 class DiffusionModel(GenerativeModel):
@@ -52,6 +56,9 @@ class DiffusionModel(GenerativeModel):
 
     #: The default sampler.
     usual_sampler = "dpmpp_2m"
+    #: Whether validation on small continuous vectors solves the ODE: for families whose model is the flow. The bound is
+    #: that of a noisy sampler, which a small error of the velocity near the data costs far more than the flow.
+    validates_by_ode = False
 
     def prepare(
         self, *, num_steps: int, cond_drop: float, class_conditional: bool, noise: float,
@@ -175,6 +182,16 @@ class DiffusionModel(GenerativeModel):
     def validation_options(self) -> dict:
         """An estimate of the bound: eight terms, twice."""
         return {"draws": min(8, self.num_steps - 1)}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """The bound of every item; of a flow on small continuous vectors the ODE of the first ones."""
+        spec = self.spec
+        if not self.validates_by_ode or spec.levels is not None or spec.mel is not None or spec.dims > EXACT_UP_TO:
+            super().validation_step(batch, batch_idx)
+            return
+        first = batch.rows(batch.item_index < _SOLVED_ROWS // (1 + spec.dims))
+        if len(first):
+            self._pending.append(self.ode_likelihood(first, seed=self.seed, **_SOLVED).cpu())
 
     def denoiser_and_cond(self, batch: Batch) -> tuple[Denoiser, Tensor | None]:
         """The denoiser, and the condition that it sees with the noisy data of a batch."""

@@ -35,6 +35,7 @@ class FlowMapModel(DiffusionModel):
     belong to the samples that many steps of this velocity make, not to those of a few long steps.
     """
 
+    validates_by_ode = True
     usual_sampler = "flow_map"
     #: What `sweeps=[steps]` of an evaluation compares.
     swept_steps = (1, 2, 4, 20)

@@ -61,6 +61,7 @@ class FlowMatchingModel(DiffusionModel):
     """
 
     family = "flow_matching"
+    validates_by_ode = True
 
     def __init__(
         self,

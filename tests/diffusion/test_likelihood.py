@@ -46,7 +46,9 @@ def every_level(levels=5) -> Batch:
 # ---- continuous data -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"tolerance": 1e-7}, {"solver": "rk4", "steps": 120}], ids=str)
+@pytest.mark.parametrize("options", [
+    {"tolerance": 1e-7}, {"solver": "rk4", "steps": 120}, {"solver": "rk4", "steps": 40, "variable": "time"},
+], ids=str)  # fmt: skip
 def test_the_density_is_the_exact_one_in_the_datas_units(options):
     model, distribution = gaussian_model(), Normal(torch.tensor(5.0, dtype=torch.float64), 0.2)
     x = distribution.sample((5, 2))

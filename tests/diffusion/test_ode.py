@@ -359,7 +359,7 @@ def test_an_example_does_not_depend_on_its_batch(divergence, solver):
 def test_the_default_divergence_depends_on_the_size_alone():
     density = OdeDensity(probes=3)
     assert density.made(64)["divergence"] == "exact" and density.made(65) == {
-        "divergence": "hutchinson", "probes": 3, "solver": "rk45", "tolerance": 1e-5
+        "divergence": "hutchinson", "probes": 3, "solver": "rk45", "variable": "log_snr", "tolerance": 1e-5
     }
 
 
