@@ -38,9 +38,10 @@ def run(
     Arguments:
         ckpt: the checkpoint (or a run folder: its best.ckpt).
         n: number of samples, 64 by default; with text the number of takes, 1 by default.
-        out: a .png (one grid), a .npz (arrays), a .csv (a table of vectors), or a folder (one PNG each); default a
-            grid, or a table if the columns of the data have names, in the run folder. With text a .wav (with the mel as
-            .png and the durations as .json next to it), a .npz, or a folder. Long texts are synthesised by sentences.
+        out: a .png (one grid), a .npz (arrays), a .csv (a table of vectors), a .txt (samples of text), or a folder (one
+            PNG or .txt each); default a grid, text, or a table if the columns of the data have names, in the run
+            folder. Of speech a .wav (with the mel as .png and the durations as .json next to it), a .npz, or a folder.
+            Long texts are synthesised by sentences.
         text_file: a file of texts, one per line.
         durations: a .json as written next to a .wav, with the frames of every token, instead of predicted durations.
         pause: seconds of silence between sentences, 0.2 by default; [pause=0.5] in a text adds one there.
@@ -48,8 +49,11 @@ def run(
             (hifigan_universal).
         stream: synthesise in chunks and print the time to first audio; the result is the same.
         chunk: frames per chunk, 64 by default.
-        inpaint: a picture file, or the number of a test item, of which a part is kept and the rest drawn.
-        mask: a picture file for inpaint, white where the item is kept, black where it is drawn.
+        inpaint: a picture file, or the number of a test item, of which a part is kept and the rest drawn; for models of
+            text also a .txt, or the text itself.
+        mask: what inpaint draws: a picture file, white where the item is kept, black where it is drawn; from:to of the
+            frames of a mel or the bytes of a text, such as 20:40; for text also one character that stands for each
+            byte to be drawn (inpaint='The ____ of' mask=_).
         edit: a picture file, or the number of a test item, to which noise is added and removed again.
         batch_size: samples per batch.
         ema: averaged weights (true), raw ones (false), or the average with one decay.
@@ -96,6 +100,7 @@ def run(
     from genmodels.core.files import cache_folder
     from genmodels.core.processes import Ranks
     from genmodels.evaluation.cache import Cache
+    from genmodels.evaluation.materials import material
     from genmodels.evaluation.samples import (
         Drawing,
         check_target,
@@ -109,6 +114,7 @@ def run(
     group = Ranks()
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
     manner = {"durations": durations, "pause": pause, "vocoder": vocoder}
+    named = {"inpaint": inpaint, "mask": mask, "edit": edit}
     if group.rank and (model.spec.text is not None or interpolate is not None):
         group.serve()  # what one process does soon
         return
@@ -116,8 +122,13 @@ def run(
         from genmodels.cli.say import say
 
         manner = {key: value for key, value in manner.items() if value is not None}
+        materials, lines = material(model, header, named, ckpt_path, trust or [])
+        if materials and (text_file is not None or stream or {"text", "durations", "seconds"} & {*options, *manner}):
+            raise InputError("inpaint and edit keep text and durations of their item: leave out text, text_file, "
+                             "durations, seconds and stream")
         output = {"text_file": text_file, "takes": n, "out": out, "chunk": (chunk or 64) if stream else None}
-        for line in say(model, header, ckpt_path, options | manner | {"weights": weights_of(ema)}, **output):
+        manner |= {"weights": weights_of(ema)} | materials
+        for line in [*lines, *say(model, header, ckpt_path, options | manner, **output)]:
             print(line)
         return
     only = {"text_file": text_file, "stream": stream or None} | manner
@@ -134,7 +145,7 @@ def run(
     check_target(target, model.spec)
     check_writable("out", target)
     if path is not None and Path(path).suffix.lower() == ".png" and not model.spec.is_image:
-        raise InputError("path: a strip shows images; for points use path=path.gif")
+        raise InputError("path: a strip shows images, a .gif points too")
     if interpolate is not None:
         unused = [key for key, value in given.items() if value is not None and key != "ema"]
         plain = (("n", n, 64), ("seed", seed, 0), ("start", start, 0))
@@ -152,11 +163,10 @@ def run(
     if at_once > 8:
         raise InputError(f"{min(n, batch_size)} samples of {values:,} values at once would take {at_once:,.0f} GB "
                          "or more: lower batch_size" + ("" if size is None else f", or size={list(size)}"))
-    single = target.suffix == "" and path is None
+    single = target.suffix == "" and path is None and model.spec.encoding is None
     if gigabytes > 8 and not single:
         raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=, or as "
                          "single files: out=<folder>")
-    named = {"inpaint": inpaint, "mask": mask, "edit": edit}
     materials, lines = material(model, header, named, ckpt_path, trust or [])
     if path is not None:  # many moments, of which those with equal changes are shown
         materials["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * n * model.spec.dims))))
@@ -207,40 +217,6 @@ def unmixed(made: dict) -> list[str]:
     return lines
 
 
-def material(model, header: dict, named: dict, ckpt_path, trust: list[str]) -> tuple[dict, list[str]]:
-    """The tensors named by `inpaint`, `mask` and `edit`, as options of `sample`, and lines for the user.
-
-    Raises:
-        InputError: for a model that cannot start from an item, or items that do not exist.
-    """
-
-    from genmodels.core.errors import InputError
-    from genmodels.evaluation.samples import read_items, read_mask
-    from genmodels.models.build import build
-    from genmodels.models.checkpoint import data_options
-
-    asked = [key for key in ("inpaint", "edit") if named[key] is not None]
-    if not asked:
-        return {}, []
-    if "known" not in model.own_options():
-        raise InputError(f"{asked[0]} is for diffusion models: {ckpt_path} holds a {header['family']}")
-
-    def item(key: str):
-        def data():
-            return build(data_options(header, ckpt_path), trust=trust).prepare()
-
-        return read_items([named[key]], data, model.spec, key)
-
-    tensors = {"edit": item("edit").x[0]} if named["edit"] is not None else {}
-    if named["inpaint"] is None:
-        return tensors, []
-    if not model.spec.is_image:
-        raise InputError(f"inpaint keeps a part of an image; these data have events of shape {model.spec.event_shape}")
-    keep = read_mask(named["mask"], model.spec, "mask")
-    line = f"kept {int(keep.sum())} of {keep.numel()} pixels of {named['inpaint']}, where {named['mask']} is white"
-    return tensors | {"known": item("inpaint").x[0], "keep": keep}, [line]
-
-
 def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, trust: list[str]) -> list[str]:
     """Write the interpolation of two items through the latents as one row of pictures; returns lines for the user.
 
@@ -251,7 +227,8 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
 
     from genmodels.core.checkpoint import checkpoint_hash
     from genmodels.core.errors import InputError
-    from genmodels.evaluation.samples import read_items, save_png
+    from genmodels.evaluation.materials import read_items
+    from genmodels.evaluation.samples import save_png
     from genmodels.models.base import interpolate
     from genmodels.models.build import build
     from genmodels.models.checkpoint import data_options, weights_of
@@ -290,7 +267,7 @@ def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):
     The name contains all options, so that no other samples are overwritten.
     """
     drawn = spec.is_image or spec.mel is not None or spec.event_shape == (2,)
-    suffix = ".csv" if spec.columns else ".png" if drawn else ".npz"
+    suffix = ".txt" if spec.encoding is not None else ".csv" if spec.columns else ".png" if drawn else ".npz"
     words = [f"{key}-{str(value).removesuffix('.png')}" for key, value in given.items() if value is not None]
-    words = ["".join(c if c.isalnum() or c in "-." else "-" for c in word) for word in words]
+    words = ["".join(c if c.isalnum() or c in "-." else "-" for c in word)[:60] for word in words]
     return ckpt.parent / "samples" / ("_".join([ckpt.stem, f"seed{seed}", f"{start}-{start + n - 1}", *words]) + suffix)

@@ -109,6 +109,7 @@ class DataSpec:
         text: the symbols of texts, how texts are normalised, and a few examples.
         speakers: names of the speakers, empty if not conditioned on.
         columns: names of the columns of vectors, empty if they have none.
+        encoding: of text whose bytes the integers are, None for other data.
 
     Example:
         >>> DataSpec("digits", (1, 8, 8), levels=17, num_classes=10).dims
@@ -126,6 +127,7 @@ class DataSpec:
     text: dict | None = None
     speakers: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    encoding: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "event_shape", tuple(int(n) for n in self.event_shape))
@@ -160,6 +162,18 @@ class DataSpec:
     def names_of_columns(self) -> list[str]:
         """The names of all scalars of an event in messages."""
         return [self.column(place) for place in range(self.dims)]
+
+    @property
+    def unit(self) -> str:
+        """The unit of likelihoods of these data, by its name in reports.
+
+        Example:
+            >>> DataSpec("digits", (1, 8, 8), levels=17).unit, DataSpec("plane", (2,)).unit
+            ('bits_per_dim', 'nats')
+        """
+        if self.encoding is not None:
+            return "bits_per_character"
+        return "bits_per_dim" if self.levels is not None else "nats" if self.mel is None else "nats_per_dim"
 
     @property
     def is_image(self) -> bool:

@@ -191,7 +191,7 @@ class Likelihood:
             S^2 = sum_i (n_i - r d_i)^2 / (N - 1) / mean(d)^2,   r = sum n / sum d
 
         Arguments:
-            unit: `nats` (per item), `nats_per_dim` or `bits_per_dim`.
+            unit: `nats` (per item), `nats_per_dim`, `bits_per_dim`, or `bits_per_character`, the same of bytes of text.
         """
         if len(self.nonfinite) or len(self) < 2:
             return None
@@ -202,7 +202,8 @@ class Likelihood:
         items = both if draws is None else max(0.0, both - draws)
         shared = (self.made.get("log_z_stderr") or 0.0) if self.kind == "ais" else 0.0
         size = float(dims.mean())
-        scale = {"nats": 1.0, "nats_per_dim": size, "bits_per_dim": size * math.log(2)}[unit]
+        bits = size * math.log(2)
+        scale = {"nats": 1.0, "nats_per_dim": size, "bits_per_dim": bits, "bits_per_character": bits}[unit]
         return StandardError(math.sqrt(items) / scale, None if draws is None else math.sqrt(draws) / scale,
                              shared / scale)
 

@@ -210,13 +210,15 @@ class FlowMap(Denoiser):
 class TokenDenoiser(nn.Module):
     """log p of every token given those that are not masked: an embedding, a denoiser's network, and a linear layer.
 
-    Both layers begin with cosines of the level, so that near levels are alike. The network is given no time: how many
+    With `ordered` levels both layers begin with cosines of the level, so that near levels are alike; else with
+    independent Gaussians. The network is given no time: how many
     tokens are masked says it, and any set of known tokens is as good as another.
 
     Arguments:
         net: network of C `width` channels, called as `net(x, log_snr, cond)`.
         levels: V, the number of values; token V is the mask.
         width: channels for each scalar of the data.
+        ordered: whether levels that are near each other mean the same, as grey levels do and bytes of text do not.
 
     Shapes: `tokens (B, C, *space)` int64, `cond (B,)` int64 or None; the result is `(B, C, *space, V)`.
 
@@ -227,13 +229,14 @@ class TokenDenoiser(nn.Module):
         torch.Size([2, 1, 6, 6])
     """
 
-    def __init__(self, net: nn.Module, levels: int, width: int):
+    def __init__(self, net: nn.Module, levels: int, width: int, ordered: bool = True):
         super().__init__()
         self.net, self.width = net, width
         self.enter, self.leave = nn.Embedding(levels + 1, width), nn.Linear(width, levels)
         place = (torch.arange(levels)[:, None] + 0.5) * torch.arange(1, width + 1) / levels
+        begun = torch.cos(math.pi * place) if ordered else torch.randn(levels, width)
         with torch.no_grad():
-            self.enter.weight[:levels] = self.leave.weight.copy_(torch.cos(math.pi * place))
+            self.enter.weight[:levels] = self.leave.weight.copy_(begun)
             self.enter.weight[levels] = 0
             self.leave.bias.zero_()
 

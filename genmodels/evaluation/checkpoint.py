@@ -293,7 +293,7 @@ class Frame:
                 name=spec.name, split=request.split, items=opened.items, limited=opened.limited,
                 item_hash=self.hash_of(request.split, opened.items), event_shape=list(spec.event_shape),
                 levels=spec.levels, units="levels" if spec.levels else "the data's own", mel=spec.mel,
-                num_classes=spec.num_classes, class_names=list(spec.class_names),
+                num_classes=spec.num_classes, class_names=list(spec.class_names), encoding=spec.encoding,
             ),
         )
 

@@ -236,9 +236,9 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
     mean = likelihood.mean_nats()
     value = None if mean is None else -mean / scale
     found: dict = {"label": _label(likelihood, label), "kind": likelihood.kind, "mark": likelihood.mark,
-                   "unit": "bits_per_dim" if discrete else "nats", "mean_nats": mean}
+                   "unit": spec.unit, "mean_nats": mean}
     if spec.mel is not None:  # lengths differ: only the mean over cells can be compared
-        found["unit"], scale = "nats_per_dim", float(likelihood.dims.double().mean())
+        scale = float(likelihood.dims.double().mean())
     numbers = {"bits_per_dim" if discrete else "nll": value}
     if not discrete:
         numbers["nll_per_dim"] = likelihood.mean_nll_per_dim()

@@ -181,14 +181,14 @@ class OtherDataStage:
         entry = {"name": name, "overrides": self.frame.request.ood_data, "n": count, "kind": found.kind,
                  "label": line.label, "values": f"ood_{number}_nats", "inside": "nats_0"}
         finite = bool(torch.isfinite(inside).all() and torch.isfinite(outside).all())
-        unit = "unnormalised nats" if found.kind == "unnormalised" else "bits_per_dim" if spec.levels else "nats"
+        unit = "unnormalised nats" if found.kind == "unnormalised" else spec.unit if spec.levels else "nats"
         if not finite:
             reason = found.made.get("reason", "values that are not finite")
             return OtherData(**entry, value=unit, auroc=None, reason=reason, said=f"{name}: {reason}")
         area, error = auroc(inside, outside)
         means = {}
         for key, likelihood in (("mean_in", own), ("mean_out", found)):
-            bits = unit == "bits_per_dim"
+            bits = unit.startswith("bits")
             means[key] = likelihood.mean_bits_per_dim() if bits else -likelihood.mean_nats()
         return OtherData(**entry, value=unit, auroc=area, se=error, **means,
                          said=sentence(name, area, error, found.kind))

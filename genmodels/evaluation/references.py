@@ -65,7 +65,7 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
     """Bits/dim of the uniform model and of the best per-pixel histogram, with its standard error over the items; the
     exact entropy where it is known.
 
-    For mels it is a Gaussian for each band.
+    For mels it is a Gaussian for each band, for text the frequencies of single bytes and of pairs.
     """
     if spec.mel is not None:
         found = gaussian_per_band(datamodule, split, limit)
@@ -73,8 +73,10 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
                           _error(found, "nats_per_dim"))]
     if spec.levels is None:
         return [] if spec.entropy is None else [Reference("exact entropy", "nats", spec.entropy)]
-    rows = [Reference("uniform", "bits_per_dim", uniform_bits_per_dim(spec.levels))]
-    if spec.dims * spec.levels <= 2_000_000:
+    rows = [Reference("uniform", spec.unit, uniform_bits_per_dim(spec.levels))]
+    if spec.encoding is not None:
+        rows += of_bytes(datamodule, split, spec, limit)
+    elif spec.dims * spec.levels <= 2_000_000:
         train, val, evaluated = (
             torch.cat([b.x for b in datamodule.loader(name, 4096)]) for name in ("train", "val", split)
         )
@@ -82,6 +84,27 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
         found = Likelihood(nats, "exact", spec.dims, spec.levels)
         rows.append(Reference("best per-pixel histogram", "bits_per_dim", found.mean_bits_per_dim(),
                               _error(found, "bits_per_dim")))
+    return rows
+
+
+def of_bytes(datamodule: DataModule, split: str, spec: DataSpec, limit: int | None = None) -> list[Reference]:
+    """Bits per character of the frequencies of bytes in training, and of those given the byte before.
+
+        p(b | a) = (n(a, b) + 16 p(b)) / (n(a) + 16),    p(b) = (n(b) + 1) / (n + 256)
+    """
+    train, evaluated = (torch.cat([b.x for b in datamodule.loader(name, 4096)]).flatten(1).long()
+                        for name in ("train", split))
+    evaluated = evaluated[:limit]
+    single = torch.bincount(train.flatten(), minlength=256).double() + 1
+    single = single / single.sum()
+    pairs = torch.bincount((train[:, :-1] * 256 + train[:, 1:]).flatten(), minlength=256**2).view(256, 256).double()
+    pairs = (pairs + 16 * single) / (pairs.sum(1, keepdim=True) + 16)
+    first = single[evaluated].log()
+    second = torch.cat([first[:, :1], pairs[evaluated[:, :-1], evaluated[:, 1:]].log()], dim=1)
+    rows = []
+    for name, each in (("frequencies of bytes", first), ("frequencies of pairs of bytes", second)):
+        found = Likelihood(each.sum(1), "exact", spec.dims, spec.levels)
+        rows.append(Reference(name, spec.unit, found.mean_bits_per_dim(), _error(found, spec.unit)))
     return rows
 
 

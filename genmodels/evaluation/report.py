@@ -40,6 +40,7 @@ class DataFacts:
     mel: dict | None
     num_classes: int | None
     class_names: list[str]
+    encoding: str | None = None
 
 
 @dataclass
@@ -101,7 +102,8 @@ class LikelihoodLine:
     @property
     def value(self) -> float | None:
         """The number in its unit, lower is better; None where there is none."""
-        return getattr(self, {"nats": "nll", "nats_per_dim": "nll_per_dim"}.get(self.unit, self.unit))
+        names = {"nats": "nll", "nats_per_dim": "nll_per_dim", "bits_per_character": "bits_per_dim"}
+        return getattr(self, names.get(self.unit, self.unit))
 
     @property
     def parts_of_error(self) -> dict[str, float]:

@@ -293,6 +293,8 @@ class FidelityStage:
         opened, request = self.frame.opened, self.frame.request
         if opened.spec.text is not None:
             return 0, None
+        if opened.spec.encoding is not None:
+            return _SHOWN, "no network of features is for text: its likelihood is what models of it are compared by"
         dims, items = dims_of(opened.spec, request.features), opened.items
         if request.samples == "auto":
             items = self._matched(items)
@@ -406,6 +408,9 @@ class FidelityStage:
         opened, request = self.frame.opened, self.frame.request
         for key in request.sweeps:
             dims = dims_of(opened.spec, request.features)
+            if opened.spec.encoding is not None:
+                self.frame.report.warnings.append(f"no sweep over {key}: {self._count()[1]}")
+                continue
             n, reason = count_for("auto", min(_SWEPT, self._matched(opened.items)), dims, request.force)
             if reason is not None:
                 self.frame.report.warnings.append(f"no sweep over {key}: {reason}")

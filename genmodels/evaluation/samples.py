@@ -1,4 +1,4 @@
-"""Samples in batches, by one process or several, the files they are written to, and items that a user names."""
+"""Samples in batches, by one process or several, and the files they are written to."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from tqdm import tqdm
 
-from genmodels.core.data import Batch, DataSpec
+from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, NotFinite, refusals, require_finite_rows
-from genmodels.core.files import kind_of, write_whole
+from genmodels.core.files import write_whole
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
+from genmodels.data.text import written
 from genmodels.data.utterances import joined
 from genmodels.evaluation.cache import Cache, code_hash, key_of
 from genmodels.plots.images import LEGIBLE, class_name, grid, images_of, in_turn, picture_of, stack
@@ -200,6 +201,11 @@ def check_target(target: Path, spec: DataSpec) -> str:
         InputError: when samples of these data cannot be written in that form.
     """
     suffix = target.suffix.lower()
+    if spec.encoding is not None:
+        if suffix not in (".txt", ".npz", ""):
+            raise InputError(f"out={target}: end it in .txt (all samples of text), .npz (arrays), or nothing (a folder "
+                             "of single .txt)")
+        return suffix
     if suffix not in (".png", ".npz", ".csv", ""):
         raise InputError(f"out={target}: end it in .png (a grid), .npz (arrays), .csv (a table of vectors), or nothing "
                          "(a folder of single PNGs)")
@@ -234,6 +240,8 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, to
             arrays["cond"] = samples.cond.numpy()
         write_whole(target, lambda file: np.savez_compressed(file, **arrays))
         return [f"{len(samples.x)} samples {tuple(samples.x.shape[1:])} {samples.x.dtype}: {target}"]
+    if spec.encoding is not None:
+        return write_texts(samples, target)
     if suffix == ".csv":
         return write_table(samples, spec, target)
     if suffix == ".png":
@@ -256,6 +264,25 @@ def write_images(samples, spec: DataSpec, target: Path) -> list[str]:
         number = int(samples.index[k])
         save_png(image, _single(target, number), samples.made | {"index": number} | label)
     return []
+
+
+def write_texts(samples, target: Path) -> list[str]:
+    """Samples of text: one after the other in a .txt, under their numbers, or a .txt each in a folder.
+
+    How they were made is in a .json.
+    """
+    texts = [written(x) for x in samples.x]
+    if target.suffix:
+        headed = [f"--- {number} ---\n{text}\n" for number, text in zip(samples.index.tolist(), texts, strict=True)]
+        files, about = {target: "\n".join(headed)}, target.with_suffix(".json")
+    else:
+        files = {target / f"{k:06d}.txt": text for k, text in zip(samples.index.tolist(), texts, strict=True)}
+        about = target / f"made_{_span(samples.index)}.json"
+    for path, text in files.items():
+        write_whole(path, lambda file, text=text: file.write(text.encode("utf-8")))
+    made = samples.made | {"index": _span(samples.index)}
+    write_whole(about, lambda file: json.dump(made, file, indent=1), mode="w")
+    return [f"{len(texts)} samples of text: {target} (how they were made: {about.name})"]
 
 
 def write_table(samples, spec: DataSpec, target: Path) -> list[str]:
@@ -369,65 +396,3 @@ def save_png(picture: Image.Image, path: Path, made: dict) -> None:
     for key, value in made.items():
         text.add_text(f"genmodels.{key}", str(value))
     write_whole(path, lambda file: picture.save(file, format="PNG", pnginfo=text))
-
-
-def read_items(names: list[int | str], datamodule: Callable, spec: DataSpec, key: str) -> Batch:
-    """Items as one batch: numbers of the test split, or picture files that are resized to the model's images.
-
-    Arguments:
-        names: numbers and paths; labels are in the batch when all are numbers.
-        datamodule: a function of no arguments that prepares the data, called where there is a number.
-        spec: the data of the model.
-        key: the key of the command line that errors name.
-
-    Raises:
-        InputError: when an item does not exist, is not a picture, or the model's data are none.
-    """
-    items, labels = [], []
-    for name in names:
-        if isinstance(name, int) or str(name).isdigit():
-            batch = next(iter(datamodule().loader("test", 1, [int(name)])))
-            items.append(batch.x)
-            labels.append(batch.cond)
-        else:
-            items.append(_picture(Path(name), spec, key)[None])
-            labels.append(None)
-    known = all(label is not None for label in labels)
-    return Batch(torch.cat(items), torch.cat(labels) if known else None)
-
-
-def read_mask(name: str, spec: DataSpec, key: str) -> Tensor:
-    """(1, H, W) bool from a picture file, True where it is white (over one half).
-
-    Raises:
-        InputError: when there is no such picture, or it is of one colour all over.
-    """
-    grey = _pixels(Path(name), spec, "L", key)[..., 0] > 127.5
-    if bool(grey.all()) or not bool(grey.any()):
-        colour = "white: nothing is left to draw" if bool(grey.all()) else "black: nothing is kept"
-        raise InputError(f"{key}={name} is all {colour}; white is kept, black is drawn")
-    return grey[None]
-
-
-def _picture(path: Path, spec: DataSpec, key: str) -> Tensor:
-    if not (spec.is_image and spec.levels):
-        raise InputError(f"{key}={path}: these data are no images; name an item of the test split by its number")
-    pixels = _pixels(path, spec, "L" if spec.event_shape[0] == 1 else "RGB", key).permute(2, 0, 1)
-    return (pixels * ((spec.levels - 1) / 255)).round().to(torch.uint8)
-
-
-def _pixels(path: Path, spec: DataSpec, mode: str, key: str) -> Tensor:
-    """(H, W, channels) float32 of 0 to 255, in the size of the model's images."""
-    _, height, width = spec.event_shape
-    if path.exists() and not path.is_file():
-        raise InputError(f"{key}: {path} is {kind_of(path)}, not a picture")
-    try:
-        with Image.open(path) as image:
-            # Means of whole boxes, so that a picture enlarged by whole pixels comes back as it was.
-            how = Image.Resampling.BOX if image.width >= width else Image.Resampling.BILINEAR
-            image = image.convert(mode).resize((width, height), how)
-    except FileNotFoundError as error:
-        raise InputError(f"{key}: there is no file {path}") from error
-    except (OSError, UnidentifiedImageError) as error:
-        raise InputError(f"{key}: {path} is not a picture") from error
-    return torch.from_numpy(np.asarray(image, dtype=np.float32)).reshape(height, width, -1)

@@ -38,7 +38,8 @@ ERRS = {
 _SIDES = {"exact": (True, True), "lower_bound": (False, True), "upper_bound": (True, False), "ais": (True, False),
           "ode": (False, False)}
 #: Units of values, in words.
-UNITS = {"bits_per_dim": "bits/dim", "nats": "nats", "nats_per_dim": "nats/dim"}
+UNITS = {"bits_per_dim": "bits/dim", "bits_per_character": "bits/character", "nats": "nats",
+         "nats_per_dim": "nats/dim"}
 
 
 @dataclass

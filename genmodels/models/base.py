@@ -359,7 +359,7 @@ class GenerativeModel(pl.LightningModule):
         elif result.levels is None:
             name, value = "val/nll", None if (mean := result.mean_nats()) is None else -mean
         else:
-            name, value = "val/bits_per_dim", result.mean_bits_per_dim()
+            name, value = f"val/{self.spec.unit}", result.mean_bits_per_dim()
         self.log(name, float("nan") if value is None else value, rank_zero_only=False)
         for part, share in breakdown(result, self.spec.mel is not None).items():
             self.log(part, share, rank_zero_only=False)

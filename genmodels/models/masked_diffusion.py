@@ -81,7 +81,7 @@ class MaskedDiffusionModel(GenerativeModel):
             usual = NETWORKS["mlp" if len(spec.event_shape) == 1 else "dit"]
             channels, *space = spec.event_shape
             net = make_network({TARGET: usual, **(net or {})}, (channels * width, *space), self.num_classes)
-        self.core = TokenDenoiser(net, spec.levels, width)
+        self.core = TokenDenoiser(net, spec.levels, width, ordered=spec.encoding is None)
         self.finish_setup(optimizer, ema_decay)
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
@@ -158,10 +158,10 @@ class MaskedDiffusionModel(GenerativeModel):
         """The tokens that sampling begins from, all masked but for what is known."""
         x = torch.full((options.n, *self.spec.event_shape), self.spec.levels, device=self.device)
         known, keep = options.known, options.keep
-        if known is None and keep is None:
+        if known is None:
             return x, {}
-        if known is None or keep is None or known.shape != self.spec.event_shape:
-            raise InputError(f"give both what is known, an event {tuple(self.spec.event_shape)}, and the mask of where")
+        if known.shape != self.spec.event_shape:
+            raise InputError(f"events are {tuple(self.spec.event_shape)} here, got {tuple(known.shape)}")
         keep = keep.to(self.device).expand(self.spec.event_shape)
         return torch.where(keep, known.to(self.device).long(), x), {"kept": int(keep.sum())}
 

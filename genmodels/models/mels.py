@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.data import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator, uniform
 from genmodels.core.tensors import hide
@@ -97,6 +97,21 @@ def even_lengths(batch: Batch) -> Batch:
 
     x, mask = PadToMultiple(2, floor=math.log(1e-5))(batch.x, mask)
     return Batch(x, batch.cond, mask, batch.index)
+
+
+def alone(batch: Batch, k: int) -> Batch:
+    """Item k of mels with texts by itself, without padding.
+
+    Example:
+        >>> said = TextCondition(torch.ones(1, 3).long(), torch.tensor([[[True, True, False]]]))
+        >>> one = alone(Batch(torch.zeros(1, 2, 5), said, torch.arange(5)[None, None] < 4), 0)
+        >>> one.x.shape, one.cond.tokens.shape
+        (torch.Size([1, 2, 4]), torch.Size([1, 2]))
+    """
+    one = batch.rows(slice(k, k + 1))
+    frames, tokens = int(one.mask.sum()), int(one.cond.mask.sum())
+    said = TextCondition(one.cond.tokens[:, :tokens], one.cond.mask[..., :tokens], one.cond.speaker)
+    return Batch(one.x[..., :frames], said, one.mask[..., :frames], one.index)
 
 
 def frames_of(lengths: list[int] | None, index: Tensor, spec: DataSpec) -> Tensor | None:

@@ -216,7 +216,7 @@ def out_of_distribution(models: list[Model]) -> list[Listing | Gallery]:
             inside, outside = model.array(found.inside), model.array(found.values)
             if inside is None or outside is None:
                 continue
-            bits = unit == "bits/dim"
+            bits = unit in ("bits/dim", "bits/character")
             values = [model.per_item(v)[0] if bits else -np.asarray(v, dtype=np.float64) for v in (inside, outside)]
             title = f"{model.name}: {own} against {name}"
             if found.auroc is not None:

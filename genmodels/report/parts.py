@@ -138,10 +138,11 @@ class Model:
         return None if values is None or not values.size else values
 
     def per_item(self, nats: np.ndarray) -> tuple[np.ndarray, str]:
-        """Costs of items and their unit: bits/dim of integers, nats of continuous data."""
+        """Costs of items and their unit: bits/dim of integers (of text per character), nats of continuous data."""
         if self.report.data.levels:
             dims = math.prod(self.report.data.event_shape)
-            return -np.asarray(nats, dtype=np.float64) / (dims * math.log(2)), "bits/dim"
+            unit = "bits/dim" if self.report.data.encoding is None else "bits/character"
+            return -np.asarray(nats, dtype=np.float64) / (dims * math.log(2)), unit
         return -np.asarray(nats, dtype=np.float64), "nats"
 
 

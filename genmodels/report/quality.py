@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 
+from genmodels.data.text import written
 from genmodels.evaluation.report import Fidelity, Layer, Measures, Scale, Skipped
 from genmodels.report.figures import Field, Rule, Series, figure
 from genmodels.report.parts import (
@@ -27,7 +29,7 @@ from genmodels.report.parts import (
     with_error,
 )
 
-_SHOWN = 64
+_SHOWN, _WRITTEN = 64, 8
 _CURVES = {"frechet": "Fr\u00e9chet distance", "kernel": "kernel distance", "precision": "precision",
            "recall": "recall", "samples_per_second": "samples per second"}
 
@@ -41,7 +43,10 @@ def samples(models: list[Model]) -> list:
         if x is None:
             continue
         recipe, index = facts(found.made), model.array(found.index)
-        if is_image(data):
+        if data.encoding is not None:
+            texts = [Text(written(torch.as_tensor(one)), "written") for one in x[:_WRITTEN]]
+            figures.append(Gallery([Text(f"{_numbered(index, len(texts))}{recipe}"), *texts], model.name))
+        elif is_image(data):
             figures.append(_sheet(model, x[:_SHOWN], index, recipe, len(models) == 1))
         elif data.event_shape == [2]:
             points = Series(model.name, x[:, 0].tolist(), x[:, 1].tolist(), "dots", colour=model.number)

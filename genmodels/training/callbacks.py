@@ -15,7 +15,9 @@ from pytorch_lightning.trainer.states import TrainerFn
 from tqdm import tqdm
 
 from genmodels.core.errors import Interrupted, NotFinite, RunError, require_finite_rows
+from genmodels.core.files import write_whole
 from genmodels.core.processes import rank_world, set_whole
+from genmodels.data.text import written
 from genmodels.plots.images import picture_of
 from genmodels.training.loggers import play, show
 from genmodels.training.processes import Stops, is_first, requeue
@@ -192,12 +194,12 @@ class Checkpointing(Callback):
 class SampleGrid(Callback):
     """Pictures of samples with a fixed seed at intervals, in the run folder and on every logger.
 
-    For mels, the first two are also written as sound.
+    For mels, the first two are also written as sound; text is written as text.
 
     Arguments:
         run_dir: the run folder; samples go to its folder `samples`, other pictures of the model to folders by name.
         every_n_steps: interval, 0 for never.
-        n: number of images; points in the plane are always 2,000, mels 8.
+        n: number of images; points in the plane are always 2,000, mels and texts 8.
     """
 
     def __init__(self, run_dir: Path, every_n_steps: int, n: int = 60):
@@ -213,12 +215,13 @@ class SampleGrid(Callback):
             set_whole(pl_module.weights(), False)
 
     def _count(self, spec) -> int:
-        return self.n if spec.is_image else 8 if spec.mel is not None else 2000
+        return self.n if spec.is_image else 8 if len(spec.event_shape) == 2 else 2000
 
     def draw(self, trainer, pl_module, step: int) -> None:
         """Sample, save and log; nothing for data that cannot be shown."""
         spec = pl_module.spec
-        if not trainer.is_global_zero or not (spec.is_image or spec.mel is not None or spec.event_shape == (2,)):
+        shown = spec.is_image or spec.mel is not None or spec.event_shape == (2,) or spec.encoding is not None
+        if not trainer.is_global_zero or not shown:
             return
         mode = pl_module.training
         try:
@@ -235,6 +238,9 @@ class SampleGrid(Callback):
         pictures = {} if picture is None else {"samples": picture}
         for name, drawn in (pictures | further).items():
             show(self.run_dir, trainer.loggers, name, drawn, step)
+        if spec.encoding is not None:
+            text = "\n\n".join(map(written, samples.x))
+            write_whole(self.run_dir / "samples" / f"step_{step:06d}.txt", lambda file: file.write(text), mode="w")
         if spec.mel is not None:
             from genmodels.speech.audio import MelConfig
             from genmodels.speech.vocoder import sounds_of

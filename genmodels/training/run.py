@@ -297,7 +297,8 @@ def figures_of(model: GenerativeModel) -> dict[str, str]:
 
 def _figure(model: GenerativeModel, name: str) -> str:
     value, found = model.figures[name], model.validated
-    units = {"val/nll": "nats", "val/nll_per_dim": "nats_per_dim", "val/bits_per_dim": "bits_per_dim"}
+    units = {"val/nll": "nats", "val/nll_per_dim": "nats_per_dim", "val/bits_per_dim": "bits_per_dim",
+             "val/bits_per_character": "bits_per_character"}
     if found is None or name not in units:
         return f"{value:.4f}"
     error = found.standard_error(units[name])

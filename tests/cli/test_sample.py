@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from genmodels.cli.main import main
 from genmodels.cli.sample import default_target, run
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
@@ -156,3 +157,32 @@ def test_a_pipe_is_no_picture_to_wait_for(folder, tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(InputError, match="edit: .*pipe.png is a pipe, not a picture"):
         run(ckpt=str(folder), edit=str(tmp_path / "pipe.png"), n=1, steps=1, out=str(tmp_path / "x.npz"))
+
+
+def test_text_from_a_file_to_samples_with_gaps_and_a_page(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    folder = tmp_path / "run"
+    model = ["model=masked_diffusion", "model.width=4", "model.net.width=16", "model.net.depth=1", "model.net.heads=2"]
+    data = ["data=text", f"data.file={tmp_path / 'a.txt'}", "data.length=16", "data.stride=8", "data.batch_size=16"]
+    trainer = ["trainer.max_steps=4", "trainer.sample_every_n_steps=4", "trainer.validate_every_n_steps=4"]
+    assert main(["train", *model, *data, *trainer, "logger.wandb=off", f"run_dir={folder}"]) == 0
+    assert "val/bits_per_character <= " in capsys.readouterr().out
+    assert (folder / "samples" / "step_000004.txt").read_text(encoding="utf-8")
+    run(ckpt=str(folder), inpaint="the ____k", mask="_", n=2, steps=4, out=str(tmp_path / "in.npz"))
+    kept = [bytes(row[:9]) for row in np.load(tmp_path / "in.npz")["x"][:, 0]]
+    assert all(text[:4] == b"the " and text[8:] == b"k" and text != b"the ____k" for text in kept)
+    run(ckpt=str(folder), inpaint=1, mask="3:8", n=2, steps=2, out=str(tmp_path / "texts"))
+    single = {path.name for path in (tmp_path / "texts").iterdir()}
+    assert single == {"000000.txt", "000001.txt", "made_0-1.json"}
+    run(ckpt=str(folder), n=2, steps=2)
+    files = sorted((folder / "samples").glob("best_seed0_0-1_steps-2.*"))
+    assert [file.suffix for file in files] == [".json", ".txt"]
+    assert files[1].read_text(encoding="utf-8").startswith("--- 0 ---\n")
+    with pytest.raises(InputError, match="out=x.png: end it in .txt"):
+        run(ckpt=str(folder), n=2, out="x.png")
+    stages = "stages=[likelihood,fidelity]"
+    assert main(["evaluate", f"ckpt={folder}", "draws=2", "steps=2", stages, f"out={tmp_path / 'e.json'}"]) == 0
+    said = capsys.readouterr().out
+    assert "bits/character" in said and "frequencies of pairs of bytes" in said and "bits/dim" not in said
+    page = next(tmp_path.glob("e*.html")).read_text(encoding="utf-8")
+    assert page.count('class="written"') == 8

@@ -297,7 +297,7 @@ SMALL = {
 SPEAKER = ["model.steps=1", "model.hidden=8", "model.depth=1", "model.encoder.channels=8", "model.encoder.depth=1",
            "model.encoder.hidden=8"]  # fmt: skip
 SETS = {"toy": [], "arrays": ["data.file=x.npz"], "image_folder": ["data.root=x"], "mnist": [], "cifar10": [],
-        "shards": ["data.root=x"], "speech": []}  # fmt: skip
+        "shards": ["data.root=x"], "speech": [], "text": ["data.file=x.txt"]}  # fmt: skip
 
 
 def run_with_value(base: dict, path: str, value) -> dict:

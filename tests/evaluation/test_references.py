@@ -8,6 +8,7 @@ import torch
 
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.speech import Speech
+from genmodels.data.text import TextFile
 from genmodels.data.vision import Digits
 from genmodels.evaluation.references import PixelHistogram, best_histogram, references, uniform_bits_per_dim
 from genmodels.models.mels import NOISE, even_lengths, with_noise
@@ -51,6 +52,27 @@ def test_the_histogram_has_its_error_over_the_items():
     bits = -best_histogram(train, val, 17).log_prob(test[:100]) / 64 / math.log(2)
     assert math.isclose(found.value, float(bits.mean()), rel_tol=1e-12)
     assert math.isclose(found.error, float(bits.std() / 10), rel_tol=1e-9) and uniform.error is None
+
+
+def test_frequencies_of_bytes_against_counting(tmp_path):
+    (tmp_path / "a.txt").write_text("abracadabra, abracadabra. " * 12)
+    data = TextFile(file=str(tmp_path / "a.txt"), length=8).prepare()
+    train, test = (next(iter(data.loader(name, 1000))).x[:, 0].tolist() for name in ("train", "test"))
+    uniform, single, pairs = references(data, "test", data.spec)
+
+    def p(b):
+        return (sum(row.count(b) for row in train) + 1) / (8 * len(train) + 256)
+
+    def after(a, b):
+        both = sum((x, y) == (a, b) for row in train for x, y in zip(row, row[1:], strict=False))
+        return (both + 16 * p(b)) / (sum(row[:-1].count(a) for row in train) + 16)
+
+    bits = [-sum(math.log2(p(b)) for b in row) / 8 for row in test]
+    assert uniform.value == 8 and single.unit == "bits_per_character"
+    assert math.isclose(single.value, sum(bits) / len(bits), rel_tol=1e-12)
+    bits = [-(math.log2(p(row[0])) + sum(math.log2(after(*two)) for two in zip(row, row[1:], strict=False))) / 8
+            for row in test]
+    assert math.isclose(pairs.value, sum(bits) / len(bits), rel_tol=1e-12) and pairs.error > 0
 
 
 def test_the_reference_of_mels_has_its_error_over_items_of_unlike_length():

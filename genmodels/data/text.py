@@ -1,0 +1,103 @@
+"""Text as bytes: a file cut into sequences of equal length, for models of integers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
+from genmodels.data.base import SPLITS, DataModule, check_fractions, data_root
+from genmodels.data.loading import TensorData
+
+
+def written(x: Tensor) -> str:
+    """The text of bytes (1, L); what is no UTF-8, as at the ends of a sequence, shows as the replacement character.
+
+    Example:
+        >>> written(spelt("to be"))
+        'to be'
+    """
+    return bytes(x.flatten().tolist()).decode("utf-8", errors="replace")
+
+
+def spelt(text: str) -> Tensor:
+    """The bytes (1, L) of a text in UTF-8.
+
+    Example:
+        >>> spelt("to be")
+        tensor([[116, 111,  32,  98, 101]], dtype=torch.uint8)
+    """
+    return torch.from_numpy(np.frombuffer(text.encode("utf-8"), dtype=np.uint8).copy())[None]
+
+
+class TextFile(DataModule):
+    """The bytes of a text file, uint8 (1, length) with 256 levels: its beginning for training, its end held out.
+
+    The splits follow one another in the file, without a byte in common: train, val, test. Held-out sequences do not
+    overlap; those of training begin every `stride` bytes. Bytes that fill no sequence at the end of a split are left
+    out.
+
+    Arguments:
+        file: a text in UTF-8.
+        length: bytes of a sequence.
+        stride: bytes from the beginning of one training sequence to that of the next; None for `length`.
+        val_fraction, test_fraction: shares of the file.
+        batch_size, num_workers, seed: see `DataModule`; nothing here is drawn.
+
+    Errors: InputError for a file that cannot be read, or too short for a sequence in every split.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        ...     _ = file.write("to be or not to be " * 10), file.flush()
+        ...     data = TextFile(file=file.name, length=8).prepare()
+        >>> [len(data.split(name)) for name in ("train", "val", "test")]
+        [19, 2, 2]
+        >>> data.spec.event_shape, written(data.split("train").__getitems__([1]).x[0])
+        ((1, 8), ' not to ')
+    """
+
+    name = "text"
+
+    def __init__(
+        self,
+        *,
+        file: str,
+        length: int = 256,
+        stride: int | None = None,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        seed: int = 0,
+    ):
+        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        check_fractions(val_fraction, test_fraction)
+        for key, value in (("length", length), ("stride", stride)):
+            if value is not None and value < 1:
+                raise InputError(f"data.{key} must be at least 1, got {value}")
+        self.file, self.length, self.stride = Path(data_root(file)), length, stride or length
+        self.fractions = val_fraction, test_fraction
+
+    def load(self):
+        """Read the file and cut it."""
+        try:
+            read = np.fromfile(self.file, dtype=np.uint8)
+        except OSError as error:
+            raise InputError(f"data.file={self.file} cannot be read ({error.strerror}): name a text file") from None
+        sizes = [round(fraction * len(read)) for fraction in self.fractions]
+        sizes = [len(read) - sum(sizes), *sizes]
+        least = min(size for size, part in zip(sizes, (1.0, *self.fractions), strict=True) if part)
+        if least < self.length:
+            raise InputError(f"data.file={self.file} has {len(read):,} bytes, its smallest split {least:,}: too few "
+                             f"for sequences of data.length={self.length}; lower it, or give a longer text")
+        splits = {}
+        for name, part in zip(SPLITS, torch.from_numpy(read).split(sizes), strict=True):
+            step = self.stride if name == "train" else self.length
+            x = part.unfold(0, self.length, step) if len(part) >= self.length else part[:0].view(0, self.length)
+            splits[name] = TensorData(x[:, None])
+        return DataSpec("text", (1, self.length), levels=256, encoding="utf-8"), splits

@@ -1,0 +1,198 @@
+"""What samples begin from: items that a user names by number or file, and which part of them is kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError
+from genmodels.core.files import kind_of
+from genmodels.data.text import spelt
+from genmodels.models.build import build
+from genmodels.models.checkpoint import data_options
+from genmodels.models.mels import alone, even_lengths
+from genmodels.speech.text import Symbols, ready
+
+
+def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]) -> tuple[dict, list[str]]:
+    """What `inpaint`, `mask` and `edit` name as options of `sample`, and lines for the user.
+
+    Of an item with a text come its text and the durations of its best alignment, of a mel its length.
+
+    Raises:
+        InputError: for a model that cannot start from an item, or items that do not exist.
+    """
+    asked = next((key for key in ("inpaint", "edit") if named[key] is not None), None)
+    if asked is None:
+        return {}, []
+    if "known" not in model.own_options():
+        raise InputError(f"{asked} is for diffusion models: {ckpt_path} holds a {header['family']}")
+    spec = model.spec
+
+    def item(key: str) -> Batch:
+        def data():
+            return build(data_options(header, ckpt_path), trust=trust).prepare()
+
+        if spec.encoding is not None and not str(named[key]).isdigit():
+            return Batch(_bytes_of(str(named[key]), key)[None])
+        return read_items([named[key]], data, spec, key)
+
+    batches = {key: item(key) for key in ("edit", "inpaint") if named[key] is not None}
+    if spec.text is not None:
+        batches = {key: even_lengths(alone(batch, 0)) for key, batch in batches.items()}
+    found = {} if spec.mel is None else _heard(model, batches[asked])
+    found |= {"edit": batches["edit"].x[0]} if "edit" in batches else {}
+    if "inpaint" not in batches:
+        return found, []
+    known, mask = batches["inpaint"].x[0], str(named["mask"])
+    if spec.is_image:
+        keep, what = read_mask(mask, spec, "mask"), f"pixels of {named['inpaint']}, where {mask} is white"
+    elif len(spec.event_shape) != 2:
+        raise InputError(f"inpaint keeps a part of an image, a mel or a text; events here are {spec.event_shape}")
+    elif spec.encoding is not None:
+        known, keep = template(known, mask, spec)
+        what = f"bytes of {named['inpaint']}"
+    else:
+        keep, what = read_range(mask, known.shape[1], "mask"), f"frames of {named['inpaint']}, but {mask}"
+    return found | {"known": known, "keep": keep}, [f"kept {int(keep.sum())} of {keep.numel()} {what}"]
+
+
+def _heard(model, batch: Batch) -> dict:
+    """How long a mel is; of a mel with a text the text and its alignment."""
+    frames = batch.x.shape[2] if batch.mask is None else int(batch.mask.sum())
+    if model.spec.text is None:
+        return {"lengths": [frames]}
+    text, mel = model.spec.text, model.spec.mel
+    tokens = batch.cond.tokens[0, batch.cond.mask[0, 0]].tolist()
+    said = Symbols(tuple(text["symbols"]), text["blanks"]).decode(tokens)
+    durations = model.aligned(batch.to(model.device)).durations[0].tolist()
+    seconds = sum(durations) * mel["hop"] / mel["sample_rate"]  # which makes the text one sentence
+    return {"text": ready(said, text.get("form", "characters")), "durations": [durations], "seconds": seconds}
+
+
+def read_range(name: str, length: int, key: str) -> Tensor:
+    """(1, length) bool, False for the places `from:to` that are drawn anew.
+
+    Raises:
+        InputError: for anything but a range within the event.
+
+    Example:
+        >>> read_range("1:3", 4, "mask")
+        tensor([[ True, False, False,  True]])
+    """
+    found = re.fullmatch(r"(\d+):(\d+)", name)
+    if found is None or not int(found[1]) < int(found[2]) <= length:
+        raise InputError(f"{key}={name} must be from:to, the places to draw anew, within 0:{length}, as {key}=0:"
+                         f"{max(1, length // 2)}")
+    keep = torch.ones(1, length, dtype=torch.bool)
+    keep[:, int(found[1]) : int(found[2])] = False
+    return keep
+
+
+def template(known: Tensor, mask: str, spec: DataSpec) -> tuple[Tensor, Tensor]:
+    """Bytes (1, L) of a text, filled up to a sequence, and where they are kept.
+
+    Arguments:
+        known: the bytes there are; what they lack is drawn.
+        mask: a character that stands for every byte to be drawn, or a range `from:to` of them.
+
+    Raises:
+        InputError: for a text that is longer than a sequence, or of which nothing is left to draw.
+
+    Example:
+        >>> spec = DataSpec("text", (1, 6), levels=256, encoding="utf-8")
+        >>> template(spelt("a_c"), "_", spec)
+        (tensor([[97, 95, 99,  0,  0,  0]], dtype=torch.uint8), tensor([[ True, False,  True, False, False, False]]))
+    """
+    length = spec.event_shape[1]
+    if known.shape[1] > length:
+        raise InputError(f"inpaint: the text has {known.shape[1]} bytes, and sequences here have {length}: shorten it")
+    one = spelt(mask)
+    keep = known != one if one.shape[1] == 1 else read_range(mask, known.shape[1], "mask")
+    missing = length - known.shape[1]
+    known, keep = (torch.nn.functional.pad(part, (0, missing)) for part in (known, keep))
+    if bool(keep.all()):
+        raise InputError(f"mask={mask}: nothing is left to draw; name a character that stands for what is to be drawn "
+                         "(inpaint='The ___ of' mask=_), or a range (mask=10:20)")
+    return known, keep
+
+
+def _bytes_of(name: str, key: str) -> Tensor:
+    """The bytes (1, L) of a text file, or of the text itself."""
+    if not name.endswith(".txt"):
+        return spelt(name)
+    try:
+        return spelt(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{key}: {name} cannot be read as text: {error}") from None
+
+
+def read_items(names: list[int | str], datamodule: Callable, spec: DataSpec, key: str) -> Batch:
+    """Items as one batch: numbers of the test split, or picture files that are resized to the model's images.
+
+    Arguments:
+        names: numbers and paths; labels are in the batch when all are numbers.
+        datamodule: a function of no arguments that prepares the data, called where there is a number.
+        spec: the data of the model.
+        key: the key of the command line that errors name.
+
+    Raises:
+        InputError: when an item does not exist, is not a picture, or the model's data are none.
+    """
+    items, labels = [], []
+    for name in names:
+        if isinstance(name, int) or str(name).isdigit():
+            batch = next(iter(datamodule().loader("test", 1, [int(name)])))
+            if len(names) == 1:
+                return batch
+            items.append(batch.x)
+            labels.append(batch.cond)
+        else:
+            items.append(_picture(Path(name), spec, key)[None])
+            labels.append(None)
+    known = all(label is not None for label in labels)
+    return Batch(torch.cat(items), torch.cat(labels) if known else None)
+
+
+def read_mask(name: str, spec: DataSpec, key: str) -> Tensor:
+    """(1, H, W) bool from a picture file, True where it is white (over one half).
+
+    Raises:
+        InputError: when there is no such picture, or it is of one colour all over.
+    """
+    grey = _pixels(Path(name), spec, "L", key)[..., 0] > 127.5
+    if bool(grey.all()) or not bool(grey.any()):
+        colour = "white: nothing is left to draw" if bool(grey.all()) else "black: nothing is kept"
+        raise InputError(f"{key}={name} is all {colour}; white is kept, black is drawn")
+    return grey[None]
+
+
+def _picture(path: Path, spec: DataSpec, key: str) -> Tensor:
+    if not (spec.is_image and spec.levels):
+        raise InputError(f"{key}={path}: these data are no images; name an item of the test split by its number")
+    pixels = _pixels(path, spec, "L" if spec.event_shape[0] == 1 else "RGB", key).permute(2, 0, 1)
+    return (pixels * ((spec.levels - 1) / 255)).round().to(torch.uint8)
+
+
+def _pixels(path: Path, spec: DataSpec, mode: str, key: str) -> Tensor:
+    """(H, W, channels) float32 of 0 to 255, in the size of the model's images."""
+    _, height, width = spec.event_shape
+    if path.exists() and not path.is_file():
+        raise InputError(f"{key}: {path} is {kind_of(path)}, not a picture")
+    try:
+        with Image.open(path) as image:
+            # Means of whole boxes, so that a picture enlarged by whole pixels comes back as it was.
+            how = Image.Resampling.BOX if image.width >= width else Image.Resampling.BILINEAR
+            image = image.convert(mode).resize((width, height), how)
+    except FileNotFoundError as error:
+        raise InputError(f"{key}: there is no file {path}") from error
+    except (OSError, UnidentifiedImageError) as error:
+        raise InputError(f"{key}: {path} is not a picture") from error
+    return torch.from_numpy(np.asarray(image, dtype=np.float32)).reshape(height, width, -1)

@@ -1,0 +1,43 @@
+"""A text file cut into sequences: which bytes each split has, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from genmodels.core.errors import InputError
+from genmodels.data.text import TextFile, written
+
+
+@pytest.fixture
+def file(tmp_path):
+    place = tmp_path / "numbers.txt"
+    place.write_bytes(bytes(k % 251 for k in range(1000)))
+    return place
+
+
+@pytest.mark.parametrize("stride", [None, 3])
+def test_splits_follow_one_another_without_a_byte_in_common(file, stride):
+    data = TextFile(file=str(file), length=16, stride=stride, val_fraction=0.1, test_fraction=0.2).prepare()
+    found = {name: next(iter(data.loader(name, 1000))).x for name in ("train", "val", "test")}
+    begins = {name: [k for k in range(start, end - 15, step)] for name, start, end, step in
+              (("train", 0, 700, stride or 16), ("val", 700, 800, 16), ("test", 800, 1000, 16))}  # fmt: skip
+    for name, x in found.items():
+        wanted = torch.tensor([[(k + i) % 251 for i in range(16)] for k in begins[name]])
+        assert x.dtype == torch.uint8 and torch.equal(x[:, 0].long(), wanted)
+    assert data.spec.encoding == "utf-8" and data.spec.levels == 256 and data.spec.unit == "bits_per_character"
+
+
+def test_bytes_that_are_no_text_are_shown_all_the_same():
+    assert written(torch.tensor([[195, 169, 32, 195]])) == "\u00e9 \ufffd"
+
+
+@pytest.mark.parametrize("options, said", [
+    ({"file": "nowhere.txt"}, "data.file=nowhere.txt cannot be read"),
+    ({"length": 200}, "its smallest split 100: too few"),
+    ({"length": 0}, "data.length must be at least 1"), ({"stride": 0}, "data.stride must be at least 1"),
+    ({"val_fraction": 1.0}, "must be >= 0 with a sum below 1"),
+])  # fmt: skip
+def test_what_cannot_be_cut(file, options, said):
+    with pytest.raises(InputError, match=said):
+        TextFile(**{"file": str(file), **options}).prepare()

@@ -1,0 +1,78 @@
+"""Items and masks that a user names: numbers, picture files, texts and ranges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from genmodels.core.data import DataSpec
+from genmodels.data.text import spelt, written
+from genmodels.data.vision import Digits
+from genmodels.evaluation.materials import read_items, read_mask, read_range, template
+from genmodels.plots.images import images_of
+
+SPEC = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+
+
+@pytest.mark.parametrize("zoom", [8, 16, 80])
+def test_a_picture_of_an_item_comes_back_as_the_item(tmp_path, zoom):
+    x = torch.randint(0, 17, (1, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    images_of(x, SPEC, smallest=zoom)[0].save(tmp_path / "item.png")
+    batch = read_items([str(tmp_path / "item.png")], None, SPEC, "edit")
+    assert torch.equal(batch.x, x) and batch.cond is None
+
+
+def test_numbers_are_items_of_the_test_split_with_their_labels():
+    data = Digits().prepare()
+    truth = next(iter(data.loader("test", 2, [3, 17])))
+    batch = read_items([3, "17"], lambda: data, SPEC, "interpolate")
+    assert torch.equal(batch.x, truth.x) and torch.equal(batch.cond, truth.cond)
+
+
+def test_a_mask_is_white_where_the_item_is_kept(tmp_path):
+    pixels = np.zeros((16, 16, 3), dtype=np.uint8)
+    pixels[:, :8] = 255
+    Image.fromarray(pixels).save(tmp_path / "mask.png")
+    keep = read_mask(str(tmp_path / "mask.png"), SPEC, "mask")
+    assert keep.shape == (1, 8, 8) and keep.dtype == torch.bool
+    assert keep[:, :, :4].all() and not keep[:, :, 4:].any()
+
+
+def test_errors_name_the_key(tmp_path):
+    (tmp_path / "text.png").write_text("no picture")
+    Image.new("L", (8, 8), 255).save(tmp_path / "white.png")
+    Image.new("L", (8, 8), 0).save(tmp_path / "black.png")
+    with pytest.raises(ValueError, match="inpaint: there is no file nowhere.png"):
+        read_items(["nowhere.png"], None, SPEC, "inpaint")
+    with pytest.raises(ValueError, match="is not a picture"):
+        read_items([str(tmp_path / "text.png")], None, SPEC, "edit")
+    with pytest.raises(ValueError, match="no images"):
+        read_items(["a.png"], None, DataSpec("v", (2,), levels=None), "edit")
+    with pytest.raises(ValueError, match="nothing is left to draw"):
+        read_mask(str(tmp_path / "white.png"), SPEC, "mask")
+    with pytest.raises(ValueError, match="nothing is kept"):
+        read_mask(str(tmp_path / "black.png"), SPEC, "mask")
+
+
+TEXT = DataSpec("text", (1, 12), levels=256, encoding="utf-8")
+
+
+def test_a_text_keeps_all_but_its_gaps_and_what_it_lacks():
+    known, keep = template(spelt("to __ or not"), "_", TEXT)
+    assert written(known) == "to __ or not" and keep[0].tolist() == [c != "_" for c in "to __ or not"]
+    assert template(spelt("to be"), "_", TEXT)[1][0].tolist() == [True] * 5 + [False] * 7
+    ranged = template(spelt("to be or not"), "3:5", TEXT)[1][0].tolist()
+    assert ranged == [True] * 3 + [False] * 2 + [True] * 7
+
+
+@pytest.mark.parametrize("call, said", [
+    (lambda: template(spelt("to be or not to be"), "_", TEXT), "has 18 bytes, and sequences here have 12"),
+    (lambda: template(spelt("to be or not"), "_", TEXT), "nothing is left to draw"),
+    (lambda: read_range("5:3", 8, "mask"), "mask=5:3 must be from:to"),
+    (lambda: read_range("2:9", 8, "mask"), "within 0:8"), (lambda: read_range("m.png", 8, "mask"), "from:to"),
+])  # fmt: skip
+def test_parts_of_sequences_that_do_not_exist(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
