@@ -50,6 +50,8 @@ SPEAKING = {
                  "model.net.blocks=1", "model.time_sampler=loss_aware"],
     "mel_energy": ["model=mel_energy", *SPEECH, "model.net.channels=8", "model.net.multipliers=[1,2]",
                    "model.net.blocks=1"],
+    "mel_flow_matching": ["model=mel_flow_matching", *SPEECH, "model.net.channels=8", "model.net.multipliers=[1,2]",
+                          "model.net.blocks=1", "model.time_sampler=logit_normal"],
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from genmodels.models.jet import Jet
 from genmodels.models.maf import MAF
 from genmodels.models.mel_ddpm import MelDDPM
 from genmodels.models.mel_energy import MelEnergy
+from genmodels.models.mel_flow_matching import MelFlowMatching
 from genmodels.models.nsf import NSF
 from genmodels.models.realnvp import RealNVP
 from genmodels.models.score import ScoreModel
@@ -71,6 +72,7 @@ MODELS = {
     "glow_tts": lambda: GlowTTS(texts.spec(), **SPEECH, steps=2, hidden=8, depth=1, dropout=0.2, duration_channels=8),
     "tacotron": lambda: Tacotron(texts.spec(), **SPEECH, hidden=8, prenet=8),
     "mel_ddpm": lambda: MelDDPM(texts.spec(), **SPEECH, net=MELS, duration_channels=8),
+    "mel_flow_matching": lambda: MelFlowMatching(texts.spec(), **SPEECH, net=MELS, duration_channels=8),
     "mel_energy": lambda: MelEnergy(texts.spec(), **SPEECH, net=MELS, duration_channels=8),
 }
 SIZES = ((3, 9), (5, 14), (2, 6), (4, 11), (6, 16), (3, 8), (2, 7), (5, 12))

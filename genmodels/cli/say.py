@@ -47,7 +47,7 @@ def say(
     from genmodels.speech.audio import MelConfig
     from genmodels.speech.vocoder import vocoder_of
 
-    if "durations" in options:
+    if isinstance(options.get("durations"), str):
         options = options | {"durations": read_durations(Path(options["durations"]))}
     how = Manner(**options)
     for key in how.given():
@@ -86,7 +86,8 @@ def say(
 
 
 _TOGETHER = 16  # sentences per batch
-_MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature")  # sampling options recorded in files
+#: Sampling options recorded in files.
+_MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature", "rounds", "kept", "strength")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,6 +132,10 @@ class SamplingOptions:
                                          and interval[0] < interval[1]):
             raise InputError("guidance_interval takes two finite log-SNRs, the lower one first, got "
                              f"{list(interval)}")
+        if self.known is not None and self.edit is not None:
+            raise InputError("a part of an event is kept, or all of it is edited: leave one of the two out")
+        if (self.known is None) != (self.keep is None):
+            raise InputError("what is known goes with a mask of where it is known: give both")
         if self.path < 0:
             raise InputError(f"path is a number of frames, 0 for none, got {self.path}")
 

@@ -306,12 +306,7 @@ class DiffusionModel(GenerativeModel):
         return Samples(finished(out.x), labels, index, made, seen.kept, mask=mask)
 
     def _check_material(self, options: SamplingOptions) -> None:
-        known, edit = options.known, options.edit
-        if known is not None and edit is not None:
-            raise InputError("a part of an event is kept, or all of it is edited: leave one of the two out")
-        if (known is None) != (options.keep is None):
-            raise InputError("what is known goes with a mask of where it is known: give both")
-        for event in (known, edit):
+        for event in (options.known, options.edit):
             if event is not None and (event.shape != self.spec.event_shape or options.size is not None):
                 raise InputError(
                     f"events are {tuple(self.spec.event_shape)} here, got {tuple(event.shape)}: leave size out"

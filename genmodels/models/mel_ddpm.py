@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import nn
-
 from genmodels.core.data import DataSpec
-from genmodels.diffusion import PARAMETERISATIONS, Denoiser, default_variance, make_schedule
+from genmodels.diffusion import PARAMETERISATIONS, Denoiser, default_variance, make_objective, make_schedule
 from genmodels.diffusion.schedule_discrete import ScheduleName
 from genmodels.models.mel_diffusion import MelDiffusion
 from genmodels.models.optimizer import Optimizer
@@ -87,10 +85,9 @@ class MelDDPM(MelDiffusion):
             PARAMETERISATIONS[parameterisation](), learned_variance=self.variance == "learned",
             self_conditioning=self_conditioning,
         )
-        self.assemble(encoder, denoiser, duration_channels, speaker_channels, objective=objective, weighting=weighting,
-                      time_sampler=time_sampler)
+        trained = make_objective(
+            objective, denoiser, self.decoder, self.elbo.steps(denoiser.schedule), variance=self.variance,
+            weighting=weighting, time_sampler=time_sampler,
+        )
+        self.assemble(encoder, denoiser, duration_channels, speaker_channels, trained)
         self.finish_setup(optimizer, ema_decay)
-
-    def compiled_parts(self) -> list[nn.Module]:
-        """What torch.compile is applied to: the U-Net."""
-        return [self.core.denoiser.net.unet]

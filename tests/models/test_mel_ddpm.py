@@ -17,10 +17,10 @@ from genmodels.diffusion import SAMPLERS, GaussianDenoiser, SampleResult, genera
 from genmodels.models import mel_diffusion
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.mel_ddpm import MelDDPM
-from genmodels.models.mels import even_lengths
+from genmodels.models.mels import alone, even_lengths
 from genmodels.speech.alignment import log_paths
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
-from tests.models.texts import ENCODER, N_MELS, alone, batch, parts_of_training, scattered, spec
+from tests.models.texts import ENCODER, N_MELS, batch, parts_of_training, scattered, spec
 
 SMALL = {"encoder": ENCODER, "net": {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}, "num_steps": 12,
          "duration_channels": 8, "speaker_channels": 4}

@@ -15,9 +15,9 @@ from genmodels.models import mel_diffusion
 from genmodels.models import mel_diffusion as mel_langevin
 from genmodels.models.mel_diffusion import langevin_levels
 from genmodels.models.mel_energy import MelEnergy
-from genmodels.models.mels import even_lengths
+from genmodels.models.mels import alone, even_lengths
 from tests.models.test_mel_ddpm import bound_error, mean_of, worst_difference
-from tests.models.texts import ENCODER, N_MELS, alone, batch, parts_of_training, scattered, spec
+from tests.models.texts import ENCODER, N_MELS, batch, parts_of_training, scattered, spec
 
 SMALL = {"encoder": ENCODER, "net": {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}, "num_steps": 12,
          "duration_channels": 8, "speaker_channels": 4}

@@ -33,14 +33,6 @@ def batch(sizes=((3, 9), (5, 14), (2, 6)), speaker: bool = False) -> Batch:
     return Batch(x, said, mask, torch.arange(len(sizes)))
 
 
-def alone(data: Batch, k: int) -> Batch:
-    """Item k without its padding."""
-    frames, tokens = int(data.mask[k].sum()), int(data.cond.mask[k].sum())
-    one = data.rows(slice(k, k + 1))
-    said = TextCondition(one.cond.tokens[:, :tokens], one.cond.mask[..., :tokens], one.cond.speaker)
-    return Batch(one.x[..., :frames], said, one.mask[..., :frames], one.index)
-
-
 def scattered(model, scale: float = 0.1):
     """The model with parameters moved at random, so that nothing that starts at zero hides what it does."""
     with torch.no_grad():

@@ -122,7 +122,7 @@ WORDS = ["model=nsf", "data=toy", "trainer=smoke", "trainer.max_steps=4", "train
          "trainer.sample_every_n_steps=0", "trainer.log_every_n_steps=1", "trainer.progress=false", "data.n_train=200",
          "data.n_val=50", "data.n_test=50", "model.hidden=16", "model.optimizer.lr=0.002"]  # fmt: skip
 
-TEXT_MODELS = ("glow_tts", "mel_ddpm", "mel_energy", "tacotron")
+TEXT_MODELS = ("glow_tts", "mel_ddpm", "mel_energy", "mel_flow_matching", "tacotron")
 OPTIMIZER = "genmodels.models.optimizer.Optimizer"
 
 
