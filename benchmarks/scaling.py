@@ -1,6 +1,7 @@
 """What a step of the presets costs, and the efficiency to expect on many GPUs.
 
     python benchmarks/scaling.py [--presets ddpm_cifar10 glow_cifar10] [--utilisation 0.3] [--measure]
+    python benchmarks/scaling.py --processes 1 2 --steps 150 --rounds 3
 
 For each preset: the weights, the bytes of gradients that a step adds up over the processes (float32), the operations of
 a step (three times the counted forward pass), and the time of a step on one GPU at a stated share of its bfloat16 peak.
@@ -11,16 +12,25 @@ From them, with a ring or a tree of all-reduces that moves 2 (W - 1) / W of the 
 
 with overlap = 2/3, the backward pass, during which DDP communicates, and in brackets overlap = 0. `--measure` also
 times steps of training on this machine, with the device there is; the times of GPUs are computed, not measured.
+
+`--processes` trains on this machine's cores instead, by torchrun with one thread in each process, and prints the items
+a second that each run states, with the same global batch (strong scaling) and with the same batch in every process
+(weak scaling). The runs take turns. DATA_ROOT is the folder of data that are read from files.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+import re
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,6 +41,7 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.models.build import build
 from genmodels.training.dashboards import PEAKS, forward_flops
 
+ROOT = Path(__file__).resolve().parents[1]
 SPECS = {
     "digits": DataSpec("digits", (1, 8, 8), levels=17, num_classes=10),
     "mnist": DataSpec("mnist", (1, 28, 28), levels=256, num_classes=10),
@@ -106,13 +117,59 @@ def efficiency(step: float, size: int, gpus: int, bandwidth: float, latency: flo
     return step / (step + max(0.0, exchange - overlap * step))
 
 
+def items_per_second(preset: str, processes: int, batch: int, steps: int) -> float:
+    """What a run of train.py says of its speed, on CPU cores."""
+    model, _, data = preset.partition("_")
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if processes > 1 else []
+    with tempfile.TemporaryDirectory() as folder:
+        root = [] if data == "digits" else [f"data.root={os.environ.get('DATA_ROOT', 'data')}"]
+        command = [
+            sys.executable, *launch, str(ROOT / "train.py"), f"model={model}", f"data={data}",
+            f"data.batch_size={batch}", f"trainer.max_steps={steps}", f"trainer.validate_every_n_steps={steps}",
+            "trainer.limit_validation=1", "trainer.sample_every_n_steps=0", "trainer.accelerator=cpu",
+            "trainer.progress=false", "logger=csv", f"run_dir={folder}/run", *root,
+        ]  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stdout + done.stderr)
+        found = re.search(r"speed: +([\d,.]+) items/s", (Path(folder) / "run" / "log.txt").read_text())
+        return float(found[1].replace(",", ""))
+
+
+def scaling_here(presets: list[str], numbers: list[int], steps: int, rounds: int) -> None:
+    """Print the items a second of each number of processes and their ratio to the first: median and range of rounds."""
+    heads = ["preset", "processes", "batch", "items/s", f"against {numbers[0]} process{'es'[: 2 * (numbers[0] > 1)]}"]
+    print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+    for preset in presets:
+        with composer("train") as hydra:
+            config = hydra.compose([f"model={preset.partition('_')[0]}", f"data={preset.partition('_')[2]}"])
+        batch = config["data"]["batch_size"]
+        cases = [(n, size) for n in numbers for size in sorted({batch, batch * n // numbers[0]})]
+        rates: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+        for turn in range(rounds):
+            for case in cases[turn % len(cases) :] + cases[: turn % len(cases)]:
+                rates[case].append(items_per_second(preset, *case, steps))
+        for case, found in rates.items():
+            ratios = sorted(a / b for a, b in zip(found, rates[cases[0]], strict=True))
+            cells = [preset, *map(str, case), f"{median(found):.4g} ({min(found):.4g} to {max(found):.4g})",
+                     f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"]  # fmt: skip
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=PRESETS)
     parser.add_argument("--gpu", choices=sorted(PEAKS), default="H100")
     parser.add_argument("--utilisation", type=float, default=0.3, help="share of the bfloat16 peak that a step reaches")
     parser.add_argument("--measure", action="store_true", help="time steps on this machine too")
+    parser.add_argument("--processes", nargs="+", type=int, help="train on so many processes of this machine instead")
+    parser.add_argument("--steps", type=int, default=150, help="steps of each run of --processes")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each number of processes")
     asked = parser.parse_args()
+    if asked.processes:
+        scaling_here(asked.presets, asked.processes, asked.steps, asked.rounds)
+        return
     costs = [cost_of(preset, asked.measure) for preset in asked.presets]
     names = [f"{gpus} GPUs, {name}" for gpus, _, _, name in NETWORKS]
     here = ["seconds here"] if asked.measure else []
