@@ -325,6 +325,28 @@ def test_spread_weights_are_those_of_one_process(alone, tmp_path):
     same_run(tmp_path / "run", alone)
 
 
+@pytest.mark.slow
+def test_a_run_of_two_processes_goes_on_with_four(alone, tmp_path):
+    run = begin(tmp_path, "run_dir=run", "trainer.devices=2")
+    wait_for_step(tmp_path / "run/last.ckpt", 5, [run])
+    run.send_signal(signal.SIGTERM)
+    ((code, _, message),) = ended([run])
+    assert code == 130, message
+    ((code, output, message),) = ended([begin(tmp_path, "run_dir=run", "resume=last", "trainer.devices=4")])
+    assert code == 0 and "trainer.devices is 2 in the checkpoint and is 4 here" in output, message
+    same_run(tmp_path / "run", alone)
+
+
+@pytest.mark.slow
+def test_a_compiled_network_on_two_processes(tmp_path):
+    """Against one process that compiles too: torch.compile draws the keys of dropout in its own way."""
+    for devices in (1, 2):
+        words = (f"run_dir=run{devices}", f"trainer.devices={devices}", "trainer.compile=true")
+        ((code, _, message),) = ended([begin(tmp_path, *words)])
+        assert code == 0, message
+    same_run(tmp_path / "run2", tmp_path / "run1")
+
+
 def test_spread_weights_are_refused_where_weights_have_to_be_whole():
     for name in ("glow", "energy", "glow_tts"):
         with pytest.raises(InputError, match="trainer.strategy=fsdp is for models that call their networks whole"):

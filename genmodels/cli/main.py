@@ -70,6 +70,7 @@ def _command(argv: list[str]) -> int:
         return _fail("", f"unknown command {command!r}:{hint} (there are {', '.join((*CONFIGURED, *PLAIN))})", 2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Guards may run slower")  # torch on Python 3.13.0, once for each compilation
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch, of its own forward derivatives
         # Lightning, of figures that are computed from the items of all processes before they are logged.
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         warnings.showwarning = lambda message, *_: print(f"genmodels {command}: {' '.join(str(message).split())}",

@@ -51,25 +51,32 @@ def dropout(x: Tensor, p: float) -> Tensor:
     limit = min(round(checked(p) * 2**16), 2**16 - 1)
     if limit == 0 or x.numel() == 0:
         return x
-    keep = _words(x) >= limit - 2**15
+    keep = _words(torch.randint(2**62, (), device=x.device), list(x.shape), *rank_world()) >= limit - 2**15
     return torch.where(keep, x * (2**16 / (2**16 - limit)), 0.0)
 
 
-def _words(x: Tensor) -> Tensor:
-    """A number of -2^15 .. 2^15 - 1 for each value of x, int16."""
-    rank, world = rank_world()
-    shape = x.shape if x.dim() > 1 else (*x.shape, 1)
-    sizes = [shape[0], -(-shape[1] // _PER_WORD), *shape[2:]]
-    word = torch.randint(2**62, (), device=x.device)
+# One operation to torch.compile: in the code it would make, products of loop counters wrap, which C++ leaves undefined.
+@torch.library.custom_op("genmodels::dropout_words", mutates_args=(),
+                         schema="(Tensor key, SymInt[] shape, int rank, int world) -> Tensor")
+def _words(key: Tensor, shape: list[int], rank: int, world: int) -> Tensor:
+    """A number of -2^15 .. 2^15 - 1 for each value, int16."""
+    rows = [*shape, 1] if len(shape) == 1 else shape
+    sizes = [rows[0], -(-rows[1] // _PER_WORD), *rows[2:]]
+    word = key
     for d, size in enumerate(sizes):
-        place = torch.arange(size, device=x.device)
+        place = torch.arange(size, device=key.device)
         place = place * world + rank if d == 0 else place
         word = word + (place * _STEPS[d]).view(-1, *[1] * (len(sizes) - 1 - d))
     word = (word ^ _shifted(word, 30)) * _MIX[0]
     word = (word ^ _shifted(word, 27)) * _MIX[1]
     word = word ^ _shifted(word, 31)
-    found = word[..., None].view(torch.int16).movedim(-1, 2).flatten(1, 2)[:, : shape[1]]
-    return found.reshape(x.shape)
+    found = word[..., None].view(torch.int16).movedim(-1, 2).flatten(1, 2)[:, : rows[1]]
+    return found.reshape(shape).contiguous()
+
+
+@_words.register_fake
+def _(key: Tensor, shape: list[int], rank: int, world: int) -> Tensor:
+    return key.new_empty(shape, dtype=torch.int16)
 
 
 def _shifted(word: Tensor, places: int) -> Tensor:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import nn
 
 from genmodels.nn import dropout as module
@@ -106,3 +107,16 @@ def test_attention_drops_weights_whatever_its_path():
     dropped, _ = attention(x)
     torch.manual_seed(0)
     assert torch.equal(attention(x)[0], dropped) and not torch.allclose(attention.eval()(x)[0], dropped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_compiled_masks_are_the_same(monkeypatch, world):
+    torch._dynamo.reset()
+    compiled = torch.compile(dropout, fullgraph=True)
+    with torch._inductor.config.patch(fallback_random=True):  # keys of torch's generator
+        assert torch.equal(masks(compiled, monkeypatch, (12, 16), world), masks(dropout, monkeypatch, (12, 16), world))
+        x = torch.ones(12, 16, requires_grad=True)
+        y = compiled(x, 0.3)
+        y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
