@@ -261,6 +261,19 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
     return [f"{frames} pictures from item {ends[0]} to item {ends[1]}: {target}"]
 
 
+def _file_word(word: str) -> str:
+    """A word for a file's name; of a long one the beginning and a number of its own.
+
+    Example:
+        >>> _file_word("steps-5 of"), _file_word("a" * 100)
+        ('steps-5-of', 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa-5e5afb42')
+    """
+    from genmodels.core.random import seed_of
+
+    plain = "".join(c if c.isalnum() or c in "-." else "-" for c in word)
+    return plain if len(plain) <= 60 else f"{plain[:50]}-{seed_of(word):016x}"[:59]
+
+
 def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):
     """The default file of samples, in the folder `samples` of the run; a picture if the data can be drawn.
 
@@ -269,5 +282,5 @@ def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):
     drawn = spec.is_image or spec.mel is not None or spec.event_shape == (2,)
     suffix = ".txt" if spec.encoding is not None else ".csv" if spec.columns else ".png" if drawn else ".npz"
     words = [f"{key}-{str(value).removesuffix('.png')}" for key, value in given.items() if value is not None]
-    words = ["".join(c if c.isalnum() or c in "-." else "-" for c in word)[:60] for word in words]
+    words = [_file_word(word) for word in words]
     return ckpt.parent / "samples" / ("_".join([ckpt.stem, f"seed{seed}", f"{start}-{start + n - 1}", *words]) + suffix)
