@@ -143,14 +143,15 @@ def _dispatch(command: str, words: list[str]) -> int:
 
 
 def spelt(word: str) -> str:
-    """A word `text=...` with its value quoted, unless it is quoted already or a list.
+    """A word `text=...` with its value quoted, unless it is quoted already or a list; so is a path from `~/` on.
 
     Example:
-        >>> print(spelt("text=Don't stop, please!"), spelt("text=[one,two]"), spelt("n=3"))
-        text='Don\\'t stop, please!' text=[one,two] n=3
+        >>> print(spelt("text=Don't stop, please!"), spelt("text=[one,two]"), spelt("n=3"), spelt("data.root=~/data"))
+        text='Don\\'t stop, please!' text=[one,two] n=3 data.root='~/data'
     """
     key, equals, value = word.partition("=")
-    if key != "text" or not value or value[0] in "'\"[" or value == "null":
+    of_text = key == "text" and value and value[0] not in "'\"[" and value != "null"
+    if not of_text and not value.startswith("~/"):  # which shells leave alone behind a key with a dot
         return word
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}{equals}'{escaped}'"
