@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +14,37 @@ from genmodels.core.errors import InputError, RunError, nearest, printable
 
 
 def main(words: list[str]) -> int:
-    """`genmodels info <ckpt> [<ckpt> ...] [--full]`; 1 if any of the files is damaged.
+    """`genmodels info <ckpt> [<ckpt> ...] [--full] [--open]`; 1 if any of the files is damaged.
 
     Raises:
         InputError: if no file is given.
     """
-    files, full = [], False
+    files, flags = [], {"full": False, "open": False}
     for word in words:
         key, equals, value = word.partition("=")
-        if word in ("--full", "full=true"):
-            full = True
+        if word in ("--full", "full=true", "--open", "open=true"):
+            flags[word.strip("-").removesuffix("=true")] = True
         elif key == "ckpt" and equals:
             files += [v.strip() for v in value.strip("[]").split(",")]
         elif word.startswith("-") or (equals and not Path(word).exists()):
-            near = nearest(key, ["--full", "ckpt", "full"])
+            near = nearest(key, ["--full", "--open", "ckpt", "full", "open"])
             hint = f" did you mean {near!r}?" if near else ""
-            raise InputError(f"unknown word {word!r}:{hint} give checkpoints, and --full for all of their settings")
+            raise InputError(f"unknown word {word!r}:{hint} give checkpoints, --full for all of their "
+                             "settings, --open for their figures")
         else:
             files.append(word)
     if not files:
         raise InputError("ckpt is missing: genmodels info runs/ddpm-digits/<time>/best.ckpt")
-    return run(ckpt=files, full=full)
+    return run(ckpt=files, **flags)
 
 
-def run(*, ckpt: list[str], full: bool = False) -> int:
+def run(*, ckpt: list[str], full: bool = False, open: bool = False) -> int:
     """Describe checkpoints: family, configuration, data, steps, metrics, and whether the file is intact.
 
     Arguments:
         ckpt: the files.
         full: print all options of the model and the whole configuration of the run.
+        open: show the figures of the run too: the newest picture of each kind, and the report.
     """
     code = 0
     for number, name in enumerate(ckpt):
@@ -52,7 +55,16 @@ def run(*, ckpt: list[str], full: bool = False) -> int:
             code = error.exit_code
             continue
         print(("\n" if number else "") + text)
+        for figure in figures(Path(name).expanduser()) if open else []:
+            webbrowser.open(figure.resolve().as_uri())
     return code
+
+
+def figures(place: Path) -> list[Path]:
+    """The newest picture of each kind in the folder of a run (or of a checkpoint in it), and its report."""
+    folder = place if place.is_dir() else place.parent
+    newest = {path.parent: path for path in sorted(folder.glob("*/step_*.png"))}
+    return [*newest.values(), *folder.glob("report.html")]
 
 
 def describe(path: Path, full: bool = False) -> str:
@@ -75,6 +87,7 @@ def describe(path: Path, full: bool = False) -> str:
         ("steps", f"{header.get('step', 0):,}" + ("" if header.get("finished") else " (not finished)")),
         ("seed", header.get("seed", config.get("seed"))),
         *((name, f"{value:.6g}") for name, value in sorted((header.get("figures") or {}).items())),
+        ("figures", ("\n" + " " * 15).join(printable(str(figure)) for figure in figures(path))),
         ("settings", _settings(config, header.get("model") or {}, full)),
         ("versions", f"genmodels {header.get('genmodels')}, torch {header.get('torch')}"),
         ("verdict", _verdict(header, nonfinite_weight(path))),

@@ -52,11 +52,24 @@ def run(
     from genmodels.models.build import build, construct
     from genmodels.models.checkpoint import read_resumable, restoring
     from genmodels.training import run as parts
-    from genmodels.training.callbacks import Checkpointing, CheckpointOptions, FiniteMetrics, SampleGrid, metric_of
+    from genmodels.training.callbacks import (
+        Checkpointing,
+        CheckpointOptions,
+        FiniteMetrics,
+        NoBetter,
+        SampleGrid,
+        metric_of,
+    )
     from genmodels.training.dashboards import LearnedDensity, LossProfile, NoiseLevels, Throughput
     from genmodels.training.loggers import LoggerOptions, close, log_config
     from genmodels.training.processes import agreed, fitted, is_first, watched
-    from genmodels.training.trainer import TrainerOptions, check_same, initial_batch, training_stream
+    from genmodels.training.trainer import (
+        TrainerOptions,
+        check_same,
+        find_learning_rate,
+        initial_batch,
+        training_stream,
+    )
 
     config = {"model": model, "data": data, "trainer": trainer or {}, "logger": logger or {}}
     config |= {"checkpoint": checkpoint or {}, "seed": seed, "trust": trust or []}
@@ -95,6 +108,9 @@ def run(
     steps = options.steps(len(datamodule.train_dataloader()))
     held = None
 
+    def rated(rate: float) -> None:
+        config["model"]["optimizer"]["lr"] = network.optimizer_options.lr = rate
+
     def claimed() -> str:
         nonlocal held
         place = parts.place_of(root, name, run_dir, resume)
@@ -104,6 +120,8 @@ def run(
     folder, path = (where and Path(where) for where in json.loads(agreed(claimed, options.num_nodes)))
     if path is not None:
         header = read_resumable(path, mmap=True)["genmodels"]
+        if options.lr_find:
+            rated(whole(header["config"], built)["model"]["optimizer"]["lr"])
         try:
             then = whole(header["config"], built)
             then["model"] |= {key: value for key, value in decided.items() if then["model"].get(key) in _OPEN}
@@ -122,8 +140,10 @@ def run(
         count = sum(p.numel() for p in network.core.parameters())
         drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
         drawn = drawn if options.sample_every_n_steps else []
+        early = [NoBetter(options.early_stopping)] if options.early_stopping else []
         speed = Throughput(options.sample_every_n_steps)
-        lightning = options.build(steps, [speed, FiniteMetrics(), LossProfile(), *drawn, checkpointing], str(folder))
+        callbacks = [speed, *early, FiniteMetrics(), LossProfile(), *drawn, checkpointing]
+        lightning = options.build(steps, callbacks, str(folder))
         parts.say(
             f"{network.family} with {amount(count)} parameters on {datamodule.spec.name} "
             f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
@@ -131,6 +151,10 @@ def run(
             *(f"note: {line}" for line in [*changed, *datamodule.notes()]),
         )
         before = steps
+        if path is None and options.lr_find:
+            with torch.random.fork_rng():
+                rated(find_learning_rate(options, build(model, datamodule.spec, trust=trust or []), datamodule))
+            parts.say(f"note: model.optimizer.lr={network.optimizer_options.lr:g} by the learning-rate finder")
         if path is None:
             network.initialize(initial_batch(datamodule))
         else:
@@ -162,14 +186,16 @@ def run(
                 ckpt_path=None if path is None else str(path),
                 weights_only=True,
             )
-        if lightning.global_step < steps:
+        if lightning.should_stop:
+            parts.say(f"note: stopped at step {lightning.global_step} of {steps}, after {options.early_stopping} "
+                      "validations in a row without a better metric")
+        elif lightning.global_step < steps:
             raise RunError(f"stopped at step {lightning.global_step} of {steps}")
         validated = options.validate_every_n_steps and steps % min(options.validate_every_n_steps, steps) == 0
+        validated = validated or lightning.should_stop
         if not validated or not network.figures or done == steps:  # figures of a checkpoint lack their errors
             lightning.validate(network, datamodule.val_dataloader(), verbose=False)
-        timed = speed.line(lightning)
-        parts.say(f"trained in {time.monotonic() - start:.0f} s", *([timed] if timed else []),
-                  *parts.summary(network, folder))
+        parts.conclude(network, folder, time.monotonic() - start, speed.line(lightning))
         return parts.Outcome(parts.figures_of(network), metric_of(network), lightning.global_step, str(folder))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -26,7 +26,7 @@ EXAMPLES = {
                "what=attention", "what=attention object=mypackage.layers:factory capabilities=[relative,cache,causal] "
                "trust=[mypackage]"],
     "shards": ["data=image_folder data.root=photos data.size=64 out=shards"],
-    "info": ["runs/ddpm-digits/<time>/last.ckpt", "runs/*/*/best.ckpt --full"],
+    "info": ["runs/ddpm-digits/<time>/last.ckpt", "runs/*/*/best.ckpt --full", "runs/ddpm-digits/<time> --open"],
     "completion": ["bash"],
     "doctor": ["", "data=image_folder data.root=photos"],
 }

@@ -1,4 +1,4 @@
-"""Lightning callbacks: checkpoints, sample grids, the progress bar, and stopping on signals or non-finite metrics."""
+"""Lightning callbacks: checkpoints, sample grids, progress, and stopping: early, on signals, on non-finite metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pytorch_lightning.callbacks import Callback, ProgressBar
+from pytorch_lightning.callbacks import Callback, EarlyStopping, ProgressBar
 from pytorch_lightning.trainer.states import TrainerFn
 from tqdm import tqdm
 
@@ -21,6 +21,7 @@ from genmodels.data.text import written
 from genmodels.plots.images import picture_of
 from genmodels.training.loggers import play, show
 from genmodels.training.processes import Stops, is_first, requeue
+from genmodels.training.run import figures_of, terminal
 
 _SOUNDS, _SECONDS = 2, 5.0  # number and longest duration of sounds: Griffin-Lim takes a third of that time
 _REQUEUE = getattr(signal, "SIGUSR1", None)  # SLURM's `--signal=USR1@90`; Windows has no such signal
@@ -135,7 +136,7 @@ class Checkpointing(Callback):
         Raises:
             RunError: if it cannot be written, naming the last saved step.
         """
-        trainer.lightning_module.finished = trainer.global_step >= trainer.max_steps
+        trainer.lightning_module.finished = trainer.global_step >= trainer.max_steps or trainer.should_stop
         for logger in trainer.loggers:
             logger.save()
         try:
@@ -263,12 +264,72 @@ class FiniteMetrics(Callback):
                 )
 
 
+class NoBetter(EarlyStopping):
+    """Lightning's early stopping on the metric that chooses best.ckpt, whatever a family calls it.
+
+    Arguments:
+        validations: number of them in a row without a better metric, after which training stops.
+    """
+
+    state_key = "early_stopping"  # Lightning's would change with the name of the metric, known at the first validation
+
+    def __init__(self, validations: int):
+        super().__init__("", patience=validations, check_on_train_epoch_end=False)
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        """Compare the metric of this validation with the best."""
+        self.monitor = next((key for key in pl_module.figures if key.startswith("val/")), None)
+        if self.monitor is not None:
+            super().on_validation_end(trainer, pl_module)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """The state of a run that is resumed, with the number of validations that is asked for now."""
+        super().load_state_dict(state_dict | {"patience": self.patience})
+
+
+class Steps:
+    """A progress bar with the time that is left, for terminals; as much of tqdm's interface as `StepBar` uses."""
+
+    def __init__(self, total: int, initial: int):
+        from rich import progress
+        from rich.console import Console
+
+        self.n = initial
+        columns = (progress.TextColumn("{task.description:<10}", style="bold"), progress.BarColumn(bar_width=30),
+                   progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TextColumn("left"),
+                   progress.TimeRemainingColumn(), progress.TextColumn("{task.fields[shown]}", style="dim"))
+        self._progress = progress.Progress(*columns, console=Console(stderr=True), refresh_per_second=4)
+        self._task = self._progress.add_task("training", total=total, completed=initial, shown="")
+        self._progress.start()
+
+    def line(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def set_postfix(self, refresh: bool = False, **shown: str) -> None:
+        """Figures behind the bar."""
+        self._progress.update(self._task, shown=" ".join(f"{key} {value}" for key, value in shown.items()))
+
+    def set_description(self, text: str) -> None:
+        """What is going on."""
+        self._progress.update(self._task, description=text)
+
+    def update(self, steps: int) -> None:
+        """Advance by a number of steps."""
+        self.n += steps
+        self._progress.update(self._task, completed=self.n)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._progress.stop()
+
+
 class StepBar(ProgressBar):
-    """A progress bar from the first to the last step; without a terminal, a line every half minute."""
+    """A progress bar from the first to the last step, and a line for each validation; in files a line every 30 s."""
 
     def __init__(self):
         super().__init__()
-        self._bar: tqdm | None = None
+        self._bar: tqdm | Steps | None = None
         self._enabled = True
         self._loss: float | None = None
 
@@ -287,24 +348,22 @@ class StepBar(ProgressBar):
 
     def print(self, *values, sep: str = " ") -> None:
         """A line above the bar."""
-        tqdm.write(sep.join(map(str, values)))
+        write = self._bar.line if isinstance(self._bar, Steps) else tqdm.write
+        write(sep.join(map(str, values)))
 
     def on_train_start(self, trainer, pl_module) -> None:
         """Open the bar."""
-        terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=trainer.max_steps,
-            initial=trainer.global_step,
-            desc="training",
-            unit="step",
-            dynamic_ncols=terminal,
-            mininterval=0.2 if terminal else 30,
-            disable=not self._enabled,
-        )
+        if not self._enabled:
+            return
+        if terminal(sys.stderr):
+            self._bar = Steps(trainer.max_steps, trainer.global_step)
+        else:
+            self._bar = tqdm(total=trainer.max_steps, initial=trainer.global_step, desc="training", unit="step",
+                             mininterval=30)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         """Advance to the current step; the loss shown is a running mean."""
-        if self._bar is None or self._bar.disable or trainer.global_step == self._bar.n:
+        if self._bar is None or trainer.global_step == self._bar.n:
             return
         if trainer.global_step % 10 == 0 or self._loss is None:
             loss = float(outputs["loss"].detach())
@@ -319,9 +378,13 @@ class StepBar(ProgressBar):
             self._bar.set_description("validating")
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        """Back to training."""
-        if self._bar is not None:
-            self._bar.set_description("training")
+        """Back to training, and on a terminal a line with the figures."""
+        if self._bar is None:
+            return
+        self._bar.set_description("training")
+        if isinstance(self._bar, Steps):
+            found = "  ".join(f"{name} {value}" for name, value in figures_of(pl_module).items())
+            self._bar.line(f"step {trainer.global_step:>6}  {found}")
 
     def on_train_end(self, trainer, pl_module) -> None:
         """Close the bar."""

@@ -11,7 +11,9 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -238,12 +240,49 @@ class Log:
             self.handler.close()
 
 
+def terminal(stream) -> bool:
+    """Whether a stream is a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+
+
 def say(*lines: str) -> None:
-    """Print lines and write them to log.txt, on the first process only."""
-    if is_first():
+    """Print lines and write them to log.txt, on the first process only; on a terminal with what they are in bold."""
+    _say(lines, lines)
+
+
+def conclude(model: GenerativeModel, folder: Path, seconds: float, speed: str | None) -> None:
+    """The end of a run: time, speed, figures and what to type next; on a terminal a table, then the commands."""
+    result, *commands = summary(model, folder)
+    lines = [f"trained in {seconds:.0f} s", *([speed] if speed else []), result, *commands]
+    _say(lines, commands, table=[("step", str(model.trainer.global_step)), *best_of(folder),
+                                 *figures_of(model).items(), ("trained in", str(timedelta(seconds=round(seconds)))),
+                                 *([("speed", speed.partition(":")[2].strip())] if speed else [])])
+
+
+def _say(lines: Sequence[str], shown: Sequence[str], table: Sequence[tuple[str, str]] = ()) -> None:
+    """Log the lines; print them, or on a terminal the table and the lines `shown` in colour (none with NO_COLOR)."""
+    if not is_first():
+        return
+    if terminal(sys.stdout):
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        console = Console(highlight=False, soft_wrap=True)
+        if table:
+            drawn = Table("metric", "value", box=box.ROUNDED, header_style="bold")
+            for name, value in table:
+                drawn.add_row(name, Text(value))
+            console.print(drawn)
+        for line in shown:
+            key, colon, rest = line.partition(": ")
+            style = "yellow" if key == "note" else "cyan" if key in ("sample", "evaluate") else "bold"
+            console.print(Text.assemble((key + colon, style), rest))
+    else:
         print(*lines, sep="\n", flush=True)
-        for line in lines:
-            logging.getLogger("genmodels").info("%s", line)
+    for line in lines:
+        logging.getLogger("genmodels").info("%s", line)
 
 
 def described(model: GenerativeModel, datamodule: DataModule) -> dict:
@@ -281,13 +320,17 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
     ckpt = best if best.exists() else folder / "last.ckpt"
     figures = ", ".join(f"{name} {value}" for name, value in figures_of(model).items()) or "no metrics"
     lines = [f"result:   step {model.trainer.global_step}, {figures}"]
-    if best.exists():
-        header = read_header(best, check=False)
-        lines[0] += f"; best.ckpt is of step {header['step']}"
+    lines[0] += "".join(f"; best.ckpt is of step {step}" for _, step in best_of(folder))
     wanted = "n=60" if model.spec.text is None else "text='Hello there.'"
     trust = model.run_config.get("trust")
     named = [f"ckpt={ckpt}", *([f"trust=[{','.join(trust)}]"] if trust else [])]
     return [*lines, f"sample:   {sample} {shlex.join(named)} {wanted}", f"evaluate: {evaluate} {shlex.join(named)}"]
+
+
+def best_of(folder: Path) -> list[tuple[str, str]]:
+    """The step of best.ckpt as a row of a table, nothing without that file."""
+    best = folder / "best.ckpt"
+    return [("best.ckpt", str(read_header(best, check=False)["step"]))] if best.exists() else []
 
 
 def figures_of(model: GenerativeModel) -> dict[str, str]:

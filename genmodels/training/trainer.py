@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import re
+import tempfile
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import AcceleratorRegistry
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import ModelParallelStrategy, StrategyRegistry
+from pytorch_lightning.tuner import Tuner
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Sampler
 
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, RunError
 from genmodels.data.base import DataModule
 from genmodels.data.loading import Loader, ResumableBatchSampler, training_loader
 from genmodels.models.build import construct
 from genmodels.models.checkpoint import WholeFiles
 from genmodels.training.callbacks import StepBar
 from genmodels.training.processes import environments
+
+_TRIES = 100  # learning rates that the finder tries, one a step
 
 
 @dataclass(kw_only=True)
@@ -41,6 +49,8 @@ class TrainerOptions:
         compile: compile the network with torch.compile.
         accumulate: batches per optimiser step.
         validate_every_n_steps: steps between validations, 0 for a single one at the end.
+        early_stopping: stop after so many validations in a row without a better metric, 0 for never.
+        lr_find: before training, choose model.optimizer.lr by Lightning's learning-rate finder.
         limit_validation: largest number of batches per validation, None for all.
         limit_evaluation: default number of items for evaluate.py on models of this run, None for all.
         sample_every_n_steps: steps between sample grids, 0 for none.
@@ -59,6 +69,8 @@ class TrainerOptions:
     compile: bool = False
     accumulate: int = 1
     validate_every_n_steps: int = 500
+    early_stopping: int = 0
+    lr_find: bool = False
     limit_validation: int | None = None
     limit_evaluation: int | None = None
     sample_every_n_steps: int = 500
@@ -85,7 +97,7 @@ class TrainerOptions:
         if self.strategy not in ("auto", *StrategyRegistry.available_strategies()):
             raise InputError(f"trainer.strategy={self.strategy} is no strategy of Lightning: use auto, or ddp for "
                              "several processes")
-        for key in ("validate_every_n_steps", "sample_every_n_steps"):
+        for key in ("validate_every_n_steps", "sample_every_n_steps", "early_stopping"):
             if getattr(self, key) < 0:
                 raise ValueError(f"trainer.{key} must not be negative, got {getattr(self, key)}")
 
@@ -198,11 +210,41 @@ def initial_batch(datamodule: DataModule, largest: int = 20_000) -> Batch:
     return data.__getitems__(positions)
 
 
+def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, datamodule: DataModule) -> float:
+    """The learning rate at which the loss falls fastest while the rate grows from 1e-6 up to 1 in 100 steps.
+
+    The network is trained and of no use afterwards. Where a loss is not finite, rates end at a tenth of those before.
+
+    Raises:
+        InputError: for several processes, which would each find another rate, and where no rate is found.
+    """
+    if options.num_nodes != 1 or options.devices not in (1, "1", "auto"):
+        raise InputError("trainer.lr_find tries learning rates on one process: run it with trainer.devices=1 "
+                         "trainer.max_steps=1, then give model.optimizer.lr the rate that it prints")
+    network.initialize(initial_batch(datamodule))
+    start, found = copy.deepcopy(network.state_dict()), None
+    for largest in (1.0, 0.1, 0.01, 0.001):
+        network.load_state_dict(start)
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(RunError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a training without validation, which this one is to be
+            trainer = replace(options, progress=False, accumulate=1).build(_TRIES, [], folder)
+            trainer.strategy.checkpoint_io = TorchCheckpointIO()  # for the finder's own file, from which no run goes on
+            # Losses may be negative, for which Lightning's threshold on the loss would end the search at once.
+            finder = Tuner(trainer).lr_find(network, training_stream(datamodule), min_lr=1e-6, max_lr=largest,
+                                            num_training=_TRIES, early_stop_threshold=None, update_attr=False)
+            found = finder.suggestion()
+            break
+    if found is None:
+        raise InputError("trainer.lr_find found no learning rate, the losses are not finite: give model.optimizer.lr")
+    return float(f"{found:.2g}")
+
+
 #: May change on resume: the location of the data, the speed of loading, what is displayed, and the length of training.
 FREE = {
     "trainer.max_steps", "trainer.max_epochs", "data.num_workers", "data.root", "data.storage", "data.download",
     "trainer.validate_every_n_steps", "trainer.limit_evaluation",
-    "trainer.sample_every_n_steps", "trainer.log_every_n_steps", "trainer.progress",
+    "trainer.sample_every_n_steps", "trainer.log_every_n_steps", "trainer.progress", "trainer.early_stopping",
+    "trainer.lr_find",
 }  # fmt: skip
 _ROUNDING = "from here on results are equal up to rounding, not bit for bit"
 #: May change on resume with a message about the effect. Settings in neither table must stay the same.

@@ -56,6 +56,22 @@ def test_full_shows_the_defaults_too(checkpoint, capsys):
     assert "model.num_steps=1000" in printed and "model._target_=genmodels.models.ddpm.DDPM" in printed
 
 
+def test_the_figures_of_a_run_are_listed_and_opened(checkpoint, capsys, monkeypatch):
+    folder = checkpoint().parent
+    names = ("density/step_000100.png", "samples/step_000100.png", "samples/step_000200.png", "report.html")
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    opened = []
+    monkeypatch.setattr(info.webbrowser, "open", opened.append)
+    expected = [folder / name for name in names if name != "samples/step_000100.png"]
+    assert main(["info", str(folder)]) == 0 and not opened
+    out = capsys.readouterr().out
+    assert all(str(path) in out for path in expected) and "samples/step_000100" not in out
+    assert main(["info", str(folder / "last.ckpt"), "--open"]) == 0
+    assert opened == [path.as_uri() for path in expected]
+
+
 def test_unfinished_and_continuous(checkpoint, capsys):
     data = {"name": "toy_moons", "event_shape": [2], "levels": None, "num_classes": None}
     main(["info", str(checkpoint(finished=False, data=data, figures={}))])

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.trainer.states import TrainerFn
 
 from genmodels.core.data import DataSpec
 from genmodels.models.ddpm import DDPM
-from genmodels.training.callbacks import SampleGrid, StepBar
+from genmodels.training.callbacks import NoBetter, SampleGrid, StepBar, Steps
 
 SPECS = {"images": DataSpec("digits", (1, 8, 8), levels=17), "points": DataSpec("plane", (2,))}
 
@@ -37,3 +38,37 @@ def test_what_a_model_prints_is_seen_above_the_bar(capsys):
                             enable_model_summary=False)
     model.print("step 8: layer 3", "does not invert")
     assert capsys.readouterr().out == "step 8: layer 3 does not invert\n"
+
+
+def stopped_after(metrics: list[float], validations: int, resumed_at: int | None = None) -> int | None:
+    """The number of validations after which early stopping ends a training, None if it does not."""
+    callback = NoBetter(validations)
+    trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING), sanity_checking=False, fast_dev_run=False,
+                              strategy=SimpleNamespace(reduce_boolean_decision=lambda decision, all: decision),
+                              should_stop=False, current_epoch=0)
+    for number, value in enumerate(metrics):
+        if number == resumed_at:
+            state, callback = callback.state_dict(), NoBetter(validations)
+            callback.load_state_dict(state)
+        trainer.callback_metrics = {"val/nll": torch.tensor(value), "val/other": torch.tensor(-float(number))}
+        callback.on_validation_end(trainer, SimpleNamespace(figures={"val/nll": value, "val/other": -number}))
+        if trainer.should_stop:
+            return number + 1
+    return None
+
+
+def test_training_stops_when_the_metric_no_longer_improves():
+    metrics = [3.0, 2.0, 2.5, 1.9, 2.0, 1.9, 2.1, 1.0]
+    assert stopped_after(metrics, 2) == 6 and stopped_after(metrics, 1) == 3 and stopped_after(metrics, 4) is None
+    assert stopped_after(metrics, 2, resumed_at=5) == 6 == stopped_after(metrics, 3) - 1  # its count is resumed too
+
+
+def test_on_a_terminal_validations_are_lines_above_a_bar_with_the_time_that_is_left(capfd):
+    bar = Steps(100, 10)
+    bar.update(15)
+    bar.set_postfix(loss="0.1")
+    bar.line("step     25  val/nll 1.5")
+    assert bar.n == 25
+    bar.close()
+    error = capfd.readouterr().err
+    assert "step     25  val/nll 1.5" in error and "25/100" in error and "left" in error

@@ -359,3 +359,23 @@ def test_what_no_run_can_go_on_from_is_refused_before_anything_is_said(key, tmp_
     assert main(["train", *WORDS, "trainer.max_steps=4", "run_dir=a", "resume=last"]) == 1
     found = capsys.readouterr()
     assert f"last.ckpt: {key} is missing" in found.err and found.out == "" and found.err.count("\n") == 1
+
+
+class Screen(io.StringIO):
+    """A terminal that remembers what it was sent."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("term, plain, coloured", [("xterm", "", True), ("xterm", "1", False), ("dumb", "", False)])
+def test_colour_is_for_terminals_that_want_it(term, plain, coloured, monkeypatch):
+    screen = Screen()
+    for key in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in {"TERM": term, "NO_COLOR": plain}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "stdout", screen)
+    run.say("ddpm with [a, b] parameters", "note: a line")
+    assert ("\x1b[33m" in screen.getvalue()) == coloured and "ddpm with [a, b] parameters" in screen.getvalue()
+    assert run.terminal(screen) == (term == "xterm") and not run.terminal(io.StringIO())

@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from genmodels.core.errors import InputError
+from genmodels.cli.main import main
+from genmodels.core.checkpoint import read_header
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError, RunError
+from genmodels.data.toy import Toy
 from genmodels.data.vision import Digits
+from genmodels.models.nsf import NSF
+from genmodels.training import trainer
 from genmodels.training.trainer import FREE, REPORTED, TrainerOptions, check_same, initial_batch, training_stream
 
 HERE = Path("c")
@@ -34,7 +41,7 @@ def test_only_the_same_run_is_resumed():
 OTHERS = {"max_steps": 9, "max_epochs": 9, "accelerator": "cpu", "devices": 2, "strategy": "ddp", "num_nodes": 2,
           "precision": "64-true", "compile": True, "accumulate": 2, "validate_every_n_steps": 7, "limit_validation": 7,
           "limit_evaluation": 7, "sample_every_n_steps": 7, "log_every_n_steps": 7, "progress": False,
-          "deterministic": True}  # fmt: skip
+          "early_stopping": 3, "lr_find": True, "deterministic": True}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(TrainerOptions)])
@@ -121,3 +128,50 @@ def test_refused(options):
     (key,) = options
     with pytest.raises(ValueError, match=f"trainer.{key}"):
         TrainerOptions(**options)
+
+
+TINY = ["train", "model=nsf", "data=toy", "~preset", "data.batch_size=32", "model.layers=1", "model.hidden=8",
+        "logger=csv", "trainer.limit_validation=1", "trainer.sample_every_n_steps=0"]  # fmt: skip
+
+
+def test_a_run_that_does_not_improve_stops_early(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main([*TINY, f"run_dir={run}", "trainer.max_steps=20", "trainer.validate_every_n_steps=3",
+                 "trainer.early_stopping=2", "model.optimizer.lr=0"]) == 0
+    header = read_header(run / "last.ckpt")
+    assert header["step"] == 9 and header["finished"] and read_header(run / "best.ckpt")["step"] == 3
+    assert "stopped at step 9 of 20, after 2 validations" in capsys.readouterr().out
+
+
+def test_the_learning_rate_is_found_once_and_kept_by_a_resumed_run(tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    monkeypatch.setattr(trainer, "_TRIES", 25)
+    assert main([*TINY, f"run_dir={run}", "trainer.max_steps=2", "trainer.lr_find=true"]) == 0
+    rate = read_header(run / "last.ckpt")["config"]["model"]["optimizer"]["lr"]
+    assert f"note: model.optimizer.lr={rate:g} by" in capsys.readouterr().out and 1e-6 < rate < 1
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "find_learning_rate", None)
+        assert main([*TINY, f"run_dir={run}", "trainer.max_steps=3", "trainer.lr_find=true", "resume=last"]) == 0
+    header = read_header(run / "last.ckpt")
+    assert header["config"]["model"]["optimizer"]["lr"] == rate and header["step"] == 3
+    assert main([*TINY, "trainer.lr_find=true", "trainer.devices=2", f"run_dir={tmp_path}/two"]) == 2
+    assert "one process" in capsys.readouterr().err
+
+
+class Diverging:
+    """Stands in for Lightning's finder: losses that are finite up to a rate of 0.05."""
+
+    def __init__(self, built):
+        pass
+
+    def lr_find(self, network, loader, max_lr, **options):
+        if max_lr > 0.05:
+            raise RunError("the loss is not finite")
+        return SimpleNamespace(suggestion=lambda: max_lr / 3)
+
+
+def test_smaller_rates_are_tried_where_losses_are_not_finite(monkeypatch):
+    monkeypatch.setattr(trainer, "Tuner", Diverging)
+    network = NSF(DataSpec("plane", (2,)), layers=1, hidden=8)
+    monkeypatch.setattr(TrainerOptions, "build", lambda *_: SimpleNamespace(strategy=SimpleNamespace()))
+    assert trainer.find_learning_rate(TrainerOptions(), network, Toy().prepare()) == 0.0033
