@@ -27,7 +27,8 @@ class SamplingOptions:
         cond: class, or classes that are cycled; None for every class in turn, or no class with `known` and `edit`. With
             text the speaker, by name or number; None for the first.
         temperature: factor on the standard deviation of all noise, 1 for the model's own distribution; None for the
-            family's default: 1, with text 0.667, and 0 for a tacotron.
+            family's default: 1, with text 0.667, and 0 for a tacotron. With `known` 1: rounds of noise that is too weak
+            lead the drawn part astray.
         seed: sample k of a seed depends on (seed, k) alone.
         start: number of the first sample.
         weights: `ema`, `raw`, or one of the decays kept.

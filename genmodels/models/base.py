@@ -191,7 +191,7 @@ class GenerativeModel(pl.LightningModule):
                 own = ", ".join(self.own_options())
                 raise InputError(f"{self.family} has no sampling option {key!r}; it has {own}")
         asked = SamplingOptions(n=n, cond=cond, temperature=temperature, seed=seed, **options)
-        return self.draw(asked.with_default(temperature=self.default_temperature))
+        return self.draw(asked.with_default(temperature=self.default_temperature if asked.known is None else 1.0))
 
     def draw(self, options: SamplingOptions) -> Samples:
         """The samples that `sample` is asked for: what a family defines."""

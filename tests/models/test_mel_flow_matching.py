@@ -119,7 +119,8 @@ def test_known_frames_are_returned_and_the_others_drawn(family):
     keep = (torch.arange(11) < 4)[None]
     drawn = found.sample(2, **SAID, known=mel, keep=keep, steps=3, rounds=2)
     assert torch.equal(drawn.x[:, :, :4], mel[:, :4].expand(2, -1, -1)) and drawn.made["kept"] == 4
-    assert drawn.made["sampler"] == "ddpm" and ((drawn.x[:, :, 4:] - mel[:, 4:]).abs().amax((1, 2)) > 0.01).all()
+    assert (drawn.made["sampler"], drawn.made["temperature"]) == ("ddpm", 1.0)
+    assert ((drawn.x[:, :, 4:] - mel[:, 4:]).abs().amax((1, 2)) > 0.01).all()
     assert not torch.equal(drawn.x[0], drawn.x[1])
 
 
