@@ -16,7 +16,7 @@ from genmodels.models.build import build
 GROUPS = groups()
 REQUIRED = {
     "image_folder": ["data.root=pictures"], "spoken_digits": ["data.root=clips"], "arrays": ["data.file=vectors.npy"],
-    "shards": ["data.root=shards"],
+    "shards": ["data.root=shards"], "text": ["data.file=book.txt"],
 }
 
 
