@@ -22,7 +22,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SETUP = configparser.ConfigParser()
 SETUP.read(REPOSITORY / "setup.cfg", encoding="utf-8")
 #: Distributions whose import name differs.
-IMPORT_NAMES = {"scikit-learn": "sklearn", "pillow": "PIL", "pyyaml": "yaml", "hydra-core": "hydra"}
+IMPORT_NAMES = {"scikit-learn": "sklearn", "pillow": "PIL", "pyyaml": "yaml", "hydra-core": "hydra",
+                "ipython": "IPython"}
 
 
 def listed(section: str, option: str) -> list[str]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose, version
@@ -29,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from genmodels.cli.schema import Schema
 from genmodels.core.checkpoint import present_name
-from genmodels.core.errors import InputError, nearest
+from genmodels.core.errors import InputError, nearest, require_known
 from genmodels.core.files import CONFIG_DIR, groups
 from genmodels.models.build import NETWORKS
 
@@ -384,3 +385,46 @@ def in_hydra(value) -> str:
         return value
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
+
+
+def words_by_name(hydra: Composer, chosen: list[str], settings: dict[str, Any]) -> list[str]:
+    """Settings of a training as words of the command line, after those chosen; a name alone is given its full path.
+
+    Raises:
+        InputError: for a name that no class, or more than one, has.
+
+    Example:
+        >>> with composer("train") as hydra:
+        ...     words_by_name(hydra, ["model=nsf"], {"data": "toy", "max_steps": 9, "trainer": {"precision": "32"}})
+        ['model=nsf', 'data=toy', 'trainer.max_steps=9', "trainer.precision='32'"]
+    """
+    choices = (*groups(), "preset")
+    named = {key: value for key, value in settings.items() if key in choices and not isinstance(value, dict)}
+    first = [f"{key}={in_hydra(value)}" for key, value in named.items()]
+    composed = hydra.plain([*chosen, *first])
+    paths = [path for path, _, _ in hydra.schema([], composed).walk(composed)]
+    found = []
+    for key, value in settings.items():
+        if key in named:
+            continue
+        if key in choices or key in paths or "." in key:
+            full = key
+        else:
+            fitting = [path for path in dict.fromkeys(paths) if path.rpartition(".")[2] == key]
+            depth = min((path.count(".") for path in fitting), default=0)
+            fitting = [path for path in fitting if path.count(".") == depth]
+            if len(fitting) > 1:
+                raise InputError(f"{key} may be any of {', '.join(fitting)}: give one of these, as in "
+                                 f"train(..., \"{fitting[0]}={value}\")")
+            require_known("train", [] if fitting else [key], [path.rpartition(".")[2] for path in paths])
+            full = fitting[0]
+        found += [f"{name}={in_hydra(leaf)}" for name, leaf in _leaves(full, value)]
+    return [*chosen, *first, *found]
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield name, str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+        return
+    for key, inner in value.items():
+        yield from _leaves(f"{name}.{key}", inner)

@@ -5,34 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from genmodels.evaluation.checkpoint import Request
+    from genmodels.report.compare import Comparison
 
 
 def run(*, ckpt: str | list[str], **options: Request) -> None:
     """Evaluate and compare trained models on a split of their data.
 
     Arguments:
-        ckpt: a checkpoint, a run folder, or a list of them for a comparison in one table.
+        ckpt: a checkpoint, a run folder, a .safetensors or hf://user/name, or a list of them for a comparison in one
+            table.
         options: what is evaluated.
     """
     import os
-    from pathlib import Path
 
-    from genmodels.core.errors import InputError
-    from genmodels.core.files import check_writable
     from genmodels.evaluation.checkpoint import Request
 
-    paths = [Path(p) for p in ([ckpt] if isinstance(ckpt, str) else ckpt)]
-    if not paths:
-        raise InputError("ckpt=[] names no checkpoint")
-    request = Request(**options)
-    if request.out is not None:
-        check_writable("out", Path(request.out))
-    paths = [p / "best.ckpt" if p.is_dir() else p for p in paths]
+    paths, request = asked([ckpt] if isinstance(ckpt, str) else ckpt, Request(**options))
     if request.processes == 1 or "WORLD_SIZE" in os.environ:
-        evaluate(paths, request)
+        _printed(paths, request)
         return
 
     from genmodels.core.processes import launch
@@ -40,11 +34,44 @@ def run(*, ckpt: str | list[str], **options: Request) -> None:
     launch(_one_of_several, request.processes, paths, request)
 
 
-def evaluate(paths: list[Path], request: Request) -> None:
-    """Evaluate checkpoints in this process, or in those that torchrun started.
+def asked(ckpt: Sequence[str | Path], request: Request) -> tuple[list[Path], Request]:
+    """The files of checkpoints, and the request with a place for its reports.
 
     Raises:
-        InputError, RunError: what stops all of it, or failed.
+        InputError: for no checkpoint, or a place that cannot be written.
+    """
+    from dataclasses import replace
+    from pathlib import Path
+
+    from genmodels.core.errors import InputError
+    from genmodels.core.exported import HUB, located, place_of
+    from genmodels.core.files import check_writable
+
+    if not ckpt:
+        raise InputError("ckpt=[] names no checkpoint")
+    if request.out is None and any(str(each).startswith(HUB) for each in ckpt):  # not into the cache of the hub
+        out = "comparison" if len(ckpt) > 1 else place_of(ckpt[0]).with_name("report.json")
+        request = replace(request, out=str(out))
+    if request.out is not None:
+        check_writable("out", Path(request.out))
+    return [located(each) for each in ckpt], request
+
+
+def _printed(paths: list[Path], request: Request) -> None:
+    from genmodels.core.errors import RunError
+
+    found = evaluate(paths, request)
+    if found is not None:
+        print(*found.lines, sep="\n")
+        if found.failed:
+            raise RunError("; ".join(found.failed))
+
+
+def evaluate(paths: list[Path], request: Request) -> Comparison | None:
+    """Evaluate checkpoints in this process, or in those that torchrun started; None in all of these but the first.
+
+    Raises:
+        InputError, RunError: what stops all of it.
     """
     import sys
 
@@ -68,9 +95,7 @@ def evaluate(paths: list[Path], request: Request) -> None:
     from genmodels.report.compare import compare
 
     whole = [path for path in paths if str(path) not in failures]
-    failed = compare(whole, request, group, several=len(paths) > 1, failures=failures)
-    if failed:
-        raise RunError("; ".join(failed))
+    return compare(whole, request, group, several=len(paths) > 1, failures=failures)
 
 
 def _one_of_several(paths: list[Path], request: Request) -> None:
@@ -79,6 +104,6 @@ def _one_of_several(paths: list[Path], request: Request) -> None:
 
     from genmodels.cli.main import guarded
 
-    code = guarded("evaluate", lambda: evaluate(paths, request))
+    code = guarded("evaluate", lambda: _printed(paths, request))
     if code:
         sys.exit(code)

@@ -11,6 +11,7 @@ from typing import Any
 from genmodels.cli.schema import Schema, show
 from genmodels.core.checkpoint import nonfinite_weight, read_header
 from genmodels.core.errors import InputError, RunError, nearest, printable
+from genmodels.core.exported import located
 
 
 def main(words: list[str]) -> int:
@@ -49,7 +50,7 @@ def run(*, ckpt: list[str], full: bool = False, open: bool = False) -> int:
     code = 0
     for number, name in enumerate(ckpt):
         try:
-            text = describe(Path(name).expanduser(), full)
+            text = describe(name, full)
         except RunError as error:
             print(printable(f"genmodels info: {error}"), file=sys.stderr)
             code = error.exit_code
@@ -67,14 +68,15 @@ def figures(place: Path) -> list[Path]:
     return [*newest.values(), *folder.glob("report.html")]
 
 
-def describe(path: Path, full: bool = False) -> str:
+def describe(ckpt: str | Path, full: bool = False) -> str:
     """The description of one checkpoint, in lines `name: value`.
 
     Raises:
         RunError: for a file that is missing, truncated, altered or not a checkpoint.
     """
-    if path.is_dir():
-        path = next((path / name for name in ("best.ckpt", "last.ckpt") if (path / name).is_file()), path)
+    path = located(ckpt)
+    if not path.is_file() and Path(ckpt).is_dir():
+        path = last if (last := Path(ckpt) / "last.ckpt").is_file() else Path(ckpt)
     header = read_header(path)
     stat = path.stat()
     written = datetime.datetime.fromtimestamp(stat.st_mtime).strftime("%Y-%m-%d %H:%M:%S")

@@ -36,7 +36,7 @@ def run(
     """Draw samples from a trained model.
 
     Arguments:
-        ckpt: the checkpoint (or a run folder: its best.ckpt).
+        ckpt: a checkpoint, a run folder (its best.ckpt), an exported .safetensors, or hf://user/name.
         n: number of samples, 64 by default; with text the number of takes, 1 by default.
         out: a .png (one grid), a .npz (arrays), a .csv (a table of vectors), a .txt (samples of text), or a folder (one
             PNG or .txt each); default a grid, text, or a table if the columns of the data have names, in the run
@@ -70,10 +70,10 @@ def run(
 
     from genmodels.core.errors import InputError
     from genmodels.core.files import check_writable
-    from genmodels.core.samples import SamplingOptions
+    from genmodels.core.samples import USUAL_NUMBER, SamplingOptions
 
     options = {key: value for key, value in options.items() if value is not None}
-    asked = SamplingOptions(n=n or 64, **options)
+    asked = SamplingOptions(n=n or USUAL_NUMBER, **options)
     for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("frames", frames, 2), ("chunk", chunk, 1)):
         if value is not None and value < least:
             raise InputError(f"{key} must be at least {least}, got {value}")
@@ -88,19 +88,19 @@ def run(
     for key, place in (("out", out), ("path", path)):
         if place is not None:
             check_writable(key, Path(place))
-    ckpt_path = Path(ckpt) / "best.ckpt" if Path(ckpt).is_dir() else Path(ckpt)
 
-    from genmodels.core.checkpoint import verify
+    from genmodels.core.checkpoint import origin, verify
+    from genmodels.core.exported import located, place_of
 
+    ckpt_path, place = located(ckpt), place_of(ckpt)
     verify(ckpt_path)
 
     from dataclasses import fields, replace
 
-    from genmodels.core.checkpoint import checkpoint_hash
     from genmodels.core.files import cache_folder
     from genmodels.core.processes import Ranks
     from genmodels.evaluation.cache import Cache
-    from genmodels.evaluation.materials import material
+    from genmodels.evaluation.materials import data_of, material
     from genmodels.evaluation.samples import (
         Drawing,
         check_target,
@@ -113,6 +113,7 @@ def run(
 
     group = Ranks()
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
+    made = origin(ckpt_path, header)
     manner = {"durations": durations, "pause": pause, "vocoder": vocoder}
     named = {"inpaint": inpaint, "mask": mask, "edit": edit}
     if group.rank and (model.spec.text is not None or interpolate is not None):
@@ -128,7 +129,7 @@ def run(
                              "durations, seconds and stream")
         output = {"text_file": text_file, "takes": n, "out": out, "chunk": (chunk or 64) if stream else None}
         manner |= {"weights": weights_of(ema)} | materials
-        for line in [*lines, *say(model, header, ckpt_path, options | manner, **output)]:
+        for line in [*lines, *say(model, made, place, options | manner, **output)]:
             print(line)
         return
     only = {"text_file": text_file, "stream": stream or None} | manner
@@ -141,19 +142,19 @@ def run(
     temperature = given.pop("temperature")
     given |= {"seed": None, "start": None, "inpaint": inpaint, "mask": mask, "edit": edit}
     given |= {"temperature": None if temperature == 1 else temperature, "ema": None if ema is True else ema}
-    target = Path(out) if out is not None else default_target(ckpt_path, seed, start, n, model.spec, given)
+    target = Path(out) if out is not None else default_target(place, seed, start, n, model.spec, given)
     check_target(target, model.spec)
     check_writable("out", target)
     if path is not None and Path(path).suffix.lower() == ".png" and not model.spec.is_image:
         raise InputError("path: a strip shows images, a .gif points too")
     if interpolate is not None:
         unused = [key for key, value in given.items() if value is not None and key != "ema"]
-        plain = (("n", n, 64), ("seed", seed, 0), ("start", start, 0))
+        plain = (("n", n, USUAL_NUMBER), ("seed", seed, 0), ("start", start, 0))
         unused += [key for key, value, usual in plain if value != usual]
         if unused:
             raise InputError(f"interpolate takes only frames=, ema= and out=: leave out {', '.join(unused)}")
-        place = Path(out) if out else None
-        for line in strip(model, header, interpolate, frames, ema, place, ckpt_path, trust or []):
+        data = data_of(header, ckpt_path, trust or [])
+        for line in strip(model, made, interpolate, frames, ema, Path(out) if out else None, place, data):
             print(line)
         return
     size = asked.size
@@ -170,7 +171,6 @@ def run(
     materials, lines = material(model, header, named, ckpt_path, trust or [])
     if path is not None:  # many moments, of which those with equal changes are shown
         materials["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * n * model.spec.dims))))
-    made = {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
     made |= {key: str(value) for key, value in named.items() if value is not None}
     asked = replace(asked, weights=weights_of(ema), **materials)
     drawing = Drawing(model, asked, batch_size, made, group)
@@ -217,7 +217,7 @@ def unmixed(made: dict) -> list[str]:
     return lines
 
 
-def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, trust: list[str]) -> list[str]:
+def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data) -> list[str]:
     """Write the interpolation of two items through the latents as one row of pictures; returns lines for the user.
 
     Raises:
@@ -225,38 +225,31 @@ def strip(model, header: dict, ends: list, frames: int, ema, target, ckpt_path, 
     """
     from pathlib import Path
 
-    from genmodels.core.checkpoint import checkpoint_hash
     from genmodels.core.errors import InputError
     from genmodels.evaluation.materials import read_items
     from genmodels.evaluation.samples import save_png
     from genmodels.models.base import interpolate
-    from genmodels.models.build import build
-    from genmodels.models.checkpoint import data_options, weights_of
+    from genmodels.models.checkpoint import weights_of
     from genmodels.plots.images import LEGIBLE, grid, images_of
 
     if target is not None and target.suffix.lower() != ".png":
         raise InputError(f"out={target}: an interpolation is one strip, end it in .png")
     if not hasattr(model, "latents"):
-        raise InputError(f"interpolate is for flows and diffusion models: {ckpt_path} holds a {header['family']}")
+        raise InputError(f"interpolate is for flows and diffusion models: this is a {model.family}")
     if not (model.spec.is_image and model.spec.levels):
         raise InputError(f"interpolate shows images; these data have events of shape {model.spec.event_shape}")
     if len(ends) != 2:
         raise InputError(
             f"interpolate takes two items, got {len(ends)}: interpolate=[3,17] or interpolate=[a.png,b.png]")
-
-    def data():
-        return build(data_options(header, ckpt_path), trust=trust).prepare()
-
     batch = read_items(ends, data, model.spec, "interpolate")
     pictures = interpolate(model, batch.to(model.device), frames, weights_of(ema))
     if target is None:
         words = "-".join("".join(c if c.isalnum() else "-" for c in str(end)) for end in ends)
-        target = ckpt_path.parent / "samples" / f"{ckpt_path.stem}_between-{words}.png"
+        target = place.parent / "samples" / f"{place.stem}_between-{words}.png"
     words = [f"item {end}" if str(end).isdigit() else Path(end).stem for end in ends]
     names = [words[0], *[""] * (frames - 2), words[1]]
     sheet = grid(images_of(pictures.cpu(), model.spec, smallest=LEGIBLE), columns=frames, names=names)
-    made = {"between": f"{ends[0]} and {ends[1]}", "frames": frames, "weights": weights_of(ema)}
-    made |= {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
+    made = {"between": f"{ends[0]} and {ends[1]}", "frames": frames, "weights": weights_of(ema), **origin}
     save_png(sheet, target, made)
     return [f"{frames} pictures from item {ends[0]} to item {ends[1]}: {target}"]
 

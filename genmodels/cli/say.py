@@ -1,21 +1,26 @@
-"""The part of `genmodels sample` for text-to-speech: synthesis of texts, at once or as a stream."""
+"""Text-to-speech for `genmodels sample` and for notebooks: synthesis of texts, at once or as a stream."""
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, refusals
 from genmodels.core.files import write_whole
 from genmodels.core.samples import SamplingOptions
+from genmodels.core.tensors import html_table
 from genmodels.evaluation.samples import save_png
 from genmodels.models.glow_tts import check_streams, stream_text
 from genmodels.models.text_model import TextReader
@@ -27,13 +32,15 @@ from genmodels.speech.vocoder import FLOOR, VOCODERS, phases, sound_of, vocoder_
 
 
 def say(
-    model, header: dict, ckpt_path, options: dict, *, text_file: str | None, takes: int | None, out: str | None,
+    model, origin: dict, place: Path, options: dict, *, text_file: str | None, takes: int | None, out: str | None,
     chunk: int | None,
 ) -> list[str]:  # fmt: skip
     """Synthesise texts (by default the checkpoint's examples) and write the files; returns lines for the user.
 
     Arguments:
-        model, header, ckpt_path: the checkpoint.
+        model: a text-to-speech model.
+        origin: the checkpoint, as files of samples name it.
+        place: its path, next to which files are written by default.
         options: those of `Manner`, with a file's name for durations.
         text_file: a file of texts, in place of those of the options.
         takes: of each text, one by default; of the examples, how many of them.
@@ -43,16 +50,9 @@ def say(
     Raises:
         InputError: for texts that cannot be synthesised, or files that cannot be read.
     """
-    from genmodels.core.checkpoint import checkpoint_hash
-    from genmodels.speech.audio import MelConfig
-    from genmodels.speech.vocoder import vocoder_of
-
     if isinstance(options.get("durations"), str):
         options = options | {"durations": read_durations(Path(options["durations"]))}
-    how = Manner(**options)
-    for key in how.given():
-        if not model.takes(key):
-            raise InputError(f"{key}: {header['family']} has no such sampling option")
+    how = manner_of(model, options)
     if how.text is not None and text_file is not None:
         raise InputError("text and text_file: give only one of the two")
     texts = how.text
@@ -77,12 +77,24 @@ def say(
         found, times = stream_texts(model, texts, how, vocoder, chunk=chunk, **which)
     hop, rate = model.spec.mel["hop"], model.spec.mel["sample_rate"]
     seconds, took = sum(one.mel.shape[1] for one in found) * hop / rate, time.monotonic() - begun
-    made = {"checkpoint": checkpoint_hash(ckpt_path), "step": header["step"], "family": header["family"]}
-    places = targets(out, ckpt_path.parent / "samples", ckpt_path.stem, found, how.seed)
+    places = targets(out, place.parent / "samples", place.stem, found, how.seed)
     what = "mels" if chunk is None or silent else "mels and sound"
     lines = [f"{what} of {seconds:.2f} s in {took:.2f} s (real-time factor {took / seconds:.3f}, {model.device})"]
-    return lines + times + [line for one, place in zip(found, places, strict=True)
-                            for line in write_utterance(one, model.spec, place, how, made, vocoder)]
+    return lines + times + [line for one, target in zip(found, places, strict=True)
+                            for line in write_utterance(one, model.spec, target, how, origin, vocoder)]
+
+
+def manner_of(model, options: dict) -> Manner:
+    """Options of synthesis, checked against those that a model has.
+
+    Raises:
+        InputError: for one that it does not have.
+    """
+    how = Manner(**options)
+    for key in how.given():
+        if not model.takes(key):
+            raise InputError(f"{key}: {model.family} has no such sampling option")
+    return how
 
 
 _TOGETHER = 16  # sentences per batch
@@ -367,3 +379,68 @@ def _noted(pieces: Iterator[Tensor], kept: list[tuple[float, Tensor]], clock: Ca
     for piece in pieces:
         kept.append((clock(), piece))
         yield piece
+
+
+class Speech:
+    """Synthesised texts: a player in notebooks, a .wav by `save`.
+
+    Attributes:
+        texts: a list of `SynthesisedText`, with `mel` and, once it was needed, `wave`.
+        spec: the data.
+    """
+
+    def __init__(self, texts: list[SynthesisedText], spec: DataSpec, manner: Manner, made: dict):
+        self.texts, self.spec, self._manner, self._made = texts, spec, manner, made
+
+    def save(self, out: str | Path) -> list[Path]:
+        """Write a .wav (with the mel as .png and the durations as .json next to it), a .npz, or a folder of these.
+
+        Raises:
+            InputError: for one file and several texts.
+        """
+        places = targets(Path(out), Path(out), "speech", self.texts, self._manner.seed)
+        for one, place in zip(self.texts, places, strict=True):
+            write_utterance(one, self.spec, place, self._manner, self._made)
+        return places
+
+    @property
+    def waves(self) -> list[Tensor]:
+        """The sound of each text, (N,), from -1 to 1 at `spec.mel["sample_rate"]`."""
+        vocoder = vocoder_of(self._manner.vocoder, MelConfig(**self.spec.mel))
+        for one in self.texts:
+            if one.wave is None:
+                one.wave = sound_of(one.mel, vocoder, self._manner.seed, self._manner.seconds)
+        return [one.wave for one in self.texts]
+
+    def show(self) -> None:
+        """Show players in a notebook, else print what was synthesised."""
+        show(self)
+
+    def __repr__(self) -> str:
+        return f"speech: {', '.join(repr(one.text) for one in self.texts)}"
+
+    def _repr_html_(self) -> str:
+        players = {}
+        for one, wave in zip(self.texts, self.waves, strict=True):
+            write_wav(held := io.BytesIO(), wave, self.spec.mel["sample_rate"])
+            players[one.text] = f"data:audio/wav;base64,{base64.b64encode(held.getvalue()).decode()}"
+        table = html_table("speech", dict.fromkeys(players, "@"))
+        for sound in players.values():
+            table = table.replace("<td>@</td>", f'<td><audio controls src="{sound}"></audio></td>', 1)
+        return table
+
+
+def show(thing: Any, picture: Image.Image | None = None) -> None:
+    """Show something in the notebook that this runs in, else its picture in a window, else print it."""
+    try:
+        notebook = get_ipython().display_formatter is not None  # type: ignore[name-defined]  # in a notebook only
+    except (NameError, AttributeError):
+        notebook = False
+    if notebook:
+        from IPython.display import display
+
+        display(thing)
+    elif picture is not None:
+        picture.show()
+    else:
+        print(thing)

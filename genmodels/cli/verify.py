@@ -131,12 +131,12 @@ def _write(findings, out: str | None, ckpt: str | None) -> None:
     import json
     from pathlib import Path
 
+    from genmodels.core.exported import place_of
     from genmodels.core.files import write_whole
 
     if out is None and ckpt is None:
         return
-    place = Path(ckpt or ".")
-    target = Path(out) if out is not None else (place if place.is_dir() else place.parent) / "verify.json"
+    target = Path(out) if out is not None else place_of(ckpt).parent / "verify.json"
     text = json.dumps({"format": 2, **findings.to_dict()}, indent=1, allow_nan=False)
     write_whole(target, lambda file: file.write(text + "\n"), mode="w")
     print(f"results: {target}")
@@ -147,11 +147,10 @@ def _model(
     how: Options,
 ) -> Findings:  # fmt: skip
     """The checks of a model from configuration, or of a trained one."""
-    from pathlib import Path
-
     import torch
 
     from genmodels.core.data import DataSpec
+    from genmodels.core.exported import located
     from genmodels.core.random import seed_of
     from genmodels.data.base import spread_rows
     from genmodels.models.build import build
@@ -163,8 +162,7 @@ def _model(
         datamodule = build(data, trust=trust).prepare()
         node, spec = model, datamodule.spec
     else:
-        path = Path(ckpt).expanduser()
-        path = path / "best.ckpt" if path.is_dir() else path
+        path = located(ckpt)
         network, header = load_model(path, device=device, trust=trust)
         datamodule = build(data_options(header, path), trust=trust).prepare()
         node, spec = header["model"], DataSpec.from_dict(header["data"])

@@ -2,8 +2,8 @@
 
 A checkpoint is torch's zip archive with two additions: the record `archive/genmodels.json` (the header, readable
 without torch) and the SHA-256 of everything before it as the comment, so that any altered or missing byte is found.
-This module needs only the standard library, and numpy to look at weights. At its end stand the present names of
-classes that older checkpoints and configurations name.
+An exported model has both among its metadata (core/exported.py). This module needs only the standard library, numpy to
+look at weights. At its end stand the present names of classes that older checkpoints and configurations name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import pickle
 import reprlib
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from genmodels.core import exported
 from genmodels.core.errors import RunError
 from genmodels.core.files import kind_of
 
@@ -218,9 +219,16 @@ def _sha256(file, length: int) -> str:
 
 def checkpoint_hash(path: str | Path) -> str:
     """The SHA-256 (hex) of a checkpoint's content, as stored in the file."""
+    if exported.is_exported(path):
+        return exported.metadata(path)["sha256"]
     with open(path, "rb") as file:
         file.seek(-_DIGEST, os.SEEK_END)
         return file.read(_DIGEST).decode("ascii", "replace")
+
+
+def origin(path: str | Path, header: dict) -> dict[str, Any]:
+    """What every file of samples says of the checkpoint that they are from."""
+    return {"checkpoint": checkpoint_hash(path), "step": header["step"], "family": header["family"]}
 
 
 def verify(path: str | Path) -> None:
@@ -237,8 +245,11 @@ def verify(path: str | Path) -> None:
         what = "no such checkpoint" if wanted == path else "it holds neither best.ckpt nor last.ckpt"
         raise RunError(f"{path}: {what}{_last_good(wanted)}")
     try:
-        with open(path, "rb") as file:
-            reason = _damage(file)
+        if exported.is_exported(path):
+            reason = exported.damage(path)
+        else:
+            with open(path, "rb") as file:
+                reason = _damage(file)
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {os.strerror(error.errno)}") from error
     if reason:
@@ -327,6 +338,8 @@ class _StandIn(str):
 #: Bits of the exponent of each kind of storage: where all are set, a number is infinite or NaN.
 _EXPONENTS = {"HalfStorage": ("<u2", 0x7C00), "BFloat16Storage": ("<u2", 0x7F80), "FloatStorage": ("<u4", 0x7F800000),
               "DoubleStorage": ("<u8", 0x7FF0000000000000)}  # fmt: skip
+_EXPONENTS |= {short: _EXPONENTS[f"{name}Storage"] for short, name in
+               (("F16", "Half"), ("BF16", "BFloat16"), ("F32", "Float"), ("F64", "Double"))}  # in .safetensors
 
 
 def nonfinite_weight(path: str | Path) -> str | None:
@@ -338,19 +351,25 @@ def nonfinite_weight(path: str | Path) -> str | None:
     import numpy as np
 
     try:
-        with zipfile.ZipFile(path) as archive:
-            root = archive.namelist()[0].split("/")[0]
-            weights = _Inert(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()["state_dict"]
-            for name, ((_, kind, key, _, _), offset, size, stride, *_) in weights.items():
-                if kind in _EXPONENTS and math.prod(size):
-                    dtype, exponent = _EXPONENTS[kind]
-                    end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-                    bits = np.frombuffer(archive.read(f"{root}/data/{key}"), dtype)[offset:end]
-                    if bool(((bits & exponent) == exponent).any()):
-                        return str(name)
+        for name, kind, raw in (exported.weights if exported.is_exported(path) else _of_archive)(path):
+            dtype, exponent = _EXPONENTS[kind]
+            if bool(((np.frombuffer(raw, dtype) & exponent) == exponent).any()):
+                return str(name)
     except Exception as error:  # a malformed pickle raises whatever it trips over
         raise RunError(f"{path}: its tensors cannot be read ({type(error).__name__})") from error
     return None
+
+
+def _of_archive(path: str | Path) -> Iterator[tuple[str, str, bytes]]:
+    """Name, kind and bytes of the weights of a checkpoint that are no integers."""
+    with zipfile.ZipFile(path) as archive:
+        root = archive.namelist()[0].split("/")[0]
+        weights = _Inert(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()["state_dict"]
+        for name, ((_, kind, key, _, _), offset, size, stride, *_) in weights.items():
+            if kind in _EXPONENTS and math.prod(size):
+                width = 8 if kind[0] == "D" else 4 if kind[0] == "F" else 2
+                end = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+                yield name, kind, archive.read(f"{root}/data/{key}")[width * offset : width * end]
 
 
 def read_header(path: str | Path, *, check: bool = True) -> dict:
@@ -362,8 +381,11 @@ def read_header(path: str | Path, *, check: bool = True) -> dict:
     """
     if check:
         verify(path)
-    with zipfile.ZipFile(path) as archive, archive.open(next(filter(_is_header, archive.infolist()))) as record:
-        text = record.read(MOST_BYTES + 1)
+    if exported.is_exported(path):
+        text = exported.metadata(path)["genmodels"].encode()
+    else:
+        with zipfile.ZipFile(path) as archive, archive.open(next(filter(_is_header, archive.infolist()))) as record:
+            text = record.read(MOST_BYTES + 1)
     try:
         return parse(text)
     except ValueError as error:

@@ -129,6 +129,23 @@ def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
     return found[0] if found else None
 
 
+def require_known(owner: str, given: Iterable[str], known: Iterable[str], kind: str = "option") -> None:
+    """Raise InputError for the first name that is not one of those known, with the nearest of these.
+
+    Example:
+        >>> require_known("evaluate", ["limits"], ["limit", "split"])
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: evaluate has no option 'limits': did you mean 'limit'?
+    """
+    known = list(dict.fromkeys(known))
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f": did you mean {near!r}?" if near else f"; it has {', '.join(known)}"
+            raise InputError(f"{owner} has no {kind} {name!r}{hint}")
+
+
 def printable(text: str) -> str:
     r"""Text from a file as one line for a terminal: non-printable characters, line feeds too, are escaped.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.errors import RunError
+from genmodels.core.tensors import html_table
 
 #: The mark printed before a value of each kind; `<=` in bits/dim means that the true value is at most this.
 MARKS = {"exact": "=", "lower_bound": "<=", "upper_bound": ">=", "ode": "~", "ais": "~?", "unnormalised": "-"}
@@ -120,6 +121,8 @@ class Likelihood:
         >>> l = Likelihood(torch.tensor([-1800.0, -2000.0, -2200.0]), "lower_bound", 784, 256)
         >>> round(l.mean_bits_per_dim(), 10), round(l.standard_error("bits_per_dim").total, 10)
         (3.6803444921, 0.2124847883)
+        >>> print(l)
+        <= 3.6803(2125) bits/dim
     """
 
     nats: Tensor
@@ -147,6 +150,16 @@ class Likelihood:
 
     def __len__(self) -> int:
         return len(self.nats)
+
+    def __str__(self) -> str:
+        """The mean with its mark, its standard error in the last digits, and its unit: bits/dim, or -log p in nats."""
+        unit, value = ("nats", self.mean_nats()) if self.levels is None else ("bits/dim", self.mean_bits_per_dim())
+        value = -value if value is not None and self.levels is None else value
+        error = self.standard_error("nats" if self.levels is None else "bits_per_dim")
+        return f"{self.mark} {with_error(value, None if error is None else error.total)} {unit}"
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Likelihood of {len(self)} items", {"value": self, "kind": self.kind, **self.made})
 
     def cpu(self) -> Likelihood:
         """The same values on the CPU."""

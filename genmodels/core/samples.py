@@ -157,6 +157,8 @@ class SamplingOptions:
         return dataclasses.replace(self, **missing) if missing else self
 
 
+#: How many samples are drawn where nobody says.
+USUAL_NUMBER = 64
 #: Options that every model takes.
 COMMON = ("n", "cond", "temperature", "seed", "start", "weights")
 

@@ -1,15 +1,16 @@
-"""Masked sums and means over the scalars of an event, and tensors that autograd may save.
+"""Masked sums and means over the scalars of an event, tensors that autograd may save, and descriptions for notebooks.
 
 A mask is `(B, 1, T)` bool, True = valid, with T the last axis of the event; None means that all scalars are valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from html import escape
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def spread(mask: Tensor, x: Tensor) -> Tensor:
@@ -93,3 +94,22 @@ def outside_inference() -> Iterator[None]:
     enabled = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(enabled):
         yield
+
+
+def html_table(title: str, rows: Mapping[str, object]) -> str:
+    """Names and values as a table of HTML, for notebooks; without the values that are None.
+
+    Example:
+        >>> html_table("Flow", {"base": "N(0, 1)", "classes": None})
+        '<table><caption>Flow</caption><tr><th>base</th><td>N(0, 1)</td></tr></table>'
+    """
+    cells = [f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows.items()
+             if value is not None]
+    return f"<table><caption>{escape(title)}</caption>{''.join(cells)}</table>"
+
+
+def module_table(module: nn.Module, **rows: object) -> str:
+    """The parts of a module by name with their parameters, after `rows`, as a table of HTML for notebooks."""
+    parts = {name: f"{type(part).__name__}, {sum(p.numel() for p in part.parameters()):,} parameters"
+             for name, part in module.named_children()}
+    return html_table(type(module).__name__, {**rows, **parts})

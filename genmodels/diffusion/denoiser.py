@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import InputError
-from genmodels.core.tensors import wide
+from genmodels.core.tensors import module_table, wide
 from genmodels.diffusion.parameterisation import Parameterisation, Prediction, Velocity
 from genmodels.diffusion.path import LinearPath, Path
 
@@ -107,6 +107,9 @@ class Denoiser(AtAnyTime):
         parameterisation.check(schedule)
         self.net, self.schedule, self.parameterisation = net, schedule, parameterisation
         self.learned_variance, self.self_conditioning = learned_variance, self_conditioning
+
+    def _repr_html_(self) -> str:
+        return module_table(self, parameterisation=type(self.parameterisation).__name__)
 
     def at_log_snr(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +14,17 @@ from torch import Tensor
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.files import kind_of
+from genmodels.data.base import DataModule
 from genmodels.data.text import spelt
 from genmodels.models.build import build
 from genmodels.models.checkpoint import data_options
 from genmodels.models.mels import alone, even_lengths
 from genmodels.speech.text import Symbols, ready
+
+
+def data_of(header: dict, ckpt_path: str | Path, trust: Sequence[str] = ()) -> Callable[[], DataModule]:
+    """A function that prepares the data which a checkpoint was trained on."""
+    return lambda: build(data_options(header, ckpt_path), trust=trust).prepare()
 
 
 def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]) -> tuple[dict, list[str]]:
@@ -36,10 +42,9 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
         raise InputError(f"{asked} is for diffusion models: {ckpt_path} holds a {header['family']}")
     spec = model.spec
 
-    def item(key: str) -> Batch:
-        def data():
-            return build(data_options(header, ckpt_path), trust=trust).prepare()
+    data = data_of(header, ckpt_path, trust)
 
+    def item(key: str) -> Batch:
         if spec.encoding is not None and not str(named[key]).isdigit():
             return Batch(_bytes_of(str(named[key]), key)[None])
         return read_items([named[key]], data, spec, key)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from genmodels.core.data import Latents
 from genmodels.core.random import Generator
+from genmodels.core.tensors import module_table
 from genmodels.flows.bases import ClassNormal, Distribution
 from genmodels.flows.bijection import Bijection, Freeze, NotInitialized, Shape
 from genmodels.flows.composition import Compose
@@ -193,6 +194,9 @@ class Flow(nn.Module):
             raise ValueError(f"{type(bijection).__name__} over events of shape {own}, its base over {self.event_shape}")
         self.uses_cond = bijection.uses_cond or base.uses_cond
         self.num_classes = label_count(self)
+
+    def _repr_html_(self) -> str:
+        return module_table(self, events=self.event_shape, classes=self.num_classes)
 
     def initialize(
         self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, force: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -22,6 +23,7 @@ from torch.nn.modules.module import (
 from genmodels.core.checkpoint import read_header, seal
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, printable
+from genmodels.core.exported import digest_of, is_exported
 from genmodels.core.files import write_whole
 from genmodels.models.base import GenerativeModel
 from genmodels.models.build import build
@@ -45,6 +47,24 @@ def write_checkpoint(path: str | Path, state: dict) -> None:
     write_whole(path, write)
 
 
+def write_exported(path: str | Path, state: dict) -> None:
+    """Write header and weights of a checkpoint as .safetensors, without the state of training; see core/exported.py.
+
+    Raises:
+        RunError: when the disk is full; the previous file is kept.
+    """
+    from safetensors.torch import save
+
+    # Copies, since the format holds no two names for the same memory.
+    weights = {name: value.detach().cpu().clone().contiguous() for name, value in state["state_dict"].items()}
+    held = {"format": "pt", "genmodels": json.dumps(state["genmodels"])}
+    unsigned = save(weights, held)
+    length = 8 + int.from_bytes(unsigned[:8], "little")
+    digest = digest_of(json.loads(unsigned[8:length]), memoryview(unsigned)[length:])
+    whole = save(weights, held | {"sha256": digest})
+    write_whole(path, lambda file: file.write(whole))
+
+
 def read_checkpoint(path: str | Path, *, map_location="cpu", mmap: bool = False) -> dict[str, Any]:
     """Read a checkpoint after its checksum and its header have been tested; nothing in it is ever executed.
 
@@ -54,7 +74,12 @@ def read_checkpoint(path: str | Path, *, map_location="cpu", mmap: bool = False)
     """
     header = read_header(path)
     try:
-        state = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap or None)
+        if is_exported(path):
+            from safetensors.torch import load_file
+
+            state = {"genmodels": header, "state_dict": load_file(path, device=str(map_location))}
+        else:
+            state = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap or None)
     except Exception as error:  # a malformed pickle raises whatever it trips over
         found = re.search(r"GLOBAL (\S+)", str(error))
         if found or isinstance(error, pickle.UnpicklingError):

@@ -8,6 +8,8 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +32,42 @@ from genmodels.training.loggers import LoggerOptions, log_evaluation
 _OF_LIKELIHOOD = ("value", "error", "unit", "kind", "low", "high", "given", "items", "how", "rank")  # in table.csv
 
 
+@dataclass
+class Comparison:
+    """Models evaluated on the same items: their table, where it was written, and what failed.
+
+    Attributes:
+        table: the rows of all models; `table.models` are their reports.
+        page: report.html.
+        lines: what a command prints: the table, its notes, and the files.
+        failed: what failed, in words.
+    """
+
+    table: Table
+    page: Path
+    lines: list[str]
+    failed: list[str]
+
+    def __str__(self) -> str:
+        return as_text(self.table)
+
+    def _repr_html_(self) -> str:
+        columns, rows = _filled(self.table)
+        lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+        notes = "".join(f"<br>{escape(note)}" for note in [*self.table.notes, *self.failed, f"page: {self.page}"])
+        return f"<table><caption>{escape(_title(self.table))}</caption><tr>{head}</tr>{lines}</table>{notes}"
+
+
 def compare(
     paths: list[Path], request: Request, ranks: Ranks, *, several: bool, failures: dict[str, str]
-) -> list[str]:
-    """Evaluate checkpoints, print and write their table; what failed, in words.
+) -> Comparison | None:
+    """Evaluate checkpoints and write their table; None in other processes than the first.
 
     Arguments:
         paths: whole checkpoints.
         request: what is asked of all of them.
-        ranks: the processes of this command, of which the first prints and writes.
+        ranks: the processes of this command, of which the first writes.
         several: whether more than one checkpoint was named.
         failures: path and message of those that are broken.
 
@@ -62,8 +91,8 @@ def compare(
     labelled([evaluation.report for evaluation in evaluations])
     if ranks.rank:
         ranks.serve()
-        return []
-    done, written = [], _targets([e.opened for e in evaluations], request.out, several)
+        return None
+    done, lines, written = [], [], _targets([e.opened for e in evaluations], request.out, several)
     for evaluation, target in zip(evaluations, written, strict=True):
         path = str(evaluation.opened.path)
         if len(evaluations) > 1:
@@ -81,28 +110,25 @@ def compare(
     if not done:
         raise first if len(failures) == 1 else RunError("; ".join(failures.values()))
     for evaluation, target in done:
-        _write(evaluation, target)
+        lines += _write(evaluation, target)
         options = construct(LoggerOptions, **evaluation.report.config.get("logger") or {})
         log_evaluation(evaluation.opened.path.parent, options, plain(evaluation.report))
     table = make_table(
         [evaluation.report for evaluation, _ in done], [evaluation.arrays for evaluation, _ in done], rank=request.rank,
         command=_command(), failures=list(failures.items()),
     )
-    print(as_text(table))
-    for _, target in done:
-        print(f"report: {target}")
+    lines += [as_text(table), *(f"report: {target}" for _, target in done)]
     page = done[0][1].with_suffix(".html")
     if several:
         folder = Path(request.out or _common([evaluation.opened.path for evaluation, _ in done]))
         write_report(table, folder / "table.json")
         for name, text in (("table.md", as_markdown(table)), ("table.csv", as_csv(table))):
             write_whole(folder / name, lambda file, text=text: file.write(text), mode="w")
-        print(f"table: {folder / 'table.md'}")
+        lines.append(f"table: {folder / 'table.md'}")
         page = folder / "report.html"
     write_page(table, [{name: value.numpy() for name, value in e.arrays.items()} for e, _ in done], page)
-    print(f"page: {page}")
     notes = [f"{e.report.checkpoint.path}: {note}" for e, _ in done for note in e.report.failed]
-    return [*failures.values(), *notes]
+    return Comparison(table, page, [*lines, f"page: {page}"], [*failures.values(), *notes])
 
 
 def report_target(checkpoint: Path, out: str | None, several: bool, split: str = "test", limit: int | None = None):
@@ -137,32 +163,34 @@ def write_report(report: Any, target: Path) -> None:
     write_whole(target, lambda file: file.write(text + "\n"), mode="w")
 
 
-def _write(evaluation: Evaluation, target: Path) -> None:
-    _keep_fuller(target, set(evaluation.report.seconds))
+def _write(evaluation: Evaluation, target: Path) -> list[str]:
+    """Write a report and what belongs to it; lines for the user."""
+    lines = _keep_fuller(target, set(evaluation.report.seconds))
     evaluation.report.arrays = arrays_target(target).name
     write_arrays(evaluation.arrays, arrays_target(target))
     write_report(evaluation.report, target)
     for name, picture in evaluation.pictures.items():
         place = target.with_name(f"{target.stem}_{name}.png")
         write_whole(place, lambda file, picture=picture: picture.save(file, format="PNG"))
-        print(f"{name}: {place}")
+        lines.append(f"{name}: {place}")
+    return lines
 
 
-def _keep_fuller(target: Path, stages: set[str]) -> None:
+def _keep_fuller(target: Path, stages: set[str]) -> list[str]:
     """Set a report aside, with what belongs to it, that holds stages which the one in its place will not have."""
     try:
         held = json.loads(target.read_text(encoding="utf-8"))
         further = set(held["seconds"]) - stages
     except (OSError, ValueError, KeyError, TypeError):
-        return  # there is none, or none of ours
+        return []  # there is none, or none of ours
     if not further:
-        return
+        return []
     aside = target.with_stem(f"{target.stem}_before")
     write_report(held | {"arrays": arrays_target(aside).name}, aside)
     for suffix in (arrays_target(target).suffix, ".html"):
         if target.with_suffix(suffix).exists():
             target.with_suffix(suffix).replace(aside.with_suffix(suffix))
-    print(f"{target} held {', '.join(sorted(further))} too: kept as {aside.name}")
+    return [f"{target} held {', '.join(sorted(further))} too: kept as {aside.name}"]
 
 
 def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]:
@@ -200,8 +228,11 @@ def as_text(table: Table) -> str:
     columns, rows = _filled(table)
     widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
     shown = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in (columns, *rows)]
-    head = f"{table.data.name}, {table.data.split} split, {table.data.items} items"
-    return "\n".join([head, shown[0], "  ".join("-" * w for w in widths), *shown[1:], *table.notes])
+    return "\n".join([_title(table), shown[0], "  ".join("-" * w for w in widths), *shown[1:], *table.notes])
+
+
+def _title(table: Table) -> str:
+    return f"{table.data.name}, {table.data.split} split, {table.data.items} items"
 
 
 def as_markdown(table: Table) -> str:

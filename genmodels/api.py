@@ -1,0 +1,367 @@
+"""The library in one import: `import genmodels as gm`, then `gm.load`, `gm.train`, `gm.evaluate`.
+
+Names and defaults are those of the commands, whose code this is: `model.sample(16, cond=3, steps=20)` draws what
+`genmodels sample n=16 cond=3 steps=20` draws. What a command answers with one line and exit code 2 is an InputError
+here, with the same line; what failed is a RunError.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from genmodels.core import samples as core
+from genmodels.core.checkpoint import origin
+from genmodels.core.data import Batch, DataSpec, TextCondition
+from genmodels.core.errors import InputError, Interrupted, refusals, require_known
+from genmodels.core.exported import located
+from genmodels.core.files import check_writable
+from genmodels.core.likelihood import Likelihood
+from genmodels.core.samples import USUAL_NUMBER, SamplingOptions
+from genmodels.core.tensors import html_table
+from genmodels.evaluation.materials import data_of, material
+from genmodels.evaluation.samples import draw, write_path, write_samples
+from genmodels.models.base import GenerativeModel
+from genmodels.models.checkpoint import load_model, weights_of
+from genmodels.plots.images import picture_of
+
+if TYPE_CHECKING:
+    from genmodels.cli.say import Speech
+    from genmodels.report.compare import Comparison
+
+
+class Samples(core.Samples):
+    """Samples with what they are samples of: a picture in notebooks, a file by `save`.
+
+    Attributes:
+        x, cond, index, made, path, mask: as of `genmodels.core.samples.Samples`; x (n, *event) in the data's own units.
+        spec: the data.
+
+    Example:
+        >>> points = Samples.of(core.Samples(torch.zeros(2, 3), None, torch.arange(2), {}), DataSpec("table", (3,)))
+        >>> points
+        2 samples of table (3,)
+        >>> points.save("points.txt")
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: out=points.txt: end it in .png (a grid), .npz (arrays), ...
+    """
+
+    spec: DataSpec
+
+    @classmethod
+    def of(cls, drawn: core.Samples, spec: DataSpec) -> Samples:
+        """Samples of a data set."""
+        found = cls(**{field.name: getattr(drawn, field.name) for field in fields(core.Samples)})
+        found.spec = spec
+        return found
+
+    @property
+    def picture(self) -> Image.Image | None:
+        """A grid of images or mels, a scatter plot of points; None for other data."""
+        classes = self.cond if isinstance(self.cond, Tensor) else None
+        return picture_of(self.x, self.spec, classes, self.index)
+
+    def save(self, out: str | Path) -> Path:
+        """Write a .png (one grid), a .npz (arrays), a .csv (a table of vectors) or a folder (single files).
+
+        Raises:
+            InputError: for a form that these samples do not have, or a place that cannot be written.
+        """
+        check_writable("out", Path(out))
+        write_samples(self, self.spec, Path(out))
+        return Path(out)
+
+    def save_path(self, out: str | Path, frames: int = 10) -> Path:
+        """Write the trajectory from noise to data as .png (a strip) or .gif, for samples drawn with `path=80` or more.
+
+        Raises:
+            InputError: where none was kept.
+        """
+        if self.path is None:
+            raise InputError("no trajectory was kept: draw the samples with path=80, then show some of its frames")
+        write_path(self, self.spec, Path(out), frames)
+        return Path(out)
+
+    def show(self) -> None:
+        """Show the picture, or the table: in a notebook there, else in a window."""
+        from genmodels.cli.say import show
+
+        show(self, self.picture)
+
+    def __repr__(self) -> str:
+        return f"{len(self.x)} samples of {self.spec.name} {self.spec.event_shape}"
+
+    def _repr_png_(self) -> bytes | None:
+        if self.picture is None:
+            return None
+        self.picture.save(held := io.BytesIO(), format="PNG")
+        return held.getvalue()
+
+    def _repr_html_(self) -> str | None:
+        if self.picture is not None:
+            return None
+        rows = {str(number): " ".join(f"{value:.4g}" for value in x.flatten()[:8].tolist())
+                for number, x in zip(self.index.tolist()[:10], self.x, strict=False)}
+        return html_table(repr(self), rows)
+
+
+class Model:
+    """A trained model: what `load` and `train` return.
+
+    Attributes:
+        network: the LightningModule, of a class in `genmodels.models`.
+        spec: the data that it was built for.
+        header: what its checkpoint says of itself: family, config, step, figures, ...
+        ckpt: what it was loaded from.
+    """
+
+    def __init__(self, network: GenerativeModel, header: dict[str, Any], ckpt: str | Path, trust: Sequence[str] = ()):
+        self.network, self.header, self.ckpt, self.trust = network, header, ckpt, list(trust)
+
+    @property
+    def spec(self) -> DataSpec:
+        """The data that the model was built for."""
+        return self.network.spec
+
+    @property
+    def family(self) -> str:
+        """ddpm, glow, energy, ..."""
+        return self.network.family
+
+    def items(self, n: int | None = None, split: str = "test") -> Batch:
+        """The first items of a split of the data that the model was trained on; all of them by default.
+
+        Raises:
+            InputError, RunError: where the data are not there.
+        """
+        from genmodels.data.utterances import joined
+
+        data = self._data()
+        size = len(data.split(split))
+        parts = list(data.loader(split, 4096, torch.arange(size if n is None else min(n, size))))
+        return Batch(*(joined([getattr(part, name) for part in parts]) for name in ("x", "cond", "mask", "index")))
+
+    def _data(self):
+        return data_of(self.header, self.ckpt, self.trust)()
+
+    def sample(
+        self, n: int | None = None, cond: int | str | list[int | str] | None = None, *, ema: bool | float = True,
+        inpaint: int | str | None = None, mask: str | None = None, edit: int | str | None = None,
+        batch_size: int = USUAL_NUMBER, progress: bool = True, **options: Any,
+    ) -> Any:
+        """Draw samples, or synthesise texts: `Samples`, or `Speech` of a text-to-speech model.
+
+        Arguments:
+            n: number of samples, 64 by default; with text the number of takes, 1 by default.
+            cond: class, or classes that are cycled; None for every class in turn. With text the speaker.
+            ema: averaged weights (true), raw ones (false), or the average with one decay.
+            inpaint: a picture file, or the number of a test item, of which a part is kept and the rest drawn.
+            mask: a picture file for inpaint, white where the item is kept, black where it is drawn; for mels and text
+                as in `genmodels sample`.
+            edit: a picture file, or the number of a test item, to which noise is added and removed again.
+            batch_size: samples per batch.
+            progress: show a progress bar.
+            options: those of `genmodels.core.samples.SamplingOptions`: seed, steps, sampler, guidance, temperature,
+                text, ...; with text also pause and vocoder.
+
+        Raises:
+            InputError: for options that this model does not take, or values that make no sense.
+        """
+        options = {key: value for key, value in {"cond": cond, **options}.items() if value is not None}
+        self._check(options)
+        named = {"inpaint": inpaint, "mask": mask, "edit": edit}
+        for key, partner in (("inpaint", "mask"), ("mask", "inpaint")):
+            if named[key] is not None and named[partner] is None:
+                raise InputError(f"{key}={named[key]} needs {partner}=: give both")
+        items, _ = material(self.network, self.header, named, self.ckpt, self.trust)
+        options |= items | {"weights": weights_of(ema)}
+        if self.spec.text is not None:
+            return self._say(n or 1, options)
+        asked = SamplingOptions(n=USUAL_NUMBER if n is None else n, **options)
+        drawn = draw(self.network, asked, batch_size=batch_size, progress=progress)
+        drawn.made |= origin(located(self.ckpt), self.header)
+        return Samples.of(drawn, self.spec)
+
+    def _check(self, options: dict[str, Any]) -> None:
+        further = () if self.spec.text is None else ("pause", "vocoder")
+        wrong = [key for key in options if not self.network.takes(key)]
+        require_known(self.family, wrong, [*self.network.own_options(), *further], "sampling option")
+
+    def _say(self, takes: int, options: dict[str, Any]) -> Speech:
+        from genmodels.cli.say import Speech, manner_of, synthesise
+
+        manner = manner_of(self.network, options)
+        texts = self.spec.text["examples"][:takes] if manner.text is None else manner.text
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        found = synthesise(self.network, texts, manner, takes=1 if manner.text is None else takes, start=manner.start)
+        return Speech(found, self.spec, manner, origin(located(self.ckpt), self.header))
+
+    def log_likelihood(
+        self, x: Any, cond: Any = None, *, ema: bool | float = True, seed: int = 0,
+        batch_size: int | None = None, **options: Any,
+    ) -> Likelihood:
+        """The log-likelihood of items, with its kind and its error: exact, a bound, an ODE's, ...
+
+        Arguments:
+            x: a Batch as `items` returns it, or (n, *event) in the data's own units.
+            cond: the class of each, for a model that is conditioned on it.
+            ema: averaged weights (true), raw ones (false), or the average with one decay.
+            seed: seed of the noise, which is keyed by item.
+            batch_size: items per batch; None for as many as `genmodels evaluate` takes.
+            options: those of the family's `log_likelihood`: draws, bound, importance_samples, ...
+
+        Raises:
+            InputError: for items that are not such data, or an option that the family does not have.
+        """
+        known = inspect.signature(self.network.log_likelihood).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            own = [name for name in known if name not in ("batch", "weights", "seed")]
+            require_known(f"the likelihood of a {self.family}", options, own)
+        from genmodels.evaluation.checkpoint import Request
+
+        batch, rows = self._batch(x, cond), batch_size or Request.batch_size
+        with refusals():
+            self.spec.check(batch)
+            parts = [
+                self.network.log_likelihood(
+                    batch.rows(slice(k, k + rows)).to(self.network.device), weights=weights_of(ema), seed=seed,
+                    **options).cpu()
+                for k in range(0, len(batch), rows)
+            ]
+            return Likelihood.concatenate(parts)
+
+    def _batch(self, x: Any, cond: Any) -> Batch:
+        if not isinstance(x, Batch):
+            x = Batch(torch.as_tensor(x))
+            if self.spec.levels is None and not x.x.is_floating_point():
+                x.x = x.x.to(torch.get_default_dtype())
+        number = torch.arange(len(x))
+        if cond is not None and not isinstance(cond, TextCondition):
+            with refusals():
+                cond = self.network.labels(cond.tolist() if hasattr(cond, "tolist") else cond, number).cpu()
+        return Batch(x.x, x.cond if cond is None else cond, x.mask, number if x.index is None else x.index)
+
+    def evaluate(self, **options: Any) -> Comparison:
+        """As `genmodels.evaluate` of this model alone."""
+        return evaluate(self.ckpt, trust=self.trust, **options)
+
+    def __repr__(self) -> str:
+        return f"{self.family} of {self.spec.name} {self.spec.event_shape}, {self._size}, from {self.ckpt}"
+
+    @property
+    def _size(self) -> str:
+        return f"{sum(p.numel() for p in self.network.core.parameters()):,} parameters"
+
+    def _repr_html_(self) -> str:
+        spec = self.spec
+        kind = "continuous" if spec.levels is None else f"{spec.levels} levels"
+        figures = {name: f"{value:.4f}" for name, value in self.header["figures"].items()}
+        return html_table(self.family, {
+            "data": f"{spec.name}, {' x '.join(map(str, spec.event_shape))}, {kind}", "classes": spec.num_classes,
+            "network": self._size, "steps": f"{self.header['step']:,}", **figures, "file": self.ckpt})
+
+
+def load(ckpt: str | Path, *, device: str = "auto", trust: Sequence[str] = ()) -> Model:
+    """A trained model.
+
+    Arguments:
+        ckpt: a run folder (its best.ckpt), a checkpoint, an exported .safetensors, or hf://user/name.
+        device: auto, cpu, cuda, ...
+        trust: further packages whose classes the checkpoint may name.
+
+    Raises:
+        InputError: for a class of another package, a device that is not there, or a name that the hub does not have.
+        RunError: for a file that is missing, damaged, or no checkpoint.
+
+    Example:
+        >>> load("runs/nothing")
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.RunError: runs/nothing: no such checkpoint...
+    """
+    network, header = load_model(located(ckpt), device=device, trust=trust)
+    return Model(network, header, ckpt, trust)
+
+
+def evaluate(ckpt: str | Path | Model | Sequence[str | Path | Model], **options: Any) -> Comparison:
+    """Evaluate and compare models as `genmodels evaluate` does: likelihoods, sample quality, checks, cost.
+
+    Arguments:
+        ckpt: a model or what `load` takes, or a list of them.
+        options: those of `genmodels.evaluation.checkpoint.Request`: split, limit, stages, draws, samples, out, ...
+
+    Raises:
+        InputError: for options that make no sense, or models of other data.
+        RunError: when nothing could be evaluated; what failed of several stands in `failed`.
+
+    Example:
+        >>> evaluate("runs/a", limits=3)
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: evaluate has no option 'limits': did you mean 'limit'?
+    """
+    from genmodels.cli import evaluate as command
+    from genmodels.evaluation.checkpoint import Request
+
+    require_known("evaluate", options, [field.name for field in fields(Request)])
+    several = [ckpt] if isinstance(ckpt, str | Path | Model) else list(ckpt)
+    names = [each.ckpt if isinstance(each, Model) else each for each in several]
+    if options.get("processes", 1) != 1:
+        raise InputError("processes is for the command: genmodels evaluate processes=2 ...")
+    with _interruptible():
+        return command.evaluate(*command.asked(names, Request(**options)))
+
+
+def train(model: str | None = None, *words: str, device: str = "auto", **settings: Any) -> Model:
+    """Train a model as `genmodels train` does, and load its best checkpoint.
+
+    Arguments:
+        model: ddpm, glow, nsf, energy, ...; as on the command line ddpm by default.
+        words: further settings as on the command line: "model.net.channels=16".
+        device: where the trained model is loaded.
+        settings: settings by name: data="toy", seed=1, run_dir="runs/a", trainer={"max_steps": 100}. A name alone
+            stands for the setting of that name of the trainer, the data or the model: max_steps=100, batch_size=32,
+            lr=1e-3.
+
+    Raises:
+        InputError: for unknown or ambiguous settings and wrong values.
+        RunError: for training that fails, such as by a loss that is not finite.
+
+    Example:
+        >>> train("ddpm", data="toy", max_stepps=10)
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: train has no option 'max_stepps': did you mean 'max_steps'?
+    """
+    from genmodels.cli import train as command
+    from genmodels.cli.compose import composer, words_by_name
+
+    with composer("train") as hydra:
+        chosen = ([] if model is None else [f"model={model}"]) + list(words)
+        config = hydra.compose(words_by_name(hydra, chosen, settings))
+    with _interruptible():
+        folder = command.run(**config).run
+    best = Path(folder) / "best.ckpt"
+    return load(best if best.is_file() else best.with_name("last.ckpt"), device=device, trust=config.get("trust") or ())
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C stops a command where it is safe, and is a KeyboardInterrupt for the caller as everywhere in Python."""
+    from genmodels.training.processes import stoppable
+
+    try:
+        with stoppable():
+            yield
+    except Interrupted as error:
+        raise KeyboardInterrupt(str(error)) from None

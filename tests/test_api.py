@@ -1,0 +1,136 @@
+"""`import genmodels as gm`: the same numbers, names and refusals as the commands."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import genmodels as gm
+from genmodels.cli.sample import run as sample_command
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError, RunError
+from genmodels.data.vision import Digits
+from genmodels.models.checkpoint import write_checkpoint, write_exported
+from genmodels.models.ddpm import DDPM
+from genmodels.models.glow_tts import GlowTTS
+from genmodels.speech.text import CHARACTERS
+
+SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
+
+
+def state_of(model) -> dict:
+    state = {"state_dict": model.state_dict()}
+    model.on_save_checkpoint(state)
+    return state
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run folder with a network that is not trained, and the same as model.safetensors in another."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("run")
+    model = DDPM(Digits().prepare().spec, net=SMALL, num_steps=20, ema_decay=0.0)
+    with torch.no_grad():
+        for parameter in model.core.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.run_config = {"data": {"_target_": "genmodels.data.vision.Digits"}}
+    write_checkpoint(folder / "best.ckpt", state_of(model))
+    write_exported(folder / "exported" / "model.safetensors", state_of(model))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return gm.load(folder, device="cpu")
+
+
+def test_samples_are_those_of_the_command(model, folder, tmp_path):
+    sample_command(ckpt=str(folder), n=5, cond=[3, 8], steps=2, seed=4, out=str(tmp_path / "command.npz"))
+    drawn = model.sample(5, cond=[3, 8], steps=2, seed=4, batch_size=2, progress=False)
+    assert torch.equal(drawn.x, torch.from_numpy(np.load(tmp_path / "command.npz")["x"]))
+    assert np.load(drawn.save(tmp_path / "a.npz"))["x"].shape == (5, 1, 8, 8)
+    with Image.open(drawn.save(tmp_path / "a.png")) as image:
+        assert image.text["genmodels.seed"] == "4" and len(image.text["genmodels.checkpoint"]) == 64
+        assert image.size == drawn.picture.size
+    assert drawn._repr_png_().startswith(b"\x89PNG") and drawn._repr_html_() is None
+
+
+def test_an_exported_model_is_the_same(model, folder):
+    other = gm.load(folder / "exported")
+    ours, theirs = (one.sample(2, steps=2, ema=False, progress=False).x for one in (model, other))
+    assert torch.equal(ours, theirs) and other.header == model.header
+
+
+def test_likelihoods_are_those_of_the_model(model):
+    items = model.items(3)
+    direct = model.network.log_likelihood(items, seed=1, draws=4).nats
+    found = model.log_likelihood(items, seed=1, draws=4, batch_size=2)
+    assert torch.allclose(found.nats, direct) and "lower_bound" in found._repr_html_() and str(found)[:2] == "<="
+    given = model.log_likelihood(items.x.numpy(), items.cond.tolist(), seed=1, draws=4)
+    assert torch.allclose(given.nats, direct)
+    unlike = model.log_likelihood(items.x, (items.cond + 1) % 10, seed=1, draws=4)
+    assert not torch.allclose(unlike.nats, direct)
+
+
+REFUSED = [
+    (lambda model: model.sample(2, stepps=3), "no sampling option 'stepps': did you mean 'steps'?"),
+    (lambda model: model.sample(0), "n must be at least 1, got 0"),
+    (lambda model: model.sample(2, cond="eleven"), "class 'eleven' does not exist"),
+    (lambda model: model.sample(2, inpaint=3), "inpaint=3 needs mask="),
+    (lambda model: model.sample(2, steps=2, progress=False).save("a.txt"), "end it in .png"),
+    (lambda model: model.sample(2, steps=2, progress=False).save_path("a.gif"), "no trajectory was kept"),
+    (lambda model: model.log_likelihood(torch.zeros(2, 1, 8, 8)), "has 17 integer levels"),
+    (lambda model: model.log_likelihood(torch.zeros(2, 3, dtype=torch.uint8)), "events of shape \\(3,\\)"),
+    (lambda model: model.evaluate(processes=2), "processes is for the command"),
+    (lambda model: gm.evaluate([]), "names no checkpoint"),
+    (lambda model: gm.train("dppm", max_steps=1), "did you mean 'ddpm'"),
+    (lambda model: gm.train("ddpm", data="toy", nonsens=2), "has no option .nonsens."),
+    (lambda model: gm.train("nsf", data="toy", max_steps="many"), "trainer.max_steps"),
+]
+
+
+@pytest.mark.parametrize("call, said", REFUSED)
+def test_a_refusal_is_the_line_of_the_command(model, call, said):
+    with pytest.raises(InputError, match=said) as error:
+        call(model)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_a_failure(tmp_path):
+    with pytest.raises(RunError, match="no such checkpoint"):
+        gm.load(tmp_path / "nothing.ckpt")
+
+
+def test_train_and_evaluate(tmp_path, capsys, monkeypatch):
+    settings = {"trainer": {"progress": False, "sample_every_n_steps": 0}, "logger": {"wandb": "off"}, "hidden": 8}
+    model = gm.train("nsf", "seed=3", data="toy", max_steps=2, batch_size=16, run_dir=str(tmp_path / "a"), **settings)
+    assert model.header["step"] == 2 and model.header["seed"] == 3 and model.family == "nsf"
+    config = model.header["config"]
+    assert config["data"]["batch_size"] == 16 and config["model"]["hidden"] == 8
+    points = model.sample(4)
+    assert points.x.shape == (4, 2)
+    monkeypatch.setattr(Image.Image, "show", lambda picture: print("a window"))
+    points.show()
+    assert "a window" in capsys.readouterr().out
+    found = gm.evaluate([model], limit=20, stages=["likelihood"], cache=False)
+    assert capsys.readouterr().out == "" and found.page.is_file() and not found.failed
+    row = found.table.models[0].likelihood[0]
+    assert row.kind == "exact" and f"{row.value:.4f}" in str(found) and f"{row.value:.4f}" in found._repr_html_()
+    assert row.value == pytest.approx(-model.log_likelihood(model.items(20)).mean_nats(), abs=1e-5)
+
+
+def test_speech(tmp_path):
+    text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["hello", "a cab"]}
+    mel = {"sample_rate": 8000, "n_fft": 256, "hop": 64, "n_mels": 4, "f_min": 0.0, "f_max": 4000.0}
+    spec = DataSpec("speech", (4, 40), mel=mel, statistics={"mean": -5.0, "std": 2.0}, text=text)
+    torch.manual_seed(0)
+    network = GlowTTS(spec, encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1)
+    write_checkpoint(tmp_path / "best.ckpt", state_of(network))
+    speech = gm.load(tmp_path).sample(text="a cab", seconds=0.2)
+    (place,) = speech.save(tmp_path / "cab.wav")
+    assert place.stat().st_size > 1000 and len(speech.waves[0]) == 1600
+    assert speech._repr_html_().count("<audio") == 1 and repr(speech) == "speech: 'a cab'"
+    with pytest.raises(InputError, match="did you mean 'vocoder'"):
+        gm.load(tmp_path).sample(text="a cab", vocodr="hifigan")
