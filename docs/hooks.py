@@ -49,6 +49,7 @@ def commands() -> str:
 def on_config(config):
     """Add the generated pages to the navigation."""
     reference = next(part["Reference"] for part in config.nav if "Reference" in part)
+    reference.append({"genmodels": "reference/genmodels.md"})
     reference += [{f"genmodels.{part}": f"reference/{part}.md"} for part in PARTS]
     config.nav.append({"Project": [{"Contributing": "contributing.md"}, {"Changelog": "changelog.md"}]})
     return config
@@ -56,7 +57,7 @@ def on_config(config):
 
 def on_files(files, config):
     """Add the generated pages."""
-    pages = {"reference/commands.md": commands()}
+    pages = {"reference/commands.md": commands(), "reference/genmodels.md": "# genmodels\n\n::: genmodels.api"}
     for part in PARTS:
         found = [f"::: {name}" for name in modules(part)]
         pages[f"reference/{part}.md"] = "\n\n".join([f"# genmodels.{part}", *found])
