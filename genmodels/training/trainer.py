@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import math
 import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -30,6 +32,7 @@ from genmodels.models.build import construct
 from genmodels.models.checkpoint import WholeFiles
 from genmodels.training.callbacks import StepBar
 from genmodels.training.processes import environments
+from genmodels.training.run import terminal
 
 _TRIES = 100  # learning rates that the finder tries, one a step
 
@@ -223,9 +226,11 @@ def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, dat
                          "trainer.max_steps=1, then give model.optimizer.lr the rate that it prints")
     network.initialize(initial_batch(datamodule))
     start, found = copy.deepcopy(network.state_dict()), None
+    bar = sys.stderr if options.progress and terminal(sys.stderr) else io.StringIO()  # Lightning's, a line each step
     for largest in (1.0, 0.1, 0.01, 0.001):
         network.load_state_dict(start)
-        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(RunError), warnings.catch_warnings():
+        with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(bar), warnings.catch_warnings(),
+              contextlib.suppress(RunError)):
             warnings.simplefilter("ignore")  # of a training without validation, which this one is to be
             trainer = replace(options, progress=False, accumulate=1).build(_TRIES, [], folder)
             trainer.strategy.checkpoint_io = TorchCheckpointIO()  # for the finder's own file, from which no run goes on

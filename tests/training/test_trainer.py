@@ -136,11 +136,13 @@ TINY = ["train", "model=nsf", "data=toy", "~preset", "data.batch_size=32", "mode
 
 def test_a_run_that_does_not_improve_stops_early(tmp_path, capsys):
     run = tmp_path / "run"
-    assert main([*TINY, f"run_dir={run}", "trainer.max_steps=20", "trainer.validate_every_n_steps=3",
-                 "trainer.early_stopping=2", "model.optimizer.lr=0"]) == 0
+    words = [*TINY, f"run_dir={run}", "trainer.max_steps=20", "trainer.validate_every_n_steps=3",
+             "trainer.early_stopping=2", "model.optimizer.lr=0"]
+    assert main(words) == 0
     header = read_header(run / "last.ckpt")
     assert header["step"] == 9 and header["finished"] and read_header(run / "best.ckpt")["step"] == 3
     assert "stopped at step 9 of 20, after 2 validations" in capsys.readouterr().out
+    assert main([*words, "resume=last"]) == 0 and read_header(run / "last.ckpt")["step"] == 12  # it goes on counting
 
 
 def test_the_learning_rate_is_found_once_and_kept_by_a_resumed_run(tmp_path, capsys, monkeypatch):
@@ -148,7 +150,9 @@ def test_the_learning_rate_is_found_once_and_kept_by_a_resumed_run(tmp_path, cap
     monkeypatch.setattr(trainer, "_TRIES", 25)
     assert main([*TINY, f"run_dir={run}", "trainer.max_steps=2", "trainer.lr_find=true"]) == 0
     rate = read_header(run / "last.ckpt")["config"]["model"]["optimizer"]["lr"]
-    assert f"note: model.optimizer.lr={rate:g} by" in capsys.readouterr().out and 1e-6 < rate < 1
+    printed = capsys.readouterr()
+    assert f"note: model.optimizer.lr={rate:g} by" in printed.out and 1e-6 < rate < 1
+    assert "Finding" not in printed.err  # Lightning's bar, which is for terminals
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "find_learning_rate", None)
         assert main([*TINY, f"run_dir={run}", "trainer.max_steps=3", "trainer.lr_find=true", "resume=last"]) == 0
