@@ -84,9 +84,10 @@ def test_what_is_known_is_kept(sampler):
 
 
 @pytest.mark.parametrize("spec", [
-    DataSpec("colour", (3, 5, 7), levels=17), DataSpec("vectors", (6,), levels=17, num_classes=10)], ids=str)
-def test_colours_and_vectors(spec):
-    model = small(spec, net={"width": 16, "depth": 1, "heads": 2} if len(spec.event_shape) == 3 else None)
+    DataSpec("colour", (3, 5, 7), levels=17), DataSpec("vectors", (6,), levels=17, num_classes=10),
+    DataSpec("text", (1, 9), levels=256, encoding="utf-8")], ids=str)
+def test_colours_vectors_and_text(spec):
+    model = small(spec, net={"width": 16, "depth": 1, "heads": 2} if len(spec.event_shape) > 1 else None)
     found = model.log_likelihood(batch(shape=spec.event_shape), weights="raw", draws=2)
     assert found.nats.isfinite().all() and int(found.dims[0]) == spec.dims
     assert model.sample(2, steps=2).x.shape == (2, *spec.event_shape)
