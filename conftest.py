@@ -27,6 +27,7 @@ def limit_threads() -> None:
 
 limit_threads()
 os.environ.setdefault("MPLBACKEND", "Agg")  # no windows
+os.environ["WANDB__SAVE_REQUIREMENTS"] = "false"  # W&B would read all installed packages at every run
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -74,7 +74,8 @@ def test_the_working_directory_is_left_alone(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("words, errors", [
     ("--help", False), ("--help", True), ("train --keys", False), ("train model=nowhere", False),
-    ("train model=nowhere", True), ("train data=toy model=realnvp trainer.max_steps=20 run_dir=a", False),
+    ("train model=nowhere", True),
+    ("train data=toy model=realnvp model.hidden=8 data.n_val=9 logger=csv trainer.max_steps=2 run_dir=a", False),
     *(pytest.param(words, errors, marks=pytest.mark.slow) for words in ("doctor", "sample --help", "verify --keys")
       for errors in (False, True)),
 ])  # fmt: skip

@@ -53,7 +53,7 @@ def test_an_energy_of_points_has_an_exact_density_and_pictures(here, capsys):
     assert np.abs(six["x"][4] - one["x"][0]).max() < 1e-5
     assert json.loads(str(six["made"]))["sampler"] == "annealed"
     chain = ["sampler=mala", "steps=6", "step_size=0.05"]
-    genmodels("sample", "ckpt=run", "n=4", *chain, "inverse_temperature=2", "path=way.gif")
+    genmodels("sample", "ckpt=run", "n=4", *chain, "inverse_temperature=2", "path=way.gif", "frames=3")
     assert main(["sample", "ckpt=run", "n=4", "temperature=0.5"]) == 2
     assert "temperature=0.5 is inverse_temperature=2" in capsys.readouterr().err
     capsys.readouterr()

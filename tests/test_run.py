@@ -9,8 +9,6 @@ import json
 import os
 import re
 import struct
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +20,12 @@ from PIL import Image
 
 from genmodels.cli.main import main
 from genmodels.core.checkpoint import checkpoint_hash, read_header
+from tests.commands import ROOT, run, script
 
-ROOT = Path(__file__).parents[1]
-QUICK = ["trainer=smoke", "trainer.max_steps=12", "trainer.validate_every_n_steps=6", "trainer.sample_every_n_steps=6"]
-TINY = ["model.net.channels=8", "model.num_steps=30", "trainer.limit_evaluation=null", *QUICK]
+LOGGED = ["trainer=smoke", "trainer.max_steps=12", "trainer.validate_every_n_steps=6", "trainer.sample_every_n_steps=6"]
+TINY = ["model.net.channels=8", "model.num_steps=30", "trainer.limit_evaluation=null", *LOGGED]
+QUICK = ["trainer=smoke", "trainer.max_steps=4", "trainer.validate_every_n_steps=4", "trainer.sample_every_n_steps=4",
+         "logger=csv"]
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Done:
 
 
 def genmodels(command: str, *words: str, cwd: Path, code: int = 0) -> Done:
-    """Run a command in this process: starting another costs seconds, and `script` does it where that is the point."""
+    """Run a command in this process."""
     out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
     os.chdir(cwd)
     try:
@@ -48,14 +48,6 @@ def genmodels(command: str, *words: str, cwd: Path, code: int = 0) -> Done:
         os.chdir(before)
     assert returncode == code, err.getvalue()
     return Done(returncode, out.getvalue(), err.getvalue())
-
-
-def script(command: str, *words: str, cwd: Path, by: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    """Run one of the scripts at the top of the repository as a user would, by a module of Python's that starts it."""
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, *by, str(ROOT / f"{command}.py"), *words], capture_output=True, text=True, cwd=cwd, env=env
-    )
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +83,9 @@ def test_the_last_lines_say_what_to_type_next(trained):
     cwd, folder, done = trained
     lines = done.stdout.strip().splitlines()
     assert re.match(r"result:   step 12, val/bits_per_dim <= \d+\.\d{4}\(\d+\); best", lines[-3]), lines[-3]
-    for line, script in ((lines[-2], "sample.py"), (lines[-1], "evaluate.py")):
+    for line, name in ((lines[-2], "sample.py"), (lines[-1], "evaluate.py")):
         words = line.split()
-        assert words[1] == "python" and words[2] == str(ROOT / script)
+        assert words[1] == "python" and words[2] == str(ROOT / name)
         assert (cwd / words[3].removeprefix("ckpt=")).is_file()
 
 
@@ -253,7 +245,7 @@ def test_evaluate_does_not_depend_on_the_batch_size_and_gives_the_error_of_its_d
 
 def test_a_smoke_run_is_evaluated_on_a_few_items_and_says_so(tmp_path):
     words = ["model=ddpm", "model.net.channels=8", "model.num_steps=30", *QUICK, "trainer.limit_evaluation=7"]
-    genmodels("train", *words, "logger=csv", "run_dir=run", cwd=tmp_path)
+    genmodels("train", *words, "run_dir=run", cwd=tmp_path)
     for limit, name, items in (([], "report_first7.json", 7), (["limit=all"], "report.json", 359)):
         genmodels("evaluate", "ckpt=run", "draws=2", *limit, "stages=[likelihood]", cwd=tmp_path)
         data = json.loads((tmp_path / "run" / name).read_text())["data"]
@@ -275,24 +267,31 @@ def test_two_checkpoints_make_one_table_and_a_broken_one_is_named(trained, tmp_p
 GLOW = ["model=glow", "model.steps=2", "model.hidden=8", *QUICK]
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
-BY_LIGHTNING = ["trainer.devices=2", "trainer.strategy=ddp"]
+#: What torchrun does, in forks of a process that has imported everything; tests/test_scale.py has torchrun itself.
+TORCHRUN = """
+import sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from genmodels.cli.main import main
+config = LaunchConfig(1, 1, 2, run_id="none", rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
+sys.exit(max(elastic_launch(config, main)(["train", *sys.argv[1:]]).values()))
+"""
+BY_LIGHTNING = [str(ROOT / "train.py"), "trainer.devices=2", "trainer.strategy=ddp"]
 
 
-@pytest.mark.parametrize("model, by, further", [
-    (["model=ddpm", *TINY], TORCHRUN, []),
-    pytest.param([*GLOW, "model.memory=inverse"], (), BY_LIGHTNING, marks=pytest.mark.slow),
-    pytest.param(GLOW, (), BY_LIGHTNING, marks=pytest.mark.slow),
-    pytest.param(["model=flow_matching", "model.coupling=ot", *TINY], (), BY_LIGHTNING, marks=pytest.mark.slow),
+@pytest.mark.parametrize("model, by", [
+    (["model=ddpm", *TINY], ["-c", TORCHRUN]),
+    pytest.param([*GLOW, "model.memory=inverse"], BY_LIGHTNING, marks=pytest.mark.slow),
+    pytest.param(GLOW, BY_LIGHTNING, marks=pytest.mark.slow),
+    pytest.param(["model=flow_matching", "model.coupling=ot", *TINY], BY_LIGHTNING, marks=pytest.mark.slow),
 ], ids=["ddpm by torchrun", "glow by inversion", "glow", "flow matching"])  # fmt: skip
-def test_training_on_two_processes_is_training_on_one(tmp_path, model, by, further):
+def test_training_on_two_processes_is_training_on_one(tmp_path, model, by):
     words = [*model, "logger=csv", "trainer.sample_every_n_steps=0", "trainer.accelerator=cpu"]
     genmodels("train", *words, f"run_dir={tmp_path}/one", cwd=tmp_path)
-    done = script("train", *words, f"run_dir={tmp_path}/two", *further, cwd=tmp_path, by=by)
+    done = run(*by, *words, f"run_dir={tmp_path}/two", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained in") == 1
     one, two = (read_header(tmp_path / name / "last.ckpt") for name in ("one", "two"))
-    assert one["step"] == two["step"] == 12 and one["batches_seen"] == two["batches_seen"]
+    assert one["step"] == two["step"] and one["batches_seen"] == two["batches_seen"]
     assert one["figures"]["val/bits_per_dim"] == pytest.approx(two["figures"]["val/bits_per_dim"], abs=2e-3)
     from genmodels.models.checkpoint import read_checkpoint
 
@@ -351,7 +350,7 @@ def test_the_way_between_two_items(tmp_path):
                                    ["model=maf"]])
 def test_flows_of_points_have_an_exact_density(tmp_path, words):
     genmodels("train", *words, "data=toy", *QUICK, "run_dir=run", cwd=tmp_path)
-    assert (tmp_path / "run" / "samples" / "step_000012.png").is_file()
+    assert (tmp_path / "run" / "samples" / "step_000004.png").is_file()
     assert "KL gap" in genmodels("evaluate", "ckpt=run", "limit=50", "stages=[likelihood,checks]", cwd=tmp_path).stdout
     report = json.loads((tmp_path / "run" / "report_first50.json").read_text())
     assert report["likelihood"][0]["kind"] == "exact" and report["likelihood"][0]["se_mc"] is None
@@ -360,8 +359,8 @@ def test_flows_of_points_have_an_exact_density(tmp_path, words):
 @pytest.mark.parametrize("words", [["data=toy"], ["data=toy", "data.set=checkerboard", "model.objective=vlb"]])
 def test_points_in_the_plane(tmp_path, words):
     genmodels("train", "model=ddpm", *words, *QUICK, "model.num_steps=30", "run_dir=run", cwd=tmp_path)
-    assert (tmp_path / "run" / "samples" / "step_000012.png").is_file()
-    genmodels("sample", "ckpt=run", "n=100", "path=way.gif", cwd=tmp_path)
+    assert (tmp_path / "run" / "samples" / "step_000004.png").is_file()
+    genmodels("sample", "ckpt=run", "n=100", "path=way.gif", "frames=3", cwd=tmp_path)
     done = genmodels("evaluate", "ckpt=run", "limit=50", "stages=[likelihood,checks]", cwd=tmp_path)
     assert "exact entropy" in done.stdout and "nats" in done.stdout
     report = json.loads((tmp_path / "run" / "report_first50.json").read_text())

@@ -36,10 +36,10 @@ from genmodels.models.score import ScoreModel
 from genmodels.models.tacotron import Tacotron
 from genmodels.models.tarflow import TarFlow
 from genmodels.nn import UNet
+from tests.commands import ROOT, Started
 from tests.models import texts
 from tests.two_processes import fork, forked
 
-ROOT = Path(__file__).parents[1]
 PATIENCE = 300  # seconds until a test gives up on its processes
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
@@ -190,17 +190,19 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-def begin(cwd: Path, *words: str, by: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
-    """train.py as a process of its own."""
+def begin(cwd: Path, *words: str, by: tuple[str, ...] = (), **environment: str) -> Started | subprocess.Popen:
+    """train.py as a process of its own, perhaps by a module of Python's that starts it."""
     names = ("SLURM_", "MASTER_", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_", "GENMODELS_CHOICE")
     env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
+    if not by:
+        return Started(str(ROOT / "train.py"), *SMALL, *words, cwd=cwd, environment=env | environment)
     command = [sys.executable, *by, str(ROOT / "train.py"), *SMALL, *words]
     return subprocess.Popen(command, cwd=cwd, env=env | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             text=True, start_new_session=True)
 
 
-def ended(runs: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+def ended(runs: list[Started | subprocess.Popen]) -> list[tuple[int, str, str]]:
     """Exit code, output and messages of each."""
     try:
         told = [run.communicate(timeout=PATIENCE) for run in runs]
@@ -222,7 +224,7 @@ def slurm(rank: int, tasks: int, port: str, folder: Path) -> dict[str, str]:
             "PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
 
 
-def wait_for_step(path: Path, step: int, runs: list[subprocess.Popen]) -> None:
+def wait_for_step(path: Path, step: int, runs: list[Started | subprocess.Popen]) -> None:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and all(run.poll() is None for run in runs):
         if path.is_file() and read_header(path, check=False)["step"] >= step:

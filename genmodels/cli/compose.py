@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ class Composer:
 
     def __init__(self, hydra: Hydra, command: str):
         self.hydra, self.command = hydra, command
+        # Hydra itself reads its folders anew at every question.
+        self._groups = cache(hydra.config_loader.list_groups)
+        self._options = cache(hydra.config_loader.get_group_options)
 
     def parse(self, overrides: list[str]) -> list[Override]:
         """Hydra's reading of `key=value` words, opened for keys that YAML does not name.
@@ -67,16 +71,13 @@ class Composer:
         plain = override.type in (OverrideType.CHANGE, OverrideType.ADD) and override.package is None
         if not plain or override.is_hydra_override() or "/" in key:
             return word
-        if key not in self.hydra.config_loader.list_groups("") or isinstance(override.value(), dict):
+        if key not in self._groups("") or isinstance(override.value(), dict):
             return "++" + word.lstrip("+")
-        if not override.is_sweep_override() and not isinstance(override.value(), str):
-            options = self.hydra.config_loader.get_group_options(key)
-            raise InputError(_no_option(key, str(override.value()), options))
-        if isinstance(override.value(), str) and not override.is_sweep_override():
+        if not override.is_sweep_override():
             # Hydra would leave out an option of an optional group, such as preset, without a word.
-            options = self.hydra.config_loader.get_group_options(key)
+            options = self._options(key)
             if override.value() not in options:
-                raise InputError(_no_option(key, override.value(), options))
+                raise InputError(_no_option(key, str(override.value()), options))
         return word
 
     def compose(self, overrides: list[str]) -> dict:
@@ -320,14 +321,20 @@ def words_of(config: dict) -> list[str] | None:
     models, sets = (_of_class(group, config.get(group) or {}) for group in ("model", "data"))
     starts = [[f"model={model}", f"data={data}"] for model in models for data in sets]
     published = [[f"experiment={name}"] for name in groups()["experiment"]]
+    found = [[*start, *_differences(_start(*start), wanted, usual)] for start in starts]
+    if min(map(len, found), default=_MANY) >= _MANY:  # composing takes a while
+        found += [[*start, *_differences(_start(*start), wanted, usual)] for start in published]
     with composer("train") as hydra:
-        found = [[*start, *_differences(hydra.plain(start), wanted, usual)] for start in starts]
-        if min(map(len, found), default=_MANY) >= _MANY:  # composing takes a while
-            found += [[*start, *_differences(hydra.plain(start), wanted, usual)] for start in published]
         for words in sorted(found, key=len):
             if _composes(hydra, words, wanted, usual):
                 return words
     return None
+
+
+@cache
+def _start(*words: str) -> dict:
+    with composer("train") as hydra:
+        return hydra.plain([*words])
 
 
 def _of_class(group: str, config: dict) -> list[str]:

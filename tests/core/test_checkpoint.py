@@ -26,6 +26,7 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import write_whole
 from genmodels.models.checkpoint import WholeFiles, load_model, read_checkpoint, write_checkpoint
 from genmodels.models.realnvp import RealNVP
+from tests import commands
 
 HEADER = {
     "format": 1, "family": "ddpm", "genmodels": "0.1.0", "torch": "2.6.0",
@@ -161,7 +162,7 @@ def test_a_full_disk_loses_nothing(pair):
             print(type(error).__name__, error)
     """
     before = (pair / "last.ckpt").read_bytes()
-    out = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    out = commands.run("-c", textwrap.dedent(script), cwd=pair)
     assert out.stdout.startswith("RunError no space left") and out.stdout.count("\n") == 1, out.stdout + out.stderr
     assert (pair / "last.ckpt").read_bytes() == before
     assert sorted(p.name for p in pair.iterdir()) == ["best.ckpt", "last.ckpt"]
@@ -425,7 +426,7 @@ for key in {list(wants)!r}:
         print(error)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = commands.run("-c", code, cwd=tmp_path)
     *lines, grown = done.stdout.splitlines()
     assert len(lines) == len(wants) and int(grown) < 1000, done.stdout + done.stderr
 

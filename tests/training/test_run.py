@@ -26,6 +26,7 @@ from genmodels.data.vision import Digits
 from genmodels.models.build import build
 from genmodels.models.checkpoint import write_checkpoint
 from genmodels.training import run
+from tests import commands
 from tests.core.test_checkpoint import HEADER
 from tests.models import texts
 
@@ -72,9 +73,7 @@ def test_a_folder_is_held_by_one_run():
     Path("mine").mkdir()
     held = run.claim(Path("mine"))
     attempt = "from genmodels.training.run import claim; from pathlib import Path; claim(Path('mine'))"
-    words = [sys.executable, "-c", attempt]
-    environment = os.environ | {"PYTHONPATH": str(Path(run.__file__).parents[2])}
-    refused = subprocess.run(words, capture_output=True, text=True, env=environment)
+    refused = commands.run("-c", attempt, cwd=Path.cwd())
     assert "another run is training in mine" in refused.stderr
     held.close()
     run.claim(Path("mine")).close()
@@ -122,6 +121,7 @@ WORDS = ["model=nsf", "data=toy", "trainer=smoke", "trainer.max_steps=4", "train
          "trainer.sample_every_n_steps=0", "trainer.log_every_n_steps=1", "trainer.progress=false", "data.n_train=200",
          "data.n_val=50", "data.n_test=50", "model.hidden=16", "model.optimizer.lr=0.002"]  # fmt: skip
 
+SHORT = [*WORDS, "logger=csv"]
 TEXT_MODELS = ("glow_tts", "mel_ddpm", "mel_energy", "mel_flow_matching", "tacotron")
 OPTIMIZER = "genmodels.models.optimizer.Optimizer"
 
@@ -297,7 +297,7 @@ OPEN = [
 def test_what_the_data_decide_is_kept_and_runs_of_before_go_on(family, decided, words, tmp_path, monkeypatch):
     """A run of former versions, which kept null, is that of the default that it was trained with."""
     monkeypatch.chdir(tmp_path)
-    words = [f"model={family}", *WORDS[1:-2], *words, "trainer.max_steps=2", "checkpoint.every_n_steps=1"]
+    words = [f"model={family}", *WORDS[1:-2], "logger=csv", *words, "trainer.max_steps=2", "checkpoint.every_n_steps=1"]
     command("train", *words, "run_dir=new")
     found, header = yaml.safe_load(Path("new/config.yaml").read_text()), read_header(Path("new/last.ckpt"))
     assert {key: found["model"][key] for key in decided} == decided
@@ -315,8 +315,8 @@ def test_what_the_data_decide_is_kept_and_runs_of_before_go_on(family, decided, 
 
 def test_what_a_refused_resume_recommends_has_the_length_that_was_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command("train", *WORDS, "run_dir=a")
-    assert main(["train", *WORDS, "trainer.max_steps=9", "seed=1", "run_dir=a", "resume=last"]) == 2
+    command("train", *SHORT, "run_dir=a")
+    assert main(["train", *SHORT, "trainer.max_steps=9", "seed=1", "run_dir=a", "resume=last"]) == 2
     assert "trainer.max_steps=9" in capsys.readouterr().err
 
 
@@ -326,9 +326,9 @@ def contents(folder: Path) -> dict:
 
 def test_fewer_steps_than_were_made_leave_a_run_as_it_was(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command("train", *WORDS, "trainer.max_steps=3", "run_dir=a")
+    command("train", *SHORT, "trainer.max_steps=3", "run_dir=a")
     before = contents(Path("a"))
-    assert main(["train", *WORDS, "trainer.max_steps=2", "run_dir=a", "resume=last"]) == 2
+    assert main(["train", *SHORT, "trainer.max_steps=2", "run_dir=a", "resume=last"]) == 2
     found = capsys.readouterr()
     assert "a has made 3 steps, for 2 there is nothing left to do" in found.err and found.err.count("\n") == 1
     assert found.out == "" and contents(Path("a")) == before
@@ -336,7 +336,7 @@ def test_fewer_steps_than_were_made_leave_a_run_as_it_was(tmp_path, monkeypatch,
 
 def test_a_finished_run_that_is_resumed_shows_its_figures_with_their_errors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [*WORDS, "trainer.max_steps=3", "trainer.validate_every_n_steps=3", "run_dir=a"]
+    words = [*SHORT, "trainer.max_steps=3", "trainer.validate_every_n_steps=3", "run_dir=a"]
     printed = [command("train", *words, *more) for more in ([], ["resume=last"])]
     first, again = (next(line for line in out.splitlines() if line.startswith("result:")) for out in printed)
     assert first == again and "(" in first  # the standard error
@@ -344,21 +344,20 @@ def test_a_finished_run_that_is_resumed_shows_its_figures_with_their_errors(tmp_
 
 def test_a_refused_resume_without_a_length_recommends_that_of_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command("train", *WORDS, "trainer.max_steps=3", "run_dir=a")
+    command("train", *SHORT, "trainer.max_steps=3", "run_dir=a")
     assert main(["train", "run_dir=a", "resume=last"]) == 2
     assert "trainer.max_steps=3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", ["epoch", "global_step", "pytorch-lightning_version", "loops", "optimizer_states"])
-def test_what_no_run_can_go_on_from_is_refused_before_anything_is_said(key, tmp_path, monkeypatch, capsys):
+def test_what_no_run_can_go_on_from_is_refused_before_anything_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    command("train", *WORDS, "trainer.max_steps=2", "run_dir=a")
+    command("train", *SHORT, "trainer.max_steps=2", "run_dir=a")
     state = torch.load("a/last.ckpt", weights_only=True)
-    del state[key]
-    write_checkpoint("a/last.ckpt", state)
-    assert main(["train", *WORDS, "trainer.max_steps=4", "run_dir=a", "resume=last"]) == 1
-    found = capsys.readouterr()
-    assert f"last.ckpt: {key} is missing" in found.err and found.out == "" and found.err.count("\n") == 1
+    for key in ("epoch", "global_step", "pytorch-lightning_version", "loops", "optimizer_states"):
+        write_checkpoint("a/last.ckpt", {name: value for name, value in state.items() if name != key})
+        assert main(["train", *SHORT, "trainer.max_steps=4", "run_dir=a", "resume=last"]) == 1
+        found = capsys.readouterr()
+        assert f"last.ckpt: {key} is missing" in found.err and found.out == "" and found.err.count("\n") == 1
 
 
 class Screen(io.StringIO):
