@@ -21,8 +21,9 @@ from genmodels.models.checkpoint import read_checkpoint
 from tests.commands import ROOT, Started
 
 SMALL = [
-    "model=ddpm", "data=digits", "model.net.channels=8", "model.net.multipliers=[1,2]", "model.num_steps=20",
-    "model.net.dropout=0.1", "logger=csv", "trainer.progress=false", "trainer.sample_every_n_steps=0",
+    "model=ddpm", "data=digits", "model.net.channels=8", "model.net.multipliers=[1,2]", "model.net.blocks=1",
+    "model.num_steps=20", "model.net.dropout=0.1", "logger=csv", "trainer.progress=false",
+    "trainer.sample_every_n_steps=0",
     "checkpoint.every_n_steps=7", "trainer.max_steps=60", "trainer.validate_every_n_steps=23",
     "trainer.limit_validation=2", "trainer.accelerator=cpu",
 ]
