@@ -35,7 +35,8 @@ def test_a_notebook_runs_with_tiny_settings(name, monkeypatch, tmp_path):
     from matplotlib import pyplot
 
     monkeypatch.chdir(tmp_path)
-    code = ["".join(cell["source"]) for cell in cells(name) if cell["cell_type"] == "code"]
+    code = ["".join(cell["source"]) for cell in cells(name) if cell["cell_type"] == "code"
+            and "slow" not in cell["metadata"].get("tags", [])]  # a whole run, as in tests/test_api.py
     assert sum(source != tiny(source) for source in code) == 1
     scope = {"__name__": "__main__"}
     for number, source in enumerate(code):
