@@ -18,7 +18,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from genmodels.cli.compose import composer
-from genmodels.cli.main import CONFIGURED, spelt, split
+from genmodels.cli.main import CONFIGURED, OF_CHECKPOINTS, spelt, split
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError
 from genmodels.core.files import CONFIG_DIR, groups
@@ -162,7 +162,7 @@ class Checker:
                     given = [spelt(word) for word in overrides if plugins or not word.startswith("hydra/launcher")]
                     if not optuna and any("sweeper=optuna" in word for word in given):
                         given = [word for word in given if not word.startswith("hydra") and "interval" not in word]
-                    if command in ("sample", "evaluate") and not any(word.startswith("ckpt=") for word in given):
+                    if command in OF_CHECKPOINTS and not any(word.startswith("ckpt=") for word in given):
                         given.append("ckpt=x")
                     try:
                         if "multirun" in options and whole:

@@ -18,7 +18,9 @@ from importlib import import_module
 from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
 
 #: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
-CONFIGURED = ("train", "sample", "evaluate", "verify", "shards")
+CONFIGURED = ("train", "sample", "evaluate", "verify", "demo", "shards")
+#: Those that need a checkpoint.
+OF_CHECKPOINTS = ("sample", "evaluate", "demo")
 #: Commands that take a few words; each has a module here with `main(words) -> exit code`.
 PLAIN = ("info", "doctor", "completion")
 FLAGS = {"-m": "multirun", "--multirun": "multirun", "--keys": "keys", "--resolve": "resolve"}
@@ -129,7 +131,7 @@ def _dispatch(command: str, words: list[str]) -> int:
             from genmodels.cli.sweep import sweep
 
             return sweep(hydra, overrides)
-        needs_checkpoint = command in ("sample", "evaluate") and not any(word.startswith("ckpt=") for word in overrides)
+        needs_checkpoint = command in OF_CHECKPOINTS and not any(word.startswith("ckpt=") for word in overrides)
         if "keys" in options and needs_checkpoint:
             overrides = [*overrides, "ckpt=..."]  # the keys can be listed before there is a checkpoint
         config = hydra.compose([spelt(word) for word in overrides])

@@ -217,8 +217,8 @@ def unmixed(made: dict) -> list[str]:
     return lines
 
 
-def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data) -> list[str]:
-    """Write the interpolation of two items through the latents as one row of pictures; returns lines for the user.
+def between(model, ends: list, frames: int, ema, data):
+    """The interpolation of two items through the latents as one row of pictures.
 
     Raises:
         InputError: for a model without latents, data that are not images, or items that do not exist.
@@ -227,13 +227,10 @@ def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data
 
     from genmodels.core.errors import InputError
     from genmodels.evaluation.materials import read_items
-    from genmodels.evaluation.samples import save_png
     from genmodels.models.base import interpolate
     from genmodels.models.checkpoint import weights_of
     from genmodels.plots.images import LEGIBLE, grid, images_of
 
-    if target is not None and target.suffix.lower() != ".png":
-        raise InputError(f"out={target}: an interpolation is one strip, end it in .png")
     if not hasattr(model, "latents"):
         raise InputError(f"interpolate is for flows and diffusion models: this is a {model.family}")
     if not (model.spec.is_image and model.spec.levels):
@@ -243,12 +240,27 @@ def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data
             f"interpolate takes two items, got {len(ends)}: interpolate=[3,17] or interpolate=[a.png,b.png]")
     batch = read_items(ends, data, model.spec, "interpolate")
     pictures = interpolate(model, batch.to(model.device), frames, weights_of(ema))
+    words = [f"item {end}" if str(end).isdigit() else Path(end).stem for end in ends]
+    names = [words[0], *[""] * (frames - 2), words[1]]
+    return grid(images_of(pictures.cpu(), model.spec, smallest=LEGIBLE), columns=frames, names=names)
+
+
+def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data) -> list[str]:
+    """Write the interpolation of two items; returns lines for the user.
+
+    Raises:
+        InputError: for another file than a .png, and as of `between`.
+    """
+    from genmodels.core.errors import InputError
+    from genmodels.evaluation.samples import save_png
+    from genmodels.models.checkpoint import weights_of
+
+    if target is not None and target.suffix.lower() != ".png":
+        raise InputError(f"out={target}: an interpolation is one strip, end it in .png")
+    sheet = between(model, ends, frames, ema, data)
     if target is None:
         words = "-".join("".join(c if c.isalnum() else "-" for c in str(end)) for end in ends)
         target = place.parent / "samples" / f"{place.stem}_between-{words}.png"
-    words = [f"item {end}" if str(end).isdigit() else Path(end).stem for end in ends]
-    names = [words[0], *[""] * (frames - 2), words[1]]
-    sheet = grid(images_of(pictures.cpu(), model.spec, smallest=LEGIBLE), columns=frames, names=names)
     made = {"between": f"{ends[0]} and {ends[1]}", "frames": frames, "weights": weights_of(ema), **origin}
     save_png(sheet, target, made)
     return [f"{frames} pictures from item {ends[0]} to item {ends[1]}: {target}"]

@@ -25,6 +25,7 @@ EXAMPLES = {
                "what=mypackage.layers:MyLayer shape=[3,8,8] options.channels=3 trust=[mypackage]",
                "what=attention", "what=attention object=mypackage.layers:factory capabilities=[relative,cache,causal] "
                "trust=[mypackage]"],
+    "demo": ["ckpt=runs/ddpm-digits/<time>", "'ckpt=[runs/a,runs/b]' port=8080"],
     "shards": ["data=image_folder data.root=photos data.size=64 out=shards"],
     "info": ["runs/ddpm-digits/<time>/last.ckpt", "runs/*/*/best.ckpt --full", "runs/ddpm-digits/<time> --open"],
     "completion": ["bash"],
