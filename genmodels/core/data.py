@@ -52,13 +52,15 @@ class Batch:
 
     Shapes: `x (B, *event)`, sequences padded to the longest of the batch; `cond (B,)` int64 labels, `(B, K)` features,
     a `TextCondition` or None; `mask (B, 1, T)` bool, True = valid, or None; `index (B,)` int64, the position of each
-    item in its split, for noise and messages.
+    item in its split, for noise and messages; `source (B, *event)`, items of another data set from which a flow leads
+    to `x`, in their own units, or None.
     """
 
     x: Tensor
     cond: Tensor | TextCondition | None = None
     mask: Tensor | None = None
     index: Tensor | None = None
+    source: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.x)
@@ -77,7 +79,7 @@ class Batch:
         return Batch(*(None if value is None else function(value) for value in self._values()))
 
     def _values(self):
-        return (self.x, self.cond, self.mask, self.index)
+        return (self.x, self.cond, self.mask, self.index, self.source)
 
     def to(self, *args, **kwargs) -> Batch:
         """Every tensor moved to a device; pass no dtype, which would change `cond` and `mask` too."""
@@ -110,6 +112,7 @@ class DataSpec:
         speakers: names of the speakers, empty if not conditioned on.
         columns: names of the columns of vectors, empty if they have none.
         encoding: of text whose bytes the integers are, None for other data.
+        source: `name` and `levels` of the data set that a flow starts from, None for Gaussian noise.
 
     Example:
         >>> DataSpec("digits", (1, 8, 8), levels=17, num_classes=10).dims
@@ -128,6 +131,7 @@ class DataSpec:
     speakers: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     encoding: str | None = None
+    source: dict | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "event_shape", tuple(int(n) for n in self.event_shape))
@@ -203,6 +207,15 @@ class DataSpec:
             (True, False)
         """
         return shape == self.event_shape or (self.text is not None and shape[:-1] == self.event_shape[:-1])
+
+    def require(self, family: str, *, text: bool, source: bool) -> None:
+        """Raise an InputError for data with texts, or with another data set as source, where a family takes none."""
+        if self.text is not None and not text:
+            raise InputError(f"{self.name} has mels of unlike length with texts, and a {family} is not conditioned on "
+                             "texts: use model=glow_tts, or clips in a folder for each class (data=spoken_digits)")
+        if self.source is not None and not source:
+            raise InputError(f"{self.name} begins at another data set, and a {family} at noise: use "
+                             "model=flow_matching, or the target alone")
 
     def check(self, batch: Batch) -> None:
         """Raise a ValueError naming the first invalid item (shape, level, NaN or label out of range)."""

@@ -56,6 +56,8 @@ class SamplingOptions:
         keep: bool, broadcastable to the event, True where `known` holds.
         rounds: how often each step is taken with `known`, for the drawn part to settle.
         edit: an event in the data's own units, from which sampling starts after noise has been added.
+        source: (N, *event) items of the data set that a flow starts from, in its units, of which sample k is number
+            k modulo N; None for those of its test split.
         strength: time from which `edit` is sampled: near 0 it hardly changes, at 1 nothing of it is left.
         size: height and width, or length, where it is not that of the data; the channels stay.
         lengths: numbers of valid frames of sequences, cycled; samples are zero beyond them, mels silent. None for mels
@@ -103,6 +105,7 @@ class SamplingOptions:
     keep: Tensor | None = field(default=None, metadata={"configurable": False})
     rounds: int = 10
     edit: Tensor | None = field(default=None, metadata={"configurable": False})
+    source: Tensor | None = field(default=None, metadata={"configurable": False})
     strength: float = 0.6
     size: list[int] | None = None
     lengths: list[int] | None = None
@@ -171,7 +174,8 @@ class Samples:
     Sequences of unlike length have a `mask (n, 1, T)`; mels synthesised from text have the frames of every token,
     `durations (n, N)`.
     Where a density of real numbers is quantised, `outside (n,)` is the share of each sample's values that lay outside
-    the range of the levels and were moved to its ends.
+    the range of the levels and were moved to its ends. `source (n, *event)` are the items of another data set that a
+    flow has carried here.
     """
 
     x: Tensor
@@ -182,6 +186,7 @@ class Samples:
     mask: Tensor | None = None
     durations: Tensor | None = None
     outside: Tensor | None = None
+    source: Tensor | None = None
 
 
 class Trajectory:

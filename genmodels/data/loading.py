@@ -71,7 +71,8 @@ class Augmented(Dataset):
 
     def __getitems__(self, request: tuple[int, Tensor]) -> Batch:
         epoch, positions = request
-        batch = self.data.__getitems__(positions)
+        drawn = getattr(self.data, "drawn", None)  # what goes with an item may change from epoch to epoch
+        batch = self.data.__getitems__(positions) if drawn is None else drawn(positions, self.order_seed, epoch)
         if self.flip:
             pixels, turned = batch.x.numpy(), self._turned(epoch)[positions].numpy()
             # numpy writes through to the batch; torch's `where` and index_put cost five times as much on bytes.

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import Generator, KeyedGenerator, uniform
+from genmodels.diffusion.denoiser import Denoiser
 from genmodels.diffusion.objectives import Simple
-from genmodels.diffusion.parameterisation import Parameterisation, V, Velocity
+from genmodels.diffusion.parameterisation import Parameterisation, Prediction, V, Velocity
 from genmodels.diffusion.path import LinearPath, Path
 from genmodels.diffusion.schedule import CosineSchedule, NoiseSchedule
 from genmodels.diffusion.schedule_discrete import SCHEDULES, make_schedule
@@ -117,6 +118,25 @@ class Coupling:
             logits = (logits - logits.logsumexp(0, keepdim=True)).log_softmax(1)
         within = logits.exp().cumsum(1)
         return torch.searchsorted(within, (drawn * within[:, -1])[:, None]).flatten().clamp(max=len(x) - 1)
+
+
+class BetweenData(Denoiser):
+    """The denoiser of a path that ends in data rather than in noise: as any other, but without a score.
+
+    Errors: reading the score of a prediction, which is -eps/sigma for Gaussian noise alone.
+    """
+
+    def at_log_snr(
+        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
+        estimate: Tensor | None = None,
+    ) -> Prediction:
+        found = super().at_log_snr(x, log_snr, cond, mask, estimate)
+        found._score = _no_score
+        return found
+
+
+def _no_score() -> Tensor:
+    raise InputError("the score is known where the path ends in Gaussian noise, not where it ends in data")
 
 
 class FlowMatching(Simple):

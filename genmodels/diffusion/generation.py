@@ -121,6 +121,7 @@ class DiffusionSampler:
         mask: Tensor | None = None,
         known: Tensor | None = None,
         edit: Tensor | None = None,
+        start: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         callback: Callable[[int, Tensor, Tensor], None] | None = None,
@@ -134,9 +135,9 @@ class DiffusionSampler:
             cond: as the denoiser takes it.
             mask: (n, 1, T) of sequences, True = valid.
             known, edit: `options.known` and `options.edit` in the network's units, (1, *event).
-            dtype, device, callback: see `sample`.
+            start, dtype, device, callback: see `sample`.
         """
-        sampler, start = plan.sampler, None
+        sampler = plan.sampler
         if known is not None:
             sampler = Inpainting(sampler, known, options.keep.to(known.device), rounds=options.rounds)
         if edit is not None:

@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def draw_parts(
 def together(parts: Sequence[Samples]) -> Samples:
     """Samples that were drawn one part after the other."""
     whole = {name: joined([getattr(p, name) for p in parts])
-             for name in ("x", "cond", "index", "mask", "durations", "outside")}
+             for name in ("x", "cond", "index", "mask", "durations", "outside", "source")}
     path = None if parts[0].path is None else torch.cat([p.path.cpu() for p in parts], dim=1)
     return Samples(made=dict(parts[0].made), path=path, **whole)
 
@@ -238,6 +238,8 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, to
         arrays = {"x": samples.x.numpy(), "index": samples.index.numpy(), "made": json.dumps(samples.made)}
         if samples.cond is not None:
             arrays["cond"] = samples.cond.numpy()
+        if samples.source is not None:
+            arrays["source"] = samples.source.numpy()
         write_whole(target, lambda file: np.savez_compressed(file, **arrays))
         return [f"{len(samples.x)} samples {tuple(samples.x.shape[1:])} {samples.x.dtype}: {target}"]
     if spec.encoding is not None:
@@ -246,6 +248,9 @@ def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, to
         return write_table(samples, spec, target)
     if suffix == ".png":
         picture = picture_of(samples.x, spec, samples.cond, samples.index)
+        if samples.source is not None:
+            before = replace(spec, levels=spec.source["levels"])
+            picture = stack([picture_of(samples.source, before, samples.cond, samples.index), picture], across=True)
         if originals:
             sources = images_of(torch.stack(list(originals.values())).to(samples.x.dtype), spec, smallest=LEGIBLE)
             sources = [ImageOps.expand(image, 1, 128) for image in sources]  # a mask is white on white

@@ -115,6 +115,8 @@ class GenerativeModel(pl.LightningModule):
     tolerates_tf32 = True
     #: Whether it is conditioned on texts; other models are refused data with them.
     takes_text = False
+    #: Whether it may lead from another data set instead of noise; other models are refused such data.
+    takes_source = False
     #: Whether it is conditioned on the class; a subclass sets it as its options and its data say.
     conditional = False
     #: Whether a conditional model also knows what holds for all classes, with `cond=None`.
@@ -131,10 +133,7 @@ class GenerativeModel(pl.LightningModule):
 
     def __init__(self, spec: DataSpec):
         super().__init__()
-        if spec.text is not None and not self.takes_text:
-            raise InputError(f"{spec.name} has mels of unlike length with texts, and a {self.family} "
-                             "is not conditioned on texts: use model=glow_tts, or clips in a folder for each class "
-                             "(data=spoken_digits)")
+        spec.require(self.family, text=self.takes_text, source=self.takes_source)
         self.spec = spec
         self.seed = 0
         self.batches_seen = 0  # micro-batches of the whole run, in step on all processes

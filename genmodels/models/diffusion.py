@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from genmodels.core.data import Batch, Latents
 from genmodels.core.errors import InputError, require_finite_rows
 from genmodels.core.likelihood import Likelihood
+from genmodels.core.processes import gather
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions, Trajectory
 from genmodels.core.tensors import event_size, event_sum, hide, spread
@@ -37,6 +38,7 @@ from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
 
 _LATENT_STEPS = 100  # of Heun between data and their latents, each way
+COMPARED = 1000  # held-out items, and as many samples, whose energy distance validation prints
 #: How validation solves the ODE of a flow, and how many network evaluations of an item's value and divergence it
 #: spends at each place: a thousand items in the plane.
 _SOLVED, _SOLVED_ROWS = {"solver": "rk4", "steps": 12, "variable": "time"}, 3000
@@ -193,6 +195,14 @@ class DiffusionModel(GenerativeModel):
         if len(first):
             self._pending.append(self.ode_likelihood(first, seed=self.seed, **_SOLVED).cpu())
 
+    def log_energy_distance(self) -> None:
+        """Log the energy distance of the items and samples that validation has kept, each (2, n, D)."""
+        x, y = torch.cat(gather(self._pending), 1)[:, :COMPARED]
+        self._pending = []
+        across, within = torch.cdist(x, y).mean(), (torch.pdist(x).mean() + torch.pdist(y).mean()) / 2
+        self.figures["val/energy_distance"] = value = float(2 * (across - within))
+        self.log("val/energy_distance", value, rank_zero_only=False)
+
     def denoiser_and_cond(self, batch: Batch) -> tuple[Denoiser, Tensor | None]:
         """The denoiser, and the condition that it sees with the noisy data of a batch."""
         return self.core, self._cond(batch)
@@ -293,7 +303,7 @@ class DiffusionModel(GenerativeModel):
             plan, denoiser, shape, options, generator, cond=labels, mask=mask,
             known=None if known is None else self.encode(known[None].to(self.device)),
             edit=None if edit is None else self.encode(edit[None].to(self.device)),
-            dtype=self.location.dtype, device=self.device, callback=after,
+            start=self._start(options, index, labels), dtype=self.location.dtype, device=self.device, callback=after,
         )
         kept = {} if known is None else {"kept": int(options.keep.expand(self.spec.event_shape).sum())}
         kept |= {} if options.along is None else {"along": options.along}
@@ -311,6 +321,10 @@ class DiffusionModel(GenerativeModel):
                 raise InputError(
                     f"events are {tuple(self.spec.event_shape)} here, got {tuple(event.shape)}: leave size out"
                 )
+
+    def _start(self, options: SamplingOptions, index: Tensor, labels: Tensor | None) -> Tensor | None:
+        """Where the samples start, in the network's units; None for noise."""
+        return None
 
     def _labels(self, options: SamplingOptions, index: Tensor) -> Tensor | None:
         """The labels of the samples, None for no class."""
@@ -370,6 +384,14 @@ class DiffusionModel(GenerativeModel):
         return self.sampler.times(self.core.schedule, "dpmpp_2m", min(steps, self.num_steps))
 
 
+def no_likelihood(model: DiffusionModel, batch: Batch, reason: str, weights: str | float) -> Likelihood:
+    """What a model without a likelihood answers, one NaN for each item, and the reason."""
+    nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
+    made = {"estimate": "none", "reason": reason, "weights": str(weights)}
+    return Likelihood(nats, "unnormalised", event_size(batch.x, batch.mask).long(), model.spec.levels, None, made,
+                      batch.item_index)
+
+
 def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionModel:
     """The diffusion or flow matching of a checkpoint from which a model of the same data learns, on its device.
 
@@ -383,6 +405,9 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
     """
     with torch.random.fork_rng():  # the numbers that training draws next must not depend on a teacher being built
         teacher, _ = load_model(path, device=str(student.device))
+    if isinstance(teacher, DiffusionModel) and teacher.spec.source != student.spec.source:
+        begins = [(model.spec.source or {"name": "noise"})["name"] for model in (teacher, student)]
+        raise InputError(f"{option}={path} begins at {begins[0]}, and this model at {begins[1]}")
     if not isinstance(teacher, DiffusionModel) or teacher.spec.event_shape != student.spec.event_shape:
         raise InputError(f"{option}={path} holds a {teacher.family} of {tuple(teacher.spec.event_shape)}, not "
                          f"a diffusion or flow matching of {tuple(student.spec.event_shape)}")

@@ -9,10 +9,9 @@ import torch
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.likelihood import Likelihood
-from genmodels.core.processes import gather
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
-from genmodels.core.tensors import event_size, hide
+from genmodels.core.tensors import hide
 from genmodels.diffusion import Denoiser, Elbo, FlowMap
 from genmodels.diffusion.consistency import Consistency, ConsistencyWeighting
 from genmodels.diffusion.distillation import ProgressiveDistillation
@@ -21,7 +20,7 @@ from genmodels.diffusion.mean_flow import MeanFlow
 from genmodels.diffusion.shortcut import FlowMapMatching, Shortcut
 from genmodels.diffusion.weighting import WeightingName
 from genmodels.models.base import Loss
-from genmodels.models.diffusion import DiffusionModel, load_teacher
+from genmodels.models.diffusion import DiffusionModel, load_teacher, no_likelihood
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import DiT, MLPDenoiser, UNet
 
@@ -144,9 +143,6 @@ class MeanFlowModel(FlowMapModel):
         self.assemble_map(MeanFlow(share=share, mean=mean, std=std, power=power), net, optimizer, ema_decay)
 
 
-_VALIDATED = 1000  # items of the validation split that one-step samples are compared with
-
-
 class StepModel(DiffusionModel):
     """A denoiser that is made for few steps and is no mean of the data given x_t: it has no velocity, no likelihood.
 
@@ -204,11 +200,7 @@ class StepModel(DiffusionModel):
             batch: items in the data's own units.
             weights, seed: as for every model; they change nothing.
         """
-        made = {"estimate": "none", "reason": f"a {self.family} has no velocity, hence no density of its samples",
-                "weights": str(weights)}
-        nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
-        dims = event_size(batch.x, batch.mask).long()
-        return Likelihood(nats, "unnormalised", dims, self.spec.levels, None, made, batch.item_index)
+        return no_likelihood(self, batch, f"a {self.family} has no velocity, hence no density of its samples", weights)
 
     @torch.no_grad()
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -222,12 +214,7 @@ class StepModel(DiffusionModel):
 
     def on_validation_epoch_end(self) -> None:
         """Log the figure that checkpoints are chosen by."""
-        x, y = torch.cat(gather(self._pending), 1)[:, :_VALIDATED]
-        self._pending = []
-        across, within = torch.cdist(x, y).mean(), (torch.pdist(x).mean() + torch.pdist(y).mean()) / 2
-        value = float(2 * (across - within))
-        self.log("val/energy_distance", value, rank_zero_only=False)
-        self.figures["val/energy_distance"] = value
+        self.log_energy_distance()
 
 
 class ConsistencyModel(StepModel):

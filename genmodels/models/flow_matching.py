@@ -8,16 +8,29 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, one_of
+from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
+from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.diffusion import Denoiser, Elbo
-from genmodels.diffusion.flow_matching import Coupling, CouplingName, FlowMatching, PathName, make_path, velocity_of
+from genmodels.diffusion.decoder import to_unit
+from genmodels.diffusion.flow_matching import (
+    BetweenData,
+    Coupling,
+    CouplingName,
+    FlowMatching,
+    PathName,
+    make_path,
+    velocity_of,
+)
 from genmodels.models.base import Loss
-from genmodels.models.diffusion import DiffusionModel, load_teacher
+from genmodels.models.build import build
+from genmodels.models.diffusion import COMPARED, DiffusionModel, load_teacher, no_likelihood
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import DiT, MLPDenoiser, UNet
 
 _REFLOW_STEPS, _ROWS = 20, 256  # of Heun from noise to data, for so many pairs at once
+_WITHOUT_NOISE = ("flow", "euler", "heun")  # samplers that follow the flow, whatever it starts from
 
 
 class Pairs(NamedTuple):
@@ -32,6 +45,10 @@ class FlowMatchingModel(DiffusionModel):
     """A flow from noise to data along a path, whose velocity a network learns by regression.
 
         x_t = alpha(t) x_0 + sigma(t) eps,    loss = E |alpha' x_0 + sigma' eps - v(x_t, t)|^2,    dx_t/dt = v(x_t, t)
+
+    With data whose items come with those of another set (`data=transport`) eps is an encoded item of that set, and the
+    flow leads from one to the other. Then there is no score, no likelihood, and no sampler with noise: samples start
+    from held-out items of the source, and validation prints their energy distance to held-out items of the target.
 
     The same network is a denoiser, v, x0, eps and score being views of one prediction: samplers, guidance, inpainting,
     editing, the evidence lower bound and the likelihood by the ODE are those of `DDPM`.
@@ -62,6 +79,8 @@ class FlowMatchingModel(DiffusionModel):
 
     family = "flow_matching"
     validates_by_ode = True
+    takes_source = True
+    sampling_options = (*DiffusionModel.sampling_options, "source")
 
     def __init__(
         self,
@@ -89,11 +108,20 @@ class FlowMatchingModel(DiffusionModel):
         # Along noise schedules velocities may have no bound: at SNR 0 alpha' of some is infinite.
         self.usual_sampler = "dpmpp_2m" if path.startswith("vp_") else "flow"
         followed = make_path(path, num_steps, sigma_min=sigma_min)
-        core = Denoiser(self.network(net), followed, velocity_of(followed))
-        objective = FlowMatching(Coupling(coupling, whole=self._whole), time_sampler=time_sampler)
+        kind = Denoiser if spec.source is None else BetweenData
+        core = kind(self.network(net), followed, velocity_of(followed))
+        self.coupling = Coupling(coupling, whole=self._whole)
+        objective = FlowMatching(self.coupling, time_sampler=time_sampler)
         objective.check(core)
         elbo = Elbo(self.decoder, num_steps, "beta" if spec.levels is None else "beta_tilde")
-        self.assemble(core, elbo, objective, optimizer, ema_decay)
+        self.assemble(core, elbo if spec.source is None else None, objective, optimizer, ema_decay)
+        if spec.source is not None:
+            if path.startswith("vp_"):
+                raise InputError(f"path={path} keeps some of the data at t = 1: from other data take linear or cosine")
+            self.samplers = _WITHOUT_NOISE
+            self.register_buffer("source_location", torch.zeros(spec.event_shape))
+            self.register_buffer("source_scale", torch.ones(spec.event_shape))
+        self._held_out: dict[str, Batch] = {}
         if reflow is not None and (spec.mel is not None or reflow_pairs < 1 or coupling != "independent"):
             raise InputError("reflow is for vectors and images, with reflow_pairs of at least 1 and no coupling: its "
                              "pairs are given")
@@ -111,12 +139,16 @@ class FlowMatchingModel(DiffusionModel):
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
         """The squared error of the velocity at one time per example: on the batch, or on as many pairs of `reflow`."""
-        if self.reflow is None:
+        if self.reflow is None and self.spec.source is None:
             return super().loss(batch, generator)
-        if self.pairs is None:
-            self.pairs = self._drawn()
-        rows = (generator.child("pairs").uniform((len(batch),), device=self.device) * len(self.pairs.x0)).long()
-        x0, noise, cond = (None if part is None else part[rows] for part in self.pairs)
+        if self.reflow is None:
+            x0, cond, source = self._entered(batch), self._cond(batch), self.encode_source(batch.source)
+            noise = self.coupling(x0, source, cond, generator)
+        else:
+            if self.pairs is None:
+                self.pairs = self._drawn()
+            rows = (generator.child("pairs").uniform((len(batch),), device=self.device) * len(self.pairs.x0)).long()
+            x0, noise, cond = (None if part is None else part[rows] for part in self.pairs)
         objective = FlowMatching(lambda *_: noise, time_sampler=self.objective.time_sampler)
         out = objective(self.core, x0, self._hidden(cond, generator), generator, *self._rank_world)
         objective.observe(out)
@@ -127,11 +159,116 @@ class FlowMatchingModel(DiffusionModel):
         """The pairs of the checkpoint, in this network's units: the same ones for one seed."""
         teacher = load_teacher(self, "reflow", self.reflow)
         index = torch.arange(self.reflow_pairs, device=self.device)
-        noise = KeyedGenerator(self.seed, index, "reflow").normal((len(index), *self.spec.event_shape))
         cond = teacher.labels(None, index)
+        if self.spec.source is None:
+            noise = KeyedGenerator(self.seed, index, "reflow").normal((len(index), *self.spec.event_shape))
+        else:
+            items = self._items("train", index, cond)
+            noise, own = teacher.encode_source(items), self.encode_source(items)
         found = [teacher.follow(noise[part], None if cond is None else cond[part], steps=_REFLOW_STEPS)
                  for part in index.split(_ROWS)]
         x0 = torch.cat(found)
         if self.spec.levels is None:
             x0 = self.encode(x0 * teacher.scale + teacher.location)
+        noise = noise if self.spec.source is None else own
         return Pairs(x0, noise.to(x0), cond if self.conditional else None)
+
+    # ---- another data set in place of noise -----------------------------------------------------------------------
+
+    def initialize(self, batch: Batch) -> None:
+        """As for every model; the source is standardised by its own moments."""
+        super().initialize(batch)
+        if self.spec.source is not None and self.spec.source["levels"] is None:
+            x = batch.source.double()
+            self.source_location.copy_(x.mean(0))
+            self.source_scale.copy_(x.std(0))
+
+    def encode_source(self, x: Tensor) -> Tensor:
+        """Items of the source in their own units to the network's: [-1, 1] for integers, standardised otherwise."""
+        levels, x = self.spec.source["levels"], x.to(self.device)
+        if levels is not None:
+            return to_unit(x, levels).to(self.location.dtype)
+        return (x.to(self.location.dtype) - self.source_location) / self.source_scale
+
+    def _items(self, split: str, index: Tensor, labels: Tensor | None) -> Tensor:
+        """(n, *event) items of the source in the data that this model was trained on, of these classes where kept."""
+        if split not in self._held_out:
+            config = self.run_config.get("data")
+            if not config:
+                raise InputError(f"samples start from items of {self.spec.source['name']}: give source=(N, *event)")
+            data = build(config, trust=self.run_config.get("trust") or []).prepare()
+            self._held_out[split] = data.sources(split)
+        x, classes = self._held_out[split].x, self._held_out[split].cond
+        index = index.cpu()
+        if classes is None or labels is None:
+            return x[index % len(x)]
+        rows = torch.empty_like(index)
+        for one in labels.cpu().unique():
+            own, here = (classes == one).nonzero().flatten(), labels.cpu() == one
+            rows[here] = own[index[here] % len(own)]
+        return x[rows]
+
+    def _start(self, options: SamplingOptions, index: Tensor, labels: Tensor | None) -> Tensor | None:
+        return None if self.spec.source is None else self.encode_source(self._sources(options, index, labels))
+
+    def _sources(self, options: SamplingOptions, index: Tensor, labels: Tensor | None) -> Tensor:
+        if options.source is None:
+            return self._items("test", index, labels)
+        if options.source.shape[1:] != self.spec.event_shape:
+            raise InputError(f"source has items of {tuple(options.source.shape[1:])}, not of {self.spec.event_shape}")
+        return options.source[index.cpu() % len(options.source)]
+
+    def draw(self, options: SamplingOptions) -> Samples:
+        """As for every diffusion; from another data set number k is its item number k carried along the flow."""
+        if self.spec.source is None:
+            if options.source is not None:
+                raise InputError("source is for a model whose flow starts from other data (data=transport)")
+            return super().draw(options)
+        sampler = options.sampler or self.usual_sampler
+        one_of("sampler (from other data)", sampler, self.samplers)
+        given = {"known": options.known, "edit": options.edit, "along": options.along, "size": options.size}
+        given["temperature"] = None if options.temperature in (None, 1) else options.temperature
+        unused = [key for key, value in given.items() if value is not None]
+        if unused:
+            raise InputError(f"{unused[0]} is for models that start from Gaussian noise, and this one starts from "
+                             f"{self.spec.source['name']}: leave it out")
+        found = super().draw(options)
+        found.source = self._sources(options, found.index, found.cond)
+        return found
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """As for every diffusion; from another data set items of the target and as many carried to it are kept."""
+        if self.spec.source is None:
+            super().validation_step(batch, batch_idx)
+            return
+        batch = batch.rows(batch.item_index < COMPARED)
+        if len(batch):
+            x0 = self._entered(batch)
+            plan = self.sampler.plan(self.core.schedule, options := SamplingOptions())
+            drawn = self.sampler(
+                plan, self.weights(), x0.shape, options, KeyedGenerator(self.seed, batch.item_index, "validate"),
+                cond=self._cond(batch), start=self.encode_source(batch.source), dtype=x0.dtype, device=x0.device).x
+            self._pending.append(torch.stack([x0, drawn]).flatten(2).double().cpu())
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the figure that checkpoints are chosen by."""
+        if self.spec.source is None:
+            super().on_validation_epoch_end()
+        else:
+            self.log_energy_distance()
+
+    @property
+    def ode_likelihood(self):
+        """That of every diffusion; from another data set there is none."""
+        if self.spec.source is not None:
+            raise AttributeError(f"{self.spec.source['name']} has no density that a flow could carry on")
+        return super().ode_likelihood
+
+    @property
+    def log_likelihood(self):
+        """That of every diffusion; from another data set none, and why."""
+        return super().log_likelihood if self.spec.source is None else self._no_log_likelihood
+
+    def _no_log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
+        return no_likelihood(self, batch, f"a flow from {self.spec.source['name']} carries on a density that is not "
+                                          "known", weights)

@@ -70,11 +70,13 @@ def grid(
     return sheet
 
 
-def stack(pictures: list[Image.Image]) -> Image.Image:
-    """Pictures below each other, on white."""
-    sheet = Image.new(pictures[-1].mode, (max(p.width for p in pictures), sum(p.height for p in pictures)), "white")
+def stack(pictures: list[Image.Image], across: bool = False) -> Image.Image:
+    """Pictures below each other, or from left to right, on white."""
+    widths, heights = [p.width for p in pictures], [p.height for p in pictures]
+    size = (sum(widths), max(heights)) if across else (max(widths), sum(heights))
+    sheet = Image.new(pictures[-1].mode, size, "white")
     for k, picture in enumerate(pictures):
-        sheet.paste(picture, (0, sum(p.height for p in pictures[:k])))
+        sheet.paste(picture, (sum(widths[:k]), 0) if across else (0, sum(heights[:k])))
     return sheet
 
 

@@ -245,7 +245,7 @@ def _has_likelihood(s: ModelSubject) -> bool:
     model = s.model
     of_noise = getattr(getattr(model, "core", None), "kind", None) == "unnormalised"  # a flow of noisy data states none
     ours = is_flow(model) or _has_bound(model) or is_energy(model) or model.spec.text is not None
-    return not of_noise and (ours or s.line is not None)
+    return not of_noise and (ours or (s.line is not None and s.line.kind != "unnormalised"))
 
 
 def _has_bound(model: GenerativeModel) -> bool:

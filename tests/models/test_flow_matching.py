@@ -10,11 +10,13 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
+from genmodels.data.transport import Transport
 from genmodels.diffusion import SAMPLERS, GaussianDenoiser, MixtureDenoiser, make_path, velocity_of
 from genmodels.models import diffusion
 from genmodels.models.checkpoint import write_checkpoint
 from genmodels.models.ddpm import DDPM
 from genmodels.models.flow_matching import FlowMatchingModel
+from genmodels.training.trainer import initial_batch
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
@@ -229,3 +231,118 @@ def test_that_check_catches_half_the_steps(monkeypatch):
 
 def test_validation_of_integers_stays_a_bound():
     assert validated(small(), batch().x).kind == "lower_bound"
+
+
+# ---- from another data set -------------------------------------------------------------------------------------------
+
+BETWEEN = DataSpec("from_a_to_b", (2,), source={"name": "a", "levels": None})
+
+
+class Formula(torch.nn.Module):
+    """A formula in place of a network."""
+
+    def __init__(self, formula):
+        super().__init__()
+        self.forward = formula
+
+
+def transporting(**options):
+    return small(spec=BETWEEN, net={"hidden": 16, "depth": 1}, num_steps=1000, **options)
+
+
+def test_the_flow_between_two_gaussians_is_the_exact_map():
+    """Of independent x ~ N(5, 2^2) and e ~ N(-3, 0.5^2) the flow maps e to 5 + 4 (e + 3)."""
+    model = transporting().double()
+    x, e = (centre + width * torch.randn(20000, 2, dtype=torch.float64) for centre, width in ((5.0, 2.0), (-3.0, 0.5)))
+    model.initialize(Batch(x, source=e))
+    exact = GaussianDenoiser(model.core.schedule, torch.zeros(2, dtype=torch.float64), 1.0)
+    model.core.net = Formula(lambda x_t, log_snr, cond: unit_velocity(exact, x_t, log_snr))
+    start = torch.tensor([[-3.0, -2.5], [-4.0, -3.2]])
+    found = model.sample(3, source=start, steps=50)
+    assert torch.allclose(found.x[:2], 5 + 4 * (start.double() + 3), atol=0.1)
+    assert torch.equal(found.source[2], start[0]) and found.made["sampler"] == "flow"
+
+
+def unit_velocity(exact, x_t, log_snr):
+    t = exact.schedule.time_of(log_snr)
+    return exact(x_t / exact.schedule.scale(t)[:, None], t).velocity
+
+
+@pytest.mark.parametrize("coupling", ["independent", "ot", "sinkhorn"])
+def test_what_is_learned_between_data_sets_is_the_difference_of_a_pair(coupling):
+    model, n = transporting(coupling=coupling), 6
+    g = torch.Generator().manual_seed(2)
+    both = Batch(torch.randn(n, 2, generator=g), index=torch.arange(n), source=torch.randn(n, 2, generator=g))
+    seen = {}
+
+    def predict(x_t, log_snr, cond):
+        seen["x_t"], seen["t"] = x_t, model.core.schedule.time_of(log_snr)[:, None]
+        return torch.zeros_like(x_t)
+
+    model.core.net = Formula(predict)
+    losses = [model.loss(both, KeyedGenerator(0, torch.arange(n), "train")).per_example for _ in range(2)]
+    partner = (seen["x_t"] - (1 - seen["t"]) * both.x) / seen["t"]
+    off = torch.cdist(partner.float(), both.source)
+    assert torch.equal(losses[0], losses[1]) and float(off.min(1).values.max()) < 1e-3
+    assert torch.allclose(losses[0], (partner - both.x).square().mean(1).float(), rtol=1e-3)
+    if coupling == "ot":
+        assert off.argmin(1).unique().numel() == n
+    if coupling == "independent":
+        assert torch.equal(off.argmin(1), torch.arange(n))
+
+
+def test_validation_between_data_sets_is_an_energy_distance():
+    model = transporting()
+    model.log = lambda *args, **kwargs: None
+    x = torch.randn(400, 2, generator=torch.Generator().manual_seed(3))
+    model.core.net = Formula(lambda x_t, log_snr, cond: torch.zeros_like(x_t))  # stays where it is
+    for shift in (0.0, 3.0):
+        model.validation_step(Batch(x + shift, index=torch.arange(400), source=x.flip(0)), 0)
+        model.on_validation_epoch_end()
+        assert (shift == 0) == (abs(model.figures["val/energy_distance"]) < 0.02)
+
+
+def test_what_needs_noise_is_refused_between_data_sets():
+    model = transporting()
+    assert not hasattr(model, "ode_likelihood") and not hasattr(model, "elbo")
+    found = model.log_likelihood(Batch(torch.zeros(2, 2)))
+    assert found.kind == "unnormalised" and "density that is not known" in found.made["reason"]
+    with pytest.raises(ValueError, match="the score is known where"):
+        _ = model.core(torch.zeros(1, 2), torch.tensor([0.5])).score
+    for options, message in (({"sampler": "ddpm"}, "must be one of flow, euler, heun"), ({"temperature": 0.5}, "noise"),
+                             ({}, "give source="), ({"source": torch.zeros(1, 3)}, r"not of \(2,\)")):
+        with pytest.raises(ValueError, match=message):
+            model.sample(2, **options)
+    with pytest.raises(ValueError, match="take linear or cosine"):
+        transporting(path="vp_linear")
+    with pytest.raises(ValueError, match="begins at another data set, and a ddpm at noise"):
+        DDPM(BETWEEN)
+
+
+def test_samples_and_pairs_of_reflow_start_from_items_of_the_source(tmp_path):
+    """Number k of the samples from item k of the test split, pair k from item k of the training split."""
+    config = {"_target_": "genmodels.data.transport.Transport", "source": "moons", "target": "banana"}
+    data = Transport(source="moons", target="banana").prepare()
+
+    def made(**options):
+        model = small(spec=data.spec, net={"hidden": 16, "depth": 1}, num_steps=1000, **options)
+        model.run_config = {"data": config}
+        model.initialize(initial_batch(data, 1000))
+        return model
+
+    first = made()
+    items = data.sources("test").x
+    whole, part = first.sample(4, steps=5), first.sample(2, start=2, steps=5)
+    assert torch.equal(whole.source, items[:4]) and torch.allclose(part.x, whole.x[2:], atol=1e-5)
+    assert not torch.equal(whole.x, first.sample(4, steps=5, source=items[4:8]).x)
+    state = {"state_dict": first.state_dict()}
+    first.on_save_checkpoint(state)
+    write_checkpoint(tmp_path / "first.ckpt", state)
+    second = made(reflow=str(tmp_path / "first.ckpt"), reflow_pairs=8)
+    second.loss(Batch(items[:4], index=torch.arange(4), source=items[:4]), KeyedGenerator(0, torch.arange(4), "train"))
+    start = second.encode_source(data.sources("train").x[:8])
+    assert torch.equal(second.pairs.noise, start)
+    assert torch.allclose(second.pairs.x0, first.follow(start, steps=20), atol=1e-4)
+    with pytest.raises(ValueError, match="begins at toy_moons, and this model at noise"):
+        small(spec=DataSpec("plane", (2,)), net={"hidden": 16, "depth": 1}, reflow=str(tmp_path / "first.ckpt")).loss(
+            Batch(items[:4], index=torch.arange(4)), KeyedGenerator(0, torch.arange(4), "train"))
