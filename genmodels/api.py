@@ -28,6 +28,7 @@ from genmodels.core.files import check_writable
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.samples import USUAL_NUMBER, SamplingOptions
 from genmodels.core.tensors import html_table
+from genmodels.data.base import DataModule
 from genmodels.evaluation.materials import data_of, material
 from genmodels.evaluation.samples import draw, write_path, write_samples
 from genmodels.models.base import GenerativeModel
@@ -151,7 +152,7 @@ class Model:
         parts = list(data.loader(split, 4096, torch.arange(size if n is None else min(n, size))))
         return Batch(*(joined([getattr(part, name) for part in parts]) for name in ("x", "cond", "mask", "index")))
 
-    def _data(self):
+    def _data(self) -> DataModule:
         return data_of(self.header, self.ckpt, self.trust)()
 
     def sample(
@@ -250,6 +251,16 @@ class Model:
             with refusals():
                 cond = self.network.labels(cond.tolist() if hasattr(cond, "tolist") else cond, number).cpu()
         return Batch(x.x, x.cond if cond is None else cond, x.mask, number if x.index is None else x.index)
+
+    def export(self, out: str | Path, *, ema: bool | float = True) -> list[str]:
+        """Write the model to a .safetensors, or its network to a .onnx or .pt2; what was written, and its check.
+
+        Raises:
+            InputError, RunError: as `genmodels export` says.
+        """
+        from genmodels.cli.export import export
+
+        return export(self.network, self.header, out, ema)
 
     def evaluate(self, **options: Any) -> Comparison:
         """As `genmodels.evaluate` of this model alone."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +22,7 @@ from genmodels.models.ddpm import DDPM
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.speech.text import CHARACTERS
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 
 
@@ -119,6 +125,13 @@ def test_train_and_evaluate(tmp_path, capsys, monkeypatch):
     row = found.table.models[0].likelihood[0]
     assert row.kind == "exact" and f"{row.value:.4f}" in str(found) and f"{row.value:.4f}" in found._repr_html_()
     assert row.value == pytest.approx(-model.log_likelihood(model.items(20)).mean_nats(), abs=1e-5)
+
+
+def test_the_public_names_are_typed():
+    pytest.importorskip("mypy", reason="mypy is not installed (pip install 'genmodels[dev]')")
+    words = [sys.executable, "-m", "mypy", "--cache-dir", os.devnull]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_speech(tmp_path):

@@ -18,9 +18,9 @@ from importlib import import_module
 from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
 
 #: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
-CONFIGURED = ("train", "sample", "evaluate", "verify", "demo", "shards")
+CONFIGURED = ("train", "sample", "evaluate", "verify", "demo", "export", "push", "shards")
 #: Those that need a checkpoint.
-OF_CHECKPOINTS = ("sample", "evaluate", "demo")
+OF_CHECKPOINTS = ("sample", "evaluate", "demo", "export", "push")
 #: Commands that take a few words; each has a module here with `main(words) -> exit code`.
 PLAIN = ("info", "doctor", "completion")
 FLAGS = {"-m": "multirun", "--multirun": "multirun", "--keys": "keys", "--resolve": "resolve"}

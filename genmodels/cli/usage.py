@@ -26,6 +26,8 @@ EXAMPLES = {
                "what=attention", "what=attention object=mypackage.layers:factory capabilities=[relative,cache,causal] "
                "trust=[mypackage]"],
     "demo": ["ckpt=runs/ddpm-digits/<time>", "'ckpt=[runs/a,runs/b]' port=8080"],
+    "export": ["ckpt=runs/ddpm-digits/<time> out=model.safetensors", "ckpt=model.safetensors out=network.onnx"],
+    "push": ["ckpt=runs/ddpm-digits/<time> to=user/name licence=mit", "ckpt=model.safetensors out=card licence=mit"],
     "shards": ["data=image_folder data.root=photos data.size=64 out=shards"],
     "info": ["runs/ddpm-digits/<time>/last.ckpt", "runs/*/*/best.ckpt --full", "runs/ddpm-digits/<time> --open"],
     "completion": ["bash"],

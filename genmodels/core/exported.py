@@ -65,7 +65,7 @@ def _fetched(name: str) -> Path:
         raise InputError(f"{name} needs the package huggingface_hub: pip install 'genmodels[hub]'") from None
     try:
         return Path(hf_hub_download(repository, EXPORTED, revision=revision or None))
-    except (OSError, ValueError) as error:  # no connection, no such repository, no such file: each has its own class
+    except Exception as error:  # no connection, no such repository, file or revision: each has classes of its own
         raise InputError(f"{name}: {' '.join(str(error).split())[:300]}") from error
 
 

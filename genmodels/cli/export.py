@@ -1,0 +1,265 @@
+"""`genmodels export`: a model as a file for other programs, checked against itself: .safetensors, .onnx, .pt2."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from genmodels.core.errors import InputError, RunError
+from genmodels.core.exported import located
+from genmodels.core.files import check_writable, write_whole
+from genmodels.diffusion import Denoiser
+from genmodels.diffusion.denoiser import FlowMap, TokenDenoiser
+from genmodels.flows.flow import Flow
+from genmodels.models.base import GenerativeModel
+from genmodels.models.checkpoint import load_model, weights_of, write_exported
+from genmodels.models.density import is_flow
+from genmodels.models.glow_tts import GlowTTS
+
+_ROWS = 5  # of an example: a number that no other size is likely to have, with which the tracer would confuse it
+_TOLERANCE = 1e-3  # of the largest value: what float32 loses where operations are in another order
+
+
+def run(
+    *, ckpt: str, out: str = "model.safetensors", ema: bool | float = True, trust: list[str] | None = None
+) -> None:
+    """Write a trained model to a file that other programs read.
+
+    Arguments:
+        ckpt: a checkpoint, a run folder, an exported .safetensors, or hf://user/name.
+        out: a .safetensors (all weights and the configuration; sample and evaluate read it as ckpt=), a .onnx or a
+            .pt2 (torch.export) with the network of a denoiser, a flow in both directions, or a text-to-speech flow.
+        ema: averaged weights (true), raw ones (false), or the average with one decay, of the network.
+        trust: further packages whose classes the checkpoint may name.
+    """
+    model, header = load_model(located(ckpt), device="cpu", trust=trust or [])
+    for line in export(model, header, out, ema):
+        print(line)
+
+
+def export(model: GenerativeModel, header: dict, out: str | Path, ema: bool | float = True) -> list[str]:
+    """Write a model to a file, or one for each of its functions; lines for the user.
+
+    Raises:
+        InputError: for another kind of file, a model that has no such form, or a package that is missing.
+        RunError: for a network that cannot be traced, or an exported one that gives other numbers.
+    """
+    target = Path(out)
+    if target.suffix not in (".safetensors", ".onnx", ".pt2"):
+        raise InputError(f"out={out}: end it in .safetensors (weights and configuration), .onnx or .pt2 (the network)")
+    check_writable("out", target)
+    if target.suffix == ".safetensors":
+        write_exported(target, {"genmodels": header, "state_dict": model.state_dict()})
+        return [f"{header['parameters']:,} parameters with their configuration: {target}",
+                f"sample:   genmodels sample ckpt={target}"]
+    lines = []
+    for graph in graphs_of(model, weights_of(ema)):
+        place = target.with_name(f"{target.stem}{graph.suffix}{target.suffix}")
+        lines += [f"{graph.meaning}: {place}", *_written(graph, header, place)]
+    return lines
+
+
+class Function(nn.Module):
+    """`function(part, *tensors)` as a module, where `part` holds the weights."""
+
+    def __init__(self, function: Callable, part: nn.Module):
+        super().__init__()
+        self.function, self.part = function, part
+
+    def forward(self, *inputs: Tensor):
+        return self.function(self.part, *inputs)
+
+
+class Graph(NamedTuple):
+    """A function to be exported.
+
+    Attributes:
+        suffix: what its file's name ends in, where a model has several.
+        meaning: what it computes, in words.
+        module: the function.
+        inputs: examples by name, a batch; of texts one, of any length.
+        outputs: names of what it returns.
+    """
+
+    suffix: str
+    meaning: str
+    module: Function
+    inputs: dict[str, Tensor]
+    outputs: tuple[str, ...]
+
+
+def graphs_of(model: GenerativeModel, weights: str | float = "ema") -> list[Graph]:
+    """The functions of a model that make sense without this library.
+
+    Raises:
+        InputError: for a model of which there are none, with the reason.
+
+    Example:
+        >>> from genmodels.core.data import DataSpec
+        >>> from genmodels.models.ddpm import DDPM
+        >>> [graph.outputs for graph in graphs_of(DDPM(DataSpec("plane", (2,)), num_steps=4))]
+        [('x0', 'eps')]
+    """
+    core, spec = model.weights(weights), model.spec
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_ROWS, *spec.event_shape, generator=generator)
+    classes = {} if model.num_classes is None else {"cond": torch.arange(_ROWS) % model.num_classes}
+    if spec.text is not None:
+        return _spoken(model, core)
+    if is_flow(model):
+        points = torch.rand(x.shape, generator=generator) if spec.levels else x
+        return _both_ways(model, core.flow, points, classes)
+    if isinstance(core, TokenDenoiser):
+        tokens = torch.randint(0, spec.levels + 1, x.shape, generator=generator)
+        return [Graph("", f"log_p of every value (tokens: 0..{spec.levels - 1}, {spec.levels} where masked)",
+                      Function(_logits, core), {"tokens": tokens, **classes}, ("log_p",))]
+    if isinstance(core, FlowMap):
+        times = {"t": torch.linspace(0.3, 0.9, _ROWS), "until": torch.linspace(0.0, 0.2, _ROWS)}
+        return [Graph("", "velocity: x at time until is x - (t - until) velocity, x = (1 - t) data + t noise",
+                      Function(_velocity, core), {"x": x, **times, **classes}, ("velocity",))]
+    if isinstance(core, Denoiser):
+        log_snr = {"log_snr": torch.linspace(-3.0, 3.0, _ROWS)}
+        return [Graph("", "x0 and eps of x = sqrt(sigmoid(log_snr)) x0 + sqrt(sigmoid(-log_snr)) eps"
+                      + ("" if spec.levels is None else f", x0 = 2 level / {spec.levels - 1} - 1"),
+                      Function(_ends, core),
+                      {"x": x, **log_snr, **classes}, ("x0", "eps"))]
+    raise InputError(f"a {model.family} has no function to export but its weights: its samples follow gradients of the "
+                     "network or a loop over what was drawn before; out=model.safetensors holds all of it")
+
+
+def _ends(core: Denoiser, x: Tensor, log_snr: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    found = core.at_log_snr(x, log_snr, cond)
+    return found.x0, found.eps
+
+
+def _velocity(core: FlowMap, x: Tensor, t: Tensor, until: Tensor, cond: Tensor | None = None) -> Tensor:
+    return core.mean_velocity(x, t, until, cond)
+
+
+def _logits(core: TokenDenoiser, tokens: Tensor, cond: Tensor | None = None) -> Tensor:
+    return core(tokens, cond)
+
+
+def _forward(flow: Flow, x: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    z, logdet = flow.bijection(x, cond if flow.bijection.uses_cond else None)
+    return z, flow.base.log_prob(z, cond if flow.base.uses_cond else None, None) + logdet
+
+
+def _inverse(flow: Flow, z: Tensor, cond: Tensor | None = None) -> Tensor:
+    return flow.bijection.inverse(z, cond if flow.bijection.uses_cond else None)[0]
+
+
+def _both_ways(model: GenerativeModel, flow: Flow, points: Tensor, classes: dict[str, Tensor]) -> list[Graph]:
+    classes = classes if flow.uses_cond else {}
+    scale = "" if model.spec.levels is None else f", x = (level + u) / {model.spec.levels} with u uniform in [0, 1)"
+    with torch.no_grad():
+        z, _ = _forward(flow, points, **classes)
+    there = Graph("", f"latent z and log-density in nats of x{scale}", Function(_forward, flow),
+                  {"x": points, **classes}, ("z", "log_p"))
+    if model.family == "tarflow":  # its inverse draws one token after the other
+        return [there]
+    back = Graph("_inverse", f"x of the latent z{scale}", Function(_inverse, flow), {"z": z, **classes}, ("x",))
+    return [there, back]
+
+
+def _spoken(model: GenerativeModel, core: nn.Module) -> list[Graph]:
+    if not isinstance(model, GlowTTS):
+        raise InputError(f"a {model.family} makes a mel in a loop whose length its text decides, which no graph holds: "
+                         "out=model.safetensors holds all of it, and glow_tts can be exported")
+    if core.embedding is not None:
+        raise InputError("a glow_tts of several speakers is not exported: only models of one voice are")
+    tokens = torch.arange(1, 7)[None] % len(model.spec.text["symbols"])
+    path = torch.eye(6).repeat_interleave(2, 1)[None]
+    both = nn.ModuleDict({"flow": core.tts, "units": model.units})
+    noise = torch.randn(1, model.spec.event_shape[0], 12, generator=torch.Generator().manual_seed(0))
+    return [
+        Graph("_durations", "frames of every token", Function(_frames, both), {"tokens": tokens}, ("frames",)),
+        Graph("", "log-mel for a vocoder of one text: path (1, N, T) is 1 where token n is heard in frame t, T even; "
+              "noise is normal, times the temperature", Function(_mel, both),
+              {"tokens": tokens, "path": path, "noise": noise}, ("mel",)),
+    ]
+
+
+def _frames(both: nn.ModuleDict, tokens: Tensor) -> Tensor:
+    h, _, _ = both["flow"].encoder(tokens, None, None)
+    return both["flow"].durations.frames(h)
+
+
+def _mel(both: nn.ModuleDict, tokens: Tensor, path: Tensor, noise: Tensor) -> Tensor:
+    _, mu, log_sigma = both["flow"].encoder(tokens, None, None)
+    z = mu @ path + torch.exp(log_sigma @ path) * noise
+    return both["units"].inverse(both["flow"].decoder.inverse(z)[0])
+
+
+def _written(graph: Graph, header: dict, target: Path) -> list[str]:
+    """Trace a function, write it, and compare what was written with it on other inputs; lines for the user."""
+    examples, names = tuple(graph.inputs.values()), list(graph.inputs)
+    batch, auto = torch.export.Dim("batch"), torch.export.Dim.AUTO
+    spoken = "tokens" in names and "noise" in names or graph.outputs == ("frames",)
+    axes = tuple({axis: auto for axis in range(1, x.dim())} if spoken else {0: batch} for x in examples)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(graph.module.eval(), examples, dynamic_shapes=(axes,), strict=True)
+    except Exception as error:  # the tracer raises whatever it trips over
+        raise RunError(f"{target}: torch.export cannot trace this network ({_first_line(error)}); "
+                       "out=model.safetensors holds its weights") from error
+    text = json.dumps(header)
+    if target.suffix == ".pt2":
+        write_whole(target, lambda file: torch.export.save(program, file, extra_files={"genmodels.json": text}))
+        return [_parity(graph, torch.export.load(io.BytesIO(target.read_bytes())).module(), "the file read again")]
+    content = _onnx(program, examples, names, graph.outputs, text)
+    write_whole(target, lambda file: file.write(content))
+    try:
+        from onnxruntime import InferenceSession
+    except ImportError:
+        return ["not checked: onnxruntime is not installed (pip install 'genmodels[export]')"]
+    session = InferenceSession(content)
+
+    def found(*inputs: Tensor) -> list[np.ndarray]:
+        return session.run(None, {name: x.numpy() for name, x in zip(names, inputs, strict=True)})
+
+    return [_parity(graph, found, "onnxruntime")]
+
+
+def _onnx(program, examples: tuple[Tensor, ...], names: list[str], outputs: tuple[str, ...], text: str) -> bytes:
+    try:
+        import onnx
+        import onnxscript  # what torch writes it by
+    except ImportError as error:
+        raise InputError(f"a .onnx needs the package {error.name}: pip install 'genmodels[export]'; a .pt2 needs none"
+                         ) from None
+    del onnxscript
+    written = torch.onnx.export(program, examples, input_names=names, output_names=outputs, dynamo=True, verbose=False)
+    proto = written.model_proto
+    onnx.helper.set_model_props(proto, {"genmodels": text})
+    return proto.SerializeToString()
+
+
+def _parity(graph: Graph, exported: Callable, by: str) -> str:
+    """Compare on three rows (of a text: on the example), which the tracer has not seen."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = [x[torch.randint(len(x), (3 if len(x) > 1 else 1,), generator=generator)] for x in graph.inputs.values()]
+    inputs = [x + 0.1 * torch.rand(x.shape, generator=generator) if x.is_floating_point() and name != "path" else x
+              for name, x in zip(graph.inputs, inputs, strict=True)]
+    with torch.no_grad():
+        ours, theirs = graph.module(*inputs), exported(*inputs)
+    ours = ours if isinstance(ours, tuple) else (ours,)
+    theirs = theirs if isinstance(theirs, tuple | list) else (theirs,)
+    worst, largest = 0.0, 1.0
+    for a, b in zip(ours, theirs, strict=True):
+        worst = max(worst, float((a - torch.as_tensor(b)).abs().max()))
+        largest = max(largest, float(a.abs().max()))
+    if not worst <= _TOLERANCE * largest:
+        raise RunError(f"the exported {', '.join(graph.outputs)} differ by {worst:.1e} from those of the model ({by})")
+    return f"largest difference of {', '.join(graph.outputs)} by {by}: {worst:.1e}, of values up to {largest:.2g}"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"

@@ -1,0 +1,160 @@
+"""`genmodels push`: a model on the Hugging Face hub, or in a folder, with a card made of its report."""
+
+from __future__ import annotations
+
+
+def run(
+    *, ckpt: str, licence: str, to: str | None = None, out: str | None = None, private: bool = False,
+    trust: list[str] | None = None,
+) -> None:
+    """Publish a trained model on the Hugging Face hub, from where ckpt=hf://user/name reads it.
+
+    Nothing is uploaded but the files that are printed: the model with its configuration, which names the folders of its
+    data, a card, and a picture of samples. The token is that of `hf auth login` or HF_TOKEN.
+
+    Arguments:
+        ckpt: a checkpoint, a run folder or an exported .safetensors.
+        licence: the licence of the model, such as mit, apache-2.0 or cc-by-4.0: you decide, the data may have a say.
+        to: the repository on the hub, user/name.
+        out: a folder to write the files to; without `to` nothing is uploaded.
+        private: make a new repository private.
+        trust: further packages whose classes the checkpoint may name.
+    """
+    import tempfile
+    from pathlib import Path
+
+    from genmodels.core.errors import InputError
+    from genmodels.core.exported import HUB
+
+    to = to.removeprefix(HUB) if to is not None else None
+    if to is None and out is None:
+        raise InputError("say where: to=user/name uploads the model, out=folder only writes what would be uploaded")
+    if to is not None and (len(to.split("/")) != 2 or not all(to.split("/"))):
+        raise InputError(f"to={to}: a repository of the hub is user/name")
+    if not licence.strip():
+        raise InputError("licence is empty: name one, such as mit or cc-by-4.0")
+    if out is not None and Path(out).suffix:
+        raise InputError(f"out={out}: the files of a model are written to a folder")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(out or temporary)
+        names = write_files(ckpt, folder, licence, to, trust or [])
+        if out is not None:
+            print(f"{', '.join(names)}: {folder}")
+        if to is not None:
+            print(f"{', '.join(names)}: {upload(folder, names, to, private)}")
+            print(f"sample:   genmodels sample ckpt={HUB}{to}")
+
+
+def write_files(ckpt: str, folder, licence: str, to: str | None, trust: list[str]) -> list[str]:
+    """Write model.safetensors, README.md and samples.png, where there is a picture; their names."""
+    import json
+
+    from genmodels.core.checkpoint import origin
+    from genmodels.core.errors import InputError
+    from genmodels.core.exported import EXPORTED, located, place_of
+    from genmodels.core.files import write_whole
+    from genmodels.core.samples import SamplingOptions
+    from genmodels.evaluation.samples import draw, write_samples
+    from genmodels.models.checkpoint import load_model, write_exported
+
+    model, header = load_model(located(ckpt), device="cpu", trust=trust)
+    spec = model.spec
+    write_exported(folder / EXPORTED, {"genmodels": header, "state_dict": model.state_dict()})
+    names = [EXPORTED, "README.md"]
+    if spec.text is None and (spec.is_image or spec.mel is not None or spec.event_shape == (2,)):
+        drawn = draw(model, SamplingOptions(n=_shown(spec.num_classes)), progress=False)
+        drawn.made |= origin(located(ckpt), header)
+        write_samples(drawn, spec, folder / "samples.png")
+        names.append("samples.png")
+    report = None
+    place = place_of(ckpt)
+    found = place.with_name("report.json" if place.stem in ("best", "model") else f"report_{place.stem}.json")
+    if found.is_file():
+        try:
+            report = json.loads(found.read_text(encoding="utf-8"))
+            text = card(spec, header, report, licence, to, names)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{found} is no report of genmodels evaluate ({type(error).__name__}): evaluate again"
+                             ) from error
+    else:
+        text = card(spec, header, None, licence, to, names)
+    write_whole(folder / "README.md", lambda file: file.write(text), mode="w")
+    return names
+
+
+def _shown(classes: int | None) -> int:
+    """As many samples as make whole rows of the classes."""
+    return 64 if classes is None or classes > 32 else 4 * classes
+
+
+def card(spec, header: dict, report: dict | None, licence: str, to: str | None, names: list[str]) -> str:
+    """The model card, as the hub reads it: Markdown after a few lines of YAML.
+
+    Arguments:
+        spec: the data.
+        header: of the checkpoint.
+        report: of `genmodels evaluate`, None where there is none.
+        licence: named in the YAML.
+        to: the repository.
+        names: files next to it, of which samples.png is shown.
+    """
+    from genmodels import __version__
+
+    family, name = header["family"], f"hf://{to}" if to else "<this folder>"
+    kind = "continuous values" if spec.levels is None else f"integers of {spec.levels} levels"
+    classes = "" if spec.num_classes is None else f", {spec.num_classes} classes"
+    lines = [
+        "---", f"license: {licence.strip()}", "library_name: genmodels", f"tags: [genmodels, {family}]", "---",
+        "", f"# {family} of {spec.name}", "",
+        f"A {family} with {header['parameters']:,} parameters, trained for {header['step']:,} steps on "
+        f"{spec.name}: {' x '.join(map(str, spec.event_shape))}, {kind}{classes}. Made with genmodels "
+        f"{header['genmodels']}.", "",
+    ]
+    if "samples.png" in names:
+        lines += ["![samples](samples.png)", ""]
+    lines += ["## Likelihood", "", *_likelihoods(report), "", "## Use", "", "```sh", "pip install 'genmodels[hub]'",
+              f"genmodels sample ckpt={name}", f"genmodels evaluate ckpt={name}", "```", "", "```python",
+              "import genmodels as gm", "", f'gm.load("{name}").sample({"" if spec.text else 16}).show()', "```", "",
+              f"Written by genmodels {__version__}; the file carries its configuration and a checksum."]
+    return "\n".join(lines) + "\n"
+
+
+def _likelihoods(report: dict | None) -> list[str]:
+    """A table of Markdown: each value with its mark, its standard error, its kind and how it was computed."""
+    from genmodels.core.likelihood import with_error
+
+    if report is None:
+        return ["Not evaluated yet: `genmodels evaluate` states it with its kind and error."]
+    rows = ["| value | unit | kind | how |", "|---|---|---|---|"]
+    for line in report["likelihood"]:
+        unit = line["unit"]
+        value = -line["mean_nats"] if unit == "nats" and line["mean_nats"] is not None else line.get(unit)
+        shown = f"{line['mark']} {with_error(value, line['se_data'])}"
+        rows.append(f"| `{shown}` | {unit.replace('_per_', '/')} | {line['kind']} | {line['how']} |")
+    data = report["data"]
+    return [*rows, "", f"On {data['items']:,} items of the {data['split']} split of {data['name']}"
+            f"{' (not all)' if data['limited'] else ''}. `=` is exact, `<=` a bound (the true value is at most this), "
+            "`~` computed by an ODE solver; in brackets one standard error in the last digits."]
+
+
+def upload(folder, names: list[str], to: str, private: bool) -> str:
+    """Put files into a repository of the hub, made where it is missing, in one commit; its address.
+
+    Raises:
+        InputError: without huggingface_hub.
+        RunError: for what the hub or the network refuses.
+    """
+    from genmodels.core.errors import InputError, RunError
+
+    try:
+        from huggingface_hub import CommitOperationAdd, HfApi
+    except ImportError:
+        raise InputError("push needs the package huggingface_hub: pip install 'genmodels[hub]'; out=folder without "
+                         "to= writes the files alone") from None
+    api = HfApi()
+    try:
+        api.create_repo(to, private=private, exist_ok=True)
+        added = [CommitOperationAdd(name, str(folder / name)) for name in names]
+        return str(api.create_commit(to, added, commit_message="genmodels push").commit_url)
+    except Exception as error:  # of the hub, of the network, of its client: each has its own classes
+        raise RunError(f"to={to}: {' '.join(str(error).split())[:300]}") from error

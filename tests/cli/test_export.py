@@ -1,0 +1,113 @@
+"""`genmodels export`: files that other programs read give the numbers of the model."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from genmodels.cli.export import Function, Graph, _parity, export, graphs_of
+from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError, RunError
+from genmodels.models.ddpm import DDPM
+from genmodels.models.energy import EnergyModel
+from genmodels.models.few_steps import MeanFlowModel
+from genmodels.models.glow_tts import GlowTTS
+from genmodels.models.masked_diffusion import MaskedDiffusionModel
+from genmodels.models.realnvp import RealNVP
+from genmodels.speech.text import CHARACTERS
+
+PLANE, DIGITS = DataSpec("plane", (2,)), DataSpec("digits", (1, 4, 4), levels=17, num_classes=3)
+SMALL = {"hidden": 8, "depth": 1}
+
+
+def perturbed(model):
+    """Weights that are nowhere zero, and a flow that has seen data."""
+    torch.manual_seed(0)
+    model.initialize(Batch(torch.randn(64, 2), index=torch.arange(64)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model.eval()
+
+
+def ddpm():
+    return perturbed(DDPM(PLANE, num_steps=8, net=SMALL, ema_decay=0.0))
+
+
+def test_a_denoiser_as_torch_export_is_the_model(tmp_path):
+    model = ddpm()
+    lines = export(model, model.header(), tmp_path / "network.pt2")
+    assert "largest difference of x0, eps by the file read again" in lines[1]
+    held = {"genmodels.json": ""}
+    read = torch.export.load(io.BytesIO((tmp_path / "network.pt2").read_bytes()), extra_files=held).module()
+    x, log_snr = torch.randn(5, 2), torch.linspace(-3, 3, 5)
+    x0, eps = read(x, log_snr)
+    expected = model.core.at_log_snr(x, log_snr)
+    assert torch.allclose(x0, expected.x0, atol=1e-4) and torch.allclose(eps, expected.eps, atol=1e-4)
+    assert json.loads(held["genmodels.json"])["family"] == "ddpm"
+    alpha, sigma = torch.sigmoid(log_snr)[:, None].sqrt(), torch.sigmoid(-log_snr)[:, None].sqrt()
+    assert torch.allclose(alpha * x0 + sigma * eps, x, atol=1e-4)  # what the printed line says of them
+
+
+def test_a_flow_in_both_directions(tmp_path):
+    model = perturbed(RealNVP(PLANE, couplings=2, hidden=8, ema_decay=0.0))
+    lines = export(model, model.header(), tmp_path / "flow.pt2")
+    assert len([line for line in lines if "largest difference" in line]) == 2
+    there, back = (torch.export.load(io.BytesIO((tmp_path / f"flow{end}.pt2").read_bytes())).module()
+                   for end in ("", "_inverse"))
+    x = torch.randn(4, 2)
+    z, log_p = there(x)
+    assert torch.allclose(log_p, model.core.flow.log_prob(x), atol=1e-4) and torch.allclose(back(z), x, atol=1e-4)
+
+
+def test_onnx_by_onnxruntime(tmp_path):
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed (pip install 'genmodels[export]')")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    model = ddpm()
+    lines = export(model, model.header(), tmp_path / "network.onnx")
+    assert "by onnxruntime" in lines[1]
+    session = onnxruntime.InferenceSession(tmp_path / "network.onnx")
+    x, log_snr = torch.randn(1, 2), torch.zeros(1)
+    x0, eps = session.run(None, {"x": x.numpy(), "log_snr": log_snr.numpy()})
+    expected = model.core.at_log_snr(x, log_snr)
+    assert torch.allclose(torch.from_numpy(x0), expected.x0, atol=1e-4) and eps.shape == (1, 2)
+    assert json.loads(session.get_modelmeta().custom_metadata_map["genmodels"])["data"]["name"] == "plane"
+
+
+def test_what_each_family_gives():
+    net = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
+    text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["hello"]}
+    speech = DataSpec("speech", (4, 40), mel={}, statistics={"mean": -5.0, "std": 2.0}, text=text)
+    tts = GlowTTS(speech, encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1).eval()
+    found = {
+        "mean_flow": graphs_of(MeanFlowModel(DIGITS, net=net)),
+        "masked": graphs_of(MaskedDiffusionModel(DIGITS, net={"width": 16, "depth": 1})),
+        "tts": graphs_of(tts),
+    }
+    assert [graph.outputs for graph in found["mean_flow"]] == [("velocity",)]
+    assert list(found["mean_flow"][0].inputs) == ["x", "t", "until", "cond"]
+    assert [graph.outputs for graph in found["masked"]] == [("log_p",)]
+    assert [graph.outputs for graph in found["tts"]] == [("frames",), ("mel",)]
+    for graphs in found.values():
+        for graph in graphs:
+            with torch.no_grad():
+                assert graph.module.eval()(*graph.inputs.values())[0].isfinite().all()
+
+
+def test_what_cannot_be_exported_says_why(tmp_path):
+    energy = EnergyModel(PLANE)
+    with pytest.raises(InputError, match="gradients of the network .* out=model.safetensors"):
+        export(energy, energy.header(), tmp_path / "energy.onnx")
+    with pytest.raises(InputError, match="end it in .safetensors"):
+        export(energy, energy.header(), tmp_path / "energy.pth")
+
+
+def test_another_network_is_found():
+    graph = Graph("", "twice x", Function(lambda part, x: 2 * x, nn.Identity()), {"x": torch.ones(2, 1)}, ("y",))
+    assert "0.0e+00" in _parity(graph, lambda x: 2 * x, "itself")
+    with pytest.raises(RunError, match="differ by"):
+        _parity(graph, lambda x: 2.01 * x, "another")

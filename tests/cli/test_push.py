@@ -1,0 +1,138 @@
+"""`genmodels push`: the files, the card, and the hub, by a server on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+import genmodels as gm
+from genmodels.cli.main import main
+from genmodels.core.data import Batch, DataSpec
+from genmodels.models.checkpoint import write_checkpoint
+from genmodels.models.nsf import NSF
+
+REPORT = {
+    "likelihood": [
+        {"mark": "=", "unit": "nats", "kind": "exact", "mean_nats": -2.5, "se_data": 0.0123, "how": "density"},
+        {"mark": "<=", "unit": "bits_per_dim", "bits_per_dim": 2.25, "kind": "lower_bound", "mean_nats": -100.0,
+         "se_data": None, "how": "20 terms"},
+    ],
+    "data": {"name": "plane", "split": "test", "items": 1000, "limited": True},
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    model = NSF(DataSpec("plane", (2,)), layers=1, hidden=4, ema_decay=0.0)
+    model.initialize(Batch(torch.randn(64, 2), index=torch.arange(64)))
+    state = {"state_dict": model.state_dict()}
+    model.on_save_checkpoint(state)
+    write_checkpoint(tmp_path / "run" / "best.ckpt", state)
+    return tmp_path / "run"
+
+
+def test_the_folder_loads_and_its_card_says_what_was_measured(folder, tmp_path, capsys):
+    (folder / "report.json").write_text(json.dumps(REPORT))
+    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
+    assert "model.safetensors, README.md, samples.png" in capsys.readouterr().out
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n") and "![samples](samples.png)" in card
+    assert "| `= 2.5000(123)` | nats | exact | density |" in card and "`<= 2.2500` | bits/dim | lower_bound" in card
+    assert "1,000 items of the test split of plane (not all)" in card
+    assert gm.load(tmp_path / "card").sample(2).x.shape == (2, 2)
+
+
+@pytest.mark.parametrize("words, said", [
+    (["licence=mit"], "to=user/name"),
+    (["licence=mit", "to=name"], "is user/name"),
+    (["to=a/b"], "licence"),
+    (["licence=mit", "out=a.zip"], "written to a folder"),
+])  # fmt: skip
+def test_what_is_missing_is_one_line(folder, words, said, capsys):
+    assert main(["push", f"ckpt={folder}", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_without_a_report_the_card_says_so(folder, tmp_path):
+    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
+    assert "Not evaluated yet" in (tmp_path / "card" / "README.md").read_text()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as an upload, a download and a refusal take."""
+
+    held: dict[str, bytes] = {}
+
+    def do_POST(self):
+        lines = self.rfile.read(int(self.headers["Content-Length"])).splitlines()
+        here, answer = f"http://{self.headers['Host']}/user/plane", {}
+        if self.path == "/api/repos/create":
+            answer = {"url": here}
+        elif self.path == "/api/models/user/plane/preupload/main":
+            names = [file["path"] for file in json.loads(lines[0])["files"]]
+            answer = {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+        elif self.path == "/api/models/user/plane/commit/main":
+            files = [entry["value"] for entry in map(json.loads, lines) if entry["key"] == "file"]
+            self.held.update({file["path"]: base64.b64decode(file["content"]) for file in files})
+            answer = {"commitUrl": f"{here}/commit/{'a' * 40}", "commitOid": "a" * 40, "success": True}
+        self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def do_GET(self):
+        content = self.held.get(self.path.removeprefix("/user/plane/resolve/main/"))
+        if content is None:
+            self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
+        else:
+            self._send(200, content, {"ETag": '"0123abcd"', "X-Repo-Commit": "a" * 40})
+
+    do_HEAD = do_GET
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+_CODE = """
+import sys
+from pathlib import Path
+from genmodels.cli.push import upload
+from genmodels.core.exported import located
+print(upload(Path(sys.argv[1]), ["README.md", "model.safetensors"], "user/plane", False))
+print(located("hf://user/plane"))
+try:
+    located("hf://user/nothing")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_model_goes_to_the_hub_and_back(folder, tmp_path):
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed (pip install 'genmodels[hub]')")
+    assert main(["push", f"ckpt={folder}", "licence=mit", f"out={tmp_path / 'card'}"]) == 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "NO_PROXY": "127.0.0.1",
+                   "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_test"}
+    done = subprocess.run([sys.executable, "-c", _CODE, str(tmp_path / "card")], env=environment, capture_output=True,
+                          text=True, timeout=120)
+    server.shutdown()
+    assert done.returncode == 0, done.stderr
+    address, place, refused = done.stdout.splitlines()
+    assert address.endswith("/user/plane/commit/" + "a" * 40) and "hf://user/nothing: " in refused
+    assert set(Hub.held) == {"README.md", "model.safetensors"} and gm.load(place).family == "nsf"
