@@ -111,6 +111,13 @@ class DiffusionModel(GenerativeModel):
             name=self.usual_sampler)
         self.finish_setup(optimizer, ema_decay)
 
+    def _whole(self, rows: Tensor) -> tuple[Tensor, slice]:
+        """The rows of all processes in the order of the global batch, and which of them are those of this one."""
+        rank, world = self._rank_world
+        if world == 1:
+            return rows, slice(None)
+        return self.all_gather(rows).transpose(0, 1).flatten(0, 1), slice(rank, None, world)
+
     def sharded_networks(self) -> list[nn.Module]:
         """The network; a learned schedule has weights outside of it."""
         if any(True for _ in self.core.schedule.parameters()):

@@ -15,7 +15,7 @@ from genmodels.core.tensors import hide
 from genmodels.diffusion import Denoiser, Elbo, FlowMap
 from genmodels.diffusion.consistency import Consistency, ConsistencyWeighting
 from genmodels.diffusion.distillation import ProgressiveDistillation
-from genmodels.diffusion.flow_matching import PathName, make_path, velocity_of
+from genmodels.diffusion.flow_matching import Coupling, CouplingName, PathName, make_path, velocity_of
 from genmodels.diffusion.mean_flow import MeanFlow
 from genmodels.diffusion.shortcut import FlowMapMatching, Shortcut
 from genmodels.diffusion.weighting import WeightingName
@@ -59,7 +59,7 @@ class ShortcutModel(FlowMapModel):
         spec: the data set this model is built for.
         share: probability that an item learns a step rather than the velocity.
         finest: number M of shortest steps from noise to data, a power of two; a step of 1/M is the velocity itself.
-        time_sampler: how training draws its times, see `FlowMatchingModel`.
+        coupling, time_sampler: see `FlowMatchingModel`; any coupling has a velocity, hence a flow map.
         num_steps: T, the number of steps of the bound, and the most of a sampler.
         class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`; the network takes two times.
 
@@ -81,6 +81,7 @@ class ShortcutModel(FlowMapModel):
         *,
         share: float = 0.25,
         finest: int = 128,
+        coupling: CouplingName = "independent",
         time_sampler: TimesName = "antithetic",
         num_steps: int = 1000,
         class_conditional: bool = True,
@@ -93,7 +94,9 @@ class ShortcutModel(FlowMapModel):
         super().__init__(spec)
         self.save_hyperparameters(ignore=["spec"], logger=False)
         self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
-        self.assemble_map(Shortcut(share=share, finest=finest, time_sampler=time_sampler), net, optimizer, ema_decay)
+        pairs = Coupling(coupling, whole=self._whole)
+        objective = Shortcut(pairs, share=share, finest=finest, time_sampler=time_sampler)
+        self.assemble_map(objective, net, optimizer, ema_decay)
 
 
 class MeanFlowModel(FlowMapModel):
@@ -106,6 +109,7 @@ class MeanFlowModel(FlowMapModel):
         share: probability that an item learns between two times, and not the velocity at one.
         mean, std: of the logits of the times.
         power: how much large errors count for less, see `MeanFlow`: 0 for the mean squared error, 1 for its logarithm.
+        coupling: see `FlowMatchingModel`; any coupling has a velocity, hence a flow map.
         num_steps: T, the number of steps of the bound, and the most of a sampler.
         class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`; the network takes two times.
 
@@ -129,6 +133,7 @@ class MeanFlowModel(FlowMapModel):
         mean: float = -0.4,
         std: float = 1.0,
         power: float = 1.0,
+        coupling: CouplingName = "independent",
         num_steps: int = 1000,
         class_conditional: bool = True,
         cond_drop: float = 0.1,
@@ -140,7 +145,9 @@ class MeanFlowModel(FlowMapModel):
         super().__init__(spec)
         self.save_hyperparameters(ignore=["spec"], logger=False)
         self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
-        self.assemble_map(MeanFlow(share=share, mean=mean, std=std, power=power), net, optimizer, ema_decay)
+        pairs = Coupling(coupling, whole=self._whole)
+        objective = MeanFlow(pairs, share=share, mean=mean, std=std, power=power)
+        self.assemble_map(objective, net, optimizer, ema_decay)
 
 
 class StepModel(DiffusionModel):

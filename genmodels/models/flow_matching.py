@@ -128,13 +128,6 @@ class FlowMatchingModel(DiffusionModel):
         self.reflow, self.reflow_pairs = reflow, reflow_pairs
         self.pairs: Pairs | None = None
 
-    def _whole(self, rows: Tensor) -> tuple[Tensor, slice]:
-        """The rows of all processes in the order of the global batch, and which of them are those of this one."""
-        rank, world = self._rank_world
-        if world == 1:
-            return rows, slice(None)
-        return self.all_gather(rows).transpose(0, 1).flatten(0, 1), slice(rank, None, world)
-
     # ---- reflow -------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:

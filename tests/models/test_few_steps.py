@@ -135,3 +135,16 @@ def test_options_that_do_not_fit():
         ShortcutModel(DIGITS, net=SMALL | {"fourier": [2]})
     with pytest.raises(ValueError, match="power of two"):
         ShortcutModel(DIGITS, net=SMALL, finest=100)
+
+
+@pytest.mark.parametrize("kind", FLOW_MAPS)
+def test_a_coupling_pairs_the_items_of_a_flow_map_with_their_noise(kind):
+    """With the exact assignment the straight lines of a batch are shorter, and all noise is used."""
+    plane, n = DataSpec("plane", (2,)), 64
+    x0 = torch.randn(n, 2, generator=torch.Generator().manual_seed(0))
+    drawn = []
+    for coupling in ("independent", "ot"):
+        objective = small(kind, plane, net={"hidden": 16, "depth": 1}, coupling=coupling).objective
+        drawn.append(objective.noise(x0, None, KeyedGenerator(0, torch.arange(n), "train")))
+    assert torch.equal(*(noise.sort(0).values for noise in drawn))
+    assert (drawn[1] - x0).square().sum() < 0.5 * (drawn[0] - x0).square().sum()
