@@ -310,9 +310,9 @@ def _samples(gr, model: gm.Model) -> None:
     slider.input(moment, [kept, slider], shown, show_progress="hidden", trigger_mode="always_last")
 
 
-def _choice(gr, model: gm.Model, target, label: str = "Item of the test split") -> None:
+def _choice(gr, model: gm.Model, target) -> None:
     """A number and a button that puts the picture of an item into `target`."""
-    number = gr.Number(0, precision=0, label=label)
+    number = gr.Number(0, precision=0, label="Item of the test split")
     _on(gr.Button("Show item"), lambda which: item(model, which), [number], {}, [target])
 
 
