@@ -62,9 +62,10 @@ class GroupNorm(nn.Module):
         if scale is None:
             return nn.functional.group_norm(x, self.groups, a, b, self.eps)
         batch, channels, *space = x.shape
-        if x.is_contiguous():
+        if x.is_contiguous() and not torch.compiler.is_exporting():
             # Each (example, channel) becomes a channel of one big example: the kernel then applies scale and shift in
-            # the pass that normalises, instead of two more passes over the map in each direction.
+            # the pass that normalises, instead of two more passes over the map in each direction. An exported graph is
+            # for any number of examples, and the number of groups a constant of it.
             wide = x.reshape(1, batch * channels, *space)
             y = nn.functional.group_norm(wide, batch * self.groups, a.reshape(-1), b.reshape(-1), self.eps)
             return y.view(x.shape)
