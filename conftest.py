@@ -43,6 +43,12 @@ def pytest_xdist_make_scheduler(config, log):
     return WorkStealingScheduling(config, log)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """What forks comes first: a process in which torch has started threads of autograd forks children without one."""
+    items.sort(key=lambda item: item.get_closest_marker("forks") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def a_cache_of_their_own(tmp_path_factory):
     """Tests neither read nor fill the user's cache."""

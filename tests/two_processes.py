@@ -10,7 +10,12 @@ import torch
 
 from genmodels.core.processes import Ranks
 
-fork = pytest.mark.skipif("fork" not in torch.multiprocessing.get_all_start_methods(), reason="no fork on this system")
+_FORKS = "fork" in torch.multiprocessing.get_all_start_methods()
+
+
+def fork(test):
+    """Mark a test that forks: it runs before all others, and is skipped where there is no fork."""
+    return pytest.mark.forks(pytest.mark.skipif(not _FORKS, reason="no fork on this system")(test))
 
 
 def forked(work, *calls: tuple, codes: tuple = (0, 0)) -> None:

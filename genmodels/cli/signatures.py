@@ -174,7 +174,7 @@ def target(dotted: str) -> Target | None:
 
     Example:
         >>> sorted(target("genmodels.cli.info.run").keys)
-        ['ckpt', 'full']
+        ['ckpt', 'full', 'open']
     """
     found = find(dotted)
     if found is None or not isinstance(found[1], ast.ClassDef | ast.FunctionDef):

@@ -69,8 +69,8 @@ def test_a_signal_during_a_save_is_no_failure_of_the_save(tmp_path):
     def save(path):
         terminate()
 
-    trainer = SimpleNamespace(global_step=0, max_steps=9, is_global_zero=True, loggers=[], save_checkpoint=save,
-                              lightning_module=SimpleNamespace())
+    trainer = SimpleNamespace(global_step=0, max_steps=9, should_stop=False, is_global_zero=True, loggers=[],
+                              save_checkpoint=save, lightning_module=SimpleNamespace())
     with pytest.raises(Interrupted, match="SIGTERM"), stoppable():
         Checkpointing(tmp_path, CheckpointOptions()).on_train_start(trainer, trainer.lightning_module)
 
