@@ -26,7 +26,7 @@ from genmodels.core.errors import InputError, Interrupted, refusals, require_kno
 from genmodels.core.exported import located
 from genmodels.core.files import check_writable
 from genmodels.core.likelihood import Likelihood
-from genmodels.core.samples import USUAL_NUMBER, SamplingOptions
+from genmodels.core.samples import USUAL_NUMBER, SamplingOptions, require_partners
 from genmodels.core.tensors import html_table
 from genmodels.data.base import DataModule
 from genmodels.evaluation.materials import data_of, material
@@ -179,11 +179,9 @@ class Model:
             InputError: for options that this model does not take, or values that make no sense.
         """
         options = {key: value for key, value in {"cond": cond, **options}.items() if value is not None}
-        self._check(options)
+        self.network.require_options(options, () if self.spec.text is None else ("pause", "vocoder"))
         named = {"inpaint": inpaint, "mask": mask, "edit": edit}
-        for key, partner in (("inpaint", "mask"), ("mask", "inpaint")):
-            if named[key] is not None and named[partner] is None:
-                raise InputError(f"{key}={named[key]} needs {partner}=: give both")
+        require_partners(options | named)
         items, _ = material(self.network, self.header, named, self.ckpt, self.trust)
         options |= items | {"weights": weights_of(ema)}
         if self.spec.text is not None:
@@ -192,11 +190,6 @@ class Model:
         drawn = draw(self.network, asked, batch_size=batch_size, progress=progress)
         drawn.made |= origin(located(self.ckpt), self.header)
         return Samples.of(drawn, self.spec)
-
-    def _check(self, options: dict[str, Any]) -> None:
-        further = () if self.spec.text is None else ("pause", "vocoder")
-        wrong = [key for key in options if not self.network.takes(key)]
-        require_known(self.family, wrong, [*self.network.own_options(), *further], "sampling option")
 
     def _say(self, takes: int, options: dict[str, Any]) -> Speech:
         from genmodels.cli.say import Speech, manner_of, synthesise

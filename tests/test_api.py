@@ -85,6 +85,8 @@ REFUSED = [
     (lambda model: model.sample(0), "n must be at least 1, got 0"),
     (lambda model: model.sample(2, cond="eleven"), "class 'eleven' does not exist"),
     (lambda model: model.sample(2, inpaint=3), "inpaint=3 needs mask="),
+    (lambda model: model.sample(2, strength=0.5), "strength=0.5 needs edit="),
+    (lambda model: model.sample(2, rounds=3), "rounds=3 needs inpaint="),
     (lambda model: model.sample(2, steps=2, progress=False).save("a.txt"), "end it in .png"),
     (lambda model: model.sample(2, steps=2, progress=False).save_path("a.gif"), "no trajectory was kept"),
     (lambda model: model.log_likelihood(torch.zeros(2, 1, 8, 8)), "has 17 integer levels"),

@@ -86,6 +86,8 @@ class Graph(NamedTuple):
         module: the function.
         inputs: examples by name, a batch; of texts one, of any length.
         outputs: names of what it returns.
+        any_length: whether it takes a text, and so a mel, of any length, one at a time; otherwise events of one size,
+            any number at once.
     """
 
     suffix: str
@@ -93,6 +95,7 @@ class Graph(NamedTuple):
     module: Function
     inputs: dict[str, Tensor]
     outputs: tuple[str, ...]
+    any_length: bool = False
 
 
 def graphs_of(model: GenerativeModel, weights: str | float = "ema") -> list[Graph]:
@@ -180,10 +183,11 @@ def _spoken(model: GenerativeModel, core: nn.Module) -> list[Graph]:
     both = nn.ModuleDict({"flow": core.tts, "units": model.units})
     noise = torch.randn(1, model.spec.event_shape[0], 12, generator=torch.Generator().manual_seed(0))
     return [
-        Graph("_durations", "frames of every token", Function(_frames, both), {"tokens": tokens}, ("frames",)),
+        Graph("_durations", "frames of every token", Function(_frames, both), {"tokens": tokens}, ("frames",),
+              any_length=True),
         Graph("", "log-mel for a vocoder of one text: path (1, N, T) is 1 where token n is heard in frame t, T even; "
               "noise is normal, times the temperature", Function(_mel, both),
-              {"tokens": tokens, "path": path, "noise": noise}, ("mel",)),
+              {"tokens": tokens, "path": path, "noise": noise}, ("mel",), any_length=True),
     ]
 
 
@@ -199,11 +203,10 @@ def _mel(both: nn.ModuleDict, tokens: Tensor, path: Tensor, noise: Tensor) -> Te
 
 
 def _written(graph: Graph, header: dict, target: Path) -> list[str]:
-    """Trace a function, write it, and compare what was written with it on other inputs; lines for the user."""
+    """Trace a function, compare the trace with it on other inputs, write it; lines for the user."""
     examples, names = tuple(graph.inputs.values()), list(graph.inputs)
     batch, auto = torch.export.Dim("batch"), torch.export.Dim.AUTO
-    spoken = "tokens" in names and "noise" in names or graph.outputs == ("frames",)
-    axes = tuple({axis: auto for axis in range(1, x.dim())} if spoken else {0: batch} for x in examples)
+    axes = tuple({axis: auto for axis in range(1, x.dim())} if graph.any_length else {0: batch} for x in examples)
     try:
         with torch.no_grad():
             program = torch.export.export(graph.module.eval(), examples, dynamic_shapes=(axes,), strict=True)
@@ -212,20 +215,14 @@ def _written(graph: Graph, header: dict, target: Path) -> list[str]:
                        "out=model.safetensors holds its weights") from error
     text = json.dumps(header)
     if target.suffix == ".pt2":
-        write_whole(target, lambda file: torch.export.save(program, file, extra_files={"genmodels.json": text}))
-        return [_parity(graph, torch.export.load(io.BytesIO(target.read_bytes())).module(), "the file read again")]
-    content = _onnx(program, examples, names, graph.outputs, text)
+        torch.export.save(program, buffer := io.BytesIO(), extra_files={"genmodels.json": text})
+        content = buffer.getvalue()
+        line = _parity(graph, torch.export.load(io.BytesIO(content)).module(), "the file read again")
+    else:
+        content = _onnx(program, examples, names, graph.outputs, text)
+        line = _parity_of_onnx(graph, content)
     write_whole(target, lambda file: file.write(content))
-    try:
-        from onnxruntime import InferenceSession
-    except ImportError:
-        return ["not checked: onnxruntime is not installed (pip install 'genmodels[export]')"]
-    session = InferenceSession(content)
-
-    def found(*inputs: Tensor) -> list[np.ndarray]:
-        return session.run(None, {name: x.numpy() for name, x in zip(names, inputs, strict=True)})
-
-    return [_parity(graph, found, "onnxruntime")]
+    return [line]
 
 
 def _onnx(program, examples: tuple[Tensor, ...], names: list[str], outputs: tuple[str, ...], text: str) -> bytes:
@@ -240,6 +237,19 @@ def _onnx(program, examples: tuple[Tensor, ...], names: list[str], outputs: tupl
     proto = written.model_proto
     onnx.helper.set_model_props(proto, {"genmodels": text})
     return proto.SerializeToString()
+
+
+def _parity_of_onnx(graph: Graph, content: bytes) -> str:
+    try:
+        from onnxruntime import InferenceSession
+    except ImportError:
+        return "not checked: onnxruntime is not installed (pip install 'genmodels[export]')"
+    session = InferenceSession(content)
+
+    def found(*inputs: Tensor) -> list[np.ndarray]:
+        return session.run(None, {name: x.numpy() for name, x in zip(graph.inputs, inputs, strict=True)})
+
+    return _parity(graph, found, "onnxruntime")
 
 
 def _parity(graph: Graph, exported: Callable, by: str) -> str:

@@ -121,16 +121,16 @@ def card(spec, header: dict, report: dict | None, licence: str, to: str | None, 
 
 def _likelihoods(report: dict | None) -> list[str]:
     """A table of Markdown: each value with its mark, its standard error, its kind and how it was computed."""
-    from genmodels.core.likelihood import with_error
+    from genmodels.core.likelihood import value_of, with_error
+    from genmodels.evaluation.table import UNITS
 
     if report is None:
         return ["Not evaluated yet: `genmodels evaluate` states it with its kind and error."]
     rows = ["| value | unit | kind | how |", "|---|---|---|---|"]
     for line in report["likelihood"]:
-        unit = line["unit"]
-        value = -line["mean_nats"] if unit == "nats" and line["mean_nats"] is not None else line.get(unit)
-        shown = f"{line['mark']} {with_error(value, line['se_data'])}"
-        rows.append(f"| `{shown}` | {unit.replace('_per_', '/')} | {line['kind']} | {line['how']} |")
+        unnormalised = line["kind"] == "unnormalised"
+        shown = "none" if unnormalised else f"{line['mark']} {with_error(value_of(line)[1], line['se_data'])}"
+        rows.append(f"| `{shown}` | {UNITS[line['unit']]} | {line['kind']} | {line['how']} |")
     data = report["data"]
     return [*rows, "", f"On {data['items']:,} items of the {data['split']} split of {data['name']}"
             f"{' (not all)' if data['limited'] else ''}. `=` is exact, `<=` a bound (the true value is at most this), "

@@ -70,7 +70,7 @@ def run(
 
     from genmodels.core.errors import InputError
     from genmodels.core.files import check_writable
-    from genmodels.core.samples import USUAL_NUMBER, SamplingOptions
+    from genmodels.core.samples import USUAL_NUMBER, SamplingOptions, require_partners
 
     options = {key: value for key, value in options.items() if value is not None}
     asked = SamplingOptions(n=n or USUAL_NUMBER, **options)
@@ -79,12 +79,8 @@ def run(
             raise InputError(f"{key} must be at least {least}, got {value}")
     if path is not None and Path(path).suffix.lower() not in (".png", ".gif"):
         raise InputError(f"path={path}: the trajectory is written to a .png (a strip) or a .gif")
-    for key, partner, ours, theirs in (("inpaint", "mask", inpaint, mask), ("mask", "inpaint", mask, inpaint),
-                                       ("rounds", "inpaint", options.get("rounds"), inpaint),
-                                       ("strength", "edit", options.get("strength"), edit),
-                                       ("chunk", "stream", chunk, stream or None)):
-        if ours is not None and theirs is None:
-            raise InputError(f"{key}={ours} needs {partner}=: give both")
+    require_partners(options | {"inpaint": inpaint, "mask": mask, "edit": edit, "chunk": chunk,
+                                "stream": stream or None})
     for key, place in (("out", out), ("path", path)):
         if place is not None:
             check_writable(key, Path(place))

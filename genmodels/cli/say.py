@@ -91,9 +91,7 @@ def manner_of(model, options: dict) -> Manner:
         InputError: for one that it does not have.
     """
     how = Manner(**options)
-    for key in how.given():
-        if not model.takes(key):
-            raise InputError(f"{key}: {model.family} has no such sampling option")
+    model.require_options(how.given(), ("pause", "vocoder"))
     return how
 
 

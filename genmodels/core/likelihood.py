@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -324,6 +326,19 @@ def log_mean_exp(log_weights: Tensor) -> tuple[Tensor, Tensor | None]:
         return nats, None
     ratio = torch.exp(log_weights.detach() - nats.detach()[:, None])
     return nats, ratio.std(1, unbiased=True) / math.sqrt(samples)
+
+
+def value_of(line: Mapping[str, Any]) -> tuple[str, float | None]:
+    """Name and value of a likelihood of a report, in the unit of its errors; lower is better, None where withheld.
+
+    Example:
+        >>> value_of({"unit": "nats_per_dim", "nll": 90.0, "nll_per_dim": 1.5})
+        ('nll_per_dim', 1.5)
+        >>> value_of({"unit": "bits_per_character", "bits_per_dim": 2.5})
+        ('bits_per_character', 2.5)
+    """
+    name = {"nats": "nll", "nats_per_dim": "nll_per_dim"}.get(line["unit"], line["unit"])
+    return name, line.get("bits_per_dim" if name == "bits_per_character" else name)
 
 
 def breakdown(result: Likelihood, per_dim: bool = False) -> dict[str, float]:

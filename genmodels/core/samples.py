@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -158,6 +158,25 @@ class SamplingOptions:
         """The same, with these values where there is None."""
         missing = {key: value for key, value in values.items() if getattr(self, key) is None}
         return dataclasses.replace(self, **missing) if missing else self
+
+
+#: What an option goes with: one of these.
+_PARTNERS = {"inpaint": ("mask",), "mask": ("inpaint",), "rounds": ("inpaint", "known"), "strength": ("edit",),
+             "chunk": ("stream",)}
+
+
+def require_partners(given: Mapping[str, Any]) -> None:
+    """Raise InputError for an option without the one that it goes with, which would have no effect.
+
+    Example:
+        >>> require_partners({"strength": 0.5, "edit": None})
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: strength=0.5 needs edit=: give both
+    """
+    for key, partners in _PARTNERS.items():
+        if given.get(key) is not None and all(given.get(partner) is None for partner in partners):
+            raise InputError(f"{key}={given[key]} needs {partners[0]}=: give both")
 
 
 #: How many samples are drawn where nobody says.

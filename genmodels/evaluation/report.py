@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
 
-from genmodels.core.likelihood import SingleValues
+from genmodels.core.likelihood import SingleValues, value_of
 from genmodels.speech.measures import AlignmentShape
 from genmodels.speech.recognition import Recognition
 from genmodels.verification.check import Check
@@ -102,8 +102,7 @@ class LikelihoodLine:
     @property
     def value(self) -> float | None:
         """The number in its unit, lower is better; None where there is none."""
-        names = {"nats": "nll", "nats_per_dim": "nll_per_dim", "bits_per_character": "bits_per_dim"}
-        return getattr(self, names.get(self.unit, self.unit))
+        return value_of(vars(self))[1]
 
     @property
     def parts_of_error(self) -> dict[str, float]:

@@ -58,12 +58,11 @@ def draw_parts(
     """The samples of each part, one after the other, with one progress bar for all; see `draw`."""
     common = {key: value for key in COMMON if (value := getattr(options, key)) is not None}
     given = options.given() | common
-    for key in given:
+    model.require_options(key for key in given if key not in COMMON)
+    for key in common:
         if not model.takes(key):
-            if key in COMMON:
-                raise InputError(f"{type(model).__name__}.sample does not take {key}=, as every model's must "
-                                 "(see GenerativeModel.sample)")
-            raise InputError(f"{model.family} has no sampling option {key!r}; it has {', '.join(model.own_options())}")
+            raise InputError(f"{type(model).__name__}.sample does not take {key}=, as every model's must "
+                             "(see GenerativeModel.sample)")
     tells = progress and "progress" in model.own_options()
     batches = [[range(k, min(k + batch_size, part.stop)) for k in range(part.start, part.stop, batch_size)]
                for part in parts]

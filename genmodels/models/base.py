@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytorch_lightning as pl
@@ -13,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, require_known
 from genmodels.core.likelihood import Likelihood, breakdown
 from genmodels.core.processes import gather, rank_world, set_whole, shard, whole
 from genmodels.core.random import KeyedGenerator, seed_of
@@ -185,10 +186,7 @@ class GenerativeModel(pl.LightningModule):
         Raises:
             InputError: for an option that this model does not take, or a value that it refuses.
         """
-        for key in options:
-            if not self.takes(key):
-                own = ", ".join(self.own_options())
-                raise InputError(f"{self.family} has no sampling option {key!r}; it has {own}")
+        self.require_options(options)
         asked = SamplingOptions(n=n, cond=cond, temperature=temperature, seed=seed, **options)
         return self.draw(asked.with_default(temperature=self.default_temperature if asked.known is None else 1.0))
 
@@ -211,6 +209,12 @@ class GenerativeModel(pl.LightningModule):
             return option in COMMON or option in cls.sampling_options
         known = inspect.signature(cls.sample).parameters
         return option in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+
+    @classmethod
+    def require_options(cls, given: Iterable[str], further: Sequence[str] = ()) -> None:
+        """Raise InputError for the first option that `sample` does not take and that is none of the `further` ones."""
+        wrong = [key for key in given if not cls.takes(key)]
+        require_known(cls.family, wrong, [*cls.own_options(), *further], "sampling option")
 
     def initialize(self, batch: Batch) -> None:
         """Data-dependent initialisation on a large batch of training data, once, before the first step."""
@@ -281,10 +285,6 @@ class GenerativeModel(pl.LightningModule):
 
     # ---- Lightning's hooks --------------------------------------------------------------------------------------
 
-    @property
-    def _rank_world(self) -> tuple[int, int]:
-        return rank_world()
-
     def configure_model(self) -> None:
         """With `trainer.strategy=fsdp` each process keeps its share of weights, averages and the optimiser's state."""
         if self._device_mesh is not None:
@@ -301,7 +301,7 @@ class GenerativeModel(pl.LightningModule):
 
     def training_generator(self, n: int) -> KeyedGenerator:
         """The noise of this step: keyed by (seed, step, position in the global batch)."""
-        rank, world = self._rank_world
+        rank, world = rank_world()
         position = torch.arange(n, device=self.device) * world + rank
         return KeyedGenerator(self.seed, position, "train", step=self.batches_seen)
 
@@ -314,7 +314,7 @@ class GenerativeModel(pl.LightningModule):
             raise RunError(explain_failure(self, error)) from error
         self.batches_seen += 1
         self.latest = (batch, loss)
-        world = self._rank_world[1]
+        world = rank_world()[1]
         named = {"train/loss": loss.value.detach()} | {f"train/{k}": v.detach().mean() for k, v in loss.parts.items()}
         self.log_dict(named, batch_size=len(batch), sync_dist=world > 1)
         return loss.value

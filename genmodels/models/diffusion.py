@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from genmodels.core.data import Batch, Latents
 from genmodels.core.errors import InputError, require_finite_rows
 from genmodels.core.likelihood import Likelihood
-from genmodels.core.processes import gather
+from genmodels.core.processes import gather, rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions, Trajectory
 from genmodels.core.tensors import event_size, event_sum, hide, spread
@@ -113,7 +113,7 @@ class DiffusionModel(GenerativeModel):
 
     def _whole(self, rows: Tensor) -> tuple[Tensor, slice]:
         """The rows of all processes in the order of the global batch, and which of them are those of this one."""
-        rank, world = self._rank_world
+        rank, world = rank_world()
         if world == 1:
             return rows, slice(None)
         return self.all_gather(rows).transpose(0, 1).flatten(0, 1), slice(rank, None, world)
@@ -176,7 +176,7 @@ class DiffusionModel(GenerativeModel):
         """The objective at one time per example: bounds in bits/dim; parts carry their unit in their name."""
         cond = self._hidden(self._cond(batch), generator)
         x0 = self._entered(batch, generator)
-        out = self.objective(self.core, x0, cond, generator, *self._rank_world, batch.mask)
+        out = self.objective(self.core, x0, cond, generator, *rank_world(), batch.mask)
         self.objective.observe(out)
         if not self.objective.in_nats:
             return Loss(out.value, out.per_example, out.parts, out.times)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.likelihood import Likelihood, log_mean_exp
+from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions, Trajectory
 from genmodels.core.tensors import outside_inference
@@ -186,7 +187,7 @@ class EnergyModel(ScoreMatched):
         z = self.points(batch.x, generator)
         per_example = self.objective(self.core, z, generator.child("loss"))
         value = per_example.mean()
-        if self._rank_world[1] > 1:
+        if rank_world()[1] > 1:
             # No score depends on the last bias, but processes wait for the gradient of every parameter.
             value = value + 0 * sum(p.sum() for p in self.core.parameters())
         return Loss(value, per_example)

@@ -12,6 +12,7 @@ from torch import Tensor
 from genmodels.core.data import Batch, DataSpec, Latents, require_continuous
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.likelihood import Likelihood
+from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.base import spread_rows
@@ -168,7 +169,7 @@ class FlowModel(GenerativeModel):
 
     def _mention_thin_data(self, batch: Batch) -> None:
         """Say of vectors in which columns repeat or depend on each other that their likelihood has no upper bound."""
-        if len(self.spec.event_shape) != 1 or self._rank_world[0] > 0:
+        if len(self.spec.event_shape) != 1 or rank_world()[0] > 0:
             return
         try:
             require_continuous(batch.x, self.spec.names_of_columns)
@@ -289,7 +290,7 @@ class FlowModel(GenerativeModel):
         self._probe = None
         for name, value in health.figures().items():
             extreme = "min" if name == "smallest_singular_value" else "max"
-            self.log(f"monitor/{name}", value, sync_dist=self._rank_world[1] > 1, reduce_fx=extreme)
+            self.log(f"monitor/{name}", value, sync_dist=rank_world()[1] > 1, reduce_fx=extreme)
         drifting = health.first_drifting(_DRIFT)
         if drifting is not None:
             scale = "" if drifting.log_scale is None else f", largest log-scale {drifting.log_scale:.1f}"

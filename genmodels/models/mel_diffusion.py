@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.likelihood import Likelihood
+from genmodels.core.processes import rank_world
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.core.tensors import hide
@@ -238,7 +239,7 @@ class MelDiffusion(AlignedModel):
         encoder, duration = self.core.tts.loss(aligned, batch.mask, batch.cond.mask)
         encoder = encoder - volume / self.dims_of(batch)
         noise = FrameKeyedGenerator(generator.seed, generator.index, f"{generator.stream}/diffusion", generator.step)
-        out = self.objective(self.core.denoiser, x0, cond, noise, *self._rank_world, batch.mask)
+        out = self.objective(self.core.denoiser, x0, cond, noise, *rank_world(), batch.mask)
         self.objective.observe(out)
         diffusion = out.per_example / self.dims_of(batch) if self.objective.in_nats else out.per_example
         total = diffusion + encoder + duration

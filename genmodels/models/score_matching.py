@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.likelihood import Likelihood
-from genmodels.core.processes import gather
+from genmodels.core.processes import gather, rank_world
 from genmodels.core.random import Generator, KeyedGenerator, uniform
 from genmodels.energy import DivergenceGuard, ExactScoreMatching, SlicedScoreMatchingVR
 from genmodels.energy.losses import half_square
@@ -286,7 +286,7 @@ class ScoreMatched(GenerativeModel):
         if likelihoods:
             self.log_validation(Likelihood.concatenate(likelihoods))
         for name, number in self._monitored(value).items():
-            self.log(f"monitor/{name}", number, sync_dist=self._rank_world[1] > 1)
+            self.log(f"monitor/{name}", number, sync_dist=rank_world()[1] > 1)
         self._probe = None
 
     def _monitored(self, held_out: float) -> dict[str, float]:

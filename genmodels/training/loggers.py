@@ -24,6 +24,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import write_whole
+from genmodels.core.likelihood import value_of
 from genmodels.speech.audio import write_wav
 
 COLUMNS = ["kind", "label", "value", "unit", "se_data", "se_mc", "items", "weights", "made"]
@@ -39,10 +40,10 @@ _SINGLE = {
 
 def rows_of(report: dict) -> list[list[Any]]:
     """A row of COLUMNS for every likelihood of a report, with its kind, errors and how it was computed."""
-    unit, weights = _unit(report), (report.get("checkpoint") or {}).get("weights")
+    weights = (report.get("checkpoint") or {}).get("weights")
     return [
-        [row["kind"], row.get("label") or row["kind"], row.get(unit), unit, row.get("se_data"), row.get("se_mc"),
-         row["n"], weights, json.dumps(row["made"])]
+        [row["kind"], row.get("label") or row["kind"], value_of(row)[1], row["unit"], row.get("se_data"),
+         row.get("se_mc"), row["n"], weights, json.dumps(row["made"])]
         for row in report.get("likelihood") or []
     ]  # fmt: skip
 
@@ -51,17 +52,18 @@ def values_of(report: dict) -> dict[str, float]:
     """Single values by name; further likelihoods of the same kind have their label in the name.
 
     Example:
-        >>> rows = [{"kind": "lower_bound", "nll": 1.5, "label": "K = 1"}, {"kind": "lower_bound", "nll": 1.4,
-        ...         "label": "K = 8"}]
-        >>> values_of({"data": {"levels": None}, "likelihood": rows, "fidelity": {"frechet": 0.1, "recall": None}})
+        >>> rows = [{"kind": "lower_bound", "unit": "nats", "nll": 1.5, "label": "K = 1"},
+        ...         {"kind": "lower_bound", "unit": "nats", "nll": 1.4, "label": "K = 8"}]
+        >>> values_of({"likelihood": rows, "fidelity": {"frechet": 0.1, "recall": None}})
         {'nll/lower_bound': 1.5, 'nll/lower_bound, K = 8': 1.4, 'frechet': 0.1}
     """
-    unit, found = _unit(report), {}
+    found: dict[str, float] = {}
     for row in report.get("likelihood") or []:
-        name = f"{unit}/{row['kind']}"
+        key, number = value_of(row)
+        name = f"{key}/{row['kind']}"
         name = f"{name}, {row.get('label')}" if name in found else name
-        if row.get(unit) is not None:
-            found[name] = row[unit]
+        if number is not None:
+            found[name] = number
     for name, path in _SINGLE.items():
         value: Any = report
         for key in path:
@@ -77,10 +79,6 @@ def as_markdown(report: dict) -> str:
     cells = [["" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell) for cell in line]
              for line in lines]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in cells)
-
-
-def _unit(report: dict) -> str:
-    return "nll" if report["data"]["levels"] is None else "bits_per_dim"
 
 
 @dataclass(kw_only=True)

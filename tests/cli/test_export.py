@@ -111,3 +111,11 @@ def test_another_network_is_found():
     assert "0.0e+00" in _parity(graph, lambda x: 2 * x, "itself")
     with pytest.raises(RunError, match="differ by"):
         _parity(graph, lambda x: 2.01 * x, "another")
+
+
+def test_a_network_that_gives_other_numbers_is_not_written(tmp_path, monkeypatch):
+    model = ddpm()
+    monkeypatch.setattr("genmodels.cli.export._TOLERANCE", -1.0)
+    with pytest.raises(RunError, match="differ by"):
+        export(model, model.header(), tmp_path / "network.pt2")
+    assert not list(tmp_path.iterdir())

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -16,14 +17,29 @@ import torch
 import genmodels as gm
 from genmodels.cli.main import main
 from genmodels.core.data import Batch, DataSpec
+from genmodels.core.likelihood import SingleValues
+from genmodels.evaluation.report import BitsLine, NatsLine
 from genmodels.models.checkpoint import write_checkpoint
 from genmodels.models.nsf import NSF
 
+
+def line_of(how: str, *, value: float, unit: str, kind: str, mark: str, error: float | None) -> dict:
+    """A likelihood as a report holds it; another of its numbers would stand out."""
+    named = {"nats": "nll", "nats_per_dim": "nll_per_dim"}.get(unit, "bits_per_dim")
+    numbers = dict.fromkeys(("bits_per_dim",) if named == "bits_per_dim" else ("nll", "nll_per_dim"), 7777.0)
+    return asdict((BitsLine if named == "bits_per_dim" else NatsLine)(
+        label=how, kind=kind, mark=mark, unit=unit, mean_nats=-7777.0, se_data=error, se_items=None, se_mc=None,
+        single=SingleValues(None, 0.0), how=how, n=9, nonfinite=0, nonfinite_first=[], worst=[], best=[],
+        parts_nats={}, made={}, **(numbers | {named: value})))
+
+
 REPORT = {
     "likelihood": [
-        {"mark": "=", "unit": "nats", "kind": "exact", "mean_nats": -2.5, "se_data": 0.0123, "how": "density"},
-        {"mark": "<=", "unit": "bits_per_dim", "bits_per_dim": 2.25, "kind": "lower_bound", "mean_nats": -100.0,
-         "se_data": None, "how": "20 terms"},
+        line_of("density", value=2.5, unit="nats", kind="exact", mark="=", error=0.0123),
+        line_of("20 terms", value=2.25, unit="bits_per_dim", kind="lower_bound", mark="<=", error=None),
+        line_of("aligned", value=-1.5, unit="nats_per_dim", kind="exact", mark="=", error=0.002),
+        line_of("bytes", value=3.125, unit="bits_per_character", kind="lower_bound", mark="<=", error=0.01),
+        line_of("energy", value=9.0, unit="nats", kind="unnormalised", mark="-", error=None),
     ],
     "data": {"name": "plane", "split": "test", "items": 1000, "limited": True},
 }
@@ -47,6 +63,9 @@ def test_the_folder_loads_and_its_card_says_what_was_measured(folder, tmp_path, 
     card = (tmp_path / "card" / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n") and "![samples](samples.png)" in card
     assert "| `= 2.5000(123)` | nats | exact | density |" in card and "`<= 2.2500` | bits/dim | lower_bound" in card
+    assert "| `= -1.5000(20)` | nats/dim | exact | aligned |" in card
+    assert "| `<= 3.1250(100)` | bits/character | lower_bound | bytes |" in card
+    assert "| `none` | nats | unnormalised | energy |" in card and "7777" not in card
     assert "1,000 items of the test split of plane (not all)" in card
     assert gm.load(tmp_path / "card").sample(2).x.shape == (2, 2)
 

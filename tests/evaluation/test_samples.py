@@ -121,6 +121,9 @@ class Recorded:
     def own_options(self) -> list[str]:
         return ["seed"]
 
+    def require_options(self, given) -> None:
+        assert all(map(self.takes, given))
+
     def sample(self, n, seed=0, start=0, weights="ema"):
         index = torch.arange(start, start + n)
         self.asked += index.tolist()

@@ -20,7 +20,7 @@ from scipy.io import wavfile
 from genmodels.cli.main import main
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.vocoder import sounds_of
-from genmodels.training.loggers import _TIME, CSVLogger, LoggerOptions, identity_of, play
+from genmodels.training.loggers import _TIME, CSVLogger, LoggerOptions, identity_of, play, rows_of, values_of
 
 
 def rows(path):
@@ -55,6 +55,17 @@ def test_a_resumed_table_is_the_table_of_one_run(tmp_path):
         resumed.log_metrics({"loss": float(step)}, step)
     resumed.save()
     assert parts.read_text() == whole.read_text()
+
+
+def test_a_value_is_logged_in_the_unit_of_its_error():
+    """Of mels that is nats/dim, not the nats of one mel, of texts bits per character."""
+    common = {"label": None, "se_data": 0.1, "se_mc": None, "n": 4, "made": {}}
+    report = {"likelihood": [
+        {"kind": "exact", "unit": "nats_per_dim", "nll": 9000.0, "nll_per_dim": 1.5, **common},
+        {"kind": "lower_bound", "unit": "bits_per_character", "bits_per_dim": 2.5, **common},
+    ]}
+    assert values_of(report) == {"nll_per_dim/exact": 1.5, "bits_per_character/lower_bound": 2.5}
+    assert [row[2:5] for row in rows_of(report)] == [[1.5, "nats_per_dim", 0.1], [2.5, "bits_per_character", 0.1]]
 
 
 def test_nothing_is_written_while_there_is_nothing(tmp_path):
