@@ -10,6 +10,7 @@ from torch import Tensor
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.likelihood import Likelihood
+from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.diffusion import Denoiser, Elbo
@@ -143,7 +144,7 @@ class FlowMatchingModel(DiffusionModel):
             rows = (generator.child("pairs").uniform((len(batch),), device=self.device) * len(self.pairs.x0)).long()
             x0, noise, cond = (None if part is None else part[rows] for part in self.pairs)
         objective = FlowMatching(lambda *_: noise, time_sampler=self.objective.time_sampler)
-        out = objective(self.core, x0, self._hidden(cond, generator), generator, *self._rank_world)
+        out = objective(self.core, x0, self._hidden(cond, generator), generator, *rank_world())
         objective.observe(out)
         return Loss(out.value, out.per_example, out.parts, out.times)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.likelihood import Likelihood
+from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions, Trajectory
 from genmodels.diffusion.denoiser import TokenDenoiser
@@ -90,7 +91,7 @@ class MaskedDiffusionModel(GenerativeModel):
         if cond is not None and self.cond_drop:
             hide = generator.child("condition").uniform((len(cond),), device=cond.device) < self.cond_drop
             cond = torch.where(hide, self.num_classes, cond)
-        t, _ = AntitheticTimes()(len(batch), generator.child("times"), *self._rank_world)
+        t, _ = AntitheticTimes()(len(batch), generator.child("times"), *rank_world())
         nats = bound_terms(self.core, batch.x.long(), t, self.spec.levels, generator, cond=cond, masking=self.masking)
         bits = nats / (math.log(2) * self.spec.dims)
         return Loss(bits.mean(), bits, times=t)

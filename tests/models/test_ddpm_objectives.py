@@ -192,7 +192,7 @@ def drawn(made, ranks, monkeypatch):
     monkeypatch.setattr(GenerativeModel, "on_before_optimizer_step", lambda self, optimizer: None)
     for rank in range(ranks):
         rows = torch.arange(rank, 8, ranks)
-        monkeypatch.setattr(DDPM, "_rank_world", property(lambda self, rank=rank: (rank, ranks)))
+        monkeypatch.setattr("genmodels.models.diffusion.rank_world", lambda rank=rank: (rank, ranks))
         made.loss(items.rows(rows), KeyedGenerator(0, rows, "train", 3))
         parts.append(made.time_sampler.pending.pop())
     monkeypatch.setattr(DDPM, "all_gather", lambda self, value: torch.stack(parts) if ranks > 1 else value)
