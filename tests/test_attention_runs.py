@@ -47,9 +47,10 @@ def test_what_does_not_fit_is_one_line(tmp_path, capsys):
 @pytest.mark.parametrize("model, key, names", [
     ("ddpm", "model.net.attention", ATTENTION), ("glow", "model.attention", ATTENTION),
     ("glow_tts", "model.encoder.attention", ATTENTION), ("tacotron", "model.attention", get_args(TacotronAttention)),
+    ("recognizer", "model.net.attention", ATTENTION),
 ])  # fmt: skip
 def test_keys_list_every_name_and_wrong_ones_get_the_nearest(model, key, names, tmp_path, capsys):
-    data = ["data=speech", "data.root=nowhere"] if model in ("glow_tts", "tacotron") else []
+    data = ["data=speech", "data.root=nowhere"] if model in ("glow_tts", "tacotron", "recognizer") else []
     assert main(["train", f"model={model}", *data, "--keys"]) == 0
     text = capsys.readouterr().out
     entry = text[text.index(f"{key}=") :][:600].replace(",", " ").split()

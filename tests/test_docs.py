@@ -20,6 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from genmodels.cli.compose import composer
 from genmodels.cli.main import CONFIGURED, OF_CHECKPOINTS, spelt, split
 from genmodels.cli.schema import Schema
+from genmodels.cli.transcribe import with_files
 from genmodels.core.errors import InputError
 from genmodels.core.files import CONFIG_DIR, groups
 from genmodels.models.build import NETWORKS
@@ -159,6 +160,7 @@ class Checker:
             with composer(command) as hydra:
                 for where, words in kept:
                     options, overrides = split([word for word in words if word != "..."])
+                    overrides = with_files(overrides) if command == "transcribe" else overrides
                     given = [spelt(word) for word in overrides if plugins or not word.startswith("hydra/launcher")]
                     if not optuna and any("sweeper=optuna" in word for word in given):
                         given = [word for word in given if not word.startswith("hydra") and "interval" not in word]

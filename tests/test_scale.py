@@ -32,6 +32,7 @@ from genmodels.models.mel_energy import MelEnergy
 from genmodels.models.mel_flow_matching import MelFlowMatching
 from genmodels.models.nsf import NSF
 from genmodels.models.realnvp import RealNVP
+from genmodels.models.recognizer import Recognizer
 from genmodels.models.score import ScoreModel
 from genmodels.models.tacotron import Tacotron
 from genmodels.models.tarflow import TarFlow
@@ -71,6 +72,8 @@ MODELS = {
     "score, all levels": lambda: ScoreModel(PLANE, net={"hidden": 16, "depth": 1}, levels="all", ratio=4),
     "glow_tts": lambda: GlowTTS(texts.spec(), **SPEECH, steps=2, hidden=8, depth=1, dropout=0.2, duration_channels=8),
     "tacotron": lambda: Tacotron(texts.spec(), **SPEECH, hidden=8, prenet=8),
+    "recognizer": lambda: Recognizer(texts.spec(), net={"channels": 8, "depth": 1, "heads": 2, "hidden": 8,
+                                                        "dropout": 0.3}),
     "mel_ddpm": lambda: MelDDPM(texts.spec(), **SPEECH, net=MELS, duration_channels=8),
     "mel_flow_matching": lambda: MelFlowMatching(texts.spec(), **SPEECH, net=MELS, duration_channels=8),
     "mel_energy": lambda: MelEnergy(texts.spec(), **SPEECH, net=MELS, duration_channels=8),

@@ -18,9 +18,9 @@ from importlib import import_module
 from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
 
 #: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
-CONFIGURED = ("train", "sample", "evaluate", "verify", "demo", "export", "push", "shards")
+CONFIGURED = ("train", "sample", "transcribe", "evaluate", "verify", "demo", "export", "push", "shards")
 #: Those that need a checkpoint.
-OF_CHECKPOINTS = ("sample", "evaluate", "demo", "export", "push")
+OF_CHECKPOINTS = ("sample", "transcribe", "evaluate", "demo", "export", "push")
 #: Commands that take a few words; each has a module here with `main(words) -> exit code`.
 PLAIN = ("info", "doctor", "completion")
 FLAGS = {"-m": "multirun", "--multirun": "multirun", "--keys": "keys", "--resolve": "resolve"}
@@ -124,6 +124,10 @@ def _dispatch(command: str, words: list[str]) -> int:
     if command in PLAIN:
         return import_module(f"genmodels.cli.{command}").main(words)
     options, overrides = split(words)
+    if command == "transcribe":
+        from genmodels.cli.transcribe import with_files
+
+        overrides = with_files(overrides)
     from genmodels.cli.compose import composer
 
     with composer(command, options.get("config_dir")) as hydra:

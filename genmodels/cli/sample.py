@@ -109,6 +109,9 @@ def run(
 
     group = Ranks()
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
+    if not model.generates:
+        raise InputError(f"{ckpt_path} holds a {header['family']}, which has no samples: genmodels transcribe "
+                         f"ckpt={ckpt} files")
     made = origin(ckpt_path, header)
     manner = {"durations": durations, "pause": pause, "vocoder": vocoder}
     named = {"inpaint": inpaint, "mask": mask, "edit": edit}
@@ -222,8 +225,7 @@ def between(model, ends: list, frames: int, ema, data):
     from pathlib import Path
 
     from genmodels.core.errors import InputError
-    from genmodels.evaluation.materials import read_items
-    from genmodels.models.base import interpolate
+    from genmodels.evaluation.materials import interpolate, read_items
     from genmodels.models.checkpoint import weights_of
     from genmodels.plots.images import LEGIBLE, grid, images_of
 

@@ -20,6 +20,7 @@ EXAMPLES = {
     "train": ["model=ddpm", "model=ddpm data=mnist trainer.max_epochs=50 seed=1", "-m model=ddpm seed=0,1",
               "model=ddpm trainer=smoke", "model=ddpm resume=last"],
     "sample": ["ckpt=runs/ddpm-digits/<time>/best.ckpt n=64 sampler=ddim steps=50 seed=0"],
+    "transcribe": ["ckpt=runs/recognizer-speech/<time>/best.ckpt a.wav b.wav"],
     "evaluate": ["ckpt=runs/ddpm-digits/<time>/best.ckpt", "'ckpt=[runs/a/best.ckpt,runs/b/best.ckpt]'"],
     "verify": ["model=glow data=digits", "ckpt=runs/glow-digits/<time>/best.ckpt",
                "what=mypackage.layers:MyLayer shape=[3,8,8] options.channels=3 trust=[mypackage]",

@@ -112,6 +112,8 @@ class Evaluation:
 
     def cost(self) -> None:
         """Network evaluations, samples a second, latency, memory, on this device."""
+        if not self.opened.model.generates:
+            return
         small = self.opened.limited
         opened, size = self.opened, min(self.frame.request.batch_size, 64)
         found = self.frame.once("cost", self.frame.sampling_settings(), lambda: cost.measure(

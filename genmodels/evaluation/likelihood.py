@@ -376,7 +376,7 @@ class LikelihoodStage:
         for number, line in enumerate(self.lines):
             start = time.monotonic()
             found = self._evaluated(line)
-            entry = row(found, spec, line.label, x)
+            entry = row(found, opened.model.modelled, line.label, x)
             entry.values, entry.seconds = f"nats_{number}", time.monotonic() - start
             self.frame.report.likelihood.append(entry)
             self.frame.arrays[f"nats_{number}"] = found.nats

@@ -1,4 +1,4 @@
-"""What samples begin from: items that a user names by number or file, and which part of them is kept."""
+"""What samples begin from: items that a user names by number or file, which part of them is kept, or both ends."""
 
 from __future__ import annotations
 
@@ -201,3 +201,34 @@ def _pixels(path: Path, spec: DataSpec, mode: str, key: str) -> Tensor:
     except (OSError, UnidentifiedImageError) as error:
         raise InputError(f"{key}: {path} is not a picture") from error
     return torch.from_numpy(np.asarray(image, dtype=np.float32)).reshape(height, width, -1)
+
+
+def interpolate(model, ends: Batch, frames: int, weights: str | float = "ema") -> Tensor:
+    """Items whose latents lie between those of two items, `(frames, *event)`; the first and the last are the ends.
+
+        z(w) = ((1 - w) z_0 + w z_1) / sqrt((1 - w)^2 + w^2)
+
+    Ends of two classes meet under no class, where the model knows that.
+
+    Arguments:
+        model: a model with `latents` and `from_latents`.
+        ends: a batch of two.
+        frames: how many, at least 2.
+        weights: `ema`, `raw`, or one of the decays kept.
+
+    Raises:
+        InputError: when a model that always needs a class is given ends of two classes.
+    """
+    cond = None
+    if model.num_classes is not None:
+        if ends.cond is not None and bool(ends.cond[0] == ends.cond[1]):
+            cond = ends.cond[:1].expand(frames)
+        elif model.has_null_class:
+            ends = Batch(ends.x)
+        else:
+            wrong = "pictures have no class" if ends.cond is None else "these are of two"
+            raise InputError(f"interpolate: this model always needs a class, and {wrong}: choose two items of one "
+                             "class of the test split, by number")
+    latents = model.latents(ends, weights)
+    between = latents.rows(slice(0, 1)).interpolate(latents.rows(slice(1, 2)), torch.linspace(0, 1, frames))
+    return model.from_latents(between, cond, weights)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 
 from genmodels.core.likelihood import SingleValues, value_of
 from genmodels.speech.measures import AlignmentShape
-from genmodels.speech.recognition import Recognition
+from genmodels.speech.recognition import ErrorBin, Recognition
 from genmodels.verification.check import Check
 
 
@@ -256,6 +256,17 @@ class SpeechFigures:
     recognition: Recognition | Skipped | None = None
 
 
+@dataclass(kw_only=True)
+class Transcription:
+    """What a recogniser writes down of recordings: CER by length of the text and, last, over all, WER, transcripts."""
+
+    search: str
+    wer: float
+    curve: list[ErrorBin]
+    heard: list[str]
+    real_time_factor: float
+
+
 @dataclass
 class Token:
     """The token of a text that lasts longest: its symbol, its place in the text, and its frames."""
@@ -386,6 +397,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     scale: Scale | None = None
     speech: SpeechFigures | None = None
+    transcription: Transcription | None = None
     audit: list[Utterance] | None = None
     partial: bool | None = None
     arrays: str | None = None

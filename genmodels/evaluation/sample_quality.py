@@ -31,7 +31,7 @@ from genmodels.evaluation.fidelity import (
 )
 from genmodels.evaluation.report import Fidelity, Measures, Neighbours, SampleFacts, Scale, Skipped, Sweep
 from genmodels.evaluation.samples import draw_parts, parts_of
-from genmodels.evaluation.speech import speech_of
+from genmodels.evaluation.speech import speech_of, transcription_of
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
 
@@ -307,7 +307,13 @@ class FidelityStage:
         return half if 2 * items <= 3 * half < 3 * items else items
 
     def run(self) -> None:
-        """Samples compared with held-out items in features of one network; copies of training items; classes."""
+        """Samples compared with held-out items in features of one network; copies of training items; classes.
+
+        Of speech instead the synthesis of texts, or of a recogniser the transcripts.
+        """
+        if not self.frame.opened.model.generates:
+            self.frame.report.transcription = transcription_of(self.frame)
+            return
         if self.frame.opened.spec.text is not None:
             self.frame.report.speech = speech_of(self.frame)
             return

@@ -17,7 +17,7 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, refusals
 from genmodels.core.likelihood import Likelihood
 from genmodels.evaluation.checkpoint import Frame, Opened
-from genmodels.evaluation.report import Skipped, SpeechFigures, Token, Utterance
+from genmodels.evaluation.report import Skipped, SpeechFigures, Token, Transcription, Utterance
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.mels import even_lengths
 from genmodels.plots.images import alignments
@@ -74,6 +74,30 @@ def speech_of(frame: Frame) -> SpeechFigures:
         "recognition": Recognition(**heard | {"curve": [ErrorBin.from_dict(part) for part in heard["curve"]]})
         if heard else Skipped(reason),
     })
+
+
+def transcription_of(frame: Frame) -> Transcription:
+    """What a recogniser writes down of the items that are evaluated, compared with their texts."""
+    opened, request, model = frame.opened, frame.request, frame.opened.model
+
+    def compute() -> dict:
+        loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
+        said, heard, frames, began = [], [], 0, time.monotonic()
+        for batch in tqdm(loader, desc=f"{model.family} transcribes {request.split}", unit="batch", mininterval=0.5):
+            said += model.said(batch)
+            found = model.transcribe(batch.to(model.device), weights=weights_of(request.ema))
+            heard += [model.written(one[0]) for one in found]
+            frames += int(batch.mask.sum())
+        took, seconds = time.monotonic() - began, frames * opened.spec.mel["hop"] / opened.spec.mel["sample_rate"]
+        pairs = list(zip(said, heard, strict=True))
+        return asdict(Transcription(
+            search="greedy", wer=pooled(word_edits(*pair) for pair in pairs).rate, heard=heard,
+            curve=error_curve([character_edits(*pair) for pair in pairs], seed=request.seed),
+            real_time_factor=took / seconds,
+        ))
+
+    found = frame.once("transcription", {}, compute)
+    return Transcription(**found | {"curve": [ErrorBin.from_dict(part) for part in found["curve"]]})
 
 
 def _recogniser(text: dict) -> tuple[Recogniser | None, str]:
@@ -215,6 +239,13 @@ def speech_notes(found: SpeechFigures) -> list[str]:
                  + "".join(f"; topline, {name}: {_interval(part)}" for name, part in whole.toplines.items()))
     return lines + [f"CER less that of {name}: {_interval(part)}" + ("" if part.claimed else ", too little to claim")
                     for name, part in whole.differences.items()]
+
+
+def transcription_note(found: Transcription) -> str:
+    """The figures of a recogniser in a line, for the notes below a table."""
+    whole = found.curve[-1]
+    return (f"CER of {whole.utterances} recordings, {found.search} search: {_interval(whole.rate)}; WER "
+            f"{100 * found.wer:.1f} %; real-time factor {found.real_time_factor:.3f}")
 
 
 def _interval(part: Interval) -> str:

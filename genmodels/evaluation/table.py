@@ -21,7 +21,7 @@ from genmodels.evaluation.report import (
     Scale,
     Skipped,
 )
-from genmodels.evaluation.speech import audit_notes, speech_notes
+from genmodels.evaluation.speech import audit_notes, speech_notes, transcription_note
 from genmodels.verification.check import FAILED, NOT_VERIFIED, PASSED
 
 COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Fréchet",
@@ -375,6 +375,8 @@ def _on_model(report: Report) -> list[str]:
         notes.append(f"samples were not compared: {fidelity.skipped}")
     if report.speech is not None:
         notes += speech_notes(report.speech)
+    if report.transcription is not None:
+        notes.append(transcription_note(report.transcription))
     if isinstance(fidelity, Fidelity):
         notes.append(f"{fidelity.n} samples against as many held-out items; {fidelity.memorisation['said']}")
     outside = report.samples and report.samples.outside

@@ -118,6 +118,8 @@ class GenerativeModel(pl.LightningModule):
     takes_text = False
     #: Whether it may lead from another data set instead of noise; other models are refused such data.
     takes_source = False
+    #: Whether it makes samples of its data; one that does not has `transcripts`, texts to be shown while it trains.
+    generates = True
     #: Whether it is conditioned on the class; a subclass sets it as its options and its data say.
     conditional = False
     #: Whether a conditional model also knows what holds for all classes, with `cond=None`.
@@ -267,6 +269,11 @@ class GenerativeModel(pl.LightningModule):
         return torch.tensor(wanted, device=self.device)[index.to(self.device) % len(wanted)]
 
     @property
+    def modelled(self) -> DataSpec:
+        """What its likelihoods are of: its data; of a recogniser, their texts."""
+        return self.spec
+
+    @property
     def num_classes(self) -> int | None:
         """Number of classes the model is conditioned on, None for an unconditional one."""
         return self.spec.num_classes if self.conditional else None
@@ -353,14 +360,15 @@ class GenerativeModel(pl.LightningModule):
 
     def log_validation(self, result: Likelihood) -> None:
         """Log one number, bits/dim, or nats for continuous data (of sequences: per dimension), then its parts."""
-        if self.spec.mel is not None:
+        spec = self.modelled
+        if spec.mel is not None:
             name, value = "val/nll_per_dim", result.mean_nll_per_dim()
         elif result.levels is None:
             name, value = "val/nll", None if (mean := result.mean_nats()) is None else -mean
         else:
-            name, value = f"val/{self.spec.unit}", result.mean_bits_per_dim()
+            name, value = f"val/{spec.unit}", result.mean_bits_per_dim()
         self.log(name, float("nan") if value is None else value, rank_zero_only=False)
-        for part, share in breakdown(result, self.spec.mel is not None).items():
+        for part, share in breakdown(result, spec.mel is not None).items():
             self.log(part, share, rank_zero_only=False)
         if value is not None:
             self.figures[name] = value
@@ -416,34 +424,3 @@ class GenerativeModel(pl.LightningModule):
     def options(self) -> dict:
         """The keyword options this model was built with, defaults included."""
         return {key: value for key, value in self.hparams.items() if key != "spec"}
-
-
-def interpolate(model, ends: Batch, frames: int, weights: str | float = "ema") -> Tensor:
-    """Items whose latents lie between those of two items, `(frames, *event)`; the first and the last are the ends.
-
-        z(w) = ((1 - w) z_0 + w z_1) / sqrt((1 - w)^2 + w^2)
-
-    Ends of two classes meet under no class, where the model knows that.
-
-    Arguments:
-        model: a model with `latents` and `from_latents`.
-        ends: a batch of two.
-        frames: how many, at least 2.
-        weights: `ema`, `raw`, or one of the decays kept.
-
-    Raises:
-        InputError: when a model that always needs a class is given ends of two classes.
-    """
-    cond = None
-    if model.num_classes is not None:
-        if ends.cond is not None and bool(ends.cond[0] == ends.cond[1]):
-            cond = ends.cond[:1].expand(frames)
-        elif model.has_null_class:
-            ends = Batch(ends.x)
-        else:
-            wrong = "pictures have no class" if ends.cond is None else "these are of two"
-            raise InputError(f"interpolate: this model always needs a class, and {wrong}: choose two items of one "
-                             "class of the test split, by number")
-    latents = model.latents(ends, weights)
-    between = latents.rows(slice(0, 1)).interpolate(latents.rows(slice(1, 2)), torch.linspace(0, 1, frames))
-    return model.from_latents(between, cond, weights)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from genmodels.core.errors import at_least
 from genmodels.core.tensors import hide
+from genmodels.nn.attention import Cache
 from genmodels.nn.attention_block import AttentionKind, Site, make_mechanism
 from genmodels.nn.blocks import ChannelNorm
 from genmodels.nn.dropout import Dropout
@@ -72,6 +73,18 @@ class TransformerLayer(nn.Module):
         if self.attention is not None:
             y, _ = self.attention(self.norm_1(h).transpose(1, 2), mask=mask)
             h = h + self.dropout(y.transpose(1, 2))
+        return self._convolved(h, mask)
+
+    def extend(self, x: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """The same for new positions of a sequence whose past is in the cache, None for none, and the cache after them.
+
+        For a kernel of one position, and an attention that has a cache.
+        """
+        rows = self.norm_1(x).transpose(1, 2)
+        y, cache = self.attention(rows, cache=self.attention.empty_cache(rows) if cache is None else cache)
+        return self._convolved(x + y.transpose(1, 2), None), cache
+
+    def _convolved(self, h: Tensor, mask: Tensor | None) -> Tensor:
         inside = self.dropout(relu(self.conv_1(hide(self.norm_2(h), mask))))
         return hide(h + self.dropout(self.conv_2(hide(inside, mask))), mask)
 

@@ -195,7 +195,7 @@ class Checkpointing(Callback):
 class SampleGrid(Callback):
     """Pictures of samples with a fixed seed at intervals, in the run folder and on every logger.
 
-    For mels, the first two are also written as sound; text is written as text.
+    For mels, the first two are also written as sound; text is written as text, and so are transcripts.
 
     Arguments:
         run_dir: the run folder; samples go to its folder `samples`, other pictures of the model to folders by name.
@@ -225,6 +225,11 @@ class SampleGrid(Callback):
         if not trainer.is_global_zero or not shown:
             return
         mode = pl_module.training
+        if not pl_module.generates:
+            text = pl_module.transcripts()
+            pl_module.train(mode)
+            write_whole(self.run_dir / "samples" / f"step_{step:06d}.txt", lambda file: file.write(text), mode="w")
+            return
         try:
             samples = pl_module.sample(self._count(pl_module.spec), seed=0)
             require_finite_rows(samples.x)

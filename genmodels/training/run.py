@@ -324,7 +324,10 @@ def summary(model: GenerativeModel, folder: Path) -> list[str]:
     wanted = "n=60" if model.spec.text is None else "text='Hello there.'"
     trust = model.run_config.get("trust")
     named = [f"ckpt={ckpt}", *([f"trust=[{','.join(trust)}]"] if trust else [])]
-    return [*lines, f"sample:   {sample} {shlex.join(named)} {wanted}", f"evaluate: {evaluate} {shlex.join(named)}"]
+    made = f"sample:   {sample} {shlex.join(named)} {wanted}"
+    if not model.generates:
+        made = f"sample:   genmodels transcribe {shlex.join(named)} a.wav"
+    return [*lines, made, f"evaluate: {evaluate} {shlex.join(named)}"]
 
 
 def best_of(folder: Path) -> list[tuple[str, str]]:

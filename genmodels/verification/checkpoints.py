@@ -261,7 +261,7 @@ def _has_density(s: ModelSubject) -> bool:
 #: For which models a set of checks is made, in the order of the report; those of the layers of flows follow.
 FAMILIES: list[tuple[Callable[[ModelSubject], bool], CheckSet]] = [
     (_has_likelihood, LIKELIHOOD_CHECKS),
-    (lambda s: True, SAMPLE_CHECKS),
+    (lambda s: s.model.generates, SAMPLE_CHECKS),
     (lambda s: _has_likelihood(s) and (is_flow(s.model) or _has_bound(s.model)), PRECISION_CHECKS),
     (_has_density, DENSITY_CHECKS),
     (lambda s: _has_bound(s.model), BOUND_CHECKS),

@@ -9,7 +9,7 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import SAMPLERS, EulerSampler
 from genmodels.diffusion.samplers import Defaults
-from genmodels.models.base import interpolate
+from genmodels.evaluation.materials import interpolate
 from genmodels.models.ddpm import DDPM
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)

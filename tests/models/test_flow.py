@@ -10,9 +10,9 @@ import torch
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
+from genmodels.evaluation.materials import interpolate
 from genmodels.flows.bijection import NotInitialized
 from genmodels.flows.elementwise import Affine
-from genmodels.models.base import interpolate
 from genmodels.models.glow import Glow
 from genmodels.models.jet import Jet
 from genmodels.models.maf import MAF

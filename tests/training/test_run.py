@@ -209,6 +209,7 @@ def test_the_log_holds_the_figures_and_no_advertisements(whole_run):
     ["model=ddpm"], ["model=ddpm", "data=toy"], ["model=score", "data=toy"], ["model=energy", "data=toy"],
     ["model=energy", "model.network=unet", "~preset"], ["model=realnvp"], ["model=glow"], ["model=maf", "data=toy"],
     *([f"model={name}", "data=speech", "model.encoder.depth=1"] for name in TEXT_MODELS),
+    ["model=recognizer", "data=speech", "model.net.depth=1"],
 ])  # fmt: skip
 def test_a_whole_configuration_builds_the_same_model(words):
     with composer("train") as hydra:

@@ -1,0 +1,62 @@
+"""`genmodels transcribe`: files by name, n-best lists, and mistakes in one line; `evaluate` of the same checkpoint."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from genmodels.cli.main import main
+from genmodels.models.glow_tts import GlowTTS
+from genmodels.models.recognizer import Recognizer
+from tests.cli.test_say import checkpoint
+from tests.speech.test_audio import CLIPS
+
+NET = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8, "convolution": 3}
+FILES = [str(CLIPS / "LJ001-0002.wav"), str(CLIPS / "LJ001-0013.wav")]
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("run"), lambda spec, encoder, **options: Recognizer(spec, **options),
+                      net=NET)
+
+
+def test_files_are_transcribed_in_their_order(ckpt, capsys):
+    assert main(["transcribe", *FILES, f"ckpt={ckpt}"]) == 0
+    greedy = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0] for line in greedy] == FILES
+    assert main(["transcribe", f"ckpt={ckpt}", FILES[1], "beam=4", "nbest=3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    scores = [float(line.removeprefix(f"{FILES[1]}: ").split()[0]) for line in lines]
+    assert len(lines) == 3 and scores == sorted(scores, reverse=True) and scores[0] < 0
+
+
+@pytest.mark.parametrize("words, said", [
+    ([], "name the recordings"), (["nowhere.wav"], "nowhere.wav: there is no such file"),
+    ([FILES[0], "nbest=2"], "nbest must lie in 1..beam"), ([FILES[0], "beams=3"], "did you mean 'beam'"),
+])  # fmt: skip
+def test_a_mistake_is_one_line(words, said, ckpt, capsys):
+    assert main(["transcribe", *words, f"ckpt={ckpt}"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and len(error.splitlines()) == 1
+
+
+def test_each_kind_of_model_names_the_other_command(ckpt, tmp_path, capsys):
+    assert main(["sample", f"ckpt={ckpt}"]) == 2
+    assert "has no samples: genmodels transcribe" in capsys.readouterr().err
+    other = checkpoint(tmp_path, GlowTTS)
+    assert main(["transcribe", f"ckpt={other}", FILES[0]]) == 2
+    assert "holds a glow_tts: transcribe is for model=recognizer" in capsys.readouterr().err
+
+
+def test_an_evaluation_has_bits_and_errors_of_characters(ckpt, tmp_path, capsys):
+    out = tmp_path / "report.json"
+    assert main(["evaluate", f"ckpt={ckpt}", f"out={out}", "cache=false", "device=cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "bits/character" in printed and "given the mel" in printed and "CER of 4 recordings, greedy" in printed
+    report = json.loads(out.read_text())
+    (line,) = report["likelihood"]
+    assert line["unit"] == "bits_per_character" and line["kind"] == "exact" and line["bits_per_dim"] > 0
+    assert len(report["transcription"]["heard"]) == 4 and report["transcription"]["curve"][-1]["utterances"] == 4
+    assert not report["failed"] and {check["status"] for check in report["checks"]} == {"passed"}
