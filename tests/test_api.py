@@ -69,6 +69,13 @@ def test_an_exported_model_is_the_same(model, folder):
     assert torch.equal(ours, theirs) and other.header == model.header
 
 
+def test_loading_imports_what_it_needs_and_no_more(folder):
+    code = "import sys, genmodels; genmodels.load(sys.argv[1], device='cpu').sample(2, steps=1); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, folder], cwd=REPOSITORY, capture_output=True, text=True)
+    heavy = {"pytorch_lightning", "torchmetrics", "torch._dynamo", "torchvision", "scipy", "matplotlib", "hydra"}
+    assert "torch" in done.stdout.split() and not heavy & set(done.stdout.split()), done.stderr
+
+
 def test_likelihoods_are_those_of_the_model(model):
     items = model.items(3)
     direct = model.network.log_likelihood(items, seed=1, draws=4).nats

@@ -1,1 +1,1 @@
-"""LightningDataModules: a batch is data in its own units."""
+"""Data sets with the hooks of a LightningDataModule: a batch is data in its own units."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Sequence
 
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
@@ -20,7 +21,25 @@ _CONSTANT = "is constant"
 _FAR = 1e4  # interquartile ranges from the median, beyond any heavy tail that can be modelled
 
 
-class DataModule(pl.LightningDataModule):
+def with_lightning(cls: type, base: str) -> type:
+    """A class that is Lightning's `base` too, where Lightning is imported; its import takes longer than all others.
+
+    Arguments:
+        cls: a class with the methods that Lightning calls.
+        base: LightningModule or LightningDataModule.
+    """
+    found = getattr(sys.modules.get("pytorch_lightning"), base, None)
+    return cls if found is None or issubclass(cls, found) else _both(cls, found)
+
+
+@functools.cache
+def _both(cls: type, base: type) -> type:
+    # By its name it is the class itself, in headers and in messages.
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls, base), names)
+
+
+class DataModule:
     """A data set with its three splits; a subclass implements `load` (and `fetch`, if something can be downloaded).
 
     Arguments:
@@ -38,6 +57,9 @@ class DataModule(pl.LightningDataModule):
 
     name: str = ""
     flip: bool = False
+
+    def __new__(cls, *args, **options):
+        return super().__new__(with_lightning(cls, "LightningDataModule"))
 
     def __init__(self, *, batch_size: int, num_workers: int, seed: int):
         super().__init__()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from genmodels.core.errors import InputError, one_of
@@ -112,6 +111,8 @@ class Coupling:
         """(n,) for each x the number of its e."""
         distance = torch.cdist(x.double(), e.double()).square()
         if self.name == "ot":
+            from scipy.optimize import linear_sum_assignment
+
             return torch.as_tensor(linear_sum_assignment(distance.cpu().numpy())[1], device=x.device)
         logits = -distance / (self.blur * distance.mean())
         for _ in range(200):  # Sinkhorn's iterations: columns, then rows, of equal mass

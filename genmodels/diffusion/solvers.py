@@ -8,22 +8,27 @@ arrived are not computed any more. s runs from `start` to `end` in either direct
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from scipy.integrate import RK45, solve_ivp
 from torch import Tensor
 
 from genmodels.core.errors import InputError, RunError
 
 Derivative = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-#: The pair of Dormand and Prince 1980 as scipy holds it: nodes, stages, weights, and the weights of the error.
-_NODES, _STAGES = torch.from_numpy(RK45.C.copy()), torch.from_numpy(RK45.A.copy())
-_WEIGHTS, _ERROR = torch.from_numpy(RK45.B.copy()), torch.from_numpy(RK45.E.copy())
 _MOST_STEPS = 10_000
+
+
+@functools.cache
+def _pair() -> tuple[Tensor, ...]:
+    """That of Dormand and Prince 1980 as scipy holds it: nodes, stages, weights, and the weights of the error."""
+    from scipy.integrate import RK45  # a second to import, which models that follow no ODE need not wait for
+
+    return tuple(torch.from_numpy(part.copy()) for part in (RK45.C, RK45.A, RK45.B, RK45.E))
 
 
 class Solution(NamedTuple):
@@ -123,13 +128,14 @@ class AdaptiveRK45:
 
     def _step(self, f, s, y, slope, step, rows):
         """(y, slope, error) after one step; the last slope is the first one of the next step."""
+        nodes, stages, weights, of_error = _pair()
         slopes = [slope]
-        for node, stage in zip(_NODES[1:], _STAGES[1:], strict=True):
+        for node, stage in zip(nodes[1:], stages[1:], strict=True):
             moved = sum(float(a) * k for a, k in zip(stage, slopes, strict=False))
             slopes.append(f(s + float(node) * step, y + step[:, None] * moved, rows))
-        y_after = y + step[:, None] * sum(float(b) * k for b, k in zip(_WEIGHTS, slopes, strict=True))
+        y_after = y + step[:, None] * sum(float(b) * k for b, k in zip(weights, slopes, strict=True))
         slopes.append(f(s + step, y_after, rows))
-        error = step[:, None] * sum(float(e) * k for e, k in zip(_ERROR, slopes, strict=True))
+        error = step[:, None] * sum(float(e) * k for e, k in zip(of_error, slopes, strict=True))
         return y_after, slopes[-1], error
 
 
@@ -146,6 +152,8 @@ class ScipyRK45:
         self.tolerance = _positive(tolerance)
 
     def __call__(self, f: Derivative, y: Tensor, start: float, end: float) -> Solution:
+        from scipy.integrate import solve_ivp
+
         f, ends = _Counted(f, y), []
         for row in range(len(y)):
             rows = torch.tensor([row], device=y.device)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from genmodels.core.errors import InputError, RunError
@@ -107,6 +106,8 @@ class LogPartition:
 
     def _spread(self) -> list[tuple[float, float]]:
         """Estimate and bounds, each with t times its standard error."""
+        from scipy import stats
+
         t = float(stats.t.ppf(0.975, max(1, self.chains - 1)))
         found = [(self.lower, self.lower_stderr), (self.log_z, self.stderr), (self.upper, self.upper_stderr)]
         return [(value, t * error) for value, error in found if value is not None]

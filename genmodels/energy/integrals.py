@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.integrate import cubature
 from torch import Tensor
 
 from genmodels.core.errors import InputError, RunError
@@ -157,6 +156,8 @@ def _survey(energy: _Energy, limits) -> tuple[float, float]:
 
 def _integrate(function: Callable, limits, cells: int, tolerance: float):
     """(integral, error bound) over all cells; each may spend its share of the tolerance."""
+    from scipy.integrate import cubature
+
     edges = [np.linspace(low, high, cells + 1) for low, high in limits]
     middles = np.stack([g.ravel() for g in np.meshgrid(*(0.5 * (e[1:] + e[:-1]) for e in edges))], axis=1)
     volume = math.prod(high - low for low, high in limits)

@@ -1,1 +1,1 @@
-"""LightningModules, one file per family, over one base class."""
+"""Models with the hooks of a LightningModule, one file per family, over one base class."""

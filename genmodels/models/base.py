@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import pytorch_lightning as pl
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -19,72 +17,9 @@ from genmodels.core.likelihood import Likelihood, breakdown
 from genmodels.core.processes import gather, rank_world, set_whole, shard, whole
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
-from genmodels.models.optimizer import EMA, Optimizer
-
-_KEPT = "the weights were not changed and last.ckpt is still finite"
-_ADVICE = "Start anew with a lower model.optimizer.lr or more warmup_steps"
-
-
-@contextlib.contextmanager
-def _first_nonfinite(module: nn.Module):
-    """Collect the names of the submodules whose output is not finite, in the order they ran."""
-    found: list[str] = []
-
-    def watch(name):
-        def hook(_module, _inputs, output):
-            parts = output if isinstance(output, tuple) else (output,)  # a bijection gives (z, logdet)
-            values = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
-            if not all(bool(torch.isfinite(value).all()) for value in values):
-                found.append(name)
-
-        return hook
-
-    handles = [m.register_forward_hook(watch(name)) for name, m in module.named_modules() if name]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def explain_nonfinite(model, batch, loss) -> str:
-    """One line for a loss or gradient that is not finite: step, item, time, log-SNR, layer, and what to try."""
-    step = model.trainer.global_step
-    bad = (~torch.isfinite(loss.per_example)).nonzero().flatten()
-    what = "loss" if len(bad) else "gradient"
-    place, advice = "", _ADVICE
-    if len(bad):
-        k = int(bad[0])
-        if batch.index is not None:
-            place = f" for item {int(batch.index[k])} of {model.spec.name}"
-            advice += ", or look at that item"
-        if loss.times is not None:
-            t = loss.times[k]
-            place += f" at t = {float(t):.4f}"
-            schedule = getattr(model.core, "schedule", None)
-            if schedule is not None:
-                place += f" (log-SNR {float(schedule.log_snr(t[None])[0]):.2f})"
-    model.batches_seen -= 1  # the same noise again
-    try:
-        with torch.no_grad(), _first_nonfinite(model.core) as layers:
-            model.loss(batch, model.training_generator(len(batch)))
-    except Exception:
-        # What a second pass raises is not the fault to report: it only names fewer layers.
-        pass
-    finally:
-        model.batches_seen += 1
-    weights = [n for n, p in model.core.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
-    if layers:
-        place += f", first in layer {layers[0]}"
-    elif weights:
-        place += f", in the gradient of {weights[0]}"
-    return f"step {step}: the {what} is not finite{place}; {_KEPT}. {advice}"
-
-
-def explain_failure(model, error: Exception) -> str:
-    """One line for a loss that could not be computed at all, such as one with a singular matrix in it."""
-    reason = " ".join(str(error).split()).rstrip(".")
-    return f"step {model.trainer.global_step}: the loss cannot be computed ({reason}); {_KEPT}. {_ADVICE}"
+from genmodels.data.base import with_lightning
+from genmodels.models.build import options_given
+from genmodels.models.optimizer import EMA, Optimizer, explain_failure, explain_nonfinite
 
 
 @dataclass
@@ -100,12 +35,13 @@ class Loss:
     times: Tensor | None = None
 
 
-class GenerativeModel(pl.LightningModule):
+class GenerativeModel(nn.Module):
     """A generative model of one family, with training, likelihood and sampling under one contract.
 
     A subclass sets `self.core` (the nn.Module that holds everything learned), calls `self.finish_setup(...)`, and
     defines `loss`, `log_likelihood` and `sample`. Randomness is keyed by (seed, step, position), never global; the
-    data's units belong outside, preprocessing and its volume change inside.
+    data's units belong outside, preprocessing and its volume change inside. Where Lightning is imported, as in
+    training, a model is a LightningModule; one that only samples does not wait for that import.
 
     Arguments:
         spec: the data set this model is built for.
@@ -133,9 +69,14 @@ class GenerativeModel(pl.LightningModule):
     #: Why `trainer.strategy=fsdp` cannot spread its weights over the processes; see `sharded_networks`.
     needs_whole_weights = "its weights are also used outside of the networks that hold them"
     core: nn.Module
+    _trainer = None  # Lightning's
+
+    def __new__(cls, *args, **options):
+        return super().__new__(with_lightning(cls, "LightningModule"))
 
     def __init__(self, spec: DataSpec):
         super().__init__()
+        self._hparams: dict = {}
         spec.require(self.family, text=self.takes_text, source=self.takes_source)
         self.spec = spec
         self.seed = 0
@@ -147,6 +88,20 @@ class GenerativeModel(pl.LightningModule):
         self.validated: Likelihood | None = None  # of the last validation, all items
         self._pending: list[Likelihood] = []
         self.latest: tuple[Batch, Loss] | None = None
+
+    @property
+    def hparams(self) -> dict:
+        """The options of the constructor, by name."""
+        return self._hparams
+
+    def save_hyperparameters(self, **_) -> None:
+        """Called in a subclass' constructor, with the arguments of Lightning's method: keep its options."""
+        self._hparams |= options_given(self, inspect.currentframe().f_back)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are; of a model without any, the CPU."""
+        return next((weight.device for weight in self.parameters()), torch.device("cpu"))
 
     def decide(self, **options) -> None:
         """Called in a subclass' constructor: options that were left open, as the data and other options decide them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 from genmodels.core.checkpoint import present_name
@@ -94,6 +95,17 @@ def keywords(cls: type) -> list[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return names
+
+
+def options_given(made: Any, frame: FrameType) -> dict[str, Any]:
+    """The options of an object under construction: of the `__init__` in `frame`, and of those of its subclasses."""
+    found: dict[str, Any] = {}
+    while frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is made:
+        arguments = inspect.getargvalues(frame)
+        values = {name: arguments.locals[name] for name in arguments.args if name not in ("self", "spec")}
+        found |= values | (arguments.locals[arguments.keywords] if arguments.keywords else {})
+        frame = frame.f_back
+    return found
 
 
 def construct(cls: type, *args: Any, **options: Any) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.plugins.io import CheckpointIO
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
@@ -172,22 +171,6 @@ def restoring(path: Path | None, begun: Callable[[], bool]) -> Iterator[None]:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
-
-
-class WholeFiles(CheckpointIO):
-    """Lightning's interface to the file functions above."""
-
-    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
-        """Write a checkpoint whole."""
-        write_checkpoint(path, checkpoint)
-
-    def load_checkpoint(self, path, map_location=None, weights_only=None) -> dict:
-        """Read a checkpoint safely; `weights_only` is always True here."""
-        return read_resumable(path, map_location=map_location or "cpu")
-
-    def remove_checkpoint(self, path) -> None:
-        """Delete a checkpoint."""
-        Path(path).unlink(missing_ok=True)
 
 
 _SLACK = 2**28  # bytes of tensors that a model computes for itself, not held in its checkpoint

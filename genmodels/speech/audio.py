@@ -12,8 +12,6 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
-from scipy.io import wavfile
-from scipy.signal import resample_poly
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -40,6 +38,8 @@ def read_wav(path: str | Path, sample_rate: int | None = None) -> tuple[Tensor, 
     Raises:
         AudioError: for a file that is missing, unreadable, empty or not finite, with its path.
     """
+    from scipy.io import wavfile
+
     try:
         _check_whole(Path(path))
         with warnings.catch_warnings():
@@ -91,6 +91,8 @@ def resample(wave: Tensor, rate: int, wanted: int) -> Tensor:
         raise ValueError(f"rates are positive, got {rate} and {wanted}")
     if rate == wanted:
         return wave
+    from scipy.signal import resample_poly
+
     common = math.gcd(rate, wanted)
     found = resample_poly(wave.detach().double().cpu().numpy(), wanted // common, rate // common, axis=-1)
     return torch.from_numpy(found).to(wave)
@@ -101,6 +103,8 @@ def write_wav(path: str | Path | BinaryIO, wave: Tensor, sample_rate: int) -> fl
 
     Returns the factor it was multiplied by, 1 if it was not scaled.
     """
+    from scipy.io import wavfile
+
     if wave.dim() != 1:
         raise ValueError(f"sound to write has shape (N,), got {tuple(wave.shape)}")
     if not bool(wave.isfinite().all()):

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.fft import dct
 from torch import Tensor
 
 from genmodels.speech.recognition import WordFaults
@@ -274,6 +273,8 @@ def mel_cepstrum(mel: Tensor) -> np.ndarray:
     """
     if mel.dim() != 2 or mel.shape[0] <= _COEFFICIENTS or mel.shape[1] == 0 or not bool(mel.isfinite().all()):
         raise ValueError(f"a mel is finite and (n_mels, T), more than {_COEFFICIENTS} bands, got {tuple(mel.shape)}")
+    from scipy.fft import dct
+
     return dct(mel.detach().double().cpu().numpy(), axis=0, norm="ortho")[1 : _COEFFICIENTS + 1].T
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import AcceleratorRegistry
-from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.plugins.io import CheckpointIO, TorchCheckpointIO
 from pytorch_lightning.strategies import ModelParallelStrategy, StrategyRegistry
 from pytorch_lightning.tuner import Tuner
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -29,12 +29,28 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.data.base import DataModule
 from genmodels.data.loading import Loader, ResumableBatchSampler, training_loader
 from genmodels.models.build import construct
-from genmodels.models.checkpoint import WholeFiles
+from genmodels.models.checkpoint import read_resumable, write_checkpoint
 from genmodels.training.callbacks import StepBar
 from genmodels.training.processes import environments
 from genmodels.training.run import terminal
 
 _TRIES = 100  # learning rates that the finder tries, one a step
+
+
+class WholeFiles(CheckpointIO):
+    """Lightning's interface to the functions for checkpoints."""
+
+    def save_checkpoint(self, checkpoint: dict, path, storage_options=None) -> None:
+        """Write a checkpoint whole."""
+        write_checkpoint(path, checkpoint)
+
+    def load_checkpoint(self, path, map_location=None, weights_only=None) -> dict:
+        """Read a checkpoint safely; `weights_only` is always True here."""
+        return read_resumable(path, map_location=map_location or "cpu")
+
+    def remove_checkpoint(self, path) -> None:
+        """Delete a checkpoint."""
+        Path(path).unlink(missing_ok=True)
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ from genmodels.core import checkpoint as archive
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import write_whole
-from genmodels.models.checkpoint import WholeFiles, load_model, read_checkpoint, write_checkpoint
+from genmodels.models.checkpoint import load_model, read_checkpoint, read_resumable, write_checkpoint
 from genmodels.models.realnvp import RealNVP
 from tests import commands
 
@@ -436,7 +436,7 @@ def test_what_a_run_goes_on_from_must_be_there(whole, tmp_path):
            "epoch_loop.batch_progress": {"total": {"completed": 0}, "current": {"ready": 0}}}
     good = whole | {"loops": {"fit_loop": fit}, "callbacks": {"a": {}}, "optimizer_states": [{}], "lr_schedulers": [{}],
                     "global_step": 0, "epoch": 0, "pytorch-lightning_version": "2.6.4"}  # fmt: skip
-    read = WholeFiles().load_checkpoint
+    read = read_resumable
     assert read(forge(tmp_path / "x.ckpt", good))["global_step"] == 0
     elsewhere = copy.deepcopy(good)
     elsewhere["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] = 500

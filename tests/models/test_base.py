@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+
 import pytest
+import pytorch_lightning as lightning
 import torch
+from pytorch_lightning.core.mixins import HyperparametersMixin
 
 from genmodels.core.data import Batch, DataSpec
+from genmodels.models.base import GenerativeModel
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.nsf import NSF
@@ -103,3 +109,41 @@ def test_derivatives_of_masked_fields_and_schedules():
     with torch.inference_mode():
         inside = found()
     torch.testing.assert_close([one.clone() for one in inside], list(plain))
+
+
+def test_a_model_is_lightnings_where_lightning_is_imported(monkeypatch):
+    trained = MODELS["diffusion"](True)
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "pytorch_lightning")
+        plain = MODELS["diffusion"](True)
+        assert copy.deepcopy(plain).options == plain.options
+    assert isinstance(trained, lightning.LightningModule) and not isinstance(plain, lightning.LightningModule)
+    assert isinstance(trained, DDPM) and type(trained) is type(MODELS["diffusion"](False))
+    assert plain.header() == trained.header() and list(plain.state_dict()) == list(trained.state_dict())
+    assert plain.device == trained.device == torch.device("cpu")
+
+
+class _Own(GenerativeModel):
+    def __init__(self, spec, *, width=3, lr=0.1):
+        super().__init__(spec)
+        self.save_hyperparameters(ignore=["spec"], logger=False)
+
+
+class _Heir(_Own):
+    def __init__(self, spec, *, depth=2, **options):
+        super().__init__(spec, **options)
+
+
+def test_options_are_those_that_lightning_keeps():
+    class Lightnings(HyperparametersMixin):
+        def __init__(self, spec, *, width=3, lr=0.1):
+            super().__init__()
+            self.save_hyperparameters(ignore=["spec"], logger=False)
+
+    class Heir(Lightnings):
+        def __init__(self, spec, *, depth=2, **options):
+            super().__init__(spec, **options)
+
+    for own, theirs in ((_Own, Lightnings), (_Heir, Heir)):
+        assert own(SPEC, lr=0.5).hparams == dict(theirs(SPEC, lr=0.5).hparams)
+    assert _Heir(SPEC, width=7).options == {"width": 7, "lr": 0.1, "depth": 2}

@@ -14,9 +14,9 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.toy import density
 from genmodels.energy import LOSSES, Energy, Quadratic
-from genmodels.models.base import explain_nonfinite
 from genmodels.models.energy import EnergyModel
 from genmodels.models.energy_sampling import Sampler, base_of, by_annealing, by_quadrature
+from genmodels.models.optimizer import explain_nonfinite
 from genmodels.models.score_matching import Encoding
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
