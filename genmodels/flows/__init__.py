@@ -20,7 +20,7 @@ from genmodels.flows.bases import (
 from genmodels.flows.bijection import Bijection, Freeze, Inverse, NotInitialized, Step
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling, MaskedAutoregressive
-from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize, noise_condition
+from genmodels.flows.dequantize import OfLevel, UniformDequantize, VariationalDequantize, noise_condition
 from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow
 from genmodels.flows.elementwise import (
     Additive,
@@ -73,6 +73,7 @@ __all__ = [
     "Mixture",
     "MultiScale",
     "NotInitialized",
+    "OfLevel",
     "PadToMultiple",
     "Permute",
     "RationalQuadraticSpline",

@@ -27,7 +27,8 @@ class Squeeze2d(Bijection):
 
     Order `channel`: out channel = f^2 c + f i + j for the offset (i, j) in the square. Order `alternative` (f = 2
     only): out channel = p C + c for the offsets p = (0, 0), (1, 1), (0, 1), (1, 0), so that each half of the channels
-    is a checkerboard of all colours.
+    is a checkerboard of all colours. Order `far`: not squares of neighbours but f x f parts of the image laid over each
+    other, out channel = f^2 c + f i + j for part (i, j).
 
     Arguments:
         factor: side f of the square.
@@ -47,12 +48,12 @@ class Squeeze2d(Bijection):
 
     constant_logdet = True
 
-    def __init__(self, factor: int = 2, *, order: Literal["channel", "alternative"] = "channel"):
+    def __init__(self, factor: int = 2, *, order: Literal["channel", "alternative", "far"] = "channel"):
         super().__init__()
         if factor < 1:
             raise ValueError(f"Squeeze2d: factor must be 1 or more, got {factor}")
-        if order not in ("channel", "alternative"):
-            raise ValueError(f"Squeeze2d: order must be channel or alternative, got {order!r}")
+        if order not in ("channel", "alternative", "far"):
+            raise ValueError(f"Squeeze2d: order must be channel, alternative or far, got {order!r}")
         if order == "alternative" and factor != 2:
             raise ValueError(f"Squeeze2d: the alternative order is one of squares of side 2, got factor={factor}")
         self.factor, self.order = factor, order
@@ -83,8 +84,11 @@ class Squeeze2d(Bijection):
 
     def _squeeze(self, x: Tensor) -> Tensor:
         batch, channels, height, width = x.shape
+        f, rows, columns = self.factor, height // self.factor, width // self.factor
+        if self.order == "far":
+            parts = x.reshape(batch, channels, f, rows, f, columns).permute(0, 1, 2, 4, 3, 5)
+            return parts.reshape(batch, f * f * channels, rows, columns)
         if self.order == "channel":
-            f, rows, columns = self.factor, height // self.factor, width // self.factor
             squares = x.reshape(batch, channels, rows, f, columns, f).permute(0, 1, 3, 5, 2, 4)
             return squares.reshape(batch, f * f * channels, rows, columns)
         even, odd = x[:, :, ::2], x[:, :, 1::2]
@@ -93,7 +97,9 @@ class Squeeze2d(Bijection):
     def _spread(self, z: Tensor) -> Tensor:
         f, (batch, channels, rows, columns) = self.factor, z.shape
         channels //= f * f
-        if self.order == "channel":
+        if self.order == "far":
+            pixels = z.reshape(batch, channels, f, f, rows, columns).permute(0, 1, 2, 4, 3, 5)
+        elif self.order == "channel":
             pixels = z.reshape(batch, channels, f, f, rows, columns).permute(0, 1, 4, 2, 5, 3)
         else:
             upper_left, lower_right, upper_right, lower_left = z.chunk(4, dim=1)

@@ -10,11 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.errors import one_of
 from genmodels.core.tensors import hide
 from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Shape, as_shape, per_example
 from genmodels.flows.composition import Compose
-from genmodels.flows.elementwise import MeanScale
+from genmodels.flows.elementwise import ElementTransform, LogisticMixture, MeanScale
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.attention_block import AttentionKind, Site
 from genmodels.nn.condition import Condition
@@ -51,13 +52,15 @@ class Decoding:
 
 
 class MetaBlock(Bijection):
-    """Every position standardised by what causal attention makes of the positions before it.
+    """Every position mapped, number by number, by what causal attention makes of the positions before it.
 
-        z_i = (x_i - m_i) e^-a_i,   (m, a)_i = net(x_1 .. x_{i-1}, class),   (m, a)_1 = 0,   log |det| = -sum a
-        x_i = z_i e^a_i + m_i, one position after the other, keys and values of those found kept
+        z_i = f(x_i; p_i),    p_i = p_0 + net(x_1 .. x_{i-1}, class),   p_1 = p_0,    log |det| = sum log |df/dx_i|
+        usually z_i = (x_i - m_i) e^-a_i,   (m, a)_1 = 0,   log |det| = -sum a
+        x_i = f^-1(z_i; p_i), one position after the other, keys and values of those found kept
 
-    a is bounded as in `MeanScale`. Positions are read row by row, or backwards. The last layer of the network is zero
-    at the start, so training starts at the identity. The network may run in half precision, the state does not.
+    The a of the usual map is bounded as in `MeanScale`; a `LogisticMixture` can have several modes. Positions are
+    read row by row, or backwards. The last layer of the network is zero at the start, so training starts with p_0, the
+    transform's own start, of the usual one the identity. The network may run in half precision, the state does not.
 
     Arguments:
         event_shape: (C, H, W), or (C, T) with T or None for sequences of any length.
@@ -65,6 +68,7 @@ class MetaBlock(Bijection):
         width, depth, heads, expansion, attention, dropout: the network's, see `TokenTransformer`; the attention is one
             along sequences, in the order of reading.
         places: whether a learned vector for each place is added to the tokens; not for open lengths.
+        transform: the map f of numbers, `MeanScale` if None; one built for a single channel serves all.
         cond: labels, or None. The row after the last class stands for no class, which guidance needs.
 
     Attributes:
@@ -98,6 +102,7 @@ class MetaBlock(Bijection):
         attention: AttentionKind = "rope",
         dropout: float = 0.0,
         places: bool = True,
+        transform: ElementTransform | None = None,
         cond: Condition | None = None,
     ):
         super().__init__()
@@ -109,14 +114,19 @@ class MetaBlock(Bijection):
             raise ValueError(f"a meta-block is conditioned on labels, not on {cond}")
         self.channels, self.reverse, self.uses_cond = channels, reverse, cond is not None
         self.length = None if None in space else torch.Size(space).numel()
+        self.transform = MeanScale() if transform is None else transform
+        self.exact_inverse = self.transform.exact_inverse
+        start = self.transform.start(channels).flatten()
         self.net = TokenTransformer(
-            channels, 2 * channels, Site(1, None, dropout, causal=True), width=width, depth=depth, heads=heads,
+            channels, len(start), Site(1, None, dropout, causal=True), width=width, depth=depth, heads=heads,
             expansion=expansion, attention=attention, dropout=dropout,
         )  # fmt: skip
         own = places and self.length is not None
         self.places = nn.Parameter(0.01 * torch.randn(self.length, width)) if own else None
         self.classes = None if cond is None else nn.Embedding(cond.size + 1, width)
-        self.transform = MeanScale()
+        self.register_buffer("start", start, persistent=False)
+        with torch.no_grad():
+            self.net.leave.bias.copy_(start)
         self.decoding, self.sweeps = Decoding(), 0
 
     @property
@@ -164,7 +174,7 @@ class MetaBlock(Bijection):
             x = own
             for _ in range(stop - start):
                 seen = torch.cat([*before, x[:, :-1]], dim=1)
-                out = own.new_zeros(rows * len(z), 0, 2 * self.channels)
+                out = own.new_zeros(rows * len(z), 0, len(self.start))
                 if seen.shape[1]:
                     out = self.net.decode(
                         seen.repeat(rows, 1, 1), slots, None if together is None else together[..., : stop - 1],
@@ -186,17 +196,17 @@ class MetaBlock(Bijection):
         return self._event(torch.cat(found, dim=1), z), self._volume(torch.cat(volume, dim=1), valid)
 
     def _params(self, out: Tensor, tokens: Tensor, valid: Tensor | None, continued: bool = False) -> Tensor:
-        """(B, 2, N, C) m and a of tokens, each from the output one earlier: 0 where nothing valid comes before.
+        """(B, P, N, C) parameters of tokens, each from the output one earlier: p_0 where nothing valid comes before.
 
         `out` starts before the first token where they continue others, else at it; `valid` begins where `out` does.
         """
         # The network may run in half precision; the state, and everything computed for it, does not.
         out = out.to(tokens.dtype)
         if valid is not None:
-            out = out.masked_fill(~valid[..., : out.shape[1]].mT, 0)
+            out = torch.where(valid[..., : out.shape[1]].mT, out, self.start)
         if not continued:
-            out = torch.cat([out.new_zeros(len(out), 1, 2 * self.channels), out], dim=1)
-        return out.unflatten(2, (2, self.channels)).movedim(2, 1)
+            out = torch.cat([self.start.expand(len(out), 1, -1), out], dim=1)
+        return out.unflatten(2, (-1, self.channels)).movedim(2, 1)
 
     def _volume(self, log_derivative: Tensor, valid: Tensor | None) -> Tensor:
         return per_example(log_derivative if valid is None else log_derivative.masked_fill(~valid.mT, 0))
@@ -258,6 +268,9 @@ def tarflow(
     attention: AttentionKind = "rope",
     places: bool = True,
     dropout: float = 0.0,
+    transform: Literal["affine", "mixture"] = "affine",
+    components: int = 8,
+    patches: Literal["near", "far"] = "near",
     cond: Condition | None = None,
     memory: Literal["store", "inverse"] = "store",
 ) -> Compose:
@@ -268,6 +281,12 @@ def tarflow(
         patch: positions along every side of a patch; frames of a token, for sequences.
         blocks: number of meta-blocks.
         width, depth, heads, expansion, attention, places, dropout, cond: see `MetaBlock`.
+        transform: the map of every number: `affine`, or the `mixture` of logistics of Flow++, which can have several
+            modes and is inverted by iteration.
+        components: of a mixture.
+        patches: squares of neighbours (`near`), or as many pixels far apart, one of each of patch^2 parts of the image
+            (`far`): the numbers of a token are then almost independent of each other given those before, as a
+            meta-block takes them to be.
         memory: `store`, or `inverse` to keep the input of each meta-block alone and recompute what is inside it.
 
     Errors: ValueError for sides that `patch` does not divide, no block, and whatever a meta-block refuses.
@@ -286,12 +305,18 @@ def tarflow(
     if blocks < 1 or patch < 1 or any(n is not None and n % patch for n in shape[1:]):
         raise ValueError(f"tarflow needs at least one block, and a patch that divides the sides of {shape}, got "
                          f"blocks = {blocks} and patch = {patch}")  # fmt: skip
-    squeeze = [(Squeeze1d if len(shape) == 2 else Squeeze2d)(patch)] if patch > 1 else []
+    one_of("transform", transform, ("affine", "mixture"))
+    one_of("patches", patches, ("near", "far"))
+    if patches == "far" and len(shape) == 2:
+        raise ValueError("patches=far is for images: frames of a sequence that lie apart have no common length")
+    cut = Squeeze1d(patch) if len(shape) == 2 else Squeeze2d(patch, order="channel" if patches == "near" else "far")
+    squeeze = [cut] if patch > 1 else []
     inside = squeeze[0].out_shape(shape) if squeeze else shape
     inside = (inside[0], None) if len(shape) == 2 else inside  # sequences may be shorter than the longest
     layers = [
         MetaBlock(inside, reverse=number % 2 == 1, width=width, depth=depth, heads=heads, expansion=expansion,
-                  attention=attention, places=places, dropout=dropout, cond=cond)
+                  attention=attention, places=places, dropout=dropout, cond=cond,
+                  transform=MeanScale() if transform == "affine" else LogisticMixture(1, components=components))
         for number in range(blocks)
     ]  # fmt: skip
     return Compose([*squeeze, ActNorm(inside[0]), *layers], shape, memory=memory)

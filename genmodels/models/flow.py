@@ -20,7 +20,7 @@ from genmodels.flows.actnorm import channel_moments
 from genmodels.flows.bases import BASES
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
-from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize
+from genmodels.flows.dequantize import OfLevel, UniformDequantize, VariationalDequantize
 from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow
 from genmodels.flows.flow import Flow
 from genmodels.flows.monitor import Health, examine
@@ -49,7 +49,8 @@ class FlowModel(GenerativeModel):
     Arguments:
         spec: the data set this model is built for.
         class_conditional: condition on the class; only for data with labels.
-        dequantisation: noise that fills the gaps between integers: `uniform`, or learned (`variational`).
+        dequantisation: noise that fills the gaps between integers: `uniform`, or learned: for each `level` a location
+            and a width, which costs nothing, or by a flow that sees all of the item (`variational`).
         preprocess: map of dequantised integers: `logit`, or `centre`, which subtracts 1/2.
         alpha: the logit's margin: y = alpha + (1 - 2 alpha) v.
         base: distribution of the latents: `normal`, `diagonal` (learned scales), or `class` (one Gaussian a class; it
@@ -69,7 +70,7 @@ class FlowModel(GenerativeModel):
         spec: DataSpec,
         *,
         class_conditional: bool = False,
-        dequantisation: Literal["uniform", "variational"] = "uniform",
+        dequantisation: Literal["uniform", "level", "variational"] = "uniform",
         preprocess: Literal["logit", "centre"] = "logit",
         alpha: float = 0.05,
         base: Literal["normal", "diagonal", "class"] = "normal",
@@ -80,7 +81,7 @@ class FlowModel(GenerativeModel):
     ):
         super().__init__(spec)
         self.save_hyperparameters(ignore=["spec"], logger=False)
-        one_of("dequantisation", dequantisation, ("uniform", "variational"))
+        one_of("dequantisation", dequantisation, ("uniform", "level", "variational"))
         one_of("preprocess", preprocess, ("logit", "centre"))
         one_of("base", base, ("normal", "diagonal", "class"))
         if class_conditional and spec.num_classes is None:
@@ -120,7 +121,9 @@ class FlowModel(GenerativeModel):
             return ContinuousFlow(flow)
         if self.dequantisation == "uniform":
             return DiscreteFlow(UniformDequantize(levels), flow)
-        return DiscreteFlow(VariationalDequantize(levels, dequantisation_flow(self.spec.event_shape)), flow)
+        by_level = self.dequantisation == "level"
+        shape = OfLevel(levels) if by_level else dequantisation_flow(self.spec.event_shape)
+        return DiscreteFlow(VariationalDequantize(levels, shape), flow)
 
     def assemble_flat(self, bijection: Bijection) -> None:
         """As `assemble`, with a bijection of vectors, to which images are flattened.

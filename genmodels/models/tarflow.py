@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -47,6 +48,10 @@ class TarFlow(FlowModel):
         expansion: hidden width of the perceptrons over the width of the tokens.
         attention: kind of attention along the tokens, one with a causal form.
         places: whether a learned vector for each place is added; sequences have none.
+        transform: map of every number, `affine` as above, or `mixture` of logistics (Flow++), better for likelihoods of
+            data with modes and slower to invert.
+        components: of a mixture.
+        patches: squares of neighbours (`near`), or pixels far apart (`far`), for images.
         dropout: probability of dropping a value of a branch.
         cond_drop: probability that training hides the class, which guidance needs; 0 for never.
         augment: standard deviation of the noise for the second use, on the scale on which the data fill [-1, 1]; 0 for
@@ -78,6 +83,9 @@ class TarFlow(FlowModel):
         expansion: int = 4,
         attention: AttentionKind = "rope",
         places: bool = True,
+        transform: Literal["affine", "mixture"] = "affine",
+        components: int = 8,
+        patches: Literal["near", "far"] = "near",
         dropout: float = 0.0,
         cond_drop: float = 0.1,
         augment: float = 0.0,
@@ -96,7 +104,8 @@ class TarFlow(FlowModel):
         self.decide(patch=patch)
         self.assemble(tarflow(
             spec.event_shape, patch=patch, blocks=blocks, width=width, depth=depth, heads=heads, expansion=expansion,
-            attention=attention, places=places, dropout=dropout, cond=self.condition, memory=self.memory,
+            attention=attention, places=places, transform=transform, components=components, patches=patches,
+            dropout=dropout, cond=self.condition, memory=self.memory,
         ))  # fmt: skip
 
     def around(self, flow: Flow) -> ContinuousFlow | DiscreteFlow:

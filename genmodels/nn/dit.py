@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, pad, pixel_shuffle, pixel_unshuffle, silu
+from torch.nn.functional import layer_norm, pad, pixel_shuffle, pixel_unshuffle, silu
 from torch.utils.checkpoint import checkpoint
 
 from genmodels.core.tensors import hide
@@ -58,7 +58,8 @@ class TokenBlock(nn.Module):
         mechanism: attention, `(x (B, L, D), mask=(B, 1, L)) -> (y, cache)`, with `space` too if it is for maps; None
             leaves the perceptron alone.
         condition: length of c, 0 for none.
-        hidden: width between the two layers of the perceptron, whose activation is tanh-GELU.
+        hidden: width between the two layers of the perceptron, whose activation is GELU, by tanh with a
+            condition.
         dropout: probability of dropping a value of either branch.
 
     Shapes: `x (B, L, D)` to the same, `c (B, condition)`, `mask (B, 1, L)` bool, True = valid: other tokens are not
@@ -78,6 +79,8 @@ class TokenBlock(nn.Module):
         self.norm_2 = TokenNorm(width, condition)
         self.enter, self.leave = nn.Linear(width, hidden), nn.Linear(hidden, width)
         self.dropout = Dropout(dropout)
+        # Exact where the papers have it; on a CPU that takes half the time of the tanh of the diffusion transformer.
+        self.activation = nn.GELU(approximate="tanh" if condition else "none")
         for layer in (layer for layer in self.modules() if isinstance(layer, nn.Linear)):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
@@ -90,12 +93,12 @@ class TokenBlock(nn.Module):
         parts = (None,) * 6 if c is None else self.modulation(silu(c))[:, None].chunk(6, dim=-1)
         if self.attention is not None:
             x = self._add(x, parts[2], attend(self.attention, self.norm_1(x, *parts[:2]), mask, space))
-        return self._add(x, parts[5], self.leave(gelu(self.enter(self.norm_2(x, *parts[3:5])), approximate="tanh")))
+        return self._add(x, parts[5], self.leave(self.activation(self.enter(self.norm_2(x, *parts[3:5])))))
 
     def decode(self, x: Tensor, slots: Slots, mask: Tensor | None = None) -> Tensor:
         """The output for new tokens of a causal sequence, of a block without condition; see `Attention.decode`."""
         x = x + self.dropout(self.attention.decode(self.norm_1(x), slots, mask))
-        return x + self.dropout(self.leave(gelu(self.enter(self.norm_2(x)), approximate="tanh")))
+        return x + self.dropout(self.leave(self.activation(self.enter(self.norm_2(x)))))
 
     def _add(self, x: Tensor, gate: Tensor | None, y: Tensor) -> Tensor:
         y = self.dropout(y)

@@ -150,6 +150,7 @@ INSTANCES: dict[str, Instance] = {
     "flip": Instance(lambda: Flip(4), SEQUENCE),
     "squeeze-channel": Instance(lambda: Squeeze2d(), (2, 4, 6)),
     "squeeze-alternative": Instance(lambda: Squeeze2d(order="alternative"), (2, 4, 6)),
+    "squeeze-far": Instance(lambda: Squeeze2d(3, order="far"), (2, 3, 6)),
     "squeeze-three": Instance(lambda: Squeeze2d(3), (1, 3, 6)),
     "flatten": Instance(lambda: Flatten((2, 3, 4)), (2, 3, 4)),
     "flatten-vector": Instance(lambda: Flatten((5,)), VECTOR_5),
@@ -268,6 +269,9 @@ INSTANCES: dict[str, Instance] = {
     "glow-labels": Instance(lambda: glow((2, 4, 4), levels=1, steps=1, hidden=8, cond=LABELS), (2, 4, 4), LABELS),
     "glow-sequence": Instance(lambda: glow((2, None), levels=2, steps=1, hidden=8), (2, 8)),
     "tarflow": Instance(lambda: tarflow((1, 4, 4), blocks=2, **TINY), (1, 4, 4)),
+    "tarflow-mixture": Instance(
+        lambda: tarflow((1, 4, 4), patches="far", transform="mixture", components=3, blocks=2, **TINY), (1, 4, 4)
+    ),
     "tarflow-sequence": Instance(lambda: tarflow((2, None), patch=2, blocks=2, **TINY), (2, 8)),
     "jet": Instance(lambda: jet((1, 4, 4), couplings=3, **TINY), (1, 4, 4)),
     "jet-two-levels": Instance(

@@ -401,6 +401,7 @@ COMPILED_ELSEWHERE = {
     "checkerboard-mixture", "sequence-spline", "sequence-labels", "wavenet-map", "maf-ordered", "maf-affine",
     "maf-mixture", "maf-plane", "factor-out-prior", "factor-out-sequence", "inverse", "freeze", "tarflow",
     "tarflow-sequence", "jet", "meta-block", "meta-block-backwards", "rows", "columns", "squares",
+    "squeeze-far", "tarflow-mixture",
 }
 
 

@@ -12,7 +12,7 @@ from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
-from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize, noise_condition
+from genmodels.flows.dequantize import OfLevel, UniformDequantize, VariationalDequantize, noise_condition
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.scaling import Logit
 from genmodels.nn.condition import Condition
@@ -181,9 +181,23 @@ class NoSigmoid(VariationalDequantize):
 
 def test_density_of_the_noise():
     density_is_that_of_the_noise(VariationalDequantize(4, Tilt()).double())
+    of_level, scaled = OfLevel(4), torch.linspace(-1, 1, 4, dtype=torch.float64)
+    of_level.table.data = torch.stack([0.3 + 0.5 * scaled, 0.2 * scaled])  # the same by a table
+    density_is_that_of_the_noise(VariationalDequantize(4, of_level).double())
     for bug in (NoSigmoid(4, Tilt()), VariationalDequantize(4, SignOfTheLogDet())):
         with pytest.raises(AssertionError):
             density_is_that_of_the_noise(bug.double())
+
+
+def test_the_noise_of_a_level_inverts_and_knows_all_levels():
+    layer, cond = shaken(OfLevel(256)), (2 * torch.arange(256).double() / 255 - 1).expand(3, 1, 256)
+    eps = torch.randn(3, 1, 256, generator=source(), dtype=torch.float64)
+    a, logdet = layer(eps, cond)
+    back, reverse = layer.inverse(a, cond)
+    torch.testing.assert_close(back, eps, rtol=0, atol=1e-12)
+    torch.testing.assert_close(logdet, -reverse, rtol=0, atol=1e-10)
+    scaled = 2 * torch.arange(256).float() / 255 - 1  # as float32 has it
+    assert torch.equal(layer(torch.zeros_like(eps), scaled.double().expand_as(eps))[0][0, 0], layer.table[0])
 
 
 def averages_to_the_volume(dequantize, shape, cond=None, mask=None):

@@ -49,6 +49,7 @@ def test_vectors():
     expected = {
         "channel": [[0, 2, 8, 10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]],
         "alternative": [[0, 2, 8, 10], [5, 7, 13, 15], [1, 3, 9, 11], [4, 6, 12, 14]],
+        "far": [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]],
     }
     for order, rows in expected.items():
         z, logdet = Squeeze2d(order=order)(x)
@@ -108,7 +109,7 @@ def test_masks():
     assert torch.equal(layer.in_mask(layer.out_mask(everywhere)), everywhere)
 
 
-@pytest.mark.parametrize("order", ["channel", "alternative"])
+@pytest.mark.parametrize("order", ["channel", "alternative", "far"])
 def test_masks_of_images_go_with_the_pixels(order):
     layer, mask = Squeeze2d(order=order), torch.rand(2, 3, 4, 6, generator=torch.Generator().manual_seed(0)) < 0.5
     assert torch.equal(layer.out_mask(mask), layer(mask.float())[0].bool())

@@ -243,6 +243,8 @@ def test_recomputing_keeps_one_event_for_each_meta_block():
     (lambda: tarflow((2,)), "takes images .* or sequences .*: use model=maf for vectors"),
     (lambda: tarflow((1, 7, 8)), r"a patch that divides the sides of \(1, 7, 8\), got blocks = 6 and patch = 2"),
     (lambda: tarflow((1, 8, 8), blocks=0), "at least one block"),
+    (lambda: tarflow((2, 8), patch=2, patches="far"), "patches=far is for images"),
+    (lambda: tarflow((1, 8, 8), transform="cubic"), "transform"),
     (lambda: MetaBlock((1, 4, 4), attention="nystrom"), "'nystrom' has no causal form"),
     (lambda: MetaBlock((1, 4, 4), cond=Condition("map", 2)), "conditioned on labels"),
     (lambda: block_of()(latents((2, 3, 4))), r"takes events of shape \(2, 3, 3\), got \(2, 3, 4\)"),

@@ -88,23 +88,32 @@ def test_training_hides_some_classes():
     assert 4 <= int(hidden.sum()) <= 20 and torch.equal(seen[0][~hidden], batch().cond[~hidden])
 
 
-def test_sequences_of_unlike_length():
-    """Padding of any content changes no likelihood; samples are zero beyond their lengths with every sampler."""
+def sequences(**options):
+    """A model of sequences, and four of unlike length."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([12, 7, 1, 9])
     mask = (torch.arange(12) < lengths[:, None])[:, None]
     x = torch.randn(4, 2, 12, generator=generator).masked_fill(~mask, float("nan"))
     torch.manual_seed(0)
-    model = TarFlow(DataSpec("waves", (2, 12)), attention="xl", **SMALL)
+    model = TarFlow(DataSpec("waves", (2, 12)), attention="xl", **SMALL, **options)
     model.initialize(Batch(x, mask=mask))
     with torch.no_grad():
         for p in model.core.parameters():
             p.add_(0.2 * torch.randn(p.shape, generator=generator))
-    model = model.double().eval()
-    whole = model.log_likelihood(Batch(x.double(), mask=mask)).nats
+    return model.double().eval(), x.double(), mask
+
+
+@pytest.mark.parametrize("transform", ["affine", "mixture"])
+def test_padding_of_any_content_changes_no_likelihood(transform):
+    model, x, mask = sequences(transform=transform)
+    whole = model.log_likelihood(Batch(x, mask=mask)).nats
     for row in range(4):
-        alone = model.log_likelihood(Batch(x[row : row + 1].double().nan_to_num(5.0), mask=mask[row : row + 1]))
+        alone = model.log_likelihood(Batch(x[row : row + 1].nan_to_num(5.0), mask=mask[row : row + 1]))
         assert abs(float(alone.nats - whole[row])) < 1e-9
+
+
+def test_samples_are_zero_beyond_their_lengths():
+    model, *_ = sequences()
     drawn = [model.sample(3, lengths=[12, 7, 4], sampler=sampler).x for sampler in ("sequential", "jacobi")]
     assert (drawn[0][1, :, 7:] == 0).all() and (drawn[0][2, :, 4:] == 0).all() and drawn[0][2, :, :4].all()
     assert torch.allclose(*drawn, atol=0.05)
