@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError, require_known
 from genmodels.core.likelihood import Likelihood, breakdown
-from genmodels.core.processes import gather, rank_world, set_whole, shard, whole
+from genmodels.core.processes import averaged, gather, rank_world, set_whole, shard, whole
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
 from genmodels.data.base import with_lightning
@@ -276,9 +276,10 @@ class GenerativeModel(nn.Module):
             raise RunError(explain_failure(self, error)) from error
         self.batches_seen += 1
         self.latest = (batch, loss)
-        world = rank_world()[1]
-        named = {"train/loss": loss.value.detach()} | {f"train/{k}": v.detach().mean() for k, v in loss.parts.items()}
-        self.log_dict(named, batch_size=len(batch), sync_dist=world > 1)
+        named = {"train/loss": loss.value} | {f"train/{k}": v.mean() for k, v in loss.parts.items()}
+        # One message for all of them; `sync_dist` sends two for each.
+        values = averaged(torch.stack([value.detach().to(loss.value.dtype) for value in named.values()]))
+        self.log_dict(dict(zip(named, values, strict=True)), batch_size=len(batch))
         return loss.value
 
     def on_before_optimizer_step(self, optimizer) -> None:

@@ -19,7 +19,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import AcceleratorRegistry
 from pytorch_lightning.plugins.io import CheckpointIO, TorchCheckpointIO
-from pytorch_lightning.strategies import ModelParallelStrategy, StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from pytorch_lightning.tuner import Tuner
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Sampler
@@ -133,6 +133,10 @@ class TrainerOptions:
         return min(limits, default=10_000)
 
     def _strategy(self):
+        several = isinstance(self.devices, int) and self.devices * self.num_nodes > 1
+        if self.strategy == "ddp" or self.strategy == "auto" and several and not hasattr(sys, "ps1"):
+            # Buffers change in the same way in all processes, so they need not be sent at every step.
+            return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
         if self.strategy != "fsdp":
             return self.strategy
         if not isinstance(self.devices, int) or self.devices < 1:
