@@ -24,12 +24,12 @@ from _timing import interleaved
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import InvertibleLinear
+from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze2d
 from genmodels.nn.coupling_networks import ConvNet
 

@@ -77,7 +77,7 @@ def test_the_wheel_works_from_any_directory(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     code = ("import sys, genmodels; assert genmodels.__file__.startswith(sys.argv[1]), genmodels.__file__;"
-            "from genmodels.report.page import TEMPLATES; assert TEMPLATES.get_template('page.html');"
+            "from genmodels.report.compare import TEMPLATES; assert TEMPLATES.get_template('page.html');"
             "from genmodels.cli.main import main; sys.exit(main(['train', '--cfg', 'job', 'data=toy', 'logger=csv']))")
     run = subprocess.run([sys.executable, "-c", code, str(unpacked)], cwd=elsewhere, capture_output=True, text=True,
                          env={"PYTHONPATH": str(unpacked), "PATH": "/usr/bin:/bin"})

@@ -1,14 +1,12 @@
 """Diffusion models as a plain library: noise schedules, denoisers, the bound term by term, samplers."""
 
 from genmodels.diffusion.bound import ElboTerms, continuous_elbo, ddpm_times, elbo, vdm_times
-from genmodels.diffusion.consistency import Consistency, ConsistencySampler
+from genmodels.diffusion.consistency import Consistency, ConsistencySampler, ProgressiveDistillation
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.denoiser import Denoiser, FlowMap, OnPath
-from genmodels.diffusion.distillation import ProgressiveDistillation
-from genmodels.diffusion.editing import Inpainting, invert, noised_start, times_from
 from genmodels.diffusion.exact import GaussianDenoiser, MixtureDenoiser
 from genmodels.diffusion.flow_matching import Coupling, FlowMatching, make_path, velocity_of
-from genmodels.diffusion.generation import DiffusionSampler, SamplingPlan
+from genmodels.diffusion.generation import DiffusionSampler, Inpainting, SamplingPlan, invert, noised_start, times_from
 from genmodels.diffusion.guidance import (
     THRESHOLDS,
     AlteredDenoiser,
@@ -18,7 +16,6 @@ from genmodels.diffusion.guidance import (
     require_unaltered,
 )
 from genmodels.diffusion.likelihood import Elbo, ElboEstimate, OdeLikelihood
-from genmodels.diffusion.mean_flow import MeanFlow
 from genmodels.diffusion.objectives import (
     OBJECTIVES,
     Continuous,
@@ -102,7 +99,7 @@ from genmodels.diffusion.schedule_discrete import (
     make_schedule,
     rescale_zero_terminal,
 )
-from genmodels.diffusion.shortcut import FlowMapMatching, Shortcut
+from genmodels.diffusion.shortcut import FlowMapMatching, MeanFlow, Shortcut
 from genmodels.diffusion.solvers import SOLVERS, SolverError
 from genmodels.diffusion.weighting import TIME_SAMPLERS, WEIGHTINGS, LossAwareTimes, TimeSampler, Weighting
 

@@ -1,7 +1,6 @@
 """Energy-based and score-based models in plain PyTorch: score-matching losses, MCMC samplers, partition functions."""
 
 from genmodels.core.data import require_continuous
-from genmodels.energy.annealed import annealed_langevin, predictor_corrector
 from genmodels.energy.annealed_importance import GRIDS, AnnealedImportanceSampling, LogPartition
 from genmodels.energy.chains import (
     ChainResult,
@@ -29,10 +28,29 @@ from genmodels.energy.function import (
     log_density_of,
     require_energy,
 )
-from genmodels.energy.integrals import Quadrature, expectation, quadrature
+from genmodels.energy.ground_truth import (
+    DoubleWell,
+    GaussianBase,
+    NormalMixture,
+    Potential,
+    Quadratic,
+    Quadrature,
+    expectation,
+    quadrature,
+)
 from genmodels.energy.kernel_fit import DeepKernel, DeepKernelLoss
-from genmodels.energy.kernels import HMC, MALA, ULA, Kernel, Move, Point, Target, leapfrog
-from genmodels.energy.known import DoubleWell, GaussianBase, NormalMixture, Potential, Quadratic
+from genmodels.energy.kernels import (
+    HMC,
+    MALA,
+    ULA,
+    Kernel,
+    Move,
+    Point,
+    Target,
+    annealed_langevin,
+    leapfrog,
+    predictor_corrector,
+)
 from genmodels.energy.losses import (
     PROJECTIONS,
     DivergenceGuard,

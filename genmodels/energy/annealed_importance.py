@@ -22,8 +22,8 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.core.random import Generator, KeyedGenerator, at_step
 from genmodels.energy.chains import run_chains
 from genmodels.energy.function import EnergyFunction, require_energy
+from genmodels.energy.ground_truth import GaussianBase
 from genmodels.energy.kernels import HMC, Kernel, Point, Target
-from genmodels.energy.known import GaussianBase
 
 _FEWEST = 20  # smallest effective sample size from which the error of log mean w is about right
 _SHARE = 0.05

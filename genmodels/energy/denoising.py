@@ -149,7 +149,7 @@ class ContrastiveDivergence(nn.Module):
     Source: Tieleman 2008 (persistent chains); Du and Mordatch 2019, "Implicit generation with energy-based models".
 
     Example:
-        >>> from genmodels.energy.known import Quadratic
+        >>> from genmodels.energy.ground_truth import Quadratic
         >>> loss = ContrastiveDivergence((2,), size=100, steps=2)
         >>> loss(Quadratic(torch.eye(2)), torch.zeros(8, 2), torch.Generator().manual_seed(0)).shape
         torch.Size([8])

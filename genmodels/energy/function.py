@@ -2,7 +2,7 @@
 
     p(x) = exp(-E(x)) / Z,    score(x) = grad log p(x) = -grad E(x)
 
-Z does not depend on x and is not needed here; `genmodels.energy.integrals` and `annealed_importance` estimate it.
+Z does not depend on x and is not needed here; `genmodels.energy.ground_truth` and `annealed_importance` estimate it.
 """
 
 from __future__ import annotations

@@ -1,30 +1,178 @@
-"""Evaluation of a checkpoint: likelihood, sample quality, cost and checks, the same for every family."""
+"""Evaluation of a checkpoint, the same for every family, and reference models that a likelihood has to beat."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from genmodels.core.data import DataSpec
 from genmodels.core.errors import Interrupted
+from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import Ranks
+from genmodels.core.random import KeyedGenerator
+from genmodels.data.base import DataModule
 from genmodels.evaluation import cost
 from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.checkpoint import Frame, Opened
 from genmodels.evaluation.likelihood import LikelihoodStage
 from genmodels.evaluation.out_of_distribution import OtherDataStage
-from genmodels.evaluation.references import references
 from genmodels.evaluation.report import Drift, Layer, Reference, Report, SamplingCost
 from genmodels.evaluation.sample_quality import FidelityStage
 from genmodels.evaluation.samples import draw
 from genmodels.evaluation.speech import audit, picture_of_audit, require_texts
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
+from genmodels.models.mels import NOISE, even_lengths, with_noise
 from genmodels.verification.check import Check
 from genmodels.verification.checkpoints import ModelSubject, verify_checkpoint
+
+
+def uniform_bits_per_dim(levels: int) -> float:
+    """Bits/dim of the uniform model on L levels: log2 L.
+
+    Example:
+        >>> round(uniform_bits_per_dim(17), 8)
+        4.08746284
+    """
+    return math.log2(levels)
+
+
+class PixelHistogram:
+    """An independent histogram for each scalar, with additive smoothing.
+
+        P(x) = prod_d (count_d[x_d] + a) / (N + a L)
+
+    Arguments:
+        train: (N, *event) integer training data.
+        levels: number of levels L.
+        smoothing: the pseudo-count a > 0.
+
+    Example:
+        >>> model = PixelHistogram(torch.tensor([[0], [0], [1]]), levels=2, smoothing=1.0)
+        >>> [round(float(p.exp()), 6) for p in model.log_prob(torch.tensor([[0], [1]]))]
+        [0.6, 0.4]
+    """
+
+    def __init__(self, train: Tensor, levels: int, smoothing: float = 1.0):
+        flat = train.flatten(1).long()
+        offsets = torch.arange(flat.shape[1]) * levels
+        counts = torch.bincount((flat + offsets).flatten(), minlength=flat.shape[1] * levels).double()
+        table = counts.view(flat.shape[1], levels) + smoothing
+        self._log = (table / table.sum(1, keepdim=True)).log()
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Log-mass of each example in nats, (B,) float64."""
+        flat = x.flatten(1).long()
+        return self._log[torch.arange(flat.shape[1]), flat].sum(1)
+
+
+def best_histogram(train: Tensor, val: Tensor, levels: int) -> PixelHistogram:
+    """The histogram model whose smoothing is best on the validation split."""
+    candidates = [PixelHistogram(train, levels, a) for a in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)]
+    return max(candidates, key=lambda model: float(model.log_prob(val).sum()))
+
+
+def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | None = None) -> list[Reference]:
+    """Bits/dim of the uniform model and of the best per-pixel histogram, with its standard error over the items; the
+    exact entropy where it is known.
+
+    For mels it is a Gaussian for each band, for text the frequencies of single bytes and of pairs.
+    """
+    if spec.mel is not None:
+        found = gaussian_per_band(datamodule, split, limit)
+        return [Reference("a normal distribution for each band", "nats_per_dim", found.mean_nll_per_dim(),
+                          _error(found, "nats_per_dim"))]
+    if spec.levels is None:
+        return [] if spec.entropy is None else [Reference("exact entropy", "nats", spec.entropy)]
+    rows = [Reference("uniform", spec.unit, uniform_bits_per_dim(spec.levels))]
+    if spec.encoding is not None:
+        rows += of_bytes(datamodule, split, spec, limit)
+    elif spec.dims * spec.levels <= 2_000_000:
+        train, val, evaluated = (
+            torch.cat([b.x for b in datamodule.loader(name, 4096)]) for name in ("train", "val", split)
+        )
+        nats = best_histogram(train, val, spec.levels).log_prob(evaluated[:limit])
+        found = Likelihood(nats, "exact", spec.dims, spec.levels)
+        rows.append(Reference("best per-pixel histogram", "bits_per_dim", found.mean_bits_per_dim(),
+                              _error(found, "bits_per_dim")))
+    return rows
+
+
+def of_bytes(datamodule: DataModule, split: str, spec: DataSpec, limit: int | None = None) -> list[Reference]:
+    """Bits per character of the frequencies of bytes in training, and of those given the byte before.
+
+        p(b | a) = (n(a, b) + 16 p(b)) / (n(a) + 16),    p(b) = (n(b) + 1) / (n + 256)
+    """
+    train, evaluated = (torch.cat([b.x for b in datamodule.loader(name, 4096)]).flatten(1).long()
+                        for name in ("train", split))
+    evaluated = evaluated[:limit]
+    single = torch.bincount(train.flatten(), minlength=256).double() + 1
+    single = single / single.sum()
+    pairs = torch.bincount((train[:, :-1] * 256 + train[:, 1:]).flatten(), minlength=256**2).view(256, 256).double()
+    pairs = (pairs + 16 * single) / (pairs.sum(1, keepdim=True) + 16)
+    first = single[evaluated].log()
+    second = torch.cat([first[:, :1], pairs[evaluated[:, :-1], evaluated[:, 1:]].log()], dim=1)
+    rows = []
+    for name, each in (("frequencies of bytes", first), ("frequencies of pairs of bytes", second)):
+        found = Likelihood(each.sum(1), "exact", spec.dims, spec.levels)
+        rows.append(Reference(name, spec.unit, found.mean_bits_per_dim(), _error(found, spec.unit)))
+    return rows
+
+
+def _error(found: Likelihood, unit: str) -> float | None:
+    error = found.standard_error(unit)
+    return None if error is None else error.total
+
+
+def gaussian_per_band(
+    datamodule: DataModule, split: str, limit: int | None = None, *, noise: float = NOISE
+) -> Likelihood:
+    """The first `limit` noisy mels of a split, each under a normal distribution for each band.
+
+        sum log N(x + w (u - 1/2); m_c, s_c),    m_c and s_c those of band c in the training split
+
+    The cells are those that a model answers for: frames of silence that make a length even are among them.
+
+    Example:
+        >>> from genmodels.data.speech import Speech
+        >>> 1.5 < gaussian_per_band(Speech().prepare(), "test").mean_nll_per_dim() < 2.2
+        True
+    """
+    mean, std = _moments(
+        x.transpose(0, 1)[:, mask[:, 0]] for x, mask in _noisy(datamodule, "train", None, noise)
+    )
+    normal = torch.distributions.Normal(mean[:, None], std[:, None])
+    nats, dims = [], []
+    for x, mask in _noisy(datamodule, split, limit, noise):
+        nats.append(normal.log_prob(x).mul(mask).flatten(1).sum(1))
+        dims.append(mask.flatten(1).sum(1) * x.shape[1])
+    return Likelihood(torch.cat(nats), "exact", torch.cat(dims))
+
+
+def _noisy(datamodule: DataModule, split: str, limit: int | None, noise: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Mels (B, n_mels, T) of every batch, float64, and their masks (B, 1, T)."""
+    size = len(datamodule.split(split))
+    rows = torch.arange(size if limit is None else min(size, limit))
+    for batch in datamodule.loader(split, 32, rows):
+        batch = even_lengths(batch)
+        x = with_noise(batch.x, noise, KeyedGenerator(0, batch.index, "likelihood"))
+        yield x.double(), batch.mask
+
+
+def _moments(parts) -> tuple[Tensor, Tensor]:
+    count, total, squares = 0, 0.0, 0.0
+    for cells in parts:
+        count, total, squares = count + cells.shape[1], total + cells.sum(1), squares + cells.square().sum(1)
+    mean = total / count
+    return mean, (squares / count - mean.square()).sqrt()
+
 
 _CHECKS = 60.0  # seconds that the checks may take unless checks=full
 

@@ -6,7 +6,6 @@ Whole architectures are functions named after their papers: `genmodels.flows.glo
 
 from genmodels.core.data import Latents
 from genmodels.core.likelihood import log_mean_exp
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bases import (
     BASES,
     ClassNormal,
@@ -35,7 +34,7 @@ from genmodels.flows.flow import Flow
 from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Permute
 from genmodels.flows.monitor import Health, examine
 from genmodels.flows.multiscale import FactorOut, MultiScale
-from genmodels.flows.scaling import Logit, Scale, Shift, Standardise
+from genmodels.flows.scaling import ActNorm, Logit, Scale, Shift, Standardise
 from genmodels.flows.spline import RationalQuadraticSpline
 from genmodels.flows.squeeze import Flatten, PadToMultiple, Squeeze1d, Squeeze2d
 

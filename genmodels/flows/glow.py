@@ -7,13 +7,13 @@ from typing import Literal
 import torch
 
 from genmodels.core.errors import one_of
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Shape, as_shape
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Additive, Affine, LogisticMixture
 from genmodels.flows.linear import InvertibleLinear
 from genmodels.flows.multiscale import FactorOut, MultiScale
+from genmodels.flows.scaling import ActNorm
 from genmodels.flows.spline import RationalQuadraticSpline
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.attention_block import AttentionKind
@@ -96,7 +96,7 @@ def glow(
     Source: Kingma and Dhariwal 2018, "Glow: generative flow with invertible 1x1 convolutions".
 
     Example:
-        >>> from genmodels.flows.actnorm import ActNorm
+        >>> from genmodels.flows.scaling import ActNorm
         >>> flow = glow((1, 8, 8), steps=2, hidden=8)
         >>> z, logdet = flow(torch.randn(3, 1, 8, 8))
         >>> z.shape, logdet.shape

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Shape, as_shape
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling, TokenSplit
 from genmodels.flows.elementwise import ElementTransform
 from genmodels.flows.linear import Permute
 from genmodels.flows.multiscale import FactorOut, MultiScale
+from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze2d
 from genmodels.nn.attention_block import AttentionKind, Site, is_for_maps
 from genmodels.nn.condition import Condition

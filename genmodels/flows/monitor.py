@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.tensors import hide
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.linear import GroupedLinear, InvertibleLinear
+from genmodels.flows.scaling import ActNorm
 
 
 @dataclass(frozen=True)

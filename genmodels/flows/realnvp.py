@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 from genmodels.core.errors import one_of
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Shape, as_shape
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Affine, ScaleKind
 from genmodels.flows.multiscale import FactorOut, MultiScale
+from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze2d
 from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.condition import Condition

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import pad, softmax, softplus
 
 from genmodels.core.errors import one_of
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling, MaskedAutoregressive
 from genmodels.flows.elementwise import Affine, ElementTransform
 from genmodels.flows.linear import Flip, InvertibleLinear
+from genmodels.flows.scaling import ActNorm
 from genmodels.nn.condition import Condition
 from genmodels.nn.perceptron import MADE, MLP, ResidualMLP
 

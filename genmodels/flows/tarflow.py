@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from genmodels.core.errors import one_of
 from genmodels.core.tensors import hide
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Shape, as_shape, per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import ElementTransform, LogisticMixture, MeanScale
+from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.attention_block import AttentionKind, Site
 from genmodels.nn.condition import Condition

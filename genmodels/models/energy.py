@@ -45,7 +45,7 @@ from genmodels.models.energy_sampling import (
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.score_matching import MOST_PAIRS, Encoding, ScoreMatched, covariance_of
 from genmodels.nn.energy_nets import DeepKernelEnergy, EnergyConv, EnergyMLP, UNetEnergy
-from genmodels.plots.densities import picture_of_fields
+from genmodels.plots.images import picture_of_fields
 
 NETWORKS = {"mlp": EnergyMLP, "conv": EnergyConv, "unet": UNetEnergy, "deep_kernel": DeepKernelEnergy}
 _FIT_ROWS = 8192  # training items that the last weights of a deep kernel are solved on

@@ -16,7 +16,6 @@ from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.base import spread_rows
-from genmodels.flows.actnorm import channel_moments
 from genmodels.flows.bases import BASES
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
@@ -25,7 +24,7 @@ from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow
 from genmodels.flows.flow import Flow
 from genmodels.flows.monitor import Health, examine
 from genmodels.flows.realnvp import dequantisation_flow
-from genmodels.flows.scaling import Logit, Shift, Standardise
+from genmodels.flows.scaling import Logit, Shift, Standardise, channel_moments
 from genmodels.flows.squeeze import Flatten
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.mels import frames_of, silent_beyond, with_noise

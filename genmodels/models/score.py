@@ -34,7 +34,7 @@ from genmodels.models.energy_sampling import check_tempering
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.score_matching import Encoding
 from genmodels.nn import DiT, MLPDenoiser, UNet
-from genmodels.plots.densities import picture_of_fields
+from genmodels.plots.images import picture_of_fields
 
 
 class _LevelSampler(NamedTuple):

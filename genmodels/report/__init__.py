@@ -1,5 +1,5 @@
 """report.html: what was measured, as one page that opens anywhere."""
 
-from genmodels.report.page import render, write_page
+from genmodels.report.compare import render, write_page
 
 __all__ = ["render", "write_page"]

@@ -1,4 +1,4 @@
-"""Models evaluated one after the other, their reports, and the table that compares them."""
+"""The report of models: the table that compares them, and a page of HTML that needs no network and no script."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from genmodels.core.errors import InputError, Interrupted, RunError
@@ -24,10 +26,127 @@ from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.evaluate import Evaluation
 from genmodels.evaluation.likelihood import check_options
 from genmodels.evaluation.report import plain
-from genmodels.evaluation.table import MEASURES, Table, condition_of, labelled, make_table, same_items, side
+from genmodels.evaluation.table import MEASURES, UNITS, Table, condition_of, labelled, make_table, same_items, side
 from genmodels.models.build import construct
-from genmodels.report.page import write_page
+from genmodels.report import likelihoods, quality
+from genmodels.report.figures import DARK, LIGHT
+from genmodels.report.parts import (
+    Gallery,
+    Listing,
+    Model,
+    Styled,
+    facts,
+    legal,
+    number,
+    typeset,
+    with_error,
+)
 from genmodels.training.loggers import LoggerOptions, log_evaluation
+
+#: Escapes whatever is put in, as text and as attribute; what is undefined stops the page, None is nothing.
+TEMPLATES = Environment(
+    loader=PackageLoader("genmodels.report"), autoescape=True, undefined=StrictUndefined, finalize=legal,
+)
+TEMPLATES.filters |= {
+    "number": number, "vars": vars, "yaml": lambda config: yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+}
+
+
+def write_page(table: Table, arrays: list[Mapping[str, np.ndarray]], target: Path | str) -> None:
+    """Write report.html whole.
+
+    Arguments:
+        table: the comparison, or one model as a table of its own; what was not measured leaves its section out.
+        arrays: the arrays of each model, in the same order: likelihoods of items, samples, densities.
+        target: the file.
+    """
+    page = render(table, arrays)
+    write_whole(target, lambda file: file.write(page + "\n"), mode="w")
+
+
+def render(table: Table, arrays: list[Mapping[str, np.ndarray]]) -> str:
+    """The page as text."""
+    models = [Model(k, report, own) for k, (report, own) in enumerate(zip(table.models, arrays, strict=True))]
+    failures = [f"{failure.path}: {failure.message}" for failure in table.failures]
+    failures += [f"{model.name}: {words}" for model in models for words in model.report.failed]
+    warnings = [f"{model.name}: the evaluation was interrupted, later stages are missing" for model in models
+                if model.report.partial]
+    warnings += table.warnings
+    warnings += [f"{model.name}: {words}" for model in models for words in model.report.warnings]
+    content = {name: make(table, models) for name, _, make in SECTIONS}
+    shown = [(name, heading) for name, heading, _ in SECTIONS if content[name] or name in ("summary", "making")]
+    return TEMPLATES.get_template("page.html").render(
+        title=_title(table, models), introduction=_introduction(table), content=content, models=models,
+        sections=shown, headline=likelihoods.headline(models), failures=failures,
+        warnings=list(dict.fromkeys(warnings)), conclusions=table.conclusions, notes=_notes(table),
+        command=table.command, version=table.genmodels["version"],
+        light=LIGHT, dark=DARK,
+    )
+
+
+def _title(table: Table, models: list[Model]) -> str:
+    who = models[0].name if len(models) == 1 else f"{len(models)} models"
+    return f"Evaluation of {who} on {table.data.name}, {table.data.split} split"
+
+
+def _introduction(table: Table) -> str:
+    data = table.data
+    items = (f"{'the first ' if data.limited else ''}{number(data.items)} items of shape {tuple(data.event_shape)}, "
+             f"{f'{data.levels} levels' if data.levels else 'continuous'}; hash of the items {data.item_hash[:12]}")
+    machine = facts({"genmodels" if key == "version" else key: value for key, value in table.genmodels.items()})
+    return f"{items}. {table.created}. {machine}."
+
+
+def _notes(table: Table) -> list[str]:
+    """The notes below the table, without those that stand in the summary."""
+    notes = [typeset(note) for note in table.notes if not note.startswith("note: ")]
+    for known in table.references:
+        if known.value is not None and not any(f"{known.name} " in note for note in table.notes):
+            notes.append(f"Reference: {known.name} {with_error(known.value, known.error)} {UNITS[known.unit]}")
+    return notes
+
+
+def _likelihoods(table: Table, models: list[Model]) -> list:
+    return [*_gallery(likelihoods.histograms(models, table.references)), *likelihoods.extremes(models)]
+
+
+def _checks(table: Table, models: list[Model]) -> list[Listing]:
+    words = {"passed": Styled("\u2713 passed", "good"), "failed": Styled("\u2717 failed", "bad"),
+             "not verified": Styled("\u2013 not verified", "odd")}
+    groups = []
+    for model in models:
+        rows = [[one.name, words[one.status], number(one.error), number(one.tolerance), one.note]
+                for one in model.report.checks]
+        if rows:
+            groups.append((model.name, rows))
+    columns = ["check", "result", "error", "tolerance", "note"]
+    return [Listing(columns, groups, "What was checked on the models")] if groups else []
+
+
+def _gallery(figures: list) -> list[Gallery]:
+    return [Gallery(figures)] if figures else []
+
+
+#: The sections in their order: anchor, title, and its parts; one that has none is left out. The template adds to the
+#: summary, the table and the last section.
+SECTIONS: list[tuple[str, str, Callable]] = [
+    ("summary", "In short", lambda table, models: []),
+    ("table", "The table", likelihoods.main_table),
+    ("samples", "Samples from the same seed", lambda table, models: _gallery(quality.samples(models))),
+    ("likelihood", "Likelihood of single items", _likelihoods),
+    ("noise", "Bits by noise level", lambda table, models: _gallery(
+        quality.by_noise_level(models))),
+    ("layers", "Flows layer by layer", lambda table, models: quality.by_layer(models)),
+    ("density", "Densities", lambda table, models: _gallery(likelihoods.densities(models))),
+    ("outside", "Other data", lambda table, models: likelihoods.out_of_distribution(models)),
+    ("fidelity", "Samples against data", lambda table, models: quality.fidelity(models, table.scale)),
+    ("neighbours", "Nearest training items", lambda table, models: quality.neighbours(models)),
+    ("sweeps", "Steps and temperatures", lambda table, models: _gallery(quality.sweeps(models))),
+    ("cost", "Cost", lambda table, models: quality.cost(models)),
+    ("checks", "Checks", _checks),
+    ("making", "How every number was made", lambda table, models: likelihoods.recipes(models)),
+]
+
 
 _OF_LIKELIHOOD = ("value", "error", "unit", "kind", "low", "high", "given", "items", "how", "rank")  # in table.csv
 
@@ -56,7 +175,7 @@ class Comparison:
         lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
         head = "".join(f"<th>{escape(column)}</th>" for column in columns)
         notes = "".join(f"<br>{escape(note)}" for note in [*self.table.notes, *self.failed, f"page: {self.page}"])
-        return f"<table><caption>{escape(_title(self.table))}</caption><tr>{head}</tr>{lines}</table>{notes}"
+        return f"<table><caption>{escape(_summary_title(self.table))}</caption><tr>{head}</tr>{lines}</table>{notes}"
 
 
 def compare(
@@ -228,10 +347,10 @@ def as_text(table: Table) -> str:
     columns, rows = _filled(table)
     widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
     shown = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in (columns, *rows)]
-    return "\n".join([_title(table), shown[0], "  ".join("-" * w for w in widths), *shown[1:], *table.notes])
+    return "\n".join([_summary_title(table), shown[0], "  ".join("-" * w for w in widths), *shown[1:], *table.notes])
 
 
-def _title(table: Table) -> str:
+def _summary_title(table: Table) -> str:
     return f"{table.data.name}, {table.data.split} split, {table.data.items} items"
 
 
@@ -250,7 +369,7 @@ def as_csv(table: Table) -> str:
     value is at least and at most by what its kind bounds, two standard errors out. Distances have their errors too.
     """
     rows = []
-    for number, row in enumerate(table.rows, 1):
+    for index, row in enumerate(table.rows, 1):
         report = table.models[row.model]
         checkpoint, fidelity, sampling = report.checkpoint, report.fidelity, report.sampling
         line = None if row.likelihood is None else report.likelihood[row.likelihood]
@@ -258,7 +377,7 @@ def as_csv(table: Table) -> str:
             "value": line.value, "error": line.se_data, "unit": line.unit, "kind": line.kind, "low": side(line, 0),
             "high": side(line, 1), "given": condition_of(line), "items": line.n, "how": line.how, "rank": row.rank}
         rows.append({
-            "row": number, "model": report.name, "checkpoint": checkpoint.path, "parameters": checkpoint.parameters,
+            "row": index, "model": report.name, "checkpoint": checkpoint.path, "parameters": checkpoint.parameters,
             "step": checkpoint.step, "weights": checkpoint.weights,
             **{key: likelihood.get(key) for key in _OF_LIKELIHOOD},
             **{column + part: getattr(fidelity, key + part, None) for key, column in MEASURES

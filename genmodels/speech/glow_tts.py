@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from genmodels.core.errors import check_temperature
 from genmodels.core.random import Generator, normal
 from genmodels.core.tensors import hide, wide
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import GroupedLinear
+from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze1d
 from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.condition import Condition

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from genmodels.core.random import Generator
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.linear import GroupedLinear, InvertibleLinear
+from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze1d
 from genmodels.nn.attention import Attention, LocalDenseSynthesizer
 from genmodels.nn.coupling_networks import WaveNet

@@ -23,7 +23,7 @@ from genmodels.core.data import Batch
 from genmodels.core.errors import RunError
 from genmodels.core.likelihood import Likelihood
 from genmodels.models.density import extent_of, midpoints, on_grid, width_of
-from genmodels.plots.densities import truth_of
+from genmodels.plots.images import truth_of
 from genmodels.training.loggers import show
 
 _PIXELS = 96  # of a density, per side

@@ -291,7 +291,7 @@ def check_bijection(
         ValueError: for a shape the layer does not take, a missing condition, or a check that does not exist.
 
     Example:
-        >>> from genmodels.flows.actnorm import ActNorm
+        >>> from genmodels.flows.scaling import ActNorm
         >>> report = check_bijection(ActNorm(2), (2, 3, 3), compiler=None)
         >>> report.passed, report["log-det forward"].status
         (True, 'passed')

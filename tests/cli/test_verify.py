@@ -12,9 +12,9 @@ import torch
 from genmodels.cli.main import main
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Affine
+from genmodels.flows.scaling import ActNorm
 from genmodels.models.ddpm import DDPM
 from genmodels.models.nsf import NSF
 from genmodels.models.realnvp import RealNVP

@@ -96,7 +96,7 @@ def test_sign(name):
 @pytest.mark.parametrize("name", SIGNED)
 def test_sign_catches_an_inverted_score(name, monkeypatch):
     monkeypatch.setattr("genmodels.energy.function.log_density_of", lambda energy: energy)
-    monkeypatch.setattr("genmodels.energy.known.log_density_of", lambda energy: energy)
+    monkeypatch.setattr("genmodels.energy.ground_truth.log_density_of", lambda energy: energy)
     with pytest.raises(AssertionError):
         has_the_right_sign(*SIGNED[name])
 

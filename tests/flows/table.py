@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Freeze, Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling, MaskedAutoregressive, TokenSplit
@@ -18,7 +17,7 @@ from genmodels.flows.jet import ShiftScale, TokenNet, jet
 from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Permute
 from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.realnvp import dequantisation_flow, realnvp_image, realnvp_vector
-from genmodels.flows.scaling import Logit, Scale, Shift, Standardise
+from genmodels.flows.scaling import ActNorm, Logit, Scale, Shift, Standardise
 from genmodels.flows.spline import RationalQuadraticSpline, neural_spline
 from genmodels.flows.squeeze import Flatten, Squeeze1d, Squeeze2d
 from genmodels.flows.tarflow import MetaBlock, tarflow

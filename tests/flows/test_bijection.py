@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import genmodels.flows
-from genmodels.flows.actnorm import ActNorm, DataInitialized
 from genmodels.flows.bijection import (
     Around,
     Bijection,
@@ -27,7 +26,7 @@ from genmodels.flows.bijection import (
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import ElementTransform
 from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear
-from genmodels.flows.scaling import Logit, Scale, Shift
+from genmodels.flows.scaling import ActNorm, DataInitialized, Logit, Scale, Shift
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.verification.bijections import CHECKS, check_bijection
 from tests.flows.table import INSTANCES

@@ -15,14 +15,13 @@ from torch import nn
 from genmodels.flows import composition as memory
 from genmodels.flows import replay
 from genmodels.flows import replay as drift
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, Freeze, Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine, MeanScale
 from genmodels.flows.glow import glow
 from genmodels.flows.linear import Flip, InvertibleLinear
-from genmodels.flows.scaling import Logit
+from genmodels.flows.scaling import ActNorm, Logit
 from genmodels.nn.condition import Condition
 from genmodels.nn.perceptron import MLP
 from tests.flows.gradients import both_modes, gradients, scattered, set_memory, worst

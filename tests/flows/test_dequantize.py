@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from genmodels.core.random import KeyedGenerator
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection, per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.dequantize import OfLevel, UniformDequantize, VariationalDequantize, noise_condition
 from genmodels.flows.elementwise import Affine
-from genmodels.flows.scaling import Logit
+from genmodels.flows.scaling import ActNorm, Logit
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import ConvNet
 from genmodels.nn.perceptron import MLP
@@ -274,7 +273,6 @@ def test_gradients_train_the_noise():
     (contribution.sum() + v.square().sum()).backward()
     for name, parameter in dequantize.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
-
 
 
 def test_initialisation():

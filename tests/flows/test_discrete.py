@@ -10,7 +10,6 @@ from scipy.special import ndtr
 
 from genmodels.core.likelihood import log_mean_exp
 from genmodels.core.random import KeyedGenerator
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bases import ClassNormal, Logistic, StandardNormal
 from genmodels.flows.bijection import Bijection, NotInitialized
 from genmodels.flows.composition import Compose
@@ -20,7 +19,7 @@ from genmodels.flows.discrete import DiscreteFlow, NoisyFlow
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.flow import Flow
 from genmodels.flows.multiscale import FactorOut, MultiScale
-from genmodels.flows.scaling import Logit, Scale, Shift
+from genmodels.flows.scaling import ActNorm, Logit, Scale, Shift
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import ConvNet

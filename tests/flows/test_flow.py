@@ -11,7 +11,6 @@ from torch import nn
 
 from genmodels.core.data import Latents
 from genmodels.core.random import KeyedGenerator
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bases import ClassNormal, DiagonalNormal, StandardNormal, Uniform
 from genmodels.flows.bijection import Bijection, Freeze, Inverse, NotInitialized
 from genmodels.flows.composition import Compose
@@ -24,7 +23,7 @@ from genmodels.flows.glow import glow
 from genmodels.flows.linear import Flip
 from genmodels.flows.multiscale import FactorOut, MultiScale
 from genmodels.flows.realnvp import dequantisation_flow, realnvp_image, realnvp_vector
-from genmodels.flows.scaling import Scale, Shift
+from genmodels.flows.scaling import ActNorm, Scale, Shift
 from genmodels.flows.spline import neural_spline
 from genmodels.flows.squeeze import PadToMultiple, Squeeze1d, Squeeze2d
 from genmodels.nn import MADE, MLP, Condition

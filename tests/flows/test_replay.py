@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from genmodels.core.errors import RunError
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import Flip
 from genmodels.flows.replay import DriftGauge, LayerInput, smallest_scale
+from genmodels.flows.scaling import ActNorm
 from tests.flows.gradients import gradients, scattered, worst
 from tests.flows.table import checkerboard_coupling, vector_coupling
 

@@ -10,7 +10,7 @@ import torch
 from genmodels.diffusion.path import LinearPath
 from genmodels.diffusion.schedule import CosineSchedule
 from genmodels.energy.function import EnergyFunction
-from genmodels.energy.known import DoubleWell, Quadratic
+from genmodels.energy.ground_truth import DoubleWell, Quadratic
 from genmodels.verification.check import Report
 from genmodels.verification.densities import check_energy, check_schedule
 

@@ -11,13 +11,13 @@ import torch
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.likelihood import Likelihood
-from genmodels.flows.actnorm import ActNorm
 from genmodels.flows.bases import StandardNormal
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.discrete import ContinuousFlow
 from genmodels.flows.flow import Flow
 from genmodels.flows.linear import InvertibleLinear
+from genmodels.flows.scaling import ActNorm
 from genmodels.models.base import GenerativeModel
 from genmodels.models.ddpm import DDPM
 from genmodels.models.flow import FlowModel

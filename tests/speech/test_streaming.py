@@ -20,7 +20,7 @@ from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 from genmodels.speech.vocoder import GriffinLim
 from tests.speech.test_audio import speechlike
 from tests.speech.test_glow_tts import SYMBOLS, keyed
-from tests.speech.test_hifigan import installed
+from tests.speech.test_vocoder import installed
 
 
 def awake(module: torch.nn.Module, size: float = 0.2) -> torch.nn.Module:
@@ -151,7 +151,7 @@ def test_a_vocoder_that_looks_farther_is_seen(monkeypatch):
 
 @installed
 def test_hifigan_streamed():
-    from genmodels.speech.hifigan import HiFiGAN
+    from genmodels.speech.vocoder import HiFiGAN
 
     vocoder, mel = HiFiGAN(), log_mel(speechlike(256 * 40).float())
     torch.testing.assert_close(sounds(vocoder, mel, 9), vocoder(mel), atol=1e-5, rtol=1e-5)

@@ -12,12 +12,11 @@ Other mechanisms, with the same signature and the same masks:
     LocalDenseSynthesizer, LocalMonotonic, Nystrom, LSH
 """
 
+from genmodels.nn.attention.approximate import LSH, Nystrom, rotation_hash, sign_bits, sign_hash
 from genmodels.nn.attention.backend import Path, masked_softmax
 from genmodels.nn.attention.core import Attention, Cache, Slots
 from genmodels.nn.attention.local import LocalDenseSynthesizer, LocalMonotonic, Place
-from genmodels.nn.attention.lsh import LSH, rotation_hash, sign_bits, sign_hash
 from genmodels.nn.attention.mask import Reach, build_mask, check_full, check_padding, hide_rows
-from genmodels.nn.attention.nystrom import Nystrom
 from genmodels.nn.attention.position import (
     DistanceBias,
     Position,

@@ -94,7 +94,6 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 
 
-
 @dataclass(frozen=True)
 class Mechanism:
     """A mechanism outside the core.

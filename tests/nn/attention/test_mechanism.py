@@ -23,9 +23,9 @@ from genmodels.nn.attention import (
     ScoredAttention,
     Shaw,
     TransformerXL,
+    approximate,
     relative_positions,
 )
-from genmodels.nn.attention import nystrom as nystrom_module
 from genmodels.nn.attention import seq2seq as seq2seq_module
 from genmodels.verification.mechanism_references import reference_mechanism
 from tests.mutants.attention_positions import Encoded
@@ -78,7 +78,6 @@ def test_gradients_are_those_of_the_double_loop(mechanism):
     got = torch.autograd.grad(attention(x)[0].sin().sum(), given, allow_unused=True)
     for a, b in zip(wanted, got, strict=True):
         assert worst(torch.zeros(1) if a is None else a, torch.zeros(1) if b is None else b) < 1e-8
-
 
 
 # --- sums, order, locality, files ------------------------------------------------------------------------------------
@@ -288,7 +287,6 @@ def test_no_positions_at_all(mechanism):
         assert worst(y, attention.project_out.bias.expand_as(y)) == 0
 
 
-
 # --- the checks catch what was published -----------------------------------------------------------------------------
 
 
@@ -311,7 +309,7 @@ def means_with_zeros(valid, count, dtype):
     return honest_segments(torch.ones_like(valid), count, dtype)
 
 
-honest_segments = nystrom_module.segments
+honest_segments = approximate.segments
 
 
 class HashesPadding(LSH):
@@ -343,7 +341,7 @@ def test_the_batch_check_catches(name, fault):
 
 
 def test_the_batch_check_catches_zeros_in_the_means_of_segments(monkeypatch):
-    monkeypatch.setattr(nystrom_module, "segments", means_with_zeros)
+    monkeypatch.setattr(approximate, "segments", means_with_zeros)
     assert batch_error(MECHANISM["nystrom"].build(), draw(4, 6, 8), SUFFIX) > 1e-4
 
 
@@ -357,7 +355,7 @@ def test_the_batch_check_catches_a_norm_of_the_whole_batch(monkeypatch):
             Z = Z @ (13 * identity - AZ @ (15 * identity - AZ @ (7 * identity - AZ))) / 4
         return Z
 
-    monkeypatch.setattr(nystrom_module, "iterated_inverse", shared)
+    monkeypatch.setattr(approximate, "iterated_inverse", shared)
     assert batch_error(MECHANISM["nystrom"].build(), draw(4, 6, 8), SUFFIX) > 1e-6
 
 
