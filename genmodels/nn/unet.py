@@ -29,8 +29,7 @@ class UNet(nn.Module):
 
     Level l has `channels * multipliers[l]` channels and `ceil(n / 2^l)` positions a side. On the way down each level
     has `blocks` residual blocks, on the way up one more, each of them joined with a map recorded on the way down. Noise
-    level and class scale and shift every block through a vector of 2.5 `channels` numbers. The output is
-    zero at the start.
+    level and class scale and shift every block through one vector. The output is zero at the start.
 
     Arguments:
         event_shape: (C, H, W) or (C, T); other sizes may be given to `forward`, the channels are fixed.
@@ -50,6 +49,9 @@ class UNet(nn.Module):
         fourier: octaves n whose features sin and cos(2^n pi x) come in along with x, see `fourier_features`.
         channels_last: keep images in channels-last memory format.
         checkpointing: recompute the blocks in the backward pass instead of storing their activations.
+        condition: numbers in the vector of noise level and class, 2.5 `channels` by default.
+        narrow_early: the convolution after a resize already leads to the width of the next level; without it the next
+            block does, as in diffusers, with more weights.
 
     Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None, `mask (B, 1, T)` bool, True = valid, or None,
     with T the last axis of the event; the result is like `x`, zero where the mask is False.
@@ -80,6 +82,8 @@ class UNet(nn.Module):
         fourier: list[int] | tuple[int, ...] = (),
         channels_last: bool = False,
         checkpointing: bool = False,
+        condition: int | None = None,
+        narrow_early: bool = True,
     ):
         super().__init__()
         in_channels, *space = event_shape
@@ -99,6 +103,7 @@ class UNet(nn.Module):
         self.dims, self.in_channels, self.levels = dims, in_channels + extra_channels, len(multipliers)
         self.fourier = tuple(fourier)
         self.channels_last, self.checkpointing = channels_last and dims == 2, checkpointing
+        self.narrow_early = narrow_early
         self._check_size(space)
         attends = _attending_levels(space[0], len(multipliers), attention_at)
 
@@ -108,7 +113,7 @@ class UNet(nn.Module):
 
         convolution = CONVOLUTION[dims]
         widths = [channels * m for m in multipliers]
-        condition = 5 * channels // 2
+        condition = 5 * channels // 2 if condition is None else condition
         self.embedding = ConditionEmbedding(channels, 4 * channels, condition, num_classes, two_times)
         self.stem = convolution(self.in_channels * (1 + 2 * len(self.fourier)), channels, 3, padding=1)
 
@@ -143,8 +148,8 @@ class UNet(nn.Module):
                 current = width
             self.up.append(stage)
             if level > 0:
-                self.up_samples.append(Upsample(dims, current, widths[level - 1]))
-                current = widths[level - 1]
+                self.up_samples.append(Upsample(dims, current, widths[level - 1] if narrow_early else current))
+                current = widths[level - 1] if narrow_early else current
 
         out_channels = in_channels * (2 if double_output else 1)
         last = NarrowConv2d if dims == 2 and out_channels <= 6 else convolution
