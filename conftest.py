@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -28,6 +29,9 @@ def limit_threads() -> None:
 limit_threads()
 os.environ.setdefault("MPLBACKEND", "Agg")  # no windows
 os.environ["WANDB__SAVE_REQUIREMENTS"] = "false"  # W&B would read all installed packages at every run
+# Each of the many processes that tests start would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+gc.disable()  # until all tests are collected: what is made until then stays
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -47,6 +51,17 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(items):
     """What forks comes first: a process in which torch has started threads of autograd forks children without one."""
     items.sort(key=lambda item: item.get_closest_marker("forks") is None)
+
+
+def pytest_collection_finish():
+    """The collector of garbage looks at what tests make, no more at the modules and tests themselves."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    """At the end everything is looked at again, or libraries that count what they have made complain."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
