@@ -32,11 +32,19 @@ def with_lightning(cls: type, base: str) -> type:
     return cls if found is None or issubclass(cls, found) else _both(cls, found)
 
 
+def _unpickled(cls: type, *arguments):
+    return cls.__new__(cls, *arguments)
+
+
 @functools.cache
 def _both(cls: type, base: type) -> type:
-    # By its name it is the class itself, in headers and in messages.
+    def reduced(self, protocol):
+        _, (_, *arguments), *state = cls.__reduce_ex__(self, protocol)
+        return _unpickled, (cls, *arguments), *state
+
+    # By its name it is the class itself, in headers, in messages and in pickles, whose reader makes the pair again.
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls, base), names)
+    return type(cls.__name__, (cls, base), names | {"__reduce_ex__": reduced})
 
 
 class DataModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 
 import pytest
@@ -121,6 +122,9 @@ def test_a_model_is_lightnings_where_lightning_is_imported(monkeypatch):
     assert isinstance(trained, DDPM) and type(trained) is type(MODELS["diffusion"](False))
     assert plain.header() == trained.header() and list(plain.state_dict()) == list(trained.state_dict())
     assert plain.device == trained.device == torch.device("cpu")
+    for copied in (pickle.loads(pickle.dumps(trained)), copy.deepcopy(trained)):
+        assert type(copied) is type(trained) and copied.header() == trained.header()
+        torch.testing.assert_close(copied.state_dict(), trained.state_dict(), rtol=0, atol=0)
 
 
 class _Own(GenerativeModel):
