@@ -23,8 +23,7 @@ from genmodels.core import samples as core
 from genmodels.core.checkpoint import origin
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError, Interrupted, refusals, require_known
-from genmodels.core.exported import located
-from genmodels.core.files import check_writable
+from genmodels.core.files import check_writable, located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.samples import USUAL_NUMBER, SamplingOptions, require_partners
 from genmodels.core.tensors import html_table

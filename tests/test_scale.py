@@ -23,15 +23,11 @@ from genmodels.models.base import GenerativeModel
 from genmodels.models.build import NETWORKS
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
-from genmodels.models.glow import Glow
 from genmodels.models.glow_tts import GlowTTS
-from genmodels.models.jet import Jet
-from genmodels.models.maf import MAF
 from genmodels.models.mel_ddpm import MelDDPM
 from genmodels.models.mel_energy import MelEnergy
 from genmodels.models.mel_flow_matching import MelFlowMatching
-from genmodels.models.nsf import NSF
-from genmodels.models.realnvp import RealNVP
+from genmodels.models.normalizing_flows import MAF, NSF, Glow, Jet, RealNVP
 from genmodels.models.recognizer import Recognizer
 from genmodels.models.score import ScoreModel
 from genmodels.models.tacotron import Tacotron

@@ -44,8 +44,7 @@ def asked(ckpt: Sequence[str | Path], request: Request) -> tuple[list[Path], Req
     from pathlib import Path
 
     from genmodels.core.errors import InputError
-    from genmodels.core.exported import HUB, located, place_of
-    from genmodels.core.files import check_writable
+    from genmodels.core.files import HUB, check_writable, located, place_of
 
     if not ckpt:
         raise InputError("ckpt=[] names no checkpoint")

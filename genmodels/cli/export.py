@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.errors import InputError, RunError
-from genmodels.core.exported import located
-from genmodels.core.files import check_writable, write_whole
+from genmodels.core.files import check_writable, located, write_whole
 from genmodels.diffusion import Denoiser
 from genmodels.diffusion.denoiser import FlowMap, TokenDenoiser
 from genmodels.flows.flow import Flow

@@ -11,7 +11,7 @@ from typing import Any
 from genmodels.cli.schema import Schema, show
 from genmodels.core.checkpoint import nonfinite_weight, read_header
 from genmodels.core.errors import InputError, RunError, nearest, printable
-from genmodels.core.exported import located
+from genmodels.core.files import located
 
 
 def main(words: list[str]) -> int:

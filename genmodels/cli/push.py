@@ -24,7 +24,7 @@ def run(
     from pathlib import Path
 
     from genmodels.core.errors import InputError
-    from genmodels.core.exported import HUB
+    from genmodels.core.files import HUB
 
     to = to.removeprefix(HUB) if to is not None else None
     if to is None and out is None:
@@ -51,8 +51,7 @@ def write_files(ckpt: str, folder, licence: str, to: str | None, trust: list[str
 
     from genmodels.core.checkpoint import origin
     from genmodels.core.errors import InputError
-    from genmodels.core.exported import EXPORTED, located, place_of
-    from genmodels.core.files import write_whole
+    from genmodels.core.files import EXPORTED, located, place_of, write_whole
     from genmodels.core.samples import SamplingOptions
     from genmodels.evaluation.samples import draw, write_samples
     from genmodels.models.checkpoint import load_model, write_exported

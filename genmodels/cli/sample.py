@@ -86,7 +86,7 @@ def run(
             check_writable(key, Path(place))
 
     from genmodels.core.checkpoint import origin, verify
-    from genmodels.core.exported import located, place_of
+    from genmodels.core.files import located, place_of
 
     ckpt_path, place = located(ckpt), place_of(ckpt)
     verify(ckpt_path)

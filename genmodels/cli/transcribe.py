@@ -48,7 +48,7 @@ def run(
         raise InputError(f"nbest must lie in 1..beam, got {nbest} with beam={beam}")
 
     from genmodels.core.checkpoint import verify
-    from genmodels.core.exported import located
+    from genmodels.core.files import located
     from genmodels.models.checkpoint import load_model, weights_of
 
     path = located(ckpt)

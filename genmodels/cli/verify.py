@@ -131,8 +131,7 @@ def _write(findings, out: str | None, ckpt: str | None) -> None:
     import json
     from pathlib import Path
 
-    from genmodels.core.exported import place_of
-    from genmodels.core.files import write_whole
+    from genmodels.core.files import place_of, write_whole
 
     if out is None and ckpt is None:
         return
@@ -150,7 +149,7 @@ def _model(
     import torch
 
     from genmodels.core.data import DataSpec
-    from genmodels.core.exported import located
+    from genmodels.core.files import located
     from genmodels.core.random import seed_of
     from genmodels.data.base import spread_rows
     from genmodels.models.build import build

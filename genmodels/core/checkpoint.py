@@ -2,7 +2,7 @@
 
 A checkpoint is torch's zip archive with two additions: the record `archive/genmodels.json` (the header, readable
 without torch) and the SHA-256 of everything before it as the comment, so that any altered or missing byte is found.
-An exported model has both among its metadata (core/exported.py). This module needs only the standard library, numpy to
+An exported model has both among its metadata (core/files.py). This module needs only the standard library, numpy to
 look at weights. At its end stand the present names of classes that older checkpoints and configurations name.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from genmodels.core import exported
+from genmodels.core import files
 from genmodels.core.errors import RunError
 from genmodels.core.files import kind_of
 
@@ -219,8 +219,8 @@ def _sha256(file, length: int) -> str:
 
 def checkpoint_hash(path: str | Path) -> str:
     """The SHA-256 (hex) of a checkpoint's content, as stored in the file."""
-    if exported.is_exported(path):
-        return exported.metadata(path)["sha256"]
+    if files.is_exported(path):
+        return files.metadata(path)["sha256"]
     with open(path, "rb") as file:
         file.seek(-_DIGEST, os.SEEK_END)
         return file.read(_DIGEST).decode("ascii", "replace")
@@ -245,8 +245,8 @@ def verify(path: str | Path) -> None:
         what = "no such checkpoint" if wanted == path else "it holds neither best.ckpt nor last.ckpt"
         raise RunError(f"{path}: {what}{_last_good(wanted)}")
     try:
-        if exported.is_exported(path):
-            reason = exported.damage(path)
+        if files.is_exported(path):
+            reason = files.damage(path)
         else:
             with open(path, "rb") as file:
                 reason = _damage(file)
@@ -351,7 +351,7 @@ def nonfinite_weight(path: str | Path) -> str | None:
     import numpy as np
 
     try:
-        for name, kind, raw in (exported.weights if exported.is_exported(path) else _of_archive)(path):
+        for name, kind, raw in (files.weights if files.is_exported(path) else _of_archive)(path):
             dtype, exponent = _EXPONENTS[kind]
             if bool(((np.frombuffer(raw, dtype) & exponent) == exponent).any()):
                 return str(name)
@@ -381,8 +381,8 @@ def read_header(path: str | Path, *, check: bool = True) -> dict:
     """
     if check:
         verify(path)
-    if exported.is_exported(path):
-        text = exported.metadata(path)["genmodels"].encode()
+    if files.is_exported(path):
+        text = files.metadata(path)["genmodels"].encode()
     else:
         with zipfile.ZipFile(path) as archive, archive.open(next(filter(_is_header, archive.infolist()))) as record:
             text = record.read(MOST_BYTES + 1)
@@ -395,6 +395,11 @@ def read_header(path: str | Path, *, check: bool = True) -> dict:
 #: Former module to current module, for classes that a configuration can name.
 MOVED = {
     "genmodels.data.digits": "genmodels.data.vision",
+    "genmodels.models.glow": "genmodels.models.normalizing_flows",
+    "genmodels.models.jet": "genmodels.models.normalizing_flows",
+    "genmodels.models.maf": "genmodels.models.normalizing_flows",
+    "genmodels.models.nsf": "genmodels.models.normalizing_flows",
+    "genmodels.models.realnvp": "genmodels.models.normalizing_flows",
     "genmodels.nn.deep_kernel": "genmodels.nn.energy_nets",
     "genmodels.nn.mlp": "genmodels.nn.perceptron",
     "genmodels.nn.noise_conditional": "genmodels.models.score",
@@ -406,8 +411,8 @@ def present_name(name: str) -> str:
     """The current dotted name of a class.
 
     Example:
-        >>> present_name("genmodels.data.digits.Digits"), present_name("genmodels.models.ddpm.DDPM")
-        ('genmodels.data.vision.Digits', 'genmodels.models.ddpm.DDPM')
+        >>> present_name("genmodels.models.nsf.NSF"), present_name("genmodels.models.ddpm.DDPM")
+        ('genmodels.models.normalizing_flows.NSF', 'genmodels.models.ddpm.DDPM')
     """
     module, _, attribute = name.rpartition(".")
     return f"{MOVED[module]}.{attribute}" if module in MOVED else name

@@ -38,9 +38,10 @@ from genmodels.diffusion.parameterisation import (
     V,
     Velocity,
 )
-from genmodels.diffusion.path import LinearPath, Path
-from genmodels.diffusion.process import (
+from genmodels.diffusion.path import (
     VARIANCES,
+    LinearPath,
+    Path,
     alpha_sigma,
     alpha_ts,
     kernel_variance,

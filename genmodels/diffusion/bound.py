@@ -24,8 +24,8 @@ from genmodels.core.random import Generator, KeyedGenerator, normal, uniform
 from genmodels.core.tensors import event_sum
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.guidance import require_unaltered
-from genmodels.diffusion.path import Path
-from genmodels.diffusion.process import (
+from genmodels.diffusion.path import (
+    Path,
     Variance,
     alpha_sigma,
     expand,

@@ -14,7 +14,7 @@ from genmodels.core.tensors import event_size, event_sum
 from genmodels.diffusion.denoiser import AtAnyTime
 from genmodels.diffusion.objectives import ObjectiveOutput, Simple, predict, step_above
 from genmodels.diffusion.parameterisation import Prediction
-from genmodels.diffusion.process import alpha_sigma, expand, q_sample
+from genmodels.diffusion.path import alpha_sigma, expand, q_sample
 from genmodels.diffusion.sampling import Defaults, Memory, log_snrs
 from genmodels.diffusion.sampling import predict as predict_at
 from genmodels.diffusion.weighting import TimeSampler, TimeSamplerName, WeightingName

@@ -17,8 +17,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.diffusion.denoiser import AtAnyTime
 from genmodels.diffusion.parameterisation import Parameterisation, Prediction, V
-from genmodels.diffusion.path import Path
-from genmodels.diffusion.process import alpha_sigma, expand, posterior, q_sample
+from genmodels.diffusion.path import Path, alpha_sigma, expand, posterior, q_sample
 
 
 class _ExactDenoiser(AtAnyTime):

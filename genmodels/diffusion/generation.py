@@ -1,4 +1,4 @@
-"""Sampling that does not begin at pure noise: from a noised picture, or from the latents of one."""
+"""How a diffusion model draws samples: a sampler by name, guidance, clipping, inpainting, and from a noised picture."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import Generator, KeyedGenerator, at_step, normal
 from genmodels.core.samples import SamplingOptions
 from genmodels.diffusion.guidance import GuidedDenoiser, ThresholdedDenoiser
-from genmodels.diffusion.path import Path
-from genmodels.diffusion.process import alpha_sigma, q_sample, renoise
+from genmodels.diffusion.path import Path, alpha_sigma, q_sample, renoise
 from genmodels.diffusion.samplers import SAMPLERS, HeunSampler
 from genmodels.diffusion.sampling import SPACINGS, Sampler, SampleResult, log_snrs, sample
 

@@ -18,8 +18,7 @@ from genmodels.core.tensors import event_size, hide, outside_inference
 from genmodels.diffusion.bound import ElboTerms, continuous_elbo, elbo, reconstruction_term
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.ode import OdeDensity, OdeLogProb, last_log_snr, standard_normal
-from genmodels.diffusion.path import Path
-from genmodels.diffusion.process import alpha_sigma, sigma2_ts
+from genmodels.diffusion.path import Path, alpha_sigma, sigma2_ts
 from genmodels.diffusion.solvers import SolverError
 
 

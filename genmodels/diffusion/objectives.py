@@ -21,8 +21,7 @@ from genmodels.core.tensors import event_mean, event_size
 from genmodels.diffusion.bound import check_grid, diffusion_term, prior_term, rate_term, reconstruction_term
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.parameterisation import Prediction
-from genmodels.diffusion.path import Path
-from genmodels.diffusion.process import Variance, kernel_variance, q_sample, variance_function
+from genmodels.diffusion.path import Path, Variance, kernel_variance, q_sample, variance_function
 from genmodels.diffusion.weighting import (
     LossAwareTimes,
     TimeSampler,

@@ -21,7 +21,7 @@ from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import Generator, KeyedGenerator, uniform
 from genmodels.core.tensors import event_sum, hide, spread, usable
 from genmodels.diffusion.guidance import require_unaltered
-from genmodels.diffusion.process import alpha_sigma, expand
+from genmodels.diffusion.path import alpha_sigma, expand
 from genmodels.diffusion.solvers import SOLVERS, FixedSteps, SolverError
 
 Field = Callable[[Tensor], Tensor]

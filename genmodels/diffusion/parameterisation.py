@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError
-from genmodels.diffusion.path import LinearPath, Path
-from genmodels.diffusion.process import alpha_sigma, expand
+from genmodels.diffusion.path import LinearPath, Path, alpha_sigma, expand
 
 
 class _Once:

@@ -16,8 +16,8 @@ from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import normal
 from genmodels.diffusion.consistency import ConsistencySampler
 from genmodels.diffusion.parameterisation import Prediction
-from genmodels.diffusion.path import Path
-from genmodels.diffusion.process import (
+from genmodels.diffusion.path import (
+    Path,
     Variance,
     alpha_sigma,
     expand,

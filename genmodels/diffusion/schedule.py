@@ -17,8 +17,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from genmodels.core.errors import InputError
 from genmodels.core.tensors import usable
-from genmodels.diffusion.path import Path, wide
-from genmodels.diffusion.process import alpha_sigma
+from genmodels.diffusion.path import Path, alpha_sigma, wide
 
 
 def step_to_time(step: Tensor | int, num_steps: int, *, zero_based: bool = False) -> Tensor:

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from genmodels.core.errors import InputError
-from genmodels.diffusion.path import wide
-from genmodels.diffusion.process import alpha_sigma
+from genmodels.diffusion.path import alpha_sigma, wide
 from genmodels.diffusion.schedule import (
     CosineSchedule,
     GradTTSSchedule,

@@ -15,7 +15,7 @@ from genmodels.core.tensors import event_mean
 from genmodels.diffusion.denoiser import FlowMap
 from genmodels.diffusion.flow_matching import FlowMatching
 from genmodels.diffusion.objectives import ObjectiveOutput
-from genmodels.diffusion.process import expand
+from genmodels.diffusion.path import expand
 from genmodels.diffusion.weighting import TimeSamplerName
 
 

@@ -84,7 +84,7 @@ def keywords(cls: type) -> list[str]:
     """The keyword-only arguments of a class; those of its bases too where it hands further ones on to them.
 
     Example:
-        >>> from genmodels.models.glow import Glow
+        >>> from genmodels.models.normalizing_flows import Glow
         >>> [name in keywords(Glow) for name in ("steps", "ema_decay", "shared")]
         [True, True, False]
     """

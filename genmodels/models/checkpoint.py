@@ -22,8 +22,7 @@ from torch.nn.modules.module import (
 from genmodels.core.checkpoint import read_header, seal
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, printable
-from genmodels.core.exported import digest_of, is_exported
-from genmodels.core.files import write_whole
+from genmodels.core.files import digest_of, is_exported, write_whole
 from genmodels.models.base import GenerativeModel
 from genmodels.models.build import build
 
@@ -47,7 +46,7 @@ def write_checkpoint(path: str | Path, state: dict) -> None:
 
 
 def write_exported(path: str | Path, state: dict) -> None:
-    """Write header and weights of a checkpoint as .safetensors, without the state of training; see core/exported.py.
+    """Write header and weights of a checkpoint as .safetensors, without the state of training; see core/files.py.
 
     Raises:
         RunError: when the disk is full; the previous file is kept.

@@ -19,7 +19,7 @@ def is_flow(model: GenerativeModel) -> bool:
     Example:
         >>> from genmodels.core.data import DataSpec
         >>> from genmodels.models.energy import EnergyModel
-        >>> from genmodels.models.realnvp import RealNVP
+        >>> from genmodels.models.normalizing_flows import RealNVP
         >>> models = [kind(DataSpec("plane", (2,))) for kind in (RealNVP, EnergyModel)]
         >>> [is_flow(model) for model in models], [is_energy(model) for model in models]
         ([True, False], [False, True])

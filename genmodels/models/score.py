@@ -19,7 +19,7 @@ from genmodels.core.samples import Samples, SamplingOptions, Trajectory
 from genmodels.data.base import spread_rows
 from genmodels.diffusion import LinearLogSnrSchedule, OdeLikelihood
 from genmodels.diffusion.parameterisation import Prediction
-from genmodels.diffusion.process import alpha_sigma, expand
+from genmodels.diffusion.path import alpha_sigma, expand
 from genmodels.energy import (
     MultiScaleDenoising,
     NoiseConditionalScore,

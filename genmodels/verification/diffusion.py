@@ -21,7 +21,7 @@ from genmodels.diffusion import (
     uniform_t,
 )
 from genmodels.diffusion.parameterisation import Prediction
-from genmodels.diffusion.process import alpha_sigma, expand
+from genmodels.diffusion.path import alpha_sigma, expand
 from genmodels.diffusion.sampling import Memory
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report
 from genmodels.verification.subject import perturb

@@ -17,7 +17,7 @@ from genmodels.models.energy import EnergyModel
 from genmodels.models.few_steps import MeanFlowModel
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.masked_diffusion import MaskedDiffusionModel
-from genmodels.models.realnvp import RealNVP
+from genmodels.models.normalizing_flows import RealNVP
 from genmodels.speech.text import CHARACTERS
 
 PLANE, DIGITS = DataSpec("plane", (2,)), DataSpec("digits", (1, 4, 4), levels=17, num_classes=3)

@@ -20,7 +20,7 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.likelihood import SingleValues
 from genmodels.evaluation.report import BitsLine, NatsLine
 from genmodels.models.checkpoint import write_checkpoint
-from genmodels.models.nsf import NSF
+from genmodels.models.normalizing_flows import NSF
 
 
 def line_of(how: str, *, value: float, unit: str, kind: str, mark: str, error: float | None) -> dict:
@@ -131,7 +131,7 @@ _CODE = """
 import sys
 from pathlib import Path
 from genmodels.cli.push import upload
-from genmodels.core.exported import located
+from genmodels.core.files import located
 print(upload(Path(sys.argv[1]), ["README.md", "model.safetensors"], "user/plane", False))
 print(located("hf://user/plane"))
 try:

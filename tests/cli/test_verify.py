@@ -16,8 +16,7 @@ from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.scaling import ActNorm
 from genmodels.models.ddpm import DDPM
-from genmodels.models.nsf import NSF
-from genmodels.models.realnvp import RealNVP
+from genmodels.models.normalizing_flows import NSF, RealNVP
 from genmodels.nn.coupling_networks import ConvNet
 from genmodels.verification import attention as mechanisms
 from genmodels.verification.attention import MECHANISMS

@@ -25,7 +25,7 @@ from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import write_whole
 from genmodels.models.checkpoint import load_model, read_checkpoint, read_resumable, write_checkpoint
-from genmodels.models.realnvp import RealNVP
+from genmodels.models.normalizing_flows import RealNVP
 from tests import commands
 
 HEADER = {
@@ -322,9 +322,10 @@ def test_a_record_that_is_no_header(name, whole, tmp_path):
 
 #: Options that a header may hold and that no model can be built from, or another than the one whose weights these are.
 UNBUILDABLE = {
-    "_target_": ["genmodels.models.realnvp.Missing", "genmodels.missing.RealNVP", "os.system", "RealNVP", "..", "a b",
-                 "genmodels.models.optimizer.Optimizer", "genmodels.models.build.locate", "genmodels.models.glow.Glow",
-                 "genmodels.cli.os.system", "genmodels.models.base.GenerativeModel"],
+    "_target_": ["genmodels.models.normalizing_flows.Missing", "genmodels.missing.RealNVP", "os.system", "RealNVP",
+                 "..", "a b", "genmodels.models.optimizer.Optimizer", "genmodels.models.build.locate",
+                 "genmodels.models.normalizing_flows.Glow", "genmodels.cli.os.system",
+                 "genmodels.models.base.GenerativeModel"],
     "couplings": [0, -1, "many", 1.5, None, [], {}, 3, 10**6],
     "hidden": [0, -1, "x", 8, 10**6, {"a": 1}],
     "depth": ["x", 2, 10**6],
@@ -417,7 +418,7 @@ def test_models_larger_than_their_files_are_refused_before_their_memory_is_touch
 import resource
 from genmodels.core.errors import RunError
 from genmodels.models.checkpoint import load_model
-import genmodels.models.realnvp
+import genmodels.models.normalizing_flows
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for key in {list(wants)!r}:
     try:

@@ -13,7 +13,7 @@ from genmodels.core.errors import InputError
 from genmodels.diffusion.bound import check_grid, decoder_input, per_scalar
 from genmodels.diffusion.decoder import Decoder, Gaussian
 from genmodels.diffusion.guidance import require_unaltered
-from genmodels.diffusion.process import (
+from genmodels.diffusion.path import (
     Variance,
     alpha_ts,
     expand,

@@ -25,7 +25,7 @@ from genmodels.diffusion import (
     uniform_log_snr,
     uniform_t,
 )
-from genmodels.diffusion.process import kernel_variance, q_sample, renoise
+from genmodels.diffusion.path import kernel_variance, q_sample, renoise
 from genmodels.diffusion.samplers import Defaults
 from genmodels.diffusion.sampling import log_snrs
 from genmodels.evaluation.materials import interpolate

@@ -32,7 +32,7 @@ from genmodels.diffusion import (
     uniform_t,
 )
 from genmodels.diffusion.ode import OdeDensity
-from genmodels.diffusion.process import alpha_sigma, expand
+from genmodels.diffusion.path import alpha_sigma, expand
 from tests.diffusion.bound_path import path_terms
 from tests.diffusion.table import INSTANCES, keyed, seeded
 

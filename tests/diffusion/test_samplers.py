@@ -32,7 +32,7 @@ from genmodels.diffusion import (
     uniform_log_snr,
     uniform_t,
 )
-from genmodels.diffusion.process import alpha_sigma, expand
+from genmodels.diffusion.path import alpha_sigma, expand
 from genmodels.diffusion.sampling import log_snrs, predict
 from tests.diffusion.table import INSTANCES, keyed, seeded
 

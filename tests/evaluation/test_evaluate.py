@@ -26,7 +26,7 @@ from genmodels.evaluation.evaluate import PixelHistogram, best_histogram, refere
 from genmodels.models.build import build
 from genmodels.models.density import extent_of, on_grid
 from genmodels.models.mels import NOISE, even_lengths, with_noise
-from genmodels.models.realnvp import RealNVP
+from genmodels.models.normalizing_flows import RealNVP
 from genmodels.verification.check import run_check
 from genmodels.verification.checkpoints import DENSITY_CHECKS
 from tests.gaussian_models import GaussianDiffusion, GaussianEnergy, GaussianFlow, log_prob, moments, save

@@ -17,8 +17,7 @@ from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.samples import Drawing, draw, draw_together, write_folder
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
-from genmodels.models.glow import Glow
-from genmodels.models.realnvp import RealNVP
+from genmodels.models.normalizing_flows import Glow, RealNVP
 from genmodels.models.score import ScoreModel
 from tests.two_processes import fork, in_two
 
@@ -92,7 +91,7 @@ def test_the_report_says_how_much_mass_lies_outside():
     from genmodels.evaluation.sample_quality import share_outside
     from genmodels.evaluation.samples import draw
     from genmodels.models.energy import EnergyModel
-    from genmodels.models.realnvp import RealNVP
+    from genmodels.models.normalizing_flows import RealNVP
 
     spec = DataSpec("pixels", (1, 4, 4), levels=16)
     for model in (RealNVP(spec, hidden=4, depth=1), EnergyModel(spec, net={"channels": [8, 8]})):

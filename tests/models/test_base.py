@@ -15,7 +15,7 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.models.base import GenerativeModel
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
-from genmodels.models.nsf import NSF
+from genmodels.models.normalizing_flows import NSF
 from genmodels.models.score import ScoreModel
 from genmodels.training.dashboards import density_of
 

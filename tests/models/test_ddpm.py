@@ -12,7 +12,7 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import GaussianDenoiser
-from genmodels.diffusion.process import VARIANCES, posterior
+from genmodels.diffusion.path import VARIANCES, posterior
 from genmodels.models.ddpm import DDPM
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}

@@ -13,11 +13,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.evaluation.materials import interpolate
 from genmodels.flows.bijection import NotInitialized
 from genmodels.flows.elementwise import Affine
-from genmodels.models.glow import Glow
-from genmodels.models.jet import Jet
-from genmodels.models.maf import MAF
-from genmodels.models.nsf import NSF
-from genmodels.models.realnvp import RealNVP
+from genmodels.models.normalizing_flows import MAF, NSF, Glow, Jet, RealNVP
 from genmodels.models.tarflow import TarFlow
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
@@ -212,7 +208,7 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: Glow(DataSpec("odd", (1, 7, 5), levels=2)), r"model=realnvp model.layout=\[checkerboard\*4\]"),
         (lambda: RealNVP(DataSpec("odd", (1, 7, 5), levels=2)), "model.layout"),
         (lambda: NSF(PLANE, class_conditional=True), "needs labels, and plane has none"),
-        (lambda: NSF(COUNTS, dequantisation="none"), "dequantisation must be one of uniform, variational"),
+        (lambda: NSF(COUNTS, dequantisation="none"), "dequantisation must be one of uniform, level, variational"),
         (lambda: NSF(COUNTS, preprocess="none"), "preprocess must be one of logit, centre"),
         (lambda: NSF(COUNTS, base="uniform"), "base must be one of normal, diagonal, class"),
         (lambda: RealNVP(TABLE, hidden=0), "hidden = 0"),

@@ -194,7 +194,7 @@ def test_too_many_tokens_are_named_and_other_data_refused():
         model().log_likelihood(batch(((12, 6),)))
     with pytest.raises(InputError, match="no texts"):
         GlowTTS(DataSpec("digits", (1, 8, 8), levels=17))
-    from genmodels.models.glow import Glow
+    from genmodels.models.normalizing_flows import Glow
 
     with pytest.raises(InputError, match="model=glow_tts"):
         Glow(spec())

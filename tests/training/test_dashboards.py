@@ -137,7 +137,7 @@ def test_a_profile_is_drawn_with_its_area_whichever_way_its_edges_run():
 
 
 def test_a_score_model_has_the_density_of_its_ode_and_a_flow_its_own():
-    from genmodels.models.nsf import NSF
+    from genmodels.models.normalizing_flows import NSF
     from genmodels.models.score import ScoreModel
 
     spec = DataSpec("toy_moons", (2,))

@@ -16,7 +16,7 @@ from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.data.toy import Toy
 from genmodels.data.vision import Digits
-from genmodels.models.nsf import NSF
+from genmodels.models.normalizing_flows import NSF
 from genmodels.training import trainer
 from genmodels.training.trainer import FREE, REPORTED, TrainerOptions, check_same, initial_batch, training_stream
 

@@ -6,7 +6,7 @@ import torch
 
 from genmodels.core.data import DataSpec
 from genmodels.flows.coupling import Coupling
-from genmodels.models.jet import Jet
+from genmodels.models.normalizing_flows import Jet
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 

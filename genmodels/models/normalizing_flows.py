@@ -1,0 +1,286 @@
+"""RealNVP, Glow, neural spline flows, MAF and Jet as models: trained, evaluated and sampled like every other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from genmodels.core.data import DataSpec
+from genmodels.flows.elementwise import ScaleKind
+from genmodels.flows.glow import default_levels, glow
+from genmodels.flows.jet import jet
+from genmodels.flows.realnvp import LAYOUT, realnvp_image, realnvp_vector
+from genmodels.flows.spline import neural_spline
+from genmodels.models.flow import FlowModel
+from genmodels.nn.attention_block import AttentionKind
+
+
+class RealNVP(FlowModel):
+    """RealNVP: affine couplings of alternating parts, for vectors and images.
+
+        z_1 = x_1,   z_2 = exp(h) x_2 + t,   h = a tanh(s) + b,   (s, t) = net(x_1)
+        scale = plain:   z_2 = s x_2 + t,   |det| = prod |s|,   |s| >= 2^-10
+
+    Arguments:
+        spec: the data set this model is built for.
+        couplings: number of couplings, for vectors.
+        layout: parts for images, in order: `checkerboard*n` and `channel*n` couplings, `squeeze` and `split`.
+        hidden: width of the coupling networks, one for all or (images) one for each group of couplings; null for 256
+            (vectors) or 64 (images).
+        depth: hidden layers (vectors) or residual blocks (images) of the networks; null for 2 or 8.
+        net: kind of coupling network, for images.
+        scale: form of the couplings' scale; `tied` is h = e^f tanh(s e^-f), `plain` a scale s of either sign.
+        actnorm: whether activation normalisation follows every coupling, for images.
+        dropout: probability of dropping a hidden value; not for gated networks.
+        attention: attention block in the coupling networks for images, `none` for none.
+        heads: heads of that block.
+        **shared: what all flows take, see `FlowModel`.
+
+    Raises:
+        ValueError: for options that do not fit together or do not fit the data.
+
+    Example:
+        >>> model = RealNVP(DataSpec("points", (2,)), hidden=16, ema_decay=0)
+        >>> model.family
+        'realnvp'
+    """
+
+    family = "realnvp"
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        couplings: int = 8,
+        layout: list[str] | tuple[str, ...] = LAYOUT,
+        hidden: int | list[int] | None = None,
+        depth: int | None = None,
+        net: Literal["residual", "gated"] = "residual",
+        scale: ScaleKind = "tanh",
+        actnorm: bool = True,
+        dropout: float = 0.0,
+        attention: AttentionKind = "none",
+        heads: int = 4,
+        **shared,
+    ):
+        super().__init__(spec, **shared)
+        shape = spec.event_shape
+        common = {"dropout": dropout, "cond": self.condition, "memory": self.memory}
+        usual_hidden, usual_depth = (256, 2) if len(shape) == 1 else (64, 8)
+        hidden, depth = usual_hidden if hidden is None else hidden, usual_depth if depth is None else depth
+        self.decide(hidden=hidden, depth=depth)
+        if len(shape) == 1:
+            if isinstance(hidden, list):
+                raise ValueError("hidden: vectors have one width for all networks, lists are for images")
+            flow = realnvp_vector(shape[0], couplings=couplings, hidden=hidden, depth=depth, scale=scale, **common)
+        elif len(shape) == 3:
+            flow = realnvp_image(shape, layout=layout, hidden=hidden, depth=depth, net=net, scale=scale,
+                                 actnorm=actnorm, attention=attention, heads=heads, **common)
+        else:
+            raise ValueError(f"realnvp takes vectors and images, not events of shape {shape}: use model=glow")
+        self.assemble(flow)
+
+
+class Glow(FlowModel):
+    """Glow: actnorm, 1x1 convolutions and couplings over several scales, for images and sequences.
+
+        level = squeeze, K x [actnorm, 1x1, coupling], factor out half of the channels
+
+    Arguments:
+        spec: the data set this model is built for.
+        levels: number of scales L; null for the most that fit, up to three.
+        steps: steps K of each level.
+        hidden: width of the coupling networks.
+        coupling: element-wise transform of the couplings.
+        scale: form of an affine coupling's scale: bounded (`tanh`), or the published `sigmoid`.
+        linear: parameterisation of the 1x1 convolutions.
+        learned_prior: whether channels that leave early are standardised by a network of those that stay.
+        attention: attention block in the coupling networks, `none` for none.
+        heads: heads of that block.
+        **shared: what all flows take, see `FlowModel`.
+
+    Raises:
+        ValueError: for options that do not fit together or do not fit the data.
+
+    Example:
+        >>> import torch
+        >>> from genmodels.core.data import Batch
+        >>> model = Glow(DataSpec("digits", (1, 8, 8), levels=17), steps=2, hidden=8)
+        >>> model.initialize(Batch(torch.randint(0, 17, (32, 1, 8, 8), dtype=torch.uint8)))
+        >>> model.sample(2, temperature=0.7).x.shape
+        torch.Size([2, 1, 8, 8])
+    """
+
+    family = "glow"
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        levels: int | None = None,
+        steps: int = 16,
+        hidden: int = 128,
+        coupling: Literal["affine", "additive", "mixture", "spline"] = "affine",
+        scale: Literal["tanh", "sigmoid"] = "tanh",
+        linear: Literal["lu", "full", "householder"] = "lu",
+        learned_prior: bool = True,
+        attention: AttentionKind = "none",
+        heads: int = 4,
+        **shared,
+    ):
+        super().__init__(spec, **shared)
+        self.assemble(glow(
+            spec.event_shape, levels=levels, steps=steps, hidden=hidden, coupling=coupling, scale=scale, linear=linear,
+            learned_prior=learned_prior, attention=attention, heads=heads, cond=self.condition, memory=self.memory,
+        ))
+        self.decide(levels=max(1, default_levels(spec.event_shape)) if levels is None else levels)
+
+
+class NSF(FlowModel):
+    """A neural spline flow: monotone rational-quadratic splines, in couplings or autoregressive, for vectors.
+
+    Images are taken as vectors of their pixels: their networks know nothing of neighbours.
+
+        z_2 = spline(x_2; net(x_1)),   or   z_i = spline(x_i; net(x_1 .. x_{i-1}))
+
+    Arguments:
+        spec: the data set this model is built for.
+        layers: number of couplings or autoregressive layers.
+        kind: `coupling` (one pass in both directions) or `autoregressive` (D passes to sample).
+        transform: `spline`, or `affine`; affine and autoregressive is MAF.
+        bins: bins K of a spline.
+        bound: splines act on [-bound, bound] and leave the rest alone.
+        hidden: width of the networks.
+        depth: hidden layers, or residual blocks of two layers each with `residual`.
+        residual: residual networks.
+        mix: what stands before every layer: `none`, a learned linear map (`lu`), or `actnorm`.
+        **shared: what all flows take, see `FlowModel`.
+
+    Raises:
+        ValueError: for options that do not fit together or do not fit the data.
+
+    Example:
+        >>> NSF(DataSpec("points", (2,)), layers=2, bins=4).family
+        'nsf'
+    """
+
+    family = "nsf"
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        layers: int = 8,
+        kind: Literal["coupling", "autoregressive"] = "coupling",
+        transform: Literal["spline", "affine"] = "spline",
+        bins: int = 16,
+        bound: float = 5.0,
+        hidden: int = 64,
+        depth: int = 2,
+        residual: bool = False,
+        mix: Literal["none", "lu", "actnorm"] = "none",
+        **shared,
+    ):
+        super().__init__(spec, **shared)
+        self.assemble_flat(neural_spline(
+            spec.dims, layers=layers, kind=kind, transform=transform, bins=bins, bound=bound, hidden=hidden,
+            depth=depth, residual=residual, mix=mix, cond=self.condition, memory=self.memory,
+        ))
+
+
+class MAF(FlowModel):
+    """A masked autoregressive flow: every number standardised by networks of those before it, for vectors.
+
+    Images are taken as vectors of their pixels, line by line.
+
+        z_i = (x_i - m_i(x_1 .. x_{i-1})) exp(-alpha_i(x_1 .. x_{i-1}))
+
+    The density takes one pass, a sample as many as there are dimensions.
+
+    Arguments:
+        spec: the data set this model is built for.
+        layers: number of layers, the order reversed from one to the next.
+        hidden: width of the networks.
+        depth: hidden layers, or residual blocks of two layers each with `residual`.
+        residual: residual networks.
+        mix: what stands before every layer: `none`, a learned linear map (`lu`), or `actnorm`.
+        **shared: what all flows take, see `FlowModel`.
+
+    Raises:
+        ValueError: for options that do not fit together or do not fit the data.
+
+    Example:
+        >>> MAF(DataSpec("points", (2,)), layers=2).family
+        'maf'
+    """
+
+    family = "maf"
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        layers: int = 8,
+        hidden: int = 64,
+        depth: int = 2,
+        residual: bool = False,
+        mix: Literal["none", "lu", "actnorm"] = "actnorm",
+        **shared,
+    ):
+        super().__init__(spec, **shared)
+        self.assemble_flat(neural_spline(
+            spec.dims, layers=layers, kind="autoregressive", transform="affine", hidden=hidden, depth=depth,
+            residual=residual, mix=mix, cond=self.condition, memory=self.memory,
+        ))
+
+
+class Jet(FlowModel):
+    """A flow of affine couplings between the channels and between the positions of patches, for images.
+
+        z_1 = x_1,   z_2 = (x_2 + t) 2 sigmoid(s),   (s, t) = transformer(x_1)
+
+    Density and sample take one pass each.
+
+    Arguments:
+        spec: the data set this model is built for.
+        patch: positions along every side of a patch.
+        couplings: number of couplings of each level.
+        spatial: every how many-th coupling is one of positions instead of channels; 0 for none.
+        levels: number of scales; after each but the last half of the channels leave.
+        width: width of the tokens.
+        depth: layers of each network.
+        heads: heads of each attention.
+        expansion: hidden width of the perceptrons over the width of the tokens.
+        attention: kind of attention, an entry of `ATTENTION`.
+        **shared: what all flows take, see `FlowModel`.
+
+    Raises:
+        ValueError: for options that do not fit together or do not fit the data.
+
+    Example:
+        >>> Jet(DataSpec("digits", (1, 8, 8), levels=17), couplings=2, width=16, depth=1, heads=2).family
+        'jet'
+    """
+
+    family = "jet"
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        patch: int = 2,
+        couplings: int = 16,
+        spatial: int = 2,
+        levels: int = 1,
+        width: int = 128,
+        depth: int = 2,
+        heads: int = 4,
+        expansion: int = 4,
+        attention: AttentionKind = "rope2d",
+        **shared,
+    ):
+        super().__init__(spec, **shared)
+        self.assemble(jet(
+            spec.event_shape, patch=patch, couplings=couplings, spatial=spatial, levels=levels, width=width,
+            depth=depth, heads=heads, expansion=expansion, attention=attention, cond=self.condition,
+            memory=self.memory,
+        ))  # fmt: skip
