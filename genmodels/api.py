@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from genmodels.cli.say import Speech
     from genmodels.report.compare import Comparison
 
+_COLUMNS = 12  # of a table in a notebook, at most
+
 
 class Samples(core.Samples):
     """Samples with what they are samples of: a picture in notebooks, a file by `save`.
@@ -110,8 +112,10 @@ class Samples(core.Samples):
     def _repr_html_(self) -> str | None:
         if self.picture is not None:
             return None
-        rows = {str(number): " ".join(f"{value:.4g}" for value in x.flatten()[:8].tolist())
-                for number, x in zip(self.index.tolist()[:10], self.x, strict=False)}
+        names = list(self.spec.columns or self.spec.names_of_columns)[:_COLUMNS]
+        rows = {"": names} if len(self.spec.event_shape) == 1 else {}
+        rows |= {str(number): [f"{value:.4g}" for value in x.flatten()[:_COLUMNS].tolist()]
+                 for number, x in zip(self.index.tolist()[:USUAL_NUMBER], self.x, strict=False)}
         return html_table(repr(self), rows)
 
 

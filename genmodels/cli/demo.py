@@ -120,7 +120,9 @@ def look(drawn: gm.Samples, x: Tensor) -> Image.Image | str:
     if picture is not None:
         return picture
     if drawn.spec.encoding is not None:
-        return "<hr>".join(f"<pre style='white-space: pre-wrap'>{html.escape(written(one))}</pre>" for one in x)
+        texts = "".join(f"<pre style='white-space: pre-wrap; border-top: 1px solid; margin: 0; padding: 0.4em 0'>"
+                        f"{html.escape(written(one))}</pre>" for one in x)
+        return f"<div style='max-height: 36em; overflow-y: auto'>{texts}</div>"
     return gm.Samples.of(replace(drawn, x=x), drawn.spec)._repr_html_()
 
 
@@ -269,7 +271,7 @@ def _controls(gr, model: gm.Model, *names: str, n: int = 20, without: str = "no 
     classes = list(spec.speakers) or [class_name(spec, k) for k in range(network.num_classes or 0)]
     choices = [*([] if spec.speakers else [(without, "")]), *((name, k) for k, name in enumerate(classes))]
     made = {
-        "n": lambda: gr.Slider(1, 64, n, step=1, label="Samples"),
+        "n": lambda: gr.Slider(1, max(64, 4 * n), n, step=1, label="Samples"),
         "cond": lambda: gr.Dropdown(choices, value=choices[0][1], label="Speaker" if spec.speakers else "Class"),
         "steps": lambda: gr.Slider(0, 250, 0, step=1, label="Steps (0: the sampler's own number)"),
         "sampler": lambda: gr.Dropdown([("the model's own", ""), *network.samplers], value="", label="Sampler"),
@@ -298,14 +300,17 @@ def _samples(gr, model: gm.Model) -> None:
     def moment(held, position: int):
         return None if held is None else look(held[0], held[1][position - 1])
 
-    drawn = model.spec.is_image or model.spec.mel is not None or model.spec.event_shape == (2,)
+    points = model.spec.event_shape == (2,)
+    drawn = model.spec.is_image or model.spec.mel is not None or points
+    n = 500 if points else 20 if model.spec.encoding is None else 6  # of texts as many as take a few seconds
     with gr.Row():
         with gr.Column(scale=1):
-            options = _controls(gr, model, "n", *_USUAL, without="every class in turn")
+            options = _controls(gr, model, "n", *_USUAL, n=n, without="every class in turn")
             button = gr.Button("Sample", variant="primary")
         with gr.Column(scale=2):
             shown = _picture(gr) if drawn else gr.HTML()
-            slider = gr.Slider(1, 2, 1, step=1, label="From noise to data", visible=False)
+            start = "noise" if model.spec.source is None else model.spec.source["name"]
+            slider = gr.Slider(1, 2, 1, step=1, label=f"From {start} to data", visible=False)
     _on(button, sampled, [], options, [shown, slider, kept])
     slider.input(moment, [kept, slider], shown, show_progress="hidden", trigger_mode="always_last")
 

@@ -97,15 +97,18 @@ def outside_inference() -> Iterator[None]:
 
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
-    """Names and values as a table of HTML, for notebooks; without the values that are None.
+    """Names and values, or lists of values, as a table of HTML, for notebooks; without the values that are None.
 
     Example:
         >>> html_table("Flow", {"base": "N(0, 1)", "classes": None})
         '<table><caption>Flow</caption><tr><th>base</th><td>N(0, 1)</td></tr></table>'
     """
-    cells = [f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows.items()
-             if value is not None]
-    return f"<table><caption>{escape(title)}</caption>{''.join(cells)}</table>"
+    lines = []
+    for name, value in rows.items():
+        cells = "".join(f"<td>{escape(str(cell))}</td>" for cell in (value if isinstance(value, list) else [value]))
+        if value is not None:
+            lines.append(f"<tr><th>{escape(name)}</th>{cells}</tr>")
+    return f"<table><caption>{escape(title)}</caption>{''.join(lines)}</table>"
 
 
 def module_table(module: nn.Module, **rows: object) -> str:

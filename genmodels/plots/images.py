@@ -104,7 +104,8 @@ def scatter(x: Tensor, title: str = "") -> Image.Image:
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     points = x.numpy()
-    axes.scatter(points[:, 0], points[:, 1], s=3, alpha=0.5, linewidths=0)
+    size = min(30.0, max(3.0, 1500 / max(1, len(points))))  # few points are to be seen too
+    axes.scatter(points[:, 0], points[:, 1], s=size, alpha=0.5, linewidths=0)
     axes.set_aspect("equal")
     axes.set_title(title)
     canvas.draw()

@@ -126,7 +126,7 @@ def test_a_text_is_the_sound_of_the_model(tmp_path):
 def test_texts_and_tables_are_html():
     bytes_of = torch.tensor([[list(b"a<b")]], dtype=torch.uint8)
     for spec, x, part in ((DataSpec("text", (1, 3), levels=256, encoding="utf-8"), bytes_of, "a&lt;b"),
-                          (DataSpec("table", (3,)), torch.tensor([[0.5, 1.0, 2.0]]), "0.5 1 2")):
+                          (DataSpec("table", (3,)), torch.tensor([[0.5, 1.0, 2.0]]), "<td>0.5</td><td>1</td>")):
         drawn = gm.Samples.of(gm.core.samples.Samples(x, None, torch.arange(1), {}), spec)
         assert part in demo.look(drawn, demo.moments(drawn)[-1])
 
