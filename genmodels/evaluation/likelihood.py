@@ -78,6 +78,8 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
     elif "alignment" in known:
         lines += [Line("given the text", "log_likelihood", options | {"alignment": "marginal"}),
                   Line("along the best alignment", "log_likelihood", options | {"alignment": "best"})]
+    if "by" in known and model.criterion == "joint":
+        lines += [Line(f"by {name}", "log_likelihood", options | {"by": name}) for name in ("attention", "ctc")]
     if "normaliser" in known:
         options |= chosen_partition(request.partition, opened.limited)
     if "importance_samples" in known:

@@ -1,25 +1,37 @@
-"""A speech recogniser as a model: p(text | mel), a sum over all alignments."""
+"""A speech recogniser as a model: p(text | mel) by CTC, a transducer, or a decoder with attention."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, check_number, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
+from genmodels.data.utterances import padded_tokens
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import construct
 from genmodels.models.mels import MelUnits
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn.recognizer import SpeechEncoder
-from genmodels.speech.decoding import Hypothesis
-from genmodels.speech.recognition import Edits, character_edits, pooled
+from genmodels.speech.attention_decoder import AttentionDecoder, cross_entropy
+from genmodels.speech.decoding import (
+    Hypothesis,
+    Search,
+    collapsed,
+    ctc_alignment,
+    ctc_triggers,
+    expected_errors,
+)
+from genmodels.speech.recognition import Edits, character_edits, pooled, word_edits
 from genmodels.speech.text import Symbols
-from genmodels.speech.transducer import CTC, least_frames
+from genmodels.speech.transducer import CTC, Transducer, least_frames
 
 _SHOWN = 8  # texts written while training
 
@@ -44,43 +56,60 @@ def characters(batch: Batch) -> tuple[Tensor, Tensor]:
     return (tokens.gather(1, order) - 1).masked_fill(beyond, 0), counts
 
 
+#: What `model.criterion=` may be.
+Criterion = Literal["ctc", "transducer", "attention", "joint"]
+
+
 class RecognizerCore(nn.Module):
-    """The encoder of a recogniser, and what makes probabilities of texts out of its frames.
+    """The encoder of a recogniser, and what makes probabilities of texts out of its frames; None for what is not used.
 
     Arguments:
         net: the encoder.
-        ctc: its output by connectionist temporal classification.
+        ctc, transducer, decoder: see `genmodels.speech.transducer` and `genmodels.speech.attention_decoder`.
     """
 
-    def __init__(self, net: SpeechEncoder, ctc: CTC):
+    def __init__(
+        self, net: SpeechEncoder, ctc: CTC | None, transducer: Transducer | None, decoder: AttentionDecoder | None
+    ):
         super().__init__()
-        self.net, self.ctc = net, ctc
+        self.net, self.ctc, self.transducer, self.decoder = net, ctc, transducer, decoder
 
 
 class Recognizer(GenerativeModel):
-    """Mel to text: the probability of a text given a mel, summed over their alignments.
+    """Mel to text: the probability of a text given a mel.
 
-        log p(text | mel) = log sum over paths that collapse to the text of prod_t p(k_t | h_t),    h = encoder(mel)
-        loss = -log p(text | mel) / characters
+        ctc          p(y | h) = sum over paths that collapse to y of prod_t p(k_t | h_t),    h = encoder(mel)
+        transducer   p(y | h) = sum over alignments, where each character also depends on those before it
+        attention    p(y | h) = prod_u p(y_u | y_<u, h)
+        joint        loss = -w log p_ctc - (1 - w) log p_attention
 
-    Its likelihood is one of texts, in bits per character, and stands in tables with those of mels, ranked apart; it
-    makes no samples of mels, but transcripts: `transcribe`.
+    All three are exact. The likelihood is one of texts, in bits per character, and stands in tables with those of mels,
+    ranked apart; the model makes no samples of mels, but transcripts: `transcribe`.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
+        criterion: what is learned: `ctc`, `transducer`, `attention` or `joint`.
         net: options of the encoder.
+        transducer: options of the transducer.
+        decoder: options of the attention decoder; its `delay` needs `joint`, which has triggers.
+        ctc_weight: w of `joint`, in training and for ranking the texts of a search.
+        smoothing: share of the attention decoder's targets that is spread over all classes (label smoothing).
+        sampled: probability that in training the attention decoder reads the character it foresaw, not the true one.
+        mwer: length of the lists on which the expected number of wrong words is minimised, 0 for none; for models that
+            are trained already, or with a small learning rate.
+        mwer_keep: weight of the usual loss next to it.
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
 
     Raises:
-        InputError: for data without texts or without mels, and options that the encoder refuses.
+        InputError: for data without texts or without mels, and options that make no sense.
 
     Example:
         >>> from genmodels.speech.text import CHARACTERS
         >>> text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["hello"]}
         >>> spec = DataSpec("speech", (4, 40), mel={}, statistics={"mean": -5.0, "std": 2.0}, text=text)
         >>> model = Recognizer(spec, net={"channels": 8, "depth": 1, "heads": 2, "hidden": 8}).eval()
-        >>> len(model.transcribe(Batch(torch.zeros(2, 4, 12)), beam=4)[0])
+        >>> len(model.transcribe(Batch(torch.zeros(2, 4, 12)), Search(beam=4))[0])
         4
     """
 
@@ -92,7 +121,15 @@ class Recognizer(GenerativeModel):
         self,
         spec: DataSpec,
         *,
+        criterion: Criterion = "ctc",
         net: SpeechEncoder | dict | None = None,
+        transducer: Transducer | dict | None = None,
+        decoder: AttentionDecoder | dict | None = None,
+        ctc_weight: float = 0.3,
+        smoothing: float = 0.1,
+        sampled: float = 0.0,
+        mwer: int = 0,
+        mwer_keep: float = 0.01,
         optimizer: Optimizer | dict | None = None,
         ema_decay: float | list[float] = 0.999,
     ):
@@ -100,11 +137,32 @@ class Recognizer(GenerativeModel):
         self.save_hyperparameters(ignore=["spec"], logger=False)
         if spec.text is None:
             raise InputError(f"{spec.name} has no texts: model={self.family} is for data=speech with texts")
+        one_of("criterion", criterion, get_args(Criterion))
+        for name, share in (("ctc_weight", ctc_weight), ("smoothing", smoothing), ("sampled", sampled)):
+            check_number(name, share, 0)
+            if share > 1:
+                raise InputError(f"{name} is a share from 0 to 1, got {share:g}")
+        check_number("mwer_keep", mwer_keep, 0)
+        if mwer < 0 or mwer == 1:
+            raise InputError(f"mwer is the length of a list, 2 or more, or 0 for none, got {mwer}")
+        self.criterion, self.ctc_weight, self.smoothing, self.sampled = criterion, ctc_weight, smoothing, sampled
+        self.mwer, self.mwer_keep = mwer, mwer_keep
         self.units = MelUnits(spec, noise=0.0)
         self.symbols = Symbols(tuple(spec.text["symbols"]), blanks=False)
         if not isinstance(net, SpeechEncoder):
             net = construct(SpeechEncoder, spec.event_shape[0], **(net or {}))
-        self.core = RecognizerCore(net, CTC(net.channels, len(self.symbols) - 1))
+        sizes = (net.channels, len(self.symbols) - 1)
+        ctc = CTC(*sizes) if criterion in ("ctc", "joint") else None
+        made = {}
+        for name, kind, given, used in (("transducer", Transducer, transducer, criterion == "transducer"),
+                                        ("decoder", AttentionDecoder, decoder, criterion in ("attention", "joint"))):
+            if given and not used:
+                raise InputError(f"model.{name} is not for model.criterion={criterion}")
+            own = given if isinstance(given, nn.Module) else construct(kind, *sizes, **(given or {})) if used else None
+            made[name] = own
+        if made["decoder"] is not None and made["decoder"].delay is not None and ctc is None:
+            raise InputError("model.decoder.delay needs triggers, which are learned with model.criterion=joint")
+        self.core = RecognizerCore(net, ctc, made["transducer"], made["decoder"])
         self._heard: list[Edits] = []
         self.finish_setup(optimizer, ema_decay)
 
@@ -124,16 +182,58 @@ class Recognizer(GenerativeModel):
         return h, frames
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """Nats per character.
+        """Nats per character; with `mwer` the expected number of wrong words, and a share of these.
 
         Raises:
             InputError: for a text that has more characters than its mel has frames, naming the item.
         """
-        y, counts = characters(batch)
-        h, frames = self.encode(batch, self.core)
-        self._require_room(batch, y, counts, frames)
-        nll = -self.core.ctc.log_prob(h, frames, y, counts) / counts
-        return Loss(nll.mean(), nll, {"ctc": nll.detach()})
+        core, (y, counts) = self.core, characters(batch)
+        h, frames = self.encode(batch, core)
+        parts: dict[str, Tensor] = {}
+        if core.ctc is not None:
+            self._require_room(batch, y, counts, frames)
+            parts["ctc"] = -core.ctc.log_prob(h, frames, y, counts) / counts
+        if core.transducer is not None:
+            parts["transducer"] = -core.transducer.log_prob(h, frames, y, counts) / counts
+        if core.decoder is not None:
+            triggers = None if core.decoder.delay is None else self._aligned(core.ctc.log_probs(h), frames, y, counts)
+            log_probs = core.decoder(h, frames, y, counts, triggers=triggers, sampled=self.sampled,
+                                     generator=generator.child("sampled"))
+            parts["attention"] = cross_entropy(log_probs, y, counts, self.smoothing) / counts
+        joint = len(parts) == 2
+        weights = {"ctc": self.ctc_weight, "attention": 1 - self.ctc_weight} if joint else {}
+        total = sum(weights.get(name, 1.0) * part for name, part in parts.items())
+        if self.mwer:
+            parts["wrong_words"] = self._expected_errors(batch, h, frames)
+            total = parts["wrong_words"] + self.mwer_keep * total
+        return Loss(total.mean(), total, {name: part.detach() for name, part in parts.items()})
+
+    @torch.no_grad()
+    def _aligned(self, log_probs: Tensor, frames: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+        """The first frame (B, N) of every character of the true texts on their most probable paths."""
+        found = torch.zeros_like(y)
+        for row, own, n, text, count in zip(found, log_probs, frames.tolist(), y, counts.tolist(), strict=True):
+            spans = ctc_alignment(own[:n], text[:count].tolist())
+            row[:count] = torch.tensor([first for first, _ in spans], device=y.device)
+        return found
+
+    def _expected_errors(self, batch: Batch, h: Tensor, frames: Tensor) -> Tensor:
+        """Wrong words expected over the texts that a search finds, less those of their mean, (B,)."""
+        with torch.no_grad():
+            lists = self._searched(self.core, h, frames, Search(beam=self.mwer))
+        said = self.said(batch)
+        errors = torch.zeros(len(lists), self.mwer, dtype=h.dtype, device=h.device)
+        texts, absent = [], torch.zeros_like(errors, dtype=torch.bool)
+        for k, found in enumerate(lists):
+            for n in range(self.mwer):
+                one = found[min(n, len(found) - 1)]  # lists of small cases are shorter
+                absent[k, n], errors[k, n] = n >= len(found), word_edits(said[k], self.written(one)).total
+                texts.append(one.tokens or (0,))
+        counts = torch.tensor([0 if text == (0,) else len(text) for text in texts], device=h.device)
+        y = padded_tokens(texts)[0].to(h.device)
+        rows = h.repeat_interleave(self.mwer, 0), frames.repeat_interleave(self.mwer)
+        log_probs = self._log_prob(self.core, *rows, y, counts, None).view_as(errors)
+        return expected_errors(log_probs.masked_fill(absent, -torch.inf), errors)
 
     def _require_room(self, batch: Batch, y: Tensor, counts: Tensor, frames: Tensor) -> None:
         needed = least_frames(y, counts)
@@ -145,40 +245,118 @@ class Recognizer(GenerativeModel):
                 f"{int(counts[k])} characters, and has {int(frames[k])} of {factor} frames of its mel: "
                 f"{'use model.net.subsampling=2, or ' if factor == 4 else ''}leave it out of the data")
 
+    def _log_prob(
+        self, core: RecognizerCore, h: Tensor, frames: Tensor, y: Tensor, counts: Tensor, by: str | None
+    ) -> Tensor:
+        """log p of texts (B,) by one of the criteria, that of attention for None where there are two."""
+        if core.transducer is not None:
+            return core.transducer.log_prob(h, frames, y, counts)
+        if core.decoder is None or by == "ctc":
+            return core.ctc.log_prob(h, frames, y, counts)
+        triggers = None
+        if core.decoder.delay is not None:  # of the best path, not of the text: so probabilities of texts sum to one
+            triggers = torch.full_like(y, h.shape[2])
+            for row, given in zip(triggers, ctc_triggers(core.ctc.log_probs(h), frames), strict=True):
+                own = torch.tensor(given[: len(row)], dtype=row.dtype, device=row.device)
+                row[: len(own)] = own
+        return core.decoder.log_prob(h, frames, y, counts, triggers)
+
     @torch.no_grad()
-    def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
-        """log p(text | mel), exact; minus infinity for texts with more characters than frames.
+    def log_likelihood(
+        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0,
+        by: Literal["ctc", "attention"] | None = None,
+    ) -> Likelihood:
+        """log p(text | mel), exact; by CTC minus infinity for texts with more characters than frames.
 
         Arguments:
             batch: items in the data's own units.
             weights: `ema`, `raw`, or one of the decays kept.
             seed: unused, nothing is drawn.
+            by: of a `joint` model which of the two; the attention decoder, whose probability includes that of the end,
+                by default.
+
+        Raises:
+            InputError: for what the model has not learned.
         """
         core = self.weights(weights)
+        if (by == "ctc" and core.ctc is None) or (by == "attention" and core.decoder is None):
+            raise InputError(f"by={by}: this model has learned {self.criterion}")
         y, counts = characters(batch)
-        h, frames = self.encode(batch, core)
-        nats = core.ctc.log_prob(h, frames, y, counts)
-        made = {"estimate": "sum over alignments", "weights": str(weights), "given": "mel"}
+        nats = self._log_prob(core, *self.encode(batch, core), y, counts, by)
+        made = {"estimate": by or self.criterion, "weights": str(weights), "given": "mel"}
         return Likelihood(nats, "exact", counts, len(self.symbols), None, made, batch.item_index)
 
     @torch.no_grad()
     def transcribe(
-        self, batch: Batch, *, beam: int = 1, weights: str | float = "ema"
+        self, batch: Batch, how: Search | None = None, *, weights: str | float = "ema"
     ) -> list[list[Hypothesis]]:
         """The texts of mels, for each the most probable first.
 
         Arguments:
             batch: mels in the data's own units; texts that come with them are not looked at.
-            beam: texts kept in the search; 1 takes the most probable character of every frame.
+            how: beam, language model, length normalisation; greedy for None.
             weights: `ema`, `raw`, or one of the decays kept.
+        """
+        core = self.weights(weights)
+        return self._searched(core, *self.encode(batch, core), how or Search())
+
+    def _searched(self, core: RecognizerCore, h: Tensor, frames: Tensor, how: Search) -> list[list[Hypothesis]]:
+        if core.decoder is None:
+            return (core.ctc or core.transducer).search(h, frames, how)
+        log_probs = None if core.ctc is None else core.ctc.log_probs(h)
+        triggers = None if core.decoder.delay is None else ctc_triggers(log_probs, frames)
+        lists = core.decoder.search(h, frames, how, triggers)
+        if core.ctc is None or how.beam == 1:
+            return lists
+        return [self._rescored(core.ctc, h[k : k + 1], frames[k : k + 1], found) for k, found in enumerate(lists)]
+
+    def _rescored(self, ctc: CTC, h: Tensor, frames: Tensor, found: list[Hypothesis]) -> list[Hypothesis]:
+        """A list of texts by the weighted sum of both scores."""
+        counts = torch.tensor([len(one.tokens) for one in found], device=h.device)
+        y = padded_tokens([one.tokens or (0,) for one in found])[0].to(h.device)
+        scores = ctc.log_prob(h.expand(len(found), -1, -1), frames.expand(len(found)), y, counts).tolist()
+        w = self.ctc_weight
+        both = [Hypothesis(one.tokens, (1 - w) * one.score + w * score)
+                for one, score in zip(found, scores, strict=True)]
+        return sorted(both, key=lambda one: one.score, reverse=True)
+
+    @torch.no_grad()
+    def stream(self, batch: Batch, *, weights: str | float = "ema") -> Iterator[str]:
+        """What is heard of one mel after every chunk of it, by CTC; the last is what `transcribe` finds.
 
         Raises:
-            InputError: for a beam below 1.
+            InputError: for a model without CTC, or an attention that sees the whole.
         """
-        if beam < 1:
-            raise InputError(f"beam must be at least 1, got {beam}")
         core = self.weights(weights)
-        return core.ctc.search(*self.encode(batch, core), beam)
+        if core.ctc is None or core.net.chunk is None:
+            raise InputError("stream is for model.criterion=ctc or joint with model.net.attention=xl_chunks or music")
+        u, _ = self.units(batch, KeyedGenerator(0, batch.item_index, "units"))
+        state, path = None, []
+        for piece in u.split(core.net.chunk, 2):
+            h, state = core.net.extend(piece, state)
+            path += core.ctc.log_probs(h)[0].argmax(-1).tolist()
+            yield self.written(Hypothesis(collapsed(path), 0.0))
+
+    @torch.no_grad()
+    def times(self, batch: Batch, found: Hypothesis, *, weights: str | float = "ema") -> list[tuple[str, float, float]]:
+        """The words of a text of one mel, each with the seconds at which it begins and ends, by CTC.
+
+        Raises:
+            InputError: for a model without CTC.
+        """
+        core = self.weights(weights)
+        if core.ctc is None:
+            raise InputError(f"times come from the paths of CTC, and this model has learned {self.criterion}")
+        spans = ctc_alignment(core.ctc.log_probs(self.encode(batch, core)[0])[0], found.tokens)
+        second = core.net.subsampling * self.spec.mel["hop"] / self.spec.mel["sample_rate"]
+        words: list[tuple[str, float, float]] = []
+        going_on = False
+        for letter, (first, last) in zip(self.written(found), spans, strict=True):
+            if letter != " ":
+                word, begin = words.pop()[:2] if going_on else ("", first * second)
+                words.append((word + letter, begin, (last + 1) * second))
+            going_on = letter != " "
+        return words
 
     def written(self, found: Hypothesis) -> str:
         """A hypothesis in characters."""

@@ -1,24 +1,146 @@
-"""Texts out of the distributions of a recogniser: greedy and beam search, n-best lists, times of characters."""
+"""Texts out of the distributions of a recogniser: greedy and beam search, a language model, times of characters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from genmodels.core.errors import at_least
+from genmodels.core.errors import at_least, check_number
+from genmodels.speech.recognition import Edits, word_edits
 
-#: The number of the blank of CTC.
+#: The number of the blank of CTC and of transducers, and of the beginning and the end of a text elsewhere.
 BLANK = 0
 
 
 class Hypothesis(NamedTuple):
-    """A text as numbers, and its score: log p, plus what a language model and its length add."""
+    """A text as numbers, and its score: log p, with what a language model adds, divided for its length."""
 
     tokens: tuple[int, ...]
     score: float
+
+
+class NGram:
+    """A language model of characters, which foresees the next one from the n - 1 before it (Witten-Bell).
+
+        p(k | c) = (count(c k) + s(c) p(k | c')) / (count(c) + s(c)),    p(k | nothing') = 1 / V
+
+    c' is c without its first character, s(c) the number of different characters that follow c. Class 0 is the end of a
+    text; texts begin with nothing before them.
+
+    Arguments:
+        texts: as numbers from 1 on.
+        classes: V, the number of characters and the end.
+        order: n.
+
+    Errors: ValueError for an order below 1, or a number that is no class.
+    Source: Witten and Bell 1991, method C; interpolated as in Chen and Goodman 1998, section 2.4.
+
+    Example:
+        >>> model = NGram([(1, 2, 1, 2)], 3, order=2)
+        >>> [round(math.exp(p), 2) for p in model.log_probs((1,))]  # after 1: 2 twice, else as without a context
+        [0.08, 0.13, 0.79]
+    """
+
+    def __init__(self, texts: Iterable[Sequence[int]], classes: int, *, order: int = 6):
+        at_least(1, order=order)
+        self.classes, self.order = classes, order
+        self.counts: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self._known: dict[tuple[int, ...], np.ndarray] = {}
+        for text in texts:
+            whole = (*text, BLANK)
+            if not all(0 < k < classes for k in text):
+                raise ValueError(f"the text {tuple(text)} has numbers outside 1..{classes - 1}")
+            for n, k in enumerate(whole):
+                for length in range(min(order, n + 1)):
+                    self.counts[whole[n - length : n]][k] += 1
+
+    def log_probs(self, before: Sequence[int]) -> np.ndarray:
+        """log p of every class (V,) after a text."""
+        context = tuple(before)[max(0, len(before) - self.order + 1) :] if self.order > 1 else ()
+        if context not in self._known:
+            self._known[context] = np.log(self._probs(context))
+        return self._known[context]
+
+    def _probs(self, context: tuple[int, ...]) -> np.ndarray:
+        shorter = self._probs(context[1:]) if context else np.full(self.classes, 1 / self.classes)
+        followed = self.counts.get(context)
+        if not followed:
+            return shorter
+        found = len(followed) * shorter
+        for k, count in followed.items():
+            found[k] += count
+        return found / found.sum()
+
+    def log_prob(self, text: Sequence[int]) -> float:
+        """log p of a whole text, its end included."""
+        return sum(float(self.log_probs(text[:n])[k]) for n, k in enumerate((*text, BLANK)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How texts are searched for.
+
+        score = (log p(y | x) + weight log p_language(y)) / ((5 + U) / 6)^length,    U characters
+
+    Arguments:
+        beam: texts that are kept.
+        language: a language model, None for none.
+        weight: of its log-probabilities (shallow fusion).
+        length: exponent of the normalisation of `beam_search`, from 0 for none to 1.
+        symbols: most characters that a transducer writes at a frame.
+        least: characters with a lower log-probability are not tried at a frame of CTC.
+
+    Errors: ValueError for a beam below 1 or numbers out of range.
+    Source: length normalisation: Wu et al. 2016, equation 14; shallow fusion: Gulcehre et al. 2015, section 4.1.
+    """
+
+    beam: int = 1
+    language: NGram | None = None
+    weight: float = 0.3
+    length: float = 0.0
+    symbols: int = 3
+    least: float = -9.0
+    _fused: dict[tuple[int, ...], float] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self):
+        at_least(1, beam=self.beam, symbols=self.symbols)
+        check_number("weight", self.weight, 0)
+        check_number("length", self.length, 0)
+
+    def fused(self, text: tuple[int, ...]) -> float:
+        """What the language model adds to a text that may go on."""
+        if self.language is None or not text:
+            return 0.0
+        if text not in self._fused:
+            added = self.weight * float(self.language.log_probs(text[:-1])[text[-1]])
+            self._fused[text] = self.fused(text[:-1]) + added
+        return self._fused[text]
+
+    def ended(self, text: tuple[int, ...]) -> float:
+        """What it adds to a text that ends."""
+        end = 0.0 if self.language is None else self.weight * float(self.language.log_probs(text)[BLANK])
+        return self.fused(text) + end
+
+    def ranked(self, item: tuple[tuple[int, ...], float]) -> float:
+        """The score by which a text that may go on is kept, from it and its log-probability."""
+        return item[1] + self.fused(item[0])
+
+    def best(self, found: dict[tuple[int, ...], float]) -> list[tuple[tuple[int, ...], float]]:
+        """The texts that are kept of those with these log-probabilities, best first."""
+        return sorted(((text, p) for text, p in found.items() if p > -math.inf), key=self.ranked, reverse=True
+                      )[: self.beam]  # fmt: skip
+
+    def finished(self, found: dict[tuple[int, ...], float]) -> list[Hypothesis]:
+        """The same as whole texts."""
+        ends = [Hypothesis(text, p + self.ended(text)) for text, p in found.items()]
+        return sorted(ends, key=lambda one: one.score, reverse=True)
 
 
 def collapsed(path: Sequence[int]) -> tuple[int, ...]:
@@ -46,7 +168,7 @@ def ctc_greedy(log_probs: Tensor, frames: Tensor | None = None) -> list[Hypothes
             for path, scores, n in zip(best.indices, best.values, lengths, strict=True)]
 
 
-def ctc_beam(log_probs: Tensor, *, beam: int = 8, least: float = -9.0) -> list[Hypothesis]:
+def ctc_beam(log_probs: Tensor, how: Search) -> list[Hypothesis]:
     """The most probable texts of one item, best first, by prefix beam search: paths of the same text are summed.
 
         p_b(y) <- (p_b(y) + p_n(y)) p(blank)
@@ -54,42 +176,178 @@ def ctc_beam(log_probs: Tensor, *, beam: int = 8, least: float = -9.0) -> list[H
 
     p_b and p_n are the probabilities of the paths of a text that end in a blank, and in its last character.
 
-    Arguments:
-        log_probs: `(T, V)`.
-        beam: texts kept at each frame.
-        least: characters with a lower log-probability are not tried at a frame.
-
-    Errors: ValueError for a beam below 1.
+    Shapes: `log_probs (T, V)`.
     Source: Graves and Jaitly 2014, algorithm 1; Hannun et al. 2014.
 
     Example:
-        >>> found = ctc_beam(torch.tensor([[0.6, 0.4], [0.6, 0.4]]).log())
+        >>> found = ctc_beam(torch.tensor([[0.6, 0.4], [0.6, 0.4]]).log(), Search(beam=2))
         >>> [(one.tokens, round(math.exp(one.score), 2)) for one in found]
         [((1,), 0.64), ((), 0.36)]
     """
-    at_least(1, beam=beam)
     nothing = (-math.inf, -math.inf)
     kept: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -math.inf)}
     for row in log_probs.double().tolist():
         found: dict[tuple[int, ...], tuple[float, float]] = {}
-        tried = [(k, p) for k, p in enumerate(row) if k != BLANK and p > least]
+        tried = [(k, p) for k, p in enumerate(row) if k != BLANK and p > how.least]
         for text, (ends_blank, ends_symbol) in kept.items():
-            total = _plus(ends_blank, ends_symbol)
+            total = plus(ends_blank, ends_symbol)
             old = found.get(text, nothing)
             repeated = ends_symbol + row[text[-1]] if text else -math.inf
-            found[text] = (_plus(old[0], total + row[BLANK]), _plus(old[1], repeated))
+            found[text] = (plus(old[0], total + row[BLANK]), plus(old[1], repeated))
             for k, p in tried:
                 longer = (*text, k)
                 old = found.get(longer, nothing)
                 before = ends_blank if text and text[-1] == k else total
-                found[longer] = (old[0], _plus(old[1], before + p))
-        best = sorted(found, key=lambda text: -_plus(*found[text]))[:beam]
-        kept = {text: found[text] for text in best if _plus(*found[text]) > -math.inf}
-    return [Hypothesis(text, _plus(*both)) for text, both in kept.items()]
+                found[longer] = (old[0], plus(old[1], before + p))
+        best = how.best({text: plus(*both) for text, both in found.items()})
+        kept = {text: found[text] for text, _ in best}
+    return how.finished({text: plus(*both) for text, both in kept.items()})
 
 
-def _plus(a: float, b: float) -> float:
-    """log(exp(a) + exp(b))."""
+def plus(a: float, b: float) -> float:
+    """log(exp(a) + exp(b)).
+
+    Example:
+        >>> plus(0.0, -math.inf), round(plus(1.0, 1.0) - 1, 6)
+        (0.0, 0.693147)
+    """
     if a < b:
         a, b = b, a
     return a if b == -math.inf else a + math.log1p(math.exp(b - a))
+
+
+def beam_search(
+    step: Callable[[Tensor, Any], tuple[Tensor, Any]], state: Any, how: Search, *, longest: int,
+    device: torch.device | str = "cpu",
+) -> list[Hypothesis]:  # fmt: skip
+    """The most probable texts of a model that writes one character after the other until an end, best first.
+
+    Arguments:
+        step: `step(tokens (K,), state) -> (log_probs (K, V), state)`; the first token, and the end, are class 0.
+        state: that of K = 1 before the first step: tensors with K rows, in tuples.
+        how: beam, language model, length normalisation.
+        longest: characters at which the search ends; texts that have not come to theirs are returned only if none has.
+        device: of the tokens.
+
+    Source: Sutskever et al. 2014, section 3.2; stopping: no text that goes on can become one of the best.
+
+    Example:
+        >>> log_probs = torch.tensor([[0.3, 0.7]]).log()  # the end, a character
+        >>> found = beam_search(lambda tokens, state: (log_probs.expand(len(tokens), 2), state), (), Search(beam=2),
+        ...                     longest=9)
+        >>> [(one.tokens, round(math.exp(one.score), 2)) for one in found]
+        [((), 0.3), ((1,), 0.21)]
+    """
+    alive: dict[tuple[int, ...], float] = {(): 0.0}
+    ends: list[Hypothesis] = []
+    tokens = torch.tensor([BLANK], device=device)
+    for length in range(longest + 1):
+        log_probs, state = step(tokens, state)
+        longer, parent = {}, {}
+        rows = log_probs.double().tolist()
+        for number, ((text, score), row) in enumerate(zip(alive.items(), rows, strict=True)):
+            ends.append(Hypothesis(text, (score + row[BLANK] + how.ended(text)) / _divisor(length, how)))
+            longer |= {(*text, k): score + p for k, p in enumerate(row) if k != BLANK}
+            parent |= {(*text, k): number for k in range(len(row))}
+        ends = sorted(ends, key=lambda one: one.score, reverse=True)[: how.beam]
+        alive = dict(how.best(longer))
+        if length == longest or not alive:
+            break
+        most = max(map(how.ranked, alive.items())) / _divisor(longest, how)
+        if len(ends) == how.beam and ends[-1].score >= most:
+            break
+        state = _rows(state, torch.tensor([parent[text] for text in alive], device=device))
+        tokens = torch.tensor([text[-1] for text in alive], device=device)
+    return [one for one in ends if one.score > -math.inf]
+
+
+def _divisor(length: int, how: Search) -> float:
+    return ((5 + length) / 6) ** how.length
+
+
+def _rows(state: Any, chosen: Tensor) -> Any:
+    """The chosen rows of every tensor of a state."""
+    if isinstance(state, Tensor):
+        return state[chosen]
+    if isinstance(state, tuple):
+        parts = [_rows(part, chosen) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    return state
+
+
+def ctc_alignment(log_probs: Tensor, text: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and the last frame of every character of a text on its most probable path (Viterbi).
+
+    Shapes: `log_probs (T, V)`. Errors: ValueError for a text that has no path in so few frames.
+    Source: Graves et al. 2006, section 4; Kurzinger et al. 2020.
+
+    Example:
+        >>> ctc_alignment(torch.tensor([[0.1, 0.9], [0.1, 0.9], [0.9, 0.1], [0.2, 0.8]]).log(), (1, 1))
+        [(0, 1), (3, 3)]
+    """
+    rows = log_probs.detach().double().cpu().numpy()
+    path = np.zeros(2 * len(text) + 1, dtype=np.int64)  # a blank between, before and after the characters
+    path[1::2] = text
+    may_skip = np.zeros(len(path), dtype=bool)
+    may_skip[3::2] = path[3::2] != path[1:-2:2]
+    score = np.full(len(path), -np.inf)
+    score[:2] = rows[0, path[:2]]
+    steps = np.zeros((len(rows), len(path)), dtype=np.int64)
+    for t in range(1, len(rows)):
+        before = np.full((3, len(path)), -np.inf)
+        before[0], before[1, 1:] = score, score[:-1]
+        before[2, 2:] = np.where(may_skip[2:], score[:-2], -np.inf)
+        steps[t] = before.argmax(0)
+        score = before.max(0) + rows[t, path]
+    place = len(path) - 1 - int(len(path) > 1 and score[-2] > score[-1])
+    if score[place] == -np.inf:
+        raise ValueError(f"{len(text)} characters have no path in {len(rows)} frames")
+    spans: list[list[int]] = [[] for _ in text]
+    for t in range(len(rows) - 1, -1, -1):
+        if place % 2:
+            spans[place // 2].append(t)
+        place -= int(steps[t, place])
+    return [(found[-1], found[0]) for found in spans]
+
+
+def ctc_triggers(log_probs: Tensor, frames: Tensor) -> list[list[int]]:
+    """The frames at which the characters of each item's most probable path begin.
+
+    Shapes: `log_probs (B, T, V)`, of which the first `frames (B,)` of each item count.
+
+    Example:
+        >>> ctc_triggers(torch.tensor([[[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]]]).log(), torch.tensor([3]))
+        [[0, 2]]
+    """
+    found = []
+    for path, n in zip(log_probs.argmax(-1).tolist(), frames.tolist(), strict=True):
+        found.append([t for t in range(n) if path[t] != BLANK and (t == 0 or path[t] != path[t - 1])])
+    return found
+
+
+def oracle(said: str, heard: Sequence[str]) -> Edits:
+    """The edits of words of the best text of a list: what a better choice from the list could reach.
+
+    Example:
+        >>> oracle("so it is", ["so it", "so it is", "it is"]).total
+        0
+    """
+    return min((word_edits(said, text) for text in heard), key=lambda one: one.total)
+
+
+def expected_errors(log_probs: Tensor, errors: Tensor) -> Tensor:
+    """The expected number of errors over a list, less the mean of the list, whose gradient is zero, `(B,)`.
+
+        L = sum_i P_i (W_i - mean W),    P_i = p(y_i | x) / sum_j p(y_j | x)
+
+    Shapes: `log_probs`, `errors (B, N)`; log-probabilities of minus infinity have no part in it.
+    Source: Prabhavalkar et al. 2018 (minimum word error rate training), equation 3.
+
+    Example:
+        >>> expected_errors(torch.tensor([[0.75, 0.25]]).log(), torch.tensor([[0.0, 2.0]]))
+        tensor([-0.5000])
+    """
+    inside = log_probs.isfinite()
+    shares = log_probs.masked_fill(~inside, -torch.inf).softmax(1)
+    mean = errors.masked_fill(~inside, 0).sum(1, keepdim=True) / inside.sum(1, keepdim=True).clamp(min=1)
+    return (shares * (errors - mean)).masked_fill(~inside, 0).sum(1)

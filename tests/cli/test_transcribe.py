@@ -32,8 +32,23 @@ def test_files_are_transcribed_in_their_order(ckpt, capsys):
     assert len(lines) == 3 and scores == sorted(scores, reverse=True) and scores[0] < 0
 
 
+def test_a_language_model_and_times_and_streams(tmp_path, capsys):
+    net = {**NET, "attention": "xl_chunks"}
+    ckpt = checkpoint(tmp_path, lambda spec, encoder, **options: Recognizer(spec, **options), net=net)
+    (tmp_path / "book.txt").write_text("So it is.\n\nIn being comparatively modern.\n")
+    assert main(["transcribe", f"ckpt={ckpt}", FILES[0], "beam=2", f"lm={tmp_path}/book.txt", "lm_weight=0.5"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert main(["transcribe", f"ckpt={ckpt}", FILES[0], "times=true"]) == 0
+    first, *words = capsys.readouterr().out.splitlines()
+    assert [word.split()[2] for word in words] == first.removeprefix(f"{FILES[0]}: ").split()
+    assert main(["transcribe", f"ckpt={ckpt}", FILES[0], "stream=true"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == first
+
+
 @pytest.mark.parametrize("words, said", [
-    ([], "name the recordings"), (["nowhere.wav"], "nowhere.wav: there is no such file"),
+    ([FILES[0], "lm=book.txt"], "give beam=8 too"), ([FILES[0], "lm=nowhere.txt", "beam=2"], "cannot be read"),
+    ([FILES[0], "stream=true"], "stream is for"), ([], "name the recordings"),
+    (["nowhere.wav"], "nowhere.wav: there is no such file"),
     ([FILES[0], "nbest=2"], "nbest must lie in 1..beam"), ([FILES[0], "beams=3"], "did you mean 'beam'"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(words, said, ckpt, capsys):

@@ -15,16 +15,25 @@ from genmodels.core.samples import SamplingOptions
 from genmodels.data.utterances import padded_tokens
 from genmodels.models.mels import alone
 from genmodels.models.recognizer import Recognizer, characters
+from genmodels.speech.decoding import Hypothesis, Search
 from genmodels.speech.text import Symbols
 from tests.models import texts
 
 SIZES = ((3, 19), (5, 24), (2, 12))
 
 
-def model(**options) -> Recognizer:
+#: What the tests take for granted of every criterion, with small sizes.
+CRITERIA = {
+    "ctc": {}, "transducer": {"transducer": {"hidden": 8}}, "attention": {"decoder": {"hidden": 8, "dropout": 0.0}},
+    "joint": {"decoder": {"hidden": 8, "dropout": 0.0, "delay": 1}},
+}  # fmt: skip
+
+
+def model(criterion: str = "ctc", net: dict | None = None, **options) -> Recognizer:
     torch.manual_seed(0)
-    net = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8, "convolution": 3, "dropout": 0.0}
-    return texts.scattered(Recognizer(texts.spec(), net=net, **options))
+    net = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8, "convolution": 3, "dropout": 0.0, **(net or {})}
+    own = {**CRITERIA[criterion], **options}
+    return texts.scattered(Recognizer(texts.spec(), criterion=criterion, net=net, **own))
 
 
 def item_error(recognizer: Recognizer) -> float:
@@ -40,8 +49,12 @@ def item_error(recognizer: Recognizer) -> float:
     return float(torch.stack(errors).detach().abs().max())
 
 
-def test_an_item_is_itself_in_a_batch(monkeypatch):
-    assert item_error(model()) < 1e-4
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_an_item_is_itself_in_a_batch(criterion):
+    assert item_error(model(criterion)) < 1e-4
+
+
+def test_an_encoder_that_sees_padding_is_noticed(monkeypatch):
     encode = Recognizer.encode
     monkeypatch.setattr(Recognizer, "encode", lambda self, batch, core: encode(self, replace(batch, mask=None), core))
     assert item_error(model()) > 1e-2
@@ -74,25 +87,81 @@ def test_a_text_that_has_no_room_is_named():
     assert recognizer.log_likelihood(whole).nonfinite.tolist() == [0]
 
 
-def test_it_learns_what_is_said_and_writes_it_down():
-    recognizer, whole = model(), texts.batch(SIZES)
-    optimizer = torch.optim.Adam(recognizer.core.parameters(), lr=2e-2)
-    for step in range(80):
+FEW = ((3, 14), (2, 12))
+
+
+def learnt(criterion: str, steps: int = 50, rate: float = 4e-2, **options) -> Recognizer:
+    recognizer, whole = model(criterion, **options), texts.batch(FEW)
+    optimizer = torch.optim.Adam(recognizer.core.parameters(), lr=rate)
+    for step in range(steps):
         optimizer.zero_grad()
         recognizer.loss(whole, KeyedGenerator(0, whole.index, "train", step)).value.backward()
         optimizer.step()
+    return recognizer
+
+
+@pytest.mark.parametrize("criterion", ["ctc", "attention", "joint"])
+def test_it_learns_what_is_said_and_writes_it_down(criterion):
+    recognizer, whole = learnt(criterion, smoothing=0.0), texts.batch(FEW)
     for beam in (1, 4):
-        found = recognizer.transcribe(whole, beam=beam, weights="raw")
+        found = recognizer.transcribe(whole, Search(beam=beam), weights="raw")
         assert [recognizer.written(one[0]) for one in found] == recognizer.said(whole)
-    best = recognizer.transcribe(whole, beam=8, weights="raw")[1]
+    best = found[1][0]
     nats = recognizer.log_likelihood(whole, weights="raw").nats
-    assert best[0].score == pytest.approx(float(nats[1]), abs=1e-3)
+    if criterion == "joint":
+        nats = 0.7 * nats + 0.3 * recognizer.log_likelihood(whole, weights="raw", by="ctc").nats
+    assert best.score == pytest.approx(float(nats[1]), abs=1e-2)
+
+
+def test_a_transducer_learns():
+    few = texts.batch(FEW)
+    before, after = (learnt("transducer", steps, 2e-2).log_likelihood(few, weights="raw").nats for steps in (0, 20))
+    assert float(after.sum()) > float(before.sum()) / 2
+
+
+def test_scheduled_sampling_and_expected_errors_train():
+    recognizer, whole = model("attention", mwer=3, sampled=0.5), texts.batch(SIZES)
+    loss = recognizer.loss(whole, KeyedGenerator(0, whole.index, "train"))
+    assert set(loss.parts) == {"attention", "wrong_words"}
+    torch.testing.assert_close(loss.per_example.detach(), loss.parts["wrong_words"] + 0.01 * loss.parts["attention"])
+    for criterion in ("ctc", "transducer"):
+        sharp = learnt(criterion, 3, mwer=3, mwer_keep=0.5)
+        assert all(bool(p.isfinite().all()) for p in sharp.core.parameters())
+
+
+def test_a_stream_ends_with_what_is_heard_of_the_whole():
+    recognizer = model(net={"attention": "xl_chunks"})
+    whole = texts.batch(((3, 200),))
+    heard = list(recognizer.stream(whole))
+    assert len(heard) == 7 and heard[-1] == recognizer.written(recognizer.transcribe(whole)[0][0])
+    assert all(later.startswith(sooner) for sooner, later in zip(heard, heard[1:], strict=False))
+    with pytest.raises(InputError, match="stream is for"):
+        next(model().stream(whole))
+
+
+def test_words_have_times():
+    recognizer, whole = model(), texts.batch(((3, 40),))
+    said = "so it is"
+    found = Hypothesis(tuple(k - 1 for k in recognizer.symbols.encode(said)), 0.0)
+    words = recognizer.times(whole, found)
+    assert [word for word, _, _ in words] == said.split()
+    ends = [0.0, *(second for _, begin, end in words for second in (begin, end))]
+    assert ends == sorted(ends) and ends[-1] <= 40 * 256 / 22050 + 1e-9
+    frame = 2 * 256 / 22050
+    assert all(second / frame == pytest.approx(round(second / frame)) for second in ends)
+    with pytest.raises(InputError, match="learned transducer"):
+        model("transducer").times(whole, found)
 
 
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(InputError, match="has no texts"):
         Recognizer(replace(texts.spec(), text=None))
-    with pytest.raises(InputError, match="beam must be at least 1"):
-        model().transcribe(texts.batch(SIZES), beam=0)
     with pytest.raises(InputError, match="genmodels transcribe"):
         model().draw(SamplingOptions())
+    with pytest.raises(InputError, match="by=attention: this model has learned ctc"):
+        model().log_likelihood(texts.batch(SIZES), by="attention")
+    for options, said in (({"criterion": "ctc", "decoder": {"hidden": 8}}, "model.decoder is not for"),
+                          ({"criterion": "attention", "decoder": {"delay": 2}}, "needs triggers"),
+                          ({"mwer": 1}, "2 or more"), ({"sampled": 1.5}, "from 0 to 1")):
+        with pytest.raises(InputError, match=said):
+            Recognizer(texts.spec(), **options)

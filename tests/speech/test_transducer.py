@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from genmodels.speech import transducer
-from genmodels.speech.transducer import CTC, least_frames
+from genmodels.speech.decoding import Search, plus
+from genmodels.speech.transducer import CTC, Transducer, least_frames, transducer_log_prob
 from tests.speech.test_decoding import of_all_paths
+from tests.speech.test_streaming import awake
 
 
 def ctc(classes: int = 3) -> CTC:
@@ -59,7 +61,101 @@ def test_a_text_needs_a_frame_for_each_character_and_one_between_equal_ones():
 def test_a_search_is_that_of_each_item(beam):
     model, h = ctc(), torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     frames = torch.tensor([9, 4, 6])
-    found = model.search(h, frames, beam)
+    found = model.search(h, frames, Search(beam=beam))
     for k, n in enumerate(frames.tolist()):
-        (alone,) = model.search(h[k : k + 1, :, :n], frames[k : k + 1], beam)
+        (alone,) = model.search(h[k : k + 1, :, :n], frames[k : k + 1], Search(beam=beam))
         assert [one.tokens for one in alone] == [one.tokens for one in found[k]]
+
+
+# ---- the transducer ---------------------------------------------------------------------------------------------
+
+
+def lattice(frames: int, characters: int, seed: int = 0, items: int = 1):
+    """Random log-probabilities of blanks and of characters."""
+    generator = torch.Generator().manual_seed(seed)
+    both = torch.randn(items, frames, characters + 1, 2, generator=generator, dtype=torch.float64).log_softmax(-1)
+    return both[..., 0], both[:, :, :-1, 1]
+
+
+def of_all_alignments(blank, emit) -> float:
+    """log of the sum over all orders of T blanks and U characters that end in a blank, one by one."""
+    frames, characters = emit.shape
+    total = -math.inf
+    for when in itertools.combinations(range(frames - 1 + characters), characters):
+        t = u = 0
+        score = 0.0
+        for step in range(frames - 1 + characters):
+            if step in when:
+                score, u = score + float(emit[t, u]), u + 1
+            else:
+                score, t = score + float(blank[t, u]), t + 1
+        total = plus(total, score + float(blank[t, u]))
+    return total
+
+
+def lattice_error() -> float:
+    """The largest error of the sums of lattices of all small sizes, in one padded batch."""
+    sizes = [(t, u) for t in range(1, 6) for u in range(5)]
+    blank, emit = lattice(5, 4, items=len(sizes))
+    found = transducer.transducer_log_prob(blank, emit, *torch.tensor(sizes).T)
+    truth = [of_all_alignments(blank[k, :t, : u + 1], emit[k, :t, :u]) for k, (t, u) in enumerate(sizes)]
+    return float((found - torch.tensor(truth, dtype=torch.float64)).abs().max())
+
+
+def test_a_transducer_sums_over_all_alignments():
+    assert lattice_error() < 1e-10
+
+
+def test_a_lattice_without_its_last_blank_or_with_its_maximum_is_noticed(monkeypatch):
+    sound = transducer.transducer_log_prob
+    monkeypatch.setattr(transducer, "transducer_log_prob", lambda blank, emit, frames, counts:
+                        sound(blank, emit, frames, counts) - blank[torch.arange(len(blank)), frames - 1, counts])
+    assert lattice_error() > 1e-2
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "logaddexp", torch.maximum)
+    assert lattice_error() > 1e-2
+
+
+def test_its_gradient_is_that_of_finite_differences_and_of_occupied_places():
+    blank, emit = (part.requires_grad_() for part in lattice(4, 3, items=2))
+    frames, counts = torch.tensor([4, 3]), torch.tensor([3, 1])
+    assert torch.autograd.gradcheck(lambda b, e: transducer_log_prob(b, e, frames, counts), (blank, emit), eps=1e-6,
+                                    atol=1e-8)  # fmt: skip
+    both = torch.autograd.grad(transducer_log_prob(blank, emit, frames, counts).sum(), (blank, emit))
+    # Every alignment has T blanks and U characters, so that their posteriors add up to these.
+    for part, number in zip(both, (frames, counts), strict=True):
+        torch.testing.assert_close(part.sum((1, 2)), number.double())
+        assert bool((part >= -1e-12).all())
+
+
+def model_of_texts() -> Transducer:
+    torch.manual_seed(0)
+    return awake(Transducer(4, 3, hidden=5), 0.5).double().eval()
+
+
+@torch.no_grad()
+def test_a_text_is_itself_in_a_batch_and_its_search_finds_its_probability():
+    model, h = model_of_texts(), torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    frames, counts = torch.tensor([4, 2, 3]), torch.tensor([3, 1, 2])
+    y = torch.tensor([[1, 2, 2], [2, 0, 0], [1, 1, 0]])
+    whole = model.log_prob(h, frames, y, counts)
+    for k, (t, n) in enumerate(zip(frames.tolist(), counts.tolist(), strict=True)):
+        alone = model.log_prob(h[k : k + 1, :, :t], frames[k : k + 1], y[k : k + 1, :n], counts[k : k + 1])
+        assert float(alone) == pytest.approx(float(whole[k]), abs=1e-10)
+    (found,) = model.search(h[1:2], frames[1:2], Search(beam=10**6, symbols=4))
+    # Within four characters a frame nothing is dropped: every text of up to four has all of its alignments.
+    scores = {one.tokens: one.score for one in found}
+    for text in every_text(3, 4):
+        padded = torch.tensor([[*text, 0]])
+        truth = model.log_prob(h[1:2], frames[1:2], padded, torch.tensor([len(text)]))
+        assert scores[text] == pytest.approx(float(truth), abs=1e-10)
+    assert [one.score for one in found] == sorted(scores.values(), reverse=True)
+    narrow = model.search(h, frames, Search(beam=2))
+    assert all(one[0].score <= float(wide[0].score) + 1e-9 for one, wide in zip(
+        narrow, model.search(h, frames, Search(beam=200)), strict=True))
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    blank, emit = lattice(4, 3)
+    with pytest.raises(ValueError, match="emit must be"):
+        transducer_log_prob(blank, emit[:, :3], torch.tensor([4]), torch.tensor([3]))
