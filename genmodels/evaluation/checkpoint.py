@@ -62,6 +62,7 @@ class Request:
         ood: other data whose likelihood to compute: a data set (fashion_mnist, ...), noise or shuffled.
         ood_data: options of that data set, such as ood_data.root.
         audit: rank the utterances of a split, the least likely first, to find wrong transcripts and damaged clips.
+        recognizer: a trained recogniser (model=recognizer) that hears synthesised texts, in place of PocketSphinx.
         checks: default (at most a minute) or full.
         rank: rank lines within each kind of likelihood, or across kinds, with a note how each kind may err.
         batch_size: items per batch.
@@ -101,6 +102,7 @@ class Request:
     ood: str | list[str] | None = None
     ood_data: dict | None = None
     audit: bool = False
+    recognizer: str | None = None
     checks: Literal["default", "full"] = "default"
     rank: Literal["kind", "across"] = "kind"
     batch_size: int = 256

@@ -16,10 +16,11 @@ from tqdm import tqdm
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, refusals
 from genmodels.core.likelihood import Likelihood
-from genmodels.evaluation.checkpoint import Frame, Opened
+from genmodels.evaluation.checkpoint import Frame, Opened, Request
 from genmodels.evaluation.report import Skipped, SpeechFigures, Token, Transcription, Utterance
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.mels import even_lengths
+from genmodels.models.recognizer import TrainedRecogniser
 from genmodels.plots.images import alignments
 from genmodels.speech.audio import MelConfig, read_wav
 from genmodels.speech.measures import (
@@ -53,7 +54,7 @@ def speech_of(frame: Frame) -> SpeechFigures:
     """The figures of a model of texts: distortion, durations, failures, time, and what a recogniser understands."""
     opened, request = frame.opened, frame.request
     count = min(opened.items, _UTTERANCES if request.samples == "auto" else request.samples)
-    recogniser, reason = _recogniser(opened.spec.text)
+    recogniser, reason = _recogniser(request, opened.spec.text)
 
     def compute() -> dict:
         batch = opened.evaluated(count)
@@ -66,6 +67,7 @@ def speech_of(frame: Frame) -> SpeechFigures:
         return asdict(found)
 
     settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None}
+    settings |= {} if request.recognizer is None else {"by": recogniser.name}
     settings |= {key: value for key in ("sampler", "steps") if (value := getattr(request, key)) is not None}
     found = frame.once("speech", settings, compute)
     shape, heard = found["alignment"], found["recognition"]
@@ -100,11 +102,14 @@ def transcription_of(frame: Frame) -> Transcription:
     return Transcription(**found | {"curve": [ErrorBin.from_dict(part) for part in found["curve"]]})
 
 
-def _recogniser(text: dict) -> tuple[Recogniser | None, str]:
+def _recogniser(request: Request, text: dict) -> tuple[Recogniser | None, str]:
     if text.get("form", "characters") != "characters":
         return None, "a recogniser writes words, and the texts of this model are phonemes"
     try:
-        return PocketSphinx(), ""
+        own = request.recognizer
+        return (PocketSphinx() if own is None else TrainedRecogniser(own, request.device)), ""
+    except InputError:
+        raise
     except ValueError as error:
         return None, str(error)
 
@@ -200,7 +205,8 @@ def _recognised(
              for name, found in heard.items()}
     curve = error_curve(own, edits, seed=opened.request.seed)
     return Recognition(
-        recogniser=type(recogniser).__name__, vocoder="Griffin-Lim", wer=words, curve=curve, heard=heard["model"],
+        recogniser=getattr(recogniser, "name", type(recogniser).__name__), vocoder="Griffin-Lim", wer=words,
+        curve=curve, heard=heard["model"],
         claimed={name: part.claimed for name, part in curve[-1].differences.items()},
     )
 

@@ -8,8 +8,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, check_number, one_of
+from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather
 from genmodels.core.random import KeyedGenerator
@@ -17,10 +19,12 @@ from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.utterances import padded_tokens
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import construct
+from genmodels.models.checkpoint import load_model
 from genmodels.models.mels import MelUnits
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn.recognizer import SpeechEncoder
 from genmodels.speech.attention_decoder import AttentionDecoder, cross_entropy
+from genmodels.speech.audio import MelConfig, log_mel, resample
 from genmodels.speech.decoding import (
     Hypothesis,
     Search,
@@ -398,3 +402,25 @@ class Recognizer(GenerativeModel):
         self.core.eval()  # the caller puts the mode back
         pairs = zip(self.said(batch), self.transcribe(batch), strict=True)
         return "\n\n".join(f"said:  {said}\nheard: {self.written(found[0])}" for said, found in pairs)
+
+
+class TrainedRecogniser:
+    """A recogniser of this package as a function of sound and rate.
+
+    Raises:
+        InputError: for a checkpoint of another family.
+    """
+
+    def __init__(self, ckpt: str, device: str):
+        path = located(ckpt)
+        self.model, header = load_model(path, device=device)
+        if not hasattr(self.model, "transcribe"):
+            raise InputError(f"recognizer={ckpt} holds a {header['family']}: train one by model=recognizer")
+        self.config = MelConfig(**self.model.spec.mel)
+        self.name = f"recognizer {checkpoint_hash(path)[:8]}"
+
+    def __call__(self, wave: Tensor, sample_rate: int) -> str:
+        """The text heard in sound (N,), by greedy search."""
+        heard = resample(wave.detach().double().cpu(), sample_rate, self.config.sample_rate).float()
+        mel = Batch(log_mel(heard, self.config)[None].to(self.model.device))
+        return self.model.written(self.model.transcribe(mel)[0][0])

@@ -7,8 +7,12 @@ import json
 import pytest
 
 from genmodels.cli.main import main
+from genmodels.core.errors import InputError
+from genmodels.evaluation.checkpoint import Request
+from genmodels.evaluation.speech import _recogniser
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.recognizer import Recognizer
+from genmodels.speech.audio import read_wav
 from tests.cli.test_say import checkpoint
 from tests.speech.test_audio import CLIPS
 
@@ -63,6 +67,15 @@ def test_each_kind_of_model_names_the_other_command(ckpt, tmp_path, capsys):
     other = checkpoint(tmp_path, GlowTTS)
     assert main(["transcribe", f"ckpt={other}", FILES[0]]) == 2
     assert "holds a glow_tts: transcribe is for model=recognizer" in capsys.readouterr().err
+
+
+def test_a_trained_recogniser_hears_sound_as_transcribe_does(ckpt, tmp_path, capsys):
+    recogniser, _ = _recogniser(Request(recognizer=ckpt, device="cpu"), {})
+    assert main(["transcribe", f"ckpt={ckpt}", FILES[0]]) == 0
+    assert f"{FILES[0]}: {recogniser(*read_wav(FILES[0]))}\n" == capsys.readouterr().out
+    assert recogniser.name.startswith("recognizer ")
+    with pytest.raises(InputError, match="holds a glow_tts"):
+        _recogniser(Request(recognizer=checkpoint(tmp_path, GlowTTS), device="cpu"), {})
 
 
 def test_an_evaluation_has_bits_and_errors_of_characters(ckpt, tmp_path, capsys):

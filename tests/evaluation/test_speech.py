@@ -249,7 +249,7 @@ def test_recognition_is_under_its_toplines(data, monkeypatch):
 
 def test_figures_are_the_same_from_the_cache(data, monkeypatch, tmp_path):
     own, cache = opened(data), Cache(tmp_path)
-    monkeypatch.setattr(speech_stage, "_recogniser", lambda text: (lambda wave, rate: "", ""))
+    monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (lambda wave, rate: "", ""))
     monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
     frame = SimpleNamespace(opened=own, request=own.request,
                             once=lambda stage, settings, compute: cache.get("speech") or cache.put("speech", compute()))
