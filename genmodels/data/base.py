@@ -108,6 +108,9 @@ class DataModule:
             return
         spec, splits = self.load()
         for name in SPLITS:
+            if not hasattr(splits[name], "__getitems__"):
+                raise InputError(f"data {spec.name}: the {name} split is a {type(splits[name]).__name__}, which "
+                                 "gives no batches: return TensorData(x) of genmodels.data.loading, or the like")
             if len(splits[name]) == 0:
                 items = sum(len(split) for split in splits.values())
                 raise InputError(f"data {spec.name}: the {name} split is empty, every split needs at least one item; "

@@ -231,6 +231,15 @@ def test_problems_name_bad_values():
     assert found == ["train split: item 3 of broken holds a value that is not finite"]
 
 
+def test_a_split_that_gives_no_batches_is_refused():
+    class Bare(DataModule):
+        def load(self):
+            return DataSpec("bare", (2,)), dict.fromkeys(("train", "val", "test"), torch.zeros(5, 2))
+
+    with pytest.raises(InputError, match="the train split is a Tensor.*TensorData"):
+        Bare(batch_size=1, num_workers=0, seed=0).prepare()
+
+
 class _Recorder(pl.LightningModule):
     """Keeps what each epoch was served."""
 
