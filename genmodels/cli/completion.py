@@ -54,8 +54,8 @@ def candidates(line: str) -> list[str]:
     """The words that the last word of a command line may become; none where the shell should offer files.
 
     Example:
-        >>> candidates("genmodels tr"), candidates("python train.py model=ddpm data=fash")
-        (['train '], ['data=fashion_mnist '])
+        >>> candidates("genmodels tra"), candidates("python train.py model=ddpm data=fash")
+        (['train ', 'transcribe '], ['data=fashion_mnist '])
         >>> candidates("genmodels train model=nsf data=toy model.optimizer.l")
         ['model.optimizer.lr=']
     """

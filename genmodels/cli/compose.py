@@ -182,7 +182,7 @@ class Composer:
             inside = path == package or path.startswith(f"{package}.") or not package
             file = self._file(default.config_path) if inside else None
             if file and _holds(yaml.safe_load(file.read_text(encoding="utf-8")), path[len(package) :].strip(".")):
-                return f"in {shown(file)}"
+                return f"in {shown(file)}" + ", which '~preset' leaves out" * (file.parent.name == "preset")
         return "in the configuration"
 
     def _file(self, config_path: str) -> Path | None:

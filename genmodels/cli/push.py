@@ -71,12 +71,12 @@ def write_files(ckpt: str, folder, licence: str, to: str | None, trust: list[str
     if found.is_file():
         try:
             report = json.loads(found.read_text(encoding="utf-8"))
-            text = card(spec, header, report, licence, to, names)
+            text = card(model, header, report, licence, to, names)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{found} is no report of genmodels evaluate ({type(error).__name__}): evaluate again"
                              ) from error
     else:
-        text = card(spec, header, None, licence, to, names)
+        text = card(model, header, None, licence, to, names)
     write_whole(folder / "README.md", lambda file: file.write(text), mode="w")
     return names
 
@@ -86,12 +86,12 @@ def _shown(classes: int | None) -> int:
     return 64 if classes is None or classes > 32 else 4 * classes
 
 
-def card(spec, header: dict, report: dict | None, licence: str, to: str | None, names: list[str]) -> str:
+def card(model, header: dict, report: dict | None, licence: str, to: str | None, names: list[str]) -> str:
     """The model card, as the hub reads it: Markdown after a few lines of YAML.
 
     Arguments:
-        spec: the data.
-        header: of the checkpoint.
+        model: the model.
+        header: of its checkpoint.
         report: of `genmodels evaluate`, None where there is none.
         licence: named in the YAML.
         to: the repository.
@@ -99,7 +99,10 @@ def card(spec, header: dict, report: dict | None, licence: str, to: str | None, 
     """
     from genmodels import __version__
 
-    family, name = header["family"], f"hf://{to}" if to else "<this folder>"
+    spec, family, name = model.spec, header["family"], f"hf://{to}" if to else "<this folder>"
+    use = f"genmodels sample ckpt={name}" if model.generates else f"genmodels transcribe ckpt={name} speech.wav"
+    python = ["```python", "import genmodels as gm", "",
+              f'gm.load("{name}").sample({"" if spec.text else 16}).show()', "```", ""]
     kind = "continuous values" if spec.levels is None else f"integers of {spec.levels} levels"
     classes = "" if spec.num_classes is None else f", {spec.num_classes} classes"
     lines = [
@@ -112,8 +115,7 @@ def card(spec, header: dict, report: dict | None, licence: str, to: str | None, 
     if "samples.png" in names:
         lines += ["![samples](samples.png)", ""]
     lines += ["## Likelihood", "", *_likelihoods(report), "", "## Use", "", "```sh", "pip install 'genmodels[hub]'",
-              f"genmodels sample ckpt={name}", f"genmodels evaluate ckpt={name}", "```", "", "```python",
-              "import genmodels as gm", "", f'gm.load("{name}").sample({"" if spec.text else 16}).show()', "```", "",
+              use, f"genmodels evaluate ckpt={name}", "```", "", *(python if model.generates else []),
               f"Written by genmodels {__version__}; the file carries its configuration and a checksum."]
     return "\n".join(lines) + "\n"
 

@@ -230,7 +230,7 @@ class Evaluation:
         if self.frame.request.wants("fidelity"):
             self.fidelity.check()
         if self.frame.request.wants("audit"):
-            require_texts(self.opened.spec)
+            require_texts(self.opened)
         self.report.references = self._references()
         try:
             for name, stage in stages.items():

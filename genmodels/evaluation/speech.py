@@ -283,7 +283,7 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
         InputError: for data without texts.
     """
     opened = frame.opened
-    require_texts(opened.spec)
+    require_texts(opened)
     nll = -likelihood.nats.double() / likelihood.dims.double()
     frames = likelihood.dims.double() / opened.spec.event_shape[0]
     scores = against_length(nll, frames)
@@ -303,10 +303,13 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
     return rows
 
 
-def require_texts(spec: DataSpec) -> None:
-    """Raise InputError for data without texts, before anything is computed."""
-    if spec.text is None:
-        raise InputError(f"audit: {spec.name} has no texts that could be wrong")
+def require_texts(opened: Opened) -> None:
+    """Raise InputError for data without texts, or a model of texts, before anything is computed."""
+    if opened.spec.text is None:
+        raise InputError(f"audit: {opened.spec.name} has no texts that could be wrong")
+    if not opened.model.generates:
+        raise InputError(f"audit: it looks at the likelihood of mels, and a {opened.model.family} has one of texts: "
+                         "take a model that synthesises")
 
 
 def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:

@@ -97,6 +97,18 @@ def keywords(cls: type) -> list[str]:
     return names
 
 
+def altered(cls: type, options: dict) -> list[str]:
+    """The options that are not a class' defaults.
+
+    Example:
+        >>> from genmodels.models.optimizer import Optimizer
+        >>> altered(Optimizer, {"lr": 0.5, "name": Optimizer.name})
+        ['lr']
+    """
+    known = inspect.signature(cls).parameters
+    return [key for key, value in options.items() if key not in known or value != known[key].default]
+
+
 def options_given(made: Any, frame: FrameType) -> dict[str, Any]:
     """The options of an object under construction: of the `__init__` in `frame`, and of those of its subclasses."""
     found: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.utterances import padded_tokens
 from genmodels.models.base import GenerativeModel, Loss
-from genmodels.models.build import construct
+from genmodels.models.build import altered, construct
 from genmodels.models.checkpoint import load_model
 from genmodels.models.mels import MelUnits
 from genmodels.models.optimizer import Optimizer
@@ -160,7 +160,7 @@ class Recognizer(GenerativeModel):
         made = {}
         for name, kind, given, used in (("transducer", Transducer, transducer, criterion == "transducer"),
                                         ("decoder", AttentionDecoder, decoder, criterion in ("attention", "joint"))):
-            if given and not used:
+            if not used and (isinstance(given, nn.Module) or given and altered(kind, given)):
                 raise InputError(f"model.{name} is not for model.criterion={criterion}")
             own = given if isinstance(given, nn.Module) else construct(kind, *sizes, **(given or {})) if used else None
             made[name] = own

@@ -136,6 +136,7 @@ LINES = [
     (["model=3"], "unknown model '3'"), (["trainer=[1]"], "unknown trainer '[1]' (configs/trainer has"),
     (["model=null"], "unknown model"),
     (["experiment=foo"], "unknown experiment 'foo'"),
+    (["model=nsf", "preset=ddpm_digits"], "(in configs/preset/ddpm_digits.yaml, which '~preset' leaves out)"),
     (["preset=ddpm_digit"], "unknown preset 'ddpm_digit': did you mean 'ddpm_digits'?"),
     (["model=energy", "data=toy", "preset=nope"], "unknown preset 'nope'"),
     (["modle=ddpm"], "unknown key 'modle' (on the command line): did you mean 'model'?"),

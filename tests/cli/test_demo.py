@@ -104,7 +104,8 @@ def test_a_faint_stroke_is_painted_too(tmp_path):
 
 
 def test_an_interpolation_is_that_of_the_command(model, digits, tmp_path, monkeypatch):
-    monkeypatch.setattr("genmodels.models.base.interpolate", lambda network, ends, frames, weights: ends.x[[0, 1, 0]])
+    monkeypatch.setattr("genmodels.evaluation.materials.interpolate",
+                        lambda network, ends, frames, weights: ends.x[[0, 1, 0]])
     assert main(["sample", f"ckpt={digits}", "interpolate=[1,2]", "frames=3", f"out={tmp_path / 'a.png'}"]) == 0
     with Image.open(tmp_path / "a.png") as image:
         assert demo.interpolation(model, [1, 2], 3).tobytes() == image.tobytes()
