@@ -77,7 +77,7 @@ def main() -> None:
     ways = {"no cache": without, **{name: lambda how=how: inverse(how) for name, how in WAYS.items()}}
     # On one thread its own time is counted, whatever else the machine does.
     clock = time.process_time if arguments.threads == 1 else time.perf_counter
-    timing = interleaved(ways, arguments.repeats, warm_up=1, clock=clock)
+    timing = interleaved(ways, arguments.repeats, warm_up=0, clock=clock)
     tokens = z[0, 0].numel()
     print(f"{arguments.n} samples, {len(blocks)} meta-blocks of {tokens} tokens of {z.shape[1]} numbers")
     for name, way in ways.items():

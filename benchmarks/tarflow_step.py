@@ -115,8 +115,8 @@ def main() -> None:
         _, patch, blocks, depth, width, heads, _ = setting
         flows = {"torch": PlainTarFlow(setting)}
         for kind in arguments.attention:
-            flows[kind] = tarflow(setting.event_shape, patch=patch, blocks=blocks, depth=depth, width=width, heads=heads,
-                                  attention=kind)  # fmt: skip
+            flows[kind] = tarflow(setting.event_shape, patch=patch, blocks=blocks, depth=depth, width=width,
+                                  heads=heads, attention=kind)  # fmt: skip
             flows[kind].initialize(x)
         sizes = ", ".join(f"{key} {sum(p.numel() for p in flow.parameters()):,}" for key, flow in flows.items())
         print(f"{name}: batch {setting.batch} of {setting.event_shape}, parameters {sizes}")
