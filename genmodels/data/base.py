@@ -21,14 +21,40 @@ _CONSTANT = "is constant"
 _FAR = 1e4  # interquartile ranges from the median, beyond any heavy tail that can be modelled
 
 
-def with_lightning(cls: type, base: str) -> type:
-    """A class that is Lightning's `base` too, where Lightning is imported; its import takes longer than all others.
+class OfLightning:
+    """A class with the methods that Lightning calls: it is Lightning's too, where Lightning is imported.
 
-    Arguments:
-        cls: a class with the methods that Lightning calls.
-        base: LightningModule or LightningDataModule.
+    What only samples need not wait for that import, which takes longer than all others. An instance from before it
+    joins at the first `isinstance` that asks for more than its type, such as that of `Trainer.fit`. `_lightning` is the
+    name of Lightning's class.
     """
-    found = getattr(sys.modules.get("pytorch_lightning"), base, None)
+
+    _lightning: str
+
+    def __new__(cls, *args, **options):
+        return super().__new__(_with_lightning(cls))
+
+    @property
+    def __class__(self):
+        own, joined = type(self), _with_lightning(type(self))
+        if joined is own:
+            return own
+        vars(self).update(vars(_theirs(own)()) | vars(self))
+        object.__dict__["__class__"].__set__(self, joined)
+        return type(own.__name__, (joined,), {})  # isinstance looks no further at an answer that is the type by now
+
+    def __reduce_ex__(self, protocol):
+        own = type(self)
+        _, (_, *arguments), *state = super().__reduce_ex__(protocol)
+        return _unpickled, (vars(own).get("_alone", own), *arguments), *state
+
+
+def _theirs(cls: type) -> type | None:
+    return getattr(sys.modules.get("pytorch_lightning"), cls._lightning, None)
+
+
+def _with_lightning(cls: type) -> type:
+    found = _theirs(cls)
     return cls if found is None or issubclass(cls, found) else _both(cls, found)
 
 
@@ -38,16 +64,12 @@ def _unpickled(cls: type, *arguments):
 
 @functools.cache
 def _both(cls: type, base: type) -> type:
-    def reduced(self, protocol):
-        _, (_, *arguments), *state = cls.__reduce_ex__(self, protocol)
-        return _unpickled, (cls, *arguments), *state
-
     # By its name it is the class itself, in headers, in messages and in pickles, whose reader makes the pair again.
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls, base), names | {"__reduce_ex__": reduced})
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_alone": cls}
+    return type(cls.__name__, (cls, base), names)
 
 
-class DataModule:
+class DataModule(OfLightning):
     """A data set with its three splits; a subclass implements `load` (and `fetch`, if something can be downloaded).
 
     Arguments:
@@ -63,11 +85,9 @@ class DataModule:
     Errors: `InputError` with one line if the data are missing, empty or damaged.
     """
 
+    _lightning = "LightningDataModule"
     name: str = ""
     flip: bool = False
-
-    def __new__(cls, *args, **options):
-        return super().__new__(with_lightning(cls, "LightningDataModule"))
 
     def __init__(self, *, batch_size: int, num_workers: int, seed: int):
         super().__init__()

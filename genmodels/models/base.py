@@ -17,7 +17,7 @@ from genmodels.core.likelihood import Likelihood, breakdown
 from genmodels.core.processes import averaged, gather, rank_world, set_whole, shard, whole
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
-from genmodels.data.base import with_lightning
+from genmodels.data.base import OfLightning
 from genmodels.models.build import options_given
 from genmodels.models.optimizer import EMA, Optimizer, explain_failure, explain_nonfinite
 
@@ -35,7 +35,7 @@ class Loss:
     times: Tensor | None = None
 
 
-class GenerativeModel(nn.Module):
+class GenerativeModel(OfLightning, nn.Module):
     """A generative model of one family, with training, likelihood and sampling under one contract.
 
     A subclass sets `self.core` (the nn.Module that holds everything learned), calls `self.finish_setup(...)`, and
@@ -47,6 +47,7 @@ class GenerativeModel(nn.Module):
         spec: the data set this model is built for.
     """
 
+    _lightning = "LightningModule"
     family = "model"
     #: Whether `trainer.compile=true` may let float32 products run in TF32; not where an inverse has to undo them.
     tolerates_tf32 = True
@@ -70,9 +71,6 @@ class GenerativeModel(nn.Module):
     needs_whole_weights = "its weights are also used outside of the networks that hold them"
     core: nn.Module
     _trainer = None  # Lightning's
-
-    def __new__(cls, *args, **options):
-        return super().__new__(with_lightning(cls, "LightningModule"))
 
     def __init__(self, spec: DataSpec):
         super().__init__()

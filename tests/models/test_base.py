@@ -12,6 +12,7 @@ import torch
 from pytorch_lightning.core.mixins import HyperparametersMixin
 
 from genmodels.core.data import Batch, DataSpec
+from genmodels.data.vision import Digits
 from genmodels.models.base import GenerativeModel
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
@@ -117,8 +118,13 @@ def test_a_model_is_lightnings_where_lightning_is_imported(monkeypatch):
     with monkeypatch.context() as without:
         without.delitem(sys.modules, "pytorch_lightning")
         plain = MODELS["diffusion"](True)
-        assert copy.deepcopy(plain).options == plain.options
-    assert isinstance(trained, lightning.LightningModule) and not isinstance(plain, lightning.LightningModule)
+        early, data = copy.deepcopy(plain), Digits()
+        assert early.options == plain.options and type(early) is early.__class__ is type(plain)
+    assert not issubclass(type(plain), lightning.LightningModule)
+    for joined, of in ((plain, lightning.LightningModule), (data, lightning.LightningDataModule)):
+        pickle.loads(pickle.dumps(joined))
+        assert isinstance(joined, of) and isinstance(joined, of) and vars(joined).keys() >= vars(of()).keys()
+    assert early.__class__.__name__ == "DDPM" and type(early) is type(plain) is early.__class__ is type(trained)
     assert isinstance(trained, DDPM) and type(trained) is type(MODELS["diffusion"](False))
     assert plain.header() == trained.header() and list(plain.state_dict()) == list(trained.state_dict())
     assert plain.device == trained.device == torch.device("cpu")
