@@ -156,9 +156,9 @@ def test_importing_the_package_imports_nothing_heavy():
 
 
 def test_modules_are_neither_fragments_nor_heaps():
-    """At most 217 modules, none over 450 lines, half of them at least 150 lines long."""
+    """At most 219 modules, none over 450 lines, half of them at least 150 lines long."""
     lines = sorted(len(file.read_text(encoding="utf-8").splitlines()) for file in PACKAGE.rglob("*.py"))
-    assert len(lines) <= 217 and lines[-1] <= 450 and lines[len(lines) // 2] >= 150
+    assert len(lines) <= 219 and lines[-1] <= 450 and lines[len(lines) // 2] >= 150
 
 
 #: Test files under tests/<subpackage>/ that mirror no module, and why.

@@ -18,7 +18,7 @@ from importlib import import_module
 from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
 
 #: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
-CONFIGURED = ("train", "sample", "transcribe", "evaluate", "verify", "demo", "export", "push", "shards")
+CONFIGURED = ("train", "sample", "transcribe", "evaluate", "verify", "demo", "export", "push", "shards", "corpus")
 #: Those that need a checkpoint.
 OF_CHECKPOINTS = ("sample", "transcribe", "evaluate", "demo", "export", "push")
 #: Commands that take a few words; each has a module here with `main(words) -> exit code`.

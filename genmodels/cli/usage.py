@@ -30,6 +30,7 @@ EXAMPLES = {
     "export": ["ckpt=runs/ddpm-digits/<time> out=model.safetensors", "ckpt=model.safetensors out=network.onnx"],
     "push": ["ckpt=runs/ddpm-digits/<time> to=user/name licence=mit", "ckpt=model.safetensors out=card licence=mit"],
     "shards": ["data=image_folder data.root=photos data.size=64 out=shards"],
+    "corpus": ["out=corpus", "out=corpus text=book.txt voice=slt"],
     "info": ["runs/ddpm-digits/<time>/last.ckpt", "runs/*/*/best.ckpt --full", "runs/ddpm-digits/<time> --open"],
     "completion": ["bash"],
     "doctor": ["", "data=image_folder data.root=photos"],

@@ -1,0 +1,46 @@
+"""`genmodels corpus`: speech to train on, from a text and a text-to-speech program of this machine."""
+
+from __future__ import annotations
+
+
+def run(
+    *,
+    out: str,
+    text: str | None = None,
+    voice: str = "rms",
+    n: int | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+) -> None:
+    """Let an installed voice read a text, as recordings that data=speech data.layout=ljspeech reads.
+
+    The same command resumes where a killed one stopped, and a larger n adds to what is there.
+
+    Arguments:
+        out: the folder of metadata.csv and wavs/, 16 kHz.
+        text: a file of sentences, one per line, or of paragraphs between empty lines; null for sentences with numbers
+            and names mixed with those of the documentation in Python's standard library.
+        voice: rms, slt, awb, kal16 (by flite), slt_hts (by festival), espeak.
+        n: the first so many sentences; null for all of a file, or 3,400 (three hours) of those without a file.
+        workers: clips made at the same time; null for one per CPU.
+        progress: show a progress bar.
+    """
+    import os
+    import sys
+    from pathlib import Path
+
+    from genmodels.core.errors import at_least, refusals
+    from genmodels.core.files import check_writable
+    from genmodels.speech.corpus import VOICES, check_voice, corpus, default_sentences, sentences_of
+
+    folder, workers = Path(out).expanduser(), (os.cpu_count() or 1) if workers is None else workers
+    with refusals():
+        at_least(1, workers=workers, n=1 if n is None else n)
+    check_voice(voice)
+    check_writable("out", folder / "metadata.csv")
+    texts = default_sentences(n or 3400) if text is None else sentences_of(Path(text).expanduser())[:n]
+    seconds = corpus(folder, texts, voice, workers=workers, progress=progress and sys.stderr.isatty())
+    print(f"{len(seconds):,} clips in {folder}, {sum(seconds) / 3600:.2f} hours by voice {voice}, whose licence is "
+          f"{VOICES[voice].licence}")
+    print(f"train:    genmodels train model=glow_tts data=speech data.layout=ljspeech data.root={folder} "
+          "data.mel.sample_rate=16000")
