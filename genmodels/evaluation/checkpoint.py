@@ -63,6 +63,7 @@ class Request:
         ood_data: options of that data set, such as ood_data.root.
         audit: rank the utterances of a split, the least likely first, to find wrong transcripts and damaged clips.
         recognizer: a trained recogniser (model=recognizer) that hears synthesised texts, in place of PocketSphinx.
+        beam: texts kept in the search of a trained recogniser; 1 takes the most probable character of every frame.
         checks: default (at most a minute) or full.
         rank: rank lines within each kind of likelihood, or across kinds, with a note how each kind may err.
         batch_size: items per batch.
@@ -103,6 +104,7 @@ class Request:
     ood_data: dict | None = None
     audit: bool = False
     recognizer: str | None = None
+    beam: int = 1
     checks: Literal["default", "full"] = "default"
     rank: Literal["kind", "across"] = "kind"
     batch_size: int = 256
@@ -123,7 +125,8 @@ class Request:
                            ("trust", [])):
             if getattr(self, key) is None:
                 object.__setattr__(self, key, empty)
-        counts = ("batch_size", "processes", "limit", "replicates", "draws", "samples", "steps", "chains", "densities")
+        counts = ("batch_size", "processes", "limit", "replicates", "draws", "samples", "steps", "chains", "densities",
+                  "beam")
         values = [(key, getattr(self, key)) for key in counts]
         for key, value in values + [("importance_samples", k) for k in self.importance_samples or ()]:
             least = 2 if key in ("replicates", "samples", "chains") else 1  # an error of a mean takes two

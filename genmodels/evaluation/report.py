@@ -278,7 +278,10 @@ class Token:
 
 @dataclass(kw_only=True)
 class Utterance:
-    """An utterance of the audit; what needs texts by name or alignments is None where there are none."""
+    """An utterance of the audit; what needs texts by name or alignments is None where there are none.
+
+    Of a recogniser, `frames` and dimensions are the characters of the text, and `heard` is what it writes down.
+    """
 
     rank: int
     index: int
@@ -291,6 +294,7 @@ class Utterance:
     durations: list[int] | None = None
     longest: Token | None = None
     evidence: float | None = None
+    heard: str | None = None
     rank_by_evidence: int | None = None
 
 

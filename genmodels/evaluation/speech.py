@@ -23,6 +23,7 @@ from genmodels.models.mels import even_lengths
 from genmodels.models.recognizer import TrainedRecogniser
 from genmodels.plots.images import alignments
 from genmodels.speech.audio import MelConfig, read_wav
+from genmodels.speech.decoding import Search
 from genmodels.speech.measures import (
     AlignmentShape,
     Outcome,
@@ -81,24 +82,25 @@ def speech_of(frame: Frame) -> SpeechFigures:
 def transcription_of(frame: Frame) -> Transcription:
     """What a recogniser writes down of the items that are evaluated, compared with their texts."""
     opened, request, model = frame.opened, frame.request, frame.opened.model
+    how, search = Search(beam=request.beam), "greedy" if request.beam == 1 else f"beam {request.beam}"
 
     def compute() -> dict:
         loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
-        said, heard, frames, began = [], [], 0, time.monotonic()
+        pairs, frames, began = {}, 0, time.monotonic()
         for batch in tqdm(loader, desc=f"{model.family} transcribes {request.split}", unit="batch", mininterval=0.5):
-            said += model.said(batch)
-            found = model.transcribe(batch.to(model.device), weights=weights_of(request.ema))
-            heard += [model.written(one[0]) for one in found]
+            found = model.transcribe(batch.to(model.device), how, weights=weights_of(request.ema))
+            heard = (model.written(one[0]) for one in found)
+            pairs |= dict(zip(batch.index.tolist(), zip(model.said(batch), heard, strict=True), strict=True))
             frames += int(batch.mask.sum())
         took, seconds = time.monotonic() - began, frames * opened.spec.mel["hop"] / opened.spec.mel["sample_rate"]
-        pairs = list(zip(said, heard, strict=True))
+        pairs = [pairs[k] for k in sorted(pairs)]
         return asdict(Transcription(
-            search="greedy", wer=pooled(word_edits(*pair) for pair in pairs).rate, heard=heard,
+            search=search, wer=pooled(word_edits(*pair) for pair in pairs).rate, heard=[heard for _, heard in pairs],
             curve=error_curve([character_edits(*pair) for pair in pairs], seed=request.seed),
             real_time_factor=took / seconds,
         ))
 
-    found = frame.once("transcription", {}, compute)
+    found = frame.once("transcription", {"search": search}, compute)
     return Transcription(**found | {"curve": [ErrorBin.from_dict(part) for part in found["curve"]]})
 
 
@@ -107,7 +109,7 @@ def _recogniser(request: Request, text: dict) -> tuple[Recogniser | None, str]:
         return None, "a recogniser writes words, and the texts of this model are phonemes"
     try:
         own = request.recognizer
-        return (PocketSphinx() if own is None else TrainedRecogniser(own, request.device)), ""
+        return (PocketSphinx() if own is None else TrainedRecogniser(own, request.device, request.beam)), ""
     except InputError:
         raise
     except ValueError as error:
@@ -277,7 +279,8 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
         likelihood: of these utterances, in index order.
 
     `z` is the score of an utterance against those of its length; `evidence`, where the model aligns, that for its text
-    against those of other utterances, nats a frame.
+    against those of other utterances, nats a frame. A recogniser ranks by the least likely characters, and says what
+    it heard.
 
     Raises:
         InputError: for data without texts.
@@ -285,9 +288,12 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
     opened = frame.opened
     require_texts(opened)
     nll = -likelihood.nats.double() / likelihood.dims.double()
-    frames = likelihood.dims.double() / opened.spec.event_shape[0]
+    heard = None if opened.model.generates else transcription_of(frame).heard
+    frames = likelihood.dims.double() / (opened.spec.event_shape[0] if heard is None else 1)
     scores = against_length(nll, frames)
-    found = frame.once("audit", {"against": _AGAINST}, lambda: {"durations": _durations(opened)})["durations"]
+    found = None
+    if heard is None:
+        found = frame.once("audit", {"against": _AGAINST}, lambda: {"durations": _durations(opened)})["durations"]
     items = getattr(opened.datamodule.split(opened.request.split), "items", None)
     rows = []
     for rank, k in enumerate(nll.nan_to_num(nan=torch.inf).argsort(descending=True, stable=True).tolist(), 1):
@@ -295,6 +301,7 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
             rank=rank, index=int(likelihood.index[k]), frames=int(frames[k]), nats_per_dim=float(nll[k]),
             z=None if scores is None else float(scores[k]),
             **({} if items is None else {"name": items[k].name, "text": items[k].text}),
+            **({} if heard is None else {"heard": heard[k]}),
             **({} if found is None else found[k] | {"longest": Token(**found[k]["longest"])}),
         ))
     if any(row.evidence is not None for row in rows):
@@ -304,12 +311,9 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
 
 
 def require_texts(opened: Opened) -> None:
-    """Raise InputError for data without texts, or a model of texts, before anything is computed."""
+    """Raise InputError for data without texts, before anything is computed."""
     if opened.spec.text is None:
         raise InputError(f"audit: {opened.spec.name} has no texts that could be wrong")
-    if not opened.model.generates:
-        raise InputError(f"audit: it looks at the likelihood of mels, and a {opened.model.family} has one of texts: "
-                         "take a model that synthesises")
 
 
 def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:
@@ -423,7 +427,7 @@ def audit_notes(rows: list[Utterance]) -> list[str]:
         lines.append("the same by the evidence for their texts, nats a frame better than texts of other utterances: "
                      "near 0 or below it the text may be another's")
         lines += [_line(number, row) for number, row in enumerate(suspects(rows)[:_SHOWN], 1)]
-    elif all(row.durations is None for row in rows):
+    elif all(row.durations is None and row.heard is None for row in rows):
         lines.append("no evidence for single texts: this model has no monotonic alignments to sum over")
     return lines
 
@@ -433,4 +437,7 @@ def _line(number: int, row: Utterance) -> str:
     longest = "" if row.longest is None else f', longest "{row.longest.token}" with {row.longest.frames}'
     evidence = "" if row.evidence is None else f", evidence {row.evidence:+.2f}"
     what = f"item {row.index}" if row.name is None else f'{row.name} "{row.text}"'
+    if row.heard is not None:
+        return (f'  {number}. {row.nats_per_dim:.3f} nats/character{score}, {row.frames} characters: {what}, heard '
+                f'"{row.heard}"')
     return f"  {number}. {row.nats_per_dim:.3f} nats/dim{score}, {row.frames} frames{longest}{evidence}: {what}"

@@ -405,22 +405,23 @@ class Recognizer(GenerativeModel):
 
 
 class TrainedRecogniser:
-    """A recogniser of this package as a function of sound and rate.
+    """A recogniser of this package as a function of sound and rate, by a search with so many texts.
 
     Raises:
         InputError: for a checkpoint of another family.
     """
 
-    def __init__(self, ckpt: str, device: str):
+    def __init__(self, ckpt: str, device: str, beam: int = 1):
         path = located(ckpt)
         self.model, header = load_model(path, device=device)
         if not hasattr(self.model, "transcribe"):
             raise InputError(f"recognizer={ckpt} holds a {header['family']}: train one by model=recognizer")
         self.config = MelConfig(**self.model.spec.mel)
-        self.name = f"recognizer {checkpoint_hash(path)[:8]}"
+        self.how = Search(beam=beam)
+        self.name = f"recognizer {checkpoint_hash(path)[:8]}" + f", beam {beam}" * (beam > 1)
 
     def __call__(self, wave: Tensor, sample_rate: int) -> str:
-        """The text heard in sound (N,), by greedy search."""
+        """The text heard in sound (N,)."""
         heard = resample(wave.detach().double().cpu(), sample_rate, self.config.sample_rate).float()
         mel = Batch(log_mel(heard, self.config)[None].to(self.model.device))
-        return self.model.written(self.model.transcribe(mel)[0][0])
+        return self.model.written(self.model.transcribe(mel, self.how)[0][0])

@@ -161,6 +161,36 @@ def test_a_model_without_alignments_has_no_durations(frame, monkeypatch):
     assert rows[0].durations is None and "longest" not in audit_notes(rows)[1]
 
 
+class Clerk:
+    """A recogniser that writes how long a mel is and, as the text, how many characters are said."""
+
+    generates, family, spec, device = False, "recognizer", spec(), torch.device("cpu")
+
+    def said(self, batch):
+        return ["a" * int(n) for n in batch.cond.mask.sum((1, 2))]
+
+    def transcribe(self, batch, how, weights):
+        assert how.beam == 3
+        return [["b" * int(n)] for n in batch.mask.sum((1, 2))]
+
+    def written(self, found):
+        return found
+
+
+def test_a_recogniser_says_what_it_heard_in_each_utterance(frame):
+    opened = Opened(None, Clerk(), {}, Utterances(), Request(audit=True, beam=3), len(SIZES))
+    counts = torch.tensor([n for n, _ in SIZES])
+    nats = -torch.tensor([3.0, 30.0, 4.0, 40.0, 1.0])
+    likelihood = Likelihood(nats, "exact", counts, 36, None, {}, torch.arange(len(SIZES)))
+    clerk = SimpleNamespace(opened=opened, once=frame.once, request=opened.request)
+    rows = audit(clerk, likelihood)
+    assert [row.index for row in rows] == [3, 1, 2, 0, 4]
+    # A mutant that takes transcripts in the order of the batches fails here.
+    assert all((len(row.heard), row.frames) == SIZES[row.index][::-1] for row in rows)
+    assert "10.000 nats/character" in audit_notes(rows)[1] and f'heard "{"b" * 22}"' in audit_notes(rows)[1]
+    assert len(audit_notes(rows)) == 1 + len(SIZES)
+
+
 def test_it_is_done_when_asked_for():
     assert Request(audit=True).wants("audit") and Request(audit=True, stages=["cost"]).wants("audit")
     assert not Request().wants("audit")
