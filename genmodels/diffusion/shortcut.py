@@ -22,7 +22,8 @@ from genmodels.diffusion.weighting import TimeSamplerName
 class FlowMapMatching(FlowMatching):
     """E |u(x_t, t, s) - target|^2 per scalar: on most rows s = t and the target is the path's velocity eps - x_0.
 
-    On a share of the rows s < t, and the target is what a subclass makes of the network itself, without a gradient.
+    On a share of the rows s < t, and the target is what a subclass makes of the network itself, without a gradient or
+    dropout.
 
     Arguments:
         coupling, time_sampler: see `FlowMatching`.
@@ -68,13 +69,17 @@ class FlowMapMatching(FlowMatching):
         noise = self.noise(x0, cond, generator)
         t, s = self.ends(u, generator)
         x_t, velocity = x0 + expand(t, x0) * (noise - x0), noise - x0
-        target, steps = velocity.clone(), s < t
-        if bool(steps.any()):
-            given = (None if rows is None else rows[steps] for rows in (cond, mask))
-            with torch.no_grad():
-                found = self.target(denoiser, x_t[steps], t[steps], s[steps], velocity[steps], *given)
-            torch.clear_autocast_cache()  # the weights it cast without a gradient are not for the call below
-            target[steps] = found.to(target)
+        steps = s < t
+        rows = steps.nonzero()[:, 0] if bool(steps.any()) else t.new_zeros(1, dtype=torch.long)
+        given = (None if part is None else part[rows] for part in (cond, mask))
+        training = denoiser.training
+        denoiser.eval()  # masks of dropout belong to the rows of whole batches
+        with torch.no_grad():  # even of a row that needs none: others may wait for this process' share of the weights
+            found = self.target(denoiser, x_t[rows], t[rows], s[rows], velocity[rows], *given)
+        denoiser.train(training)
+        torch.clear_autocast_cache()  # the weights it cast without a gradient are not for the call below
+        found = torch.where(expand(steps[rows], found).bool(), found, velocity[rows])
+        target = velocity.index_copy(0, rows, found.to(velocity))
         mse = event_mean((target - denoiser.mean_velocity(x_t, t, s, cond, mask)).square(), mask)
         per_example = weight.to(mse.dtype) * self.weigh(mse)
         return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, per_example.detach())
