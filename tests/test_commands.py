@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from genmodels.cli import main as cli
+from tests.commands import run
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -75,7 +76,6 @@ def test_the_working_directory_is_left_alone(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("words, errors", [
     ("--help", False), ("--help", True), ("train --keys", False), ("train model=nowhere", False),
     ("train model=nowhere", True),
-    ("train data=toy model=realnvp model.hidden=8 data.n_val=9 logger=csv trainer.max_steps=2 run_dir=a", False),
     *(pytest.param(words, errors, marks=pytest.mark.slow) for words in ("doctor", "sample --help", "verify --keys")
       for errors in (False, True)),
 ])  # fmt: skip
@@ -91,7 +91,24 @@ def test_a_reader_that_leaves_ends_a_command_quietly(words, errors, tmp_path):
         os.close(writer)
     refused = words.endswith("nowhere") and not errors  # nothing but the line on stderr
     assert done.returncode == (2 if refused else 141)
-    assert errors or done.stderr.count("\n") <= 1 + 30 * words.startswith("train data") and "rror" not in done.stderr
+    assert errors or done.stderr.count("\n") <= 1 and "rror" not in done.stderr
+
+
+def test_a_reader_that_leaves_ends_a_training_quietly(tmp_path):
+    """In a process that has everything imported, with a pipe in place of its output."""
+    words = "train data=toy model=realnvp model.hidden=8 data.n_val=9 logger=csv trainer.max_steps=2 run_dir=a"
+    program = f"""
+import os, sys
+from genmodels.cli.main import main
+
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+sys.stdout = open(1, "w")
+sys.exit(main({words.split()!r}))
+"""
+    done = run("-c", program, cwd=tmp_path)
+    assert done.returncode == 141 and "rror" not in done.stderr, done.stderr
 
 
 def test_an_own_broken_pipe_keeps_its_traceback(monkeypatch):

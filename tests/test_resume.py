@@ -24,7 +24,7 @@ SMALL = [
     "model=ddpm", "data=digits", "model.net.channels=8", "model.net.multipliers=[1,2]", "model.net.blocks=1",
     "model.num_steps=20", "model.net.dropout=0.1", "logger=csv", "trainer.progress=false",
     "trainer.sample_every_n_steps=0",
-    "checkpoint.every_n_steps=7", "trainer.max_steps=60", "trainer.validate_every_n_steps=23",
+    "checkpoint.every_n_steps=7", "trainer.max_steps=48", "trainer.validate_every_n_steps=23",
     "trainer.limit_validation=2", "trainer.accelerator=cpu",
 ]
 
@@ -130,12 +130,12 @@ def test_killed_at_random_moments(straight, tmp_path, workers, kills):
     rng = random.Random(workers)
     folder, option = tmp_path / "run", f"data.num_workers={workers}"
     stops, words = [], [option]
-    for target in sorted(rng.sample(range(7, 50), kills)):
+    for target in sorted(rng.sample(range(7, 38), kills)):
         with begun(folder, *words) as run:
             stops.append(kill_after(folder, run, target, extra=rng.uniform(0, 0.15)))
         words = [option, "resume=last"]
     train(folder, *words)
-    assert stops[-1] < 60, stops
+    assert stops[-1] < 48, stops
     assert fingerprint(folder / "last.ckpt") == fingerprint(straight[workers] / "last.ckpt"), stops
     assert fingerprint(folder / "best.ckpt") == fingerprint(straight[workers] / "best.ckpt"), stops
     assert metrics(folder) == metrics(straight[workers]), stops
@@ -160,7 +160,7 @@ def test_killed_at_the_end_of_an_epoch_then_stopped_by_a_signal(straight, tmp_pa
         run.send_signal(signal.SIGTERM)
         _, message = run.communicate()
     assert run.returncode == 130 and "interrupted" in message and message.count("\n") == 1, message
-    assert read_header(folder / "last.ckpt")["step"] < 60
+    assert read_header(folder / "last.ckpt")["step"] < 48
     train(folder, "resume=last")
     assert fingerprint(folder / "last.ckpt") == fingerprint(straight[0] / "last.ckpt")
     assert metrics(folder) == metrics(straight[0])

@@ -13,6 +13,7 @@ import matplotlib
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
@@ -144,7 +145,7 @@ def figure(
         axes.set_xlabel(legal(x_label))
         axes.set_title(legal(y_label))
         file = io.StringIO()
-        drawing.savefig(file, format="svg")
+        FigureCanvasSVG(drawing).print_svg(file)  # what `savefig` writes, which draws everything twice
     if not rules and all(one.name in title for one in series):
         legend = []
     label = f"{title}: {y_label} over {x_label}" + (f", for {', '.join(one.name for one in series)}" if series else "")
