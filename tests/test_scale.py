@@ -21,6 +21,7 @@ from genmodels.core.random import seed_of
 from genmodels.energy import kernel_fit
 from genmodels.models.base import GenerativeModel
 from genmodels.models.build import NETWORKS
+from genmodels.models.checkpoint import load_model, read_checkpoint
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.few_steps import ConsistencyModel, MeanFlowModel, ShortcutModel
@@ -241,8 +242,6 @@ def wait_for_step(path: Path, step: int, runs: list[Started | subprocess.Popen])
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    from genmodels.models.checkpoint import read_checkpoint
-
     found = read_checkpoint(path)
     assert found["genmodels"]["step"] == 40 and found["genmodels"]["finished"]
     return found["state_dict"]
@@ -321,16 +320,24 @@ def test_three_machines_that_lightning_serves(alone, tmp_path):
 
 @pytest.mark.slow
 def test_spread_weights_are_those_of_one_process(alone, tmp_path):
-    """FSDP2 on two processes up to half of the run, then one process."""
-    port = free_port()
-    tasks = [begin(tmp_path, "trainer.strategy=fsdp", "run_dir=run", **slurm(rank, 2, port, tmp_path))
-             for rank in (0, 1)]
-    wait_for_step(tmp_path / "run/last.ckpt", 5, tasks)
-    tasks[0].send_signal(signal.SIGTERM)
-    (code, _, told), (other, *_) = ended(tasks)
-    assert (code, other) == (130, 0) and "interrupted at step" in told, told
-    ((code, _, told),) = ended([begin(tmp_path, "run_dir=run", "resume=last")])
-    assert code == 0, told
+    """FSDP2 on two processes, whose checkpoints are in parts, in the middle one process, and again two to the end."""
+
+    def two(*words) -> list:
+        port = free_port()
+        return [begin(tmp_path, "trainer.strategy=fsdp", *words, **slurm(rank, 2, port, tmp_path)) for rank in (0, 1)]
+
+    last, parts = tmp_path / "run/last.ckpt", tmp_path / "run/last.parts"
+    for first, tasks in ((5, two("run_dir=run")), (10, None)):
+        tasks = tasks or [begin(tmp_path, "run_dir=run", "resume=last")]
+        wait_for_step(last, first, tasks)
+        tasks[0].send_signal(signal.SIGTERM)
+        found = ended(tasks)
+        assert [each[0] for each in found] == [130, 0][: len(tasks)] and "interrupted at step" in found[0][2], found
+        assert parts.is_dir() == (len(tasks) == 2)
+        load_model(last)
+    found = ended(two("run_dir=run", "resume=last"))
+    assert [each[0] for each in found] == [0, 0], found
+    assert not list((tmp_path / "run").glob("*.parts"))
     same_run(tmp_path / "run", alone)
 
 

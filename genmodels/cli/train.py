@@ -50,7 +50,7 @@ def run(
     from genmodels.cli.schema import TARGET, Schema
     from genmodels.core.errors import InputError, RunError, explain
     from genmodels.models.build import build, construct
-    from genmodels.models.checkpoint import read_resumable, restoring
+    from genmodels.models.checkpoint import join_parts, read_resumable, restoring
     from genmodels.training import run as parts
     from genmodels.training.callbacks import (
         Checkpointing,
@@ -115,6 +115,8 @@ def run(
         nonlocal held
         place = parts.place_of(root, name, run_dir, resume)
         held = parts.claim(place.folder)
+        if place.checkpoint is not None:
+            join_parts(place.checkpoint)
         return json.dumps([str(place.folder), place.checkpoint and str(place.checkpoint)])
 
     folder, path = (where and Path(where) for where in json.loads(agreed(claimed, options.num_nodes)))

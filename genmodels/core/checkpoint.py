@@ -8,7 +8,6 @@ look at weights. At its end stand the present names of classes that older checkp
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -203,18 +202,10 @@ def seal(file, header: dict) -> None:
         archive.writestr(f"{root}/{HEADER}", text)
         archive.comment = b"0" * _DIGEST
     end = file.seek(0, os.SEEK_END)
-    digest = _sha256(file, end - _DIGEST)
+    file.seek(0)
+    digest = files.checksum(file, end - _DIGEST)
     file.seek(end - _DIGEST)
     file.write(digest.encode())
-
-
-def _sha256(file, length: int) -> str:
-    file.seek(0)
-    digest, left = hashlib.sha256(), length
-    while left > 0 and (block := file.read(min(left, 1 << 20))):
-        digest.update(block)
-        left -= len(block)
-    return digest.hexdigest()
 
 
 def checkpoint_hash(path: str | Path) -> str:
@@ -273,7 +264,8 @@ def _damage(file) -> str | None:
         return f"not a genmodels checkpoint (a torch archive without {HEADER}; was it written by another program?)"
     if len(stored) != _DIGEST:
         return "its checksum is missing: the file was truncated or rewritten by another program"
-    if _sha256(file, end - _DIGEST).encode() != stored:
+    file.seek(0)
+    if files.checksum(file, end - _DIGEST).encode() != stored:
         return f"its content was altered{_altered_record(file)}: SHA-256 does not match"
     return _misbuilt(records, end)
 

@@ -52,6 +52,21 @@ def write_whole(path: str | Path, write: Callable, *, mode: str = "w+b") -> None
         raise
 
 
+def checksum(file, length: int | None = None) -> str:
+    """SHA-256 of the rest of a file, or of its next `length` bytes.
+
+    Example:
+        >>> import io
+        >>> checksum(io.BytesIO(b"abc"))[:8], checksum(io.BytesIO(b"abcd"), 3)[:8]
+        ('ba7816bf', 'ba7816bf')
+    """
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20 if length is None else min(max(length, 0), 1 << 20)):
+        digest.update(block)
+        length = None if length is None else length - len(block)
+    return digest.hexdigest()
+
+
 def kind_of(path: str | Path) -> str:
     """What kind of thing a path is, when a file was expected; reading a pipe or a device may never end.
 

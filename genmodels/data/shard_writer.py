@@ -20,11 +20,11 @@ from tqdm import tqdm
 from genmodels import __version__
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError, RunError
-from genmodels.core.files import open_lock, write_whole
+from genmodels.core.files import checksum, open_lock, write_whole
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.data.image_folder import listed
 from genmodels.data.shards import RECORD, fields_of
-from genmodels.data.tars import Storage, checksum, index_of, write_tar
+from genmodels.data.tars import Storage, index_of, write_tar
 
 
 def encoded(batch: Batch, spec: DataSpec) -> dict[str, bytes]:

@@ -23,12 +23,12 @@ from tqdm import tqdm
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
-from genmodels.core.files import cache_folder, write_whole
+from genmodels.core.files import cache_folder, checksum, write_whole
 from genmodels.data.arrays import ItemKind, kind_of_items
 from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, rows_of_splits
 from genmodels.data.image_folder import SPLIT_NAMES, in_threads, listed, try_decode
 from genmodels.data.loading import ResumableBatchSampler
-from genmodels.data.tars import Index, Storage, checksum, index_of, name_of
+from genmodels.data.tars import Index, Storage, index_of, name_of
 from genmodels.data.utterances import BucketedBatchSampler, padded_mels, text_condition
 
 RECORD = "dataset.json"

@@ -401,16 +401,3 @@ def write_tar(file, items: Iterable[tuple[str, dict[str, bytes]]]) -> None:
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
                 tar.members = []
-
-
-def checksum(file) -> str:
-    """SHA-256 of the rest of a file.
-
-    Example:
-        >>> checksum(io.BytesIO(b"abc"))[:8]
-        'ba7816bf'
-    """
-    digest = hashlib.sha256()
-    while block := file.read(2**20):
-        digest.update(block)
-    return digest.hexdigest()

@@ -7,8 +7,9 @@ import os
 import pickle
 import re
 import reprlib
+import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch.nn.modules.module import (
 from genmodels.core.checkpoint import read_header, seal
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, printable
-from genmodels.core.files import digest_of, is_exported, write_whole
+from genmodels.core.files import checksum, digest_of, is_exported, write_whole
+from genmodels.core.processes import gather, own, rank_world
 from genmodels.models.base import GenerativeModel
 from genmodels.models.build import build
 
@@ -34,15 +36,116 @@ def write_checkpoint(path: str | Path, state: dict) -> None:
         RunError: when the disk is full (the previous file is kept), or when the weights are not finite.
     """
     header = state["genmodels"]
-    if (name := _nonfinite_weight(state)) is not None:
-        step, file_name = header.get("step"), Path(path).name
-        raise RunError(f"weight {name} is not finite at step {step}: {file_name} is not overwritten")
+    _require_finite(path, state)
 
     def write(file) -> None:
         torch.save(state, file)
         seal(file, header)
 
     write_whole(path, write)
+    for part in _folder(path).glob("step_*.part"):
+        if part.name not in _parts(state):
+            part.unlink(missing_ok=True)
+    if not _parts(state):
+        with suppress(OSError):  # there is none, or it holds something else
+            _folder(path).rmdir()
+
+
+def write_parts(path: str | Path, state: dict) -> None:
+    """Write `state` while weights are spread over processes: each writes its share of what is; called by all of them.
+
+    The file has empty tensors in their place, and the names of the parts in a folder beside it, each with its SHA-256.
+    They are tensors that `weights_only` reads; the index of torch.distributed.checkpoint is a pickle that may execute
+    anything. Parts have new names: until the file is in place, the one before stays as it was.
+
+    Raises:
+        RunError: as `write_checkpoint`.
+    """
+    shares: dict[str, torch.Tensor] = {}
+    state = _each(state, lambda where, value: _taken(where, value, shares))
+    weights = {where.partition("/")[2]: value for where, value in shares.items() if where.startswith("state_dict/")}
+    _require_finite(path, {**state, "state_dict": weights})
+    name, digest = f"step_{state['global_step']:08d}_{rank_world()[0]}_{secrets.token_hex(4)}.part", ""
+
+    def write(file) -> None:
+        nonlocal digest
+        torch.save(shares, file)
+        file.seek(0)
+        digest = checksum(file)
+
+    write_whole(_folder(path) / name, write)
+    parts = dict(gather([(name, digest)]))
+    if rank_world()[0] == 0:
+        write_checkpoint(path, {**state, "parts": parts})
+
+
+def join_parts(path: str | Path) -> None:
+    """Make one plain file of a checkpoint in parts; nothing happens to another.
+
+    Raises:
+        RunError: as `read_checkpoint`.
+    """
+    if _folder(path).is_dir():
+        state = read_checkpoint(path)
+        state.pop("parts", None)
+        write_checkpoint(path, state)
+
+
+def _folder(path: str | Path) -> Path:
+    return Path(path).with_suffix(".parts")
+
+
+def _parts(state: Any) -> dict[str, str]:
+    """Names of the parts of a checkpoint, with their SHA-256; none for one that is a plain file."""
+    return state.get("parts", {}) if isinstance(state, dict) else {}
+
+
+def _each(value: Any, change: Callable[[str, Any], Any], where: str = "") -> Any:
+    """A nested value with every leaf changed, given its place: keys and positions joined by slashes."""
+    prefix = f"{where}/" if where else ""
+    if isinstance(value, dict):
+        return {key: _each(item, change, f"{prefix}{key}") for key, item in value.items()}
+    if type(value) is list:
+        return [_each(item, change, f"{prefix}{number}") for number, item in enumerate(value)]
+    return change(where, value)
+
+
+def _taken(where: str, value: Any, shares: dict[str, torch.Tensor]) -> Any:
+    """An empty tensor in place of one that is spread over the processes, whose share is moved to `shares`."""
+    if not hasattr(value, "to_local"):
+        return value
+    shares[where] = own(value).cpu().clone()  # a copy, because it may lie within a larger storage
+    return torch.empty(0, dtype=value.dtype)
+
+
+def _whole(path: str | Path, state: dict, map_location) -> dict:
+    """A checkpoint with the tensors of its parts, joined along their first dimension, as FSDP2 has cut them.
+
+    Raises:
+        RunError: for a part that is missing or is not the one that was written with it.
+    """
+    shares = []
+    for name, digest in state["parts"].items():
+        part = _folder(path) / Path(name).name
+        try:
+            with open(part, "rb") as file:
+                found = checksum(file)
+        except OSError:
+            raise RunError(f"{path}: its part {part} is missing: copy its folder too, or try again if its run goes on, "
+                           "which replaces parts") from None
+        if found != digest:
+            raise RunError(f"{path}: its part {part} was altered: SHA-256 does not match")
+        shares.append(torch.load(part, map_location=map_location, weights_only=True, mmap=True))
+        for where, value in shares[-1].items():
+            if (reason := _misdeclared(where, value, part.stat().st_size)) is not None:
+                raise RunError(f"{part}: malformed: {reason}")
+    return _each(state, lambda where, value: torch.cat([s[where] for s in shares]) if where in shares[0] else value)
+
+
+def _require_finite(path: str | Path, state: dict) -> None:
+    if (name := _nonfinite_weight(state)) is not None:
+        step, file_name = state["genmodels"].get("step"), Path(path).name
+        raise RunError(f"weight {name} is not finite at step {step}: {file_name} is not overwritten")
 
 
 def write_exported(path: str | Path, state: dict) -> None:
@@ -78,13 +181,16 @@ def read_checkpoint(path: str | Path, *, map_location="cpu", mmap: bool = False)
             state = {"genmodels": header, "state_dict": load_file(path, device=str(map_location))}
         else:
             state = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap or None)
+            state = _whole(path, state, map_location) if _parts(state) else state
+    except RunError:
+        raise
     except Exception as error:  # a malformed pickle raises whatever it trips over
         found = re.search(r"GLOBAL (\S+)", str(error))
         if found or isinstance(error, pickle.UnpicklingError):
             what = f" ({found.group(1)})" if found else ""
             raise RunError(f"{path}: refused, it holds more than tensors and plain types{what}") from error
         raise RunError(f"{path}: its tensors cannot be read ({_first_line(error)})") from error
-    reason = _mismatch(state, header, Path(path).stat().st_size)
+    reason = _mismatch(state, header, _size(path, state))
     if reason:
         raise RunError(f"{path}: malformed: {reason}")
     if (name := _nonfinite_weight(state)) is not None:
@@ -109,12 +215,25 @@ def _mismatch(state: Any, header: dict, size: int) -> str | None:
     for name, value in weights.items():
         if not isinstance(name, str):
             return f"state_dict holds the key {reprlib.repr(name)}"
-        if value.layout != torch.strided or value.device.type == "meta":
-            return f"weight {name[:100]!r} is no plain tensor"
-        stored = value.untyped_storage().nbytes()
-        if not value.numel() * value.element_size() <= stored <= size:
-            return f"weight {name[:100]!r} is declared larger than the file that holds it"
+        if (reason := _misdeclared(name, value, size)) is not None:
+            return reason
     return None
+
+
+def _misdeclared(name: str, value: torch.Tensor, size: int) -> str | None:
+    """Why a tensor cannot be one of a file of `size` bytes; None when it can."""
+    if value.layout != torch.strided or value.device.type == "meta":
+        return f"weight {name[:100]!r} is no plain tensor"
+    stored = value.untyped_storage().nbytes()
+    if not value.numel() * value.element_size() <= stored <= size:
+        return f"weight {name[:100]!r} is declared larger than the file that holds it"
+    return None
+
+
+def _size(path: str | Path, state: Any) -> int:
+    """Bytes of a checkpoint with its parts."""
+    files = [Path(path), *(_folder(path) / Path(name).name for name in _parts(state))]
+    return sum(file.stat().st_size for file in files)
 
 
 def check_resumable(state: dict) -> None:
@@ -188,7 +307,7 @@ def load_model(
     state = read_checkpoint(path, mmap=True)
     header = state["genmodels"]
     try:
-        with _no_larger_than(2 * Path(path).stat().st_size + _SLACK):
+        with _no_larger_than(2 * _size(path, state) + _SLACK):
             model = build(header["model"], DataSpec.from_dict(header["data"]), trust=trust)
     except (InputError, RunError) as error:
         raise type(error)(f"{path}: {error}") from error

@@ -18,6 +18,7 @@ from genmodels.core.errors import Interrupted, NotFinite, RunError, require_fini
 from genmodels.core.files import write_whole
 from genmodels.core.processes import rank_world, set_whole
 from genmodels.data.text import written
+from genmodels.models.checkpoint import join_parts
 from genmodels.plots.images import picture_of
 from genmodels.training.loggers import play, show
 from genmodels.training.processes import Stops, is_first, requeue
@@ -183,9 +184,11 @@ class Checkpointing(Callback):
             self.save(trainer, "last.ckpt")
 
     def on_train_end(self, trainer, pl_module) -> None:
-        """Save the end."""
+        """Save the end; what processes have written in parts becomes one file."""
         self._restore_signals()
         self.save(trainer, "last.ckpt")
+        if trainer.is_global_zero:
+            join_parts(self.run_dir / "best.ckpt")
 
     def on_exception(self, trainer, pl_module, exception) -> None:
         """Leave the signals as they were."""

@@ -29,7 +29,7 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.data.base import DataModule
 from genmodels.data.loading import Loader, ResumableBatchSampler, training_loader
 from genmodels.models.build import construct
-from genmodels.models.checkpoint import read_resumable, write_checkpoint
+from genmodels.models.checkpoint import read_resumable, write_checkpoint, write_parts
 from genmodels.training.callbacks import StepBar
 from genmodels.training.processes import environments
 from genmodels.training.run import terminal
@@ -141,7 +141,6 @@ class TrainerOptions:
             return self.strategy
         if not isinstance(self.devices, int) or self.devices < 1:
             raise InputError(f"trainer.strategy=fsdp needs the number of devices, got trainer.devices={self.devices}")
-        # One plain file for each checkpoint, so that a run resumes with any number of processes and any strategy.
         return Spread(data_parallel_size=self.devices * self.num_nodes, tensor_parallel_size=1,
                       save_distributed_checkpoint=False)
 
@@ -180,11 +179,27 @@ class TrainerOptions:
 
 
 class Spread(ModelParallelStrategy):
-    """Weights, averages and the optimiser's state spread over the processes (FSDP2), as the model's hook does it."""
+    """Weights, averages and the optimiser's state spread over the processes (FSDP2), as the model's hook does it.
+
+    Each process writes its share of a checkpoint until training is finished, when one plain file is made.
+    """
+
+    def lightning_module_state_dict(self) -> dict:
+        """Weights and averages: this process's share, or in the end, on the first process, all of them."""
+        module = self.lightning_module
+        return super().lightning_module_state_dict() if module.finished else module.state_dict()
 
     def optimizer_state(self, optimizer) -> dict:
-        """The optimiser's state, none before the first step: torch would take a step to have one, and count it."""
-        return super().optimizer_state(optimizer) if optimizer.state else optimizer.state_dict()
+        """The optimiser's state; none before the first step: torch would take a step to have one, and count it."""
+        whole = self.lightning_module.finished and optimizer.state
+        return super().optimizer_state(optimizer) if whole else optimizer.state_dict()
+
+    def save_checkpoint(self, checkpoint: dict, filepath, storage_options=None) -> None:
+        """Write parts, or in the end a file, from which a run resumes with any number of processes and any strategy."""
+        if self.lightning_module.finished:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            write_parts(filepath, checkpoint)
 
 
 class EndlessBatchSampler(Sampler):
