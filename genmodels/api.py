@@ -36,7 +36,9 @@ from genmodels.plots.images import picture_of
 
 if TYPE_CHECKING:
     from genmodels.cli.say import Speech
+    from genmodels.cli.transcribe import Transcript
     from genmodels.report.compare import Comparison
+    from genmodels.verification.check import Findings
 
 _COLUMNS = 12  # of a table in a notebook, at most
 
@@ -247,6 +249,57 @@ class Model:
             with refusals():
                 cond = self.network.labels(cond.tolist() if hasattr(cond, "tolist") else cond, number).cpu()
         return Batch(x.x, x.cond if cond is None else cond, x.mask, number if x.index is None else x.index)
+
+    def transcribe(
+        self, files: str | Path | Sequence[str | Path], *, ema: bool | float = True, **options: Any
+    ) -> list[Transcript]:
+        """What is said in recordings, by a recogniser: each `Transcript` has file, text, score and words.
+
+        Arguments:
+            files: one recording (.wav) or several.
+            ema: averaged weights (true), raw ones (false), or the average with one decay.
+            options: those of `genmodels.cli.transcribe.Hearing`: beam, nbest, lm, times, ...; with nbest=3 there are
+                three for each file, the most probable first.
+
+        Raises:
+            InputError: for a model that is no recogniser, a file that cannot be read, or wrong options.
+        """
+        from genmodels.cli.transcribe import Hearing, heard
+
+        require_known("transcribe", options, [field.name for field in fields(Hearing)])
+        names = [str(files)] if isinstance(files, str | Path) else [str(file) for file in files]
+        return list(heard(self.network, names, Hearing(**options), weights_of(ema)))
+
+    def verify(self, *, ema: bool | float = True, device: str = "cpu", **options: Any) -> Findings:
+        """The checks of `genmodels verify ckpt=...`: `passed`, `failed`, and as text the tables that it prints.
+
+        Arguments:
+            ema: averaged weights (true), raw ones (false), or the average with one decay.
+            device: auto, cpu, cuda, ...
+            options: those of `genmodels.verification.check.Options`: max_dims, patience, compiler, seed, progress.
+
+        Raises:
+            InputError, RunError: for options that make no sense, and where the data are not there.
+        """
+        from genmodels.cli.verify import check_model
+        from genmodels.verification.check import Options
+
+        require_known("verify", options, [field.name for field in fields(Options) if field.name != "randomise"])
+        how = Options(randomise=False, **options)
+        return check_model(None, None, str(self.ckpt), ema, device, self.trust, how)
+
+    def push(
+        self, to: str | None = None, *, licence: str, out: str | Path | None = None, private: bool = False
+    ) -> None:
+        """Publish the file of the model on the Hugging Face hub, or write what would be uploaded to the folder `out`.
+
+        Raises:
+            InputError, RunError: as `genmodels push` says.
+        """
+        from genmodels.cli import push
+
+        place = None if out is None else str(out)
+        push.run(ckpt=str(self.ckpt), licence=licence, to=to, out=place, private=private, trust=self.trust)
 
     def export(self, out: str | Path, *, ema: bool | float = True) -> list[str]:
         """Write the model to a .safetensors, or its network to a .onnx or .pt2; what was written, and its check.

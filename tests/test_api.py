@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 import genmodels as gm
+from genmodels.cli.main import CONFIGURED
 from genmodels.cli.sample import run as sample_command
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
@@ -99,6 +100,11 @@ REFUSED = [
     (lambda model: model.log_likelihood(torch.zeros(2, 1, 8, 8)), "has 17 integer levels"),
     (lambda model: model.log_likelihood(torch.zeros(2, 3, dtype=torch.uint8)), "events of shape \\(3,\\)"),
     (lambda model: model.evaluate(processes=2), "processes is for the command"),
+    (lambda model: model.verify(max_dim=2), "verify has no option 'max_dim': did you mean 'max_dims'?"),
+    (lambda model: model.verify(patience=0), "patience must be positive"),
+    (lambda model: model.transcribe("a.wav"), "holds a ddpm: transcribe is for model=recognizer"),
+    (lambda model: model.transcribe("a.wav", beams=2), "did you mean 'beam'"),
+    (lambda model: model.push(licence="mit"), "say where"),
     (lambda model: gm.evaluate([]), "names no checkpoint"),
     (lambda model: gm.train("dppm", max_steps=1), "did you mean 'ddpm'"),
     (lambda model: gm.train("ddpm", data="toy", nonsens=2), "has no option .nonsens."),
@@ -136,8 +142,14 @@ def test_train_and_evaluate(tmp_path, capsys, monkeypatch):
     assert row.value == pytest.approx(-model.log_likelihood(model.items(20)).mean_nats(), abs=1e-5)
 
 
+def test_every_command_has_its_function():
+    """Besides those that look at files, write shards or serve a page, which are of use in a shell."""
+    own = set(CONFIGURED) - {"shards", "demo"}
+    assert own == {name for name in own if hasattr(gm, name) or hasattr(gm.Model, name)}
+
+
 def test_the_public_names_are_typed():
-    pytest.importorskip("mypy", reason="mypy is not installed (pip install 'genmodels[dev]')")
+    pytest.importorskip("mypy", reason="mypy is not installed (pip install 'genmodels[test]')")
     words = [sys.executable, "-m", "mypy", "--cache-dir", os.devnull]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -44,6 +44,7 @@ NOT_RUN = {
     "pre-commit": "installs a hook",
     "pytest": "is running",
     "ruff": "runs in .ci/run",
+    "mypy": "runs in tests/test_api.py",
     "jupyter": "shows the notebooks: tests/test_notebooks.py runs them",
 }
 _COMMANDS = ("python ", "genmodels ", "pip ", "torchrun ", "srun ", "import ", "from ")

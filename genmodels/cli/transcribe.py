@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from genmodels.core.errors import InputError
+
+if TYPE_CHECKING:
+    from genmodels.core.data import Batch
+    from genmodels.models.base import GenerativeModel
+
 
 def with_files(words: list[str]) -> list[str]:
     """The words of the command line with the files among them, which have no key, as one setting.
@@ -19,82 +29,126 @@ def with_files(words: list[str]) -> list[str]:
     return [*(word for word in words if word not in names), f"files=[{listed}]"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hearing:
+    """How recordings are heard.
+
+    Arguments:
+        beam: texts kept in the search; 1 takes the most probable character of every frame.
+        nbest: texts for each file, the most probable first, with their log-probabilities; at most `beam`.
+        lm: a file of texts, one per line, of which a language model of characters is made that helps the search.
+        lm_order: characters that it looks at, with the one that it foresees.
+        lm_weight: weight of its log-probabilities, 0.3 by default.
+        length: exponent of the length normalisation of attention decoders, 0 (none, the default) to 1.
+        times: also when every word begins and ends, in seconds; for models with CTC.
+    """
+
+    beam: int = 1
+    nbest: int = 1
+    lm: str | None = None
+    lm_order: int = 6
+    lm_weight: float | None = None
+    length: float | None = None
+    times: bool = False
+
+    def __post_init__(self):
+        if not 1 <= self.nbest <= self.beam:
+            raise InputError(f"nbest must lie in 1..beam, got {self.nbest} with beam={self.beam}")
+        if self.lm is not None and self.beam == 1:
+            raise InputError(f"lm={self.lm} helps a search that keeps several texts: give beam=8 too")
+        if self.lm_weight is not None and self.lm is None:
+            raise InputError(f"lm_weight={self.lm_weight} needs lm=: give both")
+
+
+class Transcript(NamedTuple):
+    """A text that was heard.
+
+    Attributes:
+        file: the recording.
+        text: what is said in it.
+        score: its log-probability, with those of a language model and the length normalisation.
+        words: each word with the seconds at which it begins and ends, where they were asked for.
+    """
+
+    file: str
+    text: str
+    score: float
+    words: list[tuple[str, float, float]]
+
+
 def run(
     *,
     ckpt: str,
     files: list[str] | None = None,
-    beam: int = 1,
-    nbest: int = 1,
-    lm: str | None = None,
-    lm_order: int = 6,
-    lm_weight: float | None = None,
-    length: float | None = None,
-    times: bool = False,
     stream: bool = False,
     ema: bool | float = True,
     device: str = "auto",
     trust: list[str] | None = None,
+    **options: Hearing,
 ) -> None:
     """Write down what is said in recordings.
 
     Arguments:
         ckpt: a checkpoint, a run folder, an exported .safetensors, or hf://user/name.
         files: recordings (.wav) of any rate; on the command line simply their names.
-        beam: texts kept in the search; 1 takes the most probable character of every frame.
-        nbest: texts to print for each file, the most probable first, with their log-probabilities; at most `beam`.
-        lm: a file of texts, one per line, of which a language model of characters is made that helps the search.
-        lm_order: characters that it looks at, with the one that it foresees.
-        lm_weight: weight of its log-probabilities, 0.3 by default.
-        length: exponent of the length normalisation of attention decoders, 0 (none, the default) to 1.
-        times: also print when every word begins and ends, in seconds; for models with CTC.
         stream: print what is heard after every chunk of sound; for models with CTC and an attention to chunks.
         ema: averaged weights (true), raw ones (false), or the average with one decay.
         device: auto, cpu, cuda, ...
         trust: further packages whose classes the checkpoint may name.
+        options: how they are heard.
     """
-    from genmodels.core.errors import InputError
-
     if not files:
         raise InputError("name the recordings: genmodels transcribe ckpt=... a.wav b.wav")
-    if not 1 <= nbest <= beam:
-        raise InputError(f"nbest must lie in 1..beam, got {nbest} with beam={beam}")
-    if lm is not None and beam == 1:
-        raise InputError(f"lm={lm} helps a search that keeps several texts: give beam=8 too")
-    if lm_weight is not None and lm is None:
-        raise InputError(f"lm_weight={lm_weight} needs lm=: give both")
-    if stream and (beam > 1 or times):
+    how = Hearing(**options)
+    if stream and (how.beam > 1 or how.times):
         raise InputError("stream takes the best path as it comes: leave beam and times out")
 
     from genmodels.core.checkpoint import verify
-    from genmodels.core.errors import refusals
     from genmodels.core.files import located
     from genmodels.models.checkpoint import load_model, weights_of
-    from genmodels.speech.decoding import Search
 
     path = located(ckpt)
     verify(path)
-    model, header = load_model(path, device=device, trust=trust or [])
-    if not hasattr(model, "transcribe"):
-        raise InputError(f"{path} holds a {header['family']}: transcribe is for model=recognizer")
-    mels = [recorded(name, model.spec.mel) for name in files]  # all before the first, so that a bad name is seen early
-    own = {"weight": lm_weight, "length": length, "language": lm and language_of(model, lm, lm_order)}
-    with refusals():
-        how = Search(beam=beam, **{key: value for key, value in own.items() if value is not None})
-    weights = weights_of(ema)
-    for name, mel in zip(files, mels, strict=True):
-        mel = mel.to(model.device)
-        if stream:
-            for text in model.stream(mel, weights=weights):
+    model, _ = load_model(path, device=device, trust=trust or [])
+    if stream:
+        for name, mel in recordings(model, files):
+            for text in model.stream(mel, weights=weights_of(ema)):
                 print(f"{name}: {text}", flush=True)
-            continue
-        (found,) = model.transcribe(mel, how, weights=weights)
-        for one in found[:nbest]:
-            score = "" if nbest == 1 else f" {one.score:.2f}"
-            print(f"{name}:{score} {model.written(one)}")
+        return
+    for found in heard(model, files, how, weights_of(ema)):
+        score = "" if how.nbest == 1 else f" {found.score:.2f}"
+        print(f"{found.file}:{score} {found.text}")
+        for word, begin, end in found.words:
+            print(f"  {begin:7.2f} {end:7.2f} {word}")
+
+
+def heard(model: GenerativeModel, files: list[str], how: Hearing, weights: str | float) -> Iterator[Transcript]:
+    """The texts of recordings, `how.nbest` for each.
+
+    Raises:
+        InputError: for another kind of model, a file that cannot be read, or an option that the model does not have.
+    """
+    from genmodels.core.errors import refusals
+    from genmodels.speech.decoding import Search
+
+    mels = recordings(model, files)
+    language = None if how.lm is None else language_of(model, how.lm, how.lm_order)
+    own = {"weight": how.lm_weight, "length": how.length, "language": language}
+    with refusals():
+        search = Search(beam=how.beam, **{key: value for key, value in own.items() if value is not None})
+    for name, mel in mels:
+        (found,) = model.transcribe(mel, search, weights=weights)
+        for one in found[: how.nbest]:
             with refusals():
-                spoken = model.times(mel, one, weights=weights) if times else []
-            for word, begin, end in spoken:
-                print(f"  {begin:7.2f} {end:7.2f} {word}")
+                spoken = model.times(mel, one, weights=weights) if how.times else []
+            yield Transcript(name, model.written(one), one.score, spoken)
+
+
+def recordings(model: GenerativeModel, files: list[str]) -> list[tuple[str, Batch]]:
+    """Recordings as mels, all before the first is heard, so that a bad name is seen early."""
+    if not hasattr(model, "transcribe"):
+        raise InputError(f"the checkpoint holds a {model.family}: transcribe is for model=recognizer")
+    return [(name, recorded(name, model.spec.mel).to(model.device)) for name in files]
 
 
 def language_of(model, file: str, order: int):
@@ -105,7 +159,7 @@ def language_of(model, file: str, order: int):
     """
     from pathlib import Path
 
-    from genmodels.core.errors import InputError, refusals
+    from genmodels.core.errors import refusals
     from genmodels.speech.decoding import NGram
     from genmodels.speech.text import in_form
 
@@ -130,7 +184,6 @@ def recorded(name: str, mel: dict):
         InputError: for a file that cannot be read, or is shorter than a frame.
     """
     from genmodels.core.data import Batch
-    from genmodels.core.errors import InputError
     from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav
 
     config = MelConfig(**mel)

@@ -71,7 +71,7 @@ def run(
         logger: not used here.
         checkpoint: not used here.
     """
-    from genmodels.core.errors import InputError, RunError
+    from genmodels.core.errors import RunError
     from genmodels.verification.check import Options
 
     attention = what == "attention"
@@ -89,10 +89,6 @@ def run(
     for key, value in (("shape", shape), ("options", options), ("capabilities", capabilities)):
         if value is not None and attention and object is None:
             raise InputError(f"{key} goes with object=package.module:factory")
-    if max_dims < 1:
-        raise InputError(f"max_dims must be at least 1, got {max_dims}")
-    if not patience > 0:
-        raise InputError(f"patience must be positive, got {patience}")
 
     import time
 
@@ -109,7 +105,7 @@ def run(
     elif what is not None:
         findings = _own(what, shape, options or {}, cond, trust or [], how)
     else:
-        findings = _model(model, data, ckpt, ema, device, trust or [], how)
+        findings = check_model(model, data, ckpt, ema, device, trust or [], how)
     print(findings.text(verbose))
     _write(findings, out, ckpt)
     if findings.failed:
@@ -141,7 +137,7 @@ def _write(findings, out: str | None, ckpt: str | None) -> None:
     print(f"results: {target}")
 
 
-def _model(
+def check_model(
     model: dict | None, data: dict | None, ckpt: str | None, ema: bool | float, device: str, trust: list[str],
     how: Options,
 ) -> Findings:  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from genmodels.core.errors import nearest
+from genmodels.core.errors import InputError, nearest
 
 PASSED, FAILED, NOT_APPLICABLE, NOT_VERIFIED = "passed", "failed", "not applicable", "not verified"
 
@@ -334,6 +334,9 @@ class Findings:
                       if not report.passed]
         return "\n\n".join(parts)
 
+    def __str__(self) -> str:
+        return self.text()
+
     def to_dict(self) -> dict:
         """Plain types only."""
         layers = [{"alike": names, "reports": [r.to_dict() for r in reports]} for names, reports in self.layers]
@@ -405,3 +408,9 @@ class Options:
     compiler: str | None = "aot_eager"
     seed: int = 0
     progress: bool = True
+
+    def __post_init__(self):
+        if self.max_dims < 1:
+            raise InputError(f"max_dims must be at least 1, got {self.max_dims}")
+        if not self.patience > 0:
+            raise InputError(f"patience must be positive, got {self.patience}")

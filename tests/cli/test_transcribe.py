@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import genmodels as gm
 from genmodels.cli.main import main
 from genmodels.core.errors import InputError
 from genmodels.evaluation.checkpoint import Request
@@ -33,6 +34,8 @@ def test_files_are_transcribed_in_their_order(ckpt, capsys):
     assert main(["transcribe", f"ckpt={ckpt}", FILES[1], "beam=4", "nbest=3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     scores = [float(line.removeprefix(f"{FILES[1]}: ").split()[0]) for line in lines]
+    found = gm.load(ckpt).transcribe(FILES[1], beam=4, nbest=3)
+    assert lines == [f"{one.file}: {one.score:.2f} {one.text}" for one in found]
     assert len(lines) == 3 and scores == sorted(scores, reverse=True) and scores[0] < 0
 
 
