@@ -1,15 +1,19 @@
 """Other data under the same model: which of the two sets does it find likelier?
 
 A high likelihood does not mean that an item is like the training data: models of one set of pictures give many others
-more (Nalisnick et al. 2019, "Do deep generative models know what they don't know?"). The figure makes that visible.
+more (Nalisnick et al. 2019, "Do deep generative models know what they don't know?"). The figure makes that visible, and
+two more scores of the same likelihoods, typicality and likelihood less complexity, say how far it can be repaired.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import zlib
 from functools import partial
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
@@ -20,28 +24,92 @@ from genmodels.data.base import DataModule
 from genmodels.data.loading import TensorData
 from genmodels.evaluation.checkpoint import Frame, fits, item_hash
 from genmodels.evaluation.likelihood import LikelihoodStage, Line, batches_of, in_one
-from genmodels.evaluation.report import OtherData
+from genmodels.evaluation.report import SCORES, OtherData
 
 
 def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
     """The probability that an item of `inside` is given more than one of `outside`, ties half; and its standard error.
 
-    1 tells the two apart by their likelihoods, 1/2 is a guess, below 1/2 the other set is found likelier.
+        A = mean_i a_i = mean_j b_j,   se^2 = var(a) / n + var(b) / m
 
-    Source: Hanley and McNeil 1982.
+    a_i is the share of `outside` below item i of `inside`, b_j that of `inside` above item j of `outside`, found by
+    ranks. This is what the bootstrap over both sets tends to, without its draws. 1 tells the two apart, 1/2 is a guess,
+    below 1/2 the other set is given more.
+
+    Source: DeLong, DeLong and Clarke-Pearson 1988.
 
     Example:
         >>> auroc(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 3.0]))[0]
         0.875
     """
-    both = torch.cat([inside, outside]).double()
-    _, which, counts = both.unique(return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum(0).double() - (counts - 1) / 2)[which]
     n, m = len(inside), len(outside)
-    area = (float(ranks[:n].sum()) - n * (n + 1) / 2) / (n * m)
-    one, two = area / (2 - area), 2 * area**2 / (1 + area)
-    variance = (area * (1 - area) + (n - 1) * (one - area**2) + (m - 1) * (two - area**2)) / (n * m)
-    return area, math.sqrt(max(0.0, variance))
+    both, a, b = _ranks(torch.cat([inside, outside])), _ranks(inside), _ranks(outside)
+    below, above = (both[:n] - a) / m, 1 - (both[n:] - b) / n
+    variance = sum(float(share.var()) / len(share) for share in (below, above) if len(share) > 1)
+    return float(below.mean()), math.sqrt(variance)
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """(N,) ranks from 1, equal values sharing the mean of theirs."""
+    _, which, counts = values.double().unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0).double() - (counts - 1) / 2)[which]
+
+
+def typicality(nats: Tensor, reference: Tensor | None = None) -> Tensor:
+    """(N,) how near the log-likelihood of an item comes to the usual one, -|log p(x) - mean log p|, 0 at most.
+
+    Arguments:
+        nats: log-likelihoods (N,).
+        reference: those whose mean is meant; None for the other ones of `nats`, each without itself.
+
+    Source: Nalisnick et al. 2019, "Detecting out-of-distribution inputs to deep generative models using typicality".
+
+    Example:
+        >>> typicality(torch.tensor([-4.0, -1.0]), torch.tensor([-3.0, -5.0]))
+        tensor([-0., -3.], dtype=torch.float64)
+    """
+    nats = nats.double()
+    mean = (nats.sum() - nats) / (len(nats) - 1) if reference is None else reference.double().mean()
+    return -(nats - mean).abs()
+
+
+def compressed_bits(x: Tensor) -> Tensor:
+    """(N,) length in bits of each item of integers after lossless compression: PNG for images, zlib for others.
+
+    Images have one or three channels and at most 256 levels. A constant, such as that of the files' heads, does not
+    matter to an order.
+
+    Example:
+        >>> flat, noise = torch.zeros(1, 1, 16, 16).byte(), torch.randint(0, 256, (1, 1, 16, 16)).byte()
+        >>> bool(compressed_bits(flat) < compressed_bits(noise))
+        True
+    """
+    image = x.dim() == 4 and x.shape[1] in (1, 3) and int(x.max()) < 256
+    lengths = []
+    for item in x.cpu():
+        if image:
+            file = io.BytesIO()
+            array = item.to(torch.uint8).permute(1, 2, 0).squeeze(-1).contiguous().numpy()
+            Image.fromarray(array).save(file, "PNG", optimize=True)
+            lengths.append(file.tell())
+        else:
+            lengths.append(len(zlib.compress(item.contiguous().numpy().tobytes(), 9)))
+    return 8 * torch.tensor(lengths, dtype=torch.float64)
+
+
+def less_complexity(nats: Tensor, x: Tensor) -> Tensor:
+    """(N,) log2 p(x) + L(x), L the bits of a lossless code: simple pictures are likely under any model of pictures.
+
+    Source: Serra et al. 2020, "Input complexity and out-of-distribution detection with likelihood-based generative
+    models", whose score is its negative.
+
+    Example:
+        >>> x = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
+        >>> difference = less_complexity(torch.tensor([0.0, 2.0]), x).diff() * math.log(2)
+        >>> round(float(difference), 6)
+        2.0
+    """
+    return nats.double() / math.log(2) + compressed_bits(x)
 
 
 class Altered(DataModule):
@@ -164,7 +232,7 @@ class OtherDataStage:
             settings = {"name": name, "items": digest, **line.options}
             join = partial(in_one, count)
             found = unpacked(self.frame.once_by_all("ood", settings, join, other_parts, line, name, count))
-            self.frame.report.ood.append(self._entry(name, number, found, count, spec))
+            self.frame.report.ood.append(self._entry(name, number, found, count, spec, other))
             order = found.nats.argsort(descending=True)[:8]
             self.frame.arrays[f"ood_{number}_nats"] = found.nats
             self.frame.arrays[f"ood_{number}_x"] = next(iter(other.loader(self.frame.request.split, 8, order))).x
@@ -175,7 +243,9 @@ class OtherDataStage:
             self.frame.shared[key] = item_hash(other, self.frame.request.split, count)
         return self.frame.shared[key]
 
-    def _entry(self, name: str, number: int, found: Likelihood, count: int, spec: DataSpec) -> OtherData:
+    def _entry(
+        self, name: str, number: int, found: Likelihood, count: int, spec: DataSpec, other: DataModule
+    ) -> OtherData:
         line, own = self.likelihood.of_first_line()
         inside, outside = own.nats, found.nats
         entry = {"name": name, "overrides": self.frame.request.ood_data, "n": count, "kind": found.kind,
@@ -190,5 +260,16 @@ class OtherDataStage:
         for key, likelihood in (("mean_in", own), ("mean_out", found)):
             bits = unit.startswith("bits")
             means[key] = likelihood.mean_bits_per_dim() if bits else -likelihood.mean_nats()
-        return OtherData(**entry, value=unit, auroc=area, se=error, **means,
-                         said=sentence(name, area, error, found.kind))
+        scores = {"typicality": auroc(typicality(inside), typicality(outside, inside))}
+        if spec.levels and spec.mel is None:
+            own_items = self._items(self.frame.opened.datamodule, len(inside))
+            scores["less_complexity"] = auroc(
+                less_complexity(inside, own_items), less_complexity(outside, self._items(other, count)))
+        others = [f"{SCORES[key]} {value:.3f} +- {se:.3f}" for key, (value, se) in scores.items()]
+        said = "; ".join([sentence(name, area, error, found.kind), *others])
+        return OtherData(**entry, value=unit, auroc=area, se=error, scores=scores, **means, said=said)
+
+    def _items(self, data: DataModule, count: int) -> Tensor:
+        """The first items of the split, as they were evaluated."""
+        loader = data.loader(self.frame.request.split, 4096, torch.arange(count))
+        return torch.cat([batch.x for batch in loader])

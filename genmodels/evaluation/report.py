@@ -219,6 +219,10 @@ class Sweep:
     samples_per_second: list[float] = field(default_factory=list)
 
 
+#: Other scores of the likelihoods of items, by which two sets may be told apart.
+SCORES = {"typicality": "by typicality", "less_complexity": "by likelihood less complexity"}
+
+
 @dataclass(kw_only=True)
 class OtherData:
     """Another data set under the same line: whether likelihood separates the two."""
@@ -237,6 +241,8 @@ class OtherData:
     mean_in: float | None = None
     mean_out: float | None = None
     reason: str | None = None
+    #: AUROC and standard error of other scores of the same likelihoods: `typicality`, `less_complexity`.
+    scores: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

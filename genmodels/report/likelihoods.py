@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from genmodels.evaluation.report import Item, LikelihoodLine, Reference
+from genmodels.evaluation.report import SCORES, Item, LikelihoodLine, Reference
 from genmodels.evaluation.table import UNITS, Table
 from genmodels.report.figures import Field, Figure, Rule, Series, figure
 from genmodels.report.parts import (
@@ -212,6 +212,7 @@ def out_of_distribution(models: list[Model]) -> list[Listing | Gallery]:
             name, own = found.name, model.report.data.name
             unit = UNITS.get(found.value, found.value)
             rows.append([f"{model.name} on {name}", found.kind.replace("_", " "), found.label, number(found.auroc),
+                         *(with_error(*found.scores[key]) if key in found.scores else "" for key in SCORES),
                          number(found.mean_in), number(found.mean_out), unit, number(found.n), found.said])
             inside, outside = model.array(found.inside), model.array(found.values)
             if inside is None or outside is None:
@@ -229,8 +230,8 @@ def out_of_distribution(models: list[Model]) -> list[Listing | Gallery]:
             galleries.append(Gallery([shown, *_likely(model, k, name)]))
     if not rows:
         return []
-    columns = ["model", "kind", "likelihood", "AUROC", "mean of test items", "mean of other data", "unit", "items",
-               "result"]
+    columns = ["model", "kind", "likelihood", "AUROC", *(f"AUROC {name}" for name in SCORES.values()),
+               "mean of test items", "mean of other data", "unit", "items", "result"]
     caption = "How well the likelihood separates test items from other data: AUROC 1 perfectly, 0.5 by chance"
     return [Listing(columns, [(None, rows)], caption), *galleries]
 

@@ -329,6 +329,7 @@ def test_everything_of_one_model(digits, tmp_path):
     assert 0 <= fidelity["class_accuracy"]["accuracy"] < 0.5 and fidelity["likelihood_accuracy"]["n"] == 359
     assert found["sampling"]["evaluations"] == 1 and found["sampling"]["samples_per_second"] > 0
     assert [entry["name"] for entry in found["ood"]] == ["noise", "shuffled"] and found["ood"][0]["auroc"] > 0.9
+    assert found["ood"][0]["scores"].keys() == {"typicality", "less_complexity"}
     assert [check["name"] for check in found["checks"] if check["status"] != "passed"] == []
     assert len(found["profile"]["flow"]) > 2 and found["drift"]["first_over"] is None
     assert len(found["sweeps"][0]["frechet"]) == 4

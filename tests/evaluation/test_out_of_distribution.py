@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from genmodels.core.errors import InputError
 from genmodels.data.vision import Digits
-from genmodels.evaluation.out_of_distribution import auroc, other_data
+from genmodels.evaluation.out_of_distribution import auroc, compressed_bits, less_complexity, other_data, typicality
 
 
 def test_the_area_is_the_share_of_pairs_in_order():
     a, b = (torch.randint(0, 6, (n,), generator=torch.Generator().manual_seed(n)).double() for n in (17, 23))
     pairs = (a[:, None] > b).double() + 0.5 * (a[:, None] == b).double()
     area, error = auroc(a, b)
-    assert area == pytest.approx(float(pairs.mean()), abs=1e-12) and 0 < error < 0.2
+    assert area == pytest.approx(float(pairs.mean()), abs=1e-12)
+    variance = pairs.mean(1).var() / len(a) + pairs.mean(0).var() / len(b)
+    assert error == pytest.approx(float(variance.sqrt()), abs=1e-12)
     assert auroc(b, a)[0] == pytest.approx(1 - area, abs=1e-12)
     assert auroc(torch.ones(3), torch.zeros(4)) == (1.0, 0.0)
+
+
+def test_the_error_of_the_area_is_that_of_the_bootstrap():
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(80, generator=draw) + 0.5, torch.randn(60, generator=draw)
+    again = [auroc(a[torch.randint(80, (80,), generator=draw)], b[torch.randint(60, (60,), generator=draw)])[0]
+             for _ in range(400)]
+    assert auroc(a, b)[1] == pytest.approx(float(torch.tensor(again).std()), rel=0.15)  # four errors of 1/sqrt(800)
+
+
+def test_typicality_is_the_distance_to_the_mean_of_the_others():
+    nats = torch.tensor([-1.0, -4.0, -7.0])
+    assert typicality(nats).tolist() == [-4.5, 0.0, -4.5]  # of -5.5, -4, -2.5
+    assert typicality(nats, torch.tensor([-6.0, -8.0])).tolist() == [-6.0, -3.0, 0.0]
+
+
+def test_a_flat_picture_is_not_in_distribution_because_it_is_likely():
+    x = torch.randint(0, 256, (2, 3, 8, 8), generator=torch.Generator().manual_seed(0)).byte()
+    x[1] = 7
+    noisy, flat = compressed_bits(x).tolist()
+    # 192 bytes of noise do not get shorter; a file of one colour has about 70 bytes, heads and all.
+    assert 192 * 8 < noisy < 192 * 8 + 800 and flat < 800
+    assert compressed_bits(x[:, :2]).tolist()[0] >= 128 * 8  # not three channels: zlib
+    # In bits: an item of 0 nats, one that is 100 bits likelier and far simpler.
+    both = less_complexity(torch.tensor([0.0, 100 * math.log(2)]), x)
+    assert both.tolist() == pytest.approx([noisy, flat + 100])
 
 
 @pytest.mark.parametrize("name", ["noise", "shuffled"])

@@ -132,6 +132,7 @@ def of_digits(hostile: str = "") -> tuple[Table, list[dict]]:
             neighbours=Neighbours([1.5] * 8, list(range(8))),
             ood=[OtherData(
                 name="fashion_mnist" + hostile, overrides={}, n=200, auroc=0.612, value="bits_per_dim",
+                scores={"typicality": (0.7, 0.01)},
                 kind=rows[0].kind, label=rows[0].label, mean_in=2.1, mean_out=2.5, values="ood_0_nats",
                 inside="nats_0", said="the other data are separated badly" + hostile)],
             warnings=["one layer drifts" + hostile] if family == "glow" else [],
