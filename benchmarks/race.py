@@ -46,13 +46,14 @@ from genmodels.models.normalizing_flows import Glow, RealNVP
 
 DATA = {"mnist": MNIST, "fashion_mnist": FashionMNIST}
 SHARES = (0.25, 0.5, 1.0)
+FLOWS = ("glow", "realnvp")  # whose loss is in bits/dim
 UNET = {"channels": 32, "multipliers": [1, 2, 2], "blocks": 1, "attention_at": [7], "heads": 4}
 SMALL = DataSpec("pixels", (1, 4, 4), levels=256)  # on which a peer's density is checked
 
 
 @dataclass
 class Contestant:
-    """What is trained, and how it is asked: `loss(batch, key)`, `bits(batch)` of each item, `draw(n, start)`.
+    """What is trained, and how it is used: `loss(batch, key)`, `bits(batch)` of each item, `draw(n, start)`.
 
     `model` holds all that is learned and averaged, `begin` takes the first batch, `after` the number of a step that is
     done, `clip` bounds the gradient, the rate rises in `warmup` steps; `density(v)` is a flow's (latents, log p).
@@ -158,8 +159,8 @@ def nflows_realnvp(spec: DataSpec) -> Contestant:
     return flow_of(spec, net, lambda v: (net.transform_to_noise(v) if small else None, net.log_prob(v)), net.sample)
 
 
-class Asked(nn.Module):
-    """A peer's network, asked as ours are, by the log-SNR. Its weights belong to the peer."""
+class AtLogSNR(nn.Module):
+    """A peer's network, called as ours are, with the log-SNR. Its weights belong to the peer."""
 
     def __init__(self, call: Callable[[Tensor, Tensor], Tensor]):
         super().__init__()
@@ -169,10 +170,10 @@ class Asked(nn.Module):
         return self.call(x, log_snr)
 
 
-def by_step(network: Callable, schedule: DiscreteSchedule) -> Asked:
+def by_step(network: Callable, schedule: DiscreteSchedule) -> AtLogSNR:
     """A network that takes the number of the step, 0 to T - 1, of a table of betas."""
     steps = schedule.num_steps
-    return Asked(lambda x, log_snr: network(x, (schedule.time_of(log_snr) * steps - 1).round().long().clamp(min=0)))
+    return AtLogSNR(lambda x, log_snr: network(x, (schedule.time_of(log_snr) * steps - 1).round().long().clamp(min=0)))
 
 
 def in_place_of_ours(model: GenerativeModel, theirs: nn.Module, optimizer, loss: Callable, **options) -> Contestant:
@@ -234,7 +235,7 @@ def torchcfm_flow_matching(spec: DataSpec) -> Contestant:
         t, at, velocity = matcher.sample_location_and_conditional_flow(torch.randn_like(x), x)
         return (unet(t, at) - velocity).square().mean()
 
-    model = FlowMatchingModel(spec, class_conditional=False, ema_decay=0.0, net=Asked(
+    model = FlowMatchingModel(spec, class_conditional=False, ema_decay=0.0, net=AtLogSNR(
         lambda x, log_snr: -unet(1 - model.core.schedule.time_of(log_snr).to(x), x)))  # their time runs to the data
     return in_place_of_ours(model, unet, torch.optim.Adam(unet.parameters()), loss)
 
@@ -377,15 +378,16 @@ def picture(races: dict[str, dict[str, dict]], path: Path) -> None:
             smooth = [statistics.fmean(loss for _, loss in curve[k - 19 : k + 1]) for k in range(19, len(curve))]
             axis.plot([seconds for seconds, _ in curve[19:]], smooth, color=f"C{number}", label=name)
             ends += smooth[-1:]
-            if race in ("glow", "realnvp"):
+            if race in FLOWS:
                 marks = [(mark["seconds"], mark["bits"]) for mark in known["marks"]]
                 axis.plot(*zip(*marks, strict=True), "o", color=f"C{number}", label=f"{name}, test")
-        axis.set(title=race, xlabel="CPU seconds of training, one thread", ylabel="loss", ylim=(0, 3 * max(ends)))
+        unit = "bits/dim" if race in FLOWS else "loss"
+        axis.set(title=race, xlabel="CPU seconds of training, one thread", ylabel=unit, ylim=(0, 3 * max(ends)))
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=100)
 
 
-KEPT = ("seconds", "data", "root", "out", "items", "samples", "seed")  # what each turn is told
+KEPT = ("seconds", "data", "root", "out", "items", "samples", "seed")  # passed on to each turn
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ from genmodels.data.base import DataModule
 from genmodels.data.loading import TensorData
 from genmodels.evaluation.checkpoint import Frame, fits, item_hash
 from genmodels.evaluation.likelihood import LikelihoodStage, Line, batches_of, in_one
-from genmodels.evaluation.report import SCORES, OtherData
+from genmodels.evaluation.report import OtherData
+from genmodels.evaluation.table import SCORES
 
 
 def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:

@@ -219,13 +219,9 @@ class Sweep:
     samples_per_second: list[float] = field(default_factory=list)
 
 
-#: Other scores of the likelihoods of items, by which two sets may be told apart.
-SCORES = {"typicality": "by typicality", "less_complexity": "by likelihood less complexity"}
-
-
 @dataclass(kw_only=True)
 class OtherData:
-    """Another data set under the same line: whether likelihood separates the two."""
+    """Another data set under the same line: AUROC and standard error by likelihood and by the scores of `SCORES`."""
 
     name: str
     overrides: dict
@@ -241,7 +237,6 @@ class OtherData:
     mean_in: float | None = None
     mean_out: float | None = None
     reason: str | None = None
-    #: AUROC and standard error of other scores of the same likelihoods: `typicality`, `less_complexity`.
     scores: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 

@@ -40,6 +40,8 @@ _SIDES = {"exact": (True, True), "lower_bound": (False, True), "upper_bound": (T
 #: Units of values, in words.
 UNITS = {"bits_per_dim": "bits/dim", "bits_per_character": "bits/character", "nats": "nats",
          "nats_per_dim": "nats/dim"}
+#: Other scores of the likelihoods of items, by which two sets may be told apart.
+SCORES = {"typicality": "by typicality", "less_complexity": "by likelihood less complexity"}
 
 
 @dataclass

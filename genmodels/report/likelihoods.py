@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from genmodels.evaluation.report import SCORES, Item, LikelihoodLine, Reference
-from genmodels.evaluation.table import UNITS, Table
+from genmodels.evaluation.report import Item, LikelihoodLine, Reference
+from genmodels.evaluation.table import SCORES, UNITS, Table
 from genmodels.report.figures import Field, Figure, Rule, Series, figure
 from genmodels.report.parts import (
     KINDS,
