@@ -26,7 +26,6 @@ def run(
         progress: show a progress bar.
     """
     import os
-    import sys
     from pathlib import Path
 
     from genmodels.core.errors import at_least, refusals
@@ -39,7 +38,7 @@ def run(
     check_voice(voice)
     check_writable("out", folder / "metadata.csv")
     texts = default_sentences(n or 3400) if text is None else sentences_of(Path(text).expanduser())[:n]
-    seconds = corpus(folder, texts, voice, workers=workers, progress=progress and sys.stderr.isatty())
+    seconds = corpus(folder, texts, voice, workers=workers, progress=progress)
     print(f"{len(seconds):,} clips in {folder}, {sum(seconds) / 3600:.2f} hours by voice {voice}, whose licence is "
           f"{VOICES[voice].licence}")
     print(f"train:    genmodels train model=glow_tts data=speech data.layout=ljspeech data.root={folder} "

@@ -15,7 +15,6 @@ def run(*, data: dict, out: str, items: int = 5000, progress: bool = True, trust
         progress: show a progress bar.
         trust: further packages whose classes the configuration may name.
     """
-    import sys
     from pathlib import Path
 
     from genmodels.cli.schema import Schema
@@ -33,7 +32,7 @@ def run(*, data: dict, out: str, items: int = 5000, progress: bool = True, trust
     # What changes nothing in an item may differ when the command is repeated.
     source = {key: value for key, value in whole.items() if key not in ("batch_size", "num_workers", "flip", "cache")}
     folder = Path(out).expanduser()
-    record = write_shards(module, folder, items, source, progress and sys.stderr.isatty())
+    record = write_shards(module, folder, items, source, progress)
     size = sum(one["bytes"] for one in record["shards"].values())
     counts = ", ".join(f"{count:,} {split}" for split, count in record["items"].items())
     print(f"{len(record['shards'])} shards in {folder}: {counts}, {size / 1e6:,.1f} MB")

@@ -1,14 +1,17 @@
-"""Errors that a command prints as one line, with their exit codes: usage (2), failure (1), interruption (130)."""
+"""Errors that a command prints as one line, with exit codes: usage (2), failure (1), interruption (130); progress."""
 
 from __future__ import annotations
 
 import errno
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from tqdm import tqdm
 
 
 _LARGEST = 1e6  # of a sampler's factors, beyond which samples overflow
@@ -211,3 +214,40 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> None:
     """
     if value not in tuple(choices):
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def terminal(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+
+
+class _Lines:
+    """A stream on which every state of a bar is a line of its own."""
+
+    encoding = "utf-8"
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        """A line, without what moves a cursor."""
+        if text := text.strip():
+            self.stream.write(text + "\n")
+
+    def flush(self) -> None:
+        """Write what waits."""
+        self.stream.flush()
+
+
+def progress_bar(iterable: Iterable | None = None, **options) -> tqdm:
+    """A bar of tqdm, with its options, on a terminal; in a file or a pipe a plain line every half minute, none before.
+
+    Example:
+        >>> sum(progress_bar([1, 2], desc="sums", unit="number"))
+        3
+    """
+    from tqdm import tqdm
+
+    if not terminal(sys.stderr):
+        options |= {"file": _Lines(sys.stderr), "ncols": 0, "delay": 30, "mininterval": 30, "maxinterval": 30}
+    return tqdm(iterable, **options)

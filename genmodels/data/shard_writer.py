@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from genmodels import __version__
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.files import checksum, open_lock, write_whole
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.data.image_folder import listed
@@ -80,7 +80,7 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
                              "folder, or remove it")
         if before.get("shards") is None:
             write_whole(place, lambda file: json.dump(record | {"shards": None}, file), mode="w")
-        with tqdm(desc="shards", unit="item", total=sum(sizes.values()), disable=not progress) as bar:
+        with progress_bar(desc="shards", unit="item", total=sum(sizes.values()), disable=not progress) as bar:
             for split in SPLITS:
                 _write_split(module, split, out, items, bar)
         index = index_of(Storage(str(out)), None, *fields_of(spec))

@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import re
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +18,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.files import cache_folder, checksum, write_whole
 from genmodels.data.arrays import ItemKind, kind_of_items
 from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, rows_of_splits
@@ -155,7 +153,7 @@ class ShardData(Dataset):
     def faults(self, name: str) -> dict[int, str]:
         """What is wrong with the items that cannot be used, by position; `name` is that of the progress bar."""
         found = {}
-        with tqdm(desc=name, unit="item", total=len(self), disable=not sys.stderr.isatty()) as bar:
+        with progress_bar(desc=name, unit="item", total=len(self)) as bar:
             for rows in torch.arange(len(self)).split(_CHUNK):
                 read = zip(rows.tolist(), self._read(rows, threads=True), strict=True)
                 found |= {row: what for row, what in read if isinstance(what, str)}
@@ -301,9 +299,8 @@ class Shards(DataModule):
         except (InputError, OSError) as error:
             return [str(error)]
         data, found = self.split("train"), []
-        shown = sys.stderr.isatty()
         if self._checksums:
-            for name in tqdm(data.index.shards, desc="checksums", unit="shard", disable=not shown):
+            for name in progress_bar(data.index.shards, desc="checksums", unit="shard"):
                 with data.storage.open(name) as file:
                     if checksum(file) != self._checksums[name]:
                         found.append(f"{data.storage.path(name)}: it is not what was written (checksum)")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 import torch
-from tqdm import tqdm
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, nearest
+from genmodels.core.errors import InputError, nearest, progress_bar
 from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, split_rows
 from genmodels.data.clips import LAYOUTS, Clip, MelFiles, read_clips
 from genmodels.data.loading import BatchDataset
@@ -247,8 +245,7 @@ class Speech(DataModule):
         files, usable, findings = MelFiles(self.mel), [], []
         limits = {"rate": self.rate, "max_seconds": self.max_seconds, "language": self.language,
                   "form": self.form}
-        shown = sys.stderr.isatty() and len(clips) > 50
-        for clip in tqdm(clips, desc="mels", unit="clip", disable=not shown):
+        for clip in progress_bar(clips, desc="mels", unit="clip", disable=len(clips) <= 50):
             item, found = read_utterance(clip, files, self.symbols, self.speakers, labels, **limits)
             findings += found
             if item is not None:

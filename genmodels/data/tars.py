@@ -15,7 +15,6 @@ import io
 import json
 import os
 import re
-import sys
 import tarfile
 import zipfile
 from collections import OrderedDict
@@ -25,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.files import cache_folder, write_whole
 from genmodels.data.image_folder import SUFFIXES
 
@@ -342,8 +340,8 @@ def _scan_all(storage: Storage, names: list[str], field: str | None, label: str)
     kinds: dict[str, int] = {}
     parts, bad = [np.empty(0, ITEM)], {}
     with ThreadPoolExecutor(1 if storage.is_local else _SERVERS) as pool:
-        shown = sys.stderr.isatty() and len(names) > 1
-        results = tqdm(pool.map(one, names), desc="index", unit="shard", total=len(names), disable=not shown)
+        results = progress_bar(pool.map(one, names), desc="index", unit="shard", total=len(names),
+                               disable=len(names) == 1)
         for number, (name, found) in enumerate(zip(names, results, strict=True)):
             if isinstance(found, str):
                 bad[name] = found

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 import torch
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import Interrupted
+from genmodels.core.errors import Interrupted, progress_bar
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
@@ -281,7 +280,7 @@ class Evaluation:
                 model, self.opened.evaluated(64).to(model.device), weights_of(request.ema), request.seed, line.options,
                 self.likelihood.first, time.monotonic() + bound, self.opened.evaluated(2000).x,
             )
-            with tqdm(desc=f"checks of {model.family}", unit="check", mininterval=0.5) as bar:
+            with progress_bar(desc=f"checks of {model.family}", unit="check") as bar:
 
                 def watch(name: str) -> None:
                     bar.set_postfix_str(name)

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, progress_bar
 from genmodels.core.random import seed_of
 from genmodels.evaluation.cache import Cache, key_of
 
@@ -205,7 +204,7 @@ def _train(net: _Net, items: Items) -> None:
         optimizer = torch.optim.Adam(net.parameters(), lr=_RATE)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=_STEPS)
         net.train()
-        for _ in tqdm(range(_STEPS), desc="feature network", unit="step", mininterval=1):
+        for _ in progress_bar(range(_STEPS), desc="feature network", unit="step"):
             rows = torch.randint(len(items.train), (_BATCH,), generator=generator)
             loss = F.cross_entropy(net(items.train[rows]), items.train_labels[rows], label_smoothing=0.05)
             optimizer.zero_grad()

@@ -11,10 +11,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.likelihood import Likelihood, SingleValues, packed, unpacked
 from genmodels.data.base import DataModule
 from genmodels.data.toy import density
@@ -121,8 +120,8 @@ def batches_of(frame: Frame, key: str, line: Line, datamodule: DataModule, count
     def compute(numbers: list[int]) -> Iterator[tuple[int, dict]]:
         rows = [batches[number] for number in numbers]
         loader = datamodule.loader(request.split, request.batch_size, torch.cat(rows)) if rows else []
-        bar = tqdm(loader, desc=f"{model.family}{label} on {request.split}", unit="batch", mininterval=0.5,
-                   disable=frame.ranks.rank > 0)
+        bar = progress_bar(loader, desc=f"{model.family}{label} on {request.split}", unit="batch",
+                           disable=frame.ranks.rank > 0)
         for number, batch in zip(numbers, bar, strict=True):
             yield number, packed(_likelihood(model, batch, line, request.batch_size))
 

@@ -16,10 +16,9 @@ import torch
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
-from tqdm import tqdm
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, NotFinite, refusals, require_finite_rows
+from genmodels.core.errors import InputError, NotFinite, progress_bar, refusals, require_finite_rows
 from genmodels.core.files import write_whole
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
@@ -76,7 +75,7 @@ def draw_parts(
                 def report(done: int, steps: int, before: int = done_before) -> None:
                     nonlocal bar
                     if bar is None:  # not before the first step: a refused option leaves one line, no bar
-                        bar = tqdm(desc="sampling", unit="step", total=sum(map(len, batches)) * steps)
+                        bar = progress_bar(desc="sampling", unit="step", total=sum(map(len, batches)) * steps)
                     bar.update(before + done - bar.n)
 
                 own = {"n": len(numbers), "start": numbers.start} | ({"progress": report} if tells else {})

@@ -11,10 +11,9 @@ from statistics import median
 import torch
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, refusals
+from genmodels.core.errors import InputError, progress_bar, refusals
 from genmodels.core.likelihood import Likelihood
 from genmodels.evaluation.checkpoint import Frame, Opened, Request
 from genmodels.evaluation.report import Skipped, SpeechFigures, Token, Transcription, Utterance
@@ -87,7 +86,7 @@ def transcription_of(frame: Frame) -> Transcription:
     def compute() -> dict:
         loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
         pairs, frames, began = {}, 0, time.monotonic()
-        for batch in tqdm(loader, desc=f"{model.family} transcribes {request.split}", unit="batch", mininterval=0.5):
+        for batch in progress_bar(loader, desc=f"{model.family} transcribes {request.split}", unit="batch"):
             found = model.transcribe(batch.to(model.device), how, weights=weights_of(request.ema))
             heard = (model.written(one[0]) for one in found)
             pairs |= dict(zip(batch.index.tolist(), zip(model.said(batch), heard, strict=True), strict=True))
@@ -141,7 +140,7 @@ def _synthesised(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[li
         model.sample(1, speakers[0], text=texts[0], **options)  # what is made at the first call is not timed
     synthesised, seconds, outcomes = [], [], []
     asked = list(zip(texts, speakers, strict=True))
-    for k, (text, speaker) in enumerate(tqdm(asked, desc=f"{model.family} synthesis", unit="text", mininterval=0.5)):
+    for k, (text, speaker) in enumerate(progress_bar(asked, desc=f"{model.family} synthesis", unit="text")):
         began = time.monotonic()
         drawn = model.sample(1, speaker, text=text, **options)
         seconds.append(time.monotonic() - began)
@@ -199,7 +198,7 @@ def _recognised(
     recordings = _recordings(opened, len(batch))
     if recordings is not None:
         sounds["recordings"] = [read_wav(path, rate)[0] for path in recordings]
-    heard = {name: [recogniser(wave, rate) for wave in tqdm(waves, desc=f"heard: {name}", mininterval=0.5)]
+    heard = {name: [recogniser(wave, rate) for wave in progress_bar(waves, desc=f"heard: {name}")]
              for name, waves in sounds.items()}
     edits = {name: [character_edits(*pair) for pair in zip(texts, found, strict=True)] for name, found in heard.items()}
     own = edits.pop("model")
@@ -351,7 +350,7 @@ def _durations(opened: Opened) -> list[dict] | None:
 
     def batches(what: str):
         loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
-        return tqdm(loader, desc=f"{model.family} {what}", unit="batch", mininterval=0.5)
+        return progress_bar(loader, desc=f"{model.family} {what}", unit="batch")
 
     for batch in batches(f"aligns {request.split}"):
         aligned = model.aligned(batch.to(model.device), weights_of(request.ema), request.seed)

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from tqdm import tqdm
-
-from genmodels.core.errors import InputError, RunError, one_of, refusals
+from genmodels.core.errors import InputError, RunError, one_of, progress_bar, refusals
 from genmodels.core.files import write_whole
 from genmodels.speech.audio import AudioError, read_wav, write_wav
 from genmodels.speech.text import normalise, sentences
@@ -86,7 +84,7 @@ def corpus(
     try:
         places = (out / "wavs" / f"{name}.wav" for name in names.values())
         made = pool.map(functools.partial(_clip, voice), names, places)
-        seconds = list(tqdm(made, desc=f"voice {voice}", unit="clip", total=len(names), disable=not progress))
+        seconds = list(progress_bar(made, desc=f"voice {voice}", unit="clip", total=len(names), disable=not progress))
     finally:
         pool.shutdown(cancel_futures=True)  # those that are running end, so that no half of a clip is left
     lines = "".join(f"{name}|{rows[said]}|{said}\n" for said, name in names.items())

@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import Callback, EarlyStopping, ProgressBar
 from pytorch_lightning.trainer.states import TrainerFn
 from tqdm import tqdm
 
-from genmodels.core.errors import Interrupted, NotFinite, RunError, require_finite_rows
+from genmodels.core.errors import Interrupted, NotFinite, RunError, progress_bar, require_finite_rows, terminal
 from genmodels.core.files import write_whole
 from genmodels.core.processes import rank_world, set_whole
 from genmodels.data.text import written
@@ -22,7 +22,7 @@ from genmodels.models.checkpoint import join_parts
 from genmodels.plots.images import picture_of
 from genmodels.training.loggers import play, show
 from genmodels.training.processes import Stops, is_first, requeue
-from genmodels.training.run import figures_of, terminal
+from genmodels.training.run import figures_of
 
 _SOUNDS, _SECONDS = 2, 5.0  # number and longest duration of sounds: Griffin-Lim takes a third of that time
 _REQUEUE = getattr(signal, "SIGUSR1", None)  # SLURM's `--signal=USR1@90`; Windows has no such signal
@@ -366,8 +366,7 @@ class StepBar(ProgressBar):
         if terminal(sys.stderr):
             self._bar = Steps(trainer.max_steps, trainer.global_step)
         else:
-            self._bar = tqdm(total=trainer.max_steps, initial=trainer.global_step, desc="training", unit="step",
-                             mininterval=30)
+            self._bar = progress_bar(total=trainer.max_steps, initial=trainer.global_step, desc="training", unit="step")
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         """Advance to the current step; the loss shown is a running mean."""

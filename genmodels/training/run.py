@@ -22,7 +22,7 @@ import yaml
 from torch import nn
 
 from genmodels.core.checkpoint import read_header, verify
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, terminal
 from genmodels.core.files import new_folder, open_lock, write_whole
 from genmodels.core.likelihood import with_error
 from genmodels.data.base import SPLITS, DataModule
@@ -238,11 +238,6 @@ class Log:
         logging.captureWarnings(False)
         with contextlib.suppress(OSError):  # the full disk has been reported already
             self.handler.close()
-
-
-def terminal(stream) -> bool:
-    """Whether a stream is a terminal that can move its cursor."""
-    return stream.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
 
 
 def say(*lines: str) -> None:

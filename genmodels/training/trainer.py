@@ -25,14 +25,13 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Sampler
 
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, terminal
 from genmodels.data.base import DataModule
 from genmodels.data.loading import Loader, ResumableBatchSampler, training_loader
 from genmodels.models.build import construct
 from genmodels.models.checkpoint import read_resumable, write_checkpoint, write_parts
 from genmodels.training.callbacks import StepBar
 from genmodels.training.processes import environments
-from genmodels.training.run import terminal
 
 _TRIES = 100  # learning rates that the finder tries, one a step
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tqdm import tqdm
-
-from genmodels.core.errors import InputError, nearest
+from genmodels.core.errors import InputError, nearest, progress_bar
 
 PASSED, FAILED, NOT_APPLICABLE, NOT_VERIFIED = "passed", "failed", "not applicable", "not verified"
 
@@ -379,8 +376,7 @@ def _group_row(names: list[str], reports: list[Report]) -> list[str]:
 @contextmanager
 def counting(total: int, shown: bool, unit: str = "check") -> Iterator[Callable[[CheckSpec | str], None]]:
     """A progress bar over checks, called before each of them; nothing is shown of what ends at once."""
-    interval = 0.1 if sys.stderr.isatty() else 10
-    with tqdm(total=total, desc="verifying", unit=unit, disable=not shown, delay=0.5, mininterval=interval) as bar:
+    with progress_bar(total=total, desc="verifying", unit=unit, disable=not shown, delay=0.5) as bar:
 
         def watch(check: CheckSpec | str) -> None:
             bar.set_postfix_str(check if isinstance(check, str) else check.name, refresh=False)

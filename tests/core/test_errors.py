@@ -1,0 +1,28 @@
+"""Progress on a terminal and in a file."""
+
+import io
+
+from genmodels.core.errors import progress_bar
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_progress_in_a_file_is_plain_lines(monkeypatch):
+    """A pipe gets one line for each half minute, here of a clock, and none before; a terminal a bar that moves."""
+    clock = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    for stream, plain in ((io.StringIO(), True), (Terminal(), False)):
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        for _ in progress_bar(range(8), desc="items", miniters=1):
+            clock[0] += 10.0
+        lines = stream.getvalue().splitlines()
+        assert ("\r" in stream.getvalue()) != plain
+        if plain:
+            shown = [line.partition(" [")[0] for line in lines]
+            assert shown == ["items:  38% 3/8", "items:  75% 6/8", "items: 100% 8/8"]
