@@ -46,6 +46,7 @@ class Tacotron(TextModel):
         prenet, dropout: width of the prenet's layers, and how often a unit of them is dropped.
         postnet: channels of the network that refines a finished mel, 0 for none; it has no part in the
             likelihood, which is that of the frames as they come.
+        checkpointing: recompute the decoder in the backward pass, 64 frames at a time, instead of storing its inside.
         speaker_channels: length of the speakers' vectors, where there are several.
         noise: width of the noise in log-mel units.
         optimizer: options of the optimiser.
@@ -77,6 +78,7 @@ class Tacotron(TextModel):
         prenet: int = 256,
         dropout: float = 0.5,
         postnet: int = 0,
+        checkpointing: bool = False,
         speaker_channels: int = 64,
         noise: float = 0.05,
         optimizer: Optimizer | dict | None = None,
@@ -86,7 +88,7 @@ class Tacotron(TextModel):
         self.save_hyperparameters(ignore=["spec"], logger=False)
         reader = self.make_encoder(encoder, speaker_channels)
         decoder = construct(Decoder, reader, attention=attention, hidden=hidden, prenet=prenet, dropout=dropout,
-                            postnet=postnet)
+                            postnet=postnet, checkpointing=checkpointing)
         self.core = SpeakerEmbeddings(len(spec.speakers), speaker_channels, tacotron=decoder)
         self.finish_setup(optimizer, ema_decay)
 

@@ -7,12 +7,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, pad, pixel_shuffle, pixel_unshuffle, silu
-from torch.utils.checkpoint import checkpoint
 
 from genmodels.core.tensors import hide
 from genmodels.nn.attention import Slots
 from genmodels.nn.attention_block import AttentionKind, Site, attend, is_for_maps, make_mechanism
-from genmodels.nn.blocks import ConditionEmbedding, zeroed
+from genmodels.nn.blocks import ConditionEmbedding, run, zeroed
 from genmodels.nn.dropout import Dropout
 
 
@@ -190,10 +189,7 @@ class TokenTransformer(nn.Module):
         h = self.enter(x)
         h = h if added is None else h + added
         for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                h = checkpoint(block, h, c, mask, space, use_reentrant=False)
-            else:
-                h = block(h, c, mask, space)
+            h = run(block, h, c, mask, space, again=self.checkpointing)
         parts = () if c is None else self.modulation(silu(c))[:, None].chunk(2, dim=-1)
         return self.leave(self.norm(h, *parts))
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from genmodels.core.errors import InputError
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind
-from genmodels.nn.blocks import CONVOLUTION, GroupNorm
+from genmodels.nn.blocks import CONVOLUTION, GroupNorm, run
 from genmodels.nn.jet import Jet, has_jet, propagate, smooth_activation
 from genmodels.nn.unet import UNet
 
@@ -66,6 +66,7 @@ class EnergyMLP(nn.Module):
         spread: tau at the start.
         input_gain: factor on the first layer at the start; more than 1 sees detail much finer than the spread of the
             data, which training alone is slow to find.
+        checkpointing: recompute the inside of each layer in the backward pass instead of storing it.
 
     Shapes: `x (B, *event)` to `(B,)`.
     Errors: InputError for an activation without second derivative; ValueError for another event shape or a condition.
@@ -84,13 +85,14 @@ class EnergyMLP(nn.Module):
         confinement: bool = True,
         spread: float = 1.0,
         input_gain: float = 1.0,
+        checkpointing: bool = False,
     ):
         super().__init__()
         if not hidden or min(hidden) < 1:
             raise InputError(f"hidden = {list(hidden)} must list the widths of at least one layer")
         if input_gain <= 0:
             raise InputError(f"input_gain must be positive, got {input_gain}")
-        self.event_shape = tuple(event_shape)
+        self.event_shape, self.checkpointing = tuple(event_shape), checkpointing
         widths = [math.prod(event_shape), *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for before, after in zip(widths[:-1], widths[1:], strict=True):
@@ -103,13 +105,13 @@ class EnergyMLP(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         _check_event(self, x, cond)
-        energy = self.body(x).squeeze(1)
+        energy = _through(self, x).squeeze(1)
         return energy if self.confinement is None else energy + self.confinement(x)
 
     def jet(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(E, v . grad E, v^T (Hess E) v), each (B,), in about three forward passes."""
         _check_event(self, x, None)
-        return _jet(self.body, self.confinement, x, v)
+        return _jet(self, x, v)
 
 
 class EnergyConv(nn.Module):
@@ -126,6 +128,7 @@ class EnergyConv(nn.Module):
         spectral_norm: whether the largest singular value of every weight is kept at one.
         confinement: whether the quadratic term is there.
         spread: tau at the start.
+        checkpointing: recompute the inside of each layer in the backward pass instead of storing it.
 
     Shapes: `x (B, *event)` to `(B,)`; `mask (B, 1, T)` bool for sequences, True = valid: the energy does not depend on
     what lies outside.
@@ -146,6 +149,7 @@ class EnergyConv(nn.Module):
         spectral_norm: bool = False,
         confinement: bool = True,
         spread: float = 1.0,
+        checkpointing: bool = False,
     ):
         super().__init__()
         in_channels, *space = event_shape
@@ -153,7 +157,7 @@ class EnergyConv(nn.Module):
             raise InputError(f"a convolutional energy takes events (C, T) or (C, H, W), got {tuple(event_shape)}")
         if not channels or min(channels) < 1:
             raise InputError(f"channels = {list(channels)} must list the channels of at least one layer")
-        self.event_shape, self.dims = tuple(event_shape), len(space)
+        self.event_shape, self.dims, self.checkpointing = tuple(event_shape), len(space), checkpointing
         widths = [in_channels, *channels]
         self.strides = [1] + [2] * (len(channels) - 1)
         stages = []
@@ -172,14 +176,14 @@ class EnergyConv(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         _check_channels(self, x, cond)
-        x, energy = (x, self.body(x)) if mask is None else self._masked(x, mask)
+        x, energy = (x, _through(self, x)) if mask is None else self._masked(x, mask)
         energy = energy.squeeze(1)
         return energy if self.confinement is None else energy + self.confinement(x)
 
     def jet(self, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(E, v . grad E, v^T (Hess E) v), each (B,), in about three forward passes."""
         _check_channels(self, x, None)
-        return _jet(self.body, self.confinement, x, v)
+        return _jet(self, x, v)
 
     @property
     def has_jet(self) -> bool:
@@ -193,18 +197,38 @@ class EnergyConv(nn.Module):
         *stages, (_, flatten, head) = self.body
         for stride, stage in zip(self.strides, stages, strict=True):
             mask = mask[..., ::stride]
-            for layer in stage:
-                h = layer(h, mask=mask) if isinstance(layer, GroupNorm) else layer(h)
-                h = hide(h, mask)
+            h = run(_masked_stage, stage, h, mask, again=self.checkpointing)
         count = mask.sum(-1, keepdim=True).clamp(min=1)
         return x, head(flatten(h.sum(-1, keepdim=True) / count))
 
 
-def _jet(body: nn.Module, confinement: Confinement | None, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    triple = tuple(part.squeeze(1) for part in propagate(body, Jet.line(x, v)).triple())
-    if confinement is None:
+def _masked_stage(stage: nn.Sequential, h: Tensor, mask: Tensor) -> Tensor:
+    for layer in stage:
+        h = hide(layer(h, mask=mask) if isinstance(layer, GroupNorm) else layer(h), mask)
+    return h
+
+
+def _stages(body: nn.Sequential) -> list[nn.Module]:
+    """The units that are checkpointed: a linear layer with its activation, or what is a `Sequential` already."""
+    if isinstance(body[0], nn.Sequential):
+        return list(body)
+    return [body[:3], *(body[k : k + 2] for k in range(3, len(body), 2))]
+
+
+def _through(network: EnergyMLP | EnergyConv, x: Tensor) -> Tensor:
+    for stage in _stages(network.body):
+        x = run(stage, x, again=network.checkpointing)
+    return x
+
+
+def _jet(network: EnergyMLP | EnergyConv, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    jet = Jet.line(x, v)
+    for stage in _stages(network.body):
+        jet = run(propagate, stage, jet, again=network.checkpointing)
+    triple = tuple(part.squeeze(1) for part in jet.triple())
+    if network.confinement is None:
         return triple
-    return tuple(a + b for a, b in zip(triple, confinement.jet(x, v), strict=True))
+    return tuple(a + b for a, b in zip(triple, network.confinement.jet(x, v), strict=True))
 
 
 def _check_event(network: nn.Module, x: Tensor, cond: Tensor | None) -> None:

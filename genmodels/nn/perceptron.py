@@ -9,9 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, relu, silu
-from torch.utils.checkpoint import checkpoint
 
-from genmodels.nn.blocks import ConditionEmbedding, zeroed
+from genmodels.nn.blocks import ConditionEmbedding, run, zeroed
 from genmodels.nn.condition import Condition, Net, modulate
 from genmodels.nn.dropout import Dropout
 
@@ -325,9 +324,7 @@ class MLPDenoiser(nn.Module):
         modulation = self.modulation(silu(self.embedding(log_snr, cond))).chunk(2 * len(self.inner), dim=1)
         h = self.stem(self._features(x.flatten(1)))
         for i in range(len(self.inner)):
-            given = i, h, modulation[2 * i], modulation[2 * i + 1]
-            recomputed = self.checkpointing and torch.is_grad_enabled()
-            h = checkpoint(self._block, *given, use_reentrant=False) if recomputed else self._block(*given)
+            h = run(self._block, i, h, modulation[2 * i], modulation[2 * i + 1], again=self.checkpointing)
         h = self.head(silu(layer_norm(h, h.shape[-1:])))
         return h.reshape(len(x), *self.out_shape).to(x.dtype)
 

@@ -12,7 +12,7 @@ from genmodels.core.errors import at_least
 from genmodels.core.tensors import hide
 from genmodels.nn.attention import Attention, Cache
 from genmodels.nn.attention_block import AttentionKind, Site, make_mechanism
-from genmodels.nn.blocks import ChannelNorm
+from genmodels.nn.blocks import ChannelNorm, run
 from genmodels.nn.dropout import Dropout
 from genmodels.nn.transformer import TransformerLayer
 
@@ -213,6 +213,7 @@ class SpeechEncoder(nn.Module):
         convolution: length of the filters of conformer layers, odd; 0 for transformer layers.
         dropout: of the layers.
         attention: entry of `ATTENTION` for sequences.
+        checkpointing: recompute the inside of each layer in the backward pass instead of storing it.
 
     Shapes: `x (B, n_mels, T)` with `mask (B, 1, T)` to `(B, C, ceil(T / subsampling))` with the mask of these; what
         lies outside the mask, and how much of it there is, changes nothing.
@@ -238,12 +239,13 @@ class SpeechEncoder(nn.Module):
         convolution: int = 15,
         dropout: float = 0.1,
         attention: AttentionKind = "xl",
+        checkpointing: bool = False,
     ):
         super().__init__()
         at_least(1, n_mels=n_mels, channels=channels, depth=depth)
         if subsampling not in (2, 4):
             raise ValueError(f"subsampling must be 2 or 4, got {subsampling}")
-        self.channels, self.subsampling = channels, subsampling
+        self.channels, self.subsampling, self.checkpointing = channels, subsampling, checkpointing
         own = {"hidden": hidden, "dropout": dropout, "attention": attention}
         self.front = Subsampling(n_mels, channels, subsampling)
         self.layers = nn.ModuleList(
@@ -259,7 +261,7 @@ class SpeechEncoder(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         h, mask = self.front(x, mask)
         for layer in self.layers:
-            h = layer(h, mask)
+            h = run(layer, h, mask, again=self.checkpointing)
         return hide(self.norm(h), mask), mask
 
     @property

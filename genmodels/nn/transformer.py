@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
-from torch.utils.checkpoint import checkpoint
 
 from genmodels.core.errors import at_least
 from genmodels.core.tensors import hide
 from genmodels.nn.attention import Cache
 from genmodels.nn.attention_block import AttentionKind, Site, make_mechanism
-from genmodels.nn.blocks import ChannelNorm
+from genmodels.nn.blocks import ChannelNorm, run
 from genmodels.nn.dropout import Dropout
 
 
@@ -139,8 +137,5 @@ class Transformer(nn.Module):
             raise ValueError(f"the transformer takes x (B, {self.channels}, T), got {tuple(x.shape)}")
         x = hide(x, mask)
         for layer in self.layers:
-            if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, mask, use_reentrant=False)
-            else:
-                x = layer(x, mask)
+            x = run(layer, x, mask, again=self.checkpointing)
         return hide(self.norm(x), mask)

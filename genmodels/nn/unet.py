@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from torch.utils.checkpoint import checkpoint
 
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, check_kind, make_attention
@@ -20,6 +19,7 @@ from genmodels.nn.blocks import (
     ResidualBlock,
     Upsample,
     fourier_features,
+    run,
     zeroed,
 )
 
@@ -180,29 +180,24 @@ class UNet(nn.Module):
         if self.channels_last:
             # After the stem: a map of one channel has no memory format of its own to pass on.
             h = h.contiguous(memory_format=torch.channels_last)
-        skips = [h]
+        again, skips = self.checkpointing, [h]
         for level, stage in enumerate(self.down):
             for block in stage:
-                h = self._run(block, h, next(modulation), masks[level])
+                h = run(block, h, next(modulation), masks[level], again=again)
                 skips.append(h)
             if level + 1 < self.levels:
                 h = self.down_samples[level](h, masks[level])
                 skips.append(h)
         for block in self.middle:
-            h = self._run(block, h, next(modulation), masks[-1])
+            h = run(block, h, next(modulation), masks[-1], again=again)
         for step, stage in enumerate(self.up):
             level = self.levels - 1 - step
             for block in stage:
-                h = self._run(block, torch.cat([h, skips.pop()], dim=1), next(modulation), masks[level])
+                h = run(block, torch.cat([h, skips.pop()], dim=1), next(modulation), masks[level], again=again)
             if level > 0:
                 h = self.up_samples[step](h, skips[-1].shape[2:], masks[level - 1])
         h = self.head(silu(self.head_norm(h, mask=masks[0])))
         return hide(h, masks[0]).to(x.dtype)
-
-    def _run(self, block: nn.Module, h: Tensor, modulation: Tensor, mask: Tensor | None) -> Tensor:
-        if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, h, modulation, mask, use_reentrant=False)
-        return block(h, modulation, mask)
 
     def _check_size(self, space: Sequence[int]) -> None:
         smallest = min(space)

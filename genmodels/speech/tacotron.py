@@ -16,7 +16,7 @@ from genmodels.core.tensors import hide
 from genmodels.nn.attention.local import LocalMonotonic
 from genmodels.nn.attention.scores import Additive, Location, ScaledDot
 from genmodels.nn.attention.seq2seq import HardAttention, Keys, ScoredAttention, Stepwise
-from genmodels.nn.blocks import ChannelNorm, zeroed
+from genmodels.nn.blocks import ChannelNorm, run, zeroed
 from genmodels.nn.dropout import Dropout, checked
 from genmodels.speech.text_encoder import TextEncoder
 
@@ -154,6 +154,7 @@ class Tacotron(nn.Module):
         prenet: width of the prenet's two layers.
         dropout: of the prenet.
         postnet: channels of a network that refines the complete mel, 0 for none.
+        checkpointing: recompute the decoder in the backward pass, 64 frames at a time, instead of storing its inside.
 
     Shapes: mels `y (B, n_mels, T)` with `mask (B, 1, T)`; `tokens (B, N)` with `text_mask (B, 1, N)`.
     Errors: ValueError for an unknown attention, a dropout outside [0, 1).
@@ -176,12 +177,14 @@ class Tacotron(nn.Module):
         prenet: int = 256,
         dropout: float = 0.5,
         postnet: int = 0,
+        checkpointing: bool = False,
     ):
         super().__init__()
         checked(dropout)
         at_least(1, hidden=hidden, prenet=prenet)
         at_least(0, postnet=postnet)
         self.encoder, self.n_mels, self.hidden, self.dropout = encoder, encoder.n_mels, hidden, dropout
+        self.checkpointing = checkpointing
         encoder.head.requires_grad_(False)
         dim = encoder.channels
         self.prenet = nn.ModuleList([nn.Linear(self.n_mels, prenet), nn.Linear(prenet, prenet)])
@@ -218,12 +221,12 @@ class Tacotron(nn.Module):
         blocks = [next(factors) for _ in range(-(-y.shape[2] // _BLOCK))]
         entering = self._prenet(before, torch.cat(blocks, dim=1)[:, : y.shape[2]])
         state, found, weights = self.start(memory), [], []
-        for frame in entering.unbind(1):
-            here, looked, state = self._advance(frame, state, memory)
+        for frames in entering.split(_BLOCK, 1):
+            here, looked, state = run(self._advance_all, frames, state, memory, again=self.checkpointing)
             found.append(here)
             weights.append(looked)
-        u = torch.stack(found, 1)  # (B, T, hidden + C)
-        return Decoded(self.head(u).mT, self.stop(u)[..., 0], torch.stack(weights, 2))
+        u = torch.cat(found, 1)  # (B, T, hidden + C)
+        return Decoded(self.head(u).mT, self.stop(u)[..., 0], torch.cat(weights, 2))
 
     def log_prob(self, y: Tensor, forced: Decoded, mask: Tensor | None = None) -> Tensor:
         """log p(y | text, its number of frames) in nats, (B,), for the dropout that was drawn.
@@ -315,6 +318,15 @@ class Tacotron(nn.Module):
         for layer, factor in zip(self.prenet, kept.unbind(-2), strict=True):
             before = relu(layer(before)) * factor
         return before
+
+    def _advance_all(self, entering: Tensor, state: State, memory: Memory) -> tuple[Tensor, Tensor, State]:
+        """`_advance` for frames (B, T, prenet), one after the other: (B, T, hidden + C), (B, N, T), the last state."""
+        found, weights = [], []
+        for frame in entering.unbind(1):
+            here, looked, state = self._advance(frame, state, memory)
+            found.append(here)
+            weights.append(looked)
+        return torch.stack(found, 1), torch.stack(weights, 2), state
 
     def _advance(self, entering: Tensor, state: State, memory: Memory) -> tuple[Tensor, Tensor, State]:
         """The input of the output layers for the next frame, the attention weights (B, N), and the new state."""

@@ -10,13 +10,21 @@ import torch
 from genmodels.nn import (
     ChannelNorm,
     ConditionEmbedding,
+    DiT,
     GroupNorm,
+    MLPDenoiser,
     ResidualBlock,
+    UNet,
     Upsample,
     group_count,
     log_snr_features,
 )
 from genmodels.nn.blocks import fourier_features, narrow_convolution, resized_twice_convolution
+from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
+from genmodels.nn.recognizer import SpeechEncoder
+from genmodels.nn.transformer import Transformer
+from genmodels.speech.tacotron import Tacotron
+from genmodels.speech.text_encoder import TextEncoder
 
 
 def upsampled_by_loop(x, size, weight, bias):
@@ -294,3 +302,87 @@ def test_errors_are_one_line(make, words):
     with pytest.raises(ValueError, match=words) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+def denoised(net, x):
+    return net(x, torch.zeros(len(x), dtype=x.dtype)).square().sum()
+
+
+def encoded(net, x):
+    h = net(x, torch.arange(x.shape[2]) < torch.tensor([[[20]], [[13]]]))
+    return (h[0] if isinstance(h, tuple) else h).square().sum()
+
+
+def energy_and_score(net, x):
+    """What a score is trained by: the gradient of a gradient."""
+    x = x.requires_grad_()
+    energy = net(x)
+    (score,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return energy.sum() + score.square().sum()
+
+
+def masked_energy(net, x):
+    return net(x, mask=torch.arange(x.shape[2]) < torch.tensor([[[20]], [[13]]])).square().sum()
+
+
+def jet(net, x):
+    return sum(part.square().sum() for part in net.jet(x, torch.ones_like(x)))
+
+
+def forced_mel(net, x):
+    memory = net.remember(torch.tensor([[3, 1, 2], [2, 2, 1]]))
+    decoded = net(x.repeat(1, 1, 7), memory, torch.Generator().manual_seed(1))  # more frames than one block of 64
+    return decoded.mean.square().sum() + decoded.stop.square().sum()
+
+
+def tacotron(**options):
+    return Tacotron(TextEncoder(9, 4, channels=8, depth=1, hidden=8), hidden=16, prenet=8, **options)
+
+
+CONV = {"channels": (8, 8), "group_norm": True}
+ATTENTION = {"channels": 8, "attention": "rope2d", "heads": 2, "multipliers": (1, 2)}
+#: How it is made, the event, and a number to take the gradient of.
+BACKBONES = {
+    "unet": (lambda **o: UNet((2, 6, 5), dropout=0.2, **ATTENTION, **o), (2, 6, 5), denoised),
+    "dit": (lambda **o: DiT((2, 20), width=16, depth=2, heads=2, dropout=0.2, **o), (2, 20), denoised),
+    "mlp": (lambda **o: MLPDenoiser((6,), hidden=16, depth=3, dropout=0.2, **o), (6,), denoised),
+    "transformer": (lambda **o: Transformer(4, depth=2, hidden=16, dropout=0.2, **o), (4, 20), encoded),
+    "speech": (lambda **o: SpeechEncoder(4, channels=8, depth=2, hidden=16, dropout=0.2, **o), (4, 20), encoded),
+    "tacotron": (tacotron, (4, 20), forced_mel),
+    "energy mlp": (lambda **o: EnergyMLP((6,), hidden=(16, 16), **o), (6,), energy_and_score),
+    "energy mlp jet": (lambda **o: EnergyMLP((6,), hidden=(16, 16), **o), (6,), jet),
+    "energy conv": (lambda **o: EnergyConv((2, 6, 5), **CONV, **o), (2, 6, 5), energy_and_score),
+    "energy conv masked": (lambda **o: EnergyConv((2, 20), **CONV, **o), (2, 20), masked_energy),
+    "energy conv jet": (lambda **o: EnergyConv((2, 6, 5), channels=(8, 8), **o), (2, 6, 5), jet),
+}
+
+
+def with_gradients(name: str, *, checkpointing: bool, seed: int = 3) -> tuple[list[torch.Tensor], int]:
+    """The number and its gradients in training, with dropout, and how many numbers the forward pass stored."""
+    make, shape, use = BACKBONES[name]
+    torch.manual_seed(0)
+    net, x = make(checkpointing=checkpointing).double().train(), torch.randn(2, *shape, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    stored = 0
+
+    def count(saved):
+        nonlocal stored
+        stored += saved.numel() if saved.requires_grad and not isinstance(saved, torch.nn.Parameter) else 0
+        return saved
+
+    torch.manual_seed(seed)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved):
+        y = use(net, x)
+    y.backward()
+    return [y.detach(), *(p.grad for p in net.parameters() if p.grad is not None)], stored
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_checkpointing_stores_less_and_changes_no_gradient(name):
+    (plain, whole), (again, less) = (with_gradients(name, checkpointing=on) for on in (False, True))
+    assert len(plain) == len(again) > 3 and any(bool(g.any()) for g in plain[1:])
+    for a, b in zip(plain, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * float(a.abs().max()))
+    assert less <= whole if BACKBONES[name][2] is energy_and_score else less < 0.6 * whole

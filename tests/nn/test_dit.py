@@ -248,15 +248,6 @@ def gradients(net, *arguments):
     return [y.detach(), *(p.grad.clone() for p in net.parameters())]
 
 
-@pytest.mark.parametrize("event_shape", [(3, 7, 9), (2, 13)])
-def test_checkpointing_changes_nothing(event_shape):
-    plain, other = (build(event_shape, dropout=0.2, checkpointing=on) for on in (False, True))
-    pairs = zip(gradients(plain, *inputs(event_shape)), gradients(other, *inputs(event_shape)), strict=True)
-    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
-    x = inputs(event_shape)
-    assert not torch.equal(plain(*x), plain(*x)) and torch.equal(plain.eval()(*x), plain.eval()(*x))
-
-
 @pytest.mark.parametrize("event_shape, masked", [((3, 7, 10), False), ((2, 13), True)])
 def test_traces_without_a_graph_break(event_shape, masked):
     net, arguments = build(event_shape, 3), inputs(event_shape, num_classes=3)
