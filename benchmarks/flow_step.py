@@ -19,9 +19,9 @@ from torch import nn
 
 from genmodels.flows.bases import StandardNormal
 from genmodels.flows.coupling import Coupling
+from genmodels.flows.coupling_flows import realnvp_vector
 from genmodels.flows.flow import Flow
-from genmodels.flows.glow import glow
-from genmodels.flows.realnvp import realnvp_vector
+from genmodels.flows.multiscale import glow
 
 FEATURES, COUPLINGS, HIDDEN, BATCH = 64, 8, 256, 512
 GLOW = {"levels": 3, "steps": 8, "hidden": 64}

@@ -21,8 +21,7 @@ from unittest.mock import MagicMock
 import torch
 from _timing import interleaved
 
-from genmodels.speech.glow_tts import GlowTTS, mel_decoder
-from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
+from genmodels.speech.glow_tts import DurationPredictor, GlowTTS, TextEncoder, mel_decoder
 
 SYMBOLS = 37
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}

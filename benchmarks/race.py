@@ -36,8 +36,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.vision import MNIST, FashionMNIST
 from genmodels.diffusion.schedule_discrete import DiscreteSchedule
-from genmodels.evaluation.cache import Cache
-from genmodels.evaluation.features import Items, network_for
+from genmodels.evaluation.features import Cache, Items, network_for
 from genmodels.evaluation.fidelity import frechet_with_error
 from genmodels.models.base import GenerativeModel
 from genmodels.models.ddpm import DDPM

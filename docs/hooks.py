@@ -39,10 +39,11 @@ def modules(part: str) -> list[str]:
 def commands() -> str:
     """What `genmodels <command> --help` prints, for every command."""
     sys.path.insert(0, str(REPOSITORY))
-    from genmodels.cli import main, usage
+    from genmodels.cli import CONFIGURED, PLAIN
+    from genmodels.cli.completion import command_help
 
-    names = (*main.CONFIGURED, *main.PLAIN)
-    sections = [f"## genmodels {name}\n\n```text\n{usage.command_help(name)}\n```" for name in names]
+    names = (*CONFIGURED, *PLAIN)
+    sections = [f"## genmodels {name}\n\n```text\n{command_help(name)}\n```" for name in names]
     return "\n\n".join(["# Commands", "`genmodels <command> --keys` lists every setting of a command.", *sections])
 
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import genmodels as gm
-from genmodels.cli.main import CONFIGURED
+from genmodels.cli import CONFIGURED
 from genmodels.cli.sample import run as sample_command
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError

@@ -17,8 +17,9 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from genmodels.cli import CONFIGURED, OF_CHECKPOINTS
 from genmodels.cli.compose import composer
-from genmodels.cli.main import CONFIGURED, OF_CHECKPOINTS, spelt, split
+from genmodels.cli.main import spelt, split
 from genmodels.cli.schema import Schema
 from genmodels.cli.transcribe import with_files
 from genmodels.core.errors import InputError

@@ -28,14 +28,11 @@ from genmodels.models.few_steps import ConsistencyModel, MeanFlowModel, Shortcut
 from genmodels.models.flow_matching import FlowMatchingModel
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.masked_diffusion import MaskedDiffusionModel
-from genmodels.models.mel_ddpm import MelDDPM
-from genmodels.models.mel_energy import MelEnergy
-from genmodels.models.mel_flow_matching import MelFlowMatching
-from genmodels.models.normalizing_flows import MAF, NSF, Glow, Jet, RealNVP
+from genmodels.models.normalizing_flows import MAF, NSF, Glow, Jet, RealNVP, TarFlow
 from genmodels.models.recognizer import Recognizer
 from genmodels.models.score import ScoreModel
 from genmodels.models.tacotron import Tacotron
-from genmodels.models.tarflow import TarFlow
+from genmodels.models.text_to_mel import MelDDPM, MelEnergy, MelFlowMatching
 from genmodels.nn import UNet
 from tests.commands import ROOT, Started
 from tests.models import texts

@@ -15,16 +15,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 
+from genmodels.cli import CONFIGURED, FLAGS, OF_CHECKPOINTS, PLAIN, VALUED
 from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
-
-#: Commands whose configuration Hydra composes; each has a module here with `run(*, ...)` and a YAML file in configs/.
-CONFIGURED = ("train", "sample", "transcribe", "evaluate", "verify", "demo", "export", "push", "shards", "corpus")
-#: Those that need a checkpoint.
-OF_CHECKPOINTS = ("sample", "transcribe", "evaluate", "demo", "export", "push")
-#: Commands that take a few words; each has a module here with `main(words) -> exit code`.
-PLAIN = ("info", "doctor", "completion")
-FLAGS = {"-m": "multirun", "--multirun": "multirun", "--keys": "keys", "--resolve": "resolve"}
-VALUED = {"-c": "cfg", "--cfg": "cfg", "-cd": "config_dir", "--config-dir": "config_dir"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,9 +54,9 @@ def unread() -> bool:
 def _command(argv: list[str]) -> int:
     command = argv[0] if argv else "--help"
     if command in ("--help", "-h", "help", "--version"):
-        from genmodels.cli import usage
+        from genmodels.cli.completion import overview, version
 
-        print(usage.version() if command == "--version" else usage.overview((*CONFIGURED, *PLAIN)))
+        print(version() if command == "--version" else overview((*CONFIGURED, *PLAIN)))
         return 0
     if command not in (*CONFIGURED, *PLAIN):
         near = nearest(command, (*CONFIGURED, *PLAIN))
@@ -117,9 +109,9 @@ def _fail(command: str, message: str, code: int) -> int:
 
 def _dispatch(command: str, words: list[str]) -> int:
     if "--help" in words or "-h" in words:
-        from genmodels.cli import usage
+        from genmodels.cli.completion import command_help
 
-        print(usage.command_help(command))
+        print(command_help(command))
         return 0
     if command in PLAIN:
         return import_module(f"genmodels.cli.{command}").main(words)
@@ -140,9 +132,9 @@ def _dispatch(command: str, words: list[str]) -> int:
             overrides = [*overrides, "ckpt=..."]  # the keys can be listed before there is a checkpoint
         config = hydra.compose([spelt(word) for word in overrides])
         if "cfg" in options or "keys" in options:
-            from genmodels.cli import usage
+            from genmodels.cli.completion import all_keys, as_yaml
 
-            print(usage.all_keys(hydra, overrides, config) if "keys" in options else usage.as_yaml(config), end="")
+            print(all_keys(hydra, overrides, config) if "keys" in options else as_yaml(config), end="")
             return 0
     import_module(f"genmodels.cli.{command}").run(**config)
     return 0

@@ -95,7 +95,7 @@ def run(
 
     from genmodels.core.files import cache_folder
     from genmodels.core.processes import Ranks
-    from genmodels.evaluation.cache import Cache
+    from genmodels.evaluation.features import Cache
     from genmodels.evaluation.materials import data_of, material
     from genmodels.evaluation.samples import (
         Drawing,

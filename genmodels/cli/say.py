@@ -26,8 +26,8 @@ from genmodels.models.glow_tts import check_streams, stream_text
 from genmodels.models.text_model import TextReader
 from genmodels.plots.images import mel_with_tokens
 from genmodels.speech.audio import MelConfig, write_wav
-from genmodels.speech.markup import phrases
 from genmodels.speech.streaming import Vocoder, collect, stream_sound
+from genmodels.speech.text import phrases
 from genmodels.speech.vocoder import FLOOR, VOCODERS, phases, sound_of, vocoder_of
 
 

@@ -151,7 +151,7 @@ def check_model(
     from genmodels.models.build import build
     from genmodels.models.checkpoint import choose_device, data_options, load_model, weights_of
     from genmodels.training.trainer import initial_batch
-    from genmodels.verification.models import verify
+    from genmodels.verification.checkpoints import verify
 
     if ckpt is None:
         datamodule = build(data, trust=trust).prepare()

@@ -390,12 +390,18 @@ MOVED = {
     "genmodels.models.glow": "genmodels.models.normalizing_flows",
     "genmodels.models.jet": "genmodels.models.normalizing_flows",
     "genmodels.models.maf": "genmodels.models.normalizing_flows",
+    "genmodels.models.mel_ddpm": "genmodels.models.text_to_mel",
+    "genmodels.models.mel_energy": "genmodels.models.text_to_mel",
+    "genmodels.models.mel_flow_matching": "genmodels.models.text_to_mel",
     "genmodels.models.nsf": "genmodels.models.normalizing_flows",
     "genmodels.models.realnvp": "genmodels.models.normalizing_flows",
+    "genmodels.models.tarflow": "genmodels.models.normalizing_flows",
     "genmodels.nn.deep_kernel": "genmodels.nn.energy_nets",
     "genmodels.nn.mlp": "genmodels.nn.perceptron",
     "genmodels.nn.noise_conditional": "genmodels.models.score",
+    "genmodels.nn.recognizer": "genmodels.nn.transformer",
     "genmodels.nn.unet_energy": "genmodels.nn.energy_nets",
+    "genmodels.speech.text_encoder": "genmodels.speech.glow_tts",
 }
 
 

@@ -1,10 +1,17 @@
 """Diffusion models as a plain library: noise schedules, denoisers, the bound term by term, samplers."""
 
 from genmodels.diffusion.bound import ElboTerms, continuous_elbo, ddpm_times, elbo, vdm_times
-from genmodels.diffusion.consistency import Consistency, ConsistencySampler, ProgressiveDistillation
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
 from genmodels.diffusion.denoiser import Denoiser, FlowMap, OnPath
 from genmodels.diffusion.exact import GaussianDenoiser, MixtureDenoiser
+from genmodels.diffusion.few_steps import (
+    Consistency,
+    ConsistencySampler,
+    FlowMapMatching,
+    MeanFlow,
+    ProgressiveDistillation,
+    Shortcut,
+)
 from genmodels.diffusion.flow_matching import Coupling, FlowMatching, make_path, velocity_of
 from genmodels.diffusion.generation import DiffusionSampler, Inpainting, SamplingPlan, invert, noised_start, times_from
 from genmodels.diffusion.guidance import (
@@ -100,7 +107,6 @@ from genmodels.diffusion.schedule_discrete import (
     make_schedule,
     rescale_zero_terminal,
 )
-from genmodels.diffusion.shortcut import FlowMapMatching, MeanFlow, Shortcut
 from genmodels.diffusion.solvers import SOLVERS, SolverError
 from genmodels.diffusion.weighting import TIME_SAMPLERS, WEIGHTINGS, LossAwareTimes, TimeSampler, Weighting
 

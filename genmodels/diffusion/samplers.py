@@ -14,7 +14,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import normal
-from genmodels.diffusion.consistency import ConsistencySampler
+from genmodels.diffusion.few_steps import ConsistencySampler
 from genmodels.diffusion.parameterisation import Prediction
 from genmodels.diffusion.path import (
     Path,

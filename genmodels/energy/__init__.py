@@ -25,8 +25,12 @@ from genmodels.energy.function import (
     NoiseConditionalScore,
     ScoreFunction,
     ScoreNetwork,
+    cheapest_route,
+    curl,
+    directional,
     log_density_of,
     require_energy,
+    trace,
 )
 from genmodels.energy.ground_truth import (
     DoubleWell,
@@ -64,7 +68,6 @@ from genmodels.energy.losses import (
     SlicedScoreMatchingVR,
     Sphere,
 )
-from genmodels.energy.products import cheapest_route, curl, directional, trace
 
 LOSSES: dict[str, type[Loss]] = {
     "exact": ExactScoreMatching,

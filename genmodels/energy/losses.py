@@ -23,8 +23,7 @@ from torch import Tensor
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import wide
-from genmodels.energy.function import EnergyFunction, ScoreFunction, require_energy
-from genmodels.energy.products import Directional, directional, trace
+from genmodels.energy.function import Directional, EnergyFunction, ScoreFunction, directional, require_energy, trace
 
 
 class Projection(Protocol):

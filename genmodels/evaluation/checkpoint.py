@@ -21,7 +21,7 @@ from genmodels.core.processes import Ranks
 from genmodels.core.samples import SamplingOptions
 from genmodels.data.base import DataModule, spread_rows
 from genmodels.data.utterances import joined
-from genmodels.evaluation.cache import Cache, code_hash, key_of
+from genmodels.evaluation.features import Cache, code_hash, key_of
 from genmodels.evaluation.report import CheckpointFacts, DataFacts, Report
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import weights_of

@@ -18,8 +18,8 @@ from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
 from genmodels.evaluation import cost
-from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.checkpoint import Frame, Opened
+from genmodels.evaluation.features import Cache
 from genmodels.evaluation.likelihood import LikelihoodStage
 from genmodels.evaluation.out_of_distribution import OtherDataStage
 from genmodels.evaluation.report import Drift, Layer, Reference, Report, SamplingCost

@@ -15,9 +15,8 @@ from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import Samples
 from genmodels.data.utterances import joined
 from genmodels.evaluation import cost
-from genmodels.evaluation.cache import code_hash, key_of
 from genmodels.evaluation.checkpoint import Frame
-from genmodels.evaluation.features import FeatureNetwork, Items, dims_of, network_for, wilson
+from genmodels.evaluation.features import FeatureNetwork, Items, code_hash, dims_of, key_of, network_for, wilson
 from genmodels.evaluation.fidelity import (
     Nearest,
     check_count,

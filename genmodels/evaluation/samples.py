@@ -24,7 +24,7 @@ from genmodels.core.processes import Ranks
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
 from genmodels.data.text import written
 from genmodels.data.utterances import joined
-from genmodels.evaluation.cache import Cache, code_hash, key_of
+from genmodels.evaluation.features import Cache, code_hash, key_of
 from genmodels.plots.images import LEGIBLE, class_name, grid, images_of, in_turn, picture_of, stack
 
 

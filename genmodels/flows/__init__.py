@@ -1,7 +1,7 @@
 """Normalizing flows: bijections with exact log-determinants, and the flows made of them.
 
-Whole architectures are functions named after their papers: `genmodels.flows.glow.glow`,
-`genmodels.flows.realnvp.realnvp_image` and `realnvp_vector`, `genmodels.flows.spline.neural_spline`.
+Whole architectures are functions named after their papers: `genmodels.flows.multiscale.glow`,
+`genmodels.flows.coupling_flows.realnvp_image` and `realnvp_vector`, `genmodels.flows.spline.neural_spline`.
 """
 
 from genmodels.core.data import Latents
@@ -32,8 +32,8 @@ from genmodels.flows.elementwise import (
 )
 from genmodels.flows.flow import Flow
 from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Permute
-from genmodels.flows.monitor import Health, examine
 from genmodels.flows.multiscale import FactorOut, MultiScale
+from genmodels.flows.replay import Health, examine
 from genmodels.flows.scaling import ActNorm, Logit, Scale, Shift, Standardise
 from genmodels.flows.spline import RationalQuadraticSpline
 from genmodels.flows.squeeze import Flatten, PadToMultiple, Squeeze1d, Squeeze2d

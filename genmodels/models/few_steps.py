@@ -13,9 +13,15 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.core.tensors import hide
 from genmodels.diffusion import Denoiser, Elbo, FlowMap
-from genmodels.diffusion.consistency import Consistency, ConsistencyWeighting, ProgressiveDistillation
+from genmodels.diffusion.few_steps import (
+    Consistency,
+    ConsistencyWeighting,
+    FlowMapMatching,
+    MeanFlow,
+    ProgressiveDistillation,
+    Shortcut,
+)
 from genmodels.diffusion.flow_matching import Coupling, CouplingName, PathName, make_path, velocity_of
-from genmodels.diffusion.shortcut import FlowMapMatching, MeanFlow, Shortcut
 from genmodels.diffusion.weighting import WeightingName
 from genmodels.models.base import Loss
 from genmodels.models.diffusion import DiffusionModel, load_teacher, no_likelihood

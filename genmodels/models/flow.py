@@ -19,11 +19,11 @@ from genmodels.data.base import spread_rows
 from genmodels.flows.bases import BASES
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
+from genmodels.flows.coupling_flows import dequantisation_flow
 from genmodels.flows.dequantize import OfLevel, UniformDequantize, VariationalDequantize
 from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow
 from genmodels.flows.flow import Flow
-from genmodels.flows.monitor import Health, examine
-from genmodels.flows.realnvp import dequantisation_flow
+from genmodels.flows.replay import Health, examine
 from genmodels.flows.scaling import Logit, Shift, Standardise, channel_moments
 from genmodels.flows.squeeze import Flatten
 from genmodels.models.base import GenerativeModel, Loss

@@ -22,9 +22,9 @@ from genmodels.models.build import altered, construct
 from genmodels.models.checkpoint import load_model
 from genmodels.models.mels import MelUnits
 from genmodels.models.optimizer import Optimizer
-from genmodels.nn.recognizer import SpeechEncoder
-from genmodels.speech.attention_decoder import AttentionDecoder, cross_entropy
+from genmodels.nn.transformer import SpeechEncoder
 from genmodels.speech.audio import MelConfig, log_mel, resample
+from genmodels.speech.criteria import CTC, AttentionDecoder, Transducer, cross_entropy, least_frames
 from genmodels.speech.decoding import (
     Hypothesis,
     Search,
@@ -35,7 +35,6 @@ from genmodels.speech.decoding import (
 )
 from genmodels.speech.recognition import Edits, character_edits, pooled, word_edits
 from genmodels.speech.text import Symbols
-from genmodels.speech.transducer import CTC, Transducer, least_frames
 
 _SHOWN = 8  # texts written while training
 
@@ -69,7 +68,7 @@ class RecognizerCore(nn.Module):
 
     Arguments:
         net: the encoder.
-        ctc, transducer, decoder: see `genmodels.speech.transducer` and `genmodels.speech.attention_decoder`.
+        ctc, transducer, decoder: see `genmodels.speech.criteria` and `genmodels.speech.criteria`.
     """
 
     def __init__(

@@ -21,10 +21,8 @@ from genmodels.models.base import GenerativeModel
 from genmodels.models.build import construct
 from genmodels.models.mels import MelUnits, even_lengths, silent_beyond
 from genmodels.speech.alignment import forward_sum
-from genmodels.speech.glow_tts import Aligned
-from genmodels.speech.markup import factors_of, without_marks
-from genmodels.speech.text import Symbols, in_form
-from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
+from genmodels.speech.glow_tts import Aligned, DurationPredictor, TextEncoder
+from genmodels.speech.text import Symbols, factors_of, in_form, without_marks
 
 _WORD = 2**32 - 1  # indices of keyed noise lie below
 _LONGEST = 3600  # seconds of one text: an hour is a gigabyte

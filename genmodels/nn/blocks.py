@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, fold, interpolate, layer_norm, silu
 from torch.utils.checkpoint import checkpoint
 
+from genmodels.core.random import Dropout
 from genmodels.core.tensors import hide, wide
-from genmodels.nn.dropout import Dropout
 
 
 def group_count(channels: int, most: int = 32, least_width: int = 4) -> int:

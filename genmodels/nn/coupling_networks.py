@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import elu, glu, relu
 
 from genmodels.core.errors import at_least
+from genmodels.core.random import Dropout
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.blocks import CONVOLUTION, ChannelNorm, zeroed
 from genmodels.nn.condition import Condition, Modulation, Net, modulate
-from genmodels.nn.dropout import Dropout
 
 
 class ScaledHead(nn.Module):

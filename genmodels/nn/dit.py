@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, pad, pixel_shuffle, pixel_unshuffle, silu
 
+from genmodels.core.random import Dropout
 from genmodels.core.tensors import hide
 from genmodels.nn.attention import Slots
 from genmodels.nn.attention_block import AttentionKind, Site, attend, is_for_maps, make_mechanism
 from genmodels.nn.blocks import ConditionEmbedding, run, zeroed
-from genmodels.nn.dropout import Dropout
 
 
 def patchify(x: Tensor, patch: int) -> Tensor:

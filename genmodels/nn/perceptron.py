@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, relu, silu
 
+from genmodels.core.random import Dropout
 from genmodels.nn.blocks import ConditionEmbedding, run, zeroed
 from genmodels.nn.condition import Condition, Net, modulate
-from genmodels.nn.dropout import Dropout
 
 ACTIVATION = {"silu": silu, "relu": relu}
 

@@ -1,16 +1,19 @@
-"""Transformer encoder with any attention of the package, for sequences of symbols or frames."""
+"""Transformer and conformer encoders of sequences, with any attention of the package; mels whole or in chunks."""
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import relu
+from torch.nn.functional import glu, pad, relu, silu
 
 from genmodels.core.errors import at_least
+from genmodels.core.random import Dropout
 from genmodels.core.tensors import hide
-from genmodels.nn.attention import Cache
+from genmodels.nn.attention import Attention, Cache
 from genmodels.nn.attention_block import AttentionKind, Site, make_mechanism
 from genmodels.nn.blocks import ChannelNorm, run
-from genmodels.nn.dropout import Dropout
 
 
 class TransformerLayer(nn.Module):
@@ -139,3 +142,278 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = run(layer, x, mask, again=self.checkpointing)
         return hide(self.norm(x), mask)
+
+
+class Subsampling(nn.Module):
+    """Convolutions of stride 2, after each of which there are half as many frames.
+
+        h <- relu(conv(h)),    frame i of conv(h) sees frames 2i - 1 to 2i + 1 of h
+
+    A frame of the result sees none beyond its own stride, so that a chunk of whole strides needs no future.
+
+    Arguments:
+        n_mels: channels of the mel.
+        channels: of the result.
+        factor: 2 or 4 frames of the mel for each of the result.
+
+    Shapes: `x (B, n_mels, T)` with `mask (B, 1, T)` to `(B, C, ceil(T / factor))` with the mask of these.
+
+    Example:
+        >>> h, _ = Subsampling(4, 8, 4)(torch.zeros(1, 4, 9))
+        >>> h.shape
+        torch.Size([1, 8, 3])
+    """
+
+    def __init__(self, n_mels: int, channels: int, factor: int):
+        super().__init__()
+        widths = [n_mels, *[channels] * (factor // 2)]
+        self.convolutions = nn.ModuleList(nn.Conv1d(width, channels, 3, stride=2) for width in widths[:-1])
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = hide(x, mask)
+        for convolution in self.convolutions:
+            x = relu(convolution(pad(x, (1, 1))))
+            mask = None if mask is None else mask[..., ::2]
+            x = hide(x, mask)
+        return x, mask
+
+    def extend(self, x: Tensor, before: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The same for new frames; `before` are the last frames that each convolution has seen, None for none."""
+        after = []
+        for number, convolution in enumerate(self.convolutions):
+            last = x.new_zeros(len(x), x.shape[1], 1) if before is None else before[number]
+            after.append(x[..., -1:])
+            x = relu(convolution(torch.cat([last, pad(x, (0, x.shape[2] % 2))], dim=2)))
+        return x, tuple(after)
+
+
+class ConvolutionModule(nn.Module):
+    """The convolution of a conformer: a gate, a filter along each channel, and a mixture of the channels.
+
+        y = W_2 silu(norm(depthwise(a * sigmoid(b)))),    (a, b) = W_1 norm(x)
+
+    The norm in the middle is over the channels of each frame (in the source over the batch), so that neither padding
+    nor other items matter.
+
+    Arguments:
+        channels: of the sequence.
+        kernel_size: length of the filters, odd.
+        causal: whether a frame sees none after it.
+
+    Shapes: `x (B, C, T)` to the same.
+    Source: Gulati et al. 2020 (Conformer), section 2.2.
+
+    Example:
+        >>> ConvolutionModule(8, 5, causal=False)(torch.zeros(1, 8, 3)).shape
+        torch.Size([1, 8, 3])
+    """
+
+    def __init__(self, channels: int, kernel_size: int, *, causal: bool):
+        super().__init__()
+        if kernel_size % 2 == 0:
+            raise ValueError(f"convolution = {kernel_size} must be odd, so that the length stays, or 0 for none")
+        side = kernel_size // 2
+        self.past, self.future = (2 * side, 0) if causal else (side, side)
+        self.norm_1, self.norm_2 = ChannelNorm(channels), ChannelNorm(channels)
+        self.enter = nn.Conv1d(channels, 2 * channels, 1)
+        self.depthwise = nn.Conv1d(channels, channels, kernel_size, groups=channels)
+        self.leave = nn.Conv1d(channels, channels, 1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        gated = hide(glu(self.enter(self.norm_1(x)), dim=1), mask)
+        return self._mixed(pad(gated, (self.past, self.future)))
+
+    def extend(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same for new frames of a causal one; `before (B, C, kernel_size - 1)` are gated frames, None for none."""
+        gated = glu(self.enter(self.norm_1(x)), dim=1)
+        whole = pad(gated, (self.past, 0)) if before is None else torch.cat([before, gated], dim=2)
+        return self._mixed(whole), whole[..., whole.shape[2] - self.past :]
+
+    def _mixed(self, gated: Tensor) -> Tensor:
+        return self.leave(silu(self.norm_2(self.depthwise(gated))))
+
+
+class LayerState(NamedTuple):
+    """What a layer remembers of a stream: the attention's cache, and the last frames of the convolution, if any."""
+
+    cache: Cache
+    frames: Tensor | None
+
+
+class ConformerLayer(nn.Module):
+    """Attention and a convolution between two halves of a feed-forward network.
+
+        x <- x + F_1(x)/2,    x <- x + attention(norm(x)),    x <- x + convolution(x),    y = norm(x + F_2(x)/2)
+        F(x) = W_2 silu(W_1 norm(x))
+
+    The convolution is causal where the attention can be streamed.
+
+    Arguments:
+        channels, heads, hidden, dropout, attention: as of `TransformerLayer`.
+        convolution: length of the filters, odd.
+
+    Shapes: `x (B, C, T)` to the same, `mask (B, 1, T)` bool, True = valid: the result is zero outside it.
+    Errors: ValueError for an even length, heads that do not divide the channels, an unknown attention.
+    Source: Gulati et al. 2020 (Conformer), equation 1.
+
+    Example:
+        >>> ConformerLayer(8, 2, hidden=16, convolution=3)(torch.randn(1, 8, 5)).shape
+        torch.Size([1, 8, 5])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        heads: int = 4,
+        *,
+        hidden: int = 576,
+        convolution: int = 15,
+        dropout: float = 0.1,
+        attention: AttentionKind = "xl",
+    ):
+        super().__init__()
+        at_least(1, channels=channels, heads=heads, hidden=hidden, convolution=convolution)
+        self.attention = make_mechanism(attention, channels, heads, Site(1, None, dropout))
+        self.norm = ChannelNorm(channels)
+        self.convolution = ConvolutionModule(channels, convolution, causal=streamable(self.attention))
+        self.before, self.after = (
+            nn.Sequential(ChannelNorm(channels), nn.Conv1d(channels, hidden, 1), nn.SiLU(), Dropout(dropout),
+                          nn.Conv1d(hidden, channels, 1), Dropout(dropout))
+            for _ in range(2)
+        )  # fmt: skip
+        self.norm_out, self.dropout = ChannelNorm(channels), Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = hide(x, mask)
+        x = x + 0.5 * self.before(x)
+        if self.attention is not None:
+            y, _ = self.attention(self.norm(x).mT, mask=mask)
+            x = x + self.dropout(y.mT)
+        x = x + self.dropout(self.convolution(x, mask))
+        return hide(self.norm_out(x + 0.5 * self.after(x)), mask)
+
+    def extend(self, x: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
+        """The same for new frames of a stream."""
+        x = x + 0.5 * self.before(x)
+        rows = self.norm(x).mT
+        cache, frames = (self.attention.empty_cache(rows), None) if state is None else state
+        y, cache = self.attention(rows, cache=cache)
+        x = x + y.mT
+        y, frames = self.convolution.extend(x, frames)
+        x = x + y
+        return self.norm_out(x + 0.5 * self.after(x)), LayerState(cache, frames)
+
+
+def streamable(mechanism: nn.Module | None) -> bool:
+    """Whether an attention sees no further into the future than its chunk.
+
+    Example:
+        >>> streamable(Attention(8, 2, chunk=(16, 1))), streamable(Attention(8, 2))
+        (True, False)
+    """
+    return isinstance(mechanism, Attention) and (mechanism.reach.chunk is not None or mechanism.reach.no_future)
+
+
+class StreamState(NamedTuple):
+    """Where an encoder stands in a stream: the last frames of its subsampling, and the states of its layers."""
+
+    frames: tuple[Tensor, ...]
+    layers: tuple[LayerState | Cache, ...]
+
+
+class SpeechEncoder(nn.Module):
+    """Mels to a sequence with a frame for every 2 or 4 of theirs, by layers with any attention of the package.
+
+        h = norm(layer_n(... layer_1(subsampling(x))))
+
+    With an attention that is bounded to chunks (`xl_chunks`: 16 frames of h and the 16 before) a mel can be encoded as
+    it comes, by `extend`, with the result of the whole.
+
+    Arguments:
+        n_mels: channels of the mel.
+        channels: of h.
+        depth: number of layers.
+        heads: heads of the attention; divides the channels.
+        hidden: channels inside the layers' feed-forward networks.
+        subsampling: frames of the mel for each of h, 2 or 4. Characters need one frame of h each, two where a
+            character is repeated.
+        convolution: length of the filters of conformer layers, odd; 0 for transformer layers.
+        dropout: of the layers.
+        attention: entry of `ATTENTION` for sequences.
+        checkpointing: recompute the inside of each layer in the backward pass instead of storing it.
+
+    Shapes: `x (B, n_mels, T)` with `mask (B, 1, T)` to `(B, C, ceil(T / subsampling))` with the mask of these; what
+        lies outside the mask, and how much of it there is, changes nothing.
+    Errors: ValueError for another factor, and whatever a layer refuses.
+    Source: transformer layers: Dong et al. 2018 (Speech-Transformer); conformer layers: Gulati et al. 2020; chunks with
+        relative positions: Dai et al. 2019 (Transformer-XL).
+
+    Example:
+        >>> h, mask = SpeechEncoder(4, channels=8, depth=1, heads=2, hidden=16)(torch.randn(2, 4, 9))
+        >>> h.shape
+        torch.Size([2, 8, 5])
+    """
+
+    def __init__(
+        self,
+        n_mels: int,
+        *,
+        channels: int = 144,
+        depth: int = 6,
+        heads: int = 4,
+        hidden: int = 576,
+        subsampling: Literal[2, 4] = 2,
+        convolution: int = 15,
+        dropout: float = 0.1,
+        attention: AttentionKind = "xl",
+        checkpointing: bool = False,
+    ):
+        super().__init__()
+        at_least(1, n_mels=n_mels, channels=channels, depth=depth)
+        if subsampling not in (2, 4):
+            raise ValueError(f"subsampling must be 2 or 4, got {subsampling}")
+        self.channels, self.subsampling, self.checkpointing = channels, subsampling, checkpointing
+        own = {"hidden": hidden, "dropout": dropout, "attention": attention}
+        self.front = Subsampling(n_mels, channels, subsampling)
+        self.layers = nn.ModuleList(
+            ConformerLayer(channels, heads, convolution=convolution, **own) if convolution
+            else TransformerLayer(channels, heads, kernel_size=1, **own) for _ in range(depth)
+        )
+        self.norm = ChannelNorm(channels)
+
+    def frames(self, frames: Tensor) -> Tensor:
+        """Frames of h for mels of so many frames."""
+        return -(-frames // self.subsampling)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        h, mask = self.front(x, mask)
+        for layer in self.layers:
+            h = run(layer, h, mask, again=self.checkpointing)
+        return hide(self.norm(h), mask), mask
+
+    @property
+    def chunk(self) -> int | None:
+        """Frames of a mel that a stream has to come in, or a multiple of them; None for one that cannot be streamed."""
+        first = self.layers[0].attention
+        if not streamable(first):
+            return None
+        return self.subsampling * (1 if first.reach.chunk is None else first.reach.chunk[0])
+
+    def extend(self, x: Tensor, state: StreamState | None = None) -> tuple[Tensor, StreamState]:
+        """h of new frames of a mel, and the state for those that follow.
+
+        Arguments:
+            x: `(B, n_mels, n)`, n a multiple of `chunk`, unless they are the last.
+            state: what the call before returned, None for the beginning.
+
+        Raises:
+            ValueError: for an attention that sees more than its chunk.
+        """
+        if self.chunk is None:
+            raise ValueError("this attention sees the whole: for streaming use attention = xl_chunks or music")
+        h, frames = self.front.extend(x, None if state is None else state.frames)
+        layers = []
+        for number, layer in enumerate(self.layers):
+            h, after = layer.extend(h, None if state is None else state.layers[number])
+            layers.append(after)
+        return self.norm(h), StreamState(frames, tuple(layers))

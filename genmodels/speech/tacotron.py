@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, relu
 
 from genmodels.core.errors import at_least, check_temperature, one_of
-from genmodels.core.random import Generator, KeyedGenerator, uniform
+from genmodels.core.random import Dropout, Generator, KeyedGenerator, checked, uniform
 from genmodels.core.tensors import hide
 from genmodels.nn.attention.local import LocalMonotonic
-from genmodels.nn.attention.scores import Additive, Location, ScaledDot
-from genmodels.nn.attention.seq2seq import HardAttention, Keys, ScoredAttention, Stepwise
+from genmodels.nn.attention.seq2seq import Additive, HardAttention, Keys, Location, ScaledDot, ScoredAttention, Stepwise
 from genmodels.nn.blocks import ChannelNorm, run, zeroed
-from genmodels.nn.dropout import Dropout, checked
-from genmodels.speech.text_encoder import TextEncoder
+from genmodels.speech.glow_tts import TextEncoder
 
 
 class PostNet(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from genmodels.core.data import Batch
 from genmodels.flows.bijection import Step
-from genmodels.flows.monitor import examine
+from genmodels.flows.replay import examine
 from genmodels.models.base import GenerativeModel
 from genmodels.verification.check import CheckSet, Measured, NotVerified
 from genmodels.verification.maps import relative, worst

@@ -19,10 +19,9 @@ from genmodels.data.speech import Speech
 from genmodels.models import text_model as texts
 from genmodels.models.checkpoint import write_checkpoint
 from genmodels.models.glow_tts import GlowTTS, stream_text
-from genmodels.models.mel_ddpm import MelDDPM
-from genmodels.models.mel_flow_matching import MelFlowMatching
 from genmodels.models.mels import alone
 from genmodels.models.tacotron import Tacotron
+from genmodels.models.text_to_mel import MelDDPM, MelFlowMatching
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.text import CHARACTERS
 from genmodels.speech.vocoder import GriffinLim, sound_of

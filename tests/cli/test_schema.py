@@ -16,9 +16,9 @@ from genmodels.cli.signatures import load
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, explain
 from genmodels.core.files import check_writable, groups
+from genmodels.core.random import Dropout
 from genmodels.models.build import build, construct
 from genmodels.models.checkpoint import write_checkpoint
-from genmodels.nn.dropout import Dropout
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.text import CHARACTERS
 from genmodels.training.callbacks import CheckpointOptions

@@ -22,8 +22,8 @@ from genmodels.nn.coupling_networks import ConvNet
 from genmodels.verification import attention as mechanisms
 from genmodels.verification.attention import MECHANISMS
 from genmodels.verification.check import PASSED, Check, Findings, Options, Report
+from genmodels.verification.checkpoints import verify
 from genmodels.verification.flows import NUMERIC, fingerprint
-from genmodels.verification.models import verify
 from tests.mutants.bijections_layers import Stretch
 
 MINE = '''
@@ -32,7 +32,7 @@ from torch import nn
 
 from genmodels.flows import ActNorm, Compose, Flip
 from genmodels.flows.bijection import Bijection
-from genmodels.flows.glow import glow
+from genmodels.flows.multiscale import glow
 
 
 class Doubling(nn.Module):

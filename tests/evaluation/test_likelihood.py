@@ -11,9 +11,9 @@ import torch
 from genmodels.core.errors import RunError
 from genmodels.core.processes import Ranks
 from genmodels.evaluation import likelihood, sample_quality
-from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.evaluate import Evaluation
+from genmodels.evaluation.features import Cache
 from genmodels.evaluation.report import plain
 from genmodels.models.build import build
 from tests.gaussian_models import GaussianFlow, save

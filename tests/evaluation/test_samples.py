@@ -13,7 +13,7 @@ from genmodels.core.errors import InputError, NotFinite, RunError
 from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
-from genmodels.evaluation.cache import Cache
+from genmodels.evaluation.features import Cache
 from genmodels.evaluation.samples import Drawing, draw, draw_together, write_folder
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel

@@ -16,8 +16,8 @@ from genmodels.data.speech import Speech
 from genmodels.data.utterances import padded_tokens
 from genmodels.evaluation import speech as module
 from genmodels.evaluation import speech as speech_stage
-from genmodels.evaluation.cache import Cache
 from genmodels.evaluation.checkpoint import Opened, Request
+from genmodels.evaluation.features import Cache
 from genmodels.evaluation.report import Skipped, SpeechFigures, plain
 from genmodels.evaluation.speech import against_length, audit, audit_notes, neighbours, picture_of_audit
 from genmodels.models.base import Samples

@@ -11,12 +11,10 @@ from torch import Tensor
 from genmodels.flows.bijection import Bijection, Freeze, Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling, MaskedAutoregressive, TokenSplit
+from genmodels.flows.coupling_flows import ShiftScale, TokenNet, dequantisation_flow, jet, realnvp_image, realnvp_vector
 from genmodels.flows.elementwise import Additive, Affine, ElementTransform, LogisticMixture, MeanScale
-from genmodels.flows.glow import glow
-from genmodels.flows.jet import ShiftScale, TokenNet, jet
 from genmodels.flows.linear import Flip, GroupedLinear, InvertibleLinear, Permute
-from genmodels.flows.multiscale import FactorOut, MultiScale
-from genmodels.flows.realnvp import dequantisation_flow, realnvp_image, realnvp_vector
+from genmodels.flows.multiscale import FactorOut, MultiScale, glow
 from genmodels.flows.scaling import ActNorm, Logit, Scale, Shift, Standardise
 from genmodels.flows.spline import RationalQuadraticSpline, neural_spline
 from genmodels.flows.squeeze import Flatten, Squeeze1d, Squeeze2d

@@ -19,8 +19,8 @@ from genmodels.flows.bijection import Bijection, Freeze, Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine, MeanScale
-from genmodels.flows.glow import glow
 from genmodels.flows.linear import Flip, InvertibleLinear
+from genmodels.flows.multiscale import glow
 from genmodels.flows.scaling import ActNorm, Logit
 from genmodels.nn.condition import Condition
 from genmodels.nn.perceptron import MLP

@@ -15,14 +15,13 @@ from genmodels.flows.bases import ClassNormal, DiagonalNormal, StandardNormal, U
 from genmodels.flows.bijection import Bijection, Freeze, Inverse, NotInitialized
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
+from genmodels.flows.coupling_flows import dequantisation_flow, realnvp_image, realnvp_vector
 from genmodels.flows.dequantize import UniformDequantize, VariationalDequantize, noise_condition
 from genmodels.flows.discrete import DiscreteFlow
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.flow import Flow, reference
-from genmodels.flows.glow import glow
 from genmodels.flows.linear import Flip
-from genmodels.flows.multiscale import FactorOut, MultiScale
-from genmodels.flows.realnvp import dequantisation_flow, realnvp_image, realnvp_vector
+from genmodels.flows.multiscale import FactorOut, MultiScale, glow
 from genmodels.flows.scaling import ActNorm, Scale, Shift
 from genmodels.flows.spline import neural_spline
 from genmodels.flows.squeeze import PadToMultiple, Squeeze1d, Squeeze2d

@@ -13,8 +13,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.evaluation.materials import interpolate
 from genmodels.flows.bijection import NotInitialized
 from genmodels.flows.elementwise import Affine
-from genmodels.models.normalizing_flows import MAF, NSF, Glow, Jet, RealNVP
-from genmodels.models.tarflow import TarFlow
+from genmodels.models.normalizing_flows import MAF, NSF, Glow, Jet, RealNVP, TarFlow
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 COLOURS = DataSpec("colours", (3, 8, 8), levels=256)

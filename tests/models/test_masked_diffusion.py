@@ -12,7 +12,7 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.models.checkpoint import load_model, write_checkpoint
 from genmodels.models.masked_diffusion import MaskedDiffusionModel
 from genmodels.verification.check import Options
-from genmodels.verification.models import verify
+from genmodels.verification.checkpoints import verify
 
 DIT = {"width": 16, "depth": 1, "heads": 2}
 UNET = {"_target_": "genmodels.nn.unet.UNet", "channels": 8, "multipliers": [1, 2], "blocks": 1}

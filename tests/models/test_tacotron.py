@@ -13,9 +13,8 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.models.build import construct
 from genmodels.models.glow_tts import GlowTTS
-from genmodels.models.mel_ddpm import MelDDPM
-from genmodels.models.mel_energy import MelEnergy
 from genmodels.models.tacotron import Tacotron
+from genmodels.models.text_to_mel import MelDDPM, MelEnergy
 from genmodels.speech.text import CHARACTERS
 from tests.speech.test_streaming import awake
 

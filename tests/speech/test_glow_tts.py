@@ -11,8 +11,7 @@ import torch
 from genmodels.core.random import KeyedGenerator
 from genmodels.speech import glow_tts
 from genmodels.speech.alignment import log_paths
-from genmodels.speech.glow_tts import GlowTTS, mel_decoder, normal_scores
-from genmodels.speech.text_encoder import DurationPredictor, TextEncoder, duration_loss
+from genmodels.speech.glow_tts import DurationPredictor, GlowTTS, TextEncoder, duration_loss, mel_decoder, normal_scores
 
 SYMBOLS = 9
 

@@ -9,7 +9,7 @@ import torch
 
 from genmodels.core.data import Batch
 from genmodels.core.errors import Interrupted, RunError
-from genmodels.verification.checkpoints import FAMILIES, NO_TIME, ModelSubject, verify_checkpoint
+from genmodels.verification.checkpoints import NO_TIME, OF_CHECKPOINTS, ModelSubject, verify_checkpoint
 from genmodels.verification.trained_flows import CHECKS as LAYER_CHECKS
 from tests.mutants.models import MUTANTS, OwnFlow
 
@@ -23,7 +23,7 @@ def test_exactly_the_right_checks_fail(name):
 
 def test_every_check_has_a_mutant():
     noticed = set().union(*(mutant.failing | mutant.unverified for mutant in MUTANTS.values()))
-    assert noticed == {*LAYER_CHECKS.specs, *(name for _, checks in FAMILIES for name in checks.specs)}
+    assert noticed == {*LAYER_CHECKS.specs, *(name for _, checks in OF_CHECKPOINTS for name in checks.specs)}
 
 
 def subject(model, until: float = 60.0) -> ModelSubject:

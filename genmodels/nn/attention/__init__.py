@@ -13,10 +13,9 @@ Other mechanisms, with the same signature and the same masks:
 """
 
 from genmodels.nn.attention.approximate import LSH, Nystrom, rotation_hash, sign_bits, sign_hash
-from genmodels.nn.attention.backend import Path, masked_softmax
+from genmodels.nn.attention.backend import Path, Reach, build_mask, check_full, check_padding, hide_rows, masked_softmax
 from genmodels.nn.attention.core import Attention, Cache, Slots
 from genmodels.nn.attention.local import LocalDenseSynthesizer, LocalMonotonic, Place
-from genmodels.nn.attention.mask import Reach, build_mask, check_full, check_padding, hide_rows
 from genmodels.nn.attention.position import (
     DistanceBias,
     Position,
@@ -29,8 +28,17 @@ from genmodels.nn.attention.position import (
 )
 from genmodels.nn.attention.relative_bias import ALiBi, MelPosition, Swin2d, T5Bias
 from genmodels.nn.attention.relative_keys import MusicTransformer, Shaw, TransformerXL
-from genmodels.nn.attention.scores import Additive, Location, Past, ScaledDot, Score
-from genmodels.nn.attention.seq2seq import HardAttention, Keys, ScoredAttention, straight_through
+from genmodels.nn.attention.seq2seq import (
+    Additive,
+    HardAttention,
+    Keys,
+    Location,
+    Past,
+    ScaledDot,
+    Score,
+    ScoredAttention,
+    straight_through,
+)
 
 __all__ = [
     "ALiBi",

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from genmodels.core.random import normal
+from genmodels.core.random import dropout, normal
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
 from genmodels.nn.attention.mechanism import AtOnce, Inputs, split_heads
-from genmodels.nn.dropout import dropout
 
 #: How many times slower many small products are than those of a fused kernel, about.
 SMALL_PRODUCTS = 8

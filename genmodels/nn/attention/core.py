@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from genmodels.core.random import checked
 from genmodels.core.tensors import wide
 from genmodels.nn.attention import backend as paths
-from genmodels.nn.attention.mask import Reach, check_full, check_padding, hide_rows
+from genmodels.nn.attention.backend import Reach, check_full, check_padding, hide_rows
 from genmodels.nn.attention.position import Position, Space, head_width
-from genmodels.nn.dropout import checked
 
 
 class Cache(NamedTuple):

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, relu
 
+from genmodels.core.random import dropout
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
 from genmodels.nn.attention.mechanism import AtOnce, Inputs, admit, merge_heads, split_heads
-from genmodels.nn.attention.scores import Additive
-from genmodels.nn.attention.seq2seq import Keys, Stepwise
-from genmodels.nn.dropout import dropout
+from genmodels.nn.attention.seq2seq import Additive, Keys, Stepwise
 
 #: Positions whose neighbours are summed by one product.
 BLOCK = 64

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genmodels.nn.attention.backend import Path
+from genmodels.core.random import checked
+from genmodels.nn.attention.backend import Path, check_full, check_padding, hide_rows
 from genmodels.nn.attention.core import check_tensors
-from genmodels.nn.attention.mask import check_full, check_padding, hide_rows
 from genmodels.nn.attention.position import head_width
-from genmodels.nn.dropout import checked
 
 
 class Inputs(NamedTuple):

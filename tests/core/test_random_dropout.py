@@ -9,9 +9,9 @@ import torch
 import torch._inductor.config
 from torch import nn
 
-from genmodels.nn import dropout as module
+from genmodels.core import random as module
+from genmodels.core.random import Dropout, dropout
 from genmodels.nn.attention import Attention
-from genmodels.nn.dropout import Dropout, dropout
 from genmodels.nn.transformer import TransformerLayer
 
 SHAPES = [(6, 5), (6, 7, 3), (6, 2, 4, 4), (6, 2, 3, 4, 2, 3)]

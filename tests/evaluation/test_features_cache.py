@@ -7,7 +7,7 @@ import torch
 
 from genmodels.core.errors import RunError
 from genmodels.core.likelihood import Likelihood, packed, unpacked
-from genmodels.evaluation.cache import Cache
+from genmodels.evaluation.features import Cache
 from genmodels.evaluation.likelihood import in_one
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genmodels.flows.coupling import ChannelSplit, Coupling, TokenSplit
-from genmodels.flows.jet import ShiftScale, TokenNet, jet
+from genmodels.flows.coupling_flows import ShiftScale, TokenNet, jet
 from genmodels.nn.condition import Condition
 
 DOUBLE = torch.float64

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from genmodels.speech import transducer
+from genmodels.speech import criteria
+from genmodels.speech.criteria import CTC, Transducer, least_frames, transducer_log_prob
 from genmodels.speech.decoding import Search, plus
-from genmodels.speech.transducer import CTC, Transducer, least_frames, transducer_log_prob
 from tests.speech.test_decoding import of_all_paths
 from tests.speech.test_streaming import awake
 
@@ -43,7 +43,7 @@ def test_ctc_sums_over_all_paths_and_all_texts_sum_to_one():
 
 
 def test_another_blank_is_noticed(monkeypatch):
-    monkeypatch.setattr(transducer, "BLANK", 2)
+    monkeypatch.setattr(criteria, "BLANK", 2)
     assert ctc_error(ctc()) > 1e-3
 
 
@@ -97,7 +97,7 @@ def lattice_error() -> float:
     """The largest error of the sums of lattices of all small sizes, in one padded batch."""
     sizes = [(t, u) for t in range(1, 6) for u in range(5)]
     blank, emit = lattice(5, 4, items=len(sizes))
-    found = transducer.transducer_log_prob(blank, emit, *torch.tensor(sizes).T)
+    found = criteria.transducer_log_prob(blank, emit, *torch.tensor(sizes).T)
     truth = [of_all_alignments(blank[k, :t, : u + 1], emit[k, :t, :u]) for k, (t, u) in enumerate(sizes)]
     return float((found - torch.tensor(truth, dtype=torch.float64)).abs().max())
 
@@ -107,8 +107,8 @@ def test_a_transducer_sums_over_all_alignments():
 
 
 def test_a_lattice_without_its_last_blank_or_with_its_maximum_is_noticed(monkeypatch):
-    sound = transducer.transducer_log_prob
-    monkeypatch.setattr(transducer, "transducer_log_prob", lambda blank, emit, frames, counts:
+    sound = criteria.transducer_log_prob
+    monkeypatch.setattr(criteria, "transducer_log_prob", lambda blank, emit, frames, counts:
                         sound(blank, emit, frames, counts) - blank[torch.arange(len(blank)), frames - 1, counts])
     assert lattice_error() > 1e-2
     monkeypatch.undo()

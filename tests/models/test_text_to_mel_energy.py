@@ -14,9 +14,9 @@ from genmodels.energy import Potential
 from genmodels.models import mel_diffusion
 from genmodels.models import mel_diffusion as mel_langevin
 from genmodels.models.mel_diffusion import langevin_levels
-from genmodels.models.mel_energy import MelEnergy
 from genmodels.models.mels import alone, even_lengths
-from tests.models.test_mel_ddpm import bound_error, mean_of, worst_difference
+from genmodels.models.text_to_mel import MelEnergy
+from tests.models.test_text_to_mel_ddpm import bound_error, mean_of, worst_difference
 from tests.models.texts import ENCODER, N_MELS, batch, parts_of_training, scattered, spec
 
 SMALL = {"encoder": ENCODER, "net": {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}, "num_steps": 12,

@@ -10,7 +10,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.flows.discrete import NoisyFlow
 from genmodels.flows.tarflow import Decoding, MetaBlock
-from genmodels.models.tarflow import TarFlow
+from genmodels.models.normalizing_flows import TarFlow
 
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 SMALL = {"blocks": 2, "width": 16, "depth": 1, "heads": 2, "ema_decay": 0}

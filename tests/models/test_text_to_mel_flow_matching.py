@@ -10,11 +10,9 @@ import torch
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import GaussianDenoiser, LinearPath, Velocity
-from genmodels.models.mel_ddpm import MelDDPM
-from genmodels.models.mel_energy import MelEnergy
-from genmodels.models.mel_flow_matching import MelFlowMatching
 from genmodels.models.mels import alone
-from tests.models.test_mel_ddpm import bound_error, mean_of, worst_difference
+from genmodels.models.text_to_mel import MelDDPM, MelEnergy, MelFlowMatching
+from tests.models.test_text_to_mel_ddpm import bound_error, mean_of, worst_difference
 from tests.models.texts import ENCODER, N_MELS, batch, parts_of_training, scattered, spec
 
 SMALL = {"encoder": ENCODER, "net": {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}, "num_steps": 12,

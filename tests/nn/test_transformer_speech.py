@@ -7,8 +7,8 @@ import torch
 
 from genmodels.core.errors import InputError
 from genmodels.models.build import construct
-from genmodels.nn import ATTENTION, recognizer
-from genmodels.nn.recognizer import SpeechEncoder
+from genmodels.nn import ATTENTION, transformer
+from genmodels.nn.transformer import SpeechEncoder
 
 LENGTHS = (150, 37, 1)
 OF_SEQUENCES = [name for name, kind in ATTENTION.items() if kind.make is None or 1 in kind.dims]
@@ -54,7 +54,7 @@ def test_every_attention_encodes(attention):
 
 
 def test_a_convolution_that_sees_padding_is_noticed(monkeypatch):
-    monkeypatch.setattr(recognizer, "hide", lambda x, mask: x)
+    monkeypatch.setattr(transformer, "hide", lambda x, mask: x)
     assert padding_error(encoder()) > 1e-3
 
 
@@ -78,13 +78,13 @@ def test_a_stream_in_chunks_is_the_whole(options):
 
 def test_streams_that_forget_are_noticed(monkeypatch):
     net = encoder(attention="xl_chunks")
-    kept = {name: getattr(recognizer, name).extend for name in ("Subsampling", "ConvolutionModule", "ConformerLayer")}
+    kept = {name: getattr(transformer, name).extend for name in ("Subsampling", "ConvolutionModule", "ConformerLayer")}
     for name, extend in kept.items():
-        monkeypatch.setattr(getattr(recognizer, name), "extend", lambda self, x, state, e=extend: e(self, x, None))
+        monkeypatch.setattr(getattr(transformer, name), "extend", lambda self, x, state, e=extend: e(self, x, None))
         assert stream_error(net) > 1e-3, name
         monkeypatch.undo()
-    whole = recognizer.ConvolutionModule.forward
-    monkeypatch.setattr(recognizer.ConvolutionModule, "forward",  # which looks a frame ahead
+    whole = transformer.ConvolutionModule.forward
+    monkeypatch.setattr(transformer.ConvolutionModule, "forward",  # which looks a frame ahead
                         lambda self, x, mask=None: whole(self, x.roll(-1, 2), mask))
     assert stream_error(net) > 1e-3
 

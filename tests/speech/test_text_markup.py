@@ -9,8 +9,7 @@ from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.models.glow_tts import GlowTTS, stream_text
 from genmodels.models.text_model import TextReader
-from genmodels.speech.markup import factors_of, paced, phrases, reopened, without_marks
-from genmodels.speech.text import CHARACTERS, normalise
+from genmodels.speech.text import CHARACTERS, factors_of, normalise, paced, phrases, reopened, without_marks
 
 TEXTS = {  # the words of the normal form with their factors
     "Now [slow]one by one[/slow].": [("now", 1), ("one", 1.5), ("by", 1.5), ("one.", 1.5)],

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-import genmodels.energy.products as products
+import genmodels.energy.function as products
 from genmodels.energy import (
     Energy,
     Quadratic,

@@ -8,11 +8,11 @@ from typing import get_args
 import pytest
 import torch
 
-from genmodels.speech.attention_decoder import AttentionDecoder, cross_entropy
+from genmodels.speech.criteria import AttentionDecoder, cross_entropy
 from genmodels.speech.decoding import Search
 from genmodels.speech.tacotron import AttentionKind
+from tests.speech.test_criteria_transducer import every_text
 from tests.speech.test_streaming import awake
-from tests.speech.test_transducer import every_text
 
 FRAMES, COUNTS = torch.tensor([9, 4, 6]), torch.tensor([3, 1, 4])
 Y = torch.tensor([[1, 2, 2, 0], [2, 0, 0, 0], [1, 1, 2, 1]])

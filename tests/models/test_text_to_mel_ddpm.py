@@ -16,8 +16,8 @@ from genmodels.data.utterances import FLOOR
 from genmodels.diffusion import SAMPLERS, GaussianDenoiser, SampleResult, generation
 from genmodels.models import mel_diffusion
 from genmodels.models.glow_tts import GlowTTS
-from genmodels.models.mel_ddpm import MelDDPM
 from genmodels.models.mels import alone, even_lengths
+from genmodels.models.text_to_mel import MelDDPM
 from genmodels.speech.alignment import log_paths
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
 from tests.models.texts import ENCODER, N_MELS, batch, parts_of_training, scattered, spec
