@@ -21,7 +21,8 @@ from unittest.mock import MagicMock
 import torch
 from _timing import interleaved
 
-from genmodels.speech.glow_tts import DurationPredictor, GlowTTS, TextEncoder, mel_decoder
+from genmodels.speech.glow_tts import GlowTTS, mel_decoder
+from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 
 SYMBOLS = 37
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}

@@ -20,10 +20,11 @@ from _timing import interleaved
 
 from genmodels.core.random import KeyedGenerator
 from genmodels.speech.audio import MelConfig
-from genmodels.speech.glow_tts import DurationPredictor, GlowTTS, TextEncoder, mel_decoder
+from genmodels.speech.glow_tts import GlowTTS, mel_decoder
 from genmodels.speech.measures import real_time_factor
 from genmodels.speech.streaming import collect, stream, stream_sound
 from genmodels.speech.tacotron import Tacotron
+from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 from genmodels.speech.vocoder import GriffinLim, HiFiGAN
 
 SYMBOLS, CHARACTERS_PER_SECOND, HIDDEN = 37, 15, 1152

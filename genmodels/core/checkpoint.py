@@ -401,7 +401,6 @@ MOVED = {
     "genmodels.nn.noise_conditional": "genmodels.models.score",
     "genmodels.nn.recognizer": "genmodels.nn.transformer",
     "genmodels.nn.unet_energy": "genmodels.nn.energy_nets",
-    "genmodels.speech.text_encoder": "genmodels.speech.glow_tts",
 }
 
 

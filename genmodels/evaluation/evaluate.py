@@ -292,7 +292,7 @@ class Evaluation:
         done = self.frame.once("checks", {"options": line.options, "bound": bound}, compute)
         self.report.checks = [Check(**check) for check in done["checks"]]
         if done["layers"]:
-            from genmodels.verification.trained_flows import drift_of  # here, since other families need no flows
+            from genmodels.verification.maps import drift_of  # here, since other families need no flows
 
             self.report.profile.flow = [Layer(**layer) for layer in done["layers"]]
             self.report.drift = Drift(**drift_of(done["layers"]))

@@ -328,7 +328,7 @@ class NoiseLevels:
 
 @dataclass
 class Layer:
-    """A layer of a flow at a real input, as `verification.trained_flows` measures it."""
+    """A layer of a flow at a real input, as `verification.maps` measures it."""
 
     name: str
     kind: str

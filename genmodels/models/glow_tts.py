@@ -21,8 +21,9 @@ from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.condition import Condition
 from genmodels.speech.alignment import log_mean_over_paths
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
-from genmodels.speech.glow_tts import TextEncoder, mel_decoder
+from genmodels.speech.glow_tts import mel_decoder
 from genmodels.speech.streaming import reach, stream_latent
+from genmodels.speech.text_encoder import TextEncoder
 
 
 class GlowTTS(AlignedModel):

@@ -36,7 +36,8 @@ from genmodels.models.mels import alone, even_lengths
 from genmodels.models.text_model import AlignedModel, SpeakerEmbeddings
 from genmodels.nn import DiT, UNet
 from genmodels.speech.alignment import log_paths, path_of
-from genmodels.speech.glow_tts import Aligned, GlowTTS, Latent, TextEncoder
+from genmodels.speech.glow_tts import Aligned, GlowTTS, Latent
+from genmodels.speech.text_encoder import TextEncoder
 
 FINEST = 10.0  # log-SNR of the last level at most: 1/150 of the standard deviation of the data
 _NOISIEST = -12.0  # log-SNR of the first level at least: the noise is 400 times the standard deviation of the data

@@ -18,11 +18,11 @@ from genmodels.models.build import construct
 from genmodels.models.mels import even_lengths
 from genmodels.models.optimizer import Optimizer
 from genmodels.models.text_model import SpeakerEmbeddings, TextModel
-from genmodels.speech.glow_tts import TextEncoder
 from genmodels.speech.measures import read_faults, words_of_tokens
 from genmodels.speech.tacotron import AttentionKind, Decoded, Synthesised
 from genmodels.speech.tacotron import Tacotron as Decoder
 from genmodels.speech.text import Symbols
+from genmodels.speech.text_encoder import TextEncoder
 
 _FRAMES_A_SYMBOL, _FRAMES_MORE = 20, 100
 

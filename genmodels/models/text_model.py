@@ -21,8 +21,9 @@ from genmodels.models.base import GenerativeModel
 from genmodels.models.build import construct
 from genmodels.models.mels import MelUnits, even_lengths, silent_beyond
 from genmodels.speech.alignment import forward_sum
-from genmodels.speech.glow_tts import Aligned, DurationPredictor, TextEncoder
+from genmodels.speech.glow_tts import Aligned
 from genmodels.speech.text import Symbols, factors_of, in_form, without_marks
+from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 
 _WORD = 2**32 - 1  # indices of keyed noise lie below
 _LONGEST = 3600  # seconds of one text: an hour is a gigabyte

@@ -24,7 +24,7 @@ from genmodels.energy import Potential
 from genmodels.models.mel_diffusion import FINEST, MelDiffusion
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import DiT, UNet
-from genmodels.speech.glow_tts import TextEncoder
+from genmodels.speech.text_encoder import TextEncoder
 
 
 class MelDDPM(MelDiffusion):

@@ -16,7 +16,7 @@ from genmodels.core.tensors import hide
 from genmodels.nn.attention.local import LocalMonotonic
 from genmodels.nn.attention.seq2seq import Additive, HardAttention, Keys, Location, ScaledDot, ScoredAttention, Stepwise
 from genmodels.nn.blocks import ChannelNorm, run, zeroed
-from genmodels.speech.glow_tts import TextEncoder
+from genmodels.speech.text_encoder import TextEncoder
 
 
 class PostNet(nn.Module):

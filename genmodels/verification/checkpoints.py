@@ -36,12 +36,9 @@ from genmodels.verification.check import (
     counting,
     run_check,
 )
-from genmodels.verification.densities import check_energy, check_schedule
-from genmodels.verification.diffusion import check_denoiser, check_sampler
-from genmodels.verification.flows import verify_flow
 
 if TYPE_CHECKING:
-    from genmodels.verification.trained_flows import TrainedFlow
+    from genmodels.verification.maps import TrainedFlow
 
 #: Why a check that takes long was left out.
 NO_TIME = "no time was left: checks=full lifts the limit"
@@ -84,7 +81,7 @@ class ModelSubject:
     @cached_property
     def flow(self) -> TrainedFlow:
         """The layers of a flow."""
-        from genmodels.verification.trained_flows import TrainedFlow  # here, since other families need no flows
+        from genmodels.verification.maps import TrainedFlow  # here, since other families need no flows
 
         return TrainedFlow(self.model, self.batch, self.weights, self.until)
 
@@ -100,9 +97,9 @@ def verify_checkpoint(subject: ModelSubject, watch: Callable[[str], None] = lamb
     for applies, checks in OF_CHECKPOINTS:
         specs += [(spec, subject) for spec in checks.specs.values() if applies(subject)]
     if is_flow(subject.model):
-        from genmodels.verification.trained_flows import CHECKS
+        from genmodels.verification.maps import LAYER_CHECKS
 
-        specs += [(spec, subject.flow) for spec in CHECKS.specs.values()]
+        specs += [(spec, subject.flow) for spec in LAYER_CHECKS.specs.values()]
     found = []
     for spec, part in specs:
         watch(spec.name)
@@ -287,10 +284,19 @@ _PARTITION = {"chains": 16, "densities": 20}
 _POINTS = 128  # samples of the plane, to see where the density lies
 
 
+def _verify_flow(*given) -> Findings:
+    from genmodels.verification.flows import verify_flow
+
+    return verify_flow(*given)
+
+
 def verify_diffusion(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
     """The checks of its noise schedule, denoiser and usual samplers, then those of the model as a whole."""
+    from genmodels.verification.densities import check_schedule  # here, since evaluation needs none of it
+    from genmodels.verification.diffusion import check_denoiser, check_sampler
+
     _begin(model, initial)
     denoiser, cond = model.denoiser_and_cond(batch)
     drawn = {"draws": min(_DRAWN["draws"], model.num_steps - 1), "replicates": _DRAWN["replicates"]}
@@ -308,6 +314,8 @@ def verify_energy_model(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
     """The checks of its energy, then those of the model as a whole."""
+    from genmodels.verification.densities import check_energy
+
     _begin(model, initial)
     core, shape = model.weights("raw"), tuple(batch.x.shape[1:])
     return _one_by_one(options, [
@@ -396,7 +404,7 @@ def verify(
 
 #: Families in the order they are tried; a new one adds a line.
 FAMILIES = [
-    Family("normalizing flows (core.flow)", is_flow, verify_flow),
+    Family("normalizing flows (core.flow)", is_flow, _verify_flow),
     Family("diffusion models (core.schedule)", is_diffusion, verify_diffusion),
     Family("masked diffusion (masking)", is_masked_diffusion, verify_masked_diffusion),
     Family("energy-based models (core.energy)", is_energy, verify_energy_model),

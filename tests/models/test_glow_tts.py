@@ -21,8 +21,8 @@ from genmodels.models import glow_tts
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.mels import MelUnits, alone, with_noise
 from genmodels.models.text_model import TextReader
-from genmodels.speech.glow_tts import TextEncoder
 from genmodels.speech.text import Symbols
+from genmodels.speech.text_encoder import TextEncoder
 from tests.models.texts import ENCODER, N_MELS, batch, scattered, spec
 
 SMALL = {"encoder": ENCODER, "steps": 2, "hidden": 8, "depth": 1,

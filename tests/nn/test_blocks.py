@@ -22,8 +22,8 @@ from genmodels.nn import (
 from genmodels.nn.blocks import fourier_features, narrow_convolution, resized_twice_convolution
 from genmodels.nn.energy_nets import EnergyConv, EnergyMLP
 from genmodels.nn.transformer import SpeechEncoder, Transformer
-from genmodels.speech.glow_tts import TextEncoder
 from genmodels.speech.tacotron import Tacotron
+from genmodels.speech.text_encoder import TextEncoder
 
 
 def upsampled_by_loop(x, size, weight, bias):

@@ -11,7 +11,8 @@ import torch
 from genmodels.core.random import KeyedGenerator
 from genmodels.speech import glow_tts
 from genmodels.speech.alignment import log_paths
-from genmodels.speech.glow_tts import DurationPredictor, GlowTTS, TextEncoder, duration_loss, mel_decoder, normal_scores
+from genmodels.speech.glow_tts import GlowTTS, mel_decoder, normal_scores
+from genmodels.speech.text_encoder import DurationPredictor, TextEncoder, duration_loss
 
 SYMBOLS = 9
 

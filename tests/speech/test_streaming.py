@@ -14,8 +14,9 @@ from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import WaveNet
 from genmodels.speech import streaming
 from genmodels.speech.audio import MelConfig, log_mel
-from genmodels.speech.glow_tts import DurationPredictor, GlowTTS, TextEncoder, mel_decoder
+from genmodels.speech.glow_tts import GlowTTS, mel_decoder
 from genmodels.speech.streaming import Reach, collect, reach, stream, stream_decoder, stream_sound
+from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 from genmodels.speech.vocoder import GriffinLim
 from tests.speech.test_audio import speechlike
 from tests.speech.test_glow_tts import SYMBOLS, keyed

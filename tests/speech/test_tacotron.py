@@ -10,8 +10,8 @@ import torch
 
 from genmodels.nn.attention.local import LocalMonotonic
 from genmodels.nn.attention.seq2seq import ScoredAttention
-from genmodels.speech.glow_tts import TextEncoder
 from genmodels.speech.tacotron import AttentionKind, Tacotron, make_attention
+from genmodels.speech.text_encoder import TextEncoder
 from tests.speech.test_glow_tts import SYMBOLS, keyed, padded
 from tests.speech.test_streaming import awake
 

@@ -10,7 +10,7 @@ import torch
 from genmodels.core.data import Batch
 from genmodels.core.errors import Interrupted, RunError
 from genmodels.verification.checkpoints import NO_TIME, OF_CHECKPOINTS, ModelSubject, verify_checkpoint
-from genmodels.verification.trained_flows import CHECKS as LAYER_CHECKS
+from genmodels.verification.maps import LAYER_CHECKS
 from tests.mutants.models import MUTANTS, OwnFlow
 
 
