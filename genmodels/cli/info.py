@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from genmodels.cli.schema import Schema, show
-from genmodels.core.checkpoint import nonfinite_weight, read_header
+from genmodels.core.checkpoint import missing_part, nonfinite_weight, read_header
 from genmodels.core.errors import InputError, RunError, nearest, printable
 from genmodels.core.files import located
 
@@ -92,7 +92,7 @@ def describe(ckpt: str | Path, full: bool = False) -> str:
         ("figures", ("\n" + " " * 15).join(printable(str(figure)) for figure in figures(path))),
         ("settings", _settings(config, header.get("model") or {}, full)),
         ("versions", f"genmodels {header.get('genmodels')}, torch {header.get('torch')}"),
-        ("verdict", _verdict(header, nonfinite_weight(path))),
+        ("verdict", _verdict(header, nonfinite_weight(path), missing_part(path))),
     ]
     return "\n".join(f"{name + ':':<14} {value}" for name, value in lines if value not in (None, ""))
 
@@ -128,7 +128,9 @@ def flat(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
     return leaves
 
 
-def _verdict(header: dict, nonfinite: str | None) -> str:
+def _verdict(header: dict, nonfinite: str | None, missing: str | None) -> str:
+    if missing is not None:
+        return f"incomplete: its part {printable(missing)} is missing, copy the folder of its parts too"
     if nonfinite is not None:
         return f"unusable: weight {printable(nonfinite)} is not finite (the file itself is intact)"
     state = "training finished" if header.get("finished") else "training can be continued with resume="

@@ -352,11 +352,25 @@ def nonfinite_weight(path: str | Path) -> str | None:
     return None
 
 
+def missing_part(path: str | Path) -> str | None:
+    """The name of the first part that an intact checkpoint in parts (of FSDP) lacks, found without torch."""
+    if files.is_exported(path):
+        return None
+    with zipfile.ZipFile(path) as archive:
+        parts = _inert_state(archive).get("parts") or {}
+    folder = Path(path).with_suffix(".parts")
+    return next((name for name in map(str, parts) if not (folder / Path(name).name).is_file()), None)
+
+
+def _inert_state(archive: zipfile.ZipFile) -> dict:
+    return _Inert(io.BytesIO(archive.read(f"{archive.namelist()[0].split('/')[0]}/data.pkl"))).load()
+
+
 def _of_archive(path: str | Path) -> Iterator[tuple[str, str, bytes]]:
     """Name, kind and bytes of the weights of a checkpoint that are no integers."""
     with zipfile.ZipFile(path) as archive:
         root = archive.namelist()[0].split("/")[0]
-        weights = _Inert(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()["state_dict"]
+        weights = _inert_state(archive)["state_dict"]
         for name, ((_, kind, key, _, _), offset, size, stride, *_) in weights.items():
             if kind in _EXPONENTS and math.prod(size):
                 width = 8 if kind[0] == "D" else 4 if kind[0] == "F" else 2

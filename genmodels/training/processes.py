@@ -23,6 +23,7 @@ from typing import NamedTuple
 from genmodels.core.errors import InputError, Interrupted, RunError
 
 _POLL = 0.2  # seconds between two looks at the other processes
+_IMPORTING = 0.05  # seconds between two looks whether torch is imported
 _GRACE = 3.0  # seconds for this process to end with its own message
 _CHOICE = "GENMODELS_CHOICE"  # what the first process has chosen, for those that Lightning starts: <its pid>:<choice>
 _PATIENCE = timedelta(minutes=10)  # for a process that starts later than others
@@ -59,6 +60,8 @@ def stoppable(patience: float = 3.0) -> Iterator[None]:
             said.append("interrupted" if number == signal.SIGINT else "stopped by a signal (SIGTERM)")
         elif _is_handled(sys.exc_info()[1]):
             return
+        if alarm is not None and _is_importing("torch"):  # whose C++ code ends the process at an exception
+            return rearm(_IMPORTING)
         raise Interrupted(said[0])
 
     taken = [each for each in (signal.SIGTERM, signal.SIGINT, alarm)
@@ -74,6 +77,11 @@ def stoppable(patience: float = 3.0) -> Iterator[None]:
         rearm(0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_importing(package: str) -> bool:
+    """Whether a package is being imported."""
+    return getattr(getattr(sys.modules.get(package), "__spec__", None), "_initializing", False)
 
 
 def _is_handled(error: BaseException | None) -> bool:

@@ -28,9 +28,9 @@ WEIGHTS = torch.nn.Linear(3, 2).state_dict()
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    def write(name="last.ckpt", weights=WEIGHTS, **changes):
+    def write(name="last.ckpt", weights=WEIGHTS, parts=None, **changes):
         path = tmp_path / name
-        torch.save({"state_dict": weights}, path)
+        torch.save({"state_dict": weights} | ({} if parts is None else {"parts": parts}), path)
         with open(path, "r+b") as file:
             seal(file, {**HEADER, **changes})
         return path
@@ -78,6 +78,15 @@ def test_unfinished_and_continuous(checkpoint, capsys):
     printed = capsys.readouterr().out
     for part in ("1,500 (not finished)", "toy_moons, 2, continuous", "can be continued with resume="):
         assert part in printed
+
+
+def test_a_missing_part_is_named(checkpoint, tmp_path, capsys):
+    path, place = checkpoint(parts={"0.part": "aa", "1.part": "bb"}), tmp_path / "last.parts"
+    place.mkdir()
+    for name, verdict in (("0.part", "incomplete: its part 1.part is missing"), ("1.part", "intact")):
+        (place / name).touch()
+        main(["info", str(path)])
+        assert f"verdict:       {verdict}" in capsys.readouterr().out
 
 
 def test_a_broken_file_is_one_line_and_the_others_are_printed(checkpoint, tmp_path, capsys):

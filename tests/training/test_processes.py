@@ -138,6 +138,18 @@ def test_a_run_that_starts_ends_with_a_line(tmp_path, seconds, number):
     assert (run.returncode, message.count("\n")) == (130, 1) and "genmodels train: " in message, message
 
 
+def test_a_signal_waits_for_the_import_of_torch(monkeypatch):
+    """An exception within its C++ code would end the process without a line."""
+    monkeypatch.setattr(torch.__spec__, "_initializing", True, raising=False)
+    with pytest.raises(Interrupted, match="SIGTERM"), stoppable():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        monkeypatch.undo()  # an exception before here would leave it patched, and `imported` unset
+        imported = True
+        time.sleep(1)
+    assert imported
+
+
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, timeout=100,
                           capture_output=True, text=True)
