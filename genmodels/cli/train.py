@@ -153,6 +153,8 @@ def run(
             *(f"note: {line}" for line in [*changed, *datamodule.notes()]),
         )
         before = steps
+        if lightning.strategy.root_device.type == "cpu":
+            parts.keep_freed_memory()
         if path is None and options.lr_find:
             with torch.random.fork_rng():
                 rated(find_learning_rate(options, build(model, datamodule.spec, trust=trust or []), datamodule))
@@ -165,8 +167,6 @@ def run(
         if is_first():
             parts.write_config(folder, config)
         lightning.loggers = loggers = logging_options.build(folder, network.family, datamodule.spec.name, done)
-        if lightning.strategy.root_device.type == "cpu":
-            parts.keep_freed_memory()
         if options.compile:
             parts.compile_network(network)
         log_config(loggers, config | parts.described(network, datamodule))

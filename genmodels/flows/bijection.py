@@ -130,6 +130,13 @@ class Bijection(nn.Module):
             RuntimeError: for a layer that is initialised already, unless `force`.
         """
 
+    def initialize_forward(
+        self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, force: bool = False
+    ) -> Tensor:
+        """`initialize`, then the layer's output; containers have it from their last layer and override this."""
+        self.initialize(x, cond, mask, force=force)
+        return self(x, cond, mask)[0]
+
     def uninitialized(self, name: str = "") -> Iterator[str]:
         """Names of the layers that are not yet initialised."""
         for child_name, child in self.named_children():

@@ -123,12 +123,15 @@ class Compose(Bijection):
     @torch.no_grad()
     def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
         """Initialise the layers in order, each on the output of those before it; all of them or, on an error, none."""
+        self.initialize_forward(x, cond, mask, force=force)
+
+    @torch.no_grad()
+    def initialize_forward(self, x, cond=None, mask=None, *, force=False) -> Tensor:
         with self._initializing(cond):
             for layer in self.layers:
-                own = cond if layer.uses_cond else None
-                layer.initialize(x, own, mask, force=force)
-                x, _ = layer(x, own, mask)
+                x = layer.initialize_forward(x, cond if layer.uses_cond else None, mask, force=force)
                 mask = None if mask is None else layer.out_mask(mask)
+        return x
 
     def walk(self, x, cond=None, mask=None, name="") -> Iterator[Step]:
         for number, layer in enumerate(self.layers):

@@ -219,9 +219,7 @@ class MultiScale(Bijection):
         with self._initializing(cond):
             for number, stage in enumerate(self.stages):
                 for layer in [stage, *self.factors[number : number + 1]]:
-                    own = cond if layer.uses_cond else None
-                    layer.initialize(x, own, mask, force=force)
-                    x, _ = layer(x, own, mask)
+                    x = layer.initialize_forward(x, cond if layer.uses_cond else None, mask, force=force)
                     mask = None if mask is None else layer.out_mask(mask)
                 x = x[:, : self.factors[number].kept] if number < len(self.factors) else x
 
