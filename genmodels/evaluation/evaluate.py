@@ -289,7 +289,9 @@ class Evaluation:
                 checks = [check.to_dict() for check in verify_checkpoint(subject, watch)]
             return {"checks": checks, "layers": subject.flow.layers if is_flow(model) else []}
 
-        done = self.frame.once("checks", {"options": line.options, "bound": bound}, compute)
+        # Some checks need the likelihood of the items, which is there if its stage was done.
+        settings = {"options": line.options, "bound": bound, "likelihood": self.likelihood.first is not None}
+        done = self.frame.once("checks", settings, compute)
         self.report.checks = [Check(**check) for check in done["checks"]]
         if done["layers"]:
             from genmodels.verification.maps import drift_of  # here, since other families need no flows
