@@ -125,6 +125,8 @@ READINGS = {
     "the 21st day": "the twenty-first day",
     "3.5 miles": "three point five miles",
     "$3.50 and $1": "three dollars fifty cents and one dollar",
+    "$1.5 million or $5 billion": "one point five million dollars or five billion dollars",
+    "$0.125 a share": "zero point one two five dollars a share",
     "\u00a32,500": "two thousand five hundred pounds",
     "5% of 1,906": "five percent of one thousand nine hundred six",
     "a4b": "a four b",
