@@ -66,7 +66,8 @@ def speech_of(frame: Frame) -> SpeechFigures:
             found.recognition = _recognised(opened, batch.rows(heard), texts[heard], synthesised[heard], recogniser)
         return asdict(found)
 
-    settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None}
+    settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None,
+                "all_heard": request.samples != "auto"}
     settings |= {} if request.recognizer is None else {"by": recogniser.name}
     settings |= {key: value for key in ("sampler", "steps") if (value := getattr(request, key)) is not None}
     found = frame.once("speech", settings, compute)

@@ -32,6 +32,10 @@ _ABBREVIATIONS = {
 _ABBREVIATED = re.compile(rf"\b({'|'.join(_ABBREVIATIONS)})\.(?=\s|$|,)")
 #: `No.` is also a word at the end of a sentence, so that a number must follow.
 _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
+#: Abbreviations that stand before a name or a number, and so never at the end of a sentence.
+_TITLES = ("mr", "mrs", "dr", "st", "maj", "gen", "capt", "lt", "col", "sgt", "rev", "hon", "vs")
+_SENTENCE_END = re.compile(
+    r"(?<=[.?!;])" + "".join(rf"(?<!\b{title}\.)" for title in _TITLES) + r"(?!(?<=\bno\.)\s+\d)\s+", re.IGNORECASE)
 
 _MONEY = {"$": ("dollar", "cent"), "\u00a3": ("pound", "penny"), "\u20ac": ("euro", "cent")}
 _WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
@@ -175,11 +179,11 @@ def sentences(text: str, longest: int = 200) -> list[str]:
     """A long text split at the ends of sentences, then at commas, then at spaces.
 
     Example:
-        >>> sentences("One. Two, three. Four!", longest=12)
-        ['One.', 'Two, three.', 'Four!']
+        >>> sentences("One. Two, three. Mr. Four!", longest=12)
+        ['One.', 'Two, three.', 'Mr. Four!']
     """
     parts = []
-    for sentence in re.split(r"(?<=[.?!;])\s+", text.strip()):
+    for sentence in _SENTENCE_END.split(text.strip()):
         while len(sentence) > longest:
             space = max(sentence.rfind(mark, 0, longest) for mark in (", ", ": ", " - "))
             cut = space + 1 if space > 0 else sentence.rfind(" ", 0, longest)

@@ -145,9 +145,9 @@ class HiFiGANGenerator(nn.Module):
         """
         plain = {}
         for name, value in state.items():
-            if name.endswith(".weight_v"):
+            if name.endswith(".weight_v") and f"{name[:-1]}g" in state:
                 length = torch.linalg.vector_norm(value.flatten(1), dim=1).reshape(-1, 1, 1)
-                plain[name.removesuffix("_v")] = state[name.removesuffix("v") + "g"] * value / length
+                plain[name.removesuffix("_v")] = state[f"{name[:-1]}g"] * value / length
             elif not name.endswith(".weight_g"):
                 plain[name] = value
         own = self.state_dict()

@@ -198,3 +198,9 @@ def test_long_texts_lose_nothing():
     parts = sentences(text, longest=40)
     assert max(map(len, parts)) <= 40
     assert "".join("".join(parts).split()) == "".join(text.split())
+
+
+def test_titles_and_numbers_end_no_sentence():
+    text = "Dr. Who met Mr. Smith at No. 7. He said no. So MRS. Jones vs. 12 men; etc. It ended."
+    assert sentences(text) == ["Dr. Who met Mr. Smith at No. 7.", "He said no.", "So MRS. Jones vs. 12 men;", "etc.",
+                               "It ended."]
