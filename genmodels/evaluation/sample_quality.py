@@ -131,11 +131,6 @@ def scale_of(network: FeatureNetwork, items: Items, real: Tensor, other: Tensor)
             for name, x in compared.items() if len(x) >= n}
 
 
-def fidelity_of(network: FeatureNetwork, real: Tensor, generated: Tensor) -> Measures:
-    """`measures_of` the features of items."""
-    return measures_of(network, network(real), network(generated))
-
-
 def measures_of(network: FeatureNetwork, true: Tensor, found: Tensor) -> Measures:
     """Distances, precision and recall of equally many samples and held-out items, each with its standard error.
 
@@ -168,11 +163,19 @@ def near_training(items: Items, x: Tensor, features: Tensor, trained: Tensor) ->
             "distance_features": nearest(features, trained).distance}
 
 
-def copies(network: FeatureNetwork, items: Items, real: Tensor, drawn: dict, n: int) -> tuple[dict, dict, dict]:
-    """Memorisation of n samples, the closest pairs of samples and training items, and their pictures as arrays."""
+def copies(
+    items: Items, real: Tensor, features: Tensor, trained: Tensor, drawn: dict, n: int
+) -> tuple[dict, dict, dict]:
+    """Memorisation of n samples, the closest pairs of samples and training items, and their pictures as arrays.
+
+    Arguments:
+        real, features: held-out items and their features.
+        trained: features of the training items.
+        drawn: the samples, from `all_samples`.
+    """
     found = Nearest(drawn["distance"][:n], drawn["nearest"][:n])
     in_features = Nearest(drawn["distance_features"][:n], drawn["nearest"][:n])
-    held, held_features = nearest(real, items.train), nearest(network(real), network(items.train))
+    held, held_features = nearest(real, items.train), nearest(features, trained)
     closest = found.distance.argsort(stable=True)[:_NEIGHBOURS]
     # The samples that were kept: the closest of every part, and the first ones, which are all if n is small.
     numbers = torch.cat([drawn["closest"], torch.arange(len(drawn["x"]))]).tolist()
@@ -181,12 +184,6 @@ def copies(network: FeatureNetwork, items: Items, real: Tensor, drawn: dict, n: 
     arrays = {"neighbours_x": kept[[numbers.index(row) for row in closest.tolist()]],
               "neighbours_train": items.train[found.index[closest]]}
     return memorisation(found, held, (in_features, held_features)), pairs, arrays
-
-
-def classes_of(network: FeatureNetwork, spec: DataSpec, shown: Tensor, wanted: Tensor) -> dict:
-    """The accuracy of the samples' classes by the classifier, and its accuracy on real test items."""
-    found = class_accuracy(shown, wanted.cpu(), spec.num_classes, spec.class_names)
-    return {**found, "real": network.accuracy, "real_interval": network.interval}
 
 
 def share_outside(outside: Tensor | None) -> dict | None:
@@ -246,13 +243,18 @@ def measure_samples(frame: Frame, network: FeatureNetwork, items: Items, samples
                          f"{tuple(items.train.shape[1:])}")
     found = {"features": network(samples.x)}
     if copied:
-        key = ("features of training items", network.sha256)
-        if key not in frame.shared:
-            frame.shared[key] = network(items.train)
-        found |= near_training(items, samples.x, found["features"], frame.shared[key])
+        found |= near_training(items, samples.x, found["features"], training_features(frame, network, items))
         if samples.cond is not None and network.classify is not None:
             found["classes"] = network.classes(samples.x)
     return found
+
+
+def training_features(frame: Frame, network: FeatureNetwork, items: Items) -> Tensor:
+    """The features of the training items, (N, D), computed once for a table."""
+    key = ("features of training items", network.sha256)
+    if key not in frame.shared:
+        frame.shared[key] = network(items.train)
+    return frame.shared[key]
 
 
 def all_samples(parts: list[dict]) -> dict:
@@ -325,11 +327,14 @@ class FidelityStage:
         scale = self._scale(network, items, real, other)
 
         def compute() -> dict:
-            found = vars(measures_of(network, network(real), drawn["features"][:n]))
-            memory, pairs, arrays = copies(network, items, real, drawn, n)
-            if "classes" in drawn:
-                found["class_accuracy"] = classes_of(
-                    network, self.frame.opened.spec, drawn["classes"][:n], drawn["cond"][:n])
+            features, spec = network(real), self.frame.opened.spec
+            found = vars(measures_of(network, features, drawn["features"][:n]))
+            trained = training_features(self.frame, network, items)
+            memory, pairs, arrays = copies(items, real, features, trained, drawn, n)
+            if "classes" in drawn:  # with the accuracy of the classifier on real test items
+                found["class_accuracy"] = class_accuracy(
+                    drawn["classes"][:n], drawn["cond"][:n], spec.num_classes, spec.class_names)
+                found["class_accuracy"] |= {"real": network.accuracy, "real_interval": network.interval}
             return {"found": found, "memorisation": memory, "pairs": pairs, "arrays": arrays}
 
         settings = {**self.frame.sampling_settings(), "n": n, "network": network.sha256, "train": items.train_hash}
