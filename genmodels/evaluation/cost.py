@@ -63,7 +63,9 @@ def evaluations_per_sample(model, made: dict, rows: float, n: int) -> float | No
     return reported / n
 
 
-def measure(model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0) -> dict:
+def measure(
+    model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0, weights: str | float = "ema"
+) -> dict:
     """Samples per second in batches, and the latency of a single one.
 
     Two warm-ups are discarded, the device is synchronised, decoding to the data's units is included, writing is not.
@@ -73,11 +75,12 @@ def measure(model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0
         draw: `draw(n, start)` returns n samples.
         batch_size: of the batches.
         budget: approximate seconds for everything; of slow samples fewer than 20 are timed, at least 3.
+        weights: those that `draw` samples with, `ema`, `raw`, or one of the decays.
     """
     begin = time.perf_counter()
     own_peak = _reset_peak(model.device)
     first = _timed(model, draw, batch_size)  # the first warm-up
-    with EvaluationCounter(network_of(model.weights()) or nn.Identity()) as counter:
+    with EvaluationCounter(network_of(model.weights(weights)) or nn.Identity()) as counter:
         samples = draw(batch_size, 0)  # the second one
     evaluations = evaluations_per_sample(model, samples.made, counter.rows, batch_size)
     repeats = max(1, min(5, int(budget / 4 / max(first, 1e-6))))

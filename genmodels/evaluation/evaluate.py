@@ -259,7 +259,7 @@ class Evaluation:
         found = self.frame.once("cost", self.frame.sampling_settings(), lambda: cost.measure(
             opened.model,
             lambda n, start: draw(opened.model, opened.sampling(n, start=start), batch_size=size, progress=False),
-            batch_size=16 if small else 64, budget=5.0 if small else 60.0,
+            batch_size=16 if small else 64, budget=5.0 if small else 60.0, weights=weights_of(self.frame.request.ema),
         ))
         self.report.sampling = SamplingCost(**found, seed=self.frame.request.seed)
 

@@ -217,7 +217,8 @@ def sample_parts(frame: Frame, key: str, n: int, options: dict, measured: str) -
     network, items = feature_network(frame) if measured else (None, None)
 
     def compute(numbers: list[int]) -> Iterator[tuple[int, dict]]:
-        counter = cost.EvaluationCounter(cost.network_of(model.weights()) or torch.nn.Identity())
+        core = model.weights(weights_of(frame.request.ema))
+        counter = cost.EvaluationCounter(cost.network_of(core) or torch.nn.Identity())
         drawn = draw_parts(model, asked, [parts[k] for k in numbers], batch_size=size, progress=frame.ranks.rank == 0)
         for number in numbers:
             start, counter.rows = time.monotonic(), 0
