@@ -1,4 +1,4 @@
-"""What is asked of an evaluation; a checkpoint and its data, open: what every stage works on."""
+"""The request of an evaluation, and the opened checkpoint and data that its stages work on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from genmodels.training.run import training_time
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One evaluation, the same for every model of a table; a single item of `ood` and the like becomes a list of one.
+    """The settings of an evaluation, the same for every model of a table.
 
     Arguments:
         split: train, val or test.
@@ -41,17 +41,17 @@ class Request:
             takes at most 100,000 network evaluations, else 5 to 100 strata.
         replicates: repetitions of the stratified estimate, at least 2, for its standard error.
         bound: of a diffusion model: with its T steps (discrete), with infinitely many (continuous), or both; auto is
-            the first, and for texts the second, which few terms estimate better.
+            discrete, and for texts continuous, which few terms estimate better.
         importance_samples: dequantisations per item, K, for flows and energy-based models; a list gives one line for
             each K; default 1 and 8; K = 1 is always included.
-        ode: also compute the likelihood by the probability-flow ODE, on a line of its own; auto does so for vectors of
+        ode: also compute the likelihood by the probability-flow ODE, on a separate line; auto does so for vectors of
             few dimensions, where it is fast.
         ode_options: its solver, tolerance, probes, ...
         normaliser: method for log Z of an energy-based model; default quadrature in one and two dimensions, else
             annealed importance sampling (ais); none skips it.
         chains: chains of annealed importance sampling; default 256, 64 with limit.
         densities: densities between its base and the model; default 1,000, 50 with limit.
-        samples: number of samples to compare with as many items; auto is the number of items, at most 1,000.
+        samples: number of samples to compare with equally many items; auto is the number of items, at most 1,000.
         sampler: as in sample.py; default that of the family.
         steps: number of sampling steps; default that of the sampler.
         temperature: factor on the standard deviation of the noise of samples of flows, diffusion and speech.
@@ -62,10 +62,10 @@ class Request:
         ood: other data whose likelihood to compute: a data set (fashion_mnist, ...), noise or shuffled.
         ood_data: options of that data set, such as ood_data.root.
         audit: rank the utterances of a split, the least likely first, to find wrong transcripts and damaged clips.
-        recognizer: a trained recogniser (model=recognizer) that hears synthesised texts, in place of PocketSphinx.
+        recognizer: a trained recogniser (model=recognizer) for synthesised texts, instead of PocketSphinx.
         beam: texts kept in the search of a trained recogniser; 1 takes the most probable character of every frame.
         checks: default (at most a minute) or full.
-        rank: rank lines within each kind of likelihood, or across kinds, with a note how each kind may err.
+        rank: rank lines within each kind of likelihood, or across kinds, with a note on how each kind may err.
         batch_size: items per batch.
         processes: processes that share the items and the samples.
         limit: evaluate only the first items of the split (the report says so), or all; default
@@ -78,7 +78,7 @@ class Request:
         trust: further packages whose classes a checkpoint may name.
 
     Raises:
-        InputError: for values that make no sense.
+        InputError: for values out of range.
     """
 
     split: Literal["train", "val", "test"] = "test"
@@ -129,7 +129,7 @@ class Request:
                   "beam")
         values = [(key, getattr(self, key)) for key in counts]
         for key, value in values + [("importance_samples", k) for k in self.importance_samples or ()]:
-            least = 2 if key in ("replicates", "samples", "chains") else 1  # an error of a mean takes two
+            least = 2 if key in ("replicates", "samples", "chains") else 1  # the error of a mean needs two
             if isinstance(value, int) and value < least:
                 raise InputError(f"{key} must be at least {least}, got {value}")
         if self.importance_samples is not None and not self.importance_samples:
@@ -140,7 +140,7 @@ class Request:
 
     @property
     def partition(self) -> dict:
-        """What is asked of log Z."""
+        """The options of log Z that were given."""
         given = {"normaliser": self.normaliser, "chains": self.chains, "densities": self.densities}
         return {key: value for key, value in given.items() if value is not None}
 
@@ -161,9 +161,9 @@ class Opened:
 
     Arguments:
         path: the checkpoint.
-        model, header: what it holds.
+        model, header: its content.
         datamodule: the data.
-        request: what is asked.
+        request: the settings.
         items: number of items evaluated.
     """
 
@@ -176,20 +176,16 @@ class Opened:
 
     @classmethod
     def open(cls, path: Path, request: Request, held: dict | None = None) -> Opened:
-        """Load a checkpoint and prepare its data; `held` keeps prepared data sets for the next checkpoint.
-
-        Raises:
-            InputError, RunError: one line, as the commands want it.
-        """
+        """Load a checkpoint and prepare its data; `held` keeps prepared data sets for the next checkpoint."""
         from genmodels.models.build import build
         from genmodels.models.checkpoint import data_options, load_model
 
         model, header = load_model(path, device=request.device, trust=request.trust)
         node = data_options(header, path)
-        held = {} if held is None else held
-        key = repr(sorted({**node, **request.data}.items()))
+        held, node = {} if held is None else held, {**node, **request.data}
+        key = repr(sorted(node.items()))
         if key not in held:
-            held[key] = build({**node, **request.data}, trust=request.trust).prepare()
+            held[key] = build(node, trust=request.trust).prepare()
         datamodule = held[key]
         fits(model, datamodule.spec)
         limit = request.limit
@@ -201,7 +197,7 @@ class Opened:
 
     @property
     def spec(self) -> DataSpec:
-        """The data the model was built for."""
+        """The DataSpec that the model was built for."""
         return self.model.spec
 
     @property
@@ -210,23 +206,23 @@ class Opened:
         return self.items < len(self.datamodule.split(self.request.split))
 
     def whole(self, split: str, most: int | None = None) -> Batch:
-        """The items of a split as one batch: all of them, or `most` that are spread over it."""
+        """The items of a split as one batch: all of them, or `most` spread over it."""
         size = len(self.datamodule.split(split))
         rows = spread_rows(size, size if most is None else min(size, most))
         return _joined(self.datamodule.loader(split, 4096, rows))
 
     def evaluated(self, most: int | None = None) -> Batch:
-        """The items that are evaluated, as one batch; the first `most` of them."""
+        """The evaluated items as one batch, or the first `most` of them."""
         count = self.items if most is None else min(most, self.items)
         return _joined(self.datamodule.loader(self.request.split, 4096, torch.arange(count)))
 
     def sampler_options(self) -> dict:
-        """The sampler and its steps as asked for, where the model has such options: some in a table have none."""
+        """The requested sampler and steps; a model of a table without such options ignores them."""
         asked = {"sampler": self.request.sampler, "steps": self.request.steps}
         return {key: value for key, value in asked.items() if value is not None and self.model.takes(key)}
 
     def sampling(self, n: int, **options) -> SamplingOptions:
-        """The first n samples of the seed that was asked for, or as the options say."""
+        """The options of the first n samples of the requested seed; `options` override the request."""
         request = self.request
         return SamplingOptions(**{
             "n": n, "seed": request.seed, "weights": weights_of(request.ema), "temperature": request.temperature,
@@ -235,13 +231,10 @@ class Opened:
 
 
 def fits(model: GenerativeModel, found: DataSpec) -> None:
-    """Raise an InputError with both values when data do not fit what a model was built for."""
-    wanted = model.spec
+    """Raise an InputError with both values if data do not fit the DataSpec that a model was built for."""
     for key in ("event_shape", "levels", "mel"):
-        if key == "event_shape" and wanted.holds(found.event_shape):
-            continue
-        then, now = getattr(wanted, key), getattr(found, key)
-        if then != now:
+        then, now = getattr(model.spec, key), getattr(found, key)
+        if then != now and not (key == "event_shape" and model.spec.holds(now)):
             raise InputError(f"these data do not fit the checkpoint: {key} is {now}, the model was built for {then}")
     if model.num_classes is not None and found.num_classes != model.num_classes:
         now = "no labels" if found.num_classes is None else f"{found.num_classes} classes"
@@ -255,17 +248,17 @@ def _joined(batches) -> Batch:
 
 
 class Frame:
-    """A checkpoint under evaluation, and what has been found of it so far.
+    """A checkpoint under evaluation, and its results so far.
 
     Arguments:
         opened: the model and its data.
-        cache: where results are kept.
+        cache: of results.
         shared: what the models of a table have in common (item hashes, the feature network); filled here.
         ranks: the processes of this command.
 
     Attributes:
-        report: as it stands after the stages done so far.
-        arrays: numbers for pictures by name.
+        report: the results of the stages done so far.
+        arrays: values for figures by name.
     """
 
     def __init__(self, opened: Opened, cache: Cache, shared: dict, ranks: Ranks):
@@ -277,7 +270,7 @@ class Frame:
 
     @property
     def request(self) -> Request:
-        """What was asked."""
+        """The settings."""
         return self.opened.request
 
     def _head(self) -> Report:
@@ -302,11 +295,12 @@ class Frame:
             ),
         )
 
-    def hash_of(self, split: str, count: int | None = None) -> str:
-        """The hash of the first `count` items of a split, all of them by default."""
-        key = ("hash", id(self.opened.datamodule), split, count)
+    def hash_of(self, split: str, count: int | None = None, datamodule: DataModule | None = None) -> str:
+        """The hash of the first `count` items of a split, all by default; of another data set if one is given."""
+        datamodule = datamodule or self.opened.datamodule
+        key = ("hash", id(datamodule), split, count)
         if key not in self.shared:
-            self.shared[key] = item_hash(self.opened.datamodule, split, count)
+            self.shared[key] = item_hash(datamodule, split, count)
         return self.shared[key]
 
     def key(self, stage: str, settings: dict) -> str:
@@ -320,7 +314,7 @@ class Frame:
         )
 
     def once(self, stage: str, settings: dict, compute: Callable[[], dict]) -> dict:
-        """The result of a stage from the cache, or computed and kept."""
+        """The result of a stage from the cache, or computed and stored."""
         key = self.key(stage, settings)
         found = self.cache.get(key)
         return self.cache.put(key, compute()) if found is None else found
@@ -328,11 +322,11 @@ class Frame:
     def once_by_all(
         self, stage: str, settings: dict, join: Callable[[list], dict], parts: Callable[..., dict], *arguments
     ) -> dict:
-        """The same of a stage that all processes compute.
+        """`once` for a stage that all processes compute.
 
         Arguments:
-            join: makes the result of all parts, in the order of their numbers.
-            parts: `parts(frame, key, *arguments)` gives those of one process by number; it is called in all of them.
+            join: combines all parts, in the order of their numbers.
+            parts: `parts(frame, key, *arguments)` returns those of one process by number; it is called in all of them.
         """
         key = self.key(stage, settings)
 
@@ -347,18 +341,18 @@ class Frame:
         return found
 
     def sampling_settings(self) -> dict:
-        """How samples are drawn, for the keys of the cache."""
+        """The settings of sampling in the keys of the cache."""
         request = self.request
         return {"sampler": request.sampler, "steps": request.steps, "temperature": request.temperature}
 
 
 def item_hash(datamodule: DataModule, split: str, limit: int | None = None) -> str:
-    """A hash of the items evaluated: their indices, values and labels."""
+    """A hash of the indices, values and labels of the first `limit` items of a split."""
     indices = None if limit is None else torch.arange(min(limit, len(datamodule.split(split))))
     digest = hashlib.sha256()
     for batch in datamodule.loader(split, 1024, indices):
-        said = batch.cond
-        parts = (said.tokens, said.speaker) if isinstance(said, TextCondition) else (said,)
+        cond = batch.cond
+        parts = (cond.tokens, cond.speaker) if isinstance(cond, TextCondition) else (cond,)
         for tensor in (batch.index, batch.x, *parts):
             if tensor is not None:
                 digest.update(tensor.contiguous().numpy().tobytes())

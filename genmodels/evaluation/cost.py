@@ -1,4 +1,4 @@
-"""What a sample costs: network evaluations, samples a second, latency, memory."""
+"""The cost of a sample: network evaluations, samples per second, latency, memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WARM_UPS, _REPEATS, _FEWEST = 2, 20, 3
 
 
 class EvaluationCounter:
-    """Rows that go through a module while it is watched; guidance, which asks twice, counts twice.
+    """Counts the rows that pass through a module; guidance, which evaluates it twice, counts twice.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -43,7 +43,7 @@ class EvaluationCounter:
 
 
 def network_of(core: nn.Module) -> nn.Module | None:
-    """The network inside a core that a sampler asks, None where sampling does not go forward through one."""
+    """The network of a core that a sampler evaluates; None if sampling does not call its forward."""
     for name in ("net", "network"):
         found = getattr(core, name, None)
         if isinstance(found, nn.Module):
@@ -52,45 +52,43 @@ def network_of(core: nn.Module) -> nn.Module | None:
 
 
 def evaluations_per_sample(model, made: dict, rows: float, n: int) -> float | None:
-    """Network evaluations for each sample: counted where a network is asked, else as the sampler says; 1 for flows."""
+    """Network evaluations per sample: counted if there is a network, else as the sampler reports; 1 for flows."""
     if is_flow(model):
         return 1.0
     if rows:
         return rows / n
-    said = made.get("evaluations")
-    if said is None or is_diffusion(model) or is_masked_diffusion(model):
-        return said  # a diffusion tells the evaluations of one sample, chains those of all
-    return said / n
+    reported = made.get("evaluations")
+    if reported is None or is_diffusion(model) or is_masked_diffusion(model):
+        return reported  # diffusion models report the evaluations of one sample, Markov chains those of all
+    return reported / n
 
 
-def measure(model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0) -> dict:
-    """Samples a second in batches, and the time for one alone.
+def measure(
+    model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0, weights: str | float = "ema"
+) -> dict:
+    """Samples per second in batches, and the latency of a single one.
 
     Two warm-ups are discarded, the device is synchronised, decoding to the data's units is included, writing is not.
 
     Arguments:
         model: the model.
-        draw: `draw(n, start)` gives samples.
+        draw: `draw(n, start)` returns n samples.
         batch_size: of the batches.
-        budget: seconds that all of it may take about; where one sample is slow, fewer than 20 are timed, at least 3.
+        budget: approximate seconds for everything; of slow samples fewer than 20 are timed, at least 3.
+        weights: those that `draw` samples with, `ema`, `raw`, or one of the decays.
     """
     begin = time.perf_counter()
     own_peak = _reset_peak(model.device)
-    network = network_of(model.weights())
-    first = _timed(model, draw, batch_size, 0)  # the first warm-up
-    count = EvaluationCounter(network) if network is not None else None
-    if count is not None:
-        count.__enter__()
-    samples = draw(batch_size, 0)  # the second one, counted
-    if count is not None:
-        count.__exit__()
-    evaluations = evaluations_per_sample(model, samples.made, count.rows if count is not None else 0, batch_size)
+    first = _timed(model, draw, batch_size)  # the first warm-up
+    with EvaluationCounter(network_of(model.weights(weights)) or nn.Identity()) as counter:
+        samples = draw(batch_size, 0)  # the second one
+    evaluations = evaluations_per_sample(model, samples.made, counter.rows, batch_size)
     repeats = max(1, min(5, int(budget / 4 / max(first, 1e-6))))
-    batches = [_timed(model, draw, batch_size, 0) for _ in range(repeats)]
+    batches = [_timed(model, draw, batch_size) for _ in range(repeats)]
     peak = _peak(model.device)
-    one = [_timed(model, draw, 1, 0) for _ in range(_WARM_UPS)][-1]
+    one = [_timed(model, draw, 1) for _ in range(_WARM_UPS)][-1]
     left = max(0.0, budget - (time.perf_counter() - begin))
-    singles = [_timed(model, draw, 1, 0) for _ in range(max(_FEWEST, min(_REPEATS, int(left / max(one, 1e-6)))))]
+    singles = [_timed(model, draw, 1) for _ in range(max(_FEWEST, min(_REPEATS, int(left / max(one, 1e-6)))))]
     context = context_of(model) + ("" if own_peak else ", peak memory since the process began")
     quantiles = torch.tensor(singles, dtype=torch.float64).quantile(torch.tensor([0.5, 0.95], dtype=torch.float64))
     return {
@@ -102,7 +100,7 @@ def measure(model, draw: Callable, *, batch_size: int = 64, budget: float = 60.0
 
 
 def context_of(model) -> str:
-    """Device, threads, precision, version: what a time belongs to."""
+    """Device, threads, precision and version of torch of the measurement."""
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
     kept = next((t for t in model.core.state_dict().values() if t.is_floating_point()), torch.zeros(()))
     precision = str(kept.dtype).removeprefix("torch.")
@@ -110,10 +108,10 @@ def context_of(model) -> str:
     return f"{device}, {threads} thread{'s' * (threads != 1)}, {precision}, not compiled, torch {torch.__version__}"
 
 
-def _timed(model, draw: Callable, n: int, start: int) -> float:
+def _timed(model, draw: Callable, n: int) -> float:
     _wait(model.device)
     begin = time.perf_counter()
-    draw(n, start)
+    draw(n, 0)
     _wait(model.device)
     return time.perf_counter() - begin
 
@@ -124,12 +122,12 @@ def _wait(device: torch.device) -> None:
 
 
 def _reset_peak(device: torch.device) -> bool:
-    """Let the peak of memory start again from here; False where the system cannot, which is then reported."""
+    """Reset the peak of memory; False if the system cannot, which is then reported."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux's way; missing elsewhere, and in some containers
+        Path("/proc/self/clear_refs").write_text("5")  # Linux only, and not in all containers
     except OSError:
         return False
     return True

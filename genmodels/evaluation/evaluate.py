@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint, the same for every family, and reference models that a likelihood has to beat."""
+"""Evaluation of a checkpoint, the same for every family, and baselines of the likelihood."""
 
 from __future__ import annotations
 
@@ -73,44 +73,49 @@ class PixelHistogram:
 
 
 def best_histogram(train: Tensor, val: Tensor, levels: int) -> PixelHistogram:
-    """The histogram model whose smoothing is best on the validation split."""
+    """The histogram model with the best smoothing on the validation split."""
     candidates = [PixelHistogram(train, levels, a) for a in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)]
     return max(candidates, key=lambda model: float(model.log_prob(val).sum()))
 
 
 def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | None = None) -> list[Reference]:
-    """Bits/dim of the uniform model and of the best per-pixel histogram, with its standard error over the items; the
-    exact entropy where it is known.
+    """Baselines of the likelihood of the first `limit` items, with their standard errors over the items.
 
-    For mels it is a Gaussian for each band, for text the frequencies of single bytes and of pairs.
+    For images the uniform model and the best per-pixel histogram, for text the uniform model and the frequencies of
+    bytes and of pairs, for mels a Gaussian for each band; for other data the exact entropy, if it is known.
     """
     if spec.mel is not None:
         found = gaussian_per_band(datamodule, split, limit)
-        return [Reference("a normal distribution for each band", "nats_per_dim", found.mean_nll_per_dim(),
-                          _error(found, "nats_per_dim"))]
+        return [_reference("a normal distribution for each band", "nats_per_dim", found)]
     if spec.levels is None:
         return [] if spec.entropy is None else [Reference("exact entropy", "nats", spec.entropy)]
     rows = [Reference("uniform", spec.unit, uniform_bits_per_dim(spec.levels))]
     if spec.encoding is not None:
         rows += of_bytes(datamodule, split, spec, limit)
     elif spec.dims * spec.levels <= 2_000_000:
-        train, val, evaluated = (
-            torch.cat([b.x for b in datamodule.loader(name, 4096)]) for name in ("train", "val", split)
-        )
+        train, val, evaluated = (_items(datamodule, name) for name in ("train", "val", split))
         nats = best_histogram(train, val, spec.levels).log_prob(evaluated[:limit])
         found = Likelihood(nats, "exact", spec.dims, spec.levels)
-        rows.append(Reference("best per-pixel histogram", "bits_per_dim", found.mean_bits_per_dim(),
-                              _error(found, "bits_per_dim")))
+        rows.append(_reference("best per-pixel histogram", "bits_per_dim", found))
     return rows
 
 
+def _items(datamodule: DataModule, split: str) -> Tensor:
+    return torch.cat([batch.x for batch in datamodule.loader(split, 4096)])
+
+
+def _reference(name: str, unit: str, found: Likelihood) -> Reference:
+    error = found.standard_error(unit)
+    value = found.mean_nll_per_dim() if unit == "nats_per_dim" else found.mean_bits_per_dim()
+    return Reference(name, unit, value, None if error is None else error.total)
+
+
 def of_bytes(datamodule: DataModule, split: str, spec: DataSpec, limit: int | None = None) -> list[Reference]:
-    """Bits per character of the frequencies of bytes in training, and of those given the byte before.
+    """Bits per character of the frequencies of bytes in the training split, and of bytes given the previous one.
 
         p(b | a) = (n(a, b) + 16 p(b)) / (n(a) + 16),    p(b) = (n(b) + 1) / (n + 256)
     """
-    train, evaluated = (torch.cat([b.x for b in datamodule.loader(name, 4096)]).flatten(1).long()
-                        for name in ("train", split))
+    train, evaluated = (_items(datamodule, name).flatten(1).long() for name in ("train", split))
     evaluated = evaluated[:limit]
     single = torch.bincount(train.flatten(), minlength=256).double() + 1
     single = single / single.sum()
@@ -118,26 +123,18 @@ def of_bytes(datamodule: DataModule, split: str, spec: DataSpec, limit: int | No
     pairs = (pairs + 16 * single) / (pairs.sum(1, keepdim=True) + 16)
     first = single[evaluated].log()
     second = torch.cat([first[:, :1], pairs[evaluated[:, :-1], evaluated[:, 1:]].log()], dim=1)
-    rows = []
-    for name, each in (("frequencies of bytes", first), ("frequencies of pairs of bytes", second)):
-        found = Likelihood(each.sum(1), "exact", spec.dims, spec.levels)
-        rows.append(Reference(name, spec.unit, found.mean_bits_per_dim(), _error(found, spec.unit)))
-    return rows
-
-
-def _error(found: Likelihood, unit: str) -> float | None:
-    error = found.standard_error(unit)
-    return None if error is None else error.total
+    return [_reference(name, spec.unit, Likelihood(each.sum(1), "exact", spec.dims, spec.levels))
+            for name, each in (("frequencies of bytes", first), ("frequencies of pairs of bytes", second))]
 
 
 def gaussian_per_band(
     datamodule: DataModule, split: str, limit: int | None = None, *, noise: float = NOISE
 ) -> Likelihood:
-    """The first `limit` noisy mels of a split, each under a normal distribution for each band.
+    """The likelihood of the first `limit` noisy mels of a split under a Gaussian for each band.
 
-        sum log N(x + w (u - 1/2); m_c, s_c),    m_c and s_c those of band c in the training split
+        sum log N(x + w (u - 1/2); m_c, s_c),    m_c and s_c of band c in the training split
 
-    The cells are those that a model answers for: frames of silence that make a length even are among them.
+    The cells are those of the models: they include frames of silence that make a length even.
 
     Example:
         >>> from genmodels.data.speech import Speech
@@ -173,20 +170,17 @@ def _moments(parts) -> tuple[Tensor, Tensor]:
     return mean, (squares / count - mean.square()).sqrt()
 
 
-_CHECKS = 60.0  # seconds that the checks may take unless checks=full
+_CHECKS = 60.0  # seconds for the checks unless checks=full
 
 
 class Evaluation:
-    """The stages of one checkpoint's evaluation, each of them computed once for the same checkpoint and settings.
+    """The stages of one checkpoint's evaluation, each computed once for the same checkpoint and settings.
 
     Arguments:
-        opened: the model and its data.
-        cache: where results are kept.
-        shared: what the models of a table have in common (item hashes, the feature network); filled here.
-        ranks: the processes of this command.
+        opened, cache, shared, ranks: as of `Frame`.
 
     Attributes:
-        pictures: pictures in files of their own next to the report, by name.
+        pictures: by name, written as files next to the report.
     """
 
     def __init__(self, opened: Opened, cache: Cache, shared: dict | None = None, ranks: Ranks | None = None):
@@ -203,12 +197,12 @@ class Evaluation:
 
     @property
     def report(self) -> Report:
-        """As it stands after the stages done so far."""
+        """The results of the stages done so far."""
         return self.frame.report
 
     @property
     def arrays(self) -> dict[str, Tensor]:
-        """Numbers for pictures by name."""
+        """Values for figures by name."""
         return self.frame.arrays
 
     @contextmanager
@@ -218,10 +212,10 @@ class Evaluation:
         self.report.seconds[stage] = round(self.report.seconds.get(stage, 0.0) + time.monotonic() - start, 3)
 
     def run(self) -> Report:
-        """Every stage that is wanted, in order; the report.
+        """The report of all requested stages, in order.
 
         Raises:
-            Interrupted: with what is finished in `report`, which says `partial`.
+            Interrupted: `report` has the finished stages, and is marked `partial`.
         """
         stages = {"likelihood": self.likelihood.run, "audit": self.audit, "ood": self.other_data.run,
                   "fidelity": self.fidelity.run, "cost": self.cost, "checks": self.checks,
@@ -250,7 +244,7 @@ class Evaluation:
         return shared[key]
 
     def audit(self) -> None:
-        """Utterances by likelihood, with a picture of how the least likely are aligned."""
+        """Utterances ordered by likelihood, with a picture of alignments."""
         _, likelihood = self.likelihood.of_first_line()
         self.report.audit = audit(self.frame, likelihood)
         picture = picture_of_audit(self.opened, self.report.audit)
@@ -258,20 +252,19 @@ class Evaluation:
             self.pictures["audit"] = picture
 
     def cost(self) -> None:
-        """Network evaluations, samples a second, latency, memory, on this device."""
+        """Network evaluations, samples per second, latency and memory on this device."""
         if not self.opened.model.generates:
             return
-        small = self.opened.limited
-        opened, size = self.opened, min(self.frame.request.batch_size, 64)
+        opened, size, small = self.opened, min(self.frame.request.batch_size, 64), self.opened.limited
         found = self.frame.once("cost", self.frame.sampling_settings(), lambda: cost.measure(
             opened.model,
             lambda n, start: draw(opened.model, opened.sampling(n, start=start), batch_size=size, progress=False),
-            batch_size=16 if small else 64, budget=5.0 if small else 60.0,
+            batch_size=16 if small else 64, budget=5.0 if small else 60.0, weights=weights_of(self.frame.request.ema),
         ))
         self.report.sampling = SamplingCost(**found, seed=self.frame.request.seed)
 
     def checks(self) -> None:
-        """The checks of this checkpoint, and the layers of a flow one by one."""
+        """The checks of this checkpoint, and the layers of a flow."""
         model, request, line = self.opened.model, self.frame.request, self.likelihood.lines[0]
         bound = 3600.0 if request.checks == "full" else 10.0 if self.opened.limited else _CHECKS
 
@@ -289,7 +282,9 @@ class Evaluation:
                 checks = [check.to_dict() for check in verify_checkpoint(subject, watch)]
             return {"checks": checks, "layers": subject.flow.layers if is_flow(model) else []}
 
-        done = self.frame.once("checks", {"options": line.options, "bound": bound}, compute)
+        # Some checks need the likelihood of the items, which is there if its stage was done.
+        settings = {"options": line.options, "bound": bound, "likelihood": self.likelihood.first is not None}
+        done = self.frame.once("checks", settings, compute)
         self.report.checks = [Check(**check) for check in done["checks"]]
         if done["layers"]:
             from genmodels.verification.maps import drift_of  # here, since other families need no flows

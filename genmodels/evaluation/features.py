@@ -1,4 +1,4 @@
-"""Results kept by the hash of what they depend on, and features (one named network) in which samples are compared."""
+"""A cache of results by the hash of what they depend on, and the feature networks in which samples are compared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ FORMAT = 1
 
 @functools.cache
 def code_hash() -> str:
-    """A hash of the sources of this package: other code is not trusted to have computed the same."""
+    """A hash of the sources of this package, so that results of other code are not reused."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -47,10 +47,10 @@ def key_of(**parts) -> str:
 
 
 class Cache:
-    """Results in a folder, one file each, written whole; a file that cannot be read is as good as none.
+    """Results in a folder, one file each, written atomically; unreadable files are ignored.
 
     Arguments:
-        folder: where; None keeps nothing.
+        folder: None keeps nothing.
 
     Example:
         >>> import tempfile
@@ -66,10 +66,7 @@ class Cache:
 
     def get(self, key: str):
         """The result of that name, or None."""
-        if self.folder is None:
-            return None
-        path = self.folder / f"{key}.pt"
-        if not path.is_file():
+        if self.folder is None or not (path := self.folder / f"{key}.pt").is_file():
             return None
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -77,15 +74,15 @@ class Cache:
             return None
 
     def put(self, key: str, value):
-        """Keep a result of tensors and plain types; returns it."""
+        """Store a result of tensors and plain types, and return it."""
         if self.folder is not None:
             write_whole(self.folder / f"{key}.pt", lambda file: torch.save(value, file))
         return value
 
     def parts(self, key: str, own: Sequence[int], compute: Callable[[list[int]], Iterable[tuple[int, Any]]]) -> dict:
-        """The results of a stage's parts by their numbers: those that are kept, and those that `compute` yields.
+        """The results of a stage's parts by number: those that are stored, and those that `compute` yields.
 
-        Each is kept as soon as it is finished, so that after a kill it is not computed again.
+        Each is stored as soon as it is finished, so that it is not computed again after a kill.
 
         Example:
             >>> import tempfile
@@ -100,7 +97,7 @@ class Cache:
         return kept | {number: self.put(f"{key}_{number}", value) for number, value in compute(missing)}
 
     def forget(self, key: str) -> None:
-        """Remove the parts of a stage that is finished."""
+        """Remove the parts of a finished stage."""
         for path in [] if self.folder is None else self.folder.glob(f"{key}_*.pt"):
             path.unlink(missing_ok=True)
 
@@ -110,11 +107,11 @@ WIDTH = 64
 #: Raised when the training of the classifier changes.
 RECIPE = 1
 _STEPS, _BATCH, _RATE = 500, 64, 3e-3
-_WEAK = 0.9  # held-out accuracy below which a classifier says little about digits
+_WEAK = 0.9  # held-out accuracy below which a classifier is reported as weak
 
 
 def wilson(hits: int, n: int, z: float = 1.959964) -> list[float]:
-    """The 95 % interval of a share.
+    """The 95 % confidence interval of a proportion.
 
     Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
 
@@ -139,12 +136,12 @@ class FeatureNetwork:
         dims: D.
         sha256: hash of its weights.
         compute: (B, *event) to (B, D).
-        accuracy: share of test items that it classifies rightly, None where it has no classes.
-        interval: of that share, 95 % (Wilson).
+        accuracy: on test items, None without classes.
+        interval: of the accuracy, 95 % (Wilson).
         classify: (B, *event) to (B, K) logits, or None.
-        note: what has to be known of it.
-        moments: whether samples are compared by mean and covariance too (Fréchet); of plain coordinates these two say
-            next to nothing of the shape.
+        note: a remark for the report.
+        moments: whether samples are compared by mean and covariance too (Fréchet), which for plain coordinates say
+            little about the shape of a density.
     """
 
     name: str
@@ -164,25 +161,25 @@ class FeatureNetwork:
 
     @torch.no_grad()
     def classes(self, x: Tensor, rows: int = 256) -> Tensor:
-        """(N,) the class that is found for each item."""
+        """The predicted class of each item, (N,)."""
         return torch.cat([self.classify(part).argmax(1).cpu() for part in x.split(rows)])
 
     def described(self) -> dict:
-        """What is reported of the network."""
+        """The description of the network in reports."""
         return {"name": self.name, "sha256": self.sha256, "accuracy": self.accuracy,
                 "interval": self.interval, "dims": self.dims, "note": self.note}
 
 
 @dataclass
 class Items:
-    """The items that a network is made from: those of training and those it is tested on.
+    """The training and test items of a feature network.
 
     Arguments:
-        spec: what they are.
+        spec: of the data.
         train, test: (N, *event) in the data's own units.
         train_labels, test_labels: (N,) classes, or None.
         train_hash: hash of the training items and labels.
-        cache: where a trained classifier is kept.
+        cache: of trained classifiers.
     """
 
     spec: DataSpec
@@ -199,11 +196,9 @@ class Scaled(nn.Module):
 
     def __init__(self, items: Items):
         super().__init__()
-        levels = items.spec.levels
-        location, scale = torch.zeros(1), torch.ones(1)
-        if levels is not None:
-            location, scale = torch.full((1,), (levels - 1) / 2), torch.full((1,), (levels - 1) / 2)
-        elif len(items.train):
+        if items.spec.levels is not None:
+            location = scale = torch.full((1,), (items.spec.levels - 1) / 2)
+        else:
             wide = items.train.double()
             location, scale = wide.mean(0).float(), wide.std(0).clamp(min=1e-12).float()
         self.register_buffer("location", location)
@@ -214,26 +209,23 @@ class Scaled(nn.Module):
 
 
 class _Net(nn.Module):
-    """Three convolutions (perceptrons for vectors), 64 features, and a linear layer to the classes."""
+    """Three convolutions (for vectors two linear layers), a layer of 64 features, and a linear layer to the classes."""
 
     def __init__(self, items: Items, num_classes: int):
         super().__init__()
         self.scaled = Scaled(items)
-        channels = items.spec.event_shape[0]
-        kind = {1: None, 2: nn.Conv1d, 3: nn.Conv2d}[len(items.spec.event_shape)]
-        if kind is None:
-            layers = [nn.Linear(channels, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()]
-            last = 128
-        else:
-            small = min(items.spec.event_shape[1:]) < 16
-            strides = (1, 2, 1) if small else (2, 2, 1)
-            layers, last = [], channels
+        last, *lengths = items.spec.event_shape
+        if lengths:
+            layers, convolution = [], nn.Conv1d if len(lengths) == 1 else nn.Conv2d
+            strides = (1, 2, 1) if min(lengths) < 16 else (2, 2, 1)
             for wide, stride in zip((16, 32, 32), strides, strict=True):
-                layers += [kind(last, wide, 3, stride, 1), nn.ReLU()]
+                layers += [convolution(last, wide, 3, stride, 1), nn.ReLU()]
                 last = wide
-            pool = {2: nn.AdaptiveAvgPool1d, 3: nn.AdaptiveAvgPool2d}[len(items.spec.event_shape)]
-            layers += [pool(4), nn.Flatten()]
-            last *= 4 ** (len(items.spec.event_shape) - 1)
+            layers += [nn.AdaptiveAvgPool1d(4) if len(lengths) == 1 else nn.AdaptiveAvgPool2d(4), nn.Flatten()]
+            last *= 4 ** len(lengths)
+        else:
+            layers = [nn.Linear(last, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()]
+            last = 128
         self.body = nn.Sequential(*layers, nn.Linear(last, WIDTH), nn.ReLU())
         self.head = nn.Linear(WIDTH, num_classes)
 
@@ -254,7 +246,7 @@ def weights_hash(module: nn.Module) -> str:
 
 
 def classifier(items: Items) -> FeatureNetwork:
-    """A small network trained to tell the classes of the training items; its 64 features are the last hidden layer.
+    """A small network trained to classify the training items; its 64 features are the last hidden layer.
 
     Raises:
         InputError: for data without classes.
@@ -273,19 +265,18 @@ def classifier(items: Items) -> FeatureNetwork:
     else:
         net.load_state_dict(stored)
     net.eval()
-    accuracy = interval = None
-    found = FeatureNetwork("classifier", WIDTH, weights_hash(net), net.features, None, net)
-    if items.test_labels is not None:
-        hits = int((found.classes(items.test) == items.test_labels).sum())
-        accuracy, interval = hits / len(items.test), wilson(hits, len(items.test))
-    weak = accuracy is not None and accuracy < _WEAK
-    note = f"trained on the training split; only {accuracy:.1%} accurate on test items" if weak else (
-        "trained on the training split")
-    return FeatureNetwork("classifier", WIDTH, found.sha256, net.features, accuracy, net, note, interval=interval)
+    note = "trained on the training split"
+    found = FeatureNetwork("classifier", WIDTH, weights_hash(net), net.features, classify=net, note=note)
+    if items.test_labels is None:
+        return found
+    n, hits = len(items.test), int((found.classes(items.test) == items.test_labels).sum())
+    if hits / n < _WEAK:
+        note += f"; only {hits / n:.1%} accurate on test items"
+    return replace(found, accuracy=hits / n, interval=wilson(hits, n), note=note)
 
 
 def _train(net: _Net, items: Items) -> None:
-    """The fixed recipe: Adam, one cycle of the learning rate, one thread, so that the weights come out the same."""
+    """The fixed recipe: Adam, one cycle of the learning rate, one thread, so that the weights are reproducible."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -305,7 +296,7 @@ def _train(net: _Net, items: Items) -> None:
 
 
 def random_convolutions(items: Items) -> FeatureNetwork:
-    """The same convolutions with random weights of a fixed seed: for images and sequences without classes."""
+    """The same network with random weights of a fixed seed, for images and sequences without classes."""
     if len(items.spec.event_shape) == 1:
         raise InputError("features=random-conv is for images and sequences: vectors have features=coordinates")
     with torch.random.fork_rng(devices=[]):
@@ -315,7 +306,7 @@ def random_convolutions(items: Items) -> FeatureNetwork:
 
 
 def coordinates(items: Items) -> FeatureNetwork:
-    """The items themselves, standardised by the training items: for vectors, where each coordinate has a meaning."""
+    """The items themselves, standardised by the training items, for vectors."""
     if len(items.spec.event_shape) != 1:
         raise InputError("features=coordinates is for vectors: images have features=classifier or random-conv")
     scaled = Scaled(items)
@@ -324,13 +315,12 @@ def coordinates(items: Items) -> FeatureNetwork:
 
 
 def inception(items: Items) -> FeatureNetwork:
-    """The 2,048 pooled features of Inception v3 by torchvision's own loader.
+    """The 2,048 pooled features of torchvision's Inception v3.
 
-    These are torchvision's weights, not the converted ones of published Fréchet distances: they cannot be
-    compared with figures of papers.
+    Its weights are not those of published Fréchet distances, which cannot be compared.
 
     Raises:
-        InputError: for data that are not images, and where the weights cannot be had, saying what to place where.
+        InputError: for data that are not images, and if the weights cannot be loaded, with the path to place them in.
     """
     if not items.spec.is_image or items.spec.event_shape[0] not in (1, 3):
         raise InputError("features=inception is for grey or colour images")
@@ -358,14 +348,14 @@ def inception(items: Items) -> FeatureNetwork:
                           note="torchvision's weights, not those of published figures")
 
 
-#: What `features=` may be.
+#: The values of `features=`.
 NETWORKS: dict[str, Callable[[Items], FeatureNetwork]] = {
     "classifier": classifier, "random-conv": random_convolutions, "coordinates": coordinates, "inception": inception,
 }
 
 
 def dims_of(spec: DataSpec, name: str = "auto") -> int:
-    """How many features the network of that name has, before it is made.
+    """The number of features of the network of that name.
 
     Example:
         >>> dims_of(DataSpec("digits", (1, 8, 8), levels=17)), dims_of(DataSpec("plane", (2,)))
@@ -377,7 +367,7 @@ def dims_of(spec: DataSpec, name: str = "auto") -> int:
 
 
 def network_for(items: Items, name: str = "auto") -> FeatureNetwork:
-    """The network of that name; `auto` is the classifier where there are labels, else what fits the events.
+    """The network of that name; `auto` is the classifier if there are labels, else coordinates or random convolutions.
 
     Example:
         >>> items = Items(DataSpec("plane", (2,)), torch.randn(50, 2), torch.randn(50, 2))

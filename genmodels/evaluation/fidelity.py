@@ -1,4 +1,4 @@
-"""How alike two sets of features are: Fréchet distance, kernel distance, precision and recall."""
+"""Distances of two sets of features (Fréchet, kernel), precision and recall, and memorisation of training items."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Distance(NamedTuple):
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and covariance of features, which add up over batches and processes.
+    """Mean and covariance of features, which can be added over batches and processes.
 
         m = sum x / n,   C = sum (x - m)(x - m)' / (n - 1)
 
@@ -45,7 +45,7 @@ class Moments:
 
     @classmethod
     def of(cls, features: Tensor) -> Moments:
-        """The moments of features (n, D), n at least 1."""
+        """The moments of features (n, D), n >= 1."""
         if features.dim() != 2 or len(features) == 0:
             raise InputError(f"features are (n, D) with n of at least 1, got {tuple(features.shape)}")
         wide = features.detach().to(torch.float64)
@@ -54,7 +54,7 @@ class Moments:
         return cls(len(wide), mean, centred.T @ centred)
 
     def __add__(self, other: Moments) -> Moments:
-        # Chan, Golub and LeVeque 1983: sums of squares about each own mean, and what the means differ by.
+        # Chan, Golub and LeVeque 1983: sums of squares about each mean, and the difference of the means.
         count = self.count + other.count
         shift = other.mean - self.mean
         between = torch.outer(shift, shift) * (self.count * other.count / count)
@@ -62,19 +62,19 @@ class Moments:
 
     @property
     def covariance(self) -> Tensor:
-        """C with the divisor n - 1; needs two rows."""
+        """C; needs two items."""
         if self.count < 2:
             raise InputError("a covariance needs at least 2 items")
         return self.scatter / (self.count - 1)
 
 
 def frechet_distance(a: Tensor | Moments, b: Tensor | Moments) -> float:
-    """The squared Wasserstein distance between the normal distributions of two sets of features.
+    """The squared Wasserstein distance between Gaussians with the moments of two sets of features.
 
         |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))
 
     Arguments:
-        a, b: features (n, D), or their moments. The value is biased upwards in small sets: compare equal n only.
+        a, b: features (n, D), or their moments. The bias, upwards, depends on n: compare values of equal n only.
 
     Source: Dowson and Landau 1982; as a measure of samples Heusel et al. 2017.
 
@@ -88,7 +88,7 @@ def frechet_distance(a: Tensor | Moments, b: Tensor | Moments) -> float:
     a, b = (x if isinstance(x, Moments) else Moments.of(x) for x in (a, b))
     if a.mean.shape != b.mean.shape:
         raise InputError(f"features of {len(a.mean)} and of {len(b.mean)} dimensions cannot be compared")
-    # The root of the product C1 C2, which is not symmetric, has the trace of that of C1^(1/2) C2 C1^(1/2), which is.
+    # tr (C1 C2)^(1/2) = tr (C1^(1/2) C2 C1^(1/2))^(1/2), whose argument is symmetric.
     values, vectors = torch.linalg.eigh(a.covariance)
     root = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
     middle = torch.linalg.eigvalsh(root @ b.covariance @ root).clamp(min=0).sqrt().sum()
@@ -102,9 +102,9 @@ def frechet_with_error(a: Tensor, b: Tensor) -> Distance:
         se^2 = var_i I(a_i) / n + var_i I(b_i) / m
 
     I(x) = 2 (m1 - m2)'y + y'y - y'T y, y = x - m1, is the derivative of the distance by the weight of an item, with the
-    map T = C1^(-1/2) (C1^(1/2) C2 C1^(1/2))^(1/2) C1^(-1/2) that carries one normal distribution to the other. It is
-    what the bootstrap tends to, without its draws. Between two sets of one distribution, where the derivative vanishes,
-    it is too large, by a factor of about 1.5 (measured: 1.33 to 1.52).
+    transport map T = C1^(-1/2) (C1^(1/2) C2 C1^(1/2))^(1/2) C1^(-1/2) between the Gaussians. It is the limit of the
+    bootstrap. Between two sets of one distribution, where the derivative vanishes, it is too large by a factor of about
+    1.5 (measured: 1.33 to 1.52).
 
     Source: Efron 1982, "The jackknife, the bootstrap and other resampling plans", chapter 6.
 
@@ -121,9 +121,9 @@ def frechet_with_error(a: Tensor, b: Tensor) -> Distance:
 def _influence(x: Tensor, own: Moments, other: Moments) -> Tensor:
     """(n,) the derivative of the distance by the weight of each row of x, up to a constant."""
     root, inverse = _power(own.covariance, 0.5), _power(own.covariance, -0.5)
-    carried = inverse @ _power(root @ other.covariance @ root, 0.5) @ inverse
+    transport = inverse @ _power(root @ other.covariance @ root, 0.5) @ inverse
     y = x.to(torch.float64) - own.mean
-    return 2 * y @ (own.mean - other.mean) + y.square().sum(1) - (y @ carried * y).sum(1)
+    return 2 * y @ (own.mean - other.mean) + y.square().sum(1) - (y @ transport * y).sum(1)
 
 
 def _power(covariance: Tensor, power: float) -> Tensor:
@@ -134,7 +134,7 @@ def _power(covariance: Tensor, power: float) -> Tensor:
 
 
 def cubic_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """(x'y / D + 1)^3, which sees moments up to the third.
+    """(x'y / D + 1)^3, which depends on moments up to the third.
 
     Source: Binkowski et al. 2018, "Demystifying MMD GANs".
     """
@@ -142,21 +142,21 @@ def cubic_kernel(x: Tensor, y: Tensor) -> Tensor:
 
 
 def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """The mean of exp(-|x - y|^2 / (2 s^2 D)) over s = 1/8, 1/4, 1/2, 1, 2: it tells any two distributions apart.
+    """The mean of exp(-|x - y|^2 / (2 s^2 D)) over s = 1/8, 1/4, 1/2, 1, 2: a characteristic kernel.
 
-    Made for standardised coordinates, whose squared distances are about 2 D.
+    For standardised coordinates, whose squared distances are about 2 D.
     """
     squared = distance(x, y).square() / (2 * x.shape[1])
     return sum(torch.exp(-squared * 4.0**k) for k in range(-1, 4)) / 5
 
 
 def kernel_distance(a: Tensor, b: Tensor, kernel: Callable[[Tensor, Tensor], Tensor] = cubic_kernel) -> Distance:
-    """The unbiased squared maximum mean discrepancy of n items each, which may be negative; and its standard error.
+    """The unbiased squared maximum mean discrepancy of n items each, which may be negative, and its standard error.
 
         U = mean_{i != j} h_ij,   h_ij = k(a_i, a_j) + k(b_i, b_j) - k(a_i, b_j) - k(a_j, b_i)
         var U = (4 (n - 2) cov(h_12, h_13) + 2 var h_12) / (n (n - 1))
 
-    Both moments of h are estimated without bias, so that the error holds between two sets of one distribution too.
+    Both moments of h are estimated without bias, so that the error is also right for two sets of one distribution.
 
     Source: Gretton et al. 2012, "A kernel two-sample test", lemma 6; variance of U-statistics: Hoeffding 1948.
 
@@ -177,23 +177,23 @@ def kernel_distance(a: Tensor, b: Tensor, kernel: Callable[[Tensor, Tensor], Ten
         sums.append(h.sum(1))
         squares += float(h.square().sum())
     by_row = torch.cat(sums)
-    total, shared = float(by_row.sum()), float(by_row.square().sum()) - squares  # over i; j; over i, j, k unlike
+    total, shared = float(by_row.sum()), float(by_row.square().sum()) - squares  # sum h_ij; sum h_ij h_ik, j != k
     pairs = n * (n - 1)
-    apart = (total**2 - 4 * shared - 2 * squares) / (pairs * (n - 2) * (n - 3))  # the square of E h, by unlike indices
+    apart = (total**2 - 4 * shared - 2 * squares) / (pairs * (n - 2) * (n - 3))  # (E h)^2, from four different indices
     covariance = max(0.0, shared / (pairs * (n - 2)) - apart)
     variance = (4 * (n - 2) * covariance + 2 * max(0.0, squares / pairs - apart)) / pairs
     return Distance(total / pairs, math.sqrt(variance))
 
 
 def precision_recall(real: Tensor, generated: Tensor, k: int = 3) -> tuple[float, float]:
-    """The share of generated items among the real ones, and of real items among the generated ones.
+    """The share of generated items in the support of the real ones, and of real items in that of the generated ones.
 
-    A point is among a set when it lies in the ball of one of its points, whose radius is the distance to the k-th
-    nearest other point of that set; points on the border lie inside.
+    The support of a set is the union of closed balls around its points, whose radius is the distance to the k-th
+    nearest other point of the set.
 
     Arguments:
         real, generated: features, equally many of both.
-        k: which neighbour gives the radius.
+        k: the neighbour that gives the radius.
 
     Source: Kynkäänniemi et al. 2019, "Improved precision and recall metric".
 
@@ -210,14 +210,14 @@ def precision_recall(real: Tensor, generated: Tensor, k: int = 3) -> tuple[float
 
 
 def _share_inside(points: Tensor, of: Tensor, k: int) -> float:
-    """The share of points that lie in a ball of one of the points `of`."""
+    """The share of points that lie in a ball around one of the points `of`."""
     points, of = points.to(torch.float64), of.to(torch.float64)
     rows = max(1, _CHUNK // len(of))
     radii = []
     for start in range(0, len(of), rows):
         distances = distance(of[start : start + rows], of)
         own = torch.arange(start, start + len(distances))
-        distances[torch.arange(len(distances)), own] = math.inf  # a point is no neighbour of its own
+        distances[torch.arange(len(distances)), own] = math.inf  # a point is not its own neighbour
         radii.append(distances.kthvalue(k, dim=1).values)
     radii = torch.cat(radii)
     inside = [(distance(part, of) <= radii).any(1) for part in points.split(rows)]
@@ -225,12 +225,12 @@ def _share_inside(points: Tensor, of: Tensor, k: int) -> float:
 
 
 def distance(a: Tensor, b: Tensor) -> Tensor:
-    """(n, m) Euclidean distances by differences, so that equal points have the distance zero."""
+    """(n, m) Euclidean distances by differences, exactly zero for equal points."""
     return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def check_count(count: int, dims: int) -> None:
-    """An InputError for so few items that a covariance of their features means nothing.
+    """Raise an InputError for too few items to estimate a covariance of their features.
 
     Example:
         >>> check_count(100, 64)
@@ -244,22 +244,22 @@ def check_count(count: int, dims: int) -> None:
 
 
 _NEIGHBOURS_CHUNK = 1 << 22  # products computed at once
-_CANDIDATES = 8  # items by products that are compared by differences
-_SHARE, _LIMIT, _COPYING = 0.01, 0.05, -3.0
+_CANDIDATES = 8  # nearest items by products, which are compared by differences
+_SHARE, _LIMIT, _COPYING = 0.01, 0.05, -3.0  # of `memorisation`: percentile, share and z that are reported
 
 
 class Nearest(NamedTuple):
-    """For each item its nearest training item and the distance, exactly zero where they are equal."""
+    """The index of the nearest training item of each item, and the distance, exactly zero for equal items."""
 
     distance: Tensor
     index: Tensor
 
 
 def nearest(items: Tensor, train: Tensor) -> Nearest:
-    """The nearest training item of each of `items`, both (n, ...), by Euclidean distance; the first one of equals.
+    """The nearest training item of each of `items`, both (n, ...), by Euclidean distance; the first of equal ones.
 
-    Products of centred float64 values choose the candidates, differences decide among them; where more candidates lie
-    within the rounding of the products than are compared, differences search the whole row.
+    Products of centred float64 values select candidates, and differences decide among them; all items are compared by
+    differences if the candidates cannot be separated within rounding.
 
     Example:
         >>> nearest(torch.tensor([[0.9], [5.0]]), torch.tensor([[0.0], [1.0], [5.0]])).index.tolist()
@@ -286,7 +286,7 @@ def nearest(items: Tensor, train: Tensor) -> Nearest:
 
 
 def smaller_than(found: Tensor, reference: Tensor) -> float:
-    """The z of the rank-sum statistic: below zero where `found` tends to be smaller than `reference`.
+    """The z of the rank-sum statistic: negative if `found` tends to be smaller than `reference`.
 
     Source: Mann and Whitney 1947; with ties as in Meehan, Chaudhuri and Dasgupta 2020, who test samples for copying.
 
@@ -294,24 +294,21 @@ def smaller_than(found: Tensor, reference: Tensor) -> float:
         >>> round(smaller_than(torch.tensor([1.0, 2, 3]), torch.tensor([4.0, 5, 6])), 4)
         -1.964
     """
-    both = torch.cat([found, reference]).double()
-    _, which, counts = both.unique(return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    ranks = (ends - (counts - 1) / 2)[which]
+    from scipy.stats import rankdata, tiecorrect
+
     n, m = len(found), len(reference)
-    ties = (counts.double() ** 3 - counts).sum() / ((n + m) * (n + m - 1))
-    std = math.sqrt(n * m / 12 * (n + m + 1 - float(ties)))
+    ranks = rankdata(torch.cat([found, reference]).double().numpy())
+    std = math.sqrt(n * m / 12 * (n + m + 1) * tiecorrect(ranks))
     statistic = float(ranks[:n].sum()) - n * (n + 1) / 2
     return 0.0 if std == 0 else (statistic - n * m / 2) / std
 
 
 def memorisation(samples: Nearest, held_out: Nearest, in_features: tuple[Nearest, Nearest] | None = None) -> dict:
-    """What the distances to training items say, in plain values.
+    """Evidence for copies of training items, from the distances to them, in plain values.
 
     Exact duplicates; the share of samples that are closer than the first percentile of held-out items, 1 % for a model
-    that does not copy, with its 99 % interval; the z of the comparison of all distances. A flag is raised where
-    that interval lies above 5 %, or where a larger share of samples than of held-out items are duplicates by 3
-    standard errors.
+    that does not copy, with its 99 % interval; the z of the comparison of all distances. Samples are flagged if that
+    interval lies above 5 %, or if the share of duplicates exceeds that of held-out items by 3 standard errors.
 
     Arguments:
         samples, held_out: nearest training neighbours in the data's own units.
@@ -319,18 +316,18 @@ def memorisation(samples: Nearest, held_out: Nearest, in_features: tuple[Nearest
     """
     from scipy.stats import binomtest
 
-    n = len(samples.distance)
+    n, m = len(samples.distance), len(held_out.distance)
     border = float(held_out.distance.quantile(_SHARE))
     closer = int((samples.distance < border).sum())
     interval = binomtest(closer, n).proportion_ci(0.99)
     copies, natural = int((samples.distance == 0).sum()), int((held_out.distance == 0).sum())
-    together = (copies + natural) / (n + len(held_out.distance))
-    std = math.sqrt(together * (1 - together) * (1 / n + 1 / len(held_out.distance)))
-    more = copies / n - natural / len(held_out.distance) > 3 * std and copies > 0
+    together = (copies + natural) / (n + m)
+    std = math.sqrt(together * (1 - together) * (1 / n + 1 / m))
+    more = copies / n - natural / m > 3 * std
     flagged = bool(interval.low > _LIMIT or more)
     z = smaller_than(samples.distance, held_out.distance)
-    said = [f"{copies} of {n} samples are exact copies of training items ({natural} of {len(held_out.distance)} "
-            "held-out items are)"] if copies or natural else []
+    said = [f"{copies} of {n} samples are exact copies of training items ({natural} of {m} held-out items are)"
+            ] if copies or natural else []
     said += [f"{closer / n:.1%} of the samples lie closer to a training item than 99 % of held-out items do "
              f"(99 % interval {interval.low:.1%} to {interval.high:.1%}, 1 % expected)"]
     said += [f"z = {z:.1f}: samples lie closer to training items than held-out items do"] if z < _COPYING else []

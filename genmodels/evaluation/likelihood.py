@@ -1,4 +1,4 @@
-"""The likelihood lines of a model: which there are, how each is made, and what stands in the report of it."""
+"""The likelihoods of a model: which lines of the table there are, how each is computed, and what is reported of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError, progress_bar
@@ -34,15 +33,15 @@ from genmodels.evaluation.report import (
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import extent_of, midpoints, on_grid
 
-_AUTO_BUDGET = 100_000  # network evaluations that `draws=auto` spends on a bound, as far as 5 to 100 strata allow
-_TEXT_BUDGET = 6_400_000  # scalars of mels with texts that it sends through the network instead
-_ODE_BUDGET = 50_000  # scalars of vectors that `ode=auto` follows
+_AUTO_BUDGET = 100_000  # network evaluations of `draws=auto`, as far as 5 to 100 strata allow
+_TEXT_BUDGET = 6_400_000  # the same for mels with texts, in scalars
+_ODE_BUDGET = 50_000  # scalars of vectors up to which `ode=auto` computes the ODE
 _IMPORTANCE_SAMPLES = (1, 8)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One likelihood of a model: what it is called in tables, the model's method, and its options."""
+    """One likelihood of a model: its name in tables, the model's method, and its options."""
 
     label: str
     method: str
@@ -50,7 +49,7 @@ class Line:
 
 
 def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
-    """The lines of a model under a request, and notes on what was left out.
+    """The lines of a model for a request, and notes on what was left out.
 
     Raises:
         InputError: for more terms of a bound than there are.
@@ -68,7 +67,7 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         if isinstance(draws, int) and draws >= model.num_steps:
             raise InputError(f"draws must lie in 1..{model.num_steps - 1}, the terms of the bound, got {draws}")
         own = {"draws": None if draws == "all" else draws, "replicates": request.replicates}
-        if "alignment" in known:  # the other one, along the best path, would be ranked with bounds on the sum
+        if "alignment" in known:  # a bound along the best alignment would be ranked with bounds on the sum
             own["alignment"] = "marginal"
         usual = known["bound"].default
         for bound in {"auto": (usual,), "both": ("discrete", "continuous")}.get(request.bound, (request.bound,)):
@@ -82,7 +81,7 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
     if "normaliser" in known:
         options |= chosen_partition(request.partition, opened.limited)
     if "importance_samples" in known:
-        # An exact density needs no importance samples: one line says it all.
+        # An exact density needs no importance samples.
         counts = sorted({1, *(request.importance_samples or _IMPORTANCE_SAMPLES)}) if model.spec.levels else [1]
         lines += [Line(f"K = {k}" if model.spec.levels else "exact", "log_likelihood",
                        options | {"importance_samples": k}) for k in counts]
@@ -91,7 +90,7 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         vectors = len(model.spec.event_shape) == 1
         if request.ode is True or (request.ode == "auto" and vectors and scalars <= _ODE_BUDGET):
             own = {"weights": options["weights"], "seed": request.seed, **request.ode_options}
-            # Probes are noise, which the logarithm of a mean over K would turn into a gain.
+            # The noise of probes would raise the logarithm of a mean over K.
             exact = OdeDensity(divergence=request.ode_options.get("divergence", "auto")).exact(model.spec.dims)
             wanted = request.importance_samples if exact else None
             counts = sorted(set(wanted or [1])) if model.spec.levels else []
@@ -109,10 +108,10 @@ def likelihood_parts(frame: Frame, key: str, line: Line) -> dict[int, dict]:
 
 
 def batches_of(frame: Frame, key: str, line: Line, datamodule: DataModule, count: int, label: str) -> dict[int, dict]:
-    """The likelihood of this process's batches of the first `count` items of a data set; the same batches as alone.
+    """The likelihood of this process's batches of the first `count` items of a data set, the same for any processes.
 
     Raises:
-        RunError: when an item holds what is no value of these data, or memory is too little.
+        RunError: for an item with invalid values, or when memory runs out.
     """
     model, request = frame.opened.model, frame.request
     batches = torch.arange(count).split(request.batch_size)
@@ -158,7 +157,7 @@ def _likelihood(model, batch: Batch, line: Line, size: int) -> Likelihood:
 
 
 def check_options(models: Sequence[Opened]) -> None:
-    """Raise an InputError for an option that none of the models takes; in a table of many it is for those that do."""
+    """Raise an InputError for an option that none of the models takes; the others of a table ignore it."""
     request = models[0].request
     known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
     known |= {name for name in ("sampler", "steps") if any(opened.model.takes(name) for opened in models)}
@@ -172,13 +171,13 @@ def check_options(models: Sequence[Opened]) -> None:
     ]
     by_ode = any(hasattr(opened.model, "ode_likelihood") for opened in models)
     of_lines = {line.options.get("importance_samples") for opened in models for line in lines_of(opened)[0]}
-    if of_lines.issuperset(request.importance_samples or ()):  # the ODE takes them, where its divergence is exact
+    if of_lines.issuperset(request.importance_samples or ()):  # the ODE takes them if its divergence is exact
         known.add("importance_samples")
     for name, needed, families, asked in given:
         if asked and needed not in known:
             raise _nobody(name, families, models)
     listed = [opened.model.samplers for opened in models if opened.model.takes("sampler")]
-    if request.sampler is not None and all(listed):  # now, before the likelihoods, which may take long
+    if request.sampler is not None and all(listed):  # before the likelihoods, which may take long
         samplers = dict.fromkeys(name for names in listed for name in names)
         if request.sampler not in samplers:
             raise InputError(f"sampler must be one of {', '.join(samplers)}, got {request.sampler!r}")
@@ -209,7 +208,7 @@ def automatic_draws(items: int, terms: int, replicates: int, budget: int = _AUTO
 
 
 def chosen_partition(given: dict, limited: bool) -> dict:
-    """How log Z is found, where it needs annealed importance sampling: with less effort where few items are evaluated.
+    """The options of log Z; annealed importance sampling has fewer chains and densities if few items are evaluated.
 
     Example:
         >>> chosen_partition({"chains": 32}, True)
@@ -220,26 +219,26 @@ def chosen_partition(given: dict, limited: bool) -> dict:
 
 
 def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor | None = None) -> LikelihoodLine:
-    """One likelihood as a line: mean, errors, the extreme items, the named parts, and how it was made.
+    """One likelihood as a line: mean, errors, extreme items, named parts, and how it was computed.
 
     Arguments:
         likelihood: of all items in index order.
-        spec: what the data are.
-        label: what the line is called; the kind says more where it knows more.
-        x: the items, where their exact density is known: for the paired gap to it.
+        spec: of the data.
+        label: name of the line; some kinds have a name that says more.
+        x: the items, for the paired gap to their exact density if it is known.
 
-    The extreme items are named only where values of single items stand out of their noise.
-    Of log p(x | y), given the class, `class_cost` is log C in the line's unit: with classes drawn evenly p(x) is at
-    least p(x | y)/C, so that much more bounds the value of the items alone.
+    The extreme items are named only if values of single items exceed their noise. For log p(x | y), given the class,
+    `class_cost` is log C in the line's unit: with C classes drawn evenly p(x) >= p(x | y)/C.
     """
     discrete, made = spec.levels is not None, likelihood.made
-    scale = float(likelihood.dims.double().mean()) * math.log(2) if discrete else 1.0
+    dims = float(likelihood.dims.double().mean())
+    scale = dims * math.log(2) if discrete else 1.0
     mean = likelihood.mean_nats()
     value = None if mean is None else -mean / scale
     found: dict = {"label": _label(likelihood, label), "kind": likelihood.kind, "mark": likelihood.mark,
                    "unit": spec.unit, "mean_nats": mean}
     if spec.mel is not None:  # lengths differ: only the mean over cells can be compared
-        scale = float(likelihood.dims.double().mean())
+        scale = dims
     numbers = {"bits_per_dim" if discrete else "nll": value}
     if not discrete:
         numbers["nll_per_dim"] = likelihood.mean_nll_per_dim()
@@ -264,14 +263,14 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
         found["reason"] = made["reason"]
     elif mean is None:
         found["reason"] = "not finite"
-    elif not made.get("consistent", True):  # no value where both directions of log Z deny it: the bracket stands alone
+    elif not made.get("consistent", True):  # the two directions of log Z disagree: only the bracket is given
         numbers = dict.fromkeys(numbers)
         found["reason"] = "forward and reverse chains disagree on log Z"
     samples = made.get("importance_samples", 1)
     if samples > 1 and likelihood.stderr is not None and mean is not None:
         found["ess_median"] = float((samples / (1 + (samples - 1) * likelihood.stderr.square())).median())
     single = likelihood.single_values()
-    size = 1.0 if spec.mel is not None else float(likelihood.dims.double().mean()) / scale
+    size = 1.0 if spec.mel is not None else dims / scale
     found["single"] = SingleValues(None if single.noise is None else single.noise * size, single.spread * size)
     order = (likelihood.nats / likelihood.dims).argsort()
     withheld = "reason" in found and likelihood.kind != "unnormalised"
@@ -285,7 +284,7 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
 
 
 def paired_gap(likelihood: Likelihood, spec: DataSpec, x: torch.Tensor | None) -> dict:
-    """The mean of log p_true - log q over the items and its standard error, where the true density is known."""
+    """The mean of log p_true - log q over the items and its standard error, if the true density is known."""
     if x is None or len(x) < 2 or not spec.name.startswith("toy_"):
         return {}
     gaps = density(spec.name).log_prob(x.double()) - likelihood.nats
@@ -294,7 +293,7 @@ def paired_gap(likelihood: Likelihood, spec: DataSpec, x: torch.Tensor | None) -
 
 
 def how(likelihood: Likelihood) -> str:
-    """The recipe of a line in a few words.
+    """How a likelihood was computed, in a few words.
 
     Example:
         >>> how(Likelihood(torch.zeros(1), "lower_bound", 1, 2, made={"terms": 999, "draws": 20}))
@@ -323,7 +322,7 @@ def how(likelihood: Likelihood) -> str:
 
 
 def _solved(likelihood: Likelihood) -> list[str]:
-    """How finely an ODE was solved, and what a coarser solution changes: the root mean square over the items checked.
+    """The resolution of the ODE's solution, and the change by a coarser one, root mean square over the items checked.
 
     Example:
         >>> change, made = torch.tensor([-3e-3, math.nan]), {"steps": 64, "coarser": {"steps": 32}}
@@ -358,11 +357,11 @@ def _extremes(likelihood: Likelihood, rows: torch.Tensor) -> list[Item]:
     return [Item(int(index[i]), float(likelihood.nats[i]), float(errors[i])) for i in rows]
 
 
-_GRID = 160  # cells a side of a density map
+_GRID = 160  # cells along each side of a density map
 
 
 class LikelihoodStage:
-    """Likelihoods of the items evaluated, one line for each way a model has to tell them."""
+    """The likelihoods of the evaluated items, one line for each way of the model to compute them."""
 
     def __init__(self, frame: Frame):
         self.frame = frame
@@ -370,30 +369,30 @@ class LikelihoodStage:
         self.first: Likelihood | None = None
 
     def run(self) -> None:
-        """Every line; then what the first one says of items, noise levels and, in the plane, of the density."""
-        opened, spec = self.frame.opened, self.frame.opened.spec
-        self.frame.report.warnings += self.notes
+        """Every line, the extreme items and the noise levels, and the density of data in the plane."""
+        opened, spec, report = self.frame.opened, self.frame.opened.spec, self.frame.report
+        report.warnings += self.notes
         x = opened.evaluated().x if spec.entropy is not None else None
         for number, line in enumerate(self.lines):
             start = time.monotonic()
             found = self._evaluated(line)
             entry = row(found, opened.model.modelled, line.label, x)
             entry.values, entry.seconds = f"nats_{number}", time.monotonic() - start
-            self.frame.report.likelihood.append(entry)
+            report.likelihood.append(entry)
             self.frame.arrays[f"nats_{number}"] = found.nats
-            self.frame.report.failed += faults(entry)
-            self.frame.report.warnings += notes_on(entry)
+            report.failed += faults(entry)
+            report.warnings += notes_on(entry)
             if number == 0:
                 self.first = found
             if found.profile is not None:
                 mean = found.profile.nats / found.profile.items
-                self.frame.report.profile.diffusion = NoiseLevels(found.profile.edges.tolist(), mean.tolist())
+                report.profile.diffusion = NoiseLevels(found.profile.edges.tolist(), mean.tolist())
         self._extreme_items()
         if spec.event_shape == (2,) and spec.levels is None:
             self._density()
 
     def of_first_line(self) -> tuple[Line, Likelihood]:
-        """The first line and its likelihood, which is computed if it was not."""
+        """The first line and its likelihood, computed if its stage was not run."""
         if self.first is None:
             self.first = self._evaluated(self.lines[0])
             self.frame.arrays["nats_0"] = self.first.nats
@@ -405,11 +404,10 @@ class LikelihoodStage:
         return unpacked(self.frame.once_by_all("likelihood", settings, join, likelihood_parts, line))
 
     def _extreme_items(self) -> None:
-        """The least and most likely items of the first line whose values of single items stand out of their noise."""
-        number = next((k for k, line in enumerate(self.frame.report.likelihood) if line.worst), None)
-        if number is None:
+        """The least and most likely items of the first line that names them."""
+        number, line = next(((k, one) for k, one in enumerate(self.frame.report.likelihood) if one.worst), (None, None))
+        if line is None:
             return
-        line = self.frame.report.likelihood[number]
         self.frame.report.items = ExtremeItems(number, line.worst, line.best)
         for name, entries in (("least", line.worst), ("most", line.best)):
             index = torch.tensor([entry.index for entry in entries], dtype=torch.int64)
@@ -417,33 +415,24 @@ class LikelihoodStage:
             self.frame.arrays[f"{name}_x"], self.frame.arrays[f"{name}_index"] = batch.x, index
 
     def _density(self) -> None:
-        """The density in the plane by the best line that has one, the true density, and the data."""
-        kinds = [entry.kind for entry in self.frame.report.likelihood]
-        usable = [k for k, kind in enumerate(kinds) if kind in ("exact", "ode")]
-        if not usable or self.frame.request.limit not in (None, "all") or self.frame.opened.limited:
+        """The density in the plane by the first line that has one, the true density, and the data."""
+        opened, arrays = self.frame.opened, self.frame.arrays
+        usable = ((k, one.kind) for k, one in enumerate(self.frame.report.likelihood) if one.kind in ("exact", "ode"))
+        number, kind = next(usable, (None, ""))
+        if number is None or self.frame.request.limit not in (None, "all") or opened.limited:
             return
-        line, model = self.lines[usable[0]], self.frame.opened.model
-        points = self.frame.opened.evaluated(2000).x
-        extent = extent_of(points)
-        size = _GRID if kinds[usable[0]] == "exact" else _GRID // 2
+        line, points = self.lines[number], opened.evaluated(2000).x
+        extent, size = extent_of(points), _GRID if kind == "exact" else _GRID // 2
 
         def compute() -> dict:
-            log_density, _ = on_grid(model, extent, size, method=line.method, **line.options)
+            log_density, _ = on_grid(opened.model, extent, size, method=line.method, **line.options)
             return {"log_density": log_density.float()}
 
         settings = {"method": line.method, **line.options, "extent": extent, "size": size}
         found = self.frame.once("density", settings, compute)
-        self.frame.arrays["density"], self.frame.arrays["density_data"] = found["log_density"], points
-        truth = true_density(self.frame.opened.spec, extent, size)
-        if truth is not None:
-            self.frame.arrays["density_true"] = truth
-        # The map is a window: what lies inside is no check. Whether all of it is one is one of the checks.
-        self.frame.report.density = DensityMap(extent, kinds[usable[0]])
-
-
-def true_density(spec: DataSpec, extent: list[float], size: int) -> Tensor | None:
-    """The exact log-density on a grid, where it is known."""
-    if not spec.name.startswith("toy_"):
-        return None
-    points, _ = midpoints(extent, size)
-    return density(spec.name).log_prob(points.double()).float().view(size, size)
+        arrays["density"], arrays["density_data"] = found["log_density"], points
+        if opened.spec.name.startswith("toy_"):  # the exact density is known
+            places, _ = midpoints(extent, size)
+            arrays["density_true"] = density(opened.spec.name).log_prob(places.double()).float().view(size, size)
+        # A window, so that its mass is not checked here; one of the checks integrates the whole density.
+        self.frame.report.density = DensityMap(extent, kind)

@@ -1,4 +1,4 @@
-"""What samples begin from: items that a user names by number or file, which part of them is kept, or both ends."""
+"""Items that samples start from: editing, inpainting and interpolation of items given by number or file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def data_of(header: dict, ckpt_path: str | Path, trust: Sequence[str] = ()) -> C
 
 
 def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]) -> tuple[dict, list[str]]:
-    """What `inpaint`, `mask` and `edit` name as options of `sample`, and lines for the user.
+    """The options of `sample` for `inpaint`, `mask` and `edit`, and lines for the user.
 
-    Of an item with a text come its text and the durations of its best alignment, of a mel its length.
+    An item with a text adds its text and the durations of its best alignment, a mel without text its length.
 
     Raises:
         InputError: for a model that cannot start from an item, or items that do not exist.
@@ -40,9 +40,7 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
         return {}, []
     if "known" not in model.own_options():
         raise InputError(f"{asked} is for diffusion models: {ckpt_path} holds a {header['family']}")
-    spec = model.spec
-
-    data = data_of(header, ckpt_path, trust)
+    spec, data = model.spec, data_of(header, ckpt_path, trust)
 
     def item(key: str) -> Batch:
         if spec.encoding is not None and not str(named[key]).isdigit():
@@ -52,7 +50,7 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
     batches = {key: item(key) for key in ("edit", "inpaint") if named[key] is not None}
     if spec.text is not None:
         batches = {key: even_lengths(alone(batch, 0)) for key, batch in batches.items()}
-    found = {} if spec.mel is None else _heard(model, batches[asked])
+    found = {} if spec.mel is None else _speech_options(model, batches[asked])
     found |= {"edit": batches["edit"].x[0]} if "edit" in batches else {}
     if "inpaint" not in batches:
         return found, []
@@ -69,21 +67,21 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
     return found | {"known": known, "keep": keep}, [f"kept {int(keep.sum())} of {keep.numel()} {what}"]
 
 
-def _heard(model, batch: Batch) -> dict:
-    """How long a mel is; of a mel with a text the text and its alignment."""
+def _speech_options(model, batch: Batch) -> dict:
+    """The length of a mel, or the text and durations of a mel with a text."""
     frames = batch.x.shape[2] if batch.mask is None else int(batch.mask.sum())
     if model.spec.text is None:
         return {"lengths": [frames]}
     text, mel = model.spec.text, model.spec.mel
     tokens = batch.cond.tokens[0, batch.cond.mask[0, 0]].tolist()
-    said = Symbols(tuple(text["symbols"]), text["blanks"]).decode(tokens)
+    normal = Symbols(tuple(text["symbols"]), text["blanks"]).decode(tokens)
     durations = model.aligned(batch.to(model.device)).durations[0].tolist()
-    seconds = sum(durations) * mel["hop"] / mel["sample_rate"]  # which makes the text one sentence
-    return {"text": ready(said, text.get("form", "characters")), "durations": [durations], "seconds": seconds}
+    seconds = sum(durations) * mel["hop"] / mel["sample_rate"]  # a text of a given length is not split into sentences
+    return {"text": ready(normal, text.get("form", "characters")), "durations": [durations], "seconds": seconds}
 
 
 def read_range(name: str, length: int, key: str) -> Tensor:
-    """(1, length) bool, False for the places `from:to` that are drawn anew.
+    """(1, length) bool, False for the positions `from:to` to draw.
 
     Raises:
         InputError: for anything but a range within the event.
@@ -102,14 +100,14 @@ def read_range(name: str, length: int, key: str) -> Tensor:
 
 
 def template(known: Tensor, mask: str, spec: DataSpec) -> tuple[Tensor, Tensor]:
-    """Bytes (1, L) of a text, filled up to a sequence, and where they are kept.
+    """Bytes (1, L) of a text, padded to a sequence, and whether each is kept.
 
     Arguments:
-        known: the bytes there are; what they lack is drawn.
-        mask: a character that stands for every byte to be drawn, or a range `from:to` of them.
+        known: the bytes of the text; those after its end are drawn.
+        mask: a character that stands for every byte to draw, or a range `from:to`.
 
     Raises:
-        InputError: for a text that is longer than a sequence, or of which nothing is left to draw.
+        InputError: for a text longer than a sequence, or if nothing is left to draw.
 
     Example:
         >>> spec = DataSpec("text", (1, 6), levels=256, encoding="utf-8")
@@ -143,13 +141,13 @@ def read_items(names: list[int | str], datamodule: Callable, spec: DataSpec, key
     """Items as one batch: numbers of the test split, or picture files that are resized to the model's images.
 
     Arguments:
-        names: numbers and paths; labels are in the batch when all are numbers.
-        datamodule: a function of no arguments that prepares the data, called where there is a number.
+        names: numbers and paths; the batch has labels if all are numbers.
+        datamodule: prepares the data; called only for numbers.
         spec: the data of the model.
-        key: the key of the command line that errors name.
+        key: the key of the command line, for errors.
 
     Raises:
-        InputError: when an item does not exist, is not a picture, or the model's data are none.
+        InputError: if an item does not exist or is not a picture, or the model's data are not images.
     """
     items, labels = [], []
     for name in names:
@@ -170,13 +168,13 @@ def read_mask(name: str, spec: DataSpec, key: str) -> Tensor:
     """(1, H, W) bool from a picture file, True where it is white (over one half).
 
     Raises:
-        InputError: when there is no such picture, or it is of one colour all over.
+        InputError: if there is no such picture, or it is all white or all black.
     """
-    grey = _pixels(Path(name), spec, "L", key)[..., 0] > 127.5
-    if bool(grey.all()) or not bool(grey.any()):
-        colour = "white: nothing is left to draw" if bool(grey.all()) else "black: nothing is kept"
+    white = _pixels(Path(name), spec, "L", key)[..., 0] > 127.5
+    if bool(white.all()) or not bool(white.any()):
+        colour = "white: nothing is left to draw" if bool(white.all()) else "black: nothing is kept"
         raise InputError(f"{key}={name} is all {colour}; white is kept, black is drawn")
-    return grey[None]
+    return white[None]
 
 
 def _picture(path: Path, spec: DataSpec, key: str) -> Tensor:
@@ -187,13 +185,13 @@ def _picture(path: Path, spec: DataSpec, key: str) -> Tensor:
 
 
 def _pixels(path: Path, spec: DataSpec, mode: str, key: str) -> Tensor:
-    """(H, W, channels) float32 of 0 to 255, in the size of the model's images."""
+    """(H, W, channels) float32 from 0 to 255, resized to the model's images."""
     _, height, width = spec.event_shape
     if path.exists() and not path.is_file():
         raise InputError(f"{key}: {path} is {kind_of(path)}, not a picture")
     try:
         with Image.open(path) as image:
-            # Means of whole boxes, so that a picture enlarged by whole pixels comes back as it was.
+            # Means over boxes, so that an image enlarged by an integer factor is restored exactly.
             how = Image.Resampling.BOX if image.width >= width else Image.Resampling.BILINEAR
             image = image.convert(mode).resize((width, height), how)
     except FileNotFoundError as error:
@@ -204,20 +202,20 @@ def _pixels(path: Path, spec: DataSpec, mode: str, key: str) -> Tensor:
 
 
 def interpolate(model, ends: Batch, frames: int, weights: str | float = "ema") -> Tensor:
-    """Items whose latents lie between those of two items, `(frames, *event)`; the first and the last are the ends.
+    """Items whose latents lie between those of two items, `(frames, *event)`, including both.
 
         z(w) = ((1 - w) z_0 + w z_1) / sqrt((1 - w)^2 + w^2)
 
-    Ends of two classes meet under no class, where the model knows that.
+    Items of different classes are interpolated without a class, if the model has a null class.
 
     Arguments:
         model: a model with `latents` and `from_latents`.
         ends: a batch of two.
-        frames: how many, at least 2.
+        frames: their number, at least 2.
         weights: `ema`, `raw`, or one of the decays kept.
 
     Raises:
-        InputError: when a model that always needs a class is given ends of two classes.
+        InputError: for two classes and a model without a null class.
     """
     cond = None
     if model.num_classes is not None:

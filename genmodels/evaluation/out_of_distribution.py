@@ -1,8 +1,8 @@
-"""Other data under the same model: which of the two sets does it find likelier?
+"""Out-of-distribution data: the likelihood of another data set compared with that of the evaluated items.
 
-A high likelihood does not mean that an item is like the training data: models of one set of pictures give many others
-more (Nalisnick et al. 2019, "Do deep generative models know what they don't know?"). The figure makes that visible, and
-two more scores of the same likelihoods, typicality and likelihood less complexity, say how far it can be repaired.
+A high likelihood does not mean that an item is like the training data: models of images often give images of other data
+sets a higher one (Nalisnick et al. 2019, "Do deep generative models know what they don't know?"). Two more scores,
+typicality and likelihood less complexity, correct for this in part.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from genmodels.core.likelihood import Likelihood, unpacked
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.data.base import DataModule
 from genmodels.data.loading import TensorData
-from genmodels.evaluation.checkpoint import Frame, fits, item_hash
+from genmodels.evaluation.checkpoint import Frame, fits
 from genmodels.evaluation.likelihood import LikelihoodStage, Line, batches_of, in_one
 from genmodels.evaluation.report import OtherData
 from genmodels.evaluation.table import SCORES
 
 
 def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
-    """The probability that an item of `inside` is given more than one of `outside`, ties half; and its standard error.
+    """The area under the ROC curve, P(inside > outside) + P(inside = outside)/2, and its standard error.
 
         A = mean_i a_i = mean_j b_j,   se^2 = var(a) / n + var(b) / m
 
-    a_i is the share of `outside` below item i of `inside`, b_j that of `inside` above item j of `outside`, found by
-    ranks. This is what the bootstrap over both sets tends to, without its draws. 1 tells the two apart, 1/2 is a guess,
-    below 1/2 the other set is given more.
+    a_i is the share of `outside` below item i of `inside`, b_j that of `inside` above item j of `outside`. 1 separates
+    the sets, 1/2 is chance, and below 1/2 `outside` has the larger values.
 
     Source: DeLong, DeLong and Clarke-Pearson 1988.
 
@@ -43,25 +42,22 @@ def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
         >>> auroc(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 3.0]))[0]
         0.875
     """
+    from scipy.stats import rankdata
+
     n, m = len(inside), len(outside)
-    both, a, b = _ranks(torch.cat([inside, outside])), _ranks(inside), _ranks(outside)
+    both, a, b = (torch.from_numpy(rankdata(values.double().numpy()))
+                  for values in (torch.cat([inside, outside]), inside, outside))
     below, above = (both[:n] - a) / m, 1 - (both[n:] - b) / n
     variance = sum(float(share.var()) / len(share) for share in (below, above) if len(share) > 1)
     return float(below.mean()), math.sqrt(variance)
 
 
-def _ranks(values: Tensor) -> Tensor:
-    """(N,) ranks from 1, equal values sharing the mean of theirs."""
-    _, which, counts = values.double().unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0).double() - (counts - 1) / 2)[which]
-
-
 def typicality(nats: Tensor, reference: Tensor | None = None) -> Tensor:
-    """(N,) how near the log-likelihood of an item comes to the usual one, -|log p(x) - mean log p|, 0 at most.
+    """(N,) minus the distance of the log-likelihood of an item from the mean, -|log p(x) - mean log p|.
 
     Arguments:
         nats: log-likelihoods (N,).
-        reference: those whose mean is meant; None for the other ones of `nats`, each without itself.
+        reference: those that are averaged; None for all other items of `nats`.
 
     Source: Nalisnick et al. 2019, "Detecting out-of-distribution inputs to deep generative models using typicality".
 
@@ -77,8 +73,8 @@ def typicality(nats: Tensor, reference: Tensor | None = None) -> Tensor:
 def compressed_bits(x: Tensor) -> Tensor:
     """(N,) length in bits of each item of integers after lossless compression: PNG for images, zlib for others.
 
-    Images have one or three channels and at most 256 levels. A constant, such as that of the files' heads, does not
-    matter to an order.
+    Images have one or three channels and at most 256 levels. The constant length of file headers does not matter to a
+    ranking.
 
     Example:
         >>> flat, noise = torch.zeros(1, 1, 16, 16).byte(), torch.randint(0, 256, (1, 1, 16, 16)).byte()
@@ -99,7 +95,7 @@ def compressed_bits(x: Tensor) -> Tensor:
 
 
 def less_complexity(nats: Tensor, x: Tensor) -> Tensor:
-    """(N,) log2 p(x) + L(x), L the bits of a lossless code: simple pictures are likely under any model of pictures.
+    """(N,) log2 p(x) + L(x), L the bits of a lossless code: simple images are likely under any model of images.
 
     Source: Serra et al. 2020, "Input complexity and out-of-distribution detection with likelihood-based generative
     models", whose score is its negative.
@@ -118,8 +114,8 @@ class Altered(DataModule):
 
     Arguments:
         source: the prepared data set.
-        how: `noise` draws every value alike, uniform over the levels or normal with the mean and standard deviation of
-            each coordinate of the training items; `shuffled` permutes the values of each item.
+        how: `noise` draws all values independently, uniform over the levels, or Gaussian with the mean and standard
+            deviation of each coordinate of the split; `shuffled` permutes the values of each item.
         seed: seed of the noise.
     """
 
@@ -158,10 +154,10 @@ ALTERATIONS = {"noise": _noise, "shuffled": _shuffled}
 
 
 def other_data(name: str, overrides: dict, source: DataModule, trust: list[str]) -> DataModule:
-    """The data set of that name: `noise`, `shuffled`, or one of configs/data, with options of its own.
+    """The data set of that name: `noise`, `shuffled`, or one of configs/data with `overrides`.
 
     Raises:
-        InputError: for a name that does not exist.
+        InputError: for an unknown name.
     """
     import yaml
 
@@ -180,7 +176,7 @@ def other_data(name: str, overrides: dict, source: DataModule, trust: list[str])
 
 
 def sentence(name: str, area: float, error: float, kind: str) -> str:
-    """The finding in words.
+    """The result in words.
 
     Example:
         >>> sentence("digits", 0.12, 0.01, "lower_bound")
@@ -199,7 +195,7 @@ def other_of(frame: Frame, name: str) -> DataModule:
     """Another data set of the request, prepared once for all models of a table.
 
     Raises:
-        InputError: for a name that does not exist, or data that do not fit the model.
+        InputError: for an unknown name, or data that do not fit the model.
     """
     key = ("ood", name, id(frame.opened.datamodule))
     if key not in frame.shared:
@@ -217,7 +213,7 @@ def other_parts(frame: Frame, key: str, line: Line, name: str, count: int) -> di
 
 
 class OtherDataStage:
-    """Other data sets under the first line of a model: histograms and AUROC."""
+    """Other data sets by the first likelihood of a model: histograms and AUROC."""
 
     def __init__(self, frame: Frame, likelihood: LikelihoodStage):
         self.frame, self.likelihood = frame, likelihood
@@ -225,52 +221,40 @@ class OtherDataStage:
     def run(self) -> None:
         """The likelihood of each of them."""
         line, _ = self.likelihood.of_first_line()
-        spec = self.frame.opened.spec
+        split, arrays = self.frame.request.split, self.frame.arrays
         for number, name in enumerate(self.frame.request.ood):
             other = other_of(self.frame, name)
-            count = min(self.frame.opened.items, len(other.split(self.frame.request.split)))
-            digest = self._other_hash(name, other, count)
-            settings = {"name": name, "items": digest, **line.options}
+            count = min(self.frame.opened.items, len(other.split(split)))
+            settings = {"name": name, "items": self.frame.hash_of(split, count, other), **line.options}
             join = partial(in_one, count)
             found = unpacked(self.frame.once_by_all("ood", settings, join, other_parts, line, name, count))
-            self.frame.report.ood.append(self._entry(name, number, found, count, spec, other))
+            self.frame.report.ood.append(self._entry(name, number, found, other))
             order = found.nats.argsort(descending=True)[:8]
-            self.frame.arrays[f"ood_{number}_nats"] = found.nats
-            self.frame.arrays[f"ood_{number}_x"] = next(iter(other.loader(self.frame.request.split, 8, order))).x
+            arrays[f"ood_{number}_nats"] = found.nats
+            arrays[f"ood_{number}_x"] = next(iter(other.loader(split, 8, order))).x
 
-    def _other_hash(self, name: str, other: DataModule, count: int) -> str:
-        key = ("hash", id(other), count)
-        if key not in self.frame.shared:
-            self.frame.shared[key] = item_hash(other, self.frame.request.split, count)
-        return self.frame.shared[key]
-
-    def _entry(
-        self, name: str, number: int, found: Likelihood, count: int, spec: DataSpec, other: DataModule
-    ) -> OtherData:
-        line, own = self.likelihood.of_first_line()
+    def _entry(self, name: str, number: int, found: Likelihood, other: DataModule) -> OtherData:
+        spec, (line, own) = self.frame.opened.spec, self.likelihood.of_first_line()
         inside, outside = own.nats, found.nats
-        entry = {"name": name, "overrides": self.frame.request.ood_data, "n": count, "kind": found.kind,
-                 "label": line.label, "values": f"ood_{number}_nats", "inside": "nats_0"}
-        finite = bool(torch.isfinite(inside).all() and torch.isfinite(outside).all())
         unit = "unnormalised nats" if found.kind == "unnormalised" else spec.unit if spec.levels else "nats"
-        if not finite:
+        entry = {"name": name, "overrides": self.frame.request.ood_data, "n": len(found), "kind": found.kind,
+                 "label": line.label, "values": f"ood_{number}_nats", "inside": "nats_0", "value": unit}
+        if not bool(torch.isfinite(inside).all() and torch.isfinite(outside).all()):
             reason = found.made.get("reason", "values that are not finite")
-            return OtherData(**entry, value=unit, auroc=None, reason=reason, said=f"{name}: {reason}")
+            return OtherData(**entry, auroc=None, reason=reason, said=f"{name}: {reason}")
         area, error = auroc(inside, outside)
-        means = {}
-        for key, likelihood in (("mean_in", own), ("mean_out", found)):
-            bits = unit.startswith("bits")
-            means[key] = likelihood.mean_bits_per_dim() if bits else -likelihood.mean_nats()
+        mean_in, mean_out = (one.mean_bits_per_dim() if unit.startswith("bits") else -one.mean_nats()
+                             for one in (own, found))
         scores = {"typicality": auroc(typicality(inside), typicality(outside, inside))}
         if spec.levels and spec.mel is None:
             own_items = self._items(self.frame.opened.datamodule, len(inside))
             scores["less_complexity"] = auroc(
-                less_complexity(inside, own_items), less_complexity(outside, self._items(other, count)))
+                less_complexity(inside, own_items), less_complexity(outside, self._items(other, len(outside))))
         others = [f"{SCORES[key]} {value:.3f} +- {se:.3f}" for key, (value, se) in scores.items()]
         said = "; ".join([sentence(name, area, error, found.kind), *others])
-        return OtherData(**entry, value=unit, auroc=area, se=error, scores=scores, **means, said=said)
+        return OtherData(**entry, auroc=area, se=error, mean_in=mean_in, mean_out=mean_out, scores=scores, said=said)
 
     def _items(self, data: DataModule, count: int) -> Tensor:
-        """The first items of the split, as they were evaluated."""
+        """The first `count` items of the split."""
         loader = data.loader(self.frame.request.split, 4096, torch.arange(count))
         return torch.cat([batch.x for batch in loader])

@@ -1,4 +1,4 @@
-"""The report of an evaluation: what its stages found, and its form in report.json."""
+"""The report of an evaluation: the results of its stages, and their form in report.json."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DataFacts:
 
 @dataclass
 class Item:
-    """An item among the least or the most likely: its number, log-likelihood in nats, and standard error."""
+    """One of the least or the most likely items: its index, log-likelihood in nats, and standard error."""
 
     index: int
     nats: float
@@ -54,7 +54,7 @@ class Item:
 
 @dataclass
 class Bracket:
-    """Between what the value lies by log Z alone, in its unit; `upper` is None where nothing is known."""
+    """Bounds on the value by those of log Z, in its unit; `upper` is None if there is none."""
 
     lower: float
     upper: float | None
@@ -62,10 +62,10 @@ class Bracket:
 
 @dataclass(kw_only=True)
 class LikelihoodLine:
-    """One likelihood: its mean with its errors, the extreme items, the named parts, and how it was made.
+    """One likelihood: its mean with its errors, the extreme items, the named parts, and how it was computed.
 
-    `values` names the array of its single values. What does not apply is None: the bracket and the error of log Z of
-    annealed importance sampling, the cost of a class, the gap to an entropy or a density that is known.
+    `values` names the array of its single values. Fields that do not apply are None: the bracket and the error of log Z
+    of annealed importance sampling, the cost of a class, the gap to a known entropy or density.
     """
 
     label: str
@@ -101,18 +101,18 @@ class LikelihoodLine:
 
     @property
     def value(self) -> float | None:
-        """The number in its unit, lower is better; None where there is none."""
+        """The value in its unit, lower is better; None if there is none."""
         return value_of(vars(self))[1]
 
     @property
     def parts_of_error(self) -> dict[str, float]:
-        """What the standard error is made of, as far as it is known: the squares of the parts add up."""
+        """The known parts of the standard error, whose squares add up."""
         parts = {"the items": self.se_items, "the draws": self.se_mc, "log Z": self.se_log_z}
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def gap(self) -> tuple[float | None, float | None]:
-        """The KL gap to the true density and its standard error: paired item by item where that density is known."""
+        """The KL gap to the true density and its standard error, paired by item if that density is known."""
         return (self.kl_gap, self.se_data) if self.kl_paired is None else (self.kl_paired, self.se_gap)
 
 
@@ -148,7 +148,7 @@ class Measures:
 
 @dataclass
 class Scale:
-    """Measures of what is no model's samples, n items in each row, in the features of the same network."""
+    """Measures of items that are not samples, n in each row, in the features of the same network."""
 
     network: dict | str
     n: int
@@ -157,7 +157,7 @@ class Scale:
 
 @dataclass(kw_only=True)
 class Fidelity(Measures):
-    """Measures of a model's samples in the features of one network, copies among them, and their classes."""
+    """Measures of a model's samples in the features of one network, their memorisation, and their classes."""
 
     network: dict
     memorisation: dict
@@ -174,7 +174,7 @@ class Skipped:
 
 @dataclass(kw_only=True)
 class SamplingCost:
-    """What a sample costs; latency in seconds, memory in bytes."""
+    """The cost of a sample; latency in seconds, memory in bytes."""
 
     sampler: str | None
     steps: int | None
@@ -190,7 +190,7 @@ class SamplingCost:
 
 @dataclass(kw_only=True)
 class SampleFacts:
-    """The samples that were evaluated: names of their arrays, how they were made, and what lay outside the range."""
+    """The samples that were evaluated: names of their arrays, how they were made, and the share outside the range."""
 
     x: str
     cond: str | None
@@ -221,7 +221,7 @@ class Sweep:
 
 @dataclass(kw_only=True)
 class OtherData:
-    """Another data set under the same line: AUROC and standard error by likelihood and by the scores of `SCORES`."""
+    """Another data set by the same line: AUROC and standard error by likelihood and by the scores of `SCORES`."""
 
     name: str
     overrides: dict
@@ -242,7 +242,7 @@ class OtherData:
 
 @dataclass(kw_only=True)
 class SpeechFigures:
-    """Synthesised texts against their recordings: distortion in dB, lengths, failures, seconds of work and of sound."""
+    """Synthesised texts against recordings: distortion in dB, lengths, failures, seconds of work and of sound."""
 
     utterances: int
     mcd_mel13: float
@@ -259,7 +259,7 @@ class SpeechFigures:
 
 @dataclass(kw_only=True)
 class Transcription:
-    """What a recogniser writes down of recordings: CER by length of the text and, last, over all, WER, transcripts."""
+    """Recognition of recordings: CER by length of the text and, last, over all; WER; transcripts."""
 
     search: str
     wer: float
@@ -270,7 +270,7 @@ class Transcription:
 
 @dataclass
 class Token:
-    """The token of a text that lasts longest: its symbol, its place in the text, and its frames."""
+    """The token of a text with the longest duration: its symbol, position and frames."""
 
     token: str
     position: int
@@ -279,9 +279,9 @@ class Token:
 
 @dataclass(kw_only=True)
 class Utterance:
-    """An utterance of the audit; what needs texts by name or alignments is None where there are none.
+    """An utterance of the audit; fields that need named texts or alignments are None without them.
 
-    Of a recogniser, `frames` and dimensions are the characters of the text, and `heard` is what it writes down.
+    For a recogniser, `frames` and dimensions are the characters of the text, and `heard` is its transcript.
     """
 
     rank: int
@@ -301,7 +301,7 @@ class Utterance:
 
 @dataclass
 class Reference:
-    """What a likelihood has to beat, or cannot beat: a value in its unit, with its standard error if it has one."""
+    """A value to compare with, such as a baseline or the entropy, in its unit, with its standard error."""
 
     name: str
     unit: str
@@ -311,7 +311,7 @@ class Reference:
 
 @dataclass
 class ExtremeItems:
-    """The least and the most likely items by the line of that number."""
+    """The least and the most likely items, by the line of that index."""
 
     line: int
     least: list[Item]
@@ -320,7 +320,7 @@ class ExtremeItems:
 
 @dataclass
 class NoiseLevels:
-    """Mean nats of an item that the noise levels between two edges of log-SNR cost."""
+    """Mean nats per item of the noise levels between two edges of log-SNR."""
 
     log_snr_edges: list[float]
     nats: list[float]
@@ -328,7 +328,7 @@ class NoiseLevels:
 
 @dataclass
 class Layer:
-    """A layer of a flow at a real input, as `verification.maps` measures it."""
+    """A layer of a flow at a real input, as measured by `verification.maps`."""
 
     name: str
     kind: str
@@ -341,7 +341,7 @@ class Layer:
 
 @dataclass
 class Profile:
-    """What a likelihood is made of: the noise levels of a diffusion model, the layers of a flow."""
+    """Where a likelihood comes from: the noise levels of a diffusion model, the layers of a flow."""
 
     diffusion: NoiseLevels | None = None
     flow: list[Layer] | None = None
@@ -349,7 +349,7 @@ class Profile:
 
 @dataclass
 class Drift:
-    """The first layer after which float32 is off by more than `warn`, and the limits."""
+    """The first layer after which the error of float32 exceeds `warn`, and the limits."""
 
     first_over: str | None
     warn: float
@@ -366,7 +366,7 @@ class Neighbours:
 
 @dataclass
 class DensityMap:
-    """The part (x0, x1, y0, y1) of the plane in which the density was computed, and by what kind of likelihood."""
+    """The part (x0, x1, y0, y1) of the plane in which the density was computed, and the kind of likelihood."""
 
     extent: list[float]
     kind: str
@@ -375,7 +375,7 @@ class DensityMap:
 
 @dataclass(kw_only=True)
 class Report:
-    """What was found of one checkpoint, as it stands after the stages done so far; empty where nothing was measured."""
+    """The results of one checkpoint after the stages done so far; fields of other stages are empty."""
 
     format: int = 2
     created: str
@@ -409,9 +409,9 @@ class Report:
 
 
 def plain(value):
-    """The same of dictionaries with text keys, lists, and numbers that JSON knows; others become None.
+    """A value in the types of JSON; numbers that are not finite become None.
 
-    Of a dataclass, fields that are None by default are left out where they are None.
+    Fields of a dataclass that are None by default are left out if they are None.
 
     Example:
         >>> plain({1: (float("nan"), 2.0)})
@@ -430,16 +430,16 @@ def plain(value):
 
 
 def faults(line: LikelihoodLine) -> list[str]:
-    """What of a line makes the whole evaluation fail."""
-    lines = []
+    """Errors in a line, which make the evaluation fail."""
+    found = []
     if line.nonfinite and line.kind != "unnormalised":
         listed = ", ".join(map(str, line.nonfinite_first))
-        lines.append(f"{line.nonfinite} of {line.n} likelihoods are not finite (first items: {listed})")
+        found.append(f"{line.nonfinite} of {line.n} likelihoods are not finite (first items: {listed})")
     gap, error = line.kl_paired, line.se_gap
     if line.kind in ("exact", "lower_bound") and gap is not None and gap < -3 * error:
-        lines.append(f"{line.label}: better than the truth by {-gap:.4f} +- {error:.4f} nats: a fault of the "
+        found.append(f"{line.label}: better than the truth by {-gap:.4f} +- {error:.4f} nats: a fault of the "
                      "evaluation")
-    return lines
+    return found
 
 
 def notes_on(line: LikelihoodLine) -> list[str]:

@@ -28,6 +28,7 @@ from genmodels.evaluation.fidelity import (
     nearest,
     precision_recall,
 )
+from genmodels.evaluation.out_of_distribution import ALTERATIONS
 from genmodels.evaluation.report import Fidelity, Measures, Neighbours, SampleFacts, Scale, Skipped, Sweep
 from genmodels.evaluation.samples import draw_parts, parts_of
 from genmodels.evaluation.speech import speech_of, transcription_of
@@ -36,12 +37,12 @@ from genmodels.models.density import is_flow
 
 
 def class_accuracy(found: Tensor, wanted: Tensor, num_classes: int, names: Sequence[str] = ()) -> dict:
-    """The share of items whose found class is the wanted one, for all and for each class, and the confusion matrix.
+    """The accuracy of predicted classes, overall and for each class, and the confusion matrix.
 
     Arguments:
-        found, wanted: (n,) classes.
+        found, wanted: (n,) predicted and true classes.
         num_classes: K.
-        names: of the classes, empty where they are numbers.
+        names: of the classes; their numbers if empty.
 
     Example:
         >>> result = class_accuracy(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), 2)
@@ -61,7 +62,7 @@ def class_accuracy(found: Tensor, wanted: Tensor, num_classes: int, names: Seque
 
 
 def likelihood_classifier(model, batch: Batch, num_classes: int, **options) -> Tensor:
-    """(B,) the class under which each item is likeliest, all with the same noise: Bayes' rule with even priors."""
+    """(B,) the class under which each item is likeliest, with the same noise for all: Bayes' rule, uniform prior."""
     values = []
     for label in range(num_classes):
         asked = Batch(batch.x, torch.full_like(batch.cond, label), batch.mask, batch.index)
@@ -69,12 +70,15 @@ def likelihood_classifier(model, batch: Batch, num_classes: int, **options) -> T
     return torch.stack(values).argmax(0)
 
 
-_NEIGHBOURS = 8  # closest pairs that are drawn
+_NEIGHBOURS = 8  # closest pairs that are shown
 _MOST = 10_000  # items that precision and recall compare
+_SHOWN = 64  # samples that are kept for grids
+_LABELLED = 500  # items that are classified by likelihood
+_STEPS, _TEMPERATURES, _SWEPT = (1, 2, 4, 10, 20, 50), (0.5, 0.7, 0.85, 1.0), 500
 
 
 def chosen(count: int, n: int, what: str) -> Tensor:
-    """n of `count` rows, the same in every evaluation; all of them in order where n is not fewer."""
+    """n of `count` rows in order, the same in every evaluation; all of them if n >= count."""
     if n >= count:
         return torch.arange(count)
     generator = torch.Generator().manual_seed(seed_of("fidelity", what, count))
@@ -82,20 +86,18 @@ def chosen(count: int, n: int, what: str) -> Tensor:
 
 
 def noise_like(x: Tensor, spec: DataSpec) -> Tensor:
-    """Noise of the same shape: uniform over the levels, or normal with the data's mean and standard deviation."""
-    from genmodels.evaluation.out_of_distribution import ALTERATIONS
-
+    """Noise of the same shape: uniform over the levels, or Gaussian with the data's mean and standard deviation."""
     return ALTERATIONS["noise"](x, spec, KeyedGenerator(seed_of("fidelity", "noise"), torch.arange(len(x)), "noise"))
 
 
 def count_for(
     samples: int | str, items: int, dims: int, force: bool, insist: bool = False
 ) -> tuple[int, str | None]:
-    """(how many are compared, why not): equally many samples and held-out items.
+    """The number of samples, and of held-out items, that are compared; with the reason if there are too few.
 
     Raises:
-        InputError: when the number that was asked for is too small, or more than there are items; with `insist` also
-            where no number was asked for.
+        InputError: if the requested number is too small, or larger than the number of items; with `insist` also for
+            `samples="auto"`.
 
     Example:
         >>> count_for("auto", 359, 64, False)
@@ -118,27 +120,22 @@ def count_for(
 
 
 def scale_of(network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> dict:
-    """What is measured of n items that are no samples, which gives the figures of models a meaning: `Measures` by name.
+    """`Measures` by name of n items that are not samples, as a scale for those of models.
 
-    Compared with the same n held-out items as samples are: n `other held-out items`, n `training items`, and `noise`;
-    those of which there are not n are left out. Distances depend on n, which is the same in all of them.
+    Compared with the same n held-out items as the samples: n `other held-out items`, n `training items`, and `noise`;
+    a set of fewer than n items is left out, because distances depend on n.
     """
-    n = len(real)
+    n, features = len(real), network(real)
     compared = {"other held-out items": other, "training items": items.train, "noise": noise_like(real, items.spec)}
-    return {name: vars(fidelity_of(network, real, x[chosen(len(x), n, name)])) for name, x in compared.items()
-            if len(x) >= n}
-
-
-def fidelity_of(network: FeatureNetwork, real: Tensor, generated: Tensor) -> Measures:
-    """`measures_of` the features of items."""
-    return measures_of(network, network(real), network(generated))
+    return {name: vars(measures_of(network, features, network(x[chosen(len(x), n, name)])))
+            for name, x in compared.items() if len(x) >= n}
 
 
 def measures_of(network: FeatureNetwork, true: Tensor, found: Tensor) -> Measures:
     """Distances, precision and recall of equally many samples and held-out items, each with its standard error.
 
-    The Fréchet distance where features have `moments`, and the kernel distance: cubic of such features, Gaussian of
-    coordinates. Errors of precision and recall are those over the points that are counted.
+    The Fréchet distance of features with `moments`, and the kernel distance, with a cubic kernel for such features and
+    a Gaussian one for coordinates. The errors of precision and recall are binomial.
 
     Arguments:
         true, found: (n, D) features of held-out items and of samples.
@@ -147,14 +144,14 @@ def measures_of(network: FeatureNetwork, true: Tensor, found: Tensor) -> Measure
     kernel = kernel_distance(found, true, cubic_kernel if network.moments else gaussian_kernel)
     most = min(_MOST, len(found))
     precision, recall = precision_recall(true[:most], found[:most])
-    of_precision, of_recall = (math.sqrt(share * (1 - share) / most) for share in (precision, recall))
+    precision_error, recall_error = (math.sqrt(share * (1 - share) / most) for share in (precision, recall))
     return Measures(n=len(found), frechet=frechet[0], frechet_error=frechet[1], kernel=kernel.value,
-                    kernel_error=kernel.error, precision=precision, precision_error=of_precision, recall=recall,
-                    recall_error=of_recall)
+                    kernel_error=kernel.error, precision=precision, precision_error=precision_error, recall=recall,
+                    recall_error=recall_error)
 
 
-def near_training(network: FeatureNetwork, items: Items, x: Tensor, features: Tensor, trained: Tensor) -> dict:
-    """For each of a few samples its nearest training item, in their units and in features; the closest pairs.
+def near_training(items: Items, x: Tensor, features: Tensor, trained: Tensor) -> dict:
+    """The nearest training item of each of a few samples, in the data's units and in features; the closest pairs.
 
     Arguments:
         x, features: (n, *event) samples and (n, D) their features.
@@ -166,27 +163,27 @@ def near_training(network: FeatureNetwork, items: Items, x: Tensor, features: Te
             "distance_features": nearest(features, trained).distance}
 
 
-def copies(network: FeatureNetwork, items: Items, real: Tensor, drawn: dict, n: int) -> tuple[dict, dict, dict]:
-    """Memorisation of n samples, the closest pairs of samples and training items, and their pictures as arrays."""
+def copies(
+    items: Items, real: Tensor, features: Tensor, trained: Tensor, drawn: dict, n: int
+) -> tuple[dict, dict, dict]:
+    """Memorisation of n samples, the closest pairs of samples and training items, and their pictures as arrays.
+
+    Arguments:
+        real, features: held-out items and their features.
+        trained: features of the training items.
+        drawn: the samples, from `all_samples`.
+    """
     found = Nearest(drawn["distance"][:n], drawn["nearest"][:n])
-    held, in_features = nearest(real, items.train), Nearest(drawn["distance_features"][:n], drawn["nearest"][:n])
-    held_features = nearest(network(real), network(items.train))
+    in_features = Nearest(drawn["distance_features"][:n], drawn["nearest"][:n])
+    held, held_features = nearest(real, items.train), nearest(features, trained)
     closest = found.distance.argsort(stable=True)[:_NEIGHBOURS]
-    places = [int((drawn["closest"] == row).nonzero()[0, 0]) for row in closest]
+    # The samples that were kept: the closest of every part, and the first ones, which are all if n is small.
+    numbers = torch.cat([drawn["closest"], torch.arange(len(drawn["x"]))]).tolist()
+    kept = torch.cat([drawn["closest_x"], drawn["x"]])
     pairs = {"distance": found.distance[closest].tolist(), "index": found.index[closest].tolist()}
-    arrays = {"neighbours_x": drawn["closest_x"][places], "neighbours_train": items.train[found.index[closest]]}
+    arrays = {"neighbours_x": kept[[numbers.index(row) for row in closest.tolist()]],
+              "neighbours_train": items.train[found.index[closest]]}
     return memorisation(found, held, (in_features, held_features)), pairs, arrays
-
-
-def classes_of(network: FeatureNetwork, spec: DataSpec, shown: Tensor, wanted: Tensor) -> dict:
-    """Whether samples show the classes they were asked for, and the classifier's accuracy on real test items."""
-    found = class_accuracy(shown, wanted.cpu(), spec.num_classes, spec.class_names)
-    return {**found, "real": network.accuracy, "real_interval": network.interval}
-
-
-_SHOWN = 64  # samples that are kept for grids
-_LABELLED = 500  # items whose class a likelihood is asked for
-_STEPS, _TEMPERATURES, _SWEPT = (1, 2, 4, 10, 20, 50), (0.5, 0.7, 0.85, 1.0), 500
 
 
 def share_outside(outside: Tensor | None) -> dict | None:
@@ -204,14 +201,14 @@ def share_outside(outside: Tensor | None) -> dict | None:
 
 
 def sample_parts(frame: Frame, key: str, n: int, options: dict, measured: str) -> dict[int, dict]:
-    """This process's parts of the first n samples by number, without the samples: of them only what is measured stays.
+    """This process's parts of the first n samples by number; only what is shown or measured of them is kept.
 
     Arguments:
         options: sampling options in addition to those of the request.
-        measured: `features`, `copies` (these and the nearest training items), or nothing.
+        measured: `features`, `copies` (features and the nearest training items), or nothing.
 
-    Returns for each: the first samples to show, index, cond and what lies outside the range; what was measured; how
-    the first batch was made, the network evaluations and the seconds.
+    Returns for each part: the samples to show, index, cond and share outside the range; the measurements; how the
+    first batch was made, the network evaluations and the seconds.
     """
     opened, size = frame.opened, min(frame.request.batch_size, 64)
     model, asked = opened.model, opened.sampling(n, **options)
@@ -220,42 +217,49 @@ def sample_parts(frame: Frame, key: str, n: int, options: dict, measured: str) -
     network, items = feature_network(frame) if measured else (None, None)
 
     def compute(numbers: list[int]) -> Iterator[tuple[int, dict]]:
-        counter = cost.EvaluationCounter(cost.network_of(model.weights()) or torch.nn.Identity())
+        core = model.weights(weights_of(frame.request.ema))
+        counter = cost.EvaluationCounter(cost.network_of(core) or torch.nn.Identity())
         drawn = draw_parts(model, asked, [parts[k] for k in numbers], batch_size=size, progress=frame.ranks.rank == 0)
         for number in numbers:
             start, counter.rows = time.monotonic(), 0
             with counter:
                 samples = next(drawn)
-            found = {"x": samples.x[: max(0, shown - parts[number].start)], "cond": samples.cond,
+            # A copy: a slice would hold, and be stored with, all samples of the part.
+            found = {"x": samples.x[: max(0, shown - parts[number].start)].clone(), "cond": samples.cond,
                      "index": samples.index, "outside": samples.outside, "made": samples.made, "rows": counter.rows,
                      "seconds": time.monotonic() - start}
             if measured:
                 found |= measure_samples(frame, network, items, samples, measured == "copies")
-            if "closest" in found:
-                found["closest"] = found["closest"] + parts[number].start
+            if measured == "copies":
+                found["closest"] += parts[number].start
             yield number, found
 
     return frame.cache.parts(key, frame.ranks.share(range(len(parts))), compute)
 
 
 def measure_samples(frame: Frame, network: FeatureNetwork, items: Items, samples: Samples, copied: bool) -> dict:
-    """Features of a few samples; with `copied` their nearest training items and the classes that they show too."""
+    """Features of a few samples; with `copied` also their nearest training items and their classes."""
     if samples.x.shape[1:] != items.train.shape[1:]:
         raise InputError(f"samples of shape {tuple(samples.x.shape[1:])} cannot be compared with items of shape "
                          f"{tuple(items.train.shape[1:])}")
     found = {"features": network(samples.x)}
     if copied:
-        key = ("features of training items", network.sha256)
-        if key not in frame.shared:
-            frame.shared[key] = network(items.train)
-        found |= near_training(network, items, samples.x, found["features"], frame.shared[key])
+        found |= near_training(items, samples.x, found["features"], training_features(frame, network, items))
         if samples.cond is not None and network.classify is not None:
             found["classes"] = network.classes(samples.x)
     return found
 
 
+def training_features(frame: Frame, network: FeatureNetwork, items: Items) -> Tensor:
+    """The features of the training items, (N, D), computed once for a table."""
+    key = ("features of training items", network.sha256)
+    if key not in frame.shared:
+        frame.shared[key] = network(items.train)
+    return frame.shared[key]
+
+
 def all_samples(parts: list[dict]) -> dict:
-    """What is known of samples that were drawn part by part."""
+    """The parts of `sample_parts` as one."""
     first = parts[0]
     sums = {name: sum(part[name] for part in parts) for name in ("rows", "seconds")}
     whole = {name: joined([part[name] for part in parts]) for name in first if name not in ("made", *sums)}
@@ -263,7 +267,7 @@ def all_samples(parts: list[dict]) -> dict:
 
 
 def feature_network(frame: Frame) -> tuple[FeatureNetwork, Items]:
-    """The network of the request for the data of a model, and the items that it is made from; once for a table."""
+    """The feature network for the data of a model, and the items that it is made from; made once for a table."""
     opened, shared = frame.opened, frame.shared
     key = ("network", id(opened.datamodule))
     if key not in shared:
@@ -275,17 +279,13 @@ def feature_network(frame: Frame) -> tuple[FeatureNetwork, Items]:
 
 
 class FidelityStage:
-    """Samples of a model, all from one seed, and what they are like."""
+    """Quality of the samples of a model, all drawn from one seed."""
 
     def __init__(self, frame: Frame):
         self.frame = frame
 
     def check(self) -> None:
-        """Refuse a number of samples that cannot be compared, before anything is computed.
-
-        Raises:
-            InputError: naming the number that is needed.
-        """
+        """Raise an InputError for a number of samples that cannot be compared, before anything is computed."""
         self._count()
 
     def _count(self) -> tuple[int, str | None]:
@@ -293,22 +293,22 @@ class FidelityStage:
         if opened.spec.text is not None:
             return 0, None
         if opened.spec.encoding is not None:
-            return _SHOWN, "no network of features is for text: its likelihood is what models of it are compared by"
+            return _SHOWN, "no network of features is for text: compare models of text by their likelihood"
         dims, items = dims_of(opened.spec, request.features), opened.items
         if request.samples == "auto":
             items = self._matched(items)
         return count_for(request.samples, items, dims, request.force, request.features != "auto")
 
     def _matched(self, items: int) -> int:
-        """As many items as there are others held out to compare them with, where that leaves two thirds of them."""
+        """Half of the held-out items, so that the scale compares equally many, unless that drops a third of `items`."""
         names = {"val", "test", self.frame.request.split}
         half = sum(len(self.frame.opened.datamodule.split(name)) for name in names) // 2
         return half if 2 * items <= 3 * half < 3 * items else items
 
     def run(self) -> None:
-        """Samples compared with held-out items in features of one network; copies of training items; classes.
+        """Samples compared with held-out items in the features of one network; copies of training items; classes.
 
-        Of speech instead the synthesis of texts, or of a recogniser the transcripts.
+        For speech the synthesis of texts instead, and for a recogniser its transcripts.
         """
         if not self.frame.opened.model.generates:
             self.frame.report.transcription = transcription_of(self.frame)
@@ -328,11 +328,14 @@ class FidelityStage:
         scale = self._scale(network, items, real, other)
 
         def compute() -> dict:
-            found = vars(measures_of(network, network(real), drawn["features"][:n]))
-            memory, pairs, arrays = copies(network, items, real, drawn, n)
-            if "classes" in drawn:
-                found["class_accuracy"] = classes_of(
-                    network, self.frame.opened.spec, drawn["classes"][:n], drawn["cond"][:n])
+            features, spec = network(real), self.frame.opened.spec
+            found = vars(measures_of(network, features, drawn["features"][:n]))
+            trained = training_features(self.frame, network, items)
+            memory, pairs, arrays = copies(items, real, features, trained, drawn, n)
+            if "classes" in drawn:  # with the accuracy of the classifier on real test items
+                found["class_accuracy"] = class_accuracy(
+                    drawn["classes"][:n], drawn["cond"][:n], spec.num_classes, spec.class_names)
+                found["class_accuracy"] |= {"real": network.accuracy, "real_interval": network.interval}
             return {"found": found, "memorisation": memory, "pairs": pairs, "arrays": arrays}
 
         settings = {**self.frame.sampling_settings(), "n": n, "network": network.sha256, "train": items.train_hash}
@@ -349,10 +352,10 @@ class FidelityStage:
             self.frame.report.warnings.append(f"samples may be copies: {done['memorisation']['said']}")
 
     def _scale(self, network: FeatureNetwork, items: Items, real: Tensor, other: Tensor) -> Scale:
-        """What other held-out items, training items and noise score against the same held-out items."""
+        """`scale_of`, computed once for the models of a table and cached."""
         shared, cache, data = self.frame.shared, self.frame.cache, self.frame.report.data.item_hash
-        parts = {"network": network.sha256, "n": len(real), "data": data}
-        parts |= {"train": items.train_hash, "other": len(other)}
+        parts = {"network": network.sha256, "n": len(real), "data": data, "train": items.train_hash,
+                 "other": len(other)}
         name = ("scale", *parts.values())
         if name not in shared:
             key = key_of(stage="scale", **parts, code=code_hash())
@@ -361,7 +364,7 @@ class FidelityStage:
         return shared[name]
 
     def _real(self, n: int) -> tuple[Tensor, Tensor]:
-        """The n held-out items that everything is compared with, and others: of the same split, or of both if few."""
+        """The n held-out items that everything is compared with, and others, from the same split first."""
         opened, split = self.frame.opened, self.frame.request.split
         whole = opened.whole(split).x
         rows = chosen(opened.items, n, "real")
@@ -391,7 +394,7 @@ class FidelityStage:
         )
 
     def _asked_classes(self) -> dict | None:
-        """p(y|x) of a class-conditional flow: how often the true class is the likeliest."""
+        """The accuracy of p(y|x) of a class-conditional flow."""
         model, spec = self.frame.opened.model, self.frame.opened.spec
         if not is_flow(model) or model.num_classes is None:
             return None
@@ -401,8 +404,7 @@ class FidelityStage:
 
         def compute() -> dict:
             options = {"weights": weights_of(self.frame.request.ema), "seed": self.frame.request.seed}
-            moved = batch.to(model.device)
-            found = likelihood_classifier(model, moved, model.num_classes, **options).cpu()
+            found = likelihood_classifier(model, batch.to(model.device), model.num_classes, **options).cpu()
             return class_accuracy(found, batch.cond, model.num_classes, spec.class_names)
 
         done = self.frame.once("classes", {"items": len(batch)}, compute)
@@ -433,14 +435,13 @@ class FidelityStage:
             most = getattr(model, "num_steps", None)
             values = sorted({min(v, most) for v in (*_STEPS, most)}) if most else [10, 40, 160]
             values = getattr(model, "swept_steps", values)
-        found = Sweep(key=key, sampler=None, n=len(real), values=list(values))
+        found, features = Sweep(key=key, sampler=None, n=len(real), values=list(values)), network(real)
         for value in values:
             drawn = self._drawn(len(real), "features", **{key: value})
-            values = vars(measures_of(network, network(real), drawn["features"]))
-            for name, measured in values.items():
+            for name, measured in vars(measures_of(network, features, drawn["features"])).items():
                 if name != "n":
                     getattr(found, name).append(measured)
-            first = min(self.frame.request.batch_size, 64, len(real))  # of which `made` tells
+            first = min(self.frame.request.batch_size, 64, len(real))  # the batch that `made` describes
             evaluations = cost.evaluations_per_sample(model, drawn["made"], drawn["rows"] * first / len(real), first)
             found.evaluations.append(evaluations)
             found.samples_per_second.append(len(real) / drawn["seconds"])

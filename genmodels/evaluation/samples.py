@@ -29,18 +29,18 @@ from genmodels.plots.images import LEGIBLE, class_name, grid, images_of, in_turn
 
 
 def draw(model, options: SamplingOptions, *, batch_size: int = 64, progress: bool = True) -> Samples:
-    """The samples of a model that are asked for, `batch_size` at a time; on which they do not depend.
+    """The requested samples of a model, drawn `batch_size` at a time, which does not change them.
 
     Raises:
-        InputError: for an option this model does not take, or a value it refuses.
-        RunError: when a sample is not finite, naming it.
+        InputError: for an option that this model does not take, or a value that it refuses.
+        RunError: if a sample is not finite, naming it.
     """
     whole = range(options.start, options.start + options.n)
     return next(draw_parts(model, options, [whole], batch_size=batch_size, progress=progress))
 
 
 def parts_of(options: SamplingOptions, batch_size: int) -> list[range]:
-    """The numbers of the samples in parts of 1 to 16 whole batches, 8 parts or more where there are so many batches.
+    """The numbers of the samples in parts of 1 to 16 whole batches, at least 8 parts if there are 8 batches.
 
     Example:
         >>> [len(parts_of(SamplingOptions(n=n), 64)) for n in (64, 1000, 50_000)]
@@ -54,7 +54,7 @@ def parts_of(options: SamplingOptions, batch_size: int) -> list[range]:
 def draw_parts(
     model, options: SamplingOptions, parts: Sequence[range], *, batch_size: int = 64, progress: bool = True
 ) -> Iterator[Samples]:
-    """The samples of each part, one after the other, with one progress bar for all; see `draw`."""
+    """The samples of each part in order, with one progress bar; see `draw`."""
     common = {key: value for key in COMMON if (value := getattr(options, key)) is not None}
     given = options.given() | common
     model.require_options(key for key in given if key not in COMMON)
@@ -62,7 +62,7 @@ def draw_parts(
         if not model.takes(key):
             raise InputError(f"{type(model).__name__}.sample does not take {key}=, as every model's must "
                              "(see GenerativeModel.sample)")
-    tells = progress and "progress" in model.own_options()
+    reports = progress and "progress" in model.own_options()
     batches = [[range(k, min(k + batch_size, part.stop)) for k in range(part.start, part.stop, batch_size)]
                for part in parts]
     bar = None
@@ -74,11 +74,11 @@ def draw_parts(
 
                 def report(done: int, steps: int, before: int = done_before) -> None:
                     nonlocal bar
-                    if bar is None:  # not before the first step: a refused option leaves one line, no bar
+                    if bar is None:  # not before the first step, so that an error leaves one line and no bar
                         bar = progress_bar(desc="sampling", unit="step", total=sum(map(len, batches)) * steps)
                     bar.update(before + done - bar.n)
 
-                own = {"n": len(numbers), "start": numbers.start} | ({"progress": report} if tells else {})
+                own = {"n": len(numbers), "start": numbers.start} | ({"progress": report} if reports else {})
                 try:
                     with refusals():
                         drawn.append(model.sample(**given | own))
@@ -95,7 +95,7 @@ def draw_parts(
 
 
 def together(parts: Sequence[Samples]) -> Samples:
-    """Samples that were drawn one part after the other."""
+    """The samples of several parts as one."""
     whole = {name: joined([getattr(p, name) for p in parts])
              for name in ("x", "cond", "index", "mask", "durations", "outside", "source")}
     path = None if parts[0].path is None else torch.cat([p.path.cpu() for p in parts], dim=1)
@@ -104,11 +104,11 @@ def together(parts: Sequence[Samples]) -> Samples:
 
 @dataclass
 class Drawing:
-    """Samples that are drawn by all processes of a command, and what says how they were made.
+    """Samples to be drawn by all processes of a command, and the record of how they were made.
 
     Arguments:
         model, options, batch_size: what is drawn, and how many at once.
-        made: what every file records in addition to what the sampler records.
+        made: what every file records in addition to the record of the sampler.
         ranks: the processes.
     """
 
@@ -123,7 +123,7 @@ class Drawing:
         self.ranks.members.append(self)
 
     def draw(self, numbers: Sequence[int]) -> Iterator[Samples]:
-        """The samples of some of the parts, one part after the other."""
+        """The samples of some of the parts in order."""
         parts = [self.parts[number] for number in numbers]
         for samples in draw_parts(self.model, self.options, parts, batch_size=self.batch_size,
                                   progress=self.ranks.rank == 0):
@@ -132,14 +132,14 @@ class Drawing:
 
     @property
     def recipe(self) -> dict:
-        """What sample number k depends on, in plain types."""
+        """Everything that sample number k depends on, in plain types."""
         given = {key: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest() if isinstance(value, Tensor)
                  else value for key, value in self.options.given().items() if key not in ("n", "start")}
         return {**given, **self.made, "code": code_hash()}
 
 
 def draw_together(drawing: Drawing, cache: Cache) -> Samples:
-    """All samples in one, for the first process; a part that was finished before a kill is taken from the cache."""
+    """All samples as one, for the first process; parts that a killed command finished are taken from the cache."""
     key = key_of(**drawing.recipe, first=drawing.options.start, n=drawing.options.n, batch_size=drawing.batch_size)
     found: dict[int, dict] = {}
     for some in drawing.ranks.run(_own_parts, drawing, cache, key):
@@ -155,18 +155,17 @@ def _own_parts(drawing: Drawing, cache: Cache, key: str) -> dict[int, dict]:
 
 
 def write_folder(drawing: Drawing, spec: DataSpec, target: Path) -> tuple[dict, list[str]]:
-    """Write samples as single files, part by part, by all processes; how they were made, and what to tell the user.
+    """Write samples as single files, part by part, by all processes; how they were made, and lines for the user.
 
-    Each file says by the hash of all that its sample depends on: those that a killed command has left are not drawn
-    again.
+    Each file carries a hash of all that its sample depends on, so that files of a killed command are not drawn again.
     """
     drawing.made["recipe"] = key_of(**drawing.recipe)
-    written = drawing.ranks.run(_write_own_parts, drawing, spec, target, drawing.made["recipe"])
-    n, drawn = drawing.options.n, sum(count for count, _, _ in written)
+    parts = drawing.ranks.run(_write_own_parts, drawing, spec, target, drawing.made["recipe"])
+    n, drawn = drawing.options.n, sum(count for count, _, _ in parts)
     kept = f", of which {n - drawn} were there" if drawn < n else ""
     what = "single images" if spec.mel is None else ".wav and .png"
-    made = next((made for _, made, _ in written if made), {})
-    return made, [f"{n} samples as {what}{kept}: {target}", *(line for _, _, lines in written for line in lines)]
+    made = next((made for _, made, _ in parts if made), {})
+    return made, [f"{n} samples as {what}{kept}: {target}", *(line for _, _, lines in parts for line in lines)]
 
 
 def _write_own_parts(drawing: Drawing, spec: DataSpec, target: Path, recipe: str) -> tuple[int, dict, list[str]]:
@@ -196,7 +195,7 @@ def check_target(target: Path, spec: DataSpec) -> str:
     """The suffix of a file for samples.
 
     Raises:
-        InputError: when samples of these data cannot be written in that form.
+        InputError: if samples of these data cannot be written in that form.
     """
     suffix = target.suffix.lower()
     if spec.encoding is not None:
@@ -207,37 +206,32 @@ def check_target(target: Path, spec: DataSpec) -> str:
     if suffix not in (".png", ".npz", ".csv", ""):
         raise InputError(f"out={target}: end it in .png (a grid), .npz (arrays), .csv (a table of vectors), or nothing "
                          "(a folder of single PNGs)")
-    drawn = spec.is_image or spec.mel is not None
-    if suffix == ".csv":
-        if len(spec.event_shape) != 1:
-            raise InputError(f"samples of shape {spec.event_shape} are no table: use out=samples.npz")
-        return suffix
-    if suffix != ".npz" and not drawn and (suffix == "" or spec.event_shape != (2,)):
+    if suffix == ".csv" and len(spec.event_shape) != 1:
+        raise InputError(f"samples of shape {spec.event_shape} are no table: use out=samples.npz")
+    picture = spec.is_image or spec.mel is not None or (suffix == ".png" and spec.event_shape == (2,))
+    if suffix in (".png", "") and not picture:
         raise InputError(f"samples of shape {spec.event_shape} are not pictures: use out=samples.npz")
     return suffix
 
 
-def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, torch.Tensor] | None = None) -> list[str]:
-    """Write samples to a .png (grid), a .npz (arrays) or a folder (single PNGs); returns what to tell the user.
-
-    Every file carries the checkpoint's hash, seed, indices, sampler and steps, a grid its classes too.
+def write_samples(samples, spec: DataSpec, target: Path, originals: dict[str, Tensor] | None = None) -> list[str]:
+    """Write samples in the form of the target (`check_target`), with how they were made; returns lines for the user.
 
     Arguments:
         samples: what was drawn.
-        spec: what they are.
+        spec: of the data.
         target: the file or folder.
-        originals: images (C, H, W) by name that stand over a grid, what the samples were made from.
+        originals: images (C, H, W) by name that the samples were made from, shown above a grid.
 
     Raises:
-        InputError: when the data cannot be drawn as asked.
+        InputError: if samples of these data cannot be written in that form.
     """
     suffix = check_target(target, spec)
     if suffix == ".npz":
         arrays = {"x": samples.x.numpy(), "index": samples.index.numpy(), "made": json.dumps(samples.made)}
-        if samples.cond is not None:
-            arrays["cond"] = samples.cond.numpy()
-        if samples.source is not None:
-            arrays["source"] = samples.source.numpy()
+        for name in ("cond", "source"):
+            if getattr(samples, name) is not None:
+                arrays[name] = getattr(samples, name).numpy()
         write_whole(target, lambda file: np.savez_compressed(file, **arrays))
         return [f"{len(samples.x)} samples {tuple(samples.x.shape[1:])} {samples.x.dtype}: {target}"]
     if spec.encoding is not None:
@@ -270,10 +264,7 @@ def write_images(samples, spec: DataSpec, target: Path) -> list[str]:
 
 
 def write_texts(samples, target: Path) -> list[str]:
-    """Samples of text: one after the other in a .txt, under their numbers, or a .txt each in a folder.
-
-    How they were made is in a .json.
-    """
+    """Samples of text in one .txt, headed by their numbers, or in one .txt each; how they were made in a .json."""
     texts = [written(x) for x in samples.x]
     if target.suffix:
         headed = [f"--- {number} ---\n{text}\n" for number, text in zip(samples.index.tolist(), texts, strict=True)]
@@ -289,9 +280,9 @@ def write_texts(samples, target: Path) -> list[str]:
 
 
 def write_table(samples, spec: DataSpec, target: Path) -> list[str]:
-    """Vectors as a table with the names of its columns, their classes in a last one; how they were made in a .json."""
+    """Vectors as a table with named columns, classes in the last one; how they were made in a .json."""
     names = list(spec.columns) or [f"x{k + 1}" for k in range(spec.dims)]
-    rows = [[f"{value:.9g}" for value in row] for row in samples.x.tolist()]  # nine digits are all of float32
+    rows = [[f"{value:.9g}" for value in row] for row in samples.x.tolist()]  # nine digits identify a float32
     if samples.cond is not None:
         names, classes = [*names, "class"], [class_name(spec, label) for label in samples.cond.tolist()]
         rows = [[*row, name] for row, name in zip(rows, classes, strict=True)]
@@ -307,8 +298,7 @@ def write_table(samples, spec: DataSpec, target: Path) -> list[str]:
 def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
     """Each mel as sound (.wav, by Griffin-Lim) and as a picture (.png) in a folder.
 
-    A mel beyond what numbers of sound can hold, as models make before they have learnt anything, has a picture only,
-    and a line that says so.
+    A mel that is too loud for sound, as from an untrained model, is written as a picture only, and named in a line.
     """
     from genmodels.plots.images import mel_image
     from genmodels.speech.audio import MelConfig, write_wav
@@ -330,11 +320,11 @@ def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
     return silent
 
 
-def evenly_changing(path: torch.Tensor, frames: int) -> torch.Tensor:
-    """Which of many frames (steps, n, *event) to show so that as much changes from each to the next.
+def evenly_changing(path: Tensor, frames: int) -> Tensor:
+    """Indices of the frames (steps, n, *event) to show, so that the change between neighbours is even.
 
-    Change is the distance to the last frame, a mean over the samples, which noise that comes and goes on the way does
-    not lengthen; the first and the last frame are always shown.
+    Change is measured by the distance to the last frame, averaged over the samples, to which noise that is added and
+    removed along the trajectory does not contribute. The first and the last frame are always shown.
 
     Example:
         >>> evenly_changing(torch.tensor([0.0, 0.1, 0.2, 1.0, 3.0, 3.9, 4.0])[:, None, None], 5).tolist()
@@ -345,18 +335,18 @@ def evenly_changing(path: torch.Tensor, frames: int) -> torch.Tensor:
     far = far.cummin(0).values
     chosen = [int((far <= far[0] * (1 - k / (frames - 1))).int().argmax()) if k else 0 for k in range(frames)]
     chosen[-1] = count - 1 if frames > 1 else 0
-    for k in range(1, frames):  # each later than the one before, and early enough for those that follow
+    for k in range(1, frames):  # after the one before, and early enough for those that follow
         chosen[k] = min(max(chosen[k], chosen[k - 1] + 1), count - frames + k)
     return torch.tensor(chosen)
 
 
 def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
-    """Write the way from noise to data as a strip (.png: one row a sample, at most 8) or a film (.gif).
+    """Write the trajectories as a strip (.png, one row per sample, at most 8) or an animation (.gif).
 
-    Of the frames that the samples have, as many are shown as asked for, spaced by how much changes.
+    The frames shown are chosen by `evenly_changing`.
 
     Raises:
-        InputError: when the data are not images or points.
+        InputError: for data that are neither images nor points.
     """
     steps = samples.made.get("steps", len(samples.path))
     of_steps = torch.linspace(0, steps - 1, len(samples.path)).round().int() + 1
@@ -367,12 +357,11 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
         if pictures[0] is None:
             raise InputError(f"samples of shape {spec.event_shape} have no picture")
         size = (max(p.width for p in pictures), max(p.height for p in pictures))
-        pictures = [p.convert("P" if p.mode == "L" else "RGB").resize(size) for p in pictures]
-        waits = [120] * (len(pictures) - 1) + [1500]
-        first, rest = pictures[0], pictures[1:]
+        first, *rest = (p.convert("P" if p.mode == "L" else "RGB").resize(size) for p in pictures)
+        milliseconds = [120] * len(rest) + [1500]
         made = json.dumps(samples.made | {"index": _span(samples.index)} | _classes(samples))
         write_whole(target, lambda file: first.save(file, format="GIF", save_all=True, append_images=rest,
-                                                    duration=waits, loop=0, comment=made.encode()))
+                                                    duration=milliseconds, loop=0, comment=made.encode()))
         return f"path of {frames.shape[1]} samples in {len(frames)} frames: {target}"
     rows = min(8, frames.shape[1])
     tiles = [image for k in range(rows) for image in images_of(frames[:, k], spec, smallest=LEGIBLE)]
@@ -385,16 +374,16 @@ def write_path(samples, spec: DataSpec, target: Path, frames: int) -> str:
 
 
 def _classes(samples) -> dict:
-    """The classes of samples, as `cond=` takes them to draw the same again."""
+    """The classes of samples in the form of `cond=`, to draw the same again."""
     return {} if samples.cond is None else {"cond": in_turn(samples.cond.tolist(), samples.index.tolist())}
 
 
-def _span(index: torch.Tensor) -> str:
+def _span(index: Tensor) -> str:
     return f"{int(index[0])}-{int(index[-1])}"
 
 
 def save_png(picture: Image.Image, path: Path, made: dict) -> None:
-    """A picture as a PNG that carries how it was made."""
+    """Write a picture as a PNG with `made` in its metadata."""
     text = PngInfo()
     for key, value in made.items():
         text.add_text(f"genmodels.{key}", str(value))

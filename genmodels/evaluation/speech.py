@@ -47,11 +47,11 @@ from genmodels.speech.text import Symbols, ready
 from genmodels.speech.vocoder import GriffinLim
 
 _UTTERANCES = 16  # texts synthesised by default
-_HEARD = 20.0  # seconds of recordings that a recogniser hears then, which it does three times over
+_HEARD = 20.0  # seconds of recordings recognised by default, three times: synthesised, vocoded, and as recorded
 
 
 def speech_of(frame: Frame) -> SpeechFigures:
-    """The figures of a model of texts: distortion, durations, failures, time, and what a recogniser understands."""
+    """The metrics of a text-to-speech model: distortion, durations, failures, time, and recognition."""
     opened, request = frame.opened, frame.request
     count = min(opened.items, _UTTERANCES if request.samples == "auto" else request.samples)
     recogniser, reason = _recogniser(request, opened.spec.text)
@@ -66,7 +66,8 @@ def speech_of(frame: Frame) -> SpeechFigures:
             found.recognition = _recognised(opened, batch.rows(heard), texts[heard], synthesised[heard], recogniser)
         return asdict(found)
 
-    settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None}
+    settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None,
+                "all_heard": request.samples != "auto"}
     settings |= {} if request.recognizer is None else {"by": recogniser.name}
     settings |= {key: value for key in ("sampler", "steps") if (value := getattr(request, key)) is not None}
     found = frame.once("speech", settings, compute)
@@ -79,7 +80,7 @@ def speech_of(frame: Frame) -> SpeechFigures:
 
 
 def transcription_of(frame: Frame) -> Transcription:
-    """What a recogniser writes down of the items that are evaluated, compared with their texts."""
+    """The transcripts of the evaluated items by a recogniser, compared with their texts."""
     opened, request, model = frame.opened, frame.request, frame.opened.model
     how, search = Search(beam=request.beam), "greedy" if request.beam == 1 else f"beam {request.beam}"
 
@@ -91,12 +92,12 @@ def transcription_of(frame: Frame) -> Transcription:
             heard = (model.written(one[0]) for one in found)
             pairs |= dict(zip(batch.index.tolist(), zip(model.said(batch), heard, strict=True), strict=True))
             frames += int(batch.mask.sum())
-        took, seconds = time.monotonic() - began, frames * opened.spec.mel["hop"] / opened.spec.mel["sample_rate"]
+        took = time.monotonic() - began
         pairs = [pairs[k] for k in sorted(pairs)]
         return asdict(Transcription(
             search=search, wer=pooled(word_edits(*pair) for pair in pairs).rate, heard=[heard for _, heard in pairs],
             curve=error_curve([character_edits(*pair) for pair in pairs], seed=request.seed),
-            real_time_factor=took / seconds,
+            real_time_factor=took / _seconds(frames, opened.spec),
         ))
 
     found = frame.once("transcription", {"search": search}, compute)
@@ -116,28 +117,33 @@ def _recogniser(request: Request, text: dict) -> tuple[Recogniser | None, str]:
 
 
 def _heard(opened: Opened, batch: Batch) -> int:
-    """How many of the items, two at least, are within the seconds that a recogniser hears."""
-    seconds = batch.mask.sum((1, 2)) * opened.spec.mel["hop"] / opened.spec.mel["sample_rate"]
+    """The number of items that are recognised by default, at least two."""
+    seconds = _seconds(batch.mask.sum((1, 2)), opened.spec)
     return max(2, int((seconds.cumsum(0) <= _HEARD).sum()))
 
 
+def _seconds(frames, spec: DataSpec):
+    """The duration of frames of a mel."""
+    return frames * spec.mel["hop"] / spec.mel["sample_rate"]
+
+
 def _texts(batch: Batch, text: dict) -> list[str]:
-    """What is said in each item, in normal form."""
+    """The text of each item in normal form."""
     symbols, form = Symbols(tuple(text["symbols"]), text["blanks"]), text.get("form", "characters")
     rows = zip(batch.cond.tokens, batch.cond.mask[:, 0], strict=True)
     return [ready(symbols.decode(tokens[valid].tolist()), form) for tokens, valid in rows]
 
 
 def _synthesised(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[dict], list[float], list[Outcome]]:
-    """Each text spoken alone, with the seconds it took, and what became of it."""
+    """The mel of each text, synthesised alone, with the seconds it took and its outcome."""
     request, model = opened.request, opened.model
     options = {"seed": request.seed, "weights": weights_of(request.ema)}
-    if request.temperature != 1:  # else the model's own, which for speech is below 1
+    if request.temperature != 1:  # otherwise the default of the model, which for speech is below 1
         options["temperature"] = request.temperature
     options |= opened.sampler_options()
     speakers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
     with refusals():
-        model.sample(1, speakers[0], text=texts[0], **options)  # what is made at the first call is not timed
+        model.sample(1, speakers[0], text=texts[0], **options)  # a warm-up, which is not timed
     synthesised, seconds, outcomes = [], [], []
     asked = list(zip(texts, speakers, strict=True))
     for k, (text, speaker) in enumerate(progress_bar(asked, desc=f"{model.family} synthesis", unit="text")):
@@ -155,10 +161,10 @@ def _synthesised(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[li
 def _against_recordings(
     opened: Opened, batch: Batch, synthesised: Sequence[dict], seconds: Sequence[float], outcomes: Sequence[Outcome]
 ) -> SpeechFigures:
-    """Figures that need no recogniser."""
-    model, mel = opened.model, opened.spec.mel
+    """Metrics that need no recogniser."""
+    model = opened.model
     distortion = [mcd_mel13(one["mel"], _own(batch, k)) for k, one in enumerate(synthesised)]
-    sound = [one["mel"].shape[1] * mel["hop"] / mel["sample_rate"] for one in synthesised]
+    sound = [_seconds(one["mel"].shape[1], opened.spec) for one in synthesised]
     found = SpeechFigures(
         utterances=len(synthesised), mcd_mel13=sum(distortion) / len(distortion), mcd_each=distortion,
         length_ratio=sum(o.length_ratio for o in outcomes) / len(outcomes), failures_per_100=failures_per_100(outcomes),
@@ -166,21 +172,17 @@ def _against_recordings(
     )
     if hasattr(model, "aligned"):
         aligned = model.aligned(batch.to(model.device), weights_of(opened.request.ema), opened.request.seed)
-        said = torch.zeros_like(batch.cond.tokens)
-        for row, one in zip(said, synthesised, strict=True):
+        predicted = torch.zeros_like(batch.cond.tokens)
+        for row, one in zip(predicted, synthesised, strict=True):
             row[: len(one["durations"])] = one["durations"]
-        error = duration_error(said, aligned.durations.cpu(), batch.cond.mask)
+        error = duration_error(predicted, aligned.durations.cpu(), batch.cond.mask)
         found.duration_error = float(error.mean_absolute.mean())
         if hasattr(model, "posterior"):
-            found.alignment = _alignment(opened, batch, aligned.durations.cpu())
+            posterior = model.posterior(batch.to(model.device), weights_of(opened.request.ema), opened.request.seed)
+            whole = even_lengths(batch)
+            found.alignment = alignment_shape(
+                posterior.cpu(), aligned.durations.cpu(), whole.cond.mask, whole.mask)
     return found
-
-
-def _alignment(opened: Opened, batch: Batch, durations: Tensor) -> AlignmentShape:
-    whole = even_lengths(batch)
-    posterior = opened.model.posterior(batch.to(opened.model.device), weights_of(opened.request.ema),
-                                       opened.request.seed).cpu()
-    return alignment_shape(posterior, durations, whole.cond.mask, whole.mask)
 
 
 def _own(batch: Batch, k: int) -> Tensor:
@@ -190,7 +192,7 @@ def _own(batch: Batch, k: int) -> Tensor:
 def _recognised(
     opened: Opened, batch: Batch, texts: Sequence[str], synthesised: Sequence[dict], recogniser: Recogniser
 ) -> Recognition:
-    """CER and WER of the model, and toplines: those of recordings and of their mels through the same vocoder."""
+    """CER and WER of the model, with toplines: recordings, and their mels by the same vocoder."""
     config = MelConfig(**opened.spec.mel)
     vocoder, rate = GriffinLim(config), config.sample_rate
     sounds = {"model": [vocoder(one["mel"]) for one in synthesised],
@@ -213,7 +215,7 @@ def _recognised(
 
 
 def _recordings(opened: Opened, count: int) -> list[Path] | None:
-    """The sound files of the items that are evaluated, where the data set has them by name."""
+    """The sound files of the evaluated items; None if the data set has none."""
     from genmodels.data.clips import read_clips
 
     items = getattr(opened.datamodule.split(opened.request.split), "items", None)
@@ -226,7 +228,7 @@ def _recordings(opened: Opened, count: int) -> list[Path] | None:
 
 
 def speech_notes(found: SpeechFigures) -> list[str]:
-    """The figures of a model in a few lines, for the notes below a table."""
+    """The metrics of a model in a few lines, for the notes below a table."""
     failures = ", ".join(f"{name} {value:.0f}" for name, value in found.failures_per_100.items())
     lines = [f"{found.utterances} texts synthesised: distortion {found.mcd_mel13:.2f} dB (mcd_mel13), length "
              f"{found.length_ratio:.2f} of the recordings', real-time factor {found.real_time_factor:.3f}"
@@ -249,14 +251,14 @@ def speech_notes(found: SpeechFigures) -> list[str]:
 
 
 def transcription_note(found: Transcription) -> str:
-    """The figures of a recogniser in a line, for the notes below a table."""
+    """The metrics of a recogniser in a line, for the notes below a table."""
     whole = found.curve[-1]
     return (f"CER of {whole.utterances} recordings, {found.search} search: {_interval(whole.rate)}; WER "
             f"{100 * found.wer:.1f} %; real-time factor {found.real_time_factor:.3f}")
 
 
 def _interval(part: Interval) -> str:
-    """A figure with its interval.
+    """A rate with its interval.
 
     Example:
         >>> _interval(Interval(0.5, 0.25, 0.75))
@@ -267,19 +269,19 @@ def _interval(part: Interval) -> str:
 
 _SHOWN = 10  # utterances in the notes below a table
 _DRAWN = 3  # alignments in the picture
-_TOGETHER = 8  # utterances aligned at once
-_AGAINST = 8  # texts of other utterances that each text is measured against
+_TOGETHER = 8  # utterances in a batch
+_AGAINST = 8  # texts of other utterances that each text is compared with
 
 
 def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
-    """Every utterance that is evaluated, the least likely for each cell of its mel first.
+    """The evaluated utterances, ordered by log-likelihood per dimension, the lowest first.
 
     Arguments:
         likelihood: of these utterances, in index order.
 
-    `z` is the score of an utterance against those of its length; `evidence`, where the model aligns, that for its text
-    against those of other utterances, nats a frame. A recogniser ranks by the least likely characters, and says what
-    it heard.
+    `z` compares an utterance with those of its length (`against_length`); `evidence`, of models with alignments, its
+    text with those of other utterances, in nats per frame. A recogniser ranks by log-likelihood per character, and
+    adds its transcripts.
 
     Raises:
         InputError: for data without texts.
@@ -290,9 +292,9 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
     heard = None if opened.model.generates else transcription_of(frame).heard
     frames = likelihood.dims.double() / (opened.spec.event_shape[0] if heard is None else 1)
     scores = against_length(nll, frames)
-    found = None
+    durations = None
     if heard is None:
-        found = frame.once("audit", {"against": _AGAINST}, lambda: {"durations": _durations(opened)})["durations"]
+        durations = frame.once("audit", {"against": _AGAINST}, lambda: {"durations": _durations(opened)})["durations"]
     items = getattr(opened.datamodule.split(opened.request.split), "items", None)
     rows = []
     for rank, k in enumerate(nll.nan_to_num(nan=torch.inf).argsort(descending=True, stable=True).tolist(), 1):
@@ -301,7 +303,7 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
             z=None if scores is None else float(scores[k]),
             **({} if items is None else {"name": items[k].name, "text": items[k].text}),
             **({} if heard is None else {"heard": heard[k]}),
-            **({} if found is None else found[k] | {"longest": Token(**found[k]["longest"])}),
+            **({} if durations is None else durations[k] | {"longest": Token(**durations[k]["longest"])}),
         ))
     if any(row.evidence is not None for row in rows):
         for rank, row in enumerate(suspects(rows), 1):
@@ -310,7 +312,7 @@ def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
 
 
 def require_texts(opened: Opened) -> None:
-    """Raise InputError for data without texts, before anything is computed."""
+    """Raise an InputError for data without texts."""
     if opened.spec.text is None:
         raise InputError(f"audit: {opened.spec.name} has no texts that could be wrong")
 
@@ -320,8 +322,8 @@ def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:
 
         z_k = (v_k - a - b log T_k)/s,    a, b by least squares,    s^2 = sum_k (v_k - a - b log T_k)^2/(n - 2)
 
-    Values that are not finite have no part in the line. Short clips hold relatively more silence and differ from long
-    ones for no fault of their transcripts; with utterances of one length b is 0.
+    Values that are not finite are left out of the fit. Short clips have relatively more silence, and differ from long
+    ones even with correct transcripts. For utterances of equal length b is 0.
 
     Shapes: `nll (n,)`, `frames (n,)`; the scores are `(n,)`, or None for fewer than three finite values, or values that
     all lie on a line.
@@ -343,10 +345,10 @@ def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:
 
 
 def _durations(opened: Opened) -> list[dict] | None:
-    """What alignments say of each utterance: durations, and the evidence for its text; None without alignments."""
+    """The durations of each utterance's tokens and the evidence for its text; None for a model without alignments."""
     if not hasattr(opened.model, "aligned"):
         return None
-    model, request, found, said = opened.model, opened.request, [], {}
+    model, request, found, texts = opened.model, opened.request, {}, {}
 
     def batches(what: str):
         loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
@@ -354,13 +356,17 @@ def _durations(opened: Opened) -> list[dict] | None:
 
     for batch in batches(f"aligns {request.split}"):
         aligned = model.aligned(batch.to(model.device), weights_of(request.ema), request.seed)
-        found += _of_batch(batch, aligned.durations.cpu(), opened.spec)
-        rows = zip(batch.index.tolist(), batch.cond.tokens, batch.cond.mask[:, 0], batch.mask, strict=True)
-        said |= {index: (tokens[valid].tolist(), int(mask.sum())) for index, tokens, valid, mask in rows}
-    found = dict(found)
+        rows = zip(batch.index.tolist(), batch.cond.tokens, batch.cond.mask[:, 0], batch.mask.sum((1, 2)).tolist(),
+                   aligned.durations.cpu(), strict=True)
+        for index, tokens, valid, frames, durations in rows:
+            texts[index] = tokens[valid].tolist(), frames
+            symbols, durations = [opened.spec.text["symbols"][t] for t in texts[index][0]], durations[valid].tolist()
+            longest = max(range(len(durations)), key=durations.__getitem__)
+            found[index] = {"tokens": symbols, "durations": durations, "longest": {
+                "token": symbols[longest], "position": longest, "frames": durations[longest]}}
     for batch in batches("tries other texts"):
-        others = [neighbours(said, index) for index in batch.index.tolist()]
-        known = [k for k, texts in enumerate(others) if texts]
+        others = [neighbours(texts, index) for index in batch.index.tolist()]
+        known = [k for k, other in enumerate(others) if other]
         if known:
             part = batch.rows(torch.tensor(known)).to(model.device)
             values = model.evidence(part, [others[k] for k in known], weights_of(request.ema), request.seed)
@@ -369,35 +375,24 @@ def _durations(opened: Opened) -> list[dict] | None:
     return [found[index] for index in sorted(found)]
 
 
-def neighbours(said: dict[int, tuple[list[int], int]], index: int, count: int = _AGAINST) -> list[list[int]]:
-    """The texts of other utterances that are nearest in length to that of one, and that its frames could hold.
+def neighbours(texts: dict[int, tuple[list[int], int]], index: int, count: int = _AGAINST) -> list[list[int]]:
+    """The texts of other utterances nearest in length to that of one, with no more tokens than it has frames.
 
     Arguments:
-        said: (tokens, frames) of every utterance.
+        texts: (tokens, frames) of every utterance.
 
     Example:
         >>> neighbours({0: ([5, 6], 9), 1: ([5, 6], 9), 2: ([7], 9), 3: ([1] * 10, 30), 4: ([8, 9, 9], 9)}, 0)
         [[7], [8, 9, 9]]
     """
-    own, frames = said[index]
-    texts = {tuple(tokens) for tokens, _ in said.values() if len(tokens) <= frames} - {tuple(own)}
-    return [list(text) for text in sorted(texts, key=lambda text: (abs(len(text) - len(own)), text))[:count]]
-
-
-def _of_batch(batch: Batch, durations: Tensor, spec: DataSpec) -> list[tuple[int, dict]]:
-    rows = zip(batch.index.tolist(), batch.cond.tokens, batch.cond.mask[:, 0], durations, strict=True)
-    found = []
-    for index, tokens, valid, own in rows:
-        frames, symbols = own[valid].tolist(), [spec.text["symbols"][t] for t in tokens[valid].tolist()]
-        longest = max(range(len(frames)), key=frames.__getitem__)
-        found.append((index, {"tokens": symbols, "durations": frames,
-                              "longest": {"token": symbols[longest], "position": longest, "frames": frames[longest]}}))
-    return found
+    own, frames = texts[index]
+    others = {tuple(tokens) for tokens, _ in texts.values() if len(tokens) <= frames} - {tuple(own)}
+    return [list(text) for text in sorted(others, key=lambda text: (abs(len(text) - len(own)), text))[:count]]
 
 
 @torch.no_grad()
 def picture_of_audit(opened: Opened, rows: list[Utterance]) -> Image.Image | None:
-    """How the utterances whose texts fit them least are aligned; None for a model without alignments."""
+    """The alignments of the first `suspects`; None for a model without alignments."""
     if not hasattr(opened.model, "posterior"):
         return None
     index, request = torch.tensor([row.index for row in suspects(rows)[:_DRAWN]]), opened.request
@@ -406,12 +401,12 @@ def picture_of_audit(opened: Opened, rows: list[Utterance]) -> Image.Image | Non
 
 
 def suspects(rows: list[Utterance]) -> list[Utterance]:
-    """The utterances with the least evidence for their texts first; as they were, where nothing is known of it."""
+    """The utterances by the evidence for their texts, the least first; those without evidence last, in order."""
     return sorted(rows, key=lambda row: torch.inf if row.evidence is None else row.evidence)
 
 
 def audit_notes(rows: list[Utterance]) -> list[str]:
-    """The least likely utterances in lines, and those whose texts fit least, for the notes below a table.
+    """The least likely utterances, and those with the least evidence for their texts, for the notes below a table.
 
     Example:
         >>> audit_notes([Utterance(rank=1, index=4, frames=90, nats_per_dim=1.5, z=2.25, name="a.wav", text="a cab",

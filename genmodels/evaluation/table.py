@@ -1,4 +1,4 @@
-"""The comparison: one row a likelihood, ranks within a kind only, and what the bounds say of two models."""
+"""The comparison of models: one row for each likelihood, ranks within a kind, and what the bounds imply."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError
 from genmodels.core.likelihood import with_error
-from genmodels.evaluation.report import (
-    DataFacts,
-    Fidelity,
-    LikelihoodLine,
-    Reference,
-    Report,
-    Scale,
-    Skipped,
-)
+from genmodels.evaluation.report import DataFacts, Fidelity, LikelihoodLine, Reference, Report, Scale, Skipped
 from genmodels.evaluation.speech import audit_notes, speech_notes, transcription_note
 from genmodels.verification.check import FAILED, NOT_VERIFIED, PASSED
 
@@ -28,25 +20,26 @@ COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind"
            "kernel distance", "precision", "recall", "evaluations", "samples/s"]
 #: Measures of samples, each with its error: key in a report, column of table.csv.
 MEASURES = (("frechet", "frechet"), ("kernel", "kernel_distance"), ("precision", "precision"), ("recall", "recall"))
-#: In which direction a value of each kind may err, for ranks across kinds.
+_DISTANCES = {"frechet": "Fréchet distance", "kernel": "kernel distance"}
+#: How a value of each kind may err, for ranks across kinds.
 ERRS = {
     "exact": "has no error but that of the items", "lower_bound": "may be worse than the truth, never better",
     "upper_bound": "may be better than the truth, never worse",
     "ode": "may err either way, by its tolerance and its noise", "ais": "flatters the model where log Z is too small",
 }
-#: Which sides of the true value a kind bounds: the bits/dim are at least, at most.
+#: Whether a kind bounds the true value from below, from above.
 _SIDES = {"exact": (True, True), "lower_bound": (False, True), "upper_bound": (True, False), "ais": (True, False),
           "ode": (False, False)}
 #: Units of values, in words.
 UNITS = {"bits_per_dim": "bits/dim", "bits_per_character": "bits/character", "nats": "nats",
          "nats_per_dim": "nats/dim"}
-#: Other scores of the likelihoods of items, by which two sets may be told apart.
+#: Other scores of the likelihoods of items, by which two sets may be distinguished.
 SCORES = {"typicality": "by typicality", "less_complexity": "by likelihood less complexity"}
 
 
 @dataclass
 class Row:
-    """A row: the number of its model and of its likelihood, whether it is the model's first, its cells, its rank."""
+    """A row: the indices of its model and likelihood, whether it is the model's first, its cells, its rank."""
 
     model: int
     likelihood: int | None
@@ -57,7 +50,7 @@ class Row:
 
 @dataclass
 class Ranking:
-    """Rows that are compared, the best first; those that share a list do not differ beyond their errors."""
+    """Rows that are compared, the best first; ties, which do not differ beyond their errors, share a list."""
 
     kind: str
     given: str
@@ -75,7 +68,7 @@ class Failure:
 
 @dataclass(kw_only=True)
 class Table:
-    """The comparison of models evaluated on the same items; `rows` of the likelihoods of `models`, with their cells."""
+    """The comparison of models evaluated on the same items."""
 
     format: int = 1
     created: str
@@ -106,7 +99,7 @@ def same_items(reports: Sequence[Report]) -> None:
 
 
 def labelled(reports: Sequence[Report]) -> None:
-    """Give every report a short name of its own: the family, and what tells its path from the others'."""
+    """Set the name of every report: the family, and the parts of its path that differ from others of the family."""
     for report in reports:
         path = report.checkpoint.path.split("/")
         twins = [r for r in reports if r.checkpoint.family == report.checkpoint.family]
@@ -127,14 +120,14 @@ def make_table(
     """The comparison of models evaluated on the same items.
 
     Arguments:
-        reports: one for each model, as `Evaluation.run` makes them; they are given names.
-        arrays: the numbers that belong to each, for paired differences.
-        rank: `kind` ranks within each kind; `across` ranks all lines, and says which kinds that mixes.
-        command: what makes this table again.
+        reports: one for each model, from `Evaluation.run`; their names are set.
+        arrays: those of each report, for paired differences.
+        rank: `kind` ranks within each kind; `across` ranks all lines, with a note on the kinds that this mixes.
+        command: that reproduces this table.
         failures: (path, message) of checkpoints that could not be evaluated.
 
     Raises:
-        InputError: for models that were evaluated on unlike items.
+        InputError: for models that were evaluated on different items.
     """
     same_items(reports)
     labelled(reports)
@@ -160,9 +153,8 @@ def _rows(reports: list[Report], places: dict[int, int]) -> list[Row]:
     for m, report in enumerate(reports):
         checkpoint, sampling = report.checkpoint, report.sampling
         for k, line in enumerate(report.likelihood or [None]):
-            number = len(rows)
+            number, first = len(rows), k == 0
             cells = [str(number + 1)]
-            first = k == 0
             head = [report.name, f"{checkpoint.parameters:,}", str(checkpoint.step), checkpoint.weights]
             cells += head if first else [""] * len(head)
             if line is None:
@@ -183,7 +175,7 @@ def _rows(reports: list[Report], places: dict[int, int]) -> list[Row]:
 
 
 def _value(line: LikelihoodLine) -> str:
-    """The value with its error; the bracket alone where there is no other."""
+    """The value with its error, or the bracket if there is no value."""
     sides = line.bracket
     if line.value is None and sides is not None and sides.upper is not None:
         return f"{sides.lower:.4f} to {sides.upper:.4f}"
@@ -191,7 +183,7 @@ def _value(line: LikelihoodLine) -> str:
 
 
 def measured(value: float | None, error: float | None) -> str:
-    """A value with its error in two digits, nothing for None.
+    """A value with its error in two digits, empty for None.
 
     Example:
         >>> measured(17.7981, 2.449), measured(0.00251, 0.00083), measured(70.3, 12.4), measured(1.0, 0.0)
@@ -204,7 +196,7 @@ def measured(value: float | None, error: float | None) -> str:
 def _ranking(lines: list, reports: list[Report], arrays: Sequence[Mapping[str, Tensor]], rank: str) -> list[Ranking]:
     """The best row of each model in order; ties differ by less than two paired standard errors.
 
-    Within each kind, and apart for what is given: log p(x | y) is another quantity than log p(x).
+    Rows are ranked within each kind and condition, because log p(x | y) is another quantity than log p(x).
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for number, (_, _, line) in enumerate(lines):
@@ -214,8 +206,8 @@ def _ranking(lines: list, reports: list[Report], arrays: Sequence[Mapping[str, T
     ranking = []
     for (kind, given), members in groups.items():
         if len({lines[number][0] for number in members}) < 2:
-            continue  # one model alone is not ranked
-        best: dict[int, int] = {}  # of the lines of one model and kind, the best
+            continue  # a single model is not ranked
+        best: dict[int, int] = {}  # the best line of each model
         for number in sorted(members, key=lambda number: lines[number][2].value):
             best.setdefault(lines[number][0], number)
         members = list(best.values())
@@ -254,25 +246,28 @@ def paired(first: Tensor, second: Tensor) -> tuple[float, float]:
 
 
 def conclusions(lines: list, reports: list[Report]) -> list[str]:
-    """`a is better than b` wherever the bounds show it, with two standard errors on each side."""
+    """`a is better than b` for all pairs of which the bounds imply it, with two standard errors on each side."""
     found: dict[str, None] = {}
     for m, _, a in lines:
         for other, _, b in lines:
-            same = condition_of(a) == condition_of(b)
-            if m == other or a.unit != b.unit or not same and (condition_of(b) or a.class_cost is None):
+            if m == other or a.unit != b.unit:
                 continue
             upper, lower = side(a, 1), side(b, 0)
-            if upper is not None and lower is not None and (upper := upper + (0 if same else a.class_cost)) < lower:
+            if condition_of(a) != condition_of(b):  # p(x) >= p(x | y)/C bounds the value of the items alone
+                if condition_of(b) or a.class_cost is None:
+                    continue
+                upper = None if upper is None else upper + a.class_cost
+            if upper is not None and lower is not None and upper < lower:
                 found[f"{reports[m].name} is better than {reports[other].name}: at most {upper:.4f} against at "
                       f"least {lower:.4f} {UNITS[a.unit]} ({a.kind}, {b.kind})"] = None
     return list(found)
 
 
 def side(line: LikelihoodLine, which: int) -> float | None:
-    """The least (0) or the most (1) that the true value can be, with two standard errors; None if nothing is known."""
+    """A bound on the true value from below (0) or above (1), with two standard errors; None if there is none."""
     value, error = line.value, line.se_data
     if value is not None and not which and line.bracket:
-        value = line.bracket.lower  # of log Z itself too: an estimate from few chains may err upwards
+        value = line.bracket.lower  # includes the error of log Z: an estimate from few chains may err upwards
     if value is None or error is None or not _SIDES.get(line.kind, (False, False))[which]:
         return None
     return value + 2 * error if which else value - 2 * error
@@ -280,7 +275,7 @@ def side(line: LikelihoodLine, which: int) -> float | None:
 
 def _notes(table: Table, rank: str) -> list[str]:
     notes: dict[str, None] = {}
-    rankings: list[str] = []  # of utterances, in which the same line may stand twice
+    rankings: list[str] = []  # of utterances, where a line may occur twice
     models = table.models
     for number, row in enumerate(table.rows, 1):
         report = models[row.model]
@@ -303,7 +298,7 @@ def _notes(table: Table, rank: str) -> list[str]:
     lines = [line for model in models for line in model.likelihood if line.kind != "unnormalised"]
     if len({condition_of(line) for line in lines}) > 1:
         notes["values given the class are of another quantity, and ranked apart"] = None
-    if any(len(group.order) and sum(line.kind == group.kind for line in model.likelihood) > 1
+    if any(sum(line.kind == group.kind for line in model.likelihood) > 1
            for group in table.ranking for model in models):
         notes["of several lines of one kind the best has the model's rank"] = None
     kinds = {line.kind for model in models for line in model.likelihood}
@@ -348,7 +343,7 @@ def _on_line(line: LikelihoodLine) -> list[str]:
 
 
 def about_log_z(made: dict) -> str:
-    """What is known of the constant of an energy, in words: one statement, whose bracket holds the estimate.
+    """The estimate of log Z in words: its value, error and bracket, and how it was computed.
 
     Example:
         >>> about_log_z({"estimate": "quadrature", "log_z": 1.25, "log_z_error": 1e-9})
@@ -388,21 +383,19 @@ def _on_model(report: Report) -> list[str]:
                      "moved to its ends; the likelihood leaves that mass out")
     classes = getattr(fidelity, "class_accuracy", None)
     if classes is not None:
-        low, high = classes["interval"]
         real = ""
         if classes["real"] is not None:
-            least, most = classes["real_interval"]
-            real = f", of real items {classes['real']:.1%} ({least:.1%} to {most:.1%})"
-        notes.append(f"class of the samples found right: {classes['accuracy']:.1%} ({low:.1%} to {high:.1%}){real}")
+            real = f", of real items {classes['real']:.1%} {_range(classes['real_interval'])}"
+        notes.append(f"class of the samples found right: {classes['accuracy']:.1%} {_range(classes['interval'])}{real}")
     classes = getattr(fidelity, "likelihood_accuracy", None)
     if classes is not None:
-        low, high = classes["interval"]
         notes.append(f"class of test items by p(y|x): {classes['accuracy']:.1%} of {classes['n']} right "
-                     f"({low:.1%} to {high:.1%})")
+                     f"{_range(classes['interval'])}")
     if sampling:
-        wait = sampling.latency
+        latency = sampling.latency
         memory = "" if sampling.peak_memory is None else f", peak memory {sampling.peak_memory / 2**20:.0f} MiB"
-        notes.append(f"one sample after {wait['p50']:.3f} s (95 %: {wait['p95']:.3f} s){memory}; {sampling.context}")
+        notes.append(f"one sample after {latency['p50']:.3f} s (95 %: {latency['p95']:.3f} s){memory}; "
+                     f"{sampling.context}")
     if checks:
         named = {status: [check.name for check in checks if check.status == status]
                  for status in (FAILED, NOT_VERIFIED)}
@@ -415,17 +408,21 @@ def _on_model(report: Report) -> list[str]:
         measures = (getattr(sweep, key), getattr(sweep, f"{key}_error"))
         values = ", ".join(f"{at:g}: {measured(value, error)} ({rate:.1f}/s)" for at, value, error, rate in zip(
             sweep.values, *measures, sweep.samples_per_second, strict=True))
-        name = {"kernel": "kernel distance", "frechet": "Fréchet distance"}[key]
         by = f"{sweep.key} ({sweep.sampler})" if sweep.sampler else sweep.key
-        notes.append(f"{name} by {by}, n = {sweep.n}: {values}")
+        notes.append(f"{_DISTANCES[key]} by {by}, n = {sweep.n}: {values}")
     return notes
 
 
+def _range(interval: Sequence[float]) -> str:
+    low, high = interval
+    return f"({low:.1%} to {high:.1%})"
+
+
 def on_scale(scale: Scale | None) -> list[str]:
-    """What is measured of items that are no samples, at the same n: a scale for distances."""
+    """The distances of items that are not samples, at the same n, as a scale."""
     notes = []
-    for key, name in (("frechet", "Fréchet distance"), ("kernel", "kernel distance")):
-        rows = {} if scale is None else scale.rows
+    rows = {} if scale is None else scale.rows
+    for key, name in _DISTANCES.items():
         values = [f"{measured(value, getattr(found, f'{key}_error'))} of {what}" for what, found in rows.items()
                   if (value := getattr(found, key)) is not None]
         if values:

@@ -42,9 +42,8 @@ def monotonic_alignment_search(
 
     Arguments:
         scores: P, for example log N(z_j; mu_i, sigma_i).
-        text_mask, frame_mask: which tokens and frames are valid; each item's from the front, in one run. Scores
-            outside are never read.
-        names: names of the items, for errors; their positions otherwise.
+        text_mask, frame_mask: valid tokens and frames, contiguous from the first. Scores outside are not read.
+        names: of the items, for errors; default their positions.
         implementation: `torch` on the device of the scores; `numpy` or, compiled, `numba` on the CPU; or `auto`, the
             fastest available.
 
@@ -164,7 +163,7 @@ def _search_torch(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
     for j in range(1, length):
         torch.maximum(before[j - 1], here[j - 1], out=here[j]).add_(at[j])
     advance = best[:-1, :-1] > best[:-1, 1:]
-    # Frames beyond an item's last one take no step back.
+    # No step back in the frames beyond an item's last one.
     advance &= torch.arange(1, length, device=scores.device)[:, None, None] < frames
     token = tokens[None] - 1
     visited = [token]
@@ -205,8 +204,7 @@ def _search_numba(scores: Tensor, tokens: Tensor, frames: Tensor) -> Tensor:
     # Tokens of a frame are contiguous.
     compiled()(scores.mT.contiguous().numpy(), tokens.numpy(), frames.numpy(), visited.numpy())
     if torch.get_num_threads() != threads:
-        # numba changes OpenMP's number of threads, which torch shares; another number would change rounding, and with
-        # it a resumed run.
+        # numba changes OpenMP's number of threads, which torch shares: rounding, and so a resumed run, would change.
         torch.set_num_threads(threads)
     return visited
 
@@ -261,7 +259,8 @@ def log_mean_over_paths(
         >>> round(float(log_mean_over_paths(torch.full((1, 3, 4), 0.5))), 4)  # every path has four frames
         2.0
     """
-    return forward_sum(scores, text_mask, frame_mask).double() - log_paths(*lengths(scores, text_mask, frame_mask))
+    tokens, frames = lengths(scores.detach(), text_mask, frame_mask)
+    return _ForwardSum.apply(scores, tokens, frames).double() - log_paths(tokens, frames)
 
 
 class _ForwardSum(torch.autograd.Function):
@@ -311,7 +310,7 @@ def compiled() -> Callable:
     def search(scores, tokens, frames, visited):
         for item in prange(scores.shape[0]):
             n, t = tokens[item], frames[item]
-            best = np.empty((t, n + 1), dtype=scores.dtype)  # the first cell of each row is one that nothing reaches
+            best = np.empty((t, n + 1), dtype=scores.dtype)  # the first cell of each row is unreachable
             best[:, 0] = -np.inf
             best[0, 1:] = -np.inf
             best[0, 1] = scores[item, 0, 0]

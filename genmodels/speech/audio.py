@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from genmodels.core.files import kind_of
 
-#: Sizes from here on mean that the length was unknown (a pipe) or is in another chunk (RF64).
+#: Sizes from here on mean an unknown length (a pipe), or one in another chunk (RF64).
 _UNKNOWN = 2**32 - 2**16
 #: The integer of full scale for each type of sample in a wav file.
 _FULL_SCALE = {np.dtype(np.int16): 2.0**15, np.dtype(np.int32): 2.0**31, np.dtype(np.uint8): 2.0**7}
@@ -265,9 +265,17 @@ def magnitude(wave: Tensor, config: MelConfig) -> Tensor:
         >>> magnitude(torch.zeros(22050), MelConfig()).shape
         torch.Size([513, 86])
     """
-    flat = wave.reshape(-1, wave.shape[-1])
-    flat = pad(flat[:, None], (config.padded, config.padded), mode="reflect")[:, 0]
+    return torch.view_as_real(fourier(wave, config)).square().sum(-1).add(_FLOOR).sqrt()
+
+
+def fourier(wave: Tensor, config: MelConfig) -> Tensor:
+    """The short-time Fourier transform with a Hann window, reflected at the ends, (..., N) to (..., n_fft/2 + 1, T).
+
+    Example:
+        >>> fourier(torch.zeros(22050), MelConfig()).shape
+        torch.Size([513, 86])
+    """
+    padded = pad(wave.reshape(-1, 1, wave.shape[-1]), (config.padded, config.padded), mode="reflect")[:, 0]
     window = torch.hann_window(config.n_fft, dtype=wave.dtype, device=wave.device)
-    bins = torch.stft(flat, config.n_fft, config.hop, window=window, center=False, return_complex=True)
-    found = torch.view_as_real(bins).square().sum(-1).add(_FLOOR).sqrt()
-    return found.reshape(*wave.shape[:-1], *found.shape[1:])
+    bins = torch.stft(padded, config.n_fft, config.hop, window=window, center=False, return_complex=True)
+    return bins.reshape(*wave.shape[:-1], *bins.shape[1:])

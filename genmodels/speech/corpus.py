@@ -30,9 +30,9 @@ class Voice:
     """A voice of a text-to-speech program.
 
     Attributes:
-        command: how it is called, with {text} and {out}; the text comes by standard input too.
-        packages: of Debian, that have program and voice.
-        licence: of the voice, from which the sound is made.
+        command: with {text} and {out}; the text is also passed by standard input.
+        packages: of Debian, with the program and the voice.
+        licence: of the voice.
     """
 
     command: tuple[str, ...]
@@ -57,14 +57,14 @@ VOICES = {
 def corpus(
     out: Path, texts: Sequence[str], voice: str = "slt", *, workers: int = 1, progress: bool = False
 ) -> list[float]:
-    """Write `metadata.csv` and `wavs/` of texts read by a voice, at 16 kHz; clips that are there already are kept.
+    """Write `metadata.csv` and `wavs/` of texts read by a voice, at 16 kHz; existing clips are kept.
 
-    A clip is named after its voice and text, so that the same call resumes where a killed one stopped, and one with
-    more texts adds to it. The voice reads the normal form of a text, numbers in words, which is its third field.
+    A clip is named after its voice and text, so that the same call resumes a killed one, and more texts can be added.
+    The voice reads the normal form of a text, numbers in words, which is the third field of its row.
 
     Arguments:
         out: the folder.
-        texts: what is read; equal ones once.
+        texts: the texts, equal ones once.
         voice: one of `VOICES`.
         workers: programs running at the same time; the result does not depend on it.
         progress: show a progress bar.
@@ -86,7 +86,7 @@ def corpus(
         made = pool.map(functools.partial(_clip, voice), names, places)
         seconds = list(progress_bar(made, desc=f"voice {voice}", unit="clip", total=len(names), disable=not progress))
     finally:
-        pool.shutdown(cancel_futures=True)  # those that are running end, so that no half of a clip is left
+        pool.shutdown(cancel_futures=True)  # clips that are being made are finished
     lines = "".join(f"{name}|{rows[said]}|{said}\n" for said, name in names.items())
     write_whole(out / "metadata.csv", lambda file: file.write(lines), mode="w")
     return seconds
@@ -103,7 +103,7 @@ def check_voice(voice: str) -> None:
 
 
 def _clip(voice: str, said: str, place: Path) -> float:
-    """The seconds of a clip, which is made unless it is there and whole."""
+    """The seconds of a clip, which is made unless it exists and is readable."""
     try:
         wave, rate = read_wav(place)
         if rate == RATE:
@@ -127,9 +127,9 @@ def _clip(voice: str, said: str, place: Path) -> float:
 
 
 def sentences_of(file: Path, longest: int = 100) -> list[str]:
-    """The sentences of a text file, of at most so many characters: a paragraph ends at an empty line.
+    """The sentences of a text file, each of at most `longest` characters.
 
-    Without empty lines every line is a paragraph.
+    Paragraphs end at empty lines; without empty lines every line is a paragraph.
 
     Raises:
         InputError: for a file that cannot be read, or has no letters.
@@ -148,10 +148,10 @@ def sentences_of(file: Path, longest: int = 100) -> list[str]:
 
 
 def default_sentences(n: int) -> list[str]:
-    """Different sentences of 18 to 70 characters: every third made of the words below, with numbers and names, the
-    others from the documentation in Python's standard library, as long as there are some.
+    """n different sentences of 18 to 70 characters, the same for the same version of Python.
 
-    They are the same wherever the version of Python is; a longer list begins with the shorter one.
+    Every third is made of the words below, with numbers and names; the others come from `documentation` until it ends.
+    A longer list begins with the shorter one.
     """
     own, documented = made_sentences(), iter(documentation())
     found: dict[str, None] = {}
@@ -169,7 +169,7 @@ _CODE = re.compile(r"(?<![a-z])'|'(?![a-z])|\b[b-zB-HJ-Z]\b|[a-z][A-Z]|[A-Z]{2}|
 
 @functools.cache
 def documentation() -> tuple[str, ...]:
-    """The sentences and clauses of the docstrings in Python's standard library that read as prose, in a mixed order."""
+    """Sentences and clauses of the docstrings of Python's standard library that read as prose, in a shuffled order."""
     root, found = Path(sysconfig.get_path("stdlib")), set()
     for file in sorted(root.rglob("*.py")):
         parts = file.relative_to(root).parts
@@ -228,7 +228,7 @@ _UNITS = "books, coins, days, dollars, hours, letters, miles, minutes, months, p
 
 
 def made_sentences() -> Iterator[str]:
-    """Sentences without an end, with numbers, names and all phonemes of English; some may be equal.
+    """An endless stream of sentences, with numbers, names and all phonemes of English; some may be equal.
 
     Example:
         >>> next(made_sentences())

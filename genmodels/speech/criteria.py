@@ -1,4 +1,4 @@
-"""Probabilities of texts given frames: CTC, the transducer (RNN-T), attention decoders (listen, attend and spell)."""
+"""Likelihoods of texts given frames: CTC, the transducer (RNN-T), attention decoders (listen, attend and spell)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from genmodels.speech.tacotron import AttentionKind, make_attention
 
 
 class CTC(nn.Module):
-    """A character or a blank at every frame, independent of one another given the frames.
+    """A character or a blank at every frame, conditionally independent given the frames.
 
         p(y | h) = sum over paths that collapse to y of prod_t p(k_t | h_t)
 
-    A path collapses to a text by counting repetitions once and then dropping the blanks (class 0). The probabilities
-    of all texts add up to one.
+    A path collapses to a text by merging repetitions and then removing blanks (class 0). The probabilities of all texts
+    add up to one.
 
     Arguments:
         channels: of h.
@@ -55,7 +55,7 @@ class CTC(nn.Module):
         return -ctc_loss(rows, y, frames, counts, blank=BLANK, reduction="none")
 
     def search(self, h: Tensor, frames: Tensor, how: Search) -> list[list[Hypothesis]]:
-        """The texts found for each item, best first: that of the best path for a beam of 1."""
+        """The texts found for each item, best first; for a beam of 1 the text of the best path."""
         log_probs = self.log_probs(h)
         if how.beam == 1:
             return [[found] for found in ctc_greedy(log_probs, frames)]
@@ -63,7 +63,7 @@ class CTC(nn.Module):
 
 
 def least_frames(y: Tensor, counts: Tensor) -> Tensor:
-    """The frames (B,) that a text needs at least by CTC: one for each character, and one between two that are equal.
+    """The fewest frames (B,) of a text by CTC: one for each character, and one between equal neighbours.
 
     Example:
         >>> least_frames(torch.tensor([[5, 5, 6], [4, 0, 0]]), torch.tensor([3, 1]))
@@ -74,18 +74,17 @@ def least_frames(y: Tensor, counts: Tensor) -> Tensor:
 
 
 def transducer_log_prob(blank: Tensor, emit: Tensor, frames: Tensor, counts: Tensor) -> Tensor:
-    """The sum over all ways to take the frames and to write the characters of a text in turn.
+    """The log-probability of a text by a transducer, summed over all alignments.
 
         alpha(t, u) = alpha(t-1, u) blank(t-1, u) + alpha(t, u-1) emit(t, u-1),    alpha(0, 0) = 1
         log p(y | h) = log alpha(T-1, U) + log blank(T-1, U)
 
-    in logarithms, one anti-diagonal t + u after the other. The gradient is that of autograd, the posterior of every
-    step.
+    computed in logarithms by anti-diagonals t + u. The gradient, by autograd, is the posterior of every step.
 
     Arguments:
-        blank: log-probability of going on to the next frame at (t, u), `(B, T, U + 1)`.
-        emit: log-probability of writing character u + 1 at (t, u), `(B, T, U)`.
-        frames, counts: valid ones of each item, `(B,)`.
+        blank: log-probability of moving to the next frame at (t, u), `(B, T, U + 1)`.
+        emit: log-probability of character u + 1 at (t, u), `(B, T, U)`.
+        frames, counts: valid frames and characters of each item, `(B,)`.
 
     Errors: ValueError for shapes that do not fit.
     Source: Graves 2012, equations 16 to 18; anti-diagonals: Bagby et al. 2018.
@@ -100,16 +99,16 @@ def transducer_log_prob(blank: Tensor, emit: Tensor, frames: Tensor, counts: Ten
         raise ValueError(f"emit must be (B, T, U) = {(batch, length, places - 1)}, got {tuple(emit.shape)}")
     u = torch.arange(places, device=blank.device)
     last = length + places - 1
-    t = (torch.arange(last, device=blank.device)[:, None] - u).clamp(0, length - 1)  # the frame of cell u on each one
+    t = (torch.arange(last, device=blank.device)[:, None] - u).clamp(0, length - 1)  # frame of each diagonal's cells
     skew = t.expand(batch, last, places)
     stays, moves = blank.gather(1, skew), pad(emit, (0, 1)).gather(1, skew)
     alpha = torch.zeros_like(blank[:, 0])
     diagonals = [alpha]
     for n in range(1, last):
         stayed, moved = alpha + stays[:, n - 1], pad((alpha + moves[:, n - 1])[:, :-1], (1, 0))
-        # A first frame has no frame before it, and no characters none either: there the other way is the only one.
+        # The first frame (u = n) and the empty text (u = 0) have one predecessor.
         alpha = torch.where(u == n, moved, torch.where(u == 0, stayed, torch.logaddexp(stayed, moved)))
-        # Cells outside of the lattice hold 0, not minus infinity, whose derivatives are not numbers.
+        # Cells outside the lattice are 0, because the derivatives at minus infinity are NaN.
         alpha = torch.where((u <= n) & (n - u < length), alpha, 0)
         diagonals.append(alpha)
     rows = torch.arange(batch, device=blank.device)
@@ -118,10 +117,10 @@ def transducer_log_prob(blank: Tensor, emit: Tensor, frames: Tensor, counts: Ten
 
 
 class Transducer(nn.Module):
-    """A character or a blank at every frame and after every text so far, which a recurrent network reads.
+    """A character or a blank at every frame and after every prefix of the text, encoded by a recurrent network.
 
         p(k | t, u) = softmax(W tanh(h_t + g_u)),    g = LSTM(blank, y_1, ..., y_U)
-        p(y | h) = sum over alignments, a blank goes on to the next frame (`transducer_log_prob`)
+        p(y | h) = sum over alignments, where a blank moves to the next frame (`transducer_log_prob`)
 
     Its probabilities take 4 B T (U + 1) V bytes, and a few times that in training.
 
@@ -161,7 +160,7 @@ class Transducer(nn.Module):
         return transducer_log_prob(log_probs[..., BLANK], emit, frames, counts)
 
     def search(self, h: Tensor, frames: Tensor, how: Search) -> list[list[Hypothesis]]:
-        """The texts found for each item, best first, frame after frame; alignments of the same text are summed."""
+        """The texts found for each item, best first; alignments of the same text are summed."""
         return [self._search(row[:, :n], how) for row, n in zip(h, frames.tolist(), strict=True)]
 
     def _search(self, h: Tensor, how: Search) -> list[Hypothesis]:
@@ -184,11 +183,11 @@ class Transducer(nn.Module):
                 longer = {}
                 for (text, score), row in zip(kept.items(), rows, strict=True):
                     done[text] = plus(done.get(text, -math.inf), score + row[BLANK])
-                    # Two texts that differ never have the same continuation.
+                    # Different texts never have the same continuation.
                     longer |= {(*text, k): score + p for k, p in enumerate(row) if k != BLANK}
                 kept = dict(how.best(longer))
                 if len(done) >= how.beam and max(map(how.ranked, kept.items())) < how.ranked(how.best(done)[-1]):
-                    break  # none of these, nor what goes on from them, would be kept
+                    break  # neither these nor their continuations would be kept
             kept = dict(how.best(done))
         return how.finished(kept)
 
@@ -210,21 +209,21 @@ class SpellerState(NamedTuple):
 
 
 class AttentionDecoder(nn.Module):
-    """Each character of a text, and then its end, given the ones before it.
+    """Each character of a text, and its end, given the previous ones.
 
         s_u = LSTM((e(y_{u-1}), c_{u-1}), s_{u-1}),    c_u = attention(W s_u; h)
         p(y_u | y_<u, h) = softmax(V (s_u, c_u))
 
-    Class 0 is the beginning and the end of a text. With triggers, character u sees frames up to `trigger_u + delay`
-    alone, so that it can be written while the rest is yet to come.
+    Class 0 is the beginning and the end of a text. With triggers, character u attends to frames up to `trigger_u +
+    delay` only, so that decoding can be streamed.
 
     Arguments:
         channels: of h.
         classes: number of characters and the end.
-        attention: score function, as of `model=tacotron`: `additive`, `location`, `scaled_dot`, ...
+        attention: as of `model=tacotron`: `additive`, `location`, `scaled_dot`, ...
         hidden: width of the LSTM.
-        dropout: of characters read and of the output's input.
-        delay: frames of h after its trigger that a character sees; None for all frames, without triggers.
+        dropout: of the embedded characters and of the input of the output layer.
+        delay: frames of h after its trigger that a character attends to; None for all frames, without triggers.
 
     Shapes: `h (B, C, T)` with `frames (B,)` valid ones, `y (B, N)` with `counts (B,)` valid characters, `triggers
         (B, N)` frames of h, one for each character.
@@ -260,7 +259,7 @@ class AttentionDecoder(nn.Module):
         self.dropout = Dropout(dropout)
 
     def listen(self, h: Tensor, frames: Tensor) -> Heard:
-        """Frames, projected once for all characters."""
+        """The frames, projected once for all characters."""
         mask = (torch.arange(h.shape[2], device=h.device) < frames[:, None])[:, None]
         return Heard(h.mT, self.attention.keys(h.mT, mask), mask)
 
@@ -286,14 +285,14 @@ class AttentionDecoder(nn.Module):
 
         Arguments:
             triggers: one frame for each character, where the decoder has a delay.
-            sampled: probability that a character is fed back as the decoder foresaw it, and not as it is (scheduled
-                sampling, Bengio et al. 2015).
+            sampled: probability that the predicted instead of the true character is fed back (scheduled sampling,
+                Bengio et al. 2015).
             generator: of that choice.
         """
         heard = self.listen(h, frames)
         state, entering, found = self.start(heard), torch.full_like(frames, BLANK), []
         given = None if not sampled else uniform(tuple(y.shape), generator, device=y.device) >= sampled
-        if triggers is not None:  # the end of a text sees all frames, also where longer texts go on
+        if triggers is not None:  # the end of a text attends to all frames, also in a batch with longer texts
             beyond = torch.arange(y.shape[1], device=y.device) >= counts[:, None]
             triggers = triggers.masked_fill(beyond, h.shape[2])
         for u in range(y.shape[1] + 1):
@@ -305,7 +304,7 @@ class AttentionDecoder(nn.Module):
         return torch.stack(found, 1)
 
     def until(self, heard: Heard, trigger: Tensor | None) -> Heard:
-        """What a character with a trigger (B,) sees; all frames for None, as the end of a text does."""
+        """The frames for a character with a trigger (B,); all of them for None, as for the end of a text."""
         if trigger is None or self.delay is None:
             return heard
         place = torch.arange(heard.h.shape[1], device=heard.h.device)
@@ -347,7 +346,7 @@ class AttentionDecoder(nn.Module):
 
 
 def cross_entropy(log_probs: Tensor, y: Tensor, counts: Tensor, smoothing: float = 0.0) -> Tensor:
-    """-log p of the characters and the end of each text, `(B,)`; with smoothing, of targets spread over all classes.
+    """-log p of the characters and the end of each text, `(B,)`, with label smoothing e.
 
         sum_u [-(1 - e) log p(y_u) - e/V sum_k log p(k)]
 

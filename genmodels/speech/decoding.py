@@ -1,7 +1,8 @@
-"""Texts out of the distributions of a recogniser: greedy and beam search, a language model, times of characters."""
+"""Decoding of recognisers: greedy and beam search, a language model, times of characters."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -27,12 +28,12 @@ class Hypothesis(NamedTuple):
 
 
 class NGram:
-    """A language model of characters, which foresees the next one from the n - 1 before it (Witten-Bell).
+    """A language model that predicts a character from the n - 1 before it (Witten-Bell).
 
         p(k | c) = (count(c k) + s(c) p(k | c')) / (count(c) + s(c)),    p(k | nothing') = 1 / V
 
     c' is c without its first character, s(c) the number of different characters that follow c. Class 0 is the end of a
-    text; texts begin with nothing before them.
+    text; texts begin with an empty context.
 
     Arguments:
         texts: as numbers from 1 on.
@@ -85,17 +86,17 @@ class NGram:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How texts are searched for.
+    """The options of a search.
 
         score = (log p(y | x) + weight log p_language(y)) / ((5 + U) / 6)^length,    U characters
 
     Arguments:
-        beam: texts that are kept.
-        language: a language model, None for none.
+        beam: number of texts that are kept.
+        language: a language model, or None.
         weight: of its log-probabilities (shallow fusion).
         length: exponent of the normalisation of `beam_search`, from 0 for none to 1.
-        symbols: most characters that a transducer writes at a frame.
-        least: characters with a lower log-probability are not tried at a frame of CTC.
+        symbols: maximum number of characters that a transducer emits at a frame.
+        least: characters with a lower log-probability are skipped at a frame of CTC.
 
     Errors: ValueError for a beam below 1 or numbers out of range.
     Source: length normalisation: Wu et al. 2016, equation 14; shallow fusion: Gulcehre et al. 2015, section 4.1.
@@ -115,7 +116,7 @@ class Search:
         check_number("length", self.length, 0)
 
     def fused(self, text: tuple[int, ...]) -> float:
-        """What the language model adds to a text that may go on."""
+        """The language model's contribution to the score of an unfinished text."""
         if self.language is None or not text:
             return 0.0
         if text not in self._fused:
@@ -124,27 +125,26 @@ class Search:
         return self._fused[text]
 
     def ended(self, text: tuple[int, ...]) -> float:
-        """What it adds to a text that ends."""
+        """The language model's contribution to the score of a finished text."""
         end = 0.0 if self.language is None else self.weight * float(self.language.log_probs(text)[BLANK])
         return self.fused(text) + end
 
     def ranked(self, item: tuple[tuple[int, ...], float]) -> float:
-        """The score by which a text that may go on is kept, from it and its log-probability."""
+        """The score of an unfinished text, from a pair of the text and its log-probability."""
         return item[1] + self.fused(item[0])
 
     def best(self, found: dict[tuple[int, ...], float]) -> list[tuple[tuple[int, ...], float]]:
-        """The texts that are kept of those with these log-probabilities, best first."""
-        return sorted(((text, p) for text, p in found.items() if p > -math.inf), key=self.ranked, reverse=True
-                      )[: self.beam]  # fmt: skip
+        """The texts to keep of those with these log-probabilities, best first."""
+        return heapq.nlargest(self.beam, ((text, p) for text, p in found.items() if p > -math.inf), key=self.ranked)
 
     def finished(self, found: dict[tuple[int, ...], float]) -> list[Hypothesis]:
-        """The same as whole texts."""
+        """All of them as finished texts, best first."""
         ends = [Hypothesis(text, p + self.ended(text)) for text, p in found.items()]
         return sorted(ends, key=lambda one: one.score, reverse=True)
 
 
 def collapsed(path: Sequence[int]) -> tuple[int, ...]:
-    """The text of a path of CTC: repetitions count once, blanks not at all.
+    """The text of a path of CTC: repetitions are merged, then blanks removed.
 
     Example:
         >>> collapsed([0, 3, 3, 0, 3, 5, 5])
@@ -156,7 +156,7 @@ def collapsed(path: Sequence[int]) -> tuple[int, ...]:
 def ctc_greedy(log_probs: Tensor, frames: Tensor | None = None) -> list[Hypothesis]:
     """The text of the most probable path of each item, with the log-probability of that path.
 
-    Shapes: `log_probs (B, T, V)`, of which the first `frames (B,)` of each item count.
+    Shapes: `log_probs (B, T, V)`, `frames (B,)` valid frames.
 
     Example:
         >>> ctc_greedy(torch.tensor([[[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]]]).log())[0].tokens
@@ -220,16 +220,18 @@ def beam_search(
     step: Callable[[Tensor, Any], tuple[Tensor, Any]], state: Any, how: Search, *, longest: int,
     device: torch.device | str = "cpu",
 ) -> list[Hypothesis]:  # fmt: skip
-    """The most probable texts of a model that writes one character after the other until an end, best first.
+    """The most probable texts of an autoregressive model, best first.
 
     Arguments:
         step: `step(tokens (K,), state) -> (log_probs (K, V), state)`; the first token, and the end, are class 0.
-        state: that of K = 1 before the first step: tensors with K rows, in tuples.
+        state: before the first step, with K = 1: tensors with K rows, in tuples.
         how: beam, language model, length normalisation.
-        longest: characters at which the search ends; texts that have not come to theirs are returned only if none has.
+        longest: maximum number of characters.
         device: of the tokens.
 
-    Source: Sutskever et al. 2014, section 3.2; stopping: no text that goes on can become one of the best.
+    The search stops when no unfinished text can become one of the best.
+
+    Source: Sutskever et al. 2014, section 3.2.
 
     Example:
         >>> log_probs = torch.tensor([[0.3, 0.7]]).log()  # the end, a character
@@ -243,20 +245,18 @@ def beam_search(
     tokens = torch.tensor([BLANK], device=device)
     for length in range(longest + 1):
         log_probs, state = step(tokens, state)
-        longer, parent = {}, {}
-        rows = log_probs.double().tolist()
-        for number, ((text, score), row) in enumerate(zip(alive.items(), rows, strict=True)):
+        longer, places = {}, {text: place for place, text in enumerate(alive)}
+        for (text, score), row in zip(alive.items(), log_probs.double().tolist(), strict=True):
             ends.append(Hypothesis(text, (score + row[BLANK] + how.ended(text)) / _divisor(length, how)))
             longer |= {(*text, k): score + p for k, p in enumerate(row) if k != BLANK}
-            parent |= {(*text, k): number for k in range(len(row))}
-        ends = sorted(ends, key=lambda one: one.score, reverse=True)[: how.beam]
+        ends = heapq.nlargest(how.beam, ends, key=lambda one: one.score)
         alive = dict(how.best(longer))
         if length == longest or not alive:
             break
         most = max(map(how.ranked, alive.items())) / _divisor(longest, how)
         if len(ends) == how.beam and ends[-1].score >= most:
             break
-        state = _rows(state, torch.tensor([parent[text] for text in alive], device=device))
+        state = _rows(state, torch.tensor([places[text[:-1]] for text in alive], device=device))
         tokens = torch.tensor([text[-1] for text in alive], device=device)
     return [one for one in ends if one.score > -math.inf]
 
@@ -313,7 +313,7 @@ def ctc_alignment(log_probs: Tensor, text: Sequence[int]) -> list[tuple[int, int
 def ctc_triggers(log_probs: Tensor, frames: Tensor) -> list[list[int]]:
     """The frames at which the characters of each item's most probable path begin.
 
-    Shapes: `log_probs (B, T, V)`, of which the first `frames (B,)` of each item count.
+    Shapes: `log_probs (B, T, V)`, `frames (B,)` valid frames.
 
     Example:
         >>> ctc_triggers(torch.tensor([[[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]]]).log(), torch.tensor([3]))
@@ -326,7 +326,7 @@ def ctc_triggers(log_probs: Tensor, frames: Tensor) -> list[list[int]]:
 
 
 def oracle(said: str, heard: Sequence[str]) -> Edits:
-    """The edits of words of the best text of a list: what a better choice from the list could reach.
+    """The fewest word edits of any text of a list (oracle WER).
 
     Example:
         >>> oracle("so it is", ["so it", "so it is", "it is"]).total
@@ -340,7 +340,7 @@ def expected_errors(log_probs: Tensor, errors: Tensor) -> Tensor:
 
         L = sum_i P_i (W_i - mean W),    P_i = p(y_i | x) / sum_j p(y_j | x)
 
-    Shapes: `log_probs`, `errors (B, N)`; log-probabilities of minus infinity have no part in it.
+    Shapes: `log_probs`, `errors (B, N)`; entries with a log-probability of minus infinity are left out.
     Source: Prabhavalkar et al. 2018 (minimum word error rate training), equation 3.
 
     Example:

@@ -25,7 +25,7 @@ from genmodels.nn.coupling_networks import WaveNet
 from genmodels.speech.alignment import integer_durations, log_mean_over_paths, monotonic_alignment_search, path_of
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder, duration_loss
 
-_LONGEST = 2**19  # frames of one text: more than an hour, gigabytes
+_LONGEST = 2**19  # frames of one text: more than an hour, and gigabytes
 
 
 def mel_decoder(
@@ -51,8 +51,8 @@ def mel_decoder(
         steps: K.
         hidden, depth, kernel_size, dropout: of the coupling networks.
         groups: size of the matrix of the 1x1 convolutions.
-        attention: entry of `ATTENTION` in the coupling networks, `none` for none. `xl_chunks` and `local_dense` look no
-            further than a bounded reach, so that the decoder can still be streamed (`genmodels.speech.streaming`).
+        attention: entry of `ATTENTION` in the coupling networks, or `none`. `xl_chunks` and `local_dense` have a
+            bounded receptive field, so that the decoder can be streamed (`genmodels.speech.streaming`).
         heads: heads of the attention.
         cond: the condition of the networks, such as a speaker embedding.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
@@ -160,14 +160,13 @@ class GlowTTS(nn.Module):
         scores = normal_scores(z, mu, log_sigma)
         found = monotonic_alignment_search(scores.detach(), text_mask, mask)
         best = torch.where(found.path, scores, 0).sum((1, 2)) + logdet
-        return Aligned(best, found.durations, found.path, self.durations(h, text_mask), scores, logdet,
-                       wide(mu))
+        return Aligned(best, found.durations, found.path, self.durations(h, text_mask), scores, logdet, wide(mu))
 
     @torch.no_grad()
     def text_log_probs(
         self, y: Tensor, tokens: Tensor, text_mask: Tensor, speaker: Tensor | None = None
     ) -> Tensor:
-        """log p(y | text k) of one mel under K texts, (K,) nats, up to the volume of the flow, which they share.
+        """log p(y | text k) of one mel under K texts, (K,) nats, without the log-determinant, which they share.
 
         Shapes: `y (1, n_mels, T)` without padding, `tokens (K, N)`, `text_mask (K, 1, N)`, `speaker (1, C)`.
 
@@ -176,8 +175,8 @@ class GlowTTS(nn.Module):
         """
         speakers = None if speaker is None else speaker.expand(len(tokens), -1)
         _, mu, log_sigma = self.encoder(tokens, text_mask, speakers)
-        z, _ = self.decoder(y, speaker if self.decoder.uses_cond else None, None)
-        return log_mean_over_paths(normal_scores(z.expand(len(tokens), -1, -1), mu, log_sigma), text_mask, None)
+        z, _ = self.decoder(y, speaker if self.decoder.uses_cond else None)
+        return log_mean_over_paths(normal_scores(z.expand(len(tokens), -1, -1), mu, log_sigma), text_mask)
 
     def loss(self, aligned: Aligned, mask: Tensor | None, text_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Nats per dimension (B,) along the best path, and the error of the log durations (B,).
@@ -186,8 +185,7 @@ class GlowTTS(nn.Module):
         """
         if self.training:
             self.durations.observe(aligned.log_durations, aligned.durations, text_mask)
-        _, _, frames = aligned.scores.shape
-        count = frames if mask is None else mask[:, 0].sum(1)
+        count = aligned.scores.shape[2] if mask is None else mask[:, 0].sum(1)
         dims = self.encoder.n_mels * count
         return -aligned.best / dims, duration_loss(aligned.log_durations, aligned.durations, text_mask)
 
@@ -198,8 +196,7 @@ class GlowTTS(nn.Module):
         """log p(y | text) in nats, (B,), under a uniform prior of the alignments.
 
         `marginal` sums over all alignments: log sum_A p(y | text, A) - log C(T-1, N-1), the exact density. `best` uses
-        the best alignment, which depends on y: an optimistic value that is no density and cannot be ranked with the
-        other.
+        the best alignment, which depends on y: an optimistic value that is not a density, nor comparable with one.
 
         Raises:
             ValueError: for another alignment.
@@ -254,16 +251,11 @@ class GlowTTS(nn.Module):
         longest = int(total.max())
         if longest > _LONGEST:
             raise ValueError(f"{longest} frames are too many for one text, at most {_LONGEST} are made: raise speed")
-        # The flow takes pairs of frames: an odd length gets one more, which is removed after decoding.
-        even = total + total % 2
-        path = path_of(durations, longest + longest % 2)
-        last = path.shape[2] - 1
-        held = (torch.arange(last + 1, device=total.device) == total[:, None]) & (total % 2 == 1)[:, None]
-        final = durations.shape[1] - 1 if text_mask is None else text_mask[:, 0].sum(1) - 1
-        spare = torch.zeros_like(path)
-        spare[torch.arange(len(path)), final] = held
-        spread = (path | spare).to(mu.dtype)
-        mask = (torch.arange(last + 1, device=total.device) < even[:, None])[:, None]
-        noise = normal((len(tokens), mu.shape[1], last + 1), generator, dtype=mu.dtype, device=mu.device)
-        z = mu @ spread + temperature * torch.exp(log_sigma @ spread) * noise
+        # The flow takes pairs of frames: an odd length gets one more of its last token, removed after decoding.
+        even, last = durations.clone(), durations.shape[1] - 1 if text_mask is None else text_mask[:, 0].sum(1) - 1
+        even[torch.arange(len(even)), last] += total % 2
+        path = path_of(even, longest + longest % 2).to(mu.dtype)
+        mask = (torch.arange(path.shape[2], device=total.device) < even.sum(1)[:, None])[:, None]
+        noise = normal((len(tokens), mu.shape[1], path.shape[2]), generator, dtype=mu.dtype, device=mu.device)
+        z = mu @ path + temperature * torch.exp(log_sigma @ path) * noise
         return Latent(hide(z, mask), mask, durations)

@@ -88,8 +88,8 @@ def aligned(reference: Sequence, heard: Sequence) -> list[Pair]:
         >>> aligned("cat", "at")
         [Pair(reference=0, heard=None), Pair(reference=1, heard=0), Pair(reference=2, heard=1)]
     """
-    # Not by jiwer: of the alignments of fewest edits the one of most equal pairs is needed, from which repeated words
-    # are counted, and jiwer returns another; CER and WER are then a sum over the same alignment.
+    # Not by jiwer, whose alignment has the fewest edits but not always the most equal pairs, from which repeated words
+    # are counted.
     numbers = {item: k for k, item in enumerate(dict.fromkeys([*reference, *heard]))}
     code = np.array([numbers[item] for item in heard], dtype=np.int64)
     change = 1 + max(len(reference), len(heard))
@@ -244,7 +244,7 @@ class ErrorBin:
 
     @classmethod
     def from_dict(cls, found: dict) -> ErrorBin:
-        """The same from what `dataclasses.asdict` made of it."""
+        """The inverse of `dataclasses.asdict`."""
         parts = {"toplines": Interval, "differences": Difference}
         named = {key: {name: kind(**part) for name, part in found[key].items()} for key, kind in parts.items()}
         return cls(**found | named | {"rate": Interval(**found["rate"])})
@@ -252,9 +252,9 @@ class ErrorBin:
 
 @dataclass(kw_only=True)
 class Recognition:
-    """What a recogniser understands of synthesised texts: CER by length and, last, over all, WER, and the transcripts.
+    """Recognition of synthesised texts: CER by length and, last, over all; WER; transcripts.
 
-    `wer` is by name that of the `model` and of each topline; `claimed` says where the CER differs from a topline's.
+    `wer` is that of the `model` and of each topline by name; `claimed` whether the CER differs from a topline's.
     """
 
     recogniser: str

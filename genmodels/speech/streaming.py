@@ -36,15 +36,15 @@ class Reach(NamedTuple):
 
 
 def reach(decoder: Compose) -> Reach:
-    """The reach of a flow over sequences, from its layers.
+    """The receptive field of a flow over sequences, from its layers.
 
         context = sum over couplings of factor [sum_i (kernel_i - 1)/2 dilation_i + reach of the attention, if any]
 
     with the factor of the squeezes around. For Glow-TTS this is 2 * 12 * 4 * 2 = 192 frames. Attention in chunks (the
     streaming form of Transformer-XL, `attention=xl_chunks`) reaches size (left + 1) - 1 positions: each of 12 couplings
-    with chunks of 16 and one before adds 62 frames. Pieces begin where chunks do, so they see the same chunks.
+    with chunks of 16 and one before adds 62 frames. Pieces begin where chunks do, so that their chunks are the same.
 
-    Errors: ValueError for a layer of which it is not known how far it looks, and for attention without a bounded reach.
+    Errors: ValueError for a layer of unknown reach, and for attention without a bounded one.
 
     Example:
         >>> from genmodels.speech.glow_tts import mel_decoder
@@ -52,7 +52,6 @@ def reach(decoder: Compose) -> Reach:
         Reach(context=192, multiple=2)
     """
     context, factor, multiple = 0, 1, 1
-    chunks = 1
     for layer in decoder.layers:
         if isinstance(layer, Squeeze1d):
             factor *= layer.factor
@@ -61,13 +60,13 @@ def reach(decoder: Compose) -> Reach:
         else:
             own, chunk = _own_reach(layer)
             context += factor * own
-            chunks = math.lcm(chunks, factor * chunk)
-        multiple = max(multiple, factor)
-    return Reach(context, math.lcm(multiple, chunks))
+            multiple = math.lcm(multiple, factor * chunk)
+        multiple = math.lcm(multiple, factor)
+    return Reach(context, multiple)
 
 
 def _own_reach(layer: Bijection) -> tuple[int, int]:
-    """Positions on either side that one layer looks at, and the size of the chunks that it sees them in."""
+    """The positions on either side that one layer depends on, and the size of its chunks."""
     if isinstance(layer, ActNorm | GroupedLinear | InvertibleLinear):
         return 0, 1
     if isinstance(layer, Coupling) and isinstance(layer.split, ChannelSplit) and isinstance(layer.net, WaveNet):
@@ -89,8 +88,8 @@ def _own_reach(layer: Bijection) -> tuple[int, int]:
 def stream_decoder(decoder: Compose, z: Tensor, cond: Tensor | None = None, *, chunk: int = 64) -> Iterator[Tensor]:
     """Latents decoded in chunks, each with the context that it depends on.
 
-    The concatenated chunks equal `decoder.inverse(z)`. A chunk costs as much as its frames and the context on both
-    sides.
+    The concatenated chunks equal `decoder.inverse(z)`. The cost of a chunk is that of its frames and of the context on
+    both sides.
 
     Arguments:
         decoder: the flow from mels to latents.
@@ -173,7 +172,7 @@ class Vocoder(Protocol):
 
 
 def stream_sound(vocoder: Vocoder, mels: Iterable[Tensor], generator: Generator | None = None) -> Iterator[Tensor]:
-    """Sound from chunks of a mel: the sound of a frame is returned as soon as all frames that it depends on are there.
+    """Sound from chunks of a mel, each as soon as all frames that it depends on have arrived.
 
     The concatenated sound is that of the whole mel. HiFi-GAN has a latency of 13 frames; Griffin-Lim of three frames
     per iteration, two seconds in total.

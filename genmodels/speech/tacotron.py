@@ -145,14 +145,14 @@ class Tacotron(nn.Module):
     frame and ignores the text; its masks are drawn from the generator that is passed in.
 
     Arguments:
-        encoder: symbols to h; its head, which makes means for other models, is not used and does not train.
+        encoder: symbols to h; its head is not used, and not trained.
         attention: `location`; `location_previous` without the sum of earlier weights; `additive`, `scaled_dot`, `hard`
             or `local_monotonic`.
         hidden: width of the LSTM cells.
         prenet: width of the prenet's two layers.
         dropout: of the prenet.
         postnet: channels of a network that refines the complete mel, 0 for none.
-        checkpointing: recompute the decoder in the backward pass, 64 frames at a time, instead of storing its inside.
+        checkpointing: recompute the decoder in the backward pass, 64 frames at a time, instead of storing activations.
 
     Shapes: mels `y (B, n_mels, T)` with `mask (B, 1, T)`; `tokens (B, N)` with `text_mask (B, 1, N)`.
     Errors: ValueError for an unknown attention, a dropout outside [0, 1).
@@ -196,7 +196,7 @@ class Tacotron(nn.Module):
         self.postnet = PostNet(self.n_mels, postnet) if postnet else None
 
     def remember(self, tokens: Tensor, text_mask: Tensor | None = None, speaker: Tensor | None = None) -> Memory:
-        """The text, encoded and projected once for all frames."""
+        """The encoded text, projected once for all frames."""
         h = self.encoder(tokens, text_mask, speaker)[0].mT
         return Memory(h, self.attention.keys(h, text_mask), text_mask)
 
@@ -301,7 +301,7 @@ class Tacotron(nn.Module):
         return Synthesised(refined, mask, hide(torch.stack(weights, 2), mask), stopped)
 
     def factors(self, generator: Generator, batch: int, like: Tensor) -> Iterator[Tensor]:
-        """An endless stream of the prenet's dropout, `(B, 64, 2, prenet)` at a time: 0, or 1/(1 - dropout).
+        """An endless stream of the prenet's dropout factors, `(B, 64, 2, prenet)` at a time: 0, or 1/(1 - dropout).
 
         Drawn in blocks of frames, so that the start of a mel does not depend on its length.
         """

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from genmodels.core.errors import InputError
@@ -30,10 +32,14 @@ _ABBREVIATIONS = {
 _ABBREVIATED = re.compile(rf"\b({'|'.join(_ABBREVIATIONS)})\.(?=\s|$|,)")
 #: `No.` is also a word at the end of a sentence, so that a number must follow.
 _NUMBERED = re.compile(r"\bno\.\s*(?=\d)")
+#: Abbreviations that stand before a name or a number, and so never at the end of a sentence.
+_TITLES = ("mr", "mrs", "dr", "st", "maj", "gen", "capt", "lt", "col", "sgt", "rev", "hon", "vs")
+_SENTENCE_END = re.compile(
+    r"(?<=[.?!;])" + "".join(rf"(?<!\b{title}\.)" for title in _TITLES) + r"(?!(?<=\bno\.)\s+\d)\s+", re.IGNORECASE)
 
 _MONEY = {"$": ("dollar", "cent"), "\u00a3": ("pound", "penny"), "\u20ac": ("euro", "cent")}
 _WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
-_AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(?:\.(\d\d)\b)?")
+_AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(\.\d+)?(\s+(?:hundred|thousand|million|billion|trillion)\b)?")
 _ORDINAL = re.compile(rf"\b({_WHOLE})(st|nd|rd|th)\b")
 _NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?")
 
@@ -81,12 +87,13 @@ def _read_numbers(text: str, language: str) -> str:
         return re.sub(r"\band ", "", spelt).replace(",", "") if language.startswith("en") else spelt
 
     def amount(match: re.Match) -> str:
-        whole, small = _MONEY[match[1]]
-        units = int(match[2].replace(",", ""))
+        (whole, small), decimals = _MONEY[match[1]], match[3] or ""
+        if match[4] or len(decimals) not in (0, 3):  # $1.5 million, $0.125
+            return f"{words(match[2] + decimals)}{match[4] or ''} {whole}s"
+        spelt = f"{words(match[2])} {whole}{'' if match[2] == '1' else 's'}"
+        cents = int(decimals[1:] or 0)
         plural = "pence" if small == "penny" else f"{small}s"
-        spelt = f"{words(match[2])} {whole}{'' if units == 1 else 's'}"
-        cents = int(match[3] or 0)
-        return spelt if not cents else f"{spelt} {words(match[3])} {small if cents == 1 else plural}"
+        return f"{spelt} {words(decimals[1:])} {small if cents == 1 else plural}" if cents else spelt
 
     def number(match: re.Match) -> str:
         year = language.startswith("en") and re.fullmatch(r"1[1-9]\d\d|20\d\d", match[0])
@@ -149,22 +156,19 @@ class Symbols:
             text = "".join(c for c in text if c in number)
         for position, c in enumerate(text):
             if c not in number:
-                near = difflib.get_close_matches(unicodedata.name(c, c).lower(), self._names(), n=1, cutoff=0.3)
-                hint = f", nearest is {self._names()[near[0]]!r}" if near else ""
+                names = {unicodedata.name(symbol).lower(): symbol for symbol in self.table[2:] if len(symbol) == 1}
+                near = difflib.get_close_matches(unicodedata.name(c, c).lower(), names, n=1, cutoff=0.3)
+                hint = f", nearest is {names[near[0]]!r}" if near else ""
                 raise UnknownSymbol(f"character {c!r} at position {position} of {text!r} is not in the table of "
                                     f"symbols{hint}; on_unknown=drop leaves such characters out")
         if not text:
             raise UnknownSymbol("the text is empty")
         numbers = [number[c] for c in text]
-        return numbers if not self.blanks else self._with_blanks(numbers)
-
-    def _with_blanks(self, numbers: Sequence[int]) -> list[int]:
+        if not self.blanks:
+            return numbers
         found = [1] * (2 * len(numbers) + 1)
         found[1::2] = numbers
         return found
-
-    def _names(self) -> dict[str, str]:
-        return {unicodedata.name(c).lower(): c for c in self.table[2:] if len(c) == 1}
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without padding and blanks."""
@@ -175,11 +179,11 @@ def sentences(text: str, longest: int = 200) -> list[str]:
     """A long text split at the ends of sentences, then at commas, then at spaces.
 
     Example:
-        >>> sentences("One. Two, three. Four!", longest=12)
-        ['One.', 'Two, three.', 'Four!']
+        >>> sentences("One. Two, three. Mr. Four!", longest=12)
+        ['One.', 'Two, three.', 'Mr. Four!']
     """
     parts = []
-    for sentence in re.split(r"(?<=[.?!;])\s+", text.strip()):
+    for sentence in _SENTENCE_END.split(text.strip()):
         while len(sentence) > longest:
             space = max(sentence.rfind(mark, 0, longest) for mark in (", ", ": ", " - "))
             cut = space + 1 if space > 0 else sentence.rfind(" ", 0, longest)
@@ -244,7 +248,7 @@ def in_form(text: str, form: TextForm, language: str = "en") -> str:
         return normalise(text, language)
     if form == "phonemes":
         parts = _READY.split(text)
-        # Every second part was between slashes; espeak strips the white space that separates the two.
+        # Every second part was between slashes; espeak strips the white space around the others.
         parts[::2] = [
             f" {phonemise(part, language)} " if any(c.isalnum() for c in part) else part for part in parts[::2]
         ]
@@ -315,8 +319,7 @@ def paced(text: str) -> list[tuple[str, float]]:
         >>> paced("Now [slow=2]one by one[/slow].")
         [('Now ', 1.0), ('one by one', 2.0), ('.', 1.0)]
     """
-    pieces, factor, at = [], 1.0, 0
-    opened = False
+    pieces, factor, at, opened = [], 1.0, 0, False
     for mark in _MARK.finditer(text):
         closes = bool(mark[1])
         if closes != opened or (closes and mark[2] is not None):
@@ -331,13 +334,18 @@ def paced(text: str) -> list[tuple[str, float]]:
 
 
 def _factor(mark: re.Match) -> float:
-    try:
-        factor = SLOW if mark[2] is None else float(mark[2])
-    except ValueError:
-        factor = -1.0
-    if not 0 < factor < float("inf"):
+    factor = SLOW if mark[2] is None else _number(mark[2])
+    if not 0 < factor < math.inf:
         raise ValueError(f"{mark[0]}: the factor of the duration must be a positive number, as in [slow=2]")
     return factor
+
+
+def _number(text: str) -> float:
+    """The number of a mark, NaN for anything else."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def factors_of(text: str, normal_form: Callable[[str], str]) -> list[float]:
@@ -359,27 +367,20 @@ def factors_of(text: str, normal_form: Callable[[str], str]) -> list[float]:
     """
     pieces = paced(text)
     words = normal_form(without_marks(text)).split(" ")
-    factors, read = [1.0] * len(words), ""
+    factors, read, first = [1.0] * len(words), "", 0
+    within_words = any(a[-1:].isalnum() and b[:1].isalnum() for (a, _), (b, _) in pairwise(pieces))
     for piece, factor in pieces:
-        first, read = _words_in(read, normal_form), read + piece
-        last = _words_in(read, normal_form)
-        if factor != 1.0 and (last <= first or not _parted(text, pieces)):
+        read += piece
+        last = len(normal_form(read).split()) if any(c.isalnum() for c in read) else 0
+        if factor != 1.0 and (last <= first or within_words):
             raise ValueError(f"{text!r}: [slow] must enclose whole words, {piece!r} is not one")
         factors[first:last] = [factor] * (min(last, len(words)) - first)
+        first = last
     return [factor for word, factor in zip(words, factors, strict=True) for _ in range(len(word) + 1)][:-1]
 
 
-def _words_in(text: str, normal_form: Callable[[str], str]) -> int:
-    return len(normal_form(text).split()) if any(c.isalnum() for c in text) else 0
-
-
-def _parted(text: str, pieces: Sequence[tuple[str, float]]) -> bool:
-    """Whether no mark is within a word."""
-    return not any(a[-1:].isalnum() and b[:1].isalnum() for (a, _), (b, _) in zip(pieces, pieces[1:], strict=False))
-
-
 def reopened(sentences: Sequence[str]) -> list[str]:
-    """Sentences in order; marks that span several are closed and reopened in each.
+    """Sentences in order, with marks that span several closed and reopened in each.
 
     Raises:
         ValueError: for a mark that is not closed in any of them.
@@ -416,10 +417,12 @@ def phrases(text: str, pause: float) -> list[tuple[str, float]]:
         >>> phrases("One. Two, [pause=0.7] three.", 0.2)
         [('One.', 0.0), ('Two,', 0.2), ('three.', 0.7)]
     """
-    # A sentence ends with its full stop, not with a mark after it.
+    # So that a sentence ends with its full stop, not with a mark after it.
     pieces, found = _PAUSE.split(_POINT_IN_MARK.sub(r"\2\1", text)), []
     for piece, mark in zip(pieces[::2], [None, *pieces[1::2]], strict=True):
-        seconds = pause if mark is None else _seconds(mark)
+        seconds = pause if mark is None else _number(mark)
+        if mark is not None and not 0 <= seconds < math.inf:
+            raise InputError(f"[pause={mark}]: a pause must be a number of seconds from 0 on, as in [pause=0.3]")
         parts = sentences(piece)
         if not parts and len(pieces) > 1:
             raise InputError(f"{text!r}: there is no text on one side of a [pause=]")
@@ -429,13 +432,3 @@ def phrases(text: str, pause: float) -> list[tuple[str, float]]:
     except ValueError as error:
         raise InputError(str(error)) from error
     return [(text, seconds if k else 0.0) for k, (text, (_, seconds)) in enumerate(zip(texts, found, strict=True))]
-
-
-def _seconds(mark: str) -> float:
-    try:
-        seconds = float(mark)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise InputError(f"[pause={mark}]: a pause must be a number of seconds from 0 on, as in [pause=0.3]")
-    return seconds

@@ -60,7 +60,7 @@ class TextEncoder(nn.Module):
         channels, depth, heads, hidden, window, dropout, attention: of the transformer.
         speaker_channels: length of the speaker embedding, added to every position; 0 without speakers.
         learn_sigma: whether log sigma is learned too.
-        checkpointing: recompute the inside of the transformer's layers in the backward pass.
+        checkpointing: recompute the activations of the transformer's layers in the backward pass.
 
     Shapes: `tokens (B, N)` int64, `mask (B, 1, N)`, `speaker (B, speaker_channels)`; h is `(B, channels, N)`, mu and
         log sigma `(B, n_mels, N)`, all zero outside the mask.

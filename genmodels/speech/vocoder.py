@@ -16,8 +16,13 @@ from torch.nn.functional import fold, leaky_relu, pad
 
 from genmodels.core.errors import InputError
 from genmodels.core.random import Generator, KeyedGenerator, uniform
-from genmodels.speech.audio import MelConfig, filter_bank
+from genmodels.speech.audio import MelConfig, filter_bank, fourier
 
+if TYPE_CHECKING:
+    from genmodels.speech.streaming import Vocoder
+
+#: A log-mel of silence.
+FLOOR = math.log(1e-5)
 _SLOPE = 0.1
 
 
@@ -140,9 +145,9 @@ class HiFiGANGenerator(nn.Module):
         """
         plain = {}
         for name, value in state.items():
-            if name.endswith(".weight_v"):
+            if name.endswith(".weight_v") and f"{name[:-1]}g" in state:
                 length = torch.linalg.vector_norm(value.flatten(1), dim=1).reshape(-1, 1, 1)
-                plain[name.removesuffix("_v")] = state[name.removesuffix("v") + "g"] * value / length
+                plain[name.removesuffix("_v")] = state[f"{name[:-1]}g"] * value / length
             elif not name.endswith(".weight_g"):
                 plain[name] = value
         own = self.state_dict()
@@ -213,13 +218,13 @@ class HiFiGAN:
     @torch.no_grad()
     def __call__(self, mel: Tensor, generator: Generator | None = None, *, first_frame: int = 0) -> Tensor:
         """The sound of one mel; deterministic, so that `generator` and `first_frame` have no effect."""
-        if mel.dim() != 2 or mel.shape[0] != self.config.n_mels or not bool(mel.isfinite().all()):
-            raise ValueError(f"a mel is finite and ({self.config.n_mels}, T), got {tuple(mel.shape)}")
+        _check(mel, self.config)
         return self.generator.to(mel)(mel[None])[0]
 
 
-if TYPE_CHECKING:
-    from genmodels.speech.streaming import Vocoder
+def _check(mel: Tensor, config: MelConfig) -> None:
+    if mel.dim() != 2 or mel.shape[0] != config.n_mels or not bool(mel.isfinite().all()):
+        raise ValueError(f"a mel is finite and ({config.n_mels}, T), got {tuple(mel.shape)}")
 
 
 class GriffinLim:
@@ -266,12 +271,11 @@ class GriffinLim:
             first_frame: position of this mel in a longer one, so that it gets the same phases; needs a KeyedGenerator,
                 or None for that of seed 0.
         """
-        if mel.dim() != 2 or mel.shape[0] != self.config.n_mels or not bool(mel.isfinite().all()):
-            raise ValueError(f"a mel is finite and ({self.config.n_mels}, T), got {tuple(mel.shape)}")
+        _check(mel, self.config)
         config, frames = self.config, mel.shape[1]
         samples = config.n_fft + (frames - 1) * config.hop - 2 * config.padded
         if samples <= config.padded:  # too short to be reflected: silence is appended and removed afterwards
-            mel = pad(mel, (0, config.padded // config.hop + 2), value=math.log(1e-5))
+            mel = pad(mel, (0, config.padded // config.hop + 2), value=FLOOR)
         sound = self.from_magnitudes(magnitudes(mel, config), generator, first_frame=first_frame)
         return sound if mel.shape[1] == frames else sound[:samples]
 
@@ -292,28 +296,22 @@ class GriffinLim:
 
     def stft(self, wave: Tensor) -> Tensor:
         """The Fourier transform of sound (N,) as used for its mel, (n_fft/2 + 1, T) complex."""
-        padded = pad(wave[None, None], (self.config.padded,) * 2, mode="reflect")[0, 0]
-        return torch.stft(padded, self.config.n_fft, self.config.hop, window=self._window(wave), center=False,
-                          return_complex=True)
+        return fourier(wave, self.config)
 
     def istft(self, bins: Tensor) -> Tensor:
         """The sound (N,) whose transform is nearest in least squares, without the padding."""
         config = self.config
         pieces = torch.fft.irfft(bins.mT, config.n_fft)  # (T, n_fft)
-        window = self._window(pieces)
+        window = torch.hann_window(config.n_fft, dtype=pieces.dtype, device=pieces.device)
         added = _overlapped(pieces * window, config.hop)
         weight = _overlapped(window.square().expand(len(pieces), -1), config.hop)
         return (added / weight.clamp(min=1e-8))[config.padded : len(added) - config.padded]
-
-    def _window(self, like: Tensor) -> Tensor:
-        return torch.hann_window(self.config.n_fft, dtype=like.dtype, device=like.device)
 
 
 def _phases(magnitude: Tensor, generator: Generator | None, first_frame: int) -> Tensor:
     """Random phases with the shape of the magnitudes, drawn frame by frame."""
     bins, frames = magnitude.shape
-    if generator is None:
-        generator = KeyedGenerator(0, torch.zeros(1, dtype=torch.int64), "phases")
+    generator = phases(0) if generator is None else generator
     if isinstance(generator, KeyedGenerator):
         frame = torch.arange(first_frame, first_frame + frames)
         generator = generator.rows(torch.zeros_like(frame)).at(frame)
@@ -359,8 +357,6 @@ def magnitudes(mel: Tensor, config: MelConfig, iterations: int = 100) -> Tensor:
 
 #: Names of the vocoders as options, and in messages.
 VOCODERS = {"griffin_lim": "Griffin-Lim", "hifigan": "HiFi-GAN", "hifigan_universal": "HiFi-GAN of many voices"}
-#: A log-mel of silence.
-FLOOR = math.log(1e-5)
 
 
 def vocoder_of(name: str, config: MelConfig) -> Vocoder:

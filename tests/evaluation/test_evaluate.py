@@ -17,12 +17,16 @@ import torch
 
 from genmodels.cli.main import main
 from genmodels.core.data import DataSpec
+from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.speech import Speech
 from genmodels.data.text import TextFile
 from genmodels.data.vision import Digits
 from genmodels.energy import LogPartition
+from genmodels.evaluation.checkpoint import Frame, Opened, Request
 from genmodels.evaluation.evaluate import PixelHistogram, best_histogram, references, uniform_bits_per_dim
+from genmodels.evaluation.features import Cache
+from genmodels.evaluation.sample_quality import sample_parts
 from genmodels.models.build import build
 from genmodels.models.density import extent_of, on_grid
 from genmodels.models.mels import NOISE, even_lengths, with_noise
@@ -295,6 +299,33 @@ def test_figures_do_not_depend_on_batch_size_or_processes(gaussians, tmp_path, f
         with np.load(tmp_path / f"{name}.npz") as arrays:
             values.append(arrays["nats_0"])
     assert np.abs(values[0] - values[1]).max() < 3e-5 and np.abs(values[1] - values[2]).max() < 1e-5
+
+
+def test_fewer_samples_are_compared_than_shown(gaussians, tmp_path):
+    """Of the 64 samples drawn for the grid the closest pairs are among the 20 that are compared."""
+    evaluate(f"ckpt={gaussians}/flow", "samples=20", "stages=[fidelity]", f"out={tmp_path}/r.json", cwd=tmp_path)
+    found, arrays = report(tmp_path / "r.json"), np.load(tmp_path / "r.npz")
+    distance = np.linalg.norm(arrays["neighbours_x"] - arrays["neighbours_train"], axis=1)
+    assert found["fidelity"]["n"] == 20 and np.allclose(distance, found["neighbours"]["distance"], atol=1e-5)
+    first = arrays["samples_x"][:20]
+    assert all((first == x).all(1).any() for x in arrays["neighbours_x"])
+
+
+def test_only_the_samples_to_show_are_kept(gaussians):
+    """A slice of a part would hold the memory of all its samples, and be stored with it."""
+    opened = Opened.open(gaussians / "flow" / "best.ckpt", Request(trust=["tests"], cache=False))
+    parts = sample_parts(Frame(opened, Cache(None), {}, Ranks()), "key", 200, {}, "")
+    assert [len(parts[k]["x"]) for k in sorted(parts)] == [64, 0, 0, 0]
+    assert all(part["x"].untyped_storage().nbytes() == part["x"].nbytes for part in parts.values())
+
+
+def test_checks_of_the_likelihood_are_not_lost_to_the_cache(gaussians, tmp_path):
+    """Checks without the stage of likelihoods, which cannot compare both directions of log Z, are others."""
+    words = [f"ckpt={gaussians}/energy", "normaliser=ais", "chains=64", "densities=40"]
+    for stages, expected in (("checks", False), ("likelihood,checks", True)):
+        evaluate(*words, f"stages=[{stages}]", f"out={tmp_path}/{len(stages)}.json", cwd=tmp_path)
+        names = [check["name"] for check in report(tmp_path / f"{len(stages)}.json")["checks"]]
+        assert ("forward log Z <= reverse" in names) == expected
 
 
 @pytest.fixture(scope="module")

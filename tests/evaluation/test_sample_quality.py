@@ -12,7 +12,7 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.data.toy import Toy
 from genmodels.evaluation.features import FeatureNetwork, Items, coordinates
 from genmodels.evaluation.likelihood import paired_gap
-from genmodels.evaluation.sample_quality import fidelity_of, scale_of
+from genmodels.evaluation.sample_quality import measures_of, scale_of
 
 
 def split(data: Toy, name: str) -> torch.Tensor:
@@ -51,7 +51,7 @@ def test_the_scale_is_in_order_at_every_n(n):
 def test_every_measure_has_its_error():
     generator = torch.Generator().manual_seed(0)
     real, generated = torch.randn(2, 200, 3, generator=generator)
-    found = fidelity_of(FeatureNetwork("as they are", 3, "", lambda x: x), real, generated + 1)
+    found = measures_of(FeatureNetwork("as they are", 3, "", lambda x: x), real, generated + 1)
     for name in ("frechet", "kernel", "precision", "recall"):
         assert getattr(found, f"{name}_error") > 0
     assert found.precision_error == pytest.approx(math.sqrt(found.precision * (1 - found.precision) / 200))

@@ -17,7 +17,7 @@ from genmodels.data.utterances import padded_tokens
 from genmodels.evaluation import speech as module
 from genmodels.evaluation import speech as speech_stage
 from genmodels.evaluation.checkpoint import Opened, Request
-from genmodels.evaluation.features import Cache
+from genmodels.evaluation.features import Cache, key_of
 from genmodels.evaluation.report import Skipped, SpeechFigures, plain
 from genmodels.evaluation.speech import against_length, audit, audit_notes, neighbours, picture_of_audit
 from genmodels.models.base import Samples
@@ -287,6 +287,20 @@ def test_figures_are_the_same_from_the_cache(data, monkeypatch, tmp_path):
     assert plain(first) == plain(again) and plain(again)["recognition"]["curve"][-1]["rate"]["value"] == 1
     assert speech_stage.speech_notes(first) == speech_stage.speech_notes(again)
     assert "topline, recordings: 100.0 %" in speech_stage.speech_notes(again)[-3]
+
+
+def test_what_is_recognised_by_default_is_not_taken_for_all_of_it(data, monkeypatch, tmp_path):
+    """By default only 20 seconds are recognised; as many texts asked for by number are recognised all."""
+    monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (lambda wave, rate: "", ""))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
+    monkeypatch.setattr(speech_stage, "_HEARD", 0.1)
+    cache, heard = Cache(tmp_path), []
+    for samples in ("auto", COUNT):
+        own = replace(opened(data), request=Request(samples=samples))
+        frame = SimpleNamespace(opened=own, request=own.request, once=lambda stage, settings, compute: cache.get(
+            key_of(**settings)) or cache.put(key_of(**settings), compute()))
+        heard.append(len(speech_stage.speech_of(frame).recognition.heard))
+    assert heard == [2, COUNT]
 
 
 def test_recordings_are_found_by_name(data):

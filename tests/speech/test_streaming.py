@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from genmodels.core.random import KeyedGenerator
+from genmodels.flows.bijection import Inverse
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import Flip
+from genmodels.flows.squeeze import Squeeze1d
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import WaveNet
 from genmodels.speech import streaming
@@ -177,3 +179,9 @@ def test_bad_input():
         GriffinLim()(torch.zeros(80, 9), torch.Generator(), first_frame=3)
     with pytest.raises(ValueError, match="no pieces"):
         collect([])
+
+
+def test_chunks_begin_at_multiples_of_all_squeezes():
+    """Squeezes by 2 and later by 3 need multiples of 6, not of the larger one."""
+    layers = [layer for k in (2, 3) for layer in (Squeeze1d(k), Inverse(Squeeze1d(k)))]
+    assert reach(Compose(layers, (4, None))) == Reach(0, 6)

@@ -125,6 +125,8 @@ READINGS = {
     "the 21st day": "the twenty-first day",
     "3.5 miles": "three point five miles",
     "$3.50 and $1": "three dollars fifty cents and one dollar",
+    "$1.5 million or $5 billion": "one point five million dollars or five billion dollars",
+    "$0.125 a share": "zero point one two five dollars a share",
     "\u00a32,500": "two thousand five hundred pounds",
     "5% of 1,906": "five percent of one thousand nine hundred six",
     "a4b": "a four b",
@@ -196,3 +198,9 @@ def test_long_texts_lose_nothing():
     parts = sentences(text, longest=40)
     assert max(map(len, parts)) <= 40
     assert "".join("".join(parts).split()) == "".join(text.split())
+
+
+def test_titles_and_numbers_end_no_sentence():
+    text = "Dr. Who met Mr. Smith at No. 7. He said no. So MRS. Jones vs. 12 men; etc. It ended."
+    assert sentences(text) == ["Dr. Who met Mr. Smith at No. 7.", "He said no.", "So MRS. Jones vs. 12 men;", "etc.",
+                               "It ended."]

@@ -88,7 +88,8 @@ def test_published_weights_are_multiplied_out():
     # Directions taken for the weights themselves are seen.
     other.load({name.removesuffix("_v"): v for name, v in normed(one).items() if not name.endswith("_g")})
     assert (other(mel) - one(mel)).abs().max() > 1e-2
-    for state in (normed(small(channels=8)), {"conv_pre.weight": torch.zeros(1)}):
+    halved = {name: v for name, v in normed(one).items() if name != "conv_pre.weight_g"}
+    for state in (normed(small(channels=8)), {"conv_pre.weight": torch.zeros(1)}, halved):
         with pytest.raises(ValueError, match="conv_pre.weight"):
             one.load(state)
 
