@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
 
 
 _LARGEST = 1e6  # of a sampler's factors, beyond which samples overflow
+#: The packages that genmodels requires, by the names under which they are imported.
+REQUIRED = ("fsspec", "hydra", "jinja2", "markupsafe", "matplotlib", "numpy", "omegaconf", "PIL", "pytorch_lightning",
+            "rich", "safetensors", "scipy", "sklearn", "torch", "torchvision", "tqdm", "wandb", "yaml")  # fmt: skip
 
 
 class InputError(ValueError):
@@ -170,6 +176,9 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
     """
     if isinstance(error, InputError | RunError | Interrupted):
         return " ".join(str(error).split()), error.exit_code
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in REQUIRED:
+        missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
+        return (f"not installed: {', '.join(missing)}. Run {_installation()}", 1) if missing else None
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk ({error.filename or 'while writing'}): free some space and repeat", 1
     text = str(error)
@@ -187,6 +196,14 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
         key = "data.batch_size or the model" if command == "train" else "batch_size"
         return f"out of memory: reduce {key}", 1
     return None
+
+
+def _installation() -> str:
+    """The command that installs the requirements: of this checkout, or of a copy of the package outside of one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "setup.cfg").is_file():
+        return "pip install genmodels"
+    return f"pip install -e {'.' if root == Path.cwd() else shlex.quote(str(root))}"
 
 
 def at_least(least: int, **sizes: int) -> None:
