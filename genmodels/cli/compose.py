@@ -29,10 +29,10 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from genmodels.cli.schema import Schema
+from genmodels.cli.schema import Schema, show
 from genmodels.core.checkpoint import present_name
 from genmodels.core.errors import InputError, nearest, require_known
-from genmodels.core.files import CONFIG_DIR, groups
+from genmodels.core.files import CONFIG_DIR, flat, found_at, groups
 from genmodels.models.build import NETWORKS
 
 
@@ -171,7 +171,7 @@ class Composer:
         for override in parsed:
             key = override.key_or_group
             tail = path.removeprefix(key).removeprefix(".")
-            if (path == key or path.startswith(f"{key}.")) and _holds(override.value(), tail):
+            if (path == key or path.startswith(f"{key}.")) and found_at(override.value(), tail):
                 return "on the command line"
             if key.startswith(f"{path}."):
                 return "on the command line"
@@ -181,7 +181,7 @@ class Composer:
             package = default.package or ""
             inside = path == package or path.startswith(f"{package}.") or not package
             file = self._file(default.config_path) if inside else None
-            if file and _holds(yaml.safe_load(file.read_text(encoding="utf-8")), path[len(package) :].strip(".")):
+            if file and found_at(yaml.safe_load(file.read_text(encoding="utf-8")), path[len(package) :].strip(".")):
                 return f"in {shown(file)}" + ", which '~preset' leaves out" * (file.parent.name == "preset")
         return "in the configuration"
 
@@ -225,14 +225,6 @@ def _words(override: Override) -> list[str]:
     if override.is_sweep_override():
         return [f"{key}={one}" for one in override.sweep_string_iterator()]
     return [f"{key}={override.get_value_element_as_str()}"]
-
-
-def _holds(value, dotted: str) -> bool:
-    for name in dotted.split(".") if dotted else []:
-        if not isinstance(value, dict) or name not in value:
-            return False
-        value = value[name]
-    return True
 
 
 def _network(word: str) -> list[str]:
@@ -346,7 +338,7 @@ def _of_class(group: str, config: dict) -> list[str]:
 
 def _differences(plain: dict, wanted: dict, usual: dict) -> list[str]:
     """Words that turn one composed configuration into another, which may set defaults explicitly."""
-    now, then = map(_flat, (_parts(plain), wanted))
+    now, then = flat(_parts(plain)), flat(wanted)
     gone = [f"~{key}" for key in now if key not in then]
     return gone + [f"{key}={in_hydra(value)}" for key, value in then.items()
                    if (now[key] != value if key in now else key not in usual or usual[key] != value)]
@@ -357,22 +349,13 @@ def _composes(hydra: Composer, words: list[str], wanted: dict, usual: dict) -> b
         found = hydra.compose(words)
     except InputError:
         return False
-    now, then = map(_flat, (_parts(found), wanted))
+    now, then = flat(_parts(found)), flat(wanted)
     left_out = {key: usual[key] for key in then if key not in now and key in usual}
     return now | left_out == then
 
 
 def _parts(config: dict) -> dict:
     return {part: config.get(part, nothing) for part, nothing in PARTS.items()}
-
-
-def _flat(config: dict, prefix: str = "") -> dict:
-    """Values by dotted key."""
-    flat: dict = {}
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return flat
 
 
 def in_hydra(value) -> str:
@@ -382,10 +365,11 @@ def in_hydra(value) -> str:
         >>> in_hydra([1, None, True, "adam", "/x/ok.csv", "a b", "null"])
         "[1,null,true,adam,/x/ok.csv,'a b','null']"
     """
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"[{','.join(map(in_hydra, value))}]"
     if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
+        return show(value)
+    value = str(value) if isinstance(value, Path) else value
     if not isinstance(value, str):
         return repr(value)
     if _PLAIN.fullmatch(value) and value.lower() not in _OTHERWISE:
@@ -425,13 +409,5 @@ def words_by_name(hydra: Composer, chosen: list[str], settings: dict[str, Any]) 
                                  f"train(..., \"{fitting[0]}={value}\")")
             require_known("train", [] if fitting else [key], [path.rpartition(".")[2] for path in paths])
             full = fitting[0]
-        found += [f"{name}={in_hydra(leaf)}" for name, leaf in _leaves(full, value)]
+        found += [f"{name}={in_hydra(leaf)}" for name, leaf in flat({full: value}).items()]
     return [*chosen, *first, *found]
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield name, str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-        return
-    for key, inner in value.items():
-        yield from _leaves(f"{name}.{key}", inner)

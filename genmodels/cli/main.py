@@ -56,7 +56,7 @@ def _command(argv: list[str]) -> int:
     if command in ("--help", "-h", "help", "--version"):
         from genmodels.cli.completion import overview, version
 
-        print(version() if command == "--version" else overview((*CONFIGURED, *PLAIN)))
+        print(version() if command == "--version" else overview())
         return 0
     if command not in (*CONFIGURED, *PLAIN):
         near = nearest(command, (*CONFIGURED, *PLAIN))

@@ -51,7 +51,7 @@ def write_files(ckpt: str, folder, licence: str, to: str | None, trust: list[str
 
     from genmodels.core.checkpoint import origin
     from genmodels.core.errors import InputError
-    from genmodels.core.files import EXPORTED, located, place_of, write_whole
+    from genmodels.core.files import EXPORTED, located, place_of, write_text
     from genmodels.core.samples import SamplingOptions
     from genmodels.evaluation.samples import draw, write_samples
     from genmodels.models.checkpoint import load_model, write_exported
@@ -77,7 +77,7 @@ def write_files(ckpt: str, folder, licence: str, to: str | None, trust: list[str
                              ) from error
     else:
         text = card(model, header, None, licence, to, names)
-    write_whole(folder / "README.md", lambda file: file.write(text), mode="w")
+    write_text(folder / "README.md", text)
     return names
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, refusals
-from genmodels.core.files import write_whole
+from genmodels.core.files import write_text, write_whole
 from genmodels.core.samples import SamplingOptions
 from genmodels.core.tensors import html_table
 from genmodels.evaluation.samples import save_png
@@ -275,8 +275,7 @@ def write_utterance(
         {"text": text, "tokens": [spec.text["symbols"][t] for t in tokens], "durations": durations}
         for text, tokens, durations, _ in found.parts
     ]}
-    write_whole(target.with_suffix(".json"),
-                lambda file: file.write(json.dumps(plain, indent=1, default=str) + "\n"), mode="w")
+    write_text(target.with_suffix(".json"), json.dumps(plain, indent=1, default=str) + "\n")
     return [*lines, f"mel with tokens: {target.with_suffix('.png')}; durations: {target.with_suffix('.json')}"]
 
 

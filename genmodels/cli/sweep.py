@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from genmodels.cli.compose import PARTS, Composer, in_hydra
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError, RunError, explain
-from genmodels.core.files import new_folder, write_whole
+from genmodels.core.files import new_folder, write_text
 
 _LONGEST = 80  # characters of a point's folder name
 
@@ -78,7 +78,7 @@ class Point:
                 outcome = import_module(f"genmodels.cli.{self.command}").run(**checked | own)
             if folder is not None:
                 record = {"config": _defining(checked), "outcome": asdict(outcome)}
-                write_whole(folder / "result.json", lambda file: json.dump(record, file, indent=1), mode="w")
+                write_text(folder / "result.json", json.dumps(record, indent=1))
             return outcome
         except Exception as error:
             known = explain(self.command, error)
@@ -312,7 +312,7 @@ def _report(launches: Launches, folder: Path | None, chosen: bool) -> int:
         lines.append(f"best:     {title(min(done, key=lambda job: float(job.return_value)).overrides)}")
     print(*lines, sep="\n", flush=True)
     if folder is not None:
-        write_whole(folder / "summary.txt", lambda file: file.write("\n".join(lines[1:]) + "\n"), mode="w")
+        write_text(folder / "summary.txt", "\n".join(lines[1:]) + "\n")
         again = f"; failed and missing points: the same command with resume={folder}" if failed else ""
         print(f"summary:  {folder / 'summary.txt'}{again}", flush=True)
     return 1 if failed else 0

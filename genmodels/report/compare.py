@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from genmodels.core.errors import InputError, Interrupted, RunError
-from genmodels.core.files import cache_folder, write_whole
+from genmodels.core.files import cache_folder, write_text, write_whole
 from genmodels.core.processes import Ranks
 from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.evaluate import Evaluation
@@ -61,7 +61,7 @@ def write_page(table: Table, arrays: list[Mapping[str, np.ndarray]], target: Pat
         target: the file.
     """
     page = render(table, arrays)
-    write_whole(target, lambda file: file.write(page + "\n"), mode="w")
+    write_text(target, page + "\n")
 
 
 def render(table: Table, arrays: list[Mapping[str, np.ndarray]]) -> str:
@@ -242,7 +242,7 @@ def compare(
         folder = Path(request.out or _common([evaluation.opened.path for evaluation, _ in done]))
         write_report(table, folder / "table.json")
         for name, text in (("table.md", as_markdown(table)), ("table.csv", as_csv(table))):
-            write_whole(folder / name, lambda file, text=text: file.write(text), mode="w")
+            write_text(folder / name, text)
         lines.append(f"table: {folder / 'table.md'}")
         page = folder / "report.html"
     write_page(table, [{name: value.numpy() for name, value in e.arrays.items()} for e, _ in done], page)
@@ -279,7 +279,7 @@ def write_arrays(arrays: Mapping[str, Tensor], target: Path) -> None:
 def write_report(report: Any, target: Path) -> None:
     """Write a report or a table whole as JSON; numbers that are not finite become null."""
     text = json.dumps(plain(report), indent=1, allow_nan=False)
-    write_whole(target, lambda file: file.write(text + "\n"), mode="w")
+    write_text(target, text + "\n")
 
 
 def _write(evaluation: Evaluation, target: Path) -> list[str]:

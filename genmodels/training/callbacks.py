@@ -15,7 +15,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from tqdm import tqdm
 
 from genmodels.core.errors import Interrupted, NotFinite, RunError, progress_bar, require_finite_rows, terminal
-from genmodels.core.files import write_whole
+from genmodels.core.files import write_text
 from genmodels.core.processes import rank_world, set_whole
 from genmodels.data.text import written
 from genmodels.models.checkpoint import join_parts
@@ -231,7 +231,7 @@ class SampleGrid(Callback):
         if not pl_module.generates:
             text = pl_module.transcripts()
             pl_module.train(mode)
-            write_whole(self.run_dir / "samples" / f"step_{step:06d}.txt", lambda file: file.write(text), mode="w")
+            write_text(self.run_dir / "samples" / f"step_{step:06d}.txt", text)
             return
         try:
             samples = pl_module.sample(self._count(pl_module.spec), seed=0)
@@ -249,7 +249,7 @@ class SampleGrid(Callback):
             show(self.run_dir, trainer.loggers, name, drawn, step)
         if spec.encoding is not None:
             text = "\n\n".join(map(written, samples.x))
-            write_whole(self.run_dir / "samples" / f"step_{step:06d}.txt", lambda file: file.write(text), mode="w")
+            write_text(self.run_dir / "samples" / f"step_{step:06d}.txt", text)
         if spec.mel is not None:
             from genmodels.speech.audio import MelConfig
             from genmodels.speech.vocoder import sounds_of

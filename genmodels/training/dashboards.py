@@ -10,7 +10,6 @@ import math
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from pytorch_lightning.callbacks import Callback
@@ -23,7 +22,7 @@ from genmodels.core.data import Batch
 from genmodels.core.errors import RunError
 from genmodels.core.likelihood import Likelihood
 from genmodels.models.density import extent_of, midpoints, on_grid, width_of
-from genmodels.plots.images import truth_of
+from genmodels.plots.images import panels, rendered, truth_of
 from genmodels.training.loggers import show
 
 _PIXELS = 96  # of a density, per side
@@ -108,17 +107,17 @@ def density_of(model, extent: list[float], pixels: int = _PIXELS) -> Tensor | No
 def picture_of_density(log_density: Tensor, extent: list[float], spec) -> Image.Image:
     """A learned density in colours, with the true one where it is known, on the same scale."""
     truth = truth_of(spec)
-    panels = [("learned", log_density)]
+    shown = [("learned", log_density)]
     if truth is not None:
         points, _ = midpoints(extent, _PIXELS)
-        panels.insert(0, ("true", truth.log_prob(points.double()).view(_PIXELS, _PIXELS)))
-    top = float(panels[0][1][panels[0][1].isfinite()].double().exp().max())
-    figure, axes = _figure(len(panels), 4.0)
-    for one, (name, values) in zip(axes, panels, strict=True):
-        shown = values.double().exp().cpu().numpy()
-        one.imshow(shown, origin="lower", extent=extent, aspect="equal", vmin=0, vmax=top)
+        shown.insert(0, ("true", truth.log_prob(points.double()).view(_PIXELS, _PIXELS)))
+    top = float(shown[0][1][shown[0][1].isfinite()].double().exp().max())
+    figure, axes = panels(4.0 * len(shown), 4.0, columns=len(shown))
+    for one, (name, values) in zip(axes[0], shown, strict=True):
+        density = values.double().exp().cpu().numpy()
+        one.imshow(density, origin="lower", extent=extent, aspect="equal", vmin=0, vmax=top)
         one.set_title(f"{name} density")
-    return _picture(figure)
+    return rendered(figure)
 
 
 def picture_of_profile(result: Likelihood) -> Image.Image:
@@ -128,27 +127,12 @@ def picture_of_profile(result: Likelihood) -> Image.Image:
     name = "nats" if result.levels is None else "bits/dim"
     order = edges.argsort()
     heights = nats / unit / edges.diff().abs()
-    figure, (axes,) = _figure(1, 5.0)
+    figure, ((axes,),) = panels(5.0, 5.0)
     falling = bool(edges[0] > edges[-1])
     axes.stairs((heights.flip(0) if falling else heights).numpy(), edges[order].numpy(), fill=True, alpha=0.4)
     axes.set(xlabel="log SNR (left: noise, right: data)", ylabel=f"{name} per unit of log SNR")
     axes.set_title(f"diffusion terms: {float(nats.sum()) / unit:.3f} {name} in total")
-    return _picture(figure)
-
-
-def _figure(panels: int, size: float):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(size * panels, size), dpi=100, layout="constrained")
-    return figure, figure.subplots(1, panels, squeeze=False)[0]
-
-
-def _picture(figure) -> Image.Image:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    return rendered(figure)
 
 
 BINS, CLEANEST, NOISIEST = 20, 15.0, -15.0

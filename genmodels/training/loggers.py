@@ -23,7 +23,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from genmodels.core.errors import InputError, RunError
-from genmodels.core.files import write_whole
+from genmodels.core.files import write_text, write_whole
 from genmodels.core.likelihood import value_of
 from genmodels.speech.audio import write_wav
 
@@ -245,7 +245,7 @@ class CSVLogger(Logger):
         writer.writerows(self._rows)
         self._fresh = 0
         try:
-            write_whole(self.path, lambda file: file.write(text.getvalue()), mode="w")
+            write_text(self.path, text.getvalue())
         except RunError as error:  # the rows are kept in memory; only a checkpoint is worth stopping for
             logging.getLogger("genmodels").warning("%s", error)
 

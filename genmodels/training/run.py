@@ -23,7 +23,7 @@ from torch import nn
 
 from genmodels.core.checkpoint import read_header, verify
 from genmodels.core.errors import InputError, RunError, terminal
-from genmodels.core.files import new_folder, open_lock, write_whole
+from genmodels.core.files import new_folder, open_lock, write_text
 from genmodels.core.likelihood import with_error
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.models.base import GenerativeModel
@@ -120,7 +120,7 @@ def add_training_time(folder: Path, seconds: float) -> None:
     """Add to the training time in training.json; not stored in checkpoints, which must not depend on it."""
     place = folder / "training.json"
     try:
-        write_whole(place, lambda file: json.dump({"seconds": training_time(folder) + seconds}, file), mode="w")
+        write_text(place, json.dumps({"seconds": training_time(folder) + seconds}))
     except RunError as error:
         logging.getLogger("genmodels").warning("%s", error)
 
@@ -290,7 +290,7 @@ def described(model: GenerativeModel, datamodule: DataModule) -> dict:
 
 def write_config(folder: Path, config: dict) -> None:
     """Write config.yaml into the run folder."""
-    write_whole(folder / "config.yaml", lambda f: f.write(yaml.safe_dump(config, sort_keys=False)), mode="w")
+    write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
 
 
 def attention_paths(model: nn.Module, device_type: str) -> list[str]:

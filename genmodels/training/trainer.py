@@ -26,6 +26,7 @@ from torch.utils.data import Sampler
 
 from genmodels.core.data import Batch
 from genmodels.core.errors import InputError, RunError, terminal
+from genmodels.core.files import flat
 from genmodels.data.base import DataModule
 from genmodels.data.loading import Loader, ResumableBatchSampler, training_loader
 from genmodels.models.build import construct
@@ -331,10 +332,4 @@ def check_same(header: dict, config: dict, path: Path) -> list[str]:
 def _flat(config: dict, part: str) -> dict:
     """The settings of a part by dotted key, with defaults for the trainer."""
     node = config.get(part)
-    return _leaves(vars(construct(TrainerOptions, **(node or {}))) if part == "trainer" else node, part)
-
-
-def _leaves(node, prefix: str) -> dict:
-    if not isinstance(node, dict):
-        return {prefix: node}
-    return {k: v for key, value in node.items() for k, v in _leaves(value, f"{prefix}.{key}").items()}
+    return flat({part: vars(construct(TrainerOptions, **(node or {}))) if part == "trainer" else node})
