@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 
-from genmodels.cli import CONFIGURED, FLAGS, OF_CHECKPOINTS, PLAIN, VALUED
+from genmodels.cli import CONFIGURED, FLAGS, OF_CHECKPOINTS, PLAIN, VALUED, quoted
 from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
 
 
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except BrokenPipeError:
         if not unread():
-            raise  # a pipe of our own, to another process
+            raise  # a pipe to another process
         return 141
 
 
@@ -42,7 +42,7 @@ def unread() -> bool:
         return False
     streams = select.poll()
     for number in (1, 2):
-        streams.register(number, 0)  # a pipe without a reader reports it unasked
+        streams.register(number, 0)  # POLLERR and POLLHUP are reported without being asked for
     closed = [number for number, event in streams.poll(0) if event & (select.POLLERR | select.POLLHUP)]
     for number in closed:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -64,8 +64,8 @@ def _command(argv: list[str]) -> int:
         return _fail("", f"unknown command {command!r}:{hint} (there are {', '.join((*CONFIGURED, *PLAIN))})", 2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Guards may run slower")  # torch on Python 3.13.0, once for each compilation
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch, of its own forward derivatives
-        # Lightning, of figures that are computed from the items of all processes before they are logged.
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch, in its forward derivatives
+        # Lightning, about metrics that are already computed from the items of all processes.
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         warnings.showwarning = lambda message, *_: print(f"genmodels {command}: {' '.join(str(message).split())}",
                                                          file=sys.stderr, flush=True)
@@ -79,7 +79,7 @@ def guarded(command: str, work: Callable[[], int]) -> int:
     try:
         with stoppable(), _several(command):
             return work() or 0
-    except SystemExit as error:  # in a process whose failure another one has reported
+    except SystemExit as error:  # in a process of which another one has reported the failure
         return int(error.code or 0)
     except KeyboardInterrupt:
         return _fail(command, "interrupted", 130)
@@ -102,7 +102,7 @@ def _several(command: str) -> AbstractContextManager:
 def _fail(command: str, message: str, code: int) -> int:
     number = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
     if code == 2 and number and command not in ("sample", "evaluate"):
-        return code  # every process of torchrun or srun refuses what was asked; one of each machine says so
+        return code  # a usage error in every process of torchrun or srun: one on each machine reports it
     print(printable(f"genmodels{' ' if command else ''}{command}: {message}"), file=sys.stderr)
     return code
 
@@ -141,7 +141,7 @@ def _dispatch(command: str, words: list[str]) -> int:
 
 
 def spelt(word: str) -> str:
-    """A word `text=...` with its value quoted, unless it is quoted already or a list; so is a path from `~/` on.
+    """A word `text=...` with its value quoted unless it is quoted already or a list; likewise a path from `~/` on.
 
     Example:
         >>> print(spelt("text=Don't stop, please!"), spelt("text=[one,two]"), spelt("n=3"), spelt("data.root=~/data"))
@@ -149,10 +149,9 @@ def spelt(word: str) -> str:
     """
     key, equals, value = word.partition("=")
     of_text = key == "text" and value and value[0] not in "'\"[" and value != "null"
-    if not of_text and not value.startswith("~/"):  # which shells leave alone behind a key with a dot
+    if not of_text and not value.startswith("~/"):  # shells do not expand it after a key with a dot
         return word
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}{equals}'{escaped}'"
+    return f"{key}{equals}{quoted(value)}"
 
 
 def split(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:

@@ -14,7 +14,7 @@ def run(
 
     Arguments:
         ckpt: a checkpoint, a run folder or an exported .safetensors.
-        licence: the licence of the model, such as mit, apache-2.0 or cc-by-4.0: you decide, the data may have a say.
+        licence: the licence of the model, such as mit, apache-2.0 or cc-by-4.0, as the data allow.
         to: the repository on the hub, user/name.
         out: a folder to write the files to; without `to` nothing is uploaded.
         private: make a new repository private.
@@ -65,18 +65,16 @@ def write_files(ckpt: str, folder, licence: str, to: str | None, trust: list[str
         drawn.made |= origin(located(ckpt), header)
         write_samples(drawn, spec, folder / "samples.png")
         names.append("samples.png")
-    report = None
     place = place_of(ckpt)
     found = place.with_name("report.json" if place.stem in ("best", "model") else f"report_{place.stem}.json")
-    if found.is_file():
-        try:
-            report = json.loads(found.read_text(encoding="utf-8"))
-            text = card(model, header, report, licence, to, names)
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{found} is no report of genmodels evaluate ({type(error).__name__}): evaluate again"
-                             ) from error
-    else:
-        text = card(model, header, None, licence, to, names)
+    try:
+        report = json.loads(found.read_text(encoding="utf-8")) if found.is_file() else None
+        text = card(model, header, report, licence, to, names)
+    except (ValueError, KeyError, TypeError) as error:
+        if not found.is_file():
+            raise
+        raise InputError(f"{found} is no report of genmodels evaluate ({type(error).__name__}): evaluate again"
+                         ) from error
     write_text(folder / "README.md", text)
     return names
 

@@ -281,7 +281,7 @@ class Schema:
         for place, _, key in found:
             value = config.get(key.name)
             value = value if isinstance(value, dict) else {}
-            yield from self._walk(value, _targets(value, kinds_of(key)), place)
+            yield from self._walk(value, self._takers(value, kinds_of(key)), place)
 
     def complete(self, config: dict, built: Iterable[type] = ()) -> dict:
         """The configuration completed with all defaults, so that it keeps its meaning when they change.
@@ -310,7 +310,7 @@ class Schema:
             value = whole[key.name]
             if value is None and any(isinstance(kind, Table) for kind in kinds_of(key)):
                 value = {}  # options of a class, none of them given
-            inner = _only_target(value, kinds_of(key), built)
+            inner = self._only_taker(value, kinds_of(key), built)
             if inner is not None:
                 whole[key.name] = self._completed(value, inner, built)
         return whole
@@ -324,9 +324,24 @@ class Schema:
             with suppress(ValueError):
                 yield _join(path, key.name), key.default_value()
             value = config.get(key.name)
-            inner = _only_target(value, kinds_of(key), set())
+            inner = self._only_taker(value, kinds_of(key), set())
             if inner is not None:
                 yield from self._defaults(value, inner, _join(path, key.name))
+
+    def _takers(self, value: dict, alternatives: tuple[Kind, ...]) -> list[Target]:
+        """The classes that a mapping may configure: the one it names, else those of the annotation."""
+        names = [str(value[TARGET])] if TARGET in value else _classes(alternatives)
+        return [found for name in names if (found := target(name))]
+
+    def _only_taker(self, value: Any, alternatives: tuple[Kind, ...], built: set[str]) -> Target | None:
+        """The class whose options `value` holds; None if it is no mapping, or may be for several classes."""
+        if not isinstance(value, dict):
+            return None
+        if TARGET not in value:
+            nodes = [kind for kind in alternatives if isinstance(kind, Node)]
+            alternatives = tuple(kind for kind in nodes if kind.dotted in built) or tuple(nodes)
+        fitting = [found for found in self._takers(value, alternatives) if value.keys() <= {TARGET, *found.keys}]
+        return fitting[0] if len(fitting) == 1 else None
 
     def _keys(self, config: dict, takers: list[Target], path: str) -> dict:
         checked = {}
@@ -363,7 +378,7 @@ class Schema:
     def _mapping(self, value: dict, alternatives: tuple[Kind, ...], path: str) -> dict:
         if TARGET in value:
             self._check_target(str(value[TARGET]), _join(path, TARGET))
-        takers = _targets(value, alternatives)
+        takers = self._takers(value, alternatives)
         if takers:
             return self._keys(value, takers, path)
         tables = [kind for kind in alternatives if isinstance(kind, Table | Anything)]
@@ -412,23 +427,6 @@ def kinds_of(key: Key) -> tuple[Kind, ...]:
 
 def _classes(alternatives: tuple[Kind, ...]) -> list[str]:
     return [kind.dotted for kind in alternatives if isinstance(kind, Node)]
-
-
-def _targets(value: dict, alternatives: tuple[Kind, ...]) -> list[Target]:
-    """The classes that a mapping may configure: the one it names, else those of the annotation."""
-    names = [str(value[TARGET])] if TARGET in value else _classes(alternatives)
-    return [found for name in names if (found := target(name))]
-
-
-def _only_target(value: Any, alternatives: tuple[Kind, ...], built: set[str]) -> Target | None:
-    """The class whose options `value` holds; None if it is no mapping, or may be for several classes."""
-    if not isinstance(value, dict):
-        return None
-    if TARGET not in value:
-        nodes = [kind for kind in alternatives if isinstance(kind, Node)]
-        alternatives = tuple(kind for kind in nodes if kind.dotted in built) or tuple(nodes)
-    fitting = [found for found in _targets(value, alternatives) if value.keys() <= {TARGET, *found.keys}]
-    return fitting[0] if len(fitting) == 1 else None
 
 
 def _join(path: str, name: Any) -> str:
