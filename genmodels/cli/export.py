@@ -131,7 +131,7 @@ def graphs_of(model: GenerativeModel, weights: str | float = "ema") -> list[Grap
                       + ("" if spec.levels is None else f", x0 = 2 level / {spec.levels - 1} - 1"),
                       Function(_ends, core), {"x": x, **log_snr, **classes}, ("x0", "eps"))]
     raise InputError(f"a {model.family} has no function to export but its weights: its samples follow gradients of the "
-                     "network, or a loop over earlier draws; out=model.safetensors holds all of it")
+                     "network or a loop over earlier draws; out=model.safetensors holds all of it")
 
 
 def _ends(core: Denoiser, x: Tensor, log_snr: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor]:
