@@ -60,8 +60,8 @@ class Batch(_Rows):
 
     Shapes: `x (B, *event)`, sequences padded to the longest of the batch; `cond (B,)` int64 labels, `(B, K)` features,
     a `TextCondition` or None; `mask (B, 1, T)` bool, True = valid, or None; `index (B,)` int64, the position of each
-    item in its split, for noise and messages; `source (B, *event)`, items of another data set from which a flow leads
-    to `x`, in their own units, or None.
+    item in its split, for noise and messages; `source (B, *event)`, items of another data set at which a flow to `x`
+    starts, in their own units, or None.
     """
 
     x: Tensor
@@ -203,7 +203,7 @@ class DataSpec:
         return shape == self.event_shape or (self.text is not None and shape[:-1] == self.event_shape[:-1])
 
     def require(self, family: str, *, text: bool, source: bool) -> None:
-        """Raise an InputError for data with texts, or with another data set as source, where a family takes none."""
+        """Raise an InputError for data with texts, or with another data set as source, if a family takes none."""
         if self.text is not None and not text:
             raise InputError(f"{self.name} has mels of unlike length with texts, and a {family} is not conditioned on "
                              "texts: use model=glow_tts, or clips in a folder for each class (data=spoken_digits)")

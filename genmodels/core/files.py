@@ -73,7 +73,7 @@ def checksum(file, length: int | None = None) -> str:
 
 
 def kind_of(path: str | Path) -> str:
-    """What a path is, for messages where a file was expected; reading a pipe or a device may never end.
+    """The kind of a path, for messages where a file was expected; reading a pipe or a device may never end.
 
     Example:
         >>> kind_of("/dev/null"), kind_of(".")

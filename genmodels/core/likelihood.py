@@ -1,4 +1,4 @@
-"""The one result type for likelihoods, and the one function that turns nats into bits/dim."""
+"""The result type of likelihoods with its errors, and the conversion of nats to bits/dim."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def log_mean_exp(log_weights: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def value_of(line: Mapping[str, Any]) -> tuple[str, float | None]:
-    """Name and value of a likelihood of a report, in the unit of its errors; lower is better, None where withheld.
+    """Name and value of a likelihood in a report, in the unit of its errors; lower is better, None if not reported.
 
     Example:
         >>> value_of({"unit": "nats_per_dim", "nll": 90.0, "nll_per_dim": 1.5})
@@ -346,7 +346,7 @@ def breakdown(result: Likelihood, per_dim: bool = False) -> dict[str, float]:
 
     `val/<part>` are the summands of the bound. `noise/k_of_n` is the part of the k-th of n equal shares of the steps,
     the first having the least noise: shares of steps, not log-SNRs, so that runs with different schedules have the
-    same names. Their sum is `val/diffusion`. `val/solver_change` is by how much a coarser solution of an ODE raises it.
+    same names. Their sum is `val/diffusion`. `val/solver_change` is the increase by a coarser solution of an ODE.
 
     Example:
         >>> import torch

@@ -309,7 +309,7 @@ def picture_of_fields(
 
 
 def _arrows(axes, box, field: Function, shown: Function | None, longest: float | None) -> float:
-    """Draw a vector field where there are data; all fields of a picture share a scale, which is returned."""
+    """Draw a vector field where there are data; returns the scale, which all fields of a picture share."""
     points = _grid(box, _ARROWS)
     if shown is not None:
         log_p = shown(points).detach()
