@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from pathlib import Path
 
 from genmodels.cli import CONFIGURED, FLAGS, OF_CHECKPOINTS, PLAIN, VALUED, quoted
 from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
@@ -117,8 +118,6 @@ def _dispatch(command: str, words: list[str]) -> int:
         return import_module(f"genmodels.cli.{command}").main(words)
     options, overrides = split(words)
     if command == "transcribe":
-        from genmodels.cli.transcribe import with_files
-
         overrides = with_files(overrides)
     from genmodels.cli.compose import composer
 
@@ -152,6 +151,19 @@ def spelt(word: str) -> str:
     if not of_text and not value.startswith("~/"):  # shells do not expand it after a key with a dot
         return word
     return f"{key}{equals}{quoted(value)}"
+
+
+def with_files(words: list[str]) -> list[str]:
+    """The words of the command line with the files among them, which have no key, as one setting.
+
+    Example:
+        >>> print(*with_files(["ckpt=best.ckpt", "a.wav", "it's.wav"]))
+        ckpt=best.ckpt files=['a.wav','it\\'s.wav']
+    """
+    names = [word for word in words if "=" not in word or Path(word).is_file()]
+    if not names:
+        return words
+    return [*(word for word in words if word not in names), f"files=[{','.join(map(quoted, names))}]"]
 
 
 def split(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:

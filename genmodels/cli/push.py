@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
+
+from genmodels import __version__
+from genmodels.core.checkpoint import origin
+from genmodels.core.errors import InputError, RunError
+from genmodels.core.files import EXPORTED, HUB, located, place_of, write_text
+from genmodels.core.likelihood import value_of, with_error
+from genmodels.core.samples import SamplingOptions
+from genmodels.evaluation.samples import draw, write_samples
+from genmodels.evaluation.table import UNITS
+from genmodels.models.checkpoint import load_model, write_exported
+
 
 def run(
     *, ckpt: str, licence: str, to: str | None = None, out: str | None = None, private: bool = False,
@@ -20,12 +34,6 @@ def run(
         private: make a new repository private.
         trust: further packages whose classes the checkpoint may name.
     """
-    import tempfile
-    from pathlib import Path
-
-    from genmodels.core.errors import InputError
-    from genmodels.core.files import HUB
-
     to = to.removeprefix(HUB) if to is not None else None
     if to is None and out is None:
         raise InputError("say where: to=user/name uploads the model, out=folder only writes what would be uploaded")
@@ -45,17 +53,8 @@ def run(
             print(f"sample:   genmodels sample ckpt={HUB}{to}")
 
 
-def write_files(ckpt: str, folder, licence: str, to: str | None, trust: list[str]) -> list[str]:
+def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: list[str]) -> list[str]:
     """Write model.safetensors, README.md and samples.png, where there is a picture; their names."""
-    import json
-
-    from genmodels.core.checkpoint import origin
-    from genmodels.core.errors import InputError
-    from genmodels.core.files import EXPORTED, located, place_of, write_text
-    from genmodels.core.samples import SamplingOptions
-    from genmodels.evaluation.samples import draw, write_samples
-    from genmodels.models.checkpoint import load_model, write_exported
-
     model, header = load_model(located(ckpt), device="cpu", trust=trust)
     spec = model.spec
     write_exported(folder / EXPORTED, {"genmodels": header, "state_dict": model.state_dict()})
@@ -95,8 +94,6 @@ def card(model, header: dict, report: dict | None, licence: str, to: str | None,
         to: the repository.
         names: files next to it, of which samples.png is shown.
     """
-    from genmodels import __version__
-
     spec, family, name = model.spec, header["family"], f"hf://{to}" if to else "<this folder>"
     use = f"genmodels sample ckpt={name}" if model.generates else f"genmodels transcribe ckpt={name} speech.wav"
     python = ["```python", "import genmodels as gm", "",
@@ -120,9 +117,6 @@ def card(model, header: dict, report: dict | None, licence: str, to: str | None,
 
 def _likelihoods(report: dict | None) -> list[str]:
     """A table of Markdown: each value with its mark, its standard error, its kind and how it was computed."""
-    from genmodels.core.likelihood import value_of, with_error
-    from genmodels.evaluation.table import UNITS
-
     if report is None:
         return ["Not evaluated yet: `genmodels evaluate` states it with its kind and error."]
     rows = ["| value | unit | kind | how |", "|---|---|---|---|"]
@@ -136,15 +130,13 @@ def _likelihoods(report: dict | None) -> list[str]:
             "`~` computed by an ODE solver; in brackets one standard error in the last digits."]
 
 
-def upload(folder, names: list[str], to: str, private: bool) -> str:
+def upload(folder: Path, names: list[str], to: str, private: bool) -> str:
     """Put files into a repository of the hub, made where it is missing, in one commit; its address.
 
     Raises:
         InputError: without huggingface_hub.
         RunError: for what the hub or the network refuses.
     """
-    from genmodels.core.errors import InputError, RunError
-
     try:
         from huggingface_hub import CommitOperationAdd, HfApi
     except ImportError:

@@ -11,10 +11,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+import yaml
 
 from genmodels.cli.compose import how_to_resume
 from genmodels.cli.schema import TARGET, Schema
 from genmodels.core.errors import InputError, RunError, explain
+from genmodels.core.files import write_text
 from genmodels.core.random import seed_of
 from genmodels.data.base import DataModule
 from genmodels.models.base import GenerativeModel
@@ -114,7 +116,7 @@ def run(
                 parts.say(f"note: model.optimizer.lr={network.optimizer_options.lr:g} by the learning-rate finder")
             network.initialize(initial_batch(datamodule))
         if is_first():
-            parts.write_config(folder, config)
+            write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         lightning.loggers = loggers.build(folder, network.family, datamodule.spec.name, done)
         for each in lightning.loggers:
             ended.callback(close, each)

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
-from genmodels.cli import quoted
-from genmodels.core.errors import InputError
-
-if TYPE_CHECKING:
-    from genmodels.core.data import Batch
-    from genmodels.models.base import GenerativeModel
-
-
-def with_files(words: list[str]) -> list[str]:
-    """The words of the command line with the files among them, which have no key, as one setting.
-
-    Example:
-        >>> print(*with_files(["ckpt=best.ckpt", "a.wav", "it's.wav"]))
-        ckpt=best.ckpt files=['a.wav','it\\'s.wav']
-    """
-    from pathlib import Path
-
-    names = [word for word in words if "=" not in word or Path(word).is_file()]
-    if not names:
-        return words
-    return [*(word for word in words if word not in names), f"files=[{','.join(map(quoted, names))}]"]
+from genmodels.core.checkpoint import verify
+from genmodels.core.data import Batch
+from genmodels.core.errors import InputError, refusals
+from genmodels.core.files import located
+from genmodels.models.base import GenerativeModel
+from genmodels.models.checkpoint import load_model, weights_of
+from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav
+from genmodels.speech.decoding import NGram, Search
+from genmodels.speech.text import in_form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +91,6 @@ def run(
     how = Hearing(**options)
     if stream and (how.beam > 1 or how.times):
         raise InputError("stream takes the best path as it comes: leave beam and times out")
-
-    from genmodels.core.checkpoint import verify
-    from genmodels.core.files import located
-    from genmodels.models.checkpoint import load_model, weights_of
-
     path = located(ckpt)
     verify(path)
     model, _ = load_model(path, device=device, trust=trust or [])
@@ -128,9 +112,6 @@ def heard(model: GenerativeModel, files: list[str], how: Hearing, weights: str |
     Raises:
         InputError: for another kind of model, a file that cannot be read, or an option that the model does not have.
     """
-    from genmodels.core.errors import refusals
-    from genmodels.speech.decoding import Search
-
     mels = recordings(model, files)
     language = None if how.lm is None else language_of(model, how.lm, how.lm_order)
     own = {"weight": how.lm_weight, "length": how.length, "language": language}
@@ -151,18 +132,12 @@ def recordings(model: GenerativeModel, files: list[str]) -> list[tuple[str, Batc
     return [(name, recorded(name, model.spec.mel).to(model.device)) for name in files]
 
 
-def language_of(model, file: str, order: int):
+def language_of(model: GenerativeModel, file: str, order: int) -> NGram:
     """A language model of the lines of a file, in the symbols of a recogniser.
 
     Raises:
         InputError: for a file that cannot be read, or has no text.
     """
-    from pathlib import Path
-
-    from genmodels.core.errors import refusals
-    from genmodels.speech.decoding import NGram
-    from genmodels.speech.text import in_form
-
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -177,15 +152,12 @@ def language_of(model, file: str, order: int):
         return NGram(texts, len(number) - 1, order=order)
 
 
-def recorded(name: str, mel: dict):
+def recorded(name: str, mel: dict) -> Batch:
     """The mel of a sound file as a batch of one.
 
     Raises:
         InputError: for a file that cannot be read, or is shorter than a frame.
     """
-    from genmodels.core.data import Batch
-    from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav
-
     config = MelConfig(**mel)
     try:
         return Batch(log_mel(read_wav(name, config.sample_rate)[0], config)[None].float())

@@ -239,7 +239,8 @@ def compare(
     lines += [as_text(table), *(f"report: {target}" for _, target in done)]
     page = done[0][1].with_suffix(".html")
     if several:
-        folder = Path(request.out or _common([evaluation.opened.path for evaluation, _ in done]))
+        folders = [evaluation.opened.path.resolve().parent for evaluation, _ in done]
+        folder = Path(request.out or os.path.commonpath(folders))
         write_report(table, folder / "table.json")
         for name, text in (("table.md", as_markdown(table)), ("table.csv", as_csv(table))):
             write_text(folder / name, text)
@@ -327,11 +328,6 @@ def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]
         if target.suffix != ".json":
             raise InputError(f"out={target}: the report of one checkpoint is a file, end it in .json")
     return targets
-
-
-def _common(paths: list[Path]) -> Path:
-    """The folder that several checkpoints share."""
-    return Path(os.path.commonpath([path.resolve().parent for path in paths]))
 
 
 def _command() -> str:

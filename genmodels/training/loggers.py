@@ -122,15 +122,12 @@ class LoggerOptions:
         if self.csv:
             loggers.append(CSVLogger(run_dir / "metrics.csv", resume_step))
         if self.wandb != "off":
-            loggers.append(self._wandb(run_dir, model, data))
+            run = self.wandb_run(run_dir, model, data) if rank_zero_only.rank == 0 else None
+            loggers.append(WandbLogger(experiment=run, project=self.project, save_dir=str(run_dir),
+                                       offline=self.wandb == "offline"))
         if self.tensorboard:
             loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
         return loggers
-
-    def _wandb(self, run_dir: Path, model: str, data: str) -> Logger:
-        online = self.wandb == "online"
-        run = self.wandb_run(run_dir, model, data) if rank_zero_only.rank == 0 else None
-        return WandbLogger(experiment=run, project=self.project, save_dir=str(run_dir), offline=not online)
 
     def wandb_run(self, run_dir: Path, model: str, data: str):
         """The W&B run of a run folder, open for writing; training, resumes and evaluations share one run."""

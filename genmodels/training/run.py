@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import yaml
 from torch import nn
 
 from genmodels.core.checkpoint import read_header, verify
@@ -286,11 +285,6 @@ def described(model: GenerativeModel, datamodule: DataModule) -> dict:
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in {"all": model.core, **parts}.items()}
     sizes = {name: len(datamodule.split(name)) for name in SPLITS}
     return {"family": model.family, "parameters": counts, "data_card": {**model.spec.to_dict(), "items": sizes}}
-
-
-def write_config(folder: Path, config: dict) -> None:
-    """Write config.yaml into the run folder."""
-    write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
 
 
 def attention_paths(model: nn.Module, device_type: str) -> list[str]:
