@@ -167,7 +167,7 @@ def _data(node: dict, options: TrainerOptions, seed: int, trust: list[str]) -> D
 
 
 def _completion(network: GenerativeModel, trust: list[str]) -> Callable[[dict], dict]:
-    """Completes a configuration of such a model with all defaults."""
+    """A function that completes a configuration of this class of models with all defaults."""
     built = {type(part) for part in (*network.modules(), *vars(network).values())}
     schema = Schema("genmodels.cli.train.run", trust=trust)
     return lambda config: schema.complete(config, built)
@@ -232,7 +232,7 @@ def _resumed(
 
 
 def _callbacks(folder: Path, options: TrainerOptions) -> list:
-    """Those between the first and the last."""
+    """All callbacks but `Throughput`, which comes first, and `Checkpointing`, which comes last."""
     early = [NoBetter(options.early_stopping)] if options.early_stopping else []
     drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
     return [*early, FiniteMetrics(), LossProfile(), *(drawn if options.sample_every_n_steps else [])]
@@ -241,7 +241,7 @@ def _callbacks(folder: Path, options: TrainerOptions) -> list:
 def _notes(
     network: GenerativeModel, datamodule: DataModule, options: TrainerOptions, header: dict, steps: int
 ) -> list[str]:
-    """What a user should know of a run before it begins; `header` is empty unless it is resumed."""
+    """Notes for the user before training; `header` is empty unless the run is resumed."""
     lines = []
     if header:
         then = construct(TrainerOptions, **header["config"].get("trainer") or {})

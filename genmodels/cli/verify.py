@@ -91,15 +91,15 @@ def run(
     if len(given) != 1:
         problem = f"got {' and '.join(given)}" if given else "nothing was named"
         raise InputError(f"{problem}: give one of model=glow, ckpt=<file> or what=package.module:Class")
-    for key, value in (("shape", shape), ("options", options), ("cond", cond)):
-        if value is not None and what is None:
-            raise InputError(f"{key} goes with what=package.module:Class")
-    for key, value in (("object", object), ("capabilities", capabilities)):
-        if value is not None and not attention:
-            raise InputError(f"{key} goes with what=attention")
-    for key, value in (("shape", shape), ("options", options), ("capabilities", capabilities)):
-        if value is not None and attention and object is None:
-            raise InputError(f"{key} goes with object=package.module:factory")
+    values = {"shape": shape, "options": options, "cond": cond, "object": object, "capabilities": capabilities}
+    for useless, keys, partner in (
+        (what is None, ("shape", "options", "cond"), "what=package.module:Class"),
+        (not attention, ("object", "capabilities"), "what=attention"),
+        (attention and object is None, ("shape", "options", "capabilities"), "object=package.module:factory"),
+    ):
+        for key in keys:
+            if useless and values[key] is not None:
+                raise InputError(f"{key} goes with {partner}")
 
     start = time.monotonic()
     trust, options = trust or [], options or {}
