@@ -1,8 +1,8 @@
 """The library in one import: `import genmodels as gm`, then `gm.load`, `gm.train`, `gm.evaluate`.
 
-Names and defaults are those of the commands, whose code this is: `model.sample(16, cond=3, steps=20)` draws what
-`genmodels sample n=16 cond=3 steps=20` draws. What a command answers with one line and exit code 2 is an InputError
-here, with the same line; what failed is a RunError.
+Names and defaults are those of the commands, whose code this calls: `model.sample(16, cond=3, steps=20)` draws the
+samples of `genmodels sample n=16 cond=3 steps=20`. A usage error of a command (exit code 2) is an InputError here, with
+the same message; a failure is a RunError.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COLUMNS = 12  # of a table in a notebook, at most
 
 
 class Samples(core.Samples):
-    """Samples with what they are samples of: a picture in notebooks, a file by `save`.
+    """Samples with the description of their data: a picture in notebooks, a file by `save`.
 
     Attributes:
         x, cond, index, made, path, mask: as of `genmodels.core.samples.Samples`; x (n, *event) in the data's own units.
@@ -89,7 +89,7 @@ class Samples(core.Samples):
         """Write the trajectory from noise to data as .png (a strip) or .gif, for samples drawn with `path=80` or more.
 
         Raises:
-            InputError: where none was kept.
+            InputError: if none was kept.
         """
         if self.path is None:
             raise InputError("no trajectory was kept: draw the samples with path=80, then show some of its frames")
@@ -122,13 +122,13 @@ class Samples(core.Samples):
 
 
 class Model:
-    """A trained model: what `load` and `train` return.
+    """A trained model, as `load` and `train` return it.
 
     Attributes:
         network: the LightningModule, of a class in `genmodels.models`.
         spec: the data that it was built for.
-        header: what its checkpoint says of itself: family, config, step, figures, ...
-        ckpt: what it was loaded from.
+        header: the header of its checkpoint: family, config, step, figures, ...
+        ckpt: the file or folder it was loaded from.
     """
 
     def __init__(self, network: GenerativeModel, header: dict[str, Any], ckpt: str | Path, trust: Sequence[str] = ()):
@@ -148,7 +148,7 @@ class Model:
         """The first items of a split of the data that the model was trained on; all of them by default.
 
         Raises:
-            InputError, RunError: where the data are not there.
+            InputError, RunError: if the data are missing.
         """
         from genmodels.data.utterances import joined
 
@@ -190,6 +190,8 @@ class Model:
         items, _ = material(self.network, self.header, named, self.ckpt, self.trust)
         options |= items | {"weights": weights_of(ema)}
         if self.spec.text is not None:
+            if n is not None and n < 1:
+                raise InputError(f"n must be at least 1, got {n}")
             return self._say(n or 1, options)
         asked = SamplingOptions(n=USUAL_NUMBER if n is None else n, **options)
         drawn = draw(self.network, asked, batch_size=batch_size, progress=progress)
@@ -253,7 +255,7 @@ class Model:
     def transcribe(
         self, files: str | Path | Sequence[str | Path], *, ema: bool | float = True, **options: Any
     ) -> list[Transcript]:
-        """What is said in recordings, by a recogniser: each `Transcript` has file, text, score and words.
+        """Transcribe recordings by a recogniser: each `Transcript` has file, text, score and words.
 
         Arguments:
             files: one recording (.wav) or several.
@@ -279,7 +281,7 @@ class Model:
             options: those of `genmodels.verification.check.Options`: max_dims, patience, compiler, seed, progress.
 
         Raises:
-            InputError, RunError: for options that make no sense, and where the data are not there.
+            InputError, RunError: for options that make no sense, or missing data.
         """
         from genmodels.cli.verify import check_model
         from genmodels.verification.check import Options
@@ -291,7 +293,7 @@ class Model:
     def push(
         self, to: str | None = None, *, licence: str, out: str | Path | None = None, private: bool = False
     ) -> None:
-        """Publish the file of the model on the Hugging Face hub, or write what would be uploaded to the folder `out`.
+        """Publish the model on the Hugging Face hub, or write the files to the folder `out`.
 
         Raises:
             InputError, RunError: as `genmodels push` says.
@@ -302,7 +304,7 @@ class Model:
         push.run(ckpt=str(self.ckpt), licence=licence, to=to, out=place, private=private, trust=self.trust)
 
     def export(self, out: str | Path, *, ema: bool | float = True) -> list[str]:
-        """Write the model to a .safetensors, or its network to a .onnx or .pt2; what was written, and its check.
+        """Write the model to a .safetensors, or its network to a .onnx or .pt2; returns lines on files and checks.
 
         Raises:
             InputError, RunError: as `genmodels export` says.
@@ -312,7 +314,7 @@ class Model:
         return export(self.network, self.header, out, ema)
 
     def evaluate(self, **options: Any) -> Comparison:
-        """As `genmodels.evaluate` of this model alone."""
+        """`genmodels.evaluate` of this model."""
         return evaluate(self.ckpt, trust=self.trust, **options)
 
     def __repr__(self) -> str:
@@ -362,7 +364,7 @@ def evaluate(ckpt: str | Path | Model | Sequence[str | Path | Model], **options:
 
     Raises:
         InputError: for options that make no sense, or models of other data.
-        RunError: when nothing could be evaluated; what failed of several stands in `failed`.
+        RunError: when nothing could be evaluated; failures of some of several models are in `failed`.
 
     Example:
         >>> evaluate("runs/a", limits=3)
@@ -417,7 +419,7 @@ def train(model: str | None = None, *words: str, device: str = "auto", **setting
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C stops a command where it is safe, and is a KeyboardInterrupt for the caller as everywhere in Python."""
+    """Ctrl-C stops a command where it is safe, and is a KeyboardInterrupt for the caller."""
     from genmodels.training.processes import stoppable
 
     try:

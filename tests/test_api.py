@@ -168,3 +168,6 @@ def test_speech(tmp_path):
     assert speech._repr_html_().count("<audio") == 1 and repr(speech) == "speech: 'a cab'"
     with pytest.raises(InputError, match="did you mean 'vocoder'"):
         gm.load(tmp_path).sample(text="a cab", vocodr="hifigan")
+    for n in (0, -1):
+        with pytest.raises(InputError, match=f"n must be at least 1, got {n}"):
+            gm.load(tmp_path).sample(n, text="a cab")

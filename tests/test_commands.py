@@ -49,6 +49,21 @@ def test_help_does_not_even_need_hydra():
     assert got == 0 and not names & {"hydra", "omegaconf", *HEAVY}
 
 
+@pytest.mark.parametrize("missing", [["hydra", "omegaconf", "torch"], ["torch"]], ids=" ".join)
+@pytest.mark.parametrize("program", ["train.py", "sample.py", "evaluate.py", "genmodels/__main__.py"])
+def test_missing_requirements_are_one_line(program, missing, tmp_path):
+    words = [*(["evaluate"] if "main" in program else []), *([] if program == "train.py" else [f"ckpt={tmp_path}"])]
+    code = ("import runpy, sys; sys.modules.update(dict.fromkeys(sys.argv[1].split(','))); "
+            "sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')")
+    for folder, where in ((REPOSITORY, "."), (tmp_path, REPOSITORY)):
+        done = subprocess.run([sys.executable, "-c", code, ",".join(missing), str(REPOSITORY / program), *words],
+                              capture_output=True, text=True, cwd=folder)
+        assert done.returncode == 1 and done.stdout == ""
+        command = {"genmodels/__main__.py": "evaluate"}.get(program, program.removesuffix(".py"))
+        line = f"genmodels {command}: not installed: {', '.join(missing)}. Run pip install -e {where}\n"
+        assert done.stderr == line
+
+
 @pytest.mark.parametrize("command", ["train", "sample", "evaluate"])
 def test_the_scripts_are_the_commands(command, genmodels, tmp_path):
     words = ["nonsense=1", "ckpt=a"]

@@ -19,9 +19,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from genmodels.cli import CONFIGURED, OF_CHECKPOINTS
 from genmodels.cli.compose import composer
-from genmodels.cli.main import spelt, split
+from genmodels.cli.main import spelt, split, with_files
 from genmodels.cli.schema import Schema
-from genmodels.cli.transcribe import with_files
 from genmodels.core.errors import InputError
 from genmodels.core.files import CONFIG_DIR, groups
 from genmodels.models.build import NETWORKS

@@ -16,6 +16,7 @@ import setuptools
 import yaml
 
 from genmodels import __version__
+from genmodels.core.errors import REQUIRED
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -55,7 +56,7 @@ def test_dependencies_are_those_that_are_imported():
     extras = [extra for extra in SETUP["options.extras_require"] if extra != "test"]
     optional = import_names([r for extra in extras for r in listed("options.extras_require", extra)])
     required = import_names(listed("options", "install_requires"))
-    assert imports_of_package() - optional == required
+    assert imports_of_package() - optional == required == set(REQUIRED)
 
 
 def test_the_wheel_works_from_any_directory(tmp_path):

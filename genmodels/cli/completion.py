@@ -8,11 +8,11 @@ import textwrap
 from pathlib import Path
 from typing import Literal
 
-from genmodels.cli import CONFIGURED, PLAIN
-from genmodels.cli.schema import Choice, Node, Scalar, kinds, show
+from genmodels.cli import CONFIGURED, FLAGS, PLAIN, VALUED
+from genmodels.cli.schema import Choice, Node, Scalar, kinds_of, show
 from genmodels.cli.signatures import Key, find, target
 from genmodels.core.errors import InputError
-from genmodels.core.files import CONFIG_DIR, groups
+from genmodels.core.files import CONFIG_DIR, found_at, groups
 
 OPTIONS = """\
   --keys             list all settings with type, value and meaning, and exit
@@ -49,24 +49,19 @@ def version() -> str:
     return f"genmodels {__version__}"
 
 
-def overview(commands: tuple[str, ...]) -> str:
+def overview() -> str:
     """One line for every command."""
-    lines = [f"  {name:<10} {_summary(name)}" for name in commands]
+    lines = [f"  {name:<10} {_summary(name)}" for name in (*CONFIGURED, *PLAIN)]
     return "\n".join(["usage: genmodels <command> [key=value ...]", "", *lines, "",
                       "Run 'genmodels <command> --help' for details."])
 
 
-def _run(command: str):
-    return target(f"genmodels.cli.{command}.run")
-
-
 def _summary(command: str) -> str:
-    return _run(command).summary.split(". ")[0].rstrip(".")
+    return target(f"genmodels.cli.{command}.run").summary.split(". ")[0].rstrip(".")
 
 
 def command_help(command: str) -> str:
     """The help of a command: summary, groups, settings, options, examples."""
-    run = _run(command)
     script = f"python {command}.py" if command in SCRIPTS else f"genmodels {command}"
     also = f"  (installed: genmodels {command})" if command in SCRIPTS else ""
     parts = [_summary(command) + ".", f"usage: {script} [key=value ...]{also}"]
@@ -80,7 +75,8 @@ def command_help(command: str) -> str:
         parts.append("groups (group=option):\n" + "\n".join(
             textwrap.fill(text, 118, initial_indent=f"  {group:<11} ", subsequent_indent=" " * 14,
                           break_long_words=False, break_on_hyphens=False) for group, text in lines.items()))
-    own = [entry for key in run.keys.values() if key.name not in chosen for entry in _entries(key)]
+    keys = target(f"genmodels.cli.{command}.run").keys.values()
+    own = [entry for key in keys if key.name not in chosen for entry in _entries(key)]
     if own:
         parts.append("settings:\n" + "\n".join(own))
     if find(f"genmodels.cli.{command}.main") is None:
@@ -117,7 +113,7 @@ def _choices(options: list[str], default: str | None) -> str:
 
 def _entries(key: Key) -> list[str]:
     """The lines for a top-level key; for a key that configures a class, those of the class's options."""
-    nodes = [kind for kind in kinds(key.annotation, key.module) if isinstance(kind, Node)]
+    nodes = [kind for kind in kinds_of(key) if isinstance(kind, Node)]
     inner = {f"{key.name}.{k.name}": k for node in nodes for k in target(node.dotted).keys.values()} or {key.name: key}
     return [_entry(_assigned(path, k.default), k.meaning) for path, k in inner.items()]
 
@@ -148,14 +144,13 @@ def as_yaml(config: dict) -> str:
 def all_keys(composer, overrides: list[str], config: dict) -> str:
     """All settings of the chosen classes, grouped by class; * marks those set by YAML or the command line."""
     schema = composer.schema(composer.parse(overrides), config)
-    lines: list[str] = []
-    heading = None
+    lines, heading = [], None
     for path, taker, key in schema.walk(config):
         parent, _, name = path.rpartition(".")
         if (parent, taker.name) != heading:
             heading = (parent, taker.name)
             lines += ["", f"{parent or 'top'}: {taker.name} ({taker.file})" if taker.name != "run" else "top level"]
-        found = _dig(config, path)
+        found = found_at(config, path)
         text = _assigned(path, key.default) if found is None else f"* {path}={show(found[0])}"
         if found is None or not isinstance(found[0], dict):
             lines.append(_entry(text, f"{_type_text(key)}  {key.meaning}".strip(), 42))
@@ -164,21 +159,12 @@ def all_keys(composer, overrides: list[str], config: dict) -> str:
 
 def _type_text(key: Key) -> str:
     """The annotation as written; the values themselves if it is an alias of a list of them."""
-    found = kinds(key.annotation, key.module)
+    found = kinds_of(key)
     named = key.type_text.isidentifier() and len(found) == 1 and isinstance(found[0], Choice)
     return str(found[0]) if named else key.type_text
 
 
-def _dig(config: dict, path: str) -> tuple | None:
-    value = config
-    for name in path.split("."):
-        if not isinstance(value, dict) or name not in value:
-            return None
-        value = value[name]
-    return (value,)
-
-
-#: Bash asks with the line up to the cursor, and takes what follows an equals sign for a word of its own.
+#: Bash passes the line up to the cursor, and treats what follows an equals sign as a separate word.
 _SCRIPT = """\
 _genmodels() {
     local line=${COMP_LINE:0:COMP_POINT} IFS=$'\\n'
@@ -241,19 +227,13 @@ def candidates(line: str) -> list[str]:
         command, given = "".join(program[1:2]).removesuffix(".py"), words[2:]
     if command not in CONFIGURED or "=" not in last and "/" in last:
         return []
-    offered = _options() if last.startswith("-") else _settings(command, given, last)
+    options = [f"{option} " for option in (*FLAGS, *VALUED, "--help")]
+    offered = options if last.startswith("-") else _settings(command, given, last)
     return sorted(word for word in offered if word.startswith(last))
-
-
-def _options() -> list[str]:
-    from genmodels.cli import FLAGS, VALUED
-
-    return [f"{option} " for option in (*FLAGS, *VALUED, "--help")]
 
 
 def _settings(command: str, given: list[str], last: str) -> list[str]:
     """Groups and keys, or the values of a key that has an equals sign."""
-    from genmodels.cli.completion import selectable
     from genmodels.cli.compose import composer
 
     key, equals, _ = last.partition("=")
@@ -269,7 +249,7 @@ def _settings(command: str, given: list[str], last: str) -> list[str]:
     if not equals:
         inner = {path.rpartition(".")[0] for path in keys}
         return [f"{name}=" for name in dict.fromkeys([*groups, *(path for path in keys if path not in inner)])]
-    found = kinds(keys[key].annotation, keys[key].module) if key in keys else ()
+    found = kinds_of(keys[key]) if key in keys else ()
     values = [value for kind in found if isinstance(kind, Choice) for value in kind.values]
     values += [value for kind in found if kind == Scalar("bool") for value in (True, False)]
     return [f"{key}={show(value)} " for value in values]

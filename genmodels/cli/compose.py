@@ -1,7 +1,7 @@
-"""Hydra composes, this module only asks it: overrides in, one plain and checked dictionary out.
+"""Configuration by Hydra: overrides in, one plain and checked dictionary out.
 
-A plain override `a.b=v` is handed to Hydra as `++a.b=v`, so that whatever a class takes can be set although YAML does
-not name it; what keeps typing errors out is the check against the signatures, which is stricter than Hydra's own.
+A plain override `a.b=v` is passed to Hydra as `++a.b=v`, so that every argument of a class can be set although YAML
+does not name it; typing errors are found by the check against the signatures, which is stricter than Hydra's own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from genmodels.cli.schema import Schema
+from genmodels.cli import quoted
+from genmodels.cli.schema import Schema, show
 from genmodels.core.checkpoint import present_name
 from genmodels.core.errors import InputError, nearest, require_known
-from genmodels.core.files import CONFIG_DIR, groups
+from genmodels.core.files import CONFIG_DIR, flat, found_at, groups
 from genmodels.models.build import NETWORKS
 
 
@@ -40,19 +41,19 @@ class Composer:
     """Hydra, set up for one command.
 
     Arguments:
-        hydra: Hydra's own object, which also launches sweeps.
+        hydra: Hydra's object, which also launches sweeps.
         command: train, sample, evaluate or verify: the name of the primary YAML file and of the module in
             `genmodels.cli`.
     """
 
     def __init__(self, hydra: Hydra, command: str):
         self.hydra, self.command = hydra, command
-        # Hydra itself reads its folders anew at every question.
+        # Hydra reads its folders again at every call.
         self._groups = cache(hydra.config_loader.list_groups)
         self._options = cache(hydra.config_loader.get_group_options)
 
     def parse(self, overrides: list[str]) -> list[Override]:
-        """Hydra's reading of `key=value` words, opened for keys that YAML does not name.
+        """`key=value` words as parsed by Hydra, allowed for keys that YAML does not name.
 
         Raises:
             InputError: for a word that is not an override.
@@ -74,7 +75,7 @@ class Composer:
         if key not in self._groups("") or isinstance(override.value(), dict):
             return "++" + word.lstrip("+")
         if not override.is_sweep_override():
-            # Hydra would leave out an option of an optional group, such as preset, without a word.
+            # Hydra silently ignores an unknown option of an optional group, such as preset.
             options = self._options(key)
             if override.value() not in options:
                 raise InputError(_no_option(key, str(override.value()), options))
@@ -106,12 +107,12 @@ class Composer:
         plain = self._plain(parsed)
         config = self.schema(parsed, plain).check(plain)
         if config.get("seed", 0) < 0:
-            # Elsewhere -1 means another seed every time; here it would be one like any other.
+            # Other programs take -1 for a new seed every time; here it would be a seed like any other.
             raise InputError(f"seed must be at least 0, got {config['seed']}: a seed always gives the same, choose one")
         return config
 
     def schema(self, parsed: list[Override], config: dict) -> Schema:
-        """What this command takes, aware of where each key was set and of the packages the user trusts."""
+        """The settings of this command, with the place where each was set and the packages that the user trusts."""
         trust = config.get("trust") or []
         return Schema(f"genmodels.cli.{self.command}.run", lambda path: self._where(path, parsed),
                       trust if isinstance(trust, list) else [trust])
@@ -119,8 +120,8 @@ class Composer:
     def points(self, overrides: list[str]) -> list[list[str]]:
         """The overrides of every point of a sweep, each point composed and checked.
 
-        A sweeper other than Hydra's basic one chooses its points as it goes. Then these are not all its points, but
-        enough to find a mistake: they differ from the first in one setting, with every choice and both ends of every
+        A sweeper other than Hydra's basic one chooses its points one after the other. Then these are examples that
+        suffice to find a mistake: they differ from the first in one setting, with every choice and both ends of every
         interval.
         """
         parsed = self.parse(overrides)
@@ -171,7 +172,7 @@ class Composer:
         for override in parsed:
             key = override.key_or_group
             tail = path.removeprefix(key).removeprefix(".")
-            if (path == key or path.startswith(f"{key}.")) and _holds(override.value(), tail):
+            if (path == key or path.startswith(f"{key}.")) and found_at(override.value(), tail):
                 return "on the command line"
             if key.startswith(f"{path}."):
                 return "on the command line"
@@ -181,7 +182,7 @@ class Composer:
             package = default.package or ""
             inside = path == package or path.startswith(f"{package}.") or not package
             file = self._file(default.config_path) if inside else None
-            if file and _holds(yaml.safe_load(file.read_text(encoding="utf-8")), path[len(package) :].strip(".")):
+            if file and found_at(yaml.safe_load(file.read_text(encoding="utf-8")), path[len(package) :].strip(".")):
                 return f"in {shown(file)}" + ", which '~preset' leaves out" * (file.parent.name == "preset")
         return "in the configuration"
 
@@ -192,7 +193,7 @@ class Composer:
 
 @contextmanager
 def composer(command: str, config_dir: str | None = None) -> Iterator[Composer]:
-    """Hydra over the configuration folder, and over the user's own folder if there is one, for one command.
+    """Hydra over the configuration folder, and the user's folder if there is one, for one command.
 
     Raises:
         InputError: when the user's folder does not exist.
@@ -200,10 +201,10 @@ def composer(command: str, config_dir: str | None = None) -> Iterator[Composer]:
     version.setbase("1.3")
     search = create_config_search_path(str(CONFIG_DIR))
     if config_dir is not None:
-        own = Path(config_dir).expanduser().absolute()
-        if not own.is_dir():
+        folder = Path(config_dir).expanduser().absolute()
+        if not folder.is_dir():
             raise InputError(f"--config-dir {config_dir}: there is no such folder")
-        search.prepend("command-line", f"file://{own}", anchor=SearchPathQuery(provider="main"))
+        search.prepend("command-line", f"file://{folder}", anchor=SearchPathQuery(provider="main"))
     GlobalHydra.instance().clear()
     try:
         yield Composer(Hydra.create_main_hydra2(task_name=command, config_search_path=search), command)
@@ -225,14 +226,6 @@ def _words(override: Override) -> list[str]:
     if override.is_sweep_override():
         return [f"{key}={one}" for one in override.sweep_string_iterator()]
     return [f"{key}={override.get_value_element_as_str()}"]
-
-
-def _holds(value, dotted: str) -> bool:
-    for name in dotted.split(".") if dotted else []:
-        if not isinstance(value, dict) or name not in value:
-            return False
-        value = value[name]
-    return True
 
 
 def _network(word: str) -> list[str]:
@@ -269,9 +262,9 @@ def _unreadable(word: str) -> str:
 
 #: The parts that define a training run, with their empty values; folders and loggers may change on resume.
 PARTS: dict = {"model": {}, "data": {}, "trainer": {}, "seed": 0}
-_MANY = 5  # from this number of words on, try published settings too
+_MANY = 5  # number of words from which published settings are tried too
 _PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][\w./*-]*")
-_OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra reads as something else than text
+_OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra does not read as text
 
 
 def how_to_resume(config: dict, checkpoint: Path, given: dict | None = None) -> str:
@@ -280,7 +273,7 @@ def how_to_resume(config: dict, checkpoint: Path, given: dict | None = None) -> 
     Arguments:
         config: the run's own configuration, as its checkpoint has it.
         checkpoint: the file.
-        given: the configuration of a refused command; a length that no preset has was asked for and is kept.
+        given: the configuration of a refused command, of which a length that differs from the preset is kept.
     """
     if GlobalHydra.instance().is_initialized():  # a sweep needs its own Hydra
         words = None
@@ -346,7 +339,7 @@ def _of_class(group: str, config: dict) -> list[str]:
 
 def _differences(plain: dict, wanted: dict, usual: dict) -> list[str]:
     """Words that turn one composed configuration into another, which may set defaults explicitly."""
-    now, then = map(_flat, (_parts(plain), wanted))
+    now, then = flat(_parts(plain)), flat(wanted)
     gone = [f"~{key}" for key in now if key not in then]
     return gone + [f"{key}={in_hydra(value)}" for key, value in then.items()
                    if (now[key] != value if key in now else key not in usual or usual[key] != value)]
@@ -357,22 +350,13 @@ def _composes(hydra: Composer, words: list[str], wanted: dict, usual: dict) -> b
         found = hydra.compose(words)
     except InputError:
         return False
-    now, then = map(_flat, (_parts(found), wanted))
+    now, then = flat(_parts(found)), flat(wanted)
     left_out = {key: usual[key] for key in then if key not in now and key in usual}
     return now | left_out == then
 
 
 def _parts(config: dict) -> dict:
     return {part: config.get(part, nothing) for part, nothing in PARTS.items()}
-
-
-def _flat(config: dict, prefix: str = "") -> dict:
-    """Values by dotted key."""
-    flat: dict = {}
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        flat |= _flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
-    return flat
 
 
 def in_hydra(value) -> str:
@@ -382,16 +366,16 @@ def in_hydra(value) -> str:
         >>> in_hydra([1, None, True, "adam", "/x/ok.csv", "a b", "null"])
         "[1,null,true,adam,/x/ok.csv,'a b','null']"
     """
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"[{','.join(map(in_hydra, value))}]"
     if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
+        return show(value)
+    value = str(value) if isinstance(value, Path) else value
     if not isinstance(value, str):
         return repr(value)
     if _PLAIN.fullmatch(value) and value.lower() not in _OTHERWISE:
         return value
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    return quoted(value)
 
 
 def words_by_name(hydra: Composer, chosen: list[str], settings: dict[str, Any]) -> list[str]:
@@ -425,13 +409,5 @@ def words_by_name(hydra: Composer, chosen: list[str], settings: dict[str, Any]) 
                                  f"train(..., \"{fitting[0]}={value}\")")
             require_known("train", [] if fitting else [key], [path.rpartition(".")[2] for path in paths])
             full = fitting[0]
-        found += [f"{name}={in_hydra(leaf)}" for name, leaf in _leaves(full, value)]
+        found += [f"{name}={in_hydra(leaf)}" for name, leaf in flat({full: value}).items()]
     return [*chosen, *first, *found]
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield name, str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-        return
-    for key, inner in value.items():
-        yield from _leaves(f"{name}.{key}", inner)

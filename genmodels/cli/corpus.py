@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+from genmodels.core.errors import at_least, refusals
+from genmodels.core.files import check_writable
+from genmodels.speech.corpus import VOICES, check_voice, corpus, default_sentences, sentences_of
+
 
 def run(
     *,
@@ -25,13 +32,6 @@ def run(
         workers: clips made at the same time; null for one per CPU.
         progress: show a progress bar.
     """
-    import os
-    from pathlib import Path
-
-    from genmodels.core.errors import at_least, refusals
-    from genmodels.core.files import check_writable
-    from genmodels.speech.corpus import VOICES, check_voice, corpus, default_sentences, sentences_of
-
     folder, workers = Path(out).expanduser(), (os.cpu_count() or 1) if workers is None else workers
     with refusals():
         at_least(1, workers=workers, n=1 if n is None else n)

@@ -40,7 +40,7 @@ _RECORDED = 4 * _MOMENTS  # from which they are chosen
 _LARGE = 256  # height in pixels of a picture to paint on
 _USUAL = ("cond", "steps", "sampler", "guidance", "temperature", "seed")  # options on most tabs
 _SHUTDOWN = 2  # seconds that open connections have when the server ends
-#: A browser that obeys this asks no other machine for anything.
+#: A content security policy: the browser connects to no other machine.
 _POLICY = b"default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'"
 
 
@@ -76,7 +76,7 @@ def run(
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address, so that nobody else can take it while the page is built.
+    """A socket that listens at an address, which reserves it while the page is built.
 
     Raises:
         InputError: for an address that this machine does not have, or a port that is taken.
@@ -98,7 +98,7 @@ def draw(model: gm.Model, **options: Any) -> gm.Samples:
 
 
 def moments(drawn: gm.Samples) -> Tensor:
-    """What a trajectory shows from noise to data, (moments, n, *event); the last are the samples.
+    """Moments of the trajectory from noise to data, (moments, n, *event); the last are the samples.
 
     Example:
         >>> from genmodels.core.data import DataSpec
@@ -114,7 +114,7 @@ def moments(drawn: gm.Samples) -> Tensor:
 
 
 def look(drawn: gm.Samples, x: Tensor) -> Image.Image | str:
-    """A picture of samples, or of what they were before; HTML of texts and tables."""
+    """A picture of x, samples or a moment of their trajectory; HTML of texts and tables."""
     classes = drawn.cond if isinstance(drawn.cond, Tensor) else None
     picture = picture_of(x, drawn.spec, classes, drawn.index)
     if picture is not None:
@@ -211,13 +211,13 @@ def report(found: Likelihood) -> str:
 
 def speech(model: gm.Model, **options: Any) -> tuple[bytes, Image.Image]:
     """A text as the content of a .wav file, and the picture of its mel."""
-    said = model.sample(progress=False, **options)
-    write_wav(held := io.BytesIO(), said.waves[0], model.spec.mel["sample_rate"])
-    return held.getvalue(), mel_image(said.texts[0].mel, 3, 3)
+    found = model.sample(progress=False, **options)
+    write_wav(file := io.BytesIO(), found.waves[0], model.spec.mel["sample_rate"])
+    return file.getvalue(), mel_image(found.texts[0].mel, 3, 3)
 
 
 def abilities(model: gm.Model) -> list[str]:
-    """What a page shows of a model: the names of its tabs."""
+    """The names of the tabs of a model."""
     if model.spec.text is not None:
         return ["Speech"]
     pictures = model.spec.is_image and model.spec.levels is not None
@@ -227,7 +227,7 @@ def abilities(model: gm.Model) -> list[str]:
 
 
 def answer(function: Callable, names: list[str], *given: Any) -> Any:
-    """What a click computes; the last values are those of the named options, without empty ones and 0 steps.
+    """The result of a click; the last values are those of the named options, without empty ones and 0 steps.
 
     Raises:
         gradio.Error: with the line that the command would have printed.
@@ -247,7 +247,7 @@ def answer(function: Callable, names: list[str], *given: Any) -> Any:
 
 
 def page(models: list[gm.Model]) -> gradio.Blocks:
-    """The page: a tab for each model, in it one for each of its abilities."""
+    """The page: a tab for each model, with one for each of its abilities."""
     import gradio as gr
 
     with gr.Blocks(analytics_enabled=False, title="genmodels", fill_width=True) as blocks:
@@ -266,7 +266,7 @@ def _on(button, function: Callable, inputs: list, options: dict, outputs: list) 
 
 
 def _controls(gr, model: gm.Model, *names: str, n: int = 20, without: str = "no class") -> dict[str, Any]:
-    """Those of the named options of sampling that a model takes, with the defaults of the command, but fewer rounds."""
+    """Controls of the named sampling options that a model takes; defaults of the command, but fewer rounds."""
     network, spec = model.network, model.spec
     classes = list(spec.speakers) or [class_name(spec, k) for k in range(network.num_classes or 0)]
     choices = [*([] if spec.speakers else [(without, "")]), *((name, k) for k, name in enumerate(classes))]
@@ -302,7 +302,7 @@ def _samples(gr, model: gm.Model) -> None:
 
     points = model.spec.event_shape == (2,)
     drawn = model.spec.is_image or model.spec.mel is not None or points
-    n = 500 if points else 20 if model.spec.encoding is None else 6  # of texts as many as take a few seconds
+    n = 500 if points else 20 if model.spec.encoding is None else 6  # so many texts take a few seconds
     with gr.Row():
         with gr.Column(scale=1):
             options = _controls(gr, model, "n", *_USUAL, n=n, without="every class in turn")
@@ -386,7 +386,7 @@ _TABS = {"Samples": _samples, "Inpainting": _inpainting, "Interpolation": _inter
 
 
 def serve(blocks: gradio.Blocks, opened: socket.socket) -> None:
-    """Serve the page until Ctrl-C; nothing is loaded from other machines or sent to them."""
+    """Serve the page until Ctrl-C, without connections to other machines."""
     import gradio as gr
     import uvicorn
     from fastapi import FastAPI

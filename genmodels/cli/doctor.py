@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from genmodels.core.errors import InputError, printable
-from genmodels.core.files import check_writable, kind_of, write_whole
+from genmodels.core.files import check_writable, kind_of, write_text
 
 GIGABYTE = 1e9
 PAIR = "pip uninstall -y torch torchvision && pip install torch torchvision"
@@ -165,7 +165,7 @@ def check_data(words: list[str], fix_list: Path | None = None, read: dict | None
         read.update(config=config, data=datamodule)
     problems = [printable(problem) for problem in datamodule.problems()]
     if fix_list is not None:
-        write_whole(fix_list, lambda file: file.writelines(f"{problem}\n" for problem in problems), mode="w")
+        write_text(fix_list, "".join(f"{problem}\n" for problem in problems))
     if problems:
         more = f" (and {len(problems) - 1} more:" + "".join(f"\n        {p}" for p in problems[1:]) + ")"
         raise Failed(problems[0] + (more if len(problems) > 1 else "") + to_look_at(datamodule.warnings()))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+from genmodels.core.checkpoint import verify
+from genmodels.core.errors import InputError, RunError
+from genmodels.core.files import HUB, check_writable, located, place_of
+from genmodels.core.processes import Ranks, launch
+from genmodels.evaluation.checkpoint import Request
 
-    from genmodels.evaluation.checkpoint import Request
+if TYPE_CHECKING:
     from genmodels.report.compare import Comparison
 
 
@@ -20,18 +27,11 @@ def run(*, ckpt: str | list[str], **options: Request) -> None:
             table.
         options: what is evaluated.
     """
-    import os
-
-    from genmodels.evaluation.checkpoint import Request
-
     paths, request = asked([ckpt] if isinstance(ckpt, str) else ckpt, Request(**options))
     if request.processes == 1 or "WORLD_SIZE" in os.environ:
-        _printed(paths, request)
-        return
-
-    from genmodels.core.processes import launch
-
-    launch(_one_of_several, request.processes, paths, request)
+        _print_evaluation(paths, request)
+    else:
+        launch(_one_of_several, request.processes, paths, request)
 
 
 def asked(ckpt: Sequence[str | Path], request: Request) -> tuple[list[Path], Request]:
@@ -40,12 +40,6 @@ def asked(ckpt: Sequence[str | Path], request: Request) -> tuple[list[Path], Req
     Raises:
         InputError: for no checkpoint, or a place that cannot be written.
     """
-    from dataclasses import replace
-    from pathlib import Path
-
-    from genmodels.core.errors import InputError
-    from genmodels.core.files import HUB, check_writable, located, place_of
-
     if not ckpt:
         raise InputError("ckpt=[] names no checkpoint")
     if request.out is None and any(str(each).startswith(HUB) for each in ckpt):  # not into the cache of the hub
@@ -56,9 +50,7 @@ def asked(ckpt: Sequence[str | Path], request: Request) -> tuple[list[Path], Req
     return [located(each) for each in ckpt], request
 
 
-def _printed(paths: list[Path], request: Request) -> None:
-    from genmodels.core.errors import RunError
-
+def _print_evaluation(paths: list[Path], request: Request) -> None:
     found = evaluate(paths, request)
     if found is not None:
         print(*found.lines, sep="\n")
@@ -70,14 +62,8 @@ def evaluate(paths: list[Path], request: Request) -> Comparison | None:
     """Evaluate checkpoints in this process, or in those that torchrun started; None in all of these but the first.
 
     Raises:
-        InputError, RunError: what stops all of it.
+        InputError, RunError: when nothing can be evaluated.
     """
-    import sys
-
-    from genmodels.core.checkpoint import verify
-    from genmodels.core.errors import RunError
-    from genmodels.core.processes import Ranks
-
     group = Ranks()
     failures: dict[str, str] = {}
     for path in paths:
@@ -88,21 +74,19 @@ def evaluate(paths: list[Path], request: Request) -> Comparison | None:
     if len(failures) == len(set(map(str, paths))):
         raise RunError("; ".join(failures.values()))
     if group.rank == 0:
-        for message in failures.values():  # at once, for the others may take long
+        for message in failures.values():  # now, because the others may take long
             print(f"{message}; going on with the others", file=sys.stderr, flush=True)
 
-    from genmodels.report.compare import compare
+    from genmodels.report.compare import compare  # takes a second: after the files were checked
 
     whole = [path for path in paths if str(path) not in failures]
     return compare(whole, request, group, several=len(paths) > 1, failures=failures)
 
 
 def _one_of_several(paths: list[Path], request: Request) -> None:
-    """What each of the processes does that `processes=` starts."""
-    import sys
-
+    """The work of each process that `processes=` starts."""
     from genmodels.cli.main import guarded
 
-    code = guarded("evaluate", lambda: _printed(paths, request))
+    code = guarded("evaluate", lambda: _print_evaluation(paths, request))
     if code:
         sys.exit(code)

@@ -22,8 +22,8 @@ from genmodels.models.checkpoint import load_model, weights_of, write_exported
 from genmodels.models.density import is_flow
 from genmodels.models.glow_tts import GlowTTS
 
-_ROWS = 5  # of an example: a number that no other size is likely to have, with which the tracer would confuse it
-_TOLERANCE = 1e-3  # of the largest value: what float32 loses where operations are in another order
+_ROWS = 5  # of an example: unlikely to equal another size, with which the tracer would confuse it
+_TOLERANCE = 1e-3  # relative to the largest value: rounding of float32 with operations in another order
 
 
 def run(
@@ -80,13 +80,12 @@ class Graph(NamedTuple):
     """A function to be exported.
 
     Attributes:
-        suffix: what its file's name ends in, where a model has several.
-        meaning: what it computes, in words.
+        suffix: end of the file's name, where a model has several.
+        meaning: its result, in words.
         module: the function.
         inputs: examples by name, a batch; of texts one, of any length.
         outputs: names of what it returns.
-        any_length: whether it takes a text, and so a mel, of any length, one at a time; otherwise events of one size,
-            any number at once.
+        any_length: whether it takes one text (and mel) of any length; otherwise a batch of events of one size.
     """
 
     suffix: str
@@ -130,10 +129,9 @@ def graphs_of(model: GenerativeModel, weights: str | float = "ema") -> list[Grap
         log_snr = {"log_snr": torch.linspace(-3.0, 3.0, _ROWS)}
         return [Graph("", "x0 and eps of x = sqrt(sigmoid(log_snr)) x0 + sqrt(sigmoid(-log_snr)) eps"
                       + ("" if spec.levels is None else f", x0 = 2 level / {spec.levels - 1} - 1"),
-                      Function(_ends, core),
-                      {"x": x, **log_snr, **classes}, ("x0", "eps"))]
+                      Function(_ends, core), {"x": x, **log_snr, **classes}, ("x0", "eps"))]
     raise InputError(f"a {model.family} has no function to export but its weights: its samples follow gradients of the "
-                     "network or a loop over what was drawn before; out=model.safetensors holds all of it")
+                     "network or a loop over earlier draws; out=model.safetensors holds all of it")
 
 
 def _ends(core: Denoiser, x: Tensor, log_snr: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -209,7 +207,7 @@ def _written(graph: Graph, header: dict, target: Path) -> list[str]:
     try:
         with torch.no_grad():
             program = torch.export.export(graph.module.eval(), examples, dynamic_shapes=(axes,), strict=True)
-    except Exception as error:  # the tracer raises whatever it trips over
+    except Exception as error:  # the tracer raises errors of many classes
         raise RunError(f"{target}: torch.export cannot trace this network ({_first_line(error)}); "
                        "out=model.safetensors holds its weights") from error
     text = json.dumps(header)
@@ -227,7 +225,7 @@ def _written(graph: Graph, header: dict, target: Path) -> list[str]:
 def _onnx(program, examples: tuple[Tensor, ...], names: list[str], outputs: tuple[str, ...], text: str) -> bytes:
     try:
         import onnx
-        import onnxscript  # what torch writes it by
+        import onnxscript  # used by torch's exporter
     except ImportError as error:
         raise InputError(f"a .onnx needs the package {error.name}: pip install 'genmodels[export]'; a .pt2 needs none"
                          ) from None

@@ -6,12 +6,11 @@ import datetime
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Any
 
 from genmodels.cli.schema import Schema, show
 from genmodels.core.checkpoint import missing_part, nonfinite_weight, read_header
 from genmodels.core.errors import InputError, RunError, nearest, printable
-from genmodels.core.files import located
+from genmodels.core.files import flat, located
 
 
 def main(words: list[str]) -> int:
@@ -107,25 +106,9 @@ def _settings(config: dict, model: dict, full: bool) -> str:
     """The settings that differ from the defaults, as on the command line; with `full` all options of the model."""
     shown = {**config, "model": {**(config.get("model") or {}), **model}} if full else config
     usual = Schema("genmodels.cli.train.run").defaults(config)
-    pairs = [printable(f"{key}={show(value)}") for key, value in flat(shown)
-             if full or not (key.endswith("_target_") or key in usual and usual[key] == value)]
+    pairs = [printable(f"{key}={show(value)}") for key, value in flat(shown).items() if value not in (None, [])
+             and (full or not (key.endswith("_target_") or key in usual and usual[key] == value))]
     return ("\n" + " " * 15).join(pairs) if full else " ".join(pairs)
-
-
-def flat(node: dict, prefix: str = "") -> list[tuple[str, Any]]:
-    """The leaves of a nested mapping by dotted key, without empty mappings and None.
-
-    Example:
-        >>> flat({"model": {"net": {"channels": 32}}, "seed": 0, "logger": {}})
-        [('model.net.channels', 32), ('seed', 0)]
-    """
-    leaves: list[tuple[str, Any]] = []
-    for key, value in node.items():
-        if isinstance(value, dict):
-            leaves += flat(value, f"{prefix}{key}.")
-        elif value is not None and value != []:
-            leaves.append((f"{prefix}{key}", value))
-    return leaves
 
 
 def _verdict(header: dict, nonfinite: str | None, missing: str | None) -> str:

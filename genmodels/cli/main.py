@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from pathlib import Path
 
-from genmodels.cli import CONFIGURED, FLAGS, OF_CHECKPOINTS, PLAIN, VALUED
+from genmodels.cli import CONFIGURED, FLAGS, OF_CHECKPOINTS, PLAIN, VALUED, quoted
 from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
 
 
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except BrokenPipeError:
         if not unread():
-            raise  # a pipe of our own, to another process
+            raise  # a pipe to another process
         return 141
 
 
@@ -42,7 +43,7 @@ def unread() -> bool:
         return False
     streams = select.poll()
     for number in (1, 2):
-        streams.register(number, 0)  # a pipe without a reader reports it unasked
+        streams.register(number, 0)  # POLLERR and POLLHUP are reported without being asked for
     closed = [number for number, event in streams.poll(0) if event & (select.POLLERR | select.POLLHUP)]
     for number in closed:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -56,7 +57,7 @@ def _command(argv: list[str]) -> int:
     if command in ("--help", "-h", "help", "--version"):
         from genmodels.cli.completion import overview, version
 
-        print(version() if command == "--version" else overview((*CONFIGURED, *PLAIN)))
+        print(version() if command == "--version" else overview())
         return 0
     if command not in (*CONFIGURED, *PLAIN):
         near = nearest(command, (*CONFIGURED, *PLAIN))
@@ -64,8 +65,8 @@ def _command(argv: list[str]) -> int:
         return _fail("", f"unknown command {command!r}:{hint} (there are {', '.join((*CONFIGURED, *PLAIN))})", 2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Guards may run slower")  # torch on Python 3.13.0, once for each compilation
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch, of its own forward derivatives
-        # Lightning, of figures that are computed from the items of all processes before they are logged.
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch, in its forward derivatives
+        # Lightning, about metrics that are already computed from the items of all processes.
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         warnings.showwarning = lambda message, *_: print(f"genmodels {command}: {' '.join(str(message).split())}",
                                                          file=sys.stderr, flush=True)
@@ -79,7 +80,7 @@ def guarded(command: str, work: Callable[[], int]) -> int:
     try:
         with stoppable(), _several(command):
             return work() or 0
-    except SystemExit as error:  # in a process whose failure another one has reported
+    except SystemExit as error:  # in a process of which another one has reported the failure
         return int(error.code or 0)
     except KeyboardInterrupt:
         return _fail(command, "interrupted", 130)
@@ -102,7 +103,7 @@ def _several(command: str) -> AbstractContextManager:
 def _fail(command: str, message: str, code: int) -> int:
     number = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
     if code == 2 and number and command not in ("sample", "evaluate"):
-        return code  # every process of torchrun or srun refuses what was asked; one of each machine says so
+        return code  # a usage error in every process of torchrun or srun: one on each machine reports it
     print(printable(f"genmodels{' ' if command else ''}{command}: {message}"), file=sys.stderr)
     return code
 
@@ -117,8 +118,6 @@ def _dispatch(command: str, words: list[str]) -> int:
         return import_module(f"genmodels.cli.{command}").main(words)
     options, overrides = split(words)
     if command == "transcribe":
-        from genmodels.cli.transcribe import with_files
-
         overrides = with_files(overrides)
     from genmodels.cli.compose import composer
 
@@ -141,7 +140,7 @@ def _dispatch(command: str, words: list[str]) -> int:
 
 
 def spelt(word: str) -> str:
-    """A word `text=...` with its value quoted, unless it is quoted already or a list; so is a path from `~/` on.
+    """A word `text=...` with its value quoted unless it is quoted already or a list; likewise a path from `~/` on.
 
     Example:
         >>> print(spelt("text=Don't stop, please!"), spelt("text=[one,two]"), spelt("n=3"), spelt("data.root=~/data"))
@@ -149,10 +148,22 @@ def spelt(word: str) -> str:
     """
     key, equals, value = word.partition("=")
     of_text = key == "text" and value and value[0] not in "'\"[" and value != "null"
-    if not of_text and not value.startswith("~/"):  # which shells leave alone behind a key with a dot
+    if not of_text and not value.startswith("~/"):  # shells do not expand it after a key with a dot
         return word
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}{equals}'{escaped}'"
+    return f"{key}{equals}{quoted(value)}"
+
+
+def with_files(words: list[str]) -> list[str]:
+    """The words of the command line with the files among them, which have no key, as one setting.
+
+    Example:
+        >>> print(*with_files(["ckpt=best.ckpt", "a.wav", "it's.wav"]))
+        ckpt=best.ckpt files=['a.wav','it\\'s.wav']
+    """
+    names = [word for word in words if "=" not in word or Path(word).is_file()]
+    if not names:
+        return words
+    return [*(word for word in words if word not in names), f"files=[{','.join(map(quoted, names))}]"]
 
 
 def split(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:

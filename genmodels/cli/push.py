@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
+
+from genmodels import __version__
+from genmodels.core.checkpoint import origin
+from genmodels.core.errors import InputError, RunError
+from genmodels.core.files import EXPORTED, HUB, located, place_of, write_text
+from genmodels.core.likelihood import value_of, with_error
+from genmodels.core.samples import SamplingOptions
+from genmodels.evaluation.samples import draw, write_samples
+from genmodels.evaluation.table import UNITS
+from genmodels.models.checkpoint import load_model, write_exported
+
 
 def run(
     *, ckpt: str, licence: str, to: str | None = None, out: str | None = None, private: bool = False,
@@ -14,18 +28,12 @@ def run(
 
     Arguments:
         ckpt: a checkpoint, a run folder or an exported .safetensors.
-        licence: the licence of the model, such as mit, apache-2.0 or cc-by-4.0: you decide, the data may have a say.
+        licence: the licence of the model, such as mit, apache-2.0 or cc-by-4.0, as the data allow.
         to: the repository on the hub, user/name.
         out: a folder to write the files to; without `to` nothing is uploaded.
         private: make a new repository private.
         trust: further packages whose classes the checkpoint may name.
     """
-    import tempfile
-    from pathlib import Path
-
-    from genmodels.core.errors import InputError
-    from genmodels.core.files import HUB
-
     to = to.removeprefix(HUB) if to is not None else None
     if to is None and out is None:
         raise InputError("say where: to=user/name uploads the model, out=folder only writes what would be uploaded")
@@ -45,17 +53,8 @@ def run(
             print(f"sample:   genmodels sample ckpt={HUB}{to}")
 
 
-def write_files(ckpt: str, folder, licence: str, to: str | None, trust: list[str]) -> list[str]:
+def write_files(ckpt: str, folder: Path, licence: str, to: str | None, trust: list[str]) -> list[str]:
     """Write model.safetensors, README.md and samples.png, where there is a picture; their names."""
-    import json
-
-    from genmodels.core.checkpoint import origin
-    from genmodels.core.errors import InputError
-    from genmodels.core.files import EXPORTED, located, place_of, write_whole
-    from genmodels.core.samples import SamplingOptions
-    from genmodels.evaluation.samples import draw, write_samples
-    from genmodels.models.checkpoint import load_model, write_exported
-
     model, header = load_model(located(ckpt), device="cpu", trust=trust)
     spec = model.spec
     write_exported(folder / EXPORTED, {"genmodels": header, "state_dict": model.state_dict()})
@@ -65,19 +64,17 @@ def write_files(ckpt: str, folder, licence: str, to: str | None, trust: list[str
         drawn.made |= origin(located(ckpt), header)
         write_samples(drawn, spec, folder / "samples.png")
         names.append("samples.png")
-    report = None
     place = place_of(ckpt)
     found = place.with_name("report.json" if place.stem in ("best", "model") else f"report_{place.stem}.json")
-    if found.is_file():
-        try:
-            report = json.loads(found.read_text(encoding="utf-8"))
-            text = card(model, header, report, licence, to, names)
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{found} is no report of genmodels evaluate ({type(error).__name__}): evaluate again"
-                             ) from error
-    else:
-        text = card(model, header, None, licence, to, names)
-    write_whole(folder / "README.md", lambda file: file.write(text), mode="w")
+    try:
+        report = json.loads(found.read_text(encoding="utf-8")) if found.is_file() else None
+        text = card(model, header, report, licence, to, names)
+    except (ValueError, KeyError, TypeError) as error:
+        if not found.is_file():
+            raise
+        raise InputError(f"{found} is no report of genmodels evaluate ({type(error).__name__}): evaluate again"
+                         ) from error
+    write_text(folder / "README.md", text)
     return names
 
 
@@ -97,8 +94,6 @@ def card(model, header: dict, report: dict | None, licence: str, to: str | None,
         to: the repository.
         names: files next to it, of which samples.png is shown.
     """
-    from genmodels import __version__
-
     spec, family, name = model.spec, header["family"], f"hf://{to}" if to else "<this folder>"
     use = f"genmodels sample ckpt={name}" if model.generates else f"genmodels transcribe ckpt={name} speech.wav"
     python = ["```python", "import genmodels as gm", "",
@@ -122,9 +117,6 @@ def card(model, header: dict, report: dict | None, licence: str, to: str | None,
 
 def _likelihoods(report: dict | None) -> list[str]:
     """A table of Markdown: each value with its mark, its standard error, its kind and how it was computed."""
-    from genmodels.core.likelihood import value_of, with_error
-    from genmodels.evaluation.table import UNITS
-
     if report is None:
         return ["Not evaluated yet: `genmodels evaluate` states it with its kind and error."]
     rows = ["| value | unit | kind | how |", "|---|---|---|---|"]
@@ -138,15 +130,13 @@ def _likelihoods(report: dict | None) -> list[str]:
             "`~` computed by an ODE solver; in brackets one standard error in the last digits."]
 
 
-def upload(folder, names: list[str], to: str, private: bool) -> str:
+def upload(folder: Path, names: list[str], to: str, private: bool) -> str:
     """Put files into a repository of the hub, made where it is missing, in one commit; its address.
 
     Raises:
         InputError: without huggingface_hub.
         RunError: for what the hub or the network refuses.
     """
-    from genmodels.core.errors import InputError, RunError
-
     try:
         from huggingface_hub import CommitOperationAdd, HfApi
     except ImportError:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Literal
 
-if TYPE_CHECKING:
-    from genmodels.core.samples import SamplingOptions
+from genmodels.core.checkpoint import origin, verify
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
+from genmodels.core.files import cache_folder, check_writable, located, place_of
+from genmodels.core.processes import Ranks
+from genmodels.core.random import seed_of
+from genmodels.core.samples import USUAL_NUMBER, SamplingOptions, require_partners
+from genmodels.evaluation.features import Cache
+from genmodels.evaluation.materials import data_of, material, read_items
+from genmodels.evaluation.samples import (
+    Drawing,
+    check_target,
+    draw_together,
+    save_png,
+    write_folder,
+    write_path,
+    write_samples,
+)
+from genmodels.models.checkpoint import load_model, weights_of
+from genmodels.plots.images import LEGIBLE, grid, images_of
 
 _CANDIDATES = 8  # moments of the trajectory recorded for each one shown
 
@@ -65,13 +86,6 @@ def run(
         trust: further packages whose classes the checkpoint may name.
         options: options of sampling.
     """
-    import math
-    from pathlib import Path
-
-    from genmodels.core.errors import InputError
-    from genmodels.core.files import check_writable
-    from genmodels.core.samples import USUAL_NUMBER, SamplingOptions, require_partners
-
     options = {key: value for key, value in options.items() if value is not None}
     asked = SamplingOptions(n=n or USUAL_NUMBER, **options)
     for key, value, least in (("n", n, 1), ("batch_size", batch_size, 1), ("frames", frames, 2), ("chunk", chunk, 1)):
@@ -85,28 +99,8 @@ def run(
         if place is not None:
             check_writable(key, Path(place))
 
-    from genmodels.core.checkpoint import origin, verify
-    from genmodels.core.files import located, place_of
-
     ckpt_path, place = located(ckpt), place_of(ckpt)
     verify(ckpt_path)
-
-    from dataclasses import fields, replace
-
-    from genmodels.core.files import cache_folder
-    from genmodels.core.processes import Ranks
-    from genmodels.evaluation.features import Cache
-    from genmodels.evaluation.materials import data_of, material
-    from genmodels.evaluation.samples import (
-        Drawing,
-        check_target,
-        draw_together,
-        write_folder,
-        write_path,
-        write_samples,
-    )
-    from genmodels.models.checkpoint import load_model, weights_of
-
     group = Ranks()
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
     if not model.generates:
@@ -128,8 +122,7 @@ def run(
                              "durations, seconds and stream")
         output = {"text_file": text_file, "takes": n, "out": out, "chunk": (chunk or 64) if stream else None}
         manner |= {"weights": weights_of(ema)} | materials
-        for line in [*lines, *say(model, made, place, options | manner, **output)]:
-            print(line)
+        print(*lines, *say(model, made, place, options | manner, **output), sep="\n")
         return
     only = {"text_file": text_file, "stream": stream or None} | manner
     only |= {key: options.get(key) for key in ("text", "speed", "seconds", "on_unknown")}
@@ -153,20 +146,10 @@ def run(
         if unused:
             raise InputError(f"interpolate takes only frames=, ema= and out=: leave out {', '.join(unused)}")
         data = data_of(header, ckpt_path, trust or [])
-        for line in strip(model, made, interpolate, frames, ema, Path(out) if out else None, place, data):
-            print(line)
+        print(*strip(model, made, interpolate, frames, ema, Path(out) if out else None, place, data), sep="\n")
         return
-    size = asked.size
-    values = math.prod(model.spec.event_shape if size is None else (model.spec.event_shape[0], *size))
-    gigabytes = n * values * (1 if model.spec.levels else 4) / 1e9
-    at_once = min(n, batch_size) * values * 16 / 1e9  # samples, noise, the estimate and a first layer, in float32
-    if at_once > 8:
-        raise InputError(f"{min(n, batch_size)} samples of {values:,} values at once would take {at_once:,.0f} GB "
-                         "or more: lower batch_size" + ("" if size is None else f", or size={list(size)}"))
     single = target.suffix == "" and path is None and model.spec.encoding is None
-    if gigabytes > 8 and not single:
-        raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=, or as "
-                         "single files: out=<folder>")
+    check_memory(asked, model.spec, batch_size, single)
     materials, lines = material(model, header, named, ckpt_path, trust or [])
     if path is not None:  # many moments, of which those with equal changes are shown
         materials["path"] = max(frames, min(_CANDIDATES * frames, int(1e9 / (4 * n * model.spec.dims))))
@@ -181,13 +164,30 @@ def run(
     else:
         samples = draw_together(drawing, Cache(cache_folder() / "samples"))
         made, written = samples.made, write_samples(samples, model.spec, target, sources(materials, model.spec))
-    for line in lines + written + unmixed(made):
-        print(line)
+    print(*lines, *written, *unmixed(made), sep="\n")
     if path is not None:
         print(write_path(samples, model.spec, Path(path), frames))
 
 
-def sources(materials: dict, spec) -> dict:
+def check_memory(asked: SamplingOptions, spec: DataSpec, batch_size: int, single: bool) -> None:
+    """Refuse more than 8 GB: of a batch, or of all samples unless each is written as a single file.
+
+    Raises:
+        InputError: naming what to lower.
+    """
+    n, size = asked.n, asked.size
+    values = math.prod(spec.event_shape if size is None else (spec.event_shape[0], *size))
+    at_once = min(n, batch_size) * values * 16 / 1e9  # samples, noise, the estimate and a first layer, in float32
+    if at_once > 8:
+        raise InputError(f"{min(n, batch_size)} samples of {values:,} values at once would take {at_once:,.0f} GB "
+                         "or more: lower batch_size" + ("" if size is None else f", or size={list(size)}"))
+    gigabytes = n * values * (1 if spec.levels else 4) / 1e9
+    if gigabytes > 8 and not single:
+        raise InputError(f"n={n} samples would take {gigabytes:.0f} GB: draw them in parts with n= and start=, or as "
+                         "single files: out=<folder>")
+
+
+def sources(materials: dict, spec: DataSpec) -> dict:
     """The inputs of inpainting or editing, as images to show above the samples."""
     if not spec.is_image:
         return {}
@@ -222,20 +222,14 @@ def between(model, ends: list, frames: int, ema, data):
     Raises:
         InputError: for a model without latents, data that are not images, or items that do not exist.
     """
-    from pathlib import Path
-
-    from genmodels.core.errors import InputError
-    from genmodels.evaluation.materials import interpolate, read_items
-    from genmodels.models.checkpoint import weights_of
-    from genmodels.plots.images import LEGIBLE, grid, images_of
+    from genmodels.evaluation.materials import interpolate  # an option of `run` has the same name
 
     if not hasattr(model, "latents"):
         raise InputError(f"interpolate is for flows and diffusion models: this is a {model.family}")
     if not (model.spec.is_image and model.spec.levels):
         raise InputError(f"interpolate shows images; these data have events of shape {model.spec.event_shape}")
     if len(ends) != 2:
-        raise InputError(
-            f"interpolate takes two items, got {len(ends)}: interpolate=[3,17] or interpolate=[a.png,b.png]")
+        raise InputError(f"interpolate takes two items, got {len(ends)}: interpolate=[3,17], or two picture files")
     batch = read_items(ends, data, model.spec, "interpolate")
     pictures = interpolate(model, batch.to(model.device), frames, weights_of(ema))
     words = [f"item {end}" if str(end).isdigit() else Path(end).stem for end in ends]
@@ -249,10 +243,6 @@ def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data
     Raises:
         InputError: for another file than a .png, and as of `between`.
     """
-    from genmodels.core.errors import InputError
-    from genmodels.evaluation.samples import save_png
-    from genmodels.models.checkpoint import weights_of
-
     if target is not None and target.suffix.lower() != ".png":
         raise InputError(f"out={target}: an interpolation is one strip, end it in .png")
     sheet = between(model, ends, frames, ema, data)
@@ -265,14 +255,12 @@ def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data
 
 
 def _file_word(word: str) -> str:
-    """A word for a file's name; of a long one the beginning and a number of its own.
+    """A word for a file's name; a long one is cut, and ends in a hash.
 
     Example:
         >>> _file_word("steps-5 of"), _file_word("a" * 100)
         ('steps-5-of', 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa-5e5afb42')
     """
-    from genmodels.core.random import seed_of
-
     plain = "".join(c if c.isalnum() or c in "-." else "-" for c in word)
     return plain if len(plain) <= 60 else f"{plain[:50]}-{seed_of(word):016x}"[:59]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, refusals
-from genmodels.core.files import write_whole
+from genmodels.core.files import write_text, write_whole
 from genmodels.core.samples import SamplingOptions
 from genmodels.core.tensors import html_table
 from genmodels.evaluation.samples import save_png
@@ -67,7 +67,7 @@ def say(
     texts = [texts] if isinstance(texts, str) else list(texts)
     out = None if out is None else Path(out)
     silent = out is not None and out.suffix.lower() == ".npz"
-    # Loaded before synthesis, so that its errors come first.
+    # Loaded first, so that its errors come before the synthesis.
     vocoder = None if silent else vocoder_of(how.vocoder, MelConfig(**model.spec.mel))
     which = {"takes": takes or 1, "start": how.start}
     begun = time.monotonic()
@@ -95,7 +95,7 @@ def manner_of(model, options: dict) -> Manner:
     return how
 
 
-_TOGETHER = 16  # sentences per batch
+_BATCH = 16  # sentences per batch
 #: Sampling options recorded in files.
 _MADE = ("sampler", "steps", "spacing", "eta", "churn", "temperature", "rounds", "kept", "strength")
 
@@ -126,7 +126,7 @@ class Manner(SamplingOptions):
 
     @property
     def of_model(self) -> dict:
-        """The arguments of a model's `sample`, but for which texts it is to synthesise."""
+        """The arguments of a model's `sample`, without the texts."""
         return {key: value for key, value in self.given().items() if key not in ("n", "start", "text")}
 
 
@@ -188,8 +188,8 @@ def synthesise(
     options, found = manner.of_model, []
     for take in range(start, start + takes):
         mels = []
-        for first in range(0, len(flat), _TOGETHER):
-            count = min(_TOGETHER, len(flat) - first)
+        for first in range(0, len(flat), _BATCH):
+            count = min(_BATCH, len(flat) - first)
             with refusals():
                 drawn = model.sample(count, start=take * len(flat) + first, text=flat, **options)
             if not bool(drawn.x.isfinite().all()):
@@ -219,20 +219,17 @@ def read_durations(path: Path) -> list[list[int]]:
         InputError: for a file without durations in whole numbers.
     """
     try:
-        rows = _rows_of(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [part["durations"] for part in found["sentences"]] if isinstance(found, dict) else found
+        rows = [rows] if isinstance(rows, list) and all(isinstance(d, int) for d in rows) else rows
+        valid = rows and all(isinstance(row, list) and row and all(isinstance(d, int) for d in row) for row in rows)
     except OSError as error:
         raise InputError(f"durations={path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:  # no JSON, or JSON of another form
+    except (ValueError, KeyError, TypeError):  # no JSON, or JSON of another form
+        valid = False
+    if not valid:
         raise InputError(f"durations={path} holds no durations in whole numbers of frames: it must be a .json written "
-                         "by sample.py, or [[3, 5, 2]]") from error
-    return rows
-
-
-def _rows_of(found) -> list[list[int]]:
-    rows = [part["durations"] for part in found["sentences"]] if isinstance(found, dict) else found
-    rows = [rows] if isinstance(rows, list) and all(isinstance(d, int) for d in rows) else rows
-    if not all(isinstance(row, list) and row and all(isinstance(d, int) for d in row) for row in rows) or not rows:
-        raise ValueError("no lists of whole numbers")
+                         "by sample.py, or [[3, 5, 2]]")
     return rows
 
 
@@ -242,7 +239,7 @@ def write_utterance(
     """Write one text as .wav with .png and .json next to it, or as .npz; returns lines for the user.
 
     Arguments:
-        vocoder: that of `manner`, if it is loaded already; used if the text has no sound yet.
+        vocoder: the loaded vocoder of `manner`, None to load it; used if the text has no sound yet.
     """
     config = MelConfig(**spec.mel)
     about = {"text": found.text, "seed": manner.seed, **found.made, "speed": manner.speed, "vocoder": manner.vocoder,
@@ -275,8 +272,7 @@ def write_utterance(
         {"text": text, "tokens": [spec.text["symbols"][t] for t in tokens], "durations": durations}
         for text, tokens, durations, _ in found.parts
     ]}
-    write_whole(target.with_suffix(".json"),
-                lambda file: file.write(json.dumps(plain, indent=1, default=str) + "\n"), mode="w")
+    write_text(target.with_suffix(".json"), json.dumps(plain, indent=1, default=str) + "\n")
     return [*lines, f"mel with tokens: {target.with_suffix('.png')}; durations: {target.with_suffix('.json')}"]
 
 
@@ -321,7 +317,7 @@ def stream_texts(
     model, texts: Sequence[str], manner: Manner, vocoder: Vocoder | None, *, chunk: int = 64, takes: int = 1,
     start: int = 0, clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[SynthesisedText], list[str]]:  # fmt: skip
-    """The result of `synthesise`, and its sound if there is a vocoder, computed in chunks; and a line with its latency.
+    """The result of `synthesise` in chunks, with its sound if there is a vocoder; and a line with its latency.
 
     A sentence starts after the previous one, so that the first chunk waits only for the first sentence.
 
@@ -336,7 +332,7 @@ def stream_texts(
     for take in range(start, start + takes):
         for text, parts, own in zip(texts, split, durations, strict=True):
             one, kept, began = SynthesisedText(text), [], clock()
-            pieces = _noted(_mels(model, one, list(zip(parts, own, strict=True)), manner, take, chunk), kept, clock)
+            pieces = _timed(_mels(model, one, list(zip(parts, own, strict=True)), manner, take, chunk), kept, clock)
             if vocoder is None:
                 whole = collect(pieces, clock)
             else:
@@ -372,7 +368,7 @@ def _mels(
         found.parts.append((reader.normal_form(sentence), stream.tokens, stream.durations, torch.cat(pieces, 1)))
 
 
-def _noted(pieces: Iterator[Tensor], kept: list[tuple[float, Tensor]], clock: Callable[[], float]) -> Iterator[Tensor]:
+def _timed(pieces: Iterator[Tensor], kept: list[tuple[float, Tensor]], clock: Callable[[], float]) -> Iterator[Tensor]:
     """The same chunks, each recorded with its time."""
     for piece in pieces:
         kept.append((clock(), piece))
@@ -429,7 +425,7 @@ class Speech:
 
 
 def show(thing: Any, picture: Image.Image | None = None) -> None:
-    """Show something in the notebook that this runs in, else its picture in a window, else print it."""
+    """Display an object in a notebook; elsewhere show its picture in a window, or print it."""
     try:
         notebook = get_ipython().display_formatter is not None  # type: ignore[name-defined]  # in a notebook only
     except (NameError, AttributeError):

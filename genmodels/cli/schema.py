@@ -10,14 +10,14 @@ import ast
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from genmodels.cli.signatures import ROOT, Key, Module, Target, target
 from genmodels.core.errors import InputError, nearest
 from genmodels.models.build import NETWORKS, TARGET
 
-#: Names that need no lookup, whatever they were imported from.
+#: Names with a fixed meaning, from whatever module they are imported.
 SCALARS = {"int": "an integer", "float": "a number", "str": "text", "bool": "true or false", "None": "null"}
 SEQUENCES = {"list", "tuple", "set", "frozenset", "Sequence", "Iterable", "Collection"}
 MAPPINGS = {"dict", "Mapping", "MutableMapping"}
@@ -98,7 +98,9 @@ def show(value: Any) -> str:
         >>> show(None), show(True), show("abc"), show([1, 2])
         ('null', 'true', 'abc', '[1, 2]')
     """
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def kinds(annotation: ast.expr | None, module: Module) -> tuple[Kind, ...]:
@@ -122,7 +124,8 @@ def _kinds(node: ast.expr | None, module: Module) -> list[Kind]:
             return _kinds(ast.parse(node.value, mode="eval").body, module)
         return [Scalar("None")] if node.value is None else [Anything()]
     if isinstance(node, ast.Subscript):
-        return _subscript(_last(node.value), _elements(node.slice), module)
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        return _subscript(_last(node.value), parts, module)
     if isinstance(node, ast.Name | ast.Attribute):
         return _name(_last(node), module)
     return [Anything()]
@@ -130,10 +133,6 @@ def _kinds(node: ast.expr | None, module: Module) -> list[Kind]:
 
 def _last(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
-def _elements(node: ast.expr) -> list[ast.expr]:
-    return list(node.elts) if isinstance(node, ast.Tuple) else [node]
 
 
 def _subscript(name: str, parts: list[ast.expr], module: Module) -> list[Kind]:
@@ -170,7 +169,7 @@ def _name(name: str, module: Module) -> list[Kind]:
         return []
     place, node = found
     if isinstance(node, ast.ClassDef):
-        # A class of torch cannot be written in YAML: it is no alternative at all.
+        # A class of another package, such as torch, cannot be written in YAML: it is no alternative.
         own = place.name.split(".")[0] in ("genmodels", module.name.split(".")[0])
         return [Node(f"{place.name}.{node.name}")] if own else []
     return _kinds(node, place) if isinstance(node, ast.expr) else [Anything()]
@@ -179,7 +178,7 @@ def _name(name: str, module: Module) -> list[Kind]:
 def accept(value: Any, kind: Kind) -> tuple[bool, Any]:
     """Whether a plain value (no mapping) is of a kind, and the value converted to it.
 
-    Numbers follow what people type: 1e4 is an integer where an integer is asked, 3 is text where text is asked.
+    1e4 is an integer where an integer is expected, 3 is text where text is expected.
 
     Example:
         >>> accept(1e4, Scalar("int")), accept("abc", Scalar("int")), accept(7, Scalar("str"))
@@ -190,17 +189,13 @@ def accept(value: Any, kind: Kind) -> tuple[bool, Any]:
     if isinstance(kind, Choice):
         return any(value == v and type(value) is type(v) for v in kind.values), value
     if isinstance(kind, Several):
-        return _accept_list(value, kind)
+        if not isinstance(value, list) or kind.length not in (None, len(value)):
+            return False, value
+        results = [fit(item, kind.items) for item in value]
+        return all(ok for ok, _ in results), [converted for _, converted in results]
     if isinstance(kind, Scalar):
         return _accept_scalar(value, kind.name)
     return False, value
-
-
-def _accept_list(value: Any, kind: Several) -> tuple[bool, Any]:
-    if not isinstance(value, list) or kind.length not in (None, len(value)):
-        return False, value
-    results = [fit(item, kind.items) for item in value]
-    return all(ok for ok, _ in results), [v for _, v in results]
 
 
 def _accept_scalar(value: Any, name: str) -> tuple[bool, Any]:
@@ -216,9 +211,8 @@ def _accept_scalar(value: Any, name: str) -> tuple[bool, Any]:
         return ok, int(value) if whole else value
     if name == "float":
         return isinstance(value, int | float), value
-    if name == "str":
-        number = isinstance(value, int)
-        return isinstance(value, str) or number, str(value) if number else value
+    if name == "str" and isinstance(value, int | str):
+        return True, str(value)
     return False, value
 
 
@@ -227,15 +221,12 @@ def usable(value: float) -> bool:
     return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
 
 
-def _exact_first(value: Any, alternatives: tuple) -> list[Kind]:
-    """The alternatives, those of the value's own type before those that would convert it."""
-    own = type(value).__name__
-    return sorted(alternatives, key=lambda kind: not (isinstance(kind, Choice) or getattr(kind, "name", "") == own))
-
-
 def fit(value: Any, alternatives: tuple) -> tuple[bool, Any]:
-    """`accept` over all alternatives."""
-    for kind in _exact_first(value, alternatives):
+    """`accept` for the first alternative that holds; those of the value's type come before those that convert it."""
+    def converts(kind: Kind) -> bool:
+        return not (isinstance(kind, Choice) or getattr(kind, "name", "") == type(value).__name__)
+
+    for kind in sorted(alternatives, key=converts):
         ok, converted = accept(value, kind)
         if ok:
             return True, converted
@@ -252,7 +243,7 @@ class Schema:
 
     Arguments:
         run: dotted name of the command's function.
-        where: says of a dotted key where it was set ("on the command line", "in configs/model/ddpm.yaml").
+        where: maps a dotted key to the place where it was set ("on the command line", "in configs/model/ddpm.yaml").
         trust: packages besides genmodels whose classes may be named.
     """
 
@@ -285,27 +276,20 @@ class Schema:
         yield from self._walk(config, [self.top], "")
 
     def _walk(self, config: dict, takers: list[Target], path: str) -> Iterator[tuple[str, Target, Key]]:
-        for taker in takers:
-            for key in taker.keys.values():
-                yield _join(path, key.name), taker, key
-        for taker in takers:
-            for key in taker.keys.values():
-                value = config.get(key.name)
-                inner = self._takers(value if isinstance(value, dict) else {}, kinds(key.annotation, key.module))
-                yield from self._walk(value if isinstance(value, dict) else {}, inner, _join(path, key.name))
-
-    def _takers(self, value: dict, alternatives: tuple[Kind, ...]) -> list[Target]:
-        """The classes that a mapping may configure: the one it names, else those of the annotation."""
-        names = [value[TARGET]] if TARGET in value else [k.dotted for k in alternatives if isinstance(k, Node)]
-        return [found for name in names if (found := target(str(name)))]
+        found = [(_join(path, key.name), taker, key) for taker in takers for key in taker.keys.values()]
+        yield from found
+        for place, _, key in found:
+            value = config.get(key.name)
+            value = value if isinstance(value, dict) else {}
+            yield from self._walk(value, self._takers(value, kinds_of(key)), place)
 
     def complete(self, config: dict, built: Iterable[type] = ()) -> dict:
         """The configuration completed with all defaults, so that it keeps its meaning when they change.
 
         Arguments:
             config: what was given, checked; top-level keys that it lacks stay away.
-            built: the classes that were made of it; they tell which of several a group of options was for, where
-                its keys do not. A group that neither tells is left as it was given.
+            built: the classes that were built from it; they decide between several classes that a group of options
+                fits. A group that remains ambiguous is left as it was given.
 
         Example:
             >>> Schema("genmodels.cli.train.run").complete({"checkpoint": {"keep_best": False}})
@@ -313,7 +297,7 @@ class Schema:
         """
         names = {f"{one.__module__}.{one.__qualname__}" for one in built}
         keys = {name: key for name, key in self.top.keys.items() if name in config}
-        return self._completed(config, Target(self.top.name, self.top.file, self.top.summary, keys), names)
+        return self._completed(config, replace(self.top, keys=keys), names)
 
     def _completed(self, config: dict, taker: Target, built: set[str]) -> dict:
         whole = dict(config)
@@ -323,13 +307,10 @@ class Schema:
                     whole[key.name] = key.default_value()
                 except ValueError:  # no plain value: it can only change with the class itself
                     continue
-            alternatives = kinds(key.annotation, key.module)
             value = whole[key.name]
-            if value is None and any(isinstance(kind, Table) for kind in alternatives):
+            if value is None and any(isinstance(kind, Table) for kind in kinds_of(key)):
                 value = {}  # options of a class, none of them given
-            if not isinstance(value, dict):
-                continue
-            inner = self._meant(value, alternatives, built)
+            inner = self._only_taker(value, kinds_of(key), built)
             if inner is not None:
                 whole[key.name] = self._completed(value, inner, built)
         return whole
@@ -343,16 +324,23 @@ class Schema:
             with suppress(ValueError):
                 yield _join(path, key.name), key.default_value()
             value = config.get(key.name)
-            inner = self._meant(value, kinds(key.annotation, key.module), set()) if isinstance(value, dict) else None
+            inner = self._only_taker(value, kinds_of(key), set())
             if inner is not None:
                 yield from self._defaults(value, inner, _join(path, key.name))
 
-    def _meant(self, value: dict, alternatives: tuple[Kind, ...], built: set[str]) -> Target | None:
-        """The one class whose options these are, or None if there are several."""
-        names = [str(value[TARGET])] if TARGET in value else [k.dotted for k in alternatives if isinstance(k, Node)]
-        if len(names) > 1:
-            names = [name for name in names if name in built] or names
-        fitting = [found for name in names if (found := target(name)) and value.keys() <= {TARGET, *found.keys}]
+    def _takers(self, value: dict, alternatives: tuple[Kind, ...]) -> list[Target]:
+        """The classes that a mapping may configure: the one it names, else those of the annotation."""
+        names = [str(value[TARGET])] if TARGET in value else _classes(alternatives)
+        return [found for name in names if (found := target(name))]
+
+    def _only_taker(self, value: Any, alternatives: tuple[Kind, ...], built: set[str]) -> Target | None:
+        """The class whose options `value` holds; None if it is no mapping, or may be for several classes."""
+        if not isinstance(value, dict):
+            return None
+        if TARGET not in value:
+            nodes = [kind for kind in alternatives if isinstance(kind, Node)]
+            alternatives = tuple(kind for kind in nodes if kind.dotted in built) or tuple(nodes)
+        fitting = [found for found in self._takers(value, alternatives) if value.keys() <= {TARGET, *found.keys}]
         return fitting[0] if len(fitting) == 1 else None
 
     def _keys(self, config: dict, takers: list[Target], path: str) -> dict:
@@ -363,7 +351,7 @@ class Schema:
             if name == TARGET:
                 checked[name] = value
             elif keys and value != MISSING:
-                alternatives = tuple(dict.fromkeys(kind for key in keys for kind in kinds(key.annotation, key.module)))
+                alternatives = tuple(dict.fromkeys(kind for key in keys for kind in kinds_of(key)))
                 checked[name] = self._value(value, alternatives, full)
             elif not keys:
                 raise InputError(self._unknown(full, takers))
@@ -373,7 +361,7 @@ class Schema:
         return checked
 
     def _value(self, value: Any, alternatives: tuple[Kind, ...], path: str) -> Any:
-        if isinstance(value, str) and NETWORKS.get(value) in [k.dotted for k in alternatives if isinstance(k, Node)]:
+        if isinstance(value, str) and NETWORKS.get(value) in _classes(alternatives):
             value = {TARGET: NETWORKS[value]}
         if isinstance(value, dict):
             return self._mapping(value, alternatives, path)
@@ -413,15 +401,14 @@ class Schema:
         near = nearest(name, [key for taker in takers for key in taker.keys], cutoff=0.6)
         hint = f" did you mean {near!r}?" if near else ""
         elsewhere = known.get(name) or (None if near else known.get(nearest(name, list(known), cutoff=0.7)))
-        if elsewhere is not None:  # a key of another part; which classes have it depends on what is chosen
+        if elsewhere is not None:  # a key of another part of the configuration, as it is chosen
             near, taker = elsewhere
             hint = f" did you mean {near!r}? ({taker.name} has it)"
-        meant = [taker for taker in takers if near in taker.keys] or takers
-        return f"unknown key {path!r} ({self.where(path)}):{hint} {'; '.join(map(_takes, meant))}"
+        shown = [taker for taker in takers if near in taker.keys] or takers
+        return f"unknown key {path!r} ({self.where(path)}):{hint} {'; '.join(map(_takes, shown))}"
 
     def _wrong(self, value: Any, alternatives: tuple[Kind, ...], path: str) -> str:
-        # "an integer or null" reads better than "null or an integer", whatever the annotation's order; and next to a
-        # class, `dict` in an annotation only says in which form its keys arrive.
+        # null comes last, whatever the annotation's order; `dict` next to a class is only the form of its keys.
         named = any(isinstance(kind, Node) for kind in alternatives)
         shown_kinds = [kind for kind in alternatives if not (named and isinstance(kind, Table))]
         expected = " or ".join(dict.fromkeys(str(k) for k in sorted(shown_kinds, key=lambda k: str(k) == "null")))
@@ -431,6 +418,15 @@ class Schema:
         if any(isinstance(v, int | float) and not usable(v) for v in (value if isinstance(value, list) else [value])):
             hint = ": numbers are finite, and integers have at most 64 bits"
         return f"{path} must be {expected}, got {show(value)!r} ({self.where(path)}){hint}"
+
+
+def kinds_of(key: Key) -> tuple[Kind, ...]:
+    """The alternatives of a setting."""
+    return kinds(key.annotation, key.module)
+
+
+def _classes(alternatives: tuple[Kind, ...]) -> list[str]:
+    return [kind.dotted for kind in alternatives if isinstance(kind, Node)]
 
 
 def _join(path: str, name: Any) -> str:

@@ -56,7 +56,7 @@ class OptunaSweeper(Sweeper):
         self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> None:
-        """Choose points, launch them, tell Optuna what they gave, until there are `n_trials`."""
+        """Choose points, launch them and report their values to Optuna, until there are `n_trials`."""
         words = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
         given = {o.get_key_element(): o for o in OverridesParser.create(self.loader).parse_overrides(words)}
         fixed = [f"{key}={o.get_value_element_as_str()}" for key, o in given.items() if not o.is_sweep_override()]
@@ -73,7 +73,7 @@ class OptunaSweeper(Sweeper):
             points = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
             return self.launcher.launch(points, initial_job_idx=number)
 
-        launch(complete, 0)  # they have their results, and belong into the summary
+        launch(complete, 0)  # not run again, but listed in the summary
         done = len(complete)
         while done < self.n_trials:
             trials = [study.ask(space) for _ in range(min(self.n_trials - done, self.n_jobs))]
@@ -82,7 +82,7 @@ class OptunaSweeper(Sweeper):
             done += len(trials)
 
     def _study(self, folder: Path) -> tuple[Study, list[FrozenTrial]]:
-        """The study of a folder, and its complete trials; what was left unfinished comes first."""
+        """The study of a folder, and its complete trials; unfinished ones are queued first."""
         try:
             import optuna
             from optuna.storages import JournalStorage
@@ -95,7 +95,7 @@ class OptunaSweeper(Sweeper):
         study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True)
         before = study.get_trials()
         seed = self.sampler.get("seed")
-        # Begun again, the sampler's random numbers would repeat the first points.
+        # With the same seed, a resumed sampler would repeat the first points.
         study.sampler = instantiate(self.sampler, **({} if seed is None else {"seed": seed + len(before)}))
         complete = [trial for trial in before if trial.state == TrialState.COMPLETE]
         waiting = [trial.system_attrs["fixed_params"] for trial in before if trial.state == TrialState.WAITING]
@@ -110,14 +110,17 @@ class OptunaSweeper(Sweeper):
 
 
 def _tell(study: Study, number: int, found: Any) -> None:
-    """Tell a study the value of a point, or that it has none."""
+    """Report the value of a point to a study, or that it failed."""
     from optuna.trial import TrialState
 
     try:
         value = float(found)
     except (TypeError, ValueError):
         value = math.nan
-    study.tell(number, value) if math.isfinite(value) else study.tell(number, state=TrialState.FAIL)
+    if math.isfinite(value):
+        study.tell(number, value)
+    else:
+        study.tell(number, state=TrialState.FAIL)
 
 
 def _distribution(override: Override) -> BaseDistribution:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from genmodels.cli.schema import Schema
+from genmodels.core.errors import InputError
+from genmodels.data.shard_writer import write_shards
+from genmodels.models.build import build
+
 
 def run(*, data: dict, out: str, items: int = 5000, progress: bool = True, trust: list[str] | None = None) -> None:
     """Write a data set as tar shards in WebDataset's format, which data=shards reads.
@@ -15,13 +22,6 @@ def run(*, data: dict, out: str, items: int = 5000, progress: bool = True, trust
         progress: show a progress bar.
         trust: further packages whose classes the configuration may name.
     """
-    from pathlib import Path
-
-    from genmodels.cli.schema import Schema
-    from genmodels.core.errors import InputError
-    from genmodels.data.shard_writer import write_shards
-    from genmodels.models.build import build
-
     if items < 1:
         raise InputError(f"items must be at least 1, got {items}")
     if "://" in out:

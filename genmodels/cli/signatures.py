@@ -1,8 +1,7 @@
 """The settings of a class or function, read from its source text without importing it.
 
-The keyword-only arguments of a class are its configuration; their defaults, annotations and the lines of the
-docstring's `Arguments:` section are all that the command line knows of them. Importing a model to learn its argument
-names would cost seconds of torch before a misspelt key could be answered.
+The keyword-only arguments of a class are its configuration: names, defaults, annotations, and the lines of the
+docstring's `Arguments:` section. Importing a model instead would take seconds before a misspelt key is reported.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import ast
 import importlib.util
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from pathlib import Path
@@ -49,7 +49,7 @@ class Key:
 
     @property
     def type_text(self) -> str:
-        """The annotation as it stands in the source."""
+        """The annotation as written in the source."""
         return "" if self.annotation is None else ast.unparse(self.annotation)
 
 
@@ -76,10 +76,12 @@ class Module:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             self.names[node.name] = node
         elif isinstance(node, ast.ImportFrom):
-            source = _absolute(self, node)
-            self.names.update({a.asname or a.name: f"{source}.{a.name}" for a in node.names})
+            package = self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
+            with suppress(ImportError):  # beyond the top-level package, where nothing can be imported either
+                source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                self.names.update({a.asname or a.name: f"{source}.{a.name}" for a in node.names})
         elif isinstance(node, ast.Import):
-            self.names.update({a.asname or a.name.split(".")[0]: a.name for a in node.names if a.asname})
+            self.names.update({a.asname: a.name for a in node.names if a.asname})
         elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             self.names[node.targets[0].id] = node.value
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
@@ -112,18 +114,8 @@ def _statements(body: list[ast.stmt]):
             yield from _statements(node.body)
 
 
-def _absolute(module: Module, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = module.name.split(".")
-    if module.path.name != "__init__.py":
-        parts = parts[:-1]
-    parts = parts[: len(parts) - node.level + 1]
-    return ".".join([*parts, node.module] if node.module else parts)
-
-
 def _remembered(function: Callable[[str], T]) -> Callable[[str], T]:
-    """Remembers answers about this package; a user's module may appear or change while the process lives."""
+    """Caches answers about this package; a user's module may appear or change during the process."""
     known = cache(function)
 
     @wraps(function)
@@ -148,10 +140,8 @@ def load(name: str) -> Module | None:
             return Module(name, Path(spec.origin)) if not rest and spec.origin.endswith(".py") else None
         folder = Path(spec.origin).parent
     place = folder.joinpath(*rest)
-    for path in (place / "__init__.py", place.with_suffix(".py") if rest else place / "__init__.py"):
-        if path.is_file():
-            return Module(name, path)
-    return None
+    paths = [place / "__init__.py", *([place.with_suffix(".py")] if rest else [])]
+    return next((Module(name, path) for path in paths if path.is_file()), None)
 
 
 @_remembered
@@ -187,7 +177,7 @@ def target(dotted: str) -> Target | None:
 
 
 def _function_keys(module: Module, node: ast.FunctionDef, meanings: dict[str, str]) -> dict[str, Key]:
-    """Those of its keyword-only arguments, then the fields of the dataclass that annotates its `**options`."""
+    """Its keyword-only arguments, then the fields of the dataclass that annotates its `**options`."""
     further, kwarg = {}, node.args.kwarg
     named = kwarg is not None and isinstance(kwarg.annotation, ast.Name) and module.lookup(kwarg.annotation.id)
     if named and isinstance(named[1], ast.ClassDef):
@@ -201,7 +191,7 @@ def _function_keys(module: Module, node: ast.FunctionDef, meanings: dict[str, st
 
 
 def _class_keys(module: Module, node: ast.ClassDef) -> dict[str, Key]:
-    """Those of `__init__` or of keyword-only dataclass fields; of the bases where the class passes them on."""
+    """The arguments of `__init__` or keyword-only fields of a dataclass, with those of the bases if passed on."""
     for statement in node.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
             own = _function_keys(module, statement, _meanings(module, node))
@@ -243,7 +233,7 @@ def _field_keys(module: Module, node: ast.ClassDef) -> dict[str, Key]:
 
 
 def _is_internal(value: ast.expr | None) -> bool:
-    """Whether a field is `field(..., metadata={"configurable": False})`: a tensor or a function, or set otherwise."""
+    """Whether a field is `field(..., metadata={"configurable": False})`, no setting of a configuration."""
     return isinstance(value, ast.Call) and any(
         k.arg == "metadata" and "'configurable': False" in ast.unparse(k.value) for k in value.keywords)
 

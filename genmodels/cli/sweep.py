@@ -1,7 +1,7 @@
 """A sweep: every point checked before the first starts, then run by Hydra's sweepers and launchers.
 
-The points of `train` have their run folders inside the folder of the sweep; result.json in each says that it is
-finished, and with what. A resumed sweep, and a job that a cluster starts again, therefore repeat nothing.
+The points of `train` have their run folders inside the folder of the sweep; result.json in each holds the outcome of a
+finished point. A resumed sweep, and a job that a cluster starts again, therefore repeat nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from genmodels.cli.compose import PARTS, Composer, in_hydra
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError, RunError, explain
-from genmodels.core.files import new_folder, write_whole
+from genmodels.core.files import new_folder, write_text
 
 _LONGEST = 80  # characters of a point's folder name
 
@@ -50,9 +50,9 @@ class Point:
     """The task that Hydra calls for each point; a plain value, so that any launcher can pickle it.
 
     Arguments:
-        command: of which command.
+        command: the command that is swept.
         swept: the keys that distinguish the points.
-        folder: of the sweep.
+        folder: the folder of the sweep.
         program: the beginning of the command line that runs a single point.
     """
 
@@ -78,7 +78,7 @@ class Point:
                 outcome = import_module(f"genmodels.cli.{self.command}").run(**checked | own)
             if folder is not None:
                 record = {"config": _defining(checked), "outcome": asdict(outcome)}
-                write_whole(folder / "result.json", lambda file: json.dump(record, file, indent=1), mode="w")
+                write_text(folder / "result.json", json.dumps(record, indent=1))
             return outcome
         except Exception as error:
             known = explain(self.command, error)
@@ -100,7 +100,7 @@ class Point:
         return Path(self.folder) / folder_name(self.title(words))
 
     def finished(self, words: Sequence[str], config: dict) -> Any | None:
-        """What a point gave that was finished before, with the same model, data, trainer and seed; None otherwise."""
+        """The outcome of a point finished before with the same model, data, trainer and seed; None otherwise."""
         folder = self.place(words, config)
         try:
             record = {} if folder is None else json.loads((folder / "result.json").read_text(encoding="utf-8"))
@@ -114,12 +114,12 @@ class Point:
 
 
 def _defining(config: dict) -> dict:
-    """What defines a run, as JSON gives it back."""
+    """The settings that define a run, as they are after a round trip through JSON."""
     return json.loads(json.dumps({part: config.get(part) for part in PARTS}, default=str))
 
 
 def folder_name(title: str) -> str:
-    """A name for the folder of a point, which neither a shell nor Hydra takes for anything else.
+    """A name for the folder of a point, without characters that are special to a shell or to Hydra.
 
     Example:
         >>> folder_name("seed=0 model.net.channels=8"), folder_name("data.root=/a,b")
@@ -132,13 +132,12 @@ def folder_name(title: str) -> str:
 
 @contextmanager
 def _alone(command_line: list[str]) -> Iterator[None]:
-    """The process as it would be had the point been started by itself.
+    """Command line and environment as if the point had been started alone, restored afterwards.
 
     Lightning starts further processes by repeating this one's command line; in a sweep it must repeat the point, not
-    the sweep or the worker of a launcher, and must not take Hydra's record of the sweep for that of a single job. What
-    it leaves in the environment (LOCAL_RANK, MASTER_PORT, ...) would make the next point believe that it is one of
-    those processes, and the process group that it leaves open would have the next point talk to processes that are
-    gone.
+    the sweep or the worker of a launcher, and must not take Hydra's record of the sweep for that of a single job. The
+    variables that it leaves (LOCAL_RANK, MASTER_PORT, ...) and its open process group would otherwise make the next
+    point one of those processes.
     """
     main = sys.modules["__main__"]
     argv, record, environment, spec = sys.argv, HydraConfig.instance().cfg, dict(os.environ), main.__spec__
@@ -155,14 +154,14 @@ def _alone(command_line: list[str]) -> Iterator[None]:
 
 
 class Launches:
-    """A launcher between sweeper and launcher: passes on the points to run, and keeps what all of them gave.
+    """A launcher between sweeper and launcher: passes on the points to run, and keeps the results of all.
 
     A finished point is not started, equal points are started once, and a point whose process is killed has failed
     without ending the others.
 
     Arguments:
         launcher: Hydra's.
-        composer: checks the points of a sweeper that chooses them as it goes.
+        composer: checks the points of a sweeper that chooses them one after the other.
         point: the task.
     """
 
@@ -192,7 +191,7 @@ class Launches:
         try:
             with _every_job_awaited():
                 return [job.return_value for job in self.launcher.launch(points, initial_job_idx=number)]
-        except BrokenProcessPool:  # joblib ends all its workers when one is killed: which one is seen one by one
+        except BrokenProcessPool:  # joblib ends all its workers when one is killed: repeated one by one to find it
             if len(points) == 1:
                 return [Failure("its process was killed (often out of memory)")]
             return [found for i, point in enumerate(points) for found in self._run([point], number + i)]
@@ -207,7 +206,7 @@ def _job(found: Any, words: Sequence[str] = ()) -> JobReturn:
 
 @contextmanager
 def _every_job_awaited() -> Iterator[None]:
-    """Jobs of submitit without a result have failed, where it would raise at the first and forget the others."""
+    """Count jobs of submitit without a result as failed; by itself it raises at the first and drops the others."""
     try:
         from submitit import Job
     except ImportError:
@@ -218,7 +217,7 @@ def _every_job_awaited() -> Iterator[None]:
     def patient(job) -> list:
         try:
             return results(job)
-        except Exception:  # out of time, killed, or not to be unpickled: submitit's own kinds say no more
+        except Exception:  # out of time, killed, or not to be unpickled; submitit has no common class for these
             return [_job(Failure(f"job {job.job_id} ended without a result: see {job.paths.stderr}"))]
 
     Job.results = patient
@@ -229,7 +228,7 @@ def _every_job_awaited() -> Iterator[None]:
 
 
 def table_of(points: list[tuple[str, object]]) -> list[str]:
-    """The figures that the points of a sweep gave, one line each; nothing where none gave any.
+    """A table of the metrics of a sweep, one line per point; empty if no point has any.
 
     Example:
         >>> from genmodels.training.run import Outcome
@@ -256,7 +255,7 @@ def table_of(points: list[tuple[str, object]]) -> list[str]:
 
 
 def sweep(composer: Composer, overrides: list[str]) -> int:
-    """Run every point, whatever becomes of the others, and print their figures in a table; 1 if any failed.
+    """Run every point, also after others have failed, and print their metrics in a table; 1 if any failed.
 
     Raises:
         InputError: when a point is wrong, before any has started, or there is nothing to resume.
@@ -312,7 +311,7 @@ def _report(launches: Launches, folder: Path | None, chosen: bool) -> int:
         lines.append(f"best:     {title(min(done, key=lambda job: float(job.return_value)).overrides)}")
     print(*lines, sep="\n", flush=True)
     if folder is not None:
-        write_whole(folder / "summary.txt", lambda file: file.write("\n".join(lines[1:]) + "\n"), mode="w")
+        write_text(folder / "summary.txt", "\n".join(lines[1:]) + "\n")
         again = f"; failed and missing points: the same command with resume={folder}" if failed else ""
         print(f"summary:  {folder / 'summary.txt'}{again}", flush=True)
     return 1 if failed else 0
@@ -333,12 +332,12 @@ def _folder(settings: DictConfig, parsed: list[Override]) -> Path:
 
 
 def _resumed(composer: Composer, parsed: list[Override]) -> tuple[list[Override], Path | None]:
-    """The overrides without `resume`, and the folder of the sweep to go on with if there is one.
+    """The overrides without `resume`, and the folder of the sweep that is resumed if there is one.
 
     A checkpoint to resume is that of a point, and stays with its overrides.
 
     Raises:
-        InputError: when there is no sweep to go on with.
+        InputError: when there is no sweep to resume.
     """
     given = next((o for o in parsed if o.key_or_group == "resume" and not o.is_sweep_override()), None)
     value = None if given is None else given.value()
@@ -366,7 +365,7 @@ def _resumed(composer: Composer, parsed: list[Override]) -> tuple[list[Override]
 
 
 def _identity(parsed: list[Override]) -> tuple[list[str], list[str]]:
-    """What a sweep has in common with the one that it resumes: its fixed settings, and the keys that it varies."""
+    """The fixed settings of a sweep and the keys that it varies, which a resumed sweep shares."""
     task = [o for o in parsed if not o.is_hydra_override()]
     fixed = sorted(o.input_line for o in task if not o.is_sweep_override())
     return fixed, sorted(o.key_or_group for o in task if o.is_sweep_override())

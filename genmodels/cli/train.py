@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import errno
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from genmodels.training.callbacks import CheckpointOptions
-    from genmodels.training.loggers import LoggerOptions
-    from genmodels.training.run import Outcome
-    from genmodels.training.trainer import TrainerOptions
+import torch
+import yaml
 
+from genmodels.cli.compose import how_to_resume
+from genmodels.cli.schema import TARGET, Schema
+from genmodels.core.errors import InputError, RunError, explain
+from genmodels.core.files import write_text
+from genmodels.core.random import seed_of
+from genmodels.data.base import DataModule
+from genmodels.models.base import GenerativeModel
+from genmodels.models.build import build, construct
+from genmodels.models.checkpoint import join_parts, read_resumable, restoring
+from genmodels.training import run as parts
+from genmodels.training.callbacks import (
+    Checkpointing,
+    CheckpointOptions,
+    FiniteMetrics,
+    NoBetter,
+    SampleGrid,
+    metric_of,
+)
+from genmodels.training.dashboards import LearnedDensity, LossProfile, NoiseLevels, Throughput
+from genmodels.training.loggers import LoggerOptions, close, log_config
+from genmodels.training.processes import agreed, fitted, is_first, watched
+from genmodels.training.run import Outcome
+from genmodels.training.trainer import (
+    TrainerOptions,
+    check_same,
+    find_learning_rate,
+    initial_batch,
+    training_stream,
+)
 
 _OPEN = (None, "auto")  # values of options that a model decides
 
@@ -41,144 +73,65 @@ def run(
         run_dir: the run folder; default runs/<model>-<data>/<time>.
         trust: further packages whose classes the configuration may name.
     """
-    import errno
-    import json
-    import logging
-    import time
-    from pathlib import Path
-
-    from genmodels.cli.schema import TARGET, Schema
-    from genmodels.core.errors import InputError, RunError, explain
-    from genmodels.models.build import build, construct
-    from genmodels.models.checkpoint import join_parts, read_resumable, restoring
-    from genmodels.training import run as parts
-    from genmodels.training.callbacks import (
-        Checkpointing,
-        CheckpointOptions,
-        FiniteMetrics,
-        NoBetter,
-        SampleGrid,
-        metric_of,
-    )
-    from genmodels.training.dashboards import LearnedDensity, LossProfile, NoiseLevels, Throughput
-    from genmodels.training.loggers import LoggerOptions, close, log_config
-    from genmodels.training.processes import agreed, fitted, is_first, watched
-    from genmodels.training.trainer import (
-        TrainerOptions,
-        check_same,
-        find_learning_rate,
-        initial_batch,
-        training_stream,
-    )
-
-    config = {"model": model, "data": data, "trainer": trainer or {}, "logger": logger or {}}
-    config |= {"checkpoint": checkpoint or {}, "seed": seed, "trust": trust or []}
+    trust = trust or []
     options = fitted(construct(TrainerOptions, **(trainer or {})), trainer or {})
-    logging_options = construct(LoggerOptions, **(logger or {}))
-    logging_options.check()
+    loggers = construct(LoggerOptions, **(logger or {}))
+    loggers.check()
     checkpoints = construct(CheckpointOptions, **(checkpoint or {}))
-
-    import torch
-
-    from genmodels.core.random import seed_of
-
-    datamodule = build(data, trust=trust or [])
-    if isinstance(options.devices, int) and options.devices > 0:
-        processes = options.devices * options.num_nodes
-        if datamodule.batch_size % processes:
-            raise InputError(f"data.batch_size={datamodule.batch_size} must be a multiple of the {processes} processes")
-    datamodule.order_seed = seed
-    datamodule.prepare_data()
-    datamodule.setup("fit")
+    datamodule = _data(data, options, seed, trust)
     torch.manual_seed(seed_of(seed, "weights"))
-    network = build(model, datamodule.spec, trust=trust or [])
-    whole = Schema("genmodels.cli.train.run", trust=trust or []).complete
-    built = {type(part) for part in (*network.modules(), *vars(network).values())}
-    config = whole(config, built)
-    config["trainer"] |= {"devices": options.devices, "num_nodes": options.num_nodes}
-    decided = {key: value for key, value in network.decided.items() if config["model"].get(key) in _OPEN}
-    config["model"] |= decided
-    network.seed, network.run_config = seed, config
-    network.hparams.update({key: value for key, value in config["model"].items() if key != TARGET})
-
-    name = f"{network.family}-{datamodule.spec.name}"
-    root = Path("runs")
-    header: dict = {}
-    changed: list[str] = []
+    network = build(model, datamodule.spec, trust=trust)
+    given = {"model": model, "data": data, "trainer": trainer or {}, "logger": logger or {},
+             "checkpoint": checkpoint or {}, "seed": seed, "trust": trust}
+    complete = _completion(network, trust)
+    config = complete(given)
+    decided = _configure(network, config, options)
     steps = options.steps(len(datamodule.train_dataloader()))
-    held = None
-
-    def rated(rate: float) -> None:
-        config["model"]["optimizer"]["lr"] = network.optimizer_options.lr = rate
-
-    def claimed() -> str:
-        nonlocal held
-        place = parts.place_of(root, name, run_dir, resume)
-        held = parts.claim(place.folder)
-        if place.checkpoint is not None:
-            join_parts(place.checkpoint)
-        return json.dumps([str(place.folder), place.checkpoint and str(place.checkpoint)])
-
-    folder, path = (where and Path(where) for where in json.loads(agreed(claimed, options.num_nodes)))
-    if path is not None:
-        header = read_resumable(path, mmap=True)["genmodels"]
-        if options.lr_find:
-            rated(whole(header["config"], built)["model"]["optimizer"]["lr"])
-        try:
-            then = whole(header["config"], built)
-            then["model"] |= {key: value for key, value in decided.items() if then["model"].get(key) in _OPEN}
-            changed = check_same(header | {"config": then}, config, path)
-        except InputError as error:
-            from genmodels.cli.compose import how_to_resume
-
-            raise InputError(f"{error}: {how_to_resume(header['config'], path, config)}") from None
-        if steps < header["step"]:
-            raise InputError(f"the run in {path.parent} has made {header['step']} steps, for {steps} there is nothing "
-                             "left to do: give a larger trainer.max_steps (or max_epochs) to go on")
-    log, loggers, start = parts.Log(folder / "log.txt"), [], None
-    checkpointing = Checkpointing(folder, checkpoints)
-    try:
-        done = header.get("step", 0)
-        count = sum(p.numel() for p in network.core.parameters())
-        drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
-        drawn = drawn if options.sample_every_n_steps else []
-        early = [NoBetter(options.early_stopping)] if options.early_stopping else []
+    folder, path, lock = _claimed(f"{network.family}-{datamodule.spec.name}", run_dir, resume, options.num_nodes)
+    header, changed = ({}, []) if path is None else _resumed(path, network, complete, decided, options, steps)
+    log, checkpointing = parts.Log(folder / "log.txt"), Checkpointing(folder, checkpoints)
+    with ExitStack() as ended, _failures(folder, checkpointing):
+        if path is None and is_first():
+            ended.callback(parts.discard_unused, folder)
+        if lock is not None:
+            ended.callback(lock.close)
+        ended.callback(log.close)
         speed = Throughput(options.sample_every_n_steps)
-        callbacks = [speed, *early, FiniteMetrics(), LossProfile(), *drawn, checkpointing]
-        lightning = options.build(steps, callbacks, str(folder))
+        lightning = options.build(steps, [speed, *_callbacks(folder, options), checkpointing], str(folder))
+        done = header.get("step", 0)
         parts.say(
-            f"{network.family} with {amount(count)} parameters on {datamodule.spec.name} "
-            f"{datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in {folder}"
-            + (f", resumed at step {done}" if path else ""),
+            f"{network.family} with {amount(sum(p.numel() for p in network.core.parameters()))} parameters on "
+            f"{datamodule.spec.name} {datamodule.spec.event_shape}: {steps} steps of {datamodule.batch_size}, in "
+            f"{folder}" + (f", resumed at step {done}" if path else ""),
             *(f"note: {line}" for line in [*changed, *datamodule.notes()]),
         )
-        before = steps
-        if lightning.strategy.root_device.type == "cpu":
+        device = lightning.strategy.root_device.type
+        if device == "cpu":
             parts.keep_freed_memory()
-        if path is None and options.lr_find:
-            with torch.random.fork_rng():
-                rated(find_learning_rate(options, build(model, datamodule.spec, trust=trust or []), datamodule))
-            parts.say(f"note: model.optimizer.lr={network.optimizer_options.lr:g} by the learning-rate finder")
         if path is None:
+            if options.lr_find:
+                with torch.random.fork_rng():
+                    trial = build(model, datamodule.spec, trust=trust)
+                    _set_learning_rate(network, find_learning_rate(options, trial, datamodule))
+                parts.say(f"note: model.optimizer.lr={network.optimizer_options.lr:g} by the learning-rate finder")
             network.initialize(initial_batch(datamodule))
-        else:
-            then = construct(TrainerOptions, **header["config"].get("trainer") or {})
-            before = then.steps(len(datamodule.train_dataloader()))
         if is_first():
-            parts.write_config(folder, config)
-        lightning.loggers = loggers = logging_options.build(folder, network.family, datamodule.spec.name, done)
+            write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        lightning.loggers = loggers.build(folder, network.family, datamodule.spec.name, done)
+        for each in lightning.loggers:
+            ended.callback(close, each)
         if options.compile:
             parts.compile_network(network)
-        log_config(loggers, config | parts.described(network, datamodule))
-        if before != steps:
-            parts.say(f"note: the run now has {steps} steps instead of {before}; from here on the learning rate "
-                      "follows the new length")
-        if options.compile and not network.compiled_parts():
-            parts.say(f"note: trainer.compile has no effect on {network.family}, which needs second derivatives")
+        log_config(lightning.loggers, config | parts.described(network, datamodule))
+        for line in _notes(network, datamodule, options, header, steps):
+            parts.say(f"note: {line}")
         logging.getLogger("genmodels").info("started with %s", config)
-        for line in parts.attention_paths(network.core, lightning.strategy.root_device.type):
+        for line in parts.attention_paths(network.core, device):
             logging.getLogger("genmodels").info("attention %s", line)
         start = time.monotonic()
+        if lock is not None:
+            ended.callback(lambda: checkpointing.saved_step is not None
+                           and parts.add_training_time(folder, time.monotonic() - start))
         with (restoring(path, lambda: checkpointing.saved_step is not None),
               watched(lambda: getattr(lightning.strategy.launcher, "procs", []))):
             lightning.fit(
@@ -193,12 +146,123 @@ def run(
                       "validations in a row without a better metric")
         elif lightning.global_step < steps:
             raise RunError(f"stopped at step {lightning.global_step} of {steps}")
-        validated = options.validate_every_n_steps and steps % min(options.validate_every_n_steps, steps) == 0
-        validated = validated or lightning.should_stop
+        every = options.validate_every_n_steps
+        validated = lightning.should_stop or (every and steps % min(every, steps) == 0)
         if not validated or not network.figures or done == steps:  # figures of a checkpoint lack their errors
             lightning.validate(network, datamodule.val_dataloader(), verbose=False)
         parts.conclude(network, folder, time.monotonic() - start, speed.line(lightning))
-        return parts.Outcome(parts.figures_of(network), metric_of(network), lightning.global_step, str(folder))
+        return Outcome(parts.figures_of(network), metric_of(network), lightning.global_step, str(folder))
+
+
+def _data(node: dict, options: TrainerOptions, seed: int, trust: list[str]) -> DataModule:
+    datamodule = build(node, trust=trust)
+    if isinstance(options.devices, int) and options.devices > 0:
+        processes = options.devices * options.num_nodes
+        if datamodule.batch_size % processes:
+            raise InputError(f"data.batch_size={datamodule.batch_size} must be a multiple of the {processes} processes")
+    datamodule.order_seed = seed
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    return datamodule
+
+
+def _completion(network: GenerativeModel, trust: list[str]) -> Callable[[dict], dict]:
+    """A function that completes a configuration of this class of models with all defaults."""
+    built = {type(part) for part in (*network.modules(), *vars(network).values())}
+    schema = Schema("genmodels.cli.train.run", trust=trust)
+    return lambda config: schema.complete(config, built)
+
+
+def _configure(network: GenerativeModel, config: dict, options: TrainerOptions) -> dict:
+    """Store a configuration in its network, with the numbers of processes and the options that the model has decided.
+
+    Returns these options.
+    """
+    decided = {key: value for key, value in network.decided.items() if config["model"].get(key) in _OPEN}
+    config["trainer"] |= {"devices": options.devices, "num_nodes": options.num_nodes}
+    config["model"] |= decided
+    network.seed, network.run_config = config["seed"], config
+    network.hparams.update({key: value for key, value in config["model"].items() if key != TARGET})
+    return decided
+
+
+def _set_learning_rate(network: GenerativeModel, rate: float) -> None:
+    network.run_config["model"]["optimizer"]["lr"] = network.optimizer_options.lr = rate
+
+
+def _claimed(name: str, run_dir: str | None, resume: str | None, num_nodes: int) -> tuple:
+    """The run folder, the checkpoint that is resumed or None, and in the first process the lock of the folder."""
+    lock = None
+
+    def claim() -> str:
+        nonlocal lock
+        place = parts.place_of(Path("runs"), name, run_dir, resume)
+        lock = parts.claim(place.folder)
+        if place.checkpoint is not None:
+            join_parts(place.checkpoint)
+        return json.dumps([str(place.folder), place.checkpoint and str(place.checkpoint)])
+
+    folder, path = (where and Path(where) for where in json.loads(agreed(claim, num_nodes)))
+    return folder, path, lock
+
+
+def _resumed(
+    path: Path, network: GenerativeModel, complete: Callable[[dict], dict], decided: dict, options: TrainerOptions,
+    steps: int,
+) -> tuple[dict, list[str]]:  # fmt: skip
+    """The header of the checkpoint that is resumed, and messages about settings that have changed.
+
+    Raises:
+        InputError: for a setting that may not change, or a run that has made all its steps.
+    """
+    header = read_resumable(path, mmap=True)["genmodels"]
+    try:
+        then = complete(header["config"])
+        if options.lr_find:
+            _set_learning_rate(network, then["model"]["optimizer"]["lr"])
+        then["model"] |= {key: value for key, value in decided.items() if then["model"].get(key) in _OPEN}
+        changed = check_same(header | {"config": then}, network.run_config, path)
+    except InputError as error:
+        how = how_to_resume(header["config"], path, network.run_config)
+        raise InputError(f"{error}: {how}") from None
+    if steps < header["step"]:
+        raise InputError(f"the run in {path.parent} has made {header['step']} steps, for {steps} there is nothing "
+                         "left to do: give a larger trainer.max_steps (or max_epochs) to go on")
+    return header, changed
+
+
+def _callbacks(folder: Path, options: TrainerOptions) -> list:
+    """All callbacks but `Throughput`, which comes first, and `Checkpointing`, which comes last."""
+    early = [NoBetter(options.early_stopping)] if options.early_stopping else []
+    drawn = [SampleGrid(folder, options.sample_every_n_steps), NoiseLevels(folder), LearnedDensity(folder)]
+    return [*early, FiniteMetrics(), LossProfile(), *(drawn if options.sample_every_n_steps else [])]
+
+
+def _notes(
+    network: GenerativeModel, datamodule: DataModule, options: TrainerOptions, header: dict, steps: int
+) -> list[str]:
+    """Notes for the user before training; `header` is empty unless the run is resumed."""
+    lines = []
+    if header:
+        then = construct(TrainerOptions, **header["config"].get("trainer") or {})
+        before = then.steps(len(datamodule.train_dataloader()))
+        if before != steps:
+            lines.append(f"the run now has {steps} steps instead of {before}; from here on the learning rate follows "
+                         "the new length")
+    if options.compile and not network.compiled_parts():
+        lines.append(f"trainer.compile has no effect on {network.family}, which needs second derivatives")
+    return lines
+
+
+@contextmanager
+def _failures(folder: Path, checkpointing: Checkpointing) -> Iterator[None]:
+    """Log the error that ends a run.
+
+    Raises:
+        RunError: for a full disk, with the step that is saved.
+    """
+    try:
+        yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -208,16 +272,6 @@ def run(
         known = explain("train", error)
         logging.getLogger("genmodels").error("%s", known[0] if known else repr(error))
         raise
-    finally:
-        for each in loggers:
-            close(each)
-        log.close()
-        if held is not None and start is not None and checkpointing.saved_step is not None:
-            parts.add_training_time(folder, time.monotonic() - start)
-        if held is not None:
-            held.close()
-        if path is None and is_first():
-            parts.discard_unused(folder)
 
 
 def amount(count: int) -> str:

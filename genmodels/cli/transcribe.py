@@ -1,43 +1,32 @@
-"""`genmodels transcribe`: what is said in recordings, by a trained recogniser."""
+"""`genmodels transcribe`: the texts of recordings, by a trained recogniser."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
-from genmodels.core.errors import InputError
-
-if TYPE_CHECKING:
-    from genmodels.core.data import Batch
-    from genmodels.models.base import GenerativeModel
-
-
-def with_files(words: list[str]) -> list[str]:
-    """The words of the command line with the files among them, which have no key, as one setting.
-
-    Example:
-        >>> print(*with_files(["ckpt=best.ckpt", "a.wav", "it's.wav"]))
-        ckpt=best.ckpt files=['a.wav','it\\'s.wav']
-    """
-    from pathlib import Path
-
-    names = [word for word in words if "=" not in word or Path(word).is_file()]
-    if not names:
-        return words
-    listed = ",".join("'" + name.replace("\\", "\\\\").replace("'", "\\'") + "'" for name in names)
-    return [*(word for word in words if word not in names), f"files=[{listed}]"]
+from genmodels.core.checkpoint import verify
+from genmodels.core.data import Batch
+from genmodels.core.errors import InputError, refusals
+from genmodels.core.files import located
+from genmodels.models.base import GenerativeModel
+from genmodels.models.checkpoint import load_model, weights_of
+from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav
+from genmodels.speech.decoding import NGram, Search
+from genmodels.speech.text import in_form
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hearing:
-    """How recordings are heard.
+    """Options of recognition.
 
     Arguments:
         beam: texts kept in the search; 1 takes the most probable character of every frame.
         nbest: texts for each file, the most probable first, with their log-probabilities; at most `beam`.
-        lm: a file of texts, one per line, of which a language model of characters is made that helps the search.
-        lm_order: characters that it looks at, with the one that it foresees.
+        lm: a file of texts, one per line, from which a character language model for the search is made.
+        lm_order: order n of its n-grams.
         lm_weight: weight of its log-probabilities, 0.3 by default.
         length: exponent of the length normalisation of attention decoders, 0 (none, the default) to 1.
         times: also when every word begins and ends, in seconds; for models with CTC.
@@ -55,19 +44,19 @@ class Hearing:
         if not 1 <= self.nbest <= self.beam:
             raise InputError(f"nbest must lie in 1..beam, got {self.nbest} with beam={self.beam}")
         if self.lm is not None and self.beam == 1:
-            raise InputError(f"lm={self.lm} helps a search that keeps several texts: give beam=8 too")
+            raise InputError(f"lm={self.lm} needs a beam search: give beam=8 too")
         if self.lm_weight is not None and self.lm is None:
             raise InputError(f"lm_weight={self.lm_weight} needs lm=: give both")
 
 
 class Transcript(NamedTuple):
-    """A text that was heard.
+    """A recognised text.
 
     Attributes:
         file: the recording.
-        text: what is said in it.
+        text: its transcript.
         score: its log-probability, with those of a language model and the length normalisation.
-        words: each word with the seconds at which it begins and ends, where they were asked for.
+        words: each word with the seconds at which it begins and ends, with `times`.
     """
 
     file: str
@@ -86,27 +75,22 @@ def run(
     trust: list[str] | None = None,
     **options: Hearing,
 ) -> None:
-    """Write down what is said in recordings.
+    """Transcribe recordings.
 
     Arguments:
         ckpt: a checkpoint, a run folder, an exported .safetensors, or hf://user/name.
         files: recordings (.wav) of any rate; on the command line simply their names.
-        stream: print what is heard after every chunk of sound; for models with CTC and an attention to chunks.
+        stream: print the text so far after every chunk of sound; for models with CTC and an attention to chunks.
         ema: averaged weights (true), raw ones (false), or the average with one decay.
         device: auto, cpu, cuda, ...
         trust: further packages whose classes the checkpoint may name.
-        options: how they are heard.
+        options: options of recognition.
     """
     if not files:
         raise InputError("name the recordings: genmodels transcribe ckpt=... a.wav b.wav")
     how = Hearing(**options)
     if stream and (how.beam > 1 or how.times):
         raise InputError("stream takes the best path as it comes: leave beam and times out")
-
-    from genmodels.core.checkpoint import verify
-    from genmodels.core.files import located
-    from genmodels.models.checkpoint import load_model, weights_of
-
     path = located(ckpt)
     verify(path)
     model, _ = load_model(path, device=device, trust=trust or [])
@@ -128,9 +112,6 @@ def heard(model: GenerativeModel, files: list[str], how: Hearing, weights: str |
     Raises:
         InputError: for another kind of model, a file that cannot be read, or an option that the model does not have.
     """
-    from genmodels.core.errors import refusals
-    from genmodels.speech.decoding import Search
-
     mels = recordings(model, files)
     language = None if how.lm is None else language_of(model, how.lm, how.lm_order)
     own = {"weight": how.lm_weight, "length": how.length, "language": language}
@@ -145,24 +126,18 @@ def heard(model: GenerativeModel, files: list[str], how: Hearing, weights: str |
 
 
 def recordings(model: GenerativeModel, files: list[str]) -> list[tuple[str, Batch]]:
-    """Recordings as mels, all before the first is heard, so that a bad name is seen early."""
+    """Recordings as mels; all are read before the first is recognised, so that errors come first."""
     if not hasattr(model, "transcribe"):
         raise InputError(f"the checkpoint holds a {model.family}: transcribe is for model=recognizer")
     return [(name, recorded(name, model.spec.mel).to(model.device)) for name in files]
 
 
-def language_of(model, file: str, order: int):
+def language_of(model: GenerativeModel, file: str, order: int) -> NGram:
     """A language model of the lines of a file, in the symbols of a recogniser.
 
     Raises:
         InputError: for a file that cannot be read, or has no text.
     """
-    from pathlib import Path
-
-    from genmodels.core.errors import refusals
-    from genmodels.speech.decoding import NGram
-    from genmodels.speech.text import in_form
-
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -177,15 +152,12 @@ def language_of(model, file: str, order: int):
         return NGram(texts, len(number) - 1, order=order)
 
 
-def recorded(name: str, mel: dict):
+def recorded(name: str, mel: dict) -> Batch:
     """The mel of a sound file as a batch of one.
 
     Raises:
         InputError: for a file that cannot be read, or is shorter than a frame.
     """
-    from genmodels.core.data import Batch
-    from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav
-
     config = MelConfig(**mel)
     try:
         return Batch(log_mel(read_wav(name, config.sample_rate)[0], config)[None].float())

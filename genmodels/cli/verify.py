@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
 
-from genmodels.core.errors import InputError
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from genmodels.verification.check import Findings, Options
-
+from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError, RunError, refusals
+from genmodels.core.files import located, place_of, write_text
+from genmodels.core.random import seed_of
+from genmodels.verification import attention as mechanisms
+from genmodels.verification.check import Findings, Options, counting
+from genmodels.verification.densities import check_energy, check_schedule
+from genmodels.verification.diffusion import check_denoiser, check_sampler, is_sampler
+from genmodels.verification.flows import verify_bijection
 
 _ROWS = 3
 _INITIAL = 1024
+_LISTED = 6  # failed checks in a message
+_DIM, _HEADS = 8, 2  # of a user's attention
 
 
 def run(
@@ -71,69 +85,58 @@ def run(
         logger: not used here.
         checkpoint: not used here.
     """
-    from genmodels.core.errors import RunError
-    from genmodels.verification.check import Options
-
     attention = what == "attention"
     chosen = {"model": model, "ckpt": ckpt, "what": what}
     given = [key for key, value in chosen.items() if value is not None]
     if len(given) != 1:
         problem = f"got {' and '.join(given)}" if given else "nothing was named"
         raise InputError(f"{problem}: give one of model=glow, ckpt=<file> or what=package.module:Class")
-    for key, value in (("shape", shape), ("options", options), ("cond", cond)):
-        if value is not None and what is None:
-            raise InputError(f"{key} goes with what=package.module:Class")
-    for key, value in (("object", object), ("capabilities", capabilities)):
-        if value is not None and not attention:
-            raise InputError(f"{key} goes with what=attention")
-    for key, value in (("shape", shape), ("options", options), ("capabilities", capabilities)):
-        if value is not None and attention and object is None:
-            raise InputError(f"{key} goes with object=package.module:factory")
-
-    import time
+    values = {"shape": shape, "options": options, "cond": cond, "object": object, "capabilities": capabilities}
+    for useless, keys, partner in (
+        (what is None, ("shape", "options", "cond"), "what=package.module:Class"),
+        (not attention, ("object", "capabilities"), "what=attention"),
+        (attention and object is None, ("shape", "options", "capabilities"), "object=package.module:factory"),
+    ):
+        for key in keys:
+            if useless and values[key] is not None:
+                raise InputError(f"{key} goes with {partner}")
 
     start = time.monotonic()
-    backend = None if compiler == "none" else compiler
-    how = Options(model is not None, max_dims, patience, backend, seed, progress)
-    if attention:
-        chosen_how = {"compiler": backend, "seed": seed, "progress": progress}
-        if object is None:
-            findings = every_mechanism(**chosen_how)
-        else:
-            maker = _located(object, trust or [], "object")
-            findings = own_attention(maker, object, capabilities or [], shape, options or {}, **chosen_how)
-    elif what is not None:
-        findings = _own(what, shape, options or {}, cond, trust or [], how)
+    trust, options = trust or [], options or {}
+    how = Options(model is not None, max_dims, patience, None if compiler == "none" else compiler, seed, progress)
+    if what is None:
+        findings = check_model(model, data, ckpt, ema, device, trust, how)
+    elif not attention:
+        findings = _own(_located(what, trust), what, shape, options, cond, how)
+    elif object is None:
+        findings = every_mechanism(how)
     else:
-        findings = check_model(model, data, ckpt, ema, device, trust or [], how)
+        findings = own_attention(_located(object, trust, "object"), object, capabilities or [], shape, options, how)
     print(findings.text(verbose))
     _write(findings, out, ckpt)
     if findings.failed:
-        more = f" and {len(findings.failed) - 6} more" if len(findings.failed) > 6 else ""
         count = f"{len(findings.failed)} check{'' if len(findings.failed) == 1 else 's'} failed"
-        raise RunError(f"{count}: {', '.join(findings.failed[:6])}{more}{_not_verified('; ', findings)}")
+        raise RunError(f"{count}: {_listed(findings.failed)}{_not_verified('; ', findings)}")
     if not findings.passed:
         raise RunError(f"no check failed, but {_not_verified('', findings)}")
     checks = sum(check.error is not None for report in findings.reports for check in report.checks)
     print(f"\nevery check passed: {checks} checks in {time.monotonic() - start:.0f} s")
 
 
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
 def _not_verified(before: str, findings: Findings) -> str:
-    more = f" and {len(findings.unverified) - 6} more" if len(findings.unverified) > 6 else ""
-    return f"{before}not verified: {', '.join(findings.unverified[:6])}{more}" if findings.unverified else ""
+    return f"{before}not verified: {_listed(findings.unverified)}" if findings.unverified else ""
 
 
-def _write(findings, out: str | None, ckpt: str | None) -> None:
-    import json
-    from pathlib import Path
-
-    from genmodels.core.files import place_of, write_whole
-
+def _write(findings: Findings, out: str | None, ckpt: str | None) -> None:
     if out is None and ckpt is None:
         return
     target = Path(out) if out is not None else place_of(ckpt).parent / "verify.json"
-    text = json.dumps({"format": 2, **findings.to_dict()}, indent=1, allow_nan=False)
-    write_whole(target, lambda file: file.write(text + "\n"), mode="w")
+    write_text(target, json.dumps({"format": 2, **findings.to_dict()}, indent=1, allow_nan=False) + "\n")
     print(f"results: {target}")
 
 
@@ -142,11 +145,6 @@ def check_model(
     how: Options,
 ) -> Findings:  # fmt: skip
     """The checks of a model from configuration, or of a trained one."""
-    import torch
-
-    from genmodels.core.data import DataSpec
-    from genmodels.core.files import located
-    from genmodels.core.random import seed_of
     from genmodels.data.base import spread_rows
     from genmodels.models.build import build
     from genmodels.models.checkpoint import choose_device, data_options, load_model, weights_of
@@ -161,12 +159,8 @@ def check_model(
         network, header = load_model(path, device=device, trust=trust)
         datamodule = build(data_options(header, path), trust=trust).prepare()
         node, spec = header["model"], DataSpec.from_dict(header["data"])
-        try:
+        with refusals():
             network.core.load_state_dict(network.weights(weights_of(ema)).state_dict())
-        except ValueError as error:
-            from genmodels.core.errors import InputError
-
-            raise InputError(str(error)) from error
 
     def fresh(name: str = "fresh"):
         torch.manual_seed(seed_of(how.seed, name))
@@ -180,32 +174,80 @@ def check_model(
     return verify(network, fresh, batch, initial, how)
 
 
-def _own(
-    what: str, shape: list[int] | None, options: dict, cond: str | None, trust: list[str], how: Options
-) -> Findings:
-    """The checks of something of a user's own."""
-    from genmodels.core.errors import InputError
+@contextmanager
+def _refusals_of(what: str) -> Iterator[None]:
+    """Turn a ValueError of a check into an InputError that names the user's class."""
+    try:
+        yield
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{what}: {error}") from error
 
-    maker = _located(what, trust)
-    condition = None if cond is None else lambda: _condition(cond, shape, how.seed)
-    other = own_kind(maker, what, shape, options, condition, how.seed)
-    if other is not None:
-        return other
+
+def _made(maker: Callable, what: str, *args: Any, **options: Any) -> Any:
+    try:
+        return maker(*args, **options)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what}: {error}") from error
+
+
+_KINDS = ("log_snr", "energy", "schedule", "at_log_snr")  # attributes of what is not a bijection
+
+
+def _own(
+    maker: Callable, what: str, shape: list[int] | None, options: dict, cond: str | None, how: Options
+) -> Findings:
+    """The checks of a user's sampler, noise schedule, denoiser, energy or bijection.
+
+    Arguments:
+        maker: a class, a function that makes an object of it, or a sampler that is a function.
+        what, shape, options, cond: as given to the command.
+        how: options of the checks.
+
+    Raises:
+        InputError: when it cannot be made, or a shape or a condition is missing or of no use.
+    """
+    torch.manual_seed(how.seed)
+    if isinstance(maker, type) and not is_sampler(maker) and not any(hasattr(maker, name) for name in _KINDS):
+        return _own_bijection(maker, what, shape, options, cond, how)
+    made = maker if is_sampler(maker) and not isinstance(maker, type) else _made(maker, what, **options)
+    if is_sampler(made):
+        _without("a sampler", shape, cond)
+        return Findings([check_sampler(made)])
+    if not any(hasattr(made, name) for name in _KINDS):
+        return _own_bijection(maker, what, shape, options, cond, how)
+    if not isinstance(made, nn.Module):
+        raise InputError(f"{what} makes a {type(made).__name__}, not a torch module")
+    if hasattr(made, "log_snr"):
+        _without("a noise schedule", shape, cond)
+        return Findings([check_schedule(made)])
+    if not shape or min(shape) < 1:
+        raise InputError("shape is missing, the event shape of x: add for example shape=[2]")
+    if hasattr(made, "schedule"):
+        return Findings([check_denoiser(made, shape, cond=_condition(cond, shape, how.seed), seed=how.seed)])
+    _without("an energy", None, cond)
+    return Findings([check_energy(made, shape, seed=how.seed)])
+
+
+def _without(kind: str, shape: list[int] | None, cond: str | None) -> None:
+    if shape:
+        raise InputError(f"{kind} has no shape: leave shape={shape} out")
+    if cond is not None:
+        raise InputError(f"{kind} is checked without a condition: leave cond out")
+
+
+def _own_bijection(
+    maker: Callable, what: str, shape: list[int] | None, options: dict, cond: str | None, how: Options
+) -> Findings:
     if not shape:
         raise InputError("shape is missing, the event shape of x: add for example shape=[3,8,8]")
     if min(shape) < 1:
         raise InputError(f"shape must hold positive sizes, got {shape}")
 
-    import torch
-
-    from genmodels.verification.flows import verify_bijection
-
     def make() -> nn.Module:
-        try:
-            made = maker(**options)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{what}: {error}") from error
-        if not isinstance(made, torch.nn.Module) or not callable(getattr(made, "inverse", None)):
+        made = _made(maker, what, **options)
+        if not isinstance(made, nn.Module) or not callable(getattr(made, "inverse", None)):
             raise InputError(f"{what} makes a {type(made).__name__}, not a module with forward and inverse")
         return made
 
@@ -215,30 +257,17 @@ def _own(
         raise InputError(f"cond={cond} goes with a bijection that uses a condition; {what} makes one that uses none "
                          "(uses_cond is false, or forward has no cond): leave cond out")
     torch.manual_seed(how.seed)
-    try:
+    with _refusals_of(what):
         return verify_bijection(make, shape, conditions, how)
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"{what}: {error}") from error
 
 
 def _takes_cond(layer: nn.Module) -> bool:
-    """Whether a bijection uses a condition, by its own word or, where it says nothing, by its signature."""
-    import inspect
-
-    parameters = inspect.signature(layer.forward).parameters
-    return bool(getattr(layer, "uses_cond", "cond" in parameters))
+    """Whether a bijection uses a condition: by its `uses_cond`, else by the signature of `forward`."""
+    return bool(getattr(layer, "uses_cond", "cond" in inspect.signature(layer.forward).parameters))
 
 
-def _located(what: str, trust: list[str], key: str = "what"):
+def _located(what: str, trust: list[str], key: str = "what") -> Callable:
     """The class or function of a trusted package that `package.module:name` names."""
-    import importlib
-    import os
-    import sys
-
-    from genmodels.core.errors import InputError
-
     module_name, _, name = what.replace(":", ".").rpartition(".")
     package = module_name.split(".")[0]
     if package not in {"genmodels", *trust}:
@@ -255,11 +284,7 @@ def _located(what: str, trust: list[str], key: str = "what"):
 
 
 def _condition(cond: str | None, shape: list[int], seed: int) -> Tensor | None:
-    """Unlike conditions for a few rows, of a kind and size given as `labels:10`."""
-    import torch
-
-    from genmodels.core.errors import InputError
-
+    """Different conditions for a few rows, of a kind and size given as `labels:10`."""
     if cond is None:
         return None
     kind, _, size = cond.partition(":")
@@ -271,131 +296,37 @@ def _condition(cond: str | None, shape: list[int], seed: int) -> Tensor | None:
     return torch.randn(_ROWS, int(size), *space, generator=torch.Generator().manual_seed(seed))
 
 
-_DIM, _HEADS = 8, 2
-
-
-def every_mechanism(*, compiler: str | None, seed: int, progress: bool):
+def every_mechanism(how: Options) -> Findings:
     """The checks of all attention mechanisms of the package."""
-    from genmodels.verification.attention import CHECKS, MECHANISMS, Survey
-    from genmodels.verification.check import counting
-
-    findings = Survey()
-    with counting(len(MECHANISMS) * len(CHECKS.specs), progress) as watch:
-        for name, mechanism in MECHANISMS.items():
-            findings.wholes.append(mechanism.check(name, compiler=compiler, seed=seed, watch=watch))
+    findings = mechanisms.Survey()
+    with counting(len(mechanisms.MECHANISMS) * len(mechanisms.CHECKS.specs), how.progress) as watch:
+        for name, mechanism in mechanisms.MECHANISMS.items():
+            findings.wholes.append(mechanism.check(name, compiler=how.compiler, seed=how.seed, watch=watch))
     return findings
 
 
 def own_attention(
-    maker: Callable, what: str, capabilities: list[str], space: list[int] | None, options: dict,
-    *, compiler: str | None, seed: int, progress: bool,
-):  # fmt: skip
+    maker: Callable, what: str, capabilities: list[str], space: list[int] | None, options: dict, how: Options
+) -> Findings:
     """The checks of the module of a user's factory, `factory(dim, heads, ...)`."""
-    import torch
-
-    from genmodels.verification.attention import CHECKS, check
-    from genmodels.verification.check import Findings, counting
-
     sizes = {"dim": _DIM, "heads": _HEADS, **options}
     dim, heads = sizes.pop("dim"), sizes.pop("heads")
     if space is not None and (len(space) != 2 or min(space) < 1):
         raise InputError(f"shape is that of a map here, as in shape=[2,3], got {space}")
 
-    def make(**more):
-        try:
-            made = maker(dim, heads, **{**sizes, **more})
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{what}: {error}") from error
-        if not isinstance(made, torch.nn.Module):
+    def make(**more: Any) -> nn.Module:
+        made = _made(maker, what, dim, heads, **{**sizes, **more})
+        if not isinstance(made, nn.Module):
             raise InputError(f"{what} makes a {type(made).__name__}, not a module (x, mask) -> y")
         return made
 
-    fresh = None
     longest = inspect.signature(maker).parameters.get("max_len")
-    if longest is not None:
-        usual = sizes.get("max_len", longest.default)
-        if isinstance(usual, int):
-
-            def fresh():
-                return make(max_len=2 * usual)
-
-    torch.manual_seed(seed)
+    usual = None if longest is None else sizes.get("max_len", longest.default)
+    fresh = (lambda: make(max_len=2 * usual)) if isinstance(usual, int) else None
+    torch.manual_seed(how.seed)
     module = make()
-    with counting(len(CHECKS.specs), progress) as watch:
-        try:
-            report = check(
-                module, dim, capabilities=capabilities, space=None if space is None else tuple(space), fresh=fresh,
-                compiler=compiler, seed=seed, watch=watch,
-            )  # fmt: skip
-        except ValueError as error:
-            raise InputError(f"{what}: {error}") from error
-    return Findings([report])
-
-
-_HAS = ("log_snr", "energy", "schedule", "at_log_snr")
-
-
-def own_kind(
-    maker: Callable, what: str, shape: list[int] | None, options: dict, condition: Callable | None, seed: int
-):
-    """The checks of a user's noise schedule, energy, denoiser or sampler; None for what is none of them.
-
-    Arguments:
-        maker: a class, a function that makes one, or a sampler that is a function.
-        what, shape, options: as they were given to the command.
-        condition: makes conditions of a few rows, for a denoiser; None for none.
-        seed: of everything drawn.
-
-    Raises:
-        InputError: when it cannot be made, or a shape is missing or of no use.
-    """
-    from genmodels.verification.check import Findings
-    from genmodels.verification.diffusion import check_sampler, is_sampler
-
-    if is_sampler(maker):
-        _without("a sampler", shape, condition)
-        return Findings([check_sampler(_made(maker, what, options, seed) if isinstance(maker, type) else maker)])
-    if isinstance(maker, type) and not any(hasattr(maker, name) for name in _HAS):
-        return None
-    made = _made(maker, what, options, seed)
-    if is_sampler(made):
-        _without("a sampler", shape, condition)
-        return Findings([check_sampler(made)])
-    if not any(hasattr(made, name) for name in _HAS):
-        return None
-    import torch
-
-    if not isinstance(made, torch.nn.Module):
-        raise InputError(f"{what} makes a {type(made).__name__}, not a torch module")
-    if hasattr(made, "log_snr"):
-        from genmodels.verification.densities import check_schedule
-
-        _without("a noise schedule", shape, condition)
-        return Findings([check_schedule(made)])
-    if not shape or min(shape) < 1:
-        raise InputError("shape is missing, the event shape of x: add for example shape=[2]")
-    if hasattr(made, "schedule"):
-        from genmodels.verification.diffusion import check_denoiser
-
-        return Findings([check_denoiser(made, shape, cond=None if condition is None else condition(), seed=seed)])
-    from genmodels.verification.densities import check_energy
-
-    _without("an energy", None, condition)
-    return Findings([check_energy(made, shape, seed=seed)])
-
-
-def _made(maker: Callable, what: str, options: dict, seed: int):
-    import torch
-
-    torch.manual_seed(seed)
-    try:
-        return maker(**options)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{what}: {error}") from error
-
-
-def _without(kind: str, shape: list[int] | None, condition: Callable | None) -> None:
-    if shape:
-        raise InputError(f"{kind} has no shape: leave shape={shape} out")
-    if condition is not None:
-        raise InputError(f"{kind} is checked without a condition: leave cond out")
+    with counting(len(mechanisms.CHECKS.specs), how.progress) as watch, _refusals_of(what):
+        return Findings([mechanisms.check(
+            module, dim, capabilities=capabilities, space=None if space is None else tuple(space), fresh=fresh,
+            compiler=how.compiler, seed=how.seed, watch=watch,
+        )])  # fmt: skip

@@ -2,8 +2,8 @@
 
 A checkpoint is torch's zip archive with two additions: the record `archive/genmodels.json` (the header, readable
 without torch) and the SHA-256 of everything before it as the comment, so that any altered or missing byte is found.
-An exported model has both among its metadata (core/files.py). This module needs only the standard library, numpy to
-look at weights. At its end stand the present names of classes that older checkpoints and configurations name.
+An exported model has both among its metadata (core/files.py). This module needs only the standard library, and numpy
+to read weights. `MOVED` has the present modules of classes that older checkpoints and configurations name.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from genmodels.core.files import kind_of
 FORMAT = 1
 MOST_BYTES = 4 << 20
 _DEPTH, _VALUES, _CHARACTERS = 32, 500_000, 10_000
-_OPTION = 2**24  # a count among a model's options: a list of so many is a hundred megabytes
-_LARGE = 2**31 - 1  # sizes, levels, classes: beyond any data, within 32 bits
+_OPTION = 2**24  # largest count among a model's options: a list of so many items is a hundred megabytes
+_LARGE = 2**31 - 1  # largest size, number of levels or classes
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ _TEXT = _Form("text", lambda value: type(value) is str)
 _FLAG = _Form("true or false", lambda value: type(value) is bool)
 _NUMBER = _Form("a finite number", lambda value: type(value) in (int, float) and math.isfinite(value))
 _POSITIVE = _Form("a positive number", lambda value: _NUMBER.holds(value) and value > 0)
-_OPTIONS = _Form("a mapping", _mapping)  # those of a class: it checks them itself when it is built
+_OPTIONS = _Form("a mapping", _mapping)  # the options of a class, which checks them when it is built
 _SIZE, _COUNT = _whole(1, _LARGE), _whole(0, 2**63 - 1)
 
 _MEL = {
@@ -90,7 +90,7 @@ _CONFIG = {
     "logger?": _OPTIONS, "checkpoint?": _OPTIONS,
     "seed?": _whole(-(2**63), 2**64 - 1), "trust?": _TEXT.many(), "*": None,
 }  # fmt: skip
-#: A key that ends in ? may be missing; a mapping below such a key may also be null. Others exist where there is a *.
+#: A key that ends in ? may be missing; a mapping under such a key may also be null. With *, further keys are allowed.
 _HEADER = {
     "format": _whole(1, FORMAT), "family": _WORD, "genmodels": _WORD, "torch": _WORD, "model": _OPTIONS,
     "config": _CONFIG, "data": _DATA, "parameters": _COUNT, "step": _COUNT, "batches_seen": _COUNT,
@@ -139,7 +139,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _bound(header: Any, largest: int = 2**64) -> None:
     """Raise a ValueError for values nested too deeply, too many, too long or not finite, and for unprintable keys.
 
-    Python's own functions recurse into values, and their results are printed: both are safe afterwards.
+    Afterwards the values can be passed to recursive functions and printed safely.
     """
     left, seen = [(header, 1)], 0
     while left:
@@ -218,7 +218,7 @@ def checkpoint_hash(path: str | Path) -> str:
 
 
 def origin(path: str | Path, header: dict) -> dict[str, Any]:
-    """What every file of samples says of the checkpoint that they are from."""
+    """The record of a checkpoint that every file of its samples contains."""
     return {"checkpoint": checkpoint_hash(path), "step": header["step"], "family": header["family"]}
 
 
@@ -258,7 +258,7 @@ def _damage(file) -> str | None:
     try:
         with zipfile.ZipFile(file) as archive:
             records, stored = archive.infolist(), archive.comment
-    except Exception:  # a damaged index makes the zip reader raise almost anything
+    except Exception:  # on a damaged index the zip reader raises errors of many classes
         return "the file is truncated or its index is damaged"
     if not any(map(_is_header, records)):
         return f"not a genmodels checkpoint (a torch archive without {HEADER}; was it written by another program?)"
@@ -275,7 +275,7 @@ def _is_header(record: zipfile.ZipInfo) -> bool:
 
 
 def _misbuilt(records: list[zipfile.ZipInfo], length: int) -> str | None:
-    """Why records are refused although the checksum agrees: they must not unpack to more than the file's size."""
+    """The reason to refuse records although the checksum agrees: they must not unpack to more than the file's size."""
     packed = next((r for r in records if r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size), None)
     if packed is not None:
         return f"not a genmodels checkpoint (record {packed.filename[:100]!r} is compressed)"
@@ -305,13 +305,13 @@ def _last_good(path: Path) -> str:
             with open(other, "rb") as file:
                 if _damage(file) is None:
                     return f"; the newest intact checkpoint in this folder is {other}"
-        except OSError:  # what cannot be read is not intact
+        except OSError:  # unreadable, so not intact
             continue
     return "; the folder has no intact checkpoint"
 
 
-class _Inert(pickle._Unpickler):  # the one in C takes whatever memory a file asks for
-    """Reads what a checkpoint says of its tensors: whatever its pickle names is a stand-in, nothing is executed."""
+class _Inert(pickle._Unpickler):  # the one in C allocates whatever memory a file asks for
+    """Reads the description of a checkpoint's tensors: every name in its pickle is a stand-in, nothing is executed."""
 
     def persistent_load(self, pid: Any) -> Any:
         return pid
@@ -321,13 +321,13 @@ class _Inert(pickle._Unpickler):  # the one in C takes whatever memory a file as
 
 
 class _StandIn(str):
-    """The name of a class or function of a pickle; called, it returns its arguments."""
+    """The name of a class or function in a pickle; a call returns its arguments."""
 
     def __call__(self, *arguments: Any) -> Any:
         return arguments
 
 
-#: Bits of the exponent of each kind of storage: where all are set, a number is infinite or NaN.
+#: Type and bits of the exponent of each kind of storage: a number with all of them set is infinite or NaN.
 _EXPONENTS = {"HalfStorage": ("<u2", 0x7C00), "BFloat16Storage": ("<u2", 0x7F80), "FloatStorage": ("<u4", 0x7F800000),
               "DoubleStorage": ("<u8", 0x7FF0000000000000)}  # fmt: skip
 _EXPONENTS |= {short: _EXPONENTS[f"{name}Storage"] for short, name in
@@ -347,7 +347,7 @@ def nonfinite_weight(path: str | Path) -> str | None:
             dtype, exponent = _EXPONENTS[kind]
             if bool(((np.frombuffer(raw, dtype) & exponent) == exponent).any()):
                 return str(name)
-    except Exception as error:  # a malformed pickle raises whatever it trips over
+    except Exception as error:  # a malformed pickle raises errors of many classes
         raise RunError(f"{path}: its tensors cannot be read ({type(error).__name__})") from error
     return None
 
@@ -367,7 +367,7 @@ def _inert_state(archive: zipfile.ZipFile) -> dict:
 
 
 def _of_archive(path: str | Path) -> Iterator[tuple[str, str, bytes]]:
-    """Name, kind and bytes of the weights of a checkpoint that are no integers."""
+    """Name, kind and bytes of the weights of a checkpoint that are not integers."""
     with zipfile.ZipFile(path) as archive:
         root = archive.namelist()[0].split("/")[0]
         weights = _inert_state(archive)["state_dict"]

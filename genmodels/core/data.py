@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError, printable
 
+Rows = TypeVar("Rows", bound="_Rows")
+
+
+class _Rows:
+    """Methods of dataclasses whose fields are tensors with a row per item, dataclasses of these, or None."""
+
+    def _map(self: Rows, function: Callable[[Any], Any]) -> Rows:
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return type(self)(*(None if value is None else function(value) for value in values))
+
+    def to(self: Rows, *args, **kwargs) -> Rows:
+        """Every tensor moved to a device; pass no dtype, which would change masks and labels too."""
+        return self._map(lambda value: value.to(*args, **kwargs))
+
+    def pin_memory(self: Rows) -> Rows:
+        """Every tensor in page-locked memory (called by torch's DataLoader)."""
+        return self._map(lambda value: value.pin_memory())
+
 
 @dataclass
-class TextCondition:
+class TextCondition(_Rows):
     """The text and the speaker of each item of a batch.
 
     Shapes: `tokens (B, N)` int64, `mask (B, 1, N)` bool, True = valid; `speaker (B,)` int64 or None.
@@ -31,29 +50,18 @@ class TextCondition:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def _map(self, function) -> TextCondition:
-        return TextCondition(*(None if v is None else function(v) for v in (self.tokens, self.mask, self.speaker)))
-
-    def to(self, *args, **kwargs) -> TextCondition:
-        """Every tensor moved."""
-        return self._map(lambda value: value.to(*args, **kwargs))
-
-    def pin_memory(self) -> TextCondition:
-        """Every tensor in page-locked memory."""
-        return self._map(lambda value: value.pin_memory())
-
     def __getitem__(self, selection) -> TextCondition:
         return self._map(lambda value: value[selection])
 
 
 @dataclass
-class Batch:
+class Batch(_Rows):
     """A batch in the data's own units (uint8 levels, log-mel values, float vectors).
 
     Shapes: `x (B, *event)`, sequences padded to the longest of the batch; `cond (B,)` int64 labels, `(B, K)` features,
     a `TextCondition` or None; `mask (B, 1, T)` bool, True = valid, or None; `index (B,)` int64, the position of each
-    item in its split, for noise and messages; `source (B, *event)`, items of another data set from which a flow leads
-    to `x`, in their own units, or None.
+    item in its split, for noise and messages; `source (B, *event)`, items of another data set at which a flow to `x`
+    starts, in their own units, or None.
     """
 
     x: Tensor
@@ -74,20 +82,6 @@ class Batch:
             (tensor([0, 1, 2]), tensor([7]))
         """
         return torch.arange(len(self), device=self.x.device) if self.index is None else self.index
-
-    def _map(self, function) -> Batch:
-        return Batch(*(None if value is None else function(value) for value in self._values()))
-
-    def _values(self):
-        return (self.x, self.cond, self.mask, self.index, self.source)
-
-    def to(self, *args, **kwargs) -> Batch:
-        """Every tensor moved to a device; pass no dtype, which would change `cond` and `mask` too."""
-        return self._map(lambda value: value.to(*args, **kwargs))
-
-    def pin_memory(self) -> Batch:
-        """Every tensor in page-locked memory (called by torch's DataLoader)."""
-        return self._map(lambda value: value.pin_memory())
 
     def rows(self, selection) -> Batch:
         """The selected examples."""
@@ -209,7 +203,7 @@ class DataSpec:
         return shape == self.event_shape or (self.text is not None and shape[:-1] == self.event_shape[:-1])
 
     def require(self, family: str, *, text: bool, source: bool) -> None:
-        """Raise an InputError for data with texts, or with another data set as source, where a family takes none."""
+        """Raise an InputError for data with texts, or with another data set as source, if a family takes none."""
         if self.text is not None and not text:
             raise InputError(f"{self.name} has mels of unlike length with texts, and a {family} is not conditioned on "
                              "texts: use model=glow_tts, or clips in a folder for each class (data=spoken_digits)")
@@ -238,8 +232,7 @@ class DataSpec:
         if isinstance(batch.cond, Tensor) and self.num_classes is not None and batch.cond.dim() == 1:
             bad = (batch.cond < 0) | (batch.cond >= self.num_classes)
             if bad.any():
-                value = int(batch.cond[bad][0])
-                where = _first(batch, bad)
+                value, where = int(batch.cond[bad][0]), _first(batch, bad)
                 raise ValueError(f"item {where} of {self.name}: class {value} outside 0..{self.num_classes - 1}")
 
 
@@ -339,6 +332,5 @@ def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_re
         values, vectors = torch.linalg.eigh(scaled.T @ scaled)
         if float(values[0]) < 1e-10 * float(values[-1]):
             involved = [name for name, weight in zip(names, vectors[:, 0].abs(), strict=True) if float(weight) > 1e-3]
-            raise InputError(
-                f"columns {', '.join(involved)} depend on each other linearly: leave one out, or add noise"
-            )
+            raise InputError(f"columns {', '.join(involved)} depend on each other linearly: leave one out, or add "
+                             "noise")

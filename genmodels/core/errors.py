@@ -1,12 +1,15 @@
-"""Errors that a command prints as one line, with exit codes: usage (2), failure (1), interruption (130); progress."""
+"""Errors that a command prints as one line, with exit codes; checks of arguments, hints, progress bars."""
 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
 
 
 _LARGEST = 1e6  # of a sampler's factors, beyond which samples overflow
+#: The packages that genmodels requires, by the names under which they are imported.
+REQUIRED = ("fsspec", "hydra", "jinja2", "markupsafe", "matplotlib", "numpy", "omegaconf", "PIL", "pytorch_lightning",
+            "rich", "safetensors", "scipy", "sklearn", "torch", "torchvision", "tqdm", "wandb", "yaml")  # fmt: skip
 
 
 class InputError(ValueError):
@@ -32,8 +38,8 @@ class RunError(RuntimeError):
 class Interrupted(BaseException):
     """Stopped by Ctrl-C or SIGTERM, after saving the current state. Exit code 130.
 
-    Not an Exception, so that it is never taken for a failure of the interrupted line, and not a KeyboardInterrupt,
-    which Lightning turns into exit code 1.
+    Not an Exception, so that the interrupted code does not handle it as a failure, and not a KeyboardInterrupt, which
+    Lightning turns into exit code 1.
     """
 
     exit_code = 130
@@ -48,7 +54,7 @@ class NotFinite(RunError):
 
 
 def require_finite_rows(x: Tensor) -> Tensor:
-    """Return x (B, *event) if every value is finite; called before a cast to integers, which would hide NaN.
+    """Return x (B, *event) if every value is finite; for use before a cast to integers, which would hide NaN.
 
     Raises:
         NotFinite: naming the first row with a non-finite value.
@@ -150,7 +156,7 @@ def require_known(owner: str, given: Iterable[str], known: Iterable[str], kind: 
 
 
 def printable(text: str) -> str:
-    r"""Text from a file as one line for a terminal: non-printable characters, line feeds too, are escaped.
+    r"""Text from a file as one line for a terminal: non-printable characters, also line feeds, are escaped.
 
     Example:
         >>> printable("name: \x1b]0;title\x07 \u202eexe")
@@ -170,15 +176,17 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
     """
     if isinstance(error, InputError | RunError | Interrupted):
         return " ".join(str(error).split()), error.exit_code
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in REQUIRED:
+        missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
+        return (f"not installed: {', '.join(missing)}. Run {_installation()}", 1) if missing else None
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk ({error.filename or 'while writing'}): free some space and repeat", 1
     text = str(error)
     if "DataLoader worker" in text:
         return ("a data loading process was killed or ended (often out of memory): lower data.num_workers or "
                 "data.batch_size; continue with resume=last"), 1
-    if any(one in text for one in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")) and (
-        isinstance(error, RuntimeError)
-    ):
+    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    if isinstance(error, RuntimeError) and any(one in text for one in lost):
         return "another process of the run has ended; continue with the same command and resume=last", 1
     if "torchvision::nms" in text:
         return "torch and torchvision are from different builds: run genmodels doctor for advice", 1
@@ -187,6 +195,14 @@ def explain(command: str, error: BaseException) -> tuple[str, int] | None:
         key = "data.batch_size or the model" if command == "train" else "batch_size"
         return f"out of memory: reduce {key}", 1
     return None
+
+
+def _installation() -> str:
+    """The command that installs the requirements: of this checkout, or of a copy of the package outside of one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "setup.cfg").is_file():
+        return "pip install genmodels"
+    return f"pip install -e {'.' if root == Path.cwd() else shlex.quote(str(root))}"
 
 
 def at_least(least: int, **sizes: int) -> None:
@@ -222,7 +238,7 @@ def terminal(stream: TextIO) -> bool:
 
 
 class _Lines:
-    """A stream on which every state of a bar is a line of its own."""
+    """A stream on which every state of a bar is a new line."""
 
     encoding = "utf-8"
 
@@ -230,17 +246,17 @@ class _Lines:
         self.stream = stream
 
     def write(self, text: str) -> None:
-        """A line, without what moves a cursor."""
+        """Write a line, without control characters of the cursor."""
         if text := text.strip():
             self.stream.write(text + "\n")
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Flush the stream."""
         self.stream.flush()
 
 
 def progress_bar(iterable: Iterable | None = None, **options) -> tqdm:
-    """A bar of tqdm, with its options, on a terminal; in a file or a pipe a plain line every half minute, none before.
+    """A bar of tqdm, with its options, on a terminal; in a file or a pipe a plain line every half minute.
 
     Example:
         >>> sum(progress_bar([1, 2], desc="sums", unit="number"))

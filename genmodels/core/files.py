@@ -1,7 +1,7 @@
-"""Files written whole, locks, the cache and configuration folders; exported models and where `ckpt=` finds them.
+"""Atomically written files, locks, the folders of cache and configuration; exported models, and what `ckpt=` names.
 
-An exported model (.safetensors) holds what its checkpoint holds, without the state of training, in a format that other
-programs read. The header (`genmodels`) and the SHA-256 of index and tensors (`sha256`) stand among its metadata. This
+An exported model (.safetensors) holds the content of its checkpoint without the state of training, in a format that
+other programs read. Its metadata contain the header (`genmodels`) and the SHA-256 of index and tensors (`sha256`). This
 module needs only the standard library, and huggingface_hub to fetch `hf://user/name`.
 """
 
@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -33,7 +33,7 @@ def write_whole(path: str | Path, write: Callable, *, mode: str = "w+b") -> None
     """
     path = Path(path)
     # The name is unpredictable and opened exclusively, so that no link of another user is followed.
-    temporary = _temporary_name(path)
+    temporary = path.parent / f".{path.name[:100]}.{secrets.token_hex(8)}.tmp"
     try:
         if path.exists() and not path.is_file():
             raise RunError(f"cannot write {path}: it is {kind_of(path)}, not a file")
@@ -44,12 +44,17 @@ def write_whole(path: str | Path, write: Callable, *, mode: str = "w+b") -> None
             os.fsync(file.fileno())
         os.replace(temporary, path)
         _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:
-        _remove(temporary)
-        raise _explain(error, path) from error
-    except BaseException:
-        _remove(temporary)
+    except BaseException as error:
+        with suppress(OSError):  # its folder is missing: the error that led here reports the failure
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError | RuntimeError):
+            raise _explain(error, path) from error
         raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file atomically, as `write_whole` does."""
+    write_whole(path, lambda file: file.write(text), mode="w")
 
 
 def checksum(file, length: int | None = None) -> str:
@@ -68,7 +73,7 @@ def checksum(file, length: int | None = None) -> str:
 
 
 def kind_of(path: str | Path) -> str:
-    """What kind of thing a path is, when a file was expected; reading a pipe or a device may never end.
+    """The kind of a path, for messages where a file was expected; reading a pipe or a device may never end.
 
     Example:
         >>> kind_of("/dev/null"), kind_of(".")
@@ -87,15 +92,6 @@ def open_lock(path: str | Path):
         OSError: if it cannot be opened.
     """
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666), "r+")
-
-
-def _temporary_name(path: Path) -> Path:
-    return path.parent / f".{path.name[:100]}.{secrets.token_hex(8)}.tmp"
-
-
-def _remove(temporary: Path) -> None:
-    with suppress(OSError):  # its folder is missing: the error that led here reports the failure
-        temporary.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -157,7 +153,35 @@ def groups() -> dict[str, list[str]]:
     """
     folders = sorted(f for f in CONFIG_DIR.iterdir() if f.is_dir() and not f.name.startswith((".", "_")))
     found = {f.name: sorted(p.stem for p in f.glob("*.yaml")) for f in folders}
-    return {name: choices for name, choices in found.items() if choices}  # Hydra's own settings lie a folder deeper
+    return {name: choices for name, choices in found.items() if choices}  # those of Hydra are one folder deeper
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested configuration by dotted key; empty mappings leave nothing.
+
+    Example:
+        >>> flat({"model": {"net": {"channels": 32}}, "seed": 0, "logger": {}})
+        {'model.net.channels': 32, 'seed': 0}
+    """
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        found |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return found
+
+
+def found_at(config: Any, path: str) -> tuple | None:
+    """The value at a dotted path, as a tuple of one; None if there is none.
+
+    Example:
+        >>> found_at({"model": {"net": None}}, "model.net"), found_at({"model": {}}, "model.net")
+        ((None,), None)
+    """
+    for name in path.split(".") if path else []:
+        if not isinstance(config, dict) or name not in config:
+            return None
+        config = config[name]
+    return (config,)
 
 
 def check_writable(key: str, target: Path) -> None:
@@ -190,7 +214,7 @@ EXPORTED = "model.safetensors"  # the name of an exported model in a folder
 
 
 def located(ckpt: str | Path) -> Path:
-    """The file that `ckpt=` means: a checkpoint, the best.ckpt or model.safetensors of a folder, or hf://user/name.
+    """The file that `ckpt=` names: a checkpoint, the best.ckpt or model.safetensors of a folder, or hf://user/name.
 
     A file of the hub is fetched once, with huggingface_hub's cache and its settings (HF_ENDPOINT, HF_HUB_OFFLINE, ...).
 
@@ -231,7 +255,7 @@ def _fetched(name: str) -> Path:
         raise InputError(f"{name} needs the package huggingface_hub: pip install 'genmodels[hub]'") from None
     try:
         return Path(hf_hub_download(repository, EXPORTED, revision=revision or None))
-    except Exception as error:  # no connection, no such repository, file or revision: each has classes of its own
+    except Exception as error:  # no connection, repository, file or revision: the classes have no common base
         raise InputError(f"{name}: {' '.join(str(error).split())[:300]}") from error
 
 

@@ -1,10 +1,10 @@
-"""The one result type for likelihoods, and the one function that turns nats into bits/dim."""
+"""The result type of likelihoods with its errors, and the conversion of nats to bits/dim."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,10 @@ class SingleValues:
         object.__setattr__(self, "shown", self.noise is not None and 3 * self.noise <= self.spread)
 
 
+#: Fields of a likelihood that hold one value per example.
+_PER_EXAMPLE = ("nats", "dims", "stderr", "index", "evaluations", "solver_change")
+
+
 @dataclass
 class Likelihood:
     """Log-likelihoods of a set of examples, with everything needed to compare them.
@@ -163,13 +167,16 @@ class Likelihood:
     def _repr_html_(self) -> str:
         return html_table(f"Likelihood of {len(self)} items", {"value": self, "kind": self.kind, **self.made})
 
+    def _map(self, function: Callable[[Tensor], Tensor], **changes: Any) -> Likelihood:
+        """The same with a function applied to every tensor of values per example."""
+        values = {name: None if (value := getattr(self, name)) is None else function(value) for name in _PER_EXAMPLE}
+        parts = {name: function(value) for name, value in self.parts.items()}
+        return replace(self, parts=parts, **values, **changes)
+
     def cpu(self) -> Likelihood:
         """The same values on the CPU."""
-        names = ("nats", "dims", "stderr", "index", "evaluations", "solver_change")
-        moved = {name: None if (value := getattr(self, name)) is None else value.cpu() for name in names}
-        parts = {name: value.detach().cpu() for name, value in self.parts.items()}
         profile = None if self.profile is None else self.profile.cpu()
-        return Likelihood(kind=self.kind, levels=self.levels, made=self.made, parts=parts, profile=profile, **moved)
+        return self._map(lambda value: value.detach().cpu(), profile=profile)
 
     @property
     def mark(self) -> str:
@@ -254,14 +261,11 @@ class Likelihood:
             values = [getattr(part, name) for part in parts]
             return None if any(v is None for v in values) else torch.cat(values)
 
-        names = ("nats", "dims", "stderr", "index", "evaluations", "solver_change")
-        joined = {name: together(name) for name in names}
-        names = set.intersection(*(set(part.parts) for part in parts))
-        summands = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts if name in names}
+        joined = {name: together(name) for name in _PER_EXAMPLE}
+        common = set.intersection(*(set(part.parts) for part in parts))
+        summands = {name: torch.cat([part.parts[name] for part in parts]) for name in first.parts if name in common}
         profile = None if any(part.profile is None for part in parts) else sum(part.profile for part in parts)
-        return cls(
-            kind=first.kind, levels=first.levels, made=dict(first.made), parts=summands, profile=profile, **joined
-        )
+        return replace(first, made=dict(first.made), parts=summands, profile=profile, **joined)
 
     def in_index_order(self) -> Likelihood:
         """The same values sorted by index; raises RunError if one of 0 .. N-1 is missing or repeated."""
@@ -271,11 +275,7 @@ class Likelihood:
             seen = self.index.bincount(minlength=len(self))
             missing, repeated = (seen == 0).nonzero().flatten().tolist(), (seen > 1).nonzero().flatten().tolist()
             raise RunError(f"evaluation lost items: missing {missing[:3]}, repeated {repeated[:3]}")
-        names = ("nats", "dims", "stderr", "evaluations", "solver_change")
-        sort = {name: None if (v := getattr(self, name)) is None else v[order] for name in names}
-        parts = {name: value[order] for name, value in self.parts.items()}
-        same = {name: getattr(self, name) for name in ("kind", "levels", "made", "profile")}
-        return Likelihood(index=expected, parts=parts, **same, **sort)
+        return self._map(lambda value: value[order])
 
 
 def packed(likelihood: Likelihood) -> dict:
@@ -329,7 +329,7 @@ def log_mean_exp(log_weights: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def value_of(line: Mapping[str, Any]) -> tuple[str, float | None]:
-    """Name and value of a likelihood of a report, in the unit of its errors; lower is better, None where withheld.
+    """Name and value of a likelihood in a report, in the unit of its errors; lower is better, None if not reported.
 
     Example:
         >>> value_of({"unit": "nats_per_dim", "nll": 90.0, "nll_per_dim": 1.5})
@@ -346,7 +346,7 @@ def breakdown(result: Likelihood, per_dim: bool = False) -> dict[str, float]:
 
     `val/<part>` are the summands of the bound. `noise/k_of_n` is the part of the k-th of n equal shares of the steps,
     the first having the least noise: shares of steps, not log-SNRs, so that runs with different schedules have the
-    same names. Their sum is `val/diffusion`. `val/solver_change` is by how much a coarser solution of an ODE raises it.
+    same names. Their sum is `val/diffusion`. `val/solver_change` is the increase by a coarser solution of an ODE.
 
     Example:
         >>> import torch

@@ -1,6 +1,6 @@
-"""Several processes of one command: who this one is, what all of them have, and commands that torchrun has started.
+"""Several processes of one command: rank, gather and sum, commands that torchrun has started, sharded weights.
 
-In sampling and evaluation the first tells the others what to do; in training all of them do the same.
+In sampling and evaluation the first process controls the others; in training all of them do the same.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor, distributed, nn
 
 from genmodels.core.errors import InputError, Interrupted, RunError, explain
 
-_PATIENCE = timedelta(days=30)  # a process may wait for the first one as long as that works alone; a loss ends it
-_LAUNCHED = "GENMODELS_LAUNCHED"  # set in processes of `launch`, which says itself what became of them
+_PATIENCE = timedelta(days=30)  # the others may wait as long as the first works alone; the end of a process ends it
+_LAUNCHED = "GENMODELS_LAUNCHED"  # set in processes of `launch`, which reports their end itself
 
 
 def joined() -> bool:
-    """Whether this process has met the others of its run."""
+    """Whether this process has joined the process group of its run."""
     return distributed.is_available() and distributed.is_initialized()
 
 
 def rank_world() -> tuple[int, int]:
-    """This process's number and the number of processes; (0, 1) where there is one.
+    """This process's rank and the number of processes; (0, 1) for a single process.
 
-    Row b of process r of W is row b W + r of the batch that all of them have together.
+    Row b of process r of W is row b W + r of the global batch.
 
     Example:
         >>> rank_world()
@@ -42,7 +42,7 @@ def rank_world() -> tuple[int, int]:
 
 
 def gather(parts: list[Any]) -> list[Any]:
-    """The lists of all processes, joined in the order of their ranks; the list itself where there is one process.
+    """The lists of all processes, joined in the order of their ranks; the list itself for a single process.
 
     Example:
         >>> gather([1, 2])
@@ -88,10 +88,10 @@ def averaged(values: Tensor) -> Tensor:
 
 
 class Ranks:
-    """The processes of one command; this one alone where there is one.
+    """The processes of one command, or a single one.
 
-    The first follows the command and calls `run` where there is work to share; the others `serve`, and find what they
-    work on under the same number in their `members`.
+    The first follows the command and calls `run` where there is work to share; the others `serve`, and find the object
+    of the work under the same number in their `members`.
 
     Example:
         >>> ranks = Ranks()
@@ -105,14 +105,14 @@ class Ranks:
         self.members: list[Any] = []
 
     def share(self, parts: Sequence) -> Sequence:
-        """This process's part: every W-th from its rank on; nothing is padded, some may have one more than others."""
+        """This process's part: every W-th from its rank on, without padding."""
         return parts[self.rank :: self.size]
 
     def run(self, function: Callable, member: Any, *arguments) -> list:
         """`function(member, *arguments)` in every process; the results in the order of ranks.
 
         Raises:
-            Exception: the first that any of them raised.
+            Exception: the first of them by rank.
         """
         if self.size == 1:
             return [function(member, *arguments)]
@@ -135,7 +135,7 @@ class Ranks:
         return results or []
 
     def serve(self) -> None:
-        """Do what the first process says, until it has nothing more."""
+        """Take part in the work of the first process until it is done."""
         while True:
             received: list = [None]
             distributed.broadcast_object_list(received)
@@ -155,8 +155,8 @@ def _can_travel(error: Exception) -> bool:
 def ranks() -> Iterator[None]:
     """Join the processes that torchrun started for this command by gloo; at the end the others stop to `serve`.
 
-    Of an error that ends all of them the first to fail prints its line, the others end without one. When one is lost,
-    torchrun ends the others, and those that wait for it notice that its connection is closed.
+    If an error ends all of them, only the first to fail prints it. If a process is lost, torchrun ends the others, and
+    those that wait for it notice that its connection is closed.
 
     Raises:
         RunError: when another process has ended.
@@ -169,14 +169,14 @@ def ranks() -> Iterator[None]:
     try:
         yield
         if rank == 0:
-            with suppress(Exception):  # a command that had nothing to share has left the others no word to wait for
+            with suppress(Exception):  # the others do not wait if the command had nothing to share
                 distributed.broadcast_object_list([None])
     except (Exception, KeyboardInterrupt, Interrupted) as error:
         later = False
-        with suppress(Exception):  # the store is gone with the process that held it
+        with suppress(Exception):  # the store ends with the process that holds it
             later = own.add("failed", 1) > 1
         if rank == 0 and isinstance(error, Exception):
-            with suppress(Exception):  # some may be gone
+            with suppress(Exception):  # some may have ended
                 distributed.broadcast_object_list([None])
         lost = isinstance(error, RuntimeError) and "onnection" in str(error)
         if later or (_LAUNCHED in os.environ and (lost or isinstance(error, Interrupted))):
@@ -192,7 +192,7 @@ def launch(function: Callable, processes: int, *arguments) -> None:
     """Call a function in several processes of this machine that torchrun's own launcher starts.
 
     Raises:
-        SystemExit: with the exit code of the first that failed, which has said why.
+        SystemExit: with the exit code of the first that failed, which has printed the reason.
         Interrupted: on Ctrl-C or SIGTERM, after all of them have ended.
     """
     import logging
@@ -227,25 +227,25 @@ def launch(function: Callable, processes: int, *arguments) -> None:
                 signal.signal(number, handler)
 
 
-# ---- weights that are spread over the processes -----------------------------------------------------------------
+# ---- sharded weights ---------------------------------------------------------------------------------------------
 
 
 def shard(core: nn.Module, averages: list[nn.Module], networks: list[nn.Module], mesh) -> None:
-    """Let each process keep its share of the networks' weights, in a core and in its averages alike (FSDP2).
+    """Shard the networks' weights, in a core and in its averages, over the processes (FSDP2).
 
-    Each member of a list of modules (a block of a U-Net, a layer of a transformer) is gathered by itself when it runs,
-    what is left of a network with the network. Further calls do nothing.
+    Each member of a list of modules (a block of a U-Net, a layer of a transformer) is gathered separately when it runs,
+    the rest of a network with the network. Further calls do nothing.
 
     Arguments:
         core: the module that holds all weights.
-        averages: copies of it, whose weights are spread too.
-        networks: modules of `core` which hold all of its weights and are called whole.
+        averages: copies of it, which are sharded too.
+        networks: modules of `core` that together hold all of its weights, and are called as a whole.
         mesh: the processes, a DeviceMesh of torch.
 
     Raises:
         InputError: for weights outside of the networks.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard  # which the import of this module does not wait for
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
 
     if any(isinstance(module, FSDPModule) for module in core.modules()):
         return
@@ -267,9 +267,9 @@ def shard(core: nn.Module, averages: list[nn.Module], networks: list[nn.Module],
 
 
 def set_whole(module: nn.Module, wanted: bool) -> None:
-    """Gather the weights of a module that `shard` has spread, or spread them again; called by all processes.
+    """Gather the weights of a module that `shard` has sharded, or shard them again; called by all processes.
 
-    While they are whole, processes may run it unlike often.
+    While they are gathered, processes may run the module independently.
     """
     for part in module.modules():
         if hasattr(part, "set_reshard_after_forward"):
@@ -278,11 +278,11 @@ def set_whole(module: nn.Module, wanted: bool) -> None:
 
 
 def own(weight: Tensor) -> Tensor:
-    """This process's share of a weight, without derivative; all of it where weights are not spread."""
+    """This process's share of a weight, without derivative; the whole weight if it is not sharded."""
     weight = weight.detach()
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def whole(value: Tensor) -> Tensor:
-    """A value that is spread over the processes, gathered; called by all processes."""
+    """A sharded value, gathered; called by all processes."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -2,9 +2,9 @@
 
 With a stateful generator sample k depends on all samples drawn before it, hence on the batch size, on the number of
 processes and on where a killed run stopped. Here the bits come from the counter-based generator Philox4x32-10 (Salmon,
-Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), written in torch integer arithmetic, so
-that it runs on the device and gives the same bits everywhere. Masks of dropout belong to the items of the global batch,
-so that the number of processes does not change them.
+Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in integer arithmetic of torch, which runs
+on the device and gives the same bits everywhere. Masks of dropout belong to the items of the global batch, so that the
+number of processes does not change them.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class KeyedGenerator:
 
     Arguments:
         seed: the user's seed.
-        index: (B,) int64, which example each row is (a sample's number, an item's position in its data set,
-            or the position in the global batch); indices must lie in 0 .. 2^32 - 2.
+        index: (B,) int64, the number of each row's example (of a sample, of an item in its data set, or in the global
+            batch), in 0 .. 2^32 - 2.
         stream: a name that keeps unrelated uses apart ("train", "sample", "evaluate", ...).
-        step: the number of the step, or (B,) int64 with one for each row; `at(step)` gives another one's generator.
+        step: the number of the step, or (B,) int64 with one for each row.
 
     Successive draws from one object differ; a fresh object with the same arguments repeats them.
 
@@ -153,8 +153,8 @@ class KeyedGenerator:
 class FrameKeyedGenerator(KeyedGenerator):
     """Noise for sequences (B, C, T) in which frame j of row b depends on (seed, stream, step, index[b], j) alone.
 
-    So a sequence has the same noise whatever the length it is padded to. Other shapes are drawn as by
-    `KeyedGenerator`. Rows with steps of their own have the noise of a generator of that step.
+    Thus the noise of a sequence does not depend on the length that it is padded to. Other shapes are drawn as by
+    `KeyedGenerator`; with a step for each row, rows have the noise of a generator of that step.
 
     Example:
         >>> long = FrameKeyedGenerator(0, torch.arange(2), "sample").normal((2, 3, 9))
@@ -264,9 +264,9 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
         word = mix(key + row s_0 + i_1 s_1 + ... + i_n s_n)  mod 2^64,    four values along dimension 1 share a word
 
-    The key is one draw of torch's generator. Whether a value is dropped depends on it, on the number of its row in the
-    batch that all processes have together, and on its place in the row: not on the number of processes, nor on the
-    length that a sequence is padded to. The processes have to seed their generators alike.
+    The key is one draw of torch's generator. Whether a value is dropped depends on the key, on the number of its row in
+    the global batch, and on its position in the row: not on the number of processes, nor on the length that a sequence
+    is padded to. All processes must seed their generators alike.
 
     Shapes: `x (B, *event)` of at most eight dimensions; the result is like x.
     Source: the mixing function of Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
@@ -284,7 +284,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
     return torch.where(keep, x * (2**16 / (2**16 - limit)), 0.0)
 
 
-# One operation to torch.compile: in the code it would make, products of loop counters wrap, which C++ leaves undefined.
+# A single operation for torch.compile, in whose C++ code the wrapping of integer products would be undefined.
 @torch.library.custom_op("genmodels::dropout_words", mutates_args=(),
                          schema="(Tensor key, SymInt[] shape, int rank, int world) -> Tensor")
 def _words(key: Tensor, shape: list[int], rank: int, world: int) -> Tensor:
@@ -314,7 +314,7 @@ def _shifted(word: Tensor, places: int) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """`dropout` as a layer, for training alone; p in [0, 1): torch takes NaN, and 1, with which nothing is left."""
+    """`dropout` as a layer, in training only; p in [0, 1), while torch also accepts NaN and 1."""
 
     def __init__(self, p: float = 0.5):
         super().__init__(checked(p))

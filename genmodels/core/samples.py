@@ -1,4 +1,4 @@
-"""What is asked of a model's `sample`, what it returns, and the trajectory from noise to data that it may keep."""
+"""Options and result of a model's `sample`, and the trajectory from noise to data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from genmodels.core.data import TextCondition
 from genmodels.core.errors import InputError, check_number, check_temperature
 
-#: Options without a range of their own, with the least value of each; the largest is a million.
+#: Options whose range is checked here, with the least value of each; the largest is a million.
 _UNBOUNDED = (("guidance", -1e6), ("churn", 0), ("step_size", 0), ("inverse_temperature", 0), ("speed", 0))
 
 
@@ -23,12 +23,12 @@ class SamplingOptions:
     """The options of one call of `sample`, whatever the model; a family takes those that its `sampling_options` name.
 
     Arguments:
-        n: how many samples.
+        n: number of samples.
         cond: class, or classes that are cycled; None for every class in turn, or no class with `known` and `edit`. With
             text the speaker, by name or number; None for the first.
         temperature: factor on the standard deviation of all noise, 1 for the model's own distribution; None for the
-            family's default: 1, with text 0.667, and 0 for a tacotron. With `known` 1: rounds of noise that is too weak
-            lead the drawn part astray.
+            family's default: 1, with text 0.667, and 0 for a tacotron. With `known` 1, because weaker noise biases the
+            drawn part.
         seed: sample k of a seed depends on (seed, k) alone.
         start: number of the first sample.
         weights: `ema`, `raw`, or one of the decays kept.
@@ -41,7 +41,7 @@ class SamplingOptions:
         spacing: spacing of the times of a diffusion: uniform_t, uniform_log_snr, karras, integer_trailing or
             integer_leading; None for the sampler's default.
         eta: share of ancestral noise in `ddim`, 0 by default.
-        churn: noise that `edm` adds on its way, S_churn, 10 by default.
+        churn: noise that `edm` adds during sampling, S_churn, 10 by default.
         diffusion: squared diffusion coefficient of `sde` over time: sigma (the default), constant, decreasing or sine.
         along: path to sample along in place of the model's own: linear, cosine, or vp_ and a noise schedule's name.
         step_size: first step size of an energy's chains, in standard deviations of the data; it adapts, but for `ula`.
@@ -50,7 +50,7 @@ class SamplingOptions:
             static where the data are integers.
         guidance: scale of classifier-free guidance: 1 for the class alone, 0 for no class, more for samples that are
             more typical of their class.
-        guidance_rescale: share of the excess contrast that guidance is made to give back, 0 to 1.
+        guidance_rescale: share of the excess contrast of guidance that is removed, 0 to 1.
         guidance_interval: lowest and highest log-SNR where guidance applies; None for everywhere.
         known: an event in the data's own units, of which `keep` is returned as it is and the rest drawn anew.
         keep: bool, broadcastable to the event, True where `known` holds.
@@ -58,15 +58,15 @@ class SamplingOptions:
         edit: an event in the data's own units, from which sampling starts after noise has been added.
         source: (N, *event) items of the data set that a flow starts from, in its units, of which sample k is number
             k modulo N; None for those of its test split.
-        strength: time from which `edit` is sampled: near 0 it hardly changes, at 1 nothing of it is left.
+        strength: time from which `edit` is sampled: near 0 it hardly changes, at 1 it is replaced.
         size: height and width, or length, where it is not that of the data; the channels stay.
         lengths: numbers of valid frames of sequences, cycled; samples are zero beyond them, mels silent. None for mels
             of their usual length.
         text: a text, or several that are taken in turn; None for the examples that the checkpoint carries.
         speed: speaking rate, above 1 is faster.
-        seconds: total time of a text; None for what the durations come to.
+        seconds: total time of a text; None for the sum of the durations.
         durations: frames of every token, a list for each text; None for predicted ones.
-        max_frames: where a mel without a stop is broken off; None for twenty frames a symbol and a hundred more.
+        max_frames: where a mel without a stop is cut; None for twenty frames per symbol and a hundred more.
         on_unknown: `drop` characters without a symbol, or stop with an `error`.
         path: number of frames of the trajectory from noise to data to keep, 0 for none.
         progress: called after every step with the number of steps done and their total.
@@ -144,7 +144,7 @@ class SamplingOptions:
             raise InputError(f"path is a number of frames, 0 for none, got {self.path}")
 
     def given(self) -> dict[str, Any]:
-        """Those that differ from their defaults.
+        """The options that differ from their defaults.
 
         Example:
             >>> SamplingOptions(n=4, seed=0, steps=5).given()
@@ -160,13 +160,13 @@ class SamplingOptions:
         return dataclasses.replace(self, **missing) if missing else self
 
 
-#: What an option goes with: one of these.
+#: Options that have no effect without one of these.
 _PARTNERS = {"inpaint": ("mask",), "mask": ("inpaint",), "rounds": ("inpaint", "known"), "strength": ("edit",),
              "chunk": ("stream",)}
 
 
 def require_partners(given: Mapping[str, Any]) -> None:
-    """Raise InputError for an option without the one that it goes with, which would have no effect.
+    """Raise InputError for an option without the one that it needs, which would have no effect.
 
     Example:
         >>> require_partners({"strength": 0.5, "edit": None})
@@ -179,7 +179,7 @@ def require_partners(given: Mapping[str, Any]) -> None:
             raise InputError(f"{key}={given[key]} needs {partners[0]}=: give both")
 
 
-#: How many samples are drawn where nobody says.
+#: The default number of samples.
 USUAL_NUMBER = 64
 #: Options that every model takes.
 COMMON = ("n", "cond", "temperature", "seed", "start", "weights")
@@ -187,14 +187,13 @@ COMMON = ("n", "cond", "temperature", "seed", "start", "weights")
 
 @dataclass
 class Samples:
-    """Samples in the data's own units: `x (n, *event)`, `cond` or None, `index (n,)`, and how they were made.
+    """Samples in the data's own units: `x (n, *event)`, `cond` or None, `index (n,)`, and `made`, how they were drawn.
 
-    `path (steps, n, *event)` holds the trajectory from noise to data when it was asked for, in the data's units too.
-    Sequences of unlike length have a `mask (n, 1, T)`; mels synthesised from text have the frames of every token,
-    `durations (n, N)`.
-    Where a density of real numbers is quantised, `outside (n,)` is the share of each sample's values that lay outside
-    the range of the levels and were moved to its ends. `source (n, *event)` are the items of another data set that a
-    flow has carried here.
+    `path (steps, n, *event)`, with the option of that name, is the trajectory from noise to data, in the data's units.
+    Sequences of different lengths have a `mask (n, 1, T)`; mels synthesised from text have the frames of every token,
+    `durations (n, N)`. If a density of real numbers is quantised, `outside (n,)` is the share of each sample's values
+    that were clipped to the range of the levels. `source (n, *event)` are the items from which a flow between two data
+    sets started.
     """
 
     x: Tensor
@@ -209,10 +208,10 @@ class Samples:
 
 
 class Trajectory:
-    """What is kept of the steps of a sampler: frames spread evenly over them, the first and the last among them.
+    """Frames of a sampler's steps, spread evenly over them with the first and the last.
 
     Arguments:
-        frames: how many to keep, 0 for none; all steps where there are fewer, the first alone for 1.
+        frames: number of frames, 0 for none; all steps if there are fewer, only the first for 1.
         steps: number of steps.
         progress: called after every step with the number of steps done and their total.
 
@@ -232,7 +231,7 @@ class Trajectory:
         self._frames: list[Tensor] = []
 
     def __call__(self, step: int, frame: Callable[[], Tensor]) -> None:
-        """Step number `step` (from 0) is done; `frame()` makes its picture `(n, *event)` where it is wanted."""
+        """Record that step number `step` (from 0) is done; `frame()` returns its frame `(n, *event)`."""
         if step in self._wanted:
             self._frames.append(frame())
         if self.progress is not None:
@@ -240,5 +239,5 @@ class Trajectory:
 
     @property
     def kept(self) -> Tensor | None:
-        """(frames, n, *event), or None where none was wanted."""
+        """(frames, n, *event), or None if there are none."""
         return torch.stack(self._frames) if self._frames else None

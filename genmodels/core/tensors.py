@@ -1,4 +1,4 @@
-"""Masked sums and means over the scalars of an event, tensors that autograd may save, and descriptions for notebooks.
+"""Masked sums and means over events, tensors that autograd may save, and tables for notebooks.
 
 A mask is `(B, 1, T)` bool, True = valid, with T the last axis of the event; None means that all scalars are valid.
 """
@@ -19,7 +19,7 @@ def spread(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x with zeros where the mask is False; by selection, not by a product, so that NaN in the padding vanishes too.
+    """x with zeros where the mask is False; by selection, not by a product, so that NaN in the padding is removed too.
 
     Shapes: `mask (B, 1, T)` for events with T as their last axis, or any that broadcasts to x.
 
@@ -97,7 +97,7 @@ def outside_inference() -> Iterator[None]:
 
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
-    """Names and values, or lists of values, as a table of HTML, for notebooks; without the values that are None.
+    """Names and values, or lists of values, as an HTML table for notebooks; without values that are None.
 
     Example:
         >>> html_table("Flow", {"base": "N(0, 1)", "classes": None})
@@ -112,7 +112,7 @@ def html_table(title: str, rows: Mapping[str, object]) -> str:
 
 
 def module_table(module: nn.Module, **rows: object) -> str:
-    """The parts of a module by name with their parameters, after `rows`, as a table of HTML for notebooks."""
+    """The parts of a module with their numbers of parameters, after `rows`, as an HTML table for notebooks."""
     parts = {name: f"{type(part).__name__}, {sum(p.numel() for p in part.parameters()):,} parameters"
              for name, part in module.named_children()}
     return html_table(type(module).__name__, {**rows, **parts})

@@ -95,21 +95,32 @@ def _fitting(text: str, width: int, font: ImageFont.FreeTypeFont) -> str:
     return text
 
 
-def scatter(x: Tensor, title: str = "") -> Image.Image:
-    """A scatter plot of points (N, 2) with equal axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def panels(width: float, height: float, rows: int = 1, columns: int = 1, dpi: int = 100):
+    """A figure of matplotlib with its axes (rows, columns); sizes in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5, 5), dpi=100, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def rendered(figure) -> Image.Image:
+    """The pixels of a figure of matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    canvas.draw()
+    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+
+
+def scatter(x: Tensor, title: str = "") -> Image.Image:
+    """A scatter plot of points (N, 2) with equal axes."""
+    figure, ((axes,),) = panels(5, 5)
     points = x.numpy()
-    size = min(30.0, max(3.0, 1500 / max(1, len(points))))  # few points are to be seen too
+    size = min(30.0, max(3.0, 1500 / max(1, len(points))))  # a few points are drawn larger
     axes.scatter(points[:, 0], points[:, 1], s=size, alpha=0.5, linewidths=0)
     axes.set_aspect("equal")
     axes.set_title(title)
-    canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    return rendered(figure)
 
 
 def in_turn(cond: Sequence[int], index: Sequence[int]) -> list[int]:
@@ -206,7 +217,7 @@ def mel_with_tokens(
     hop = spec.mel["hop"] / spec.mel["sample_rate"]
     table = spec.text["symbols"]
     frames, ends = mel.shape[1], np.cumsum(durations)
-    figure, axes = _figure(max(6.0, min(40.0, frames / 28)), 3.6)
+    figure, ((axes,),) = panels(max(6.0, min(40.0, frames / 28)), 3.6)
     axes.imshow(mel.cpu().numpy(), origin="lower", aspect="auto", cmap="magma", vmin=_LOWEST, vmax=_HIGHEST,
                 extent=(0, frames * hop, 0, mel.shape[0]), interpolation="nearest")
     height = mel.shape[0] / len(tokens)
@@ -220,18 +231,13 @@ def mel_with_tokens(
     axes.set_xlabel("seconds; the white line rises one step per token")
     axes.set_ylabel("mel band")
     axes.set_title(title, pad=16, fontsize=_FONT_SIZE)
-    return _drawn(figure)
+    return rendered(figure)
 
 
 def alignments(posterior: Tensor, batch: Batch, spec: DataSpec) -> Image.Image:
     """The mel of each item, and below it the posterior probability (N, T) of each token at each frame."""
     count = len(posterior)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5 * count, 6), dpi=80, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, count, squeeze=False)
+    figure, axes = panels(4.5 * count, 6, 2, count, dpi=80)
     for k in range(count):
         frames, tokens = int(batch.mask[k].sum()), int(batch.cond.mask[k].sum())
         mel, likely = batch.x[k, :, :frames].cpu().numpy(), posterior[k, :tokens, :frames].detach().cpu().numpy()
@@ -242,21 +248,7 @@ def alignments(posterior: Tensor, batch: Batch, spec: DataSpec) -> Image.Image:
         axes[1, k].set_xlabel("frame")
     axes[0, 0].set_ylabel("mel band")
     axes[1, 0].set_ylabel("token")
-    return _drawn(figure)
-
-
-def _figure(width: float, height: float):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
-
-
-def _drawn(figure) -> Image.Image:
-    figure.canvas.draw()
-    return Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
+    return rendered(figure)
 
 
 Function = Callable[[Tensor], Tensor]
@@ -295,9 +287,6 @@ def picture_of_fields(
         location, scale: `(2,)` mean and standard deviation of the data.
         width: half-width of the picture in standard deviations.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     box = [(float(m - width * s), float(m + width * s)) for m, s in zip(location, scale, strict=True)]
     truth = truth_of(spec)
     rows = [("learned", log_density, score)]
@@ -306,9 +295,7 @@ def picture_of_fields(
     shown = log_density if truth is None else truth.log_prob
     columns = 1 if log_density is None else 2
     height = 4 * float(scale[1] / scale[0]) + 0.5
-    figure = Figure(figsize=(4 * columns, len(rows) * min(8.0, max(1.5, height))), dpi=100, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.subplots(len(rows), columns, squeeze=False)
+    figure, axes = panels(4 * columns, len(rows) * min(8.0, max(1.5, height)), len(rows), columns)
     top, arrows = None, None
     for row, (name, log_p, field) in zip(axes, reversed(rows), strict=True):  # the true density sets the scales
         if log_density is not None:
@@ -318,12 +305,11 @@ def picture_of_fields(
             row[0].set_title(f"{name} density")
         arrows = _arrows(row[-1], box, field, shown, arrows)
         row[-1].set_title(f"{name} score")
-    canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    return rendered(figure)
 
 
 def _arrows(axes, box, field: Function, shown: Function | None, longest: float | None) -> float:
-    """Draw a vector field where there are data; all fields of a picture share a scale, which is returned."""
+    """Draw a vector field where there are data; returns the scale, which all fields of a picture share."""
     points = _grid(box, _ARROWS)
     if shown is not None:
         log_p = shown(points).detach()

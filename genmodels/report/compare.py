@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
 from genmodels.core.errors import InputError, Interrupted, RunError
-from genmodels.core.files import cache_folder, write_whole
+from genmodels.core.files import cache_folder, write_text, write_whole
 from genmodels.core.processes import Ranks
 from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.evaluate import Evaluation
@@ -43,7 +44,7 @@ from genmodels.report.parts import (
 )
 from genmodels.training.loggers import LoggerOptions, log_evaluation
 
-#: Escapes whatever is put in, as text and as attribute; what is undefined stops the page, None is nothing.
+#: All values are escaped, in text and attributes; an undefined name is an error, None is empty.
 TEMPLATES = Environment(
     loader=PackageLoader("genmodels.report"), autoescape=True, undefined=StrictUndefined, finalize=legal,
 )
@@ -56,12 +57,12 @@ def write_page(table: Table, arrays: list[Mapping[str, np.ndarray]], target: Pat
     """Write report.html whole.
 
     Arguments:
-        table: the comparison, or one model as a table of its own; what was not measured leaves its section out.
+        table: the comparison, or a table of one model; sections without measurements are left out.
         arrays: the arrays of each model, in the same order: likelihoods of items, samples, densities.
         target: the file.
     """
     page = render(table, arrays)
-    write_whole(target, lambda file: file.write(page + "\n"), mode="w")
+    write_text(target, page + "\n")
 
 
 def render(table: Table, arrays: list[Mapping[str, np.ndarray]]) -> str:
@@ -98,7 +99,7 @@ def _introduction(table: Table) -> str:
 
 
 def _notes(table: Table) -> list[str]:
-    """The notes below the table, without those that stand in the summary."""
+    """The notes below the table, without those of the summary."""
     notes = [typeset(note) for note in table.notes if not note.startswith("note: ")]
     for known in table.references:
         if known.value is not None and not any(f"{known.name} " in note for note in table.notes):
@@ -127,15 +128,14 @@ def _gallery(figures: list) -> list[Gallery]:
     return [Gallery(figures)] if figures else []
 
 
-#: The sections in their order: anchor, title, and its parts; one that has none is left out. The template adds to the
-#: summary, the table and the last section.
+#: The sections in their order: anchor, title, and a function for the parts; a section without parts is left out. The
+#: template adds to the summary, the table and the last section.
 SECTIONS: list[tuple[str, str, Callable]] = [
     ("summary", "In short", lambda table, models: []),
     ("table", "The table", likelihoods.main_table),
     ("samples", "Samples from the same seed", lambda table, models: _gallery(quality.samples(models))),
     ("likelihood", "Likelihood of single items", _likelihoods),
-    ("noise", "Bits by noise level", lambda table, models: _gallery(
-        quality.by_noise_level(models))),
+    ("noise", "Bits by noise level", lambda table, models: _gallery(quality.by_noise_level(models))),
     ("layers", "Flows layer by layer", lambda table, models: quality.by_layer(models)),
     ("density", "Densities", lambda table, models: _gallery(likelihoods.densities(models))),
     ("outside", "Other data", lambda table, models: likelihoods.out_of_distribution(models)),
@@ -158,8 +158,8 @@ class Comparison:
     Attributes:
         table: the rows of all models; `table.models` are their reports.
         page: report.html.
-        lines: what a command prints: the table, its notes, and the files.
-        failed: what failed, in words.
+        lines: the output of a command: the table, its notes, and the files.
+        failed: messages about failures.
     """
 
     table: Table
@@ -185,13 +185,13 @@ def compare(
 
     Arguments:
         paths: whole checkpoints.
-        request: what is asked of all of them.
+        request: the options of the evaluation.
         ranks: the processes of this command, of which the first writes.
         several: whether more than one checkpoint was named.
         failures: path and message of those that are broken.
 
     Raises:
-        InputError, RunError: what stops all of it.
+        InputError, RunError: when nothing can be evaluated.
     """
     cache = Cache(cache_folder() / "evaluations" if request.cache else None)
     held: dict = {}
@@ -239,10 +239,11 @@ def compare(
     lines += [as_text(table), *(f"report: {target}" for _, target in done)]
     page = done[0][1].with_suffix(".html")
     if several:
-        folder = Path(request.out or _common([evaluation.opened.path for evaluation, _ in done]))
+        folders = [evaluation.opened.path.resolve().parent for evaluation, _ in done]
+        folder = Path(request.out or os.path.commonpath(folders))
         write_report(table, folder / "table.json")
         for name, text in (("table.md", as_markdown(table)), ("table.csv", as_csv(table))):
-            write_whole(folder / name, lambda file, text=text: file.write(text), mode="w")
+            write_text(folder / name, text)
         lines.append(f"table: {folder / 'table.md'}")
         page = folder / "report.html"
     write_page(table, [{name: value.numpy() for name, value in e.arrays.items()} for e, _ in done], page)
@@ -251,7 +252,7 @@ def compare(
 
 
 def report_target(checkpoint: Path, out: str | None, several: bool, split: str = "test", limit: int | None = None):
-    """Where a report goes: `out`, or report.json in the folder of the checkpoint, named for what is not the default."""
+    """The file of a report: `out`, or report.json in the checkpoint's folder, its name with all but the defaults."""
     if out is not None and not several:
         return Path(out)
     words = [w for w, usual in ((checkpoint.stem, "best"), (split, "test")) if w != usual]
@@ -261,7 +262,7 @@ def report_target(checkpoint: Path, out: str | None, several: bool, split: str =
 
 
 def arrays_target(target: Path) -> Path:
-    """Where the arrays of a report go: to the same folder.
+    """The file of the arrays of a report, in the same folder.
 
     Example:
         >>> str(arrays_target(Path("runs/a/report.json")))
@@ -279,11 +280,11 @@ def write_arrays(arrays: Mapping[str, Tensor], target: Path) -> None:
 def write_report(report: Any, target: Path) -> None:
     """Write a report or a table whole as JSON; numbers that are not finite become null."""
     text = json.dumps(plain(report), indent=1, allow_nan=False)
-    write_whole(target, lambda file: file.write(text + "\n"), mode="w")
+    write_text(target, text + "\n")
 
 
 def _write(evaluation: Evaluation, target: Path) -> list[str]:
-    """Write a report and what belongs to it; lines for the user."""
+    """Write a report with its arrays and pictures; returns lines for the user."""
     lines = _keep_fuller(target, set(evaluation.report.seconds))
     evaluation.report.arrays = arrays_target(target).name
     write_arrays(evaluation.arrays, arrays_target(target))
@@ -296,12 +297,12 @@ def _write(evaluation: Evaluation, target: Path) -> list[str]:
 
 
 def _keep_fuller(target: Path, stages: set[str]) -> list[str]:
-    """Set a report aside, with what belongs to it, that holds stages which the one in its place will not have."""
+    """Rename an earlier report, with its arrays and page, if it has stages that the new one lacks."""
     try:
         held = json.loads(target.read_text(encoding="utf-8"))
         further = set(held["seconds"]) - stages
     except (OSError, ValueError, KeyError, TypeError):
-        return []  # there is none, or none of ours
+        return []  # no file, or not a report
     if not further:
         return []
     aside = target.with_stem(f"{target.stem}_before")
@@ -313,7 +314,7 @@ def _keep_fuller(target: Path, stages: set[str]) -> list[str]:
 
 
 def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]:
-    """Where each report goes; those that would share a file are numbered."""
+    """The file of each report; reports that would share a file are numbered."""
     targets: list[Path] = []
     for one in opened:
         evaluated = one.items if one.limited else None
@@ -329,21 +330,14 @@ def _targets(opened: list[Opened], out: str | None, several: bool) -> list[Path]
     return targets
 
 
-def _common(paths: list[Path]) -> Path:
-    """The folder that several checkpoints share."""
-    return Path(os.path.commonpath([path.resolve().parent for path in paths]))
-
-
 def _command() -> str:
-    """What was typed, to type it again."""
-    import shlex
-
+    """The command line, to repeat it."""
     words = [word for word in sys.argv[1:] if word != "evaluate"]
     return "python evaluate.py " + " ".join(shlex.quote(word) for word in words)
 
 
 def as_text(table: Table) -> str:
-    """The table for the terminal, notes below; columns that hold nothing are left out."""
+    """The table for the terminal with its notes; empty columns are left out."""
     columns, rows = _filled(table)
     widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
     shown = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in (columns, *rows)]
@@ -363,10 +357,10 @@ def as_markdown(table: Table) -> str:
 
 
 def as_csv(table: Table) -> str:
-    """One line for each row as comma separated values for programs: numbers in full, what is not known left empty.
+    """One line per row as comma separated values: numbers in full, unknown ones left empty.
 
-    `value` is the mean in its unit, lower is better, `error` its standard error; `low` and `high` are what the true
-    value is at least and at most by what its kind bounds, two standard errors out. Distances have their errors too.
+    `value` is the mean in its unit, lower is better, `error` its standard error; `low` and `high` are the bounds of the
+    true value that its kind implies, with two standard errors. Distances have errors too.
     """
     rows = []
     for index, row in enumerate(table.rows, 1):

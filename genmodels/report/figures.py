@@ -1,4 +1,4 @@
-"""Figures of the page: matplotlib draws them as SVG, and the page's style sheet colours them, light or dark."""
+"""Figures of the page: SVG by matplotlib, with colours from the page's style sheet, light or dark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
 from genmodels.report.parts import Listing, legal
 
-#: Colours of the page by their names in its style sheet; c0 ... c7 are those of curves, which dashes tell apart too.
+#: Colours of the page by their names in its style sheet; c0 ... c7 are those of curves, which also differ in dashes.
 LIGHT = {
     "paper": "#ffffff", "panel": "#f5f5f2", "ink": "#1c1b19", "soft": "#5a5752", "line": "#d9d6d0",
     "link": "#0b5394", "good": "#17663a", "bad": "#b3261e", "odd": "#7a4f00",
@@ -35,7 +35,7 @@ DARK = {
 _NAMES = {value: name for name, value in LIGHT.items()}
 _COLOURS, _DASHES = 8, ((), (6, 2.5), (2, 2), (8, 2, 2, 2))
 _RULES = ((2, 3), (9, 3), (9, 3, 2, 3))
-_WIDTH, _HEIGHT, _MARKED = 360, 220, 60  # size in CSS pixels; curves of more points have no marks
+_WIDTH, _HEIGHT, _MARKED = 360, 220, 60  # size in CSS pixels; curves with more points have no markers
 _STYLE = {
     "svg.fonttype": "none", "path.simplify": False, "text.parse_math": False, "lines.scale_dashes": False,
     "font.size": 11, "figure.facecolor": "none", "axes.facecolor": "none", "axes.edgecolor": LIGHT["soft"],
@@ -51,10 +51,10 @@ class Series:
     """One curve or histogram of a figure.
 
     Arguments:
-        name: what the legend calls it.
+        name: its name in the legend.
         x, y: its points; of a histogram `x` are the edges, one more than the heights `y`. A y of None is a gap.
-        form: `line` with a mark at every point, `steps` (a histogram), or `dots`.
-        error: standard errors of y, drawn as bars over two of them to each side.
+        form: `line` with a marker at every point, `steps` (a histogram), or `dots`.
+        error: standard errors of y, drawn as error bars of two standard errors to each side.
         colour: number of its colour; by default its place in the figure.
         dash: number of its dashes among curves of that colour.
     """
@@ -90,7 +90,7 @@ class Field:
 class Figure:
     """A figure of the page: caption, drawing, legend, notes and its numbers.
 
-    The legend holds (name, colour, dashes); it stands in the page, where long names wrap.
+    The legend holds (name, colour, dashes); it is part of the page, where long names wrap.
     """
 
     title: str
@@ -108,13 +108,13 @@ def figure(
     """A figure with its legend, and the numbers themselves in a table.
 
     Arguments:
-        series: what is drawn, in the order of the legend.
-        title: the caption, which is also the figure's name for those who cannot see it.
-        x_label, y_label: what the axes say, with units.
-        log_x, log_y: logarithmic axes; what is not positive is left out there, and a note says so.
+        series: the curves, in the order of the legend.
+        title: the caption, also part of the alternative text.
+        x_label, y_label: labels of the axes, with units.
+        log_x, log_y: logarithmic axes; values that are not positive are left out, with a note.
         rules: straight lines for comparison.
-        field: a part of the plane in which the points lie; both axes then have one scale.
-        note: what else is to be said below.
+        field: the part of the plane that contains the points; both axes then have one scale.
+        note: a text below the figure.
 
     Example:
         >>> found = figure([Series("a <b>", [1, 2], [3.0, 4.0])], "growth", "x <y>", "y")
@@ -145,7 +145,7 @@ def figure(
         axes.set_xlabel(legal(x_label))
         axes.set_title(legal(y_label))
         file = io.StringIO()
-        FigureCanvasSVG(drawing).print_svg(file)  # what `savefig` writes, which draws everything twice
+        FigureCanvasSVG(drawing).print_svg(file)  # `savefig` writes the same, but draws everything twice
     if not rules and all(one.name in title for one in series):
         legend = []
     label = f"{title}: {y_label} over {x_label}" + (f", for {', '.join(one.name for one in series)}" if series else "")
@@ -161,7 +161,7 @@ def _draw(axes: Axes, one: Series, heights: list[float], colour: str, dashes: tu
     if one.form == "steps":
         axes.stairs(heights, one.x, fill=True, color=colour, alpha=0.16, linewidth=0)
         axes.stairs(heights, one.x, **style)
-    elif one.form == "dots":  # strokes without length and with round ends: one element holds them all
+    elif one.form == "dots":  # strokes of length 0 with round ends, which are a single element
         nothing = np.full(len(one.x), math.nan)
         axes.plot(np.stack([one.x, one.x, nothing], 1).ravel(), np.stack([heights, heights, nothing], 1).ravel(),
                   color=colour, linewidth=2, solid_capstyle="round")
@@ -194,7 +194,7 @@ def _scales(axes: Axes, series: Sequence[Series], log_x: bool, log_y: bool, fiel
 
 
 def _inline(svg: str, label: str) -> Markup:
-    """What matplotlib drew, for use inside a page: colours by name, no identifiers but those that are referred to."""
+    """An SVG of matplotlib for use inside a page: colours by name, without identifiers that nothing refers to."""
     body = svg[svg.index("</defs>") + len("</defs>"):svg.rindex("</svg>")]
     body = re.sub(r' id="[\w.]+_\d+"', "", re.sub(r"\s*\n\s*", " ", body))
     # Fonts are the style sheet's.
@@ -206,7 +206,7 @@ def _inline(svg: str, label: str) -> Markup:
 
 
 def _numbers(one: Series) -> list[list[str]]:
-    """The values of a curve, in numbers."""
+    """The values of a curve as rows of a table."""
     rows = []
     for k, y in enumerate(one.y):
         where = f"{one.x[k]:.5g} to {one.x[k + 1]:.5g}" if one.form == "steps" else f"{one.x[k]:.6g}"

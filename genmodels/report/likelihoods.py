@@ -1,4 +1,4 @@
-"""Likelihoods on the page: the headline, the table in groups of one kind, and how single items fare."""
+"""Likelihoods on the page: the headline, the table in groups of one kind, and the values of single items."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from genmodels.report.parts import (
 )
 
 _BINS = 40
-_TAIL = 0.002  # share of items beyond either end of a histogram that may fall into its last bin
+_TAIL = 0.002  # share of items beyond either end of a histogram, which are counted in its last bin
 
 
 def headline(models: list[Model]) -> list[tuple[str, str, str]]:
-    """The name of every model, its first likelihood, and the kind of that in words."""
+    """The name of every model, its first likelihood, and a description of its kind."""
     entries = []
     for model in models:
         line = next(iter(model.report.likelihood), None)
@@ -39,16 +39,16 @@ def headline(models: list[Model]) -> list[tuple[str, str, str]]:
             continue
         title, meaning, _ = KINDS[line.kind]
         recipe = line.how if line.how.startswith(line.label) else ", ".join(filter(None, [line.label, line.how]))
-        said = f"{_lower(title)}: {meaning}. "
+        words = f"{_lower(title)}: {meaning}. "
         if line.kind != "unnormalised":
-            said += (f"{recipe}. " if recipe else "") + f"{number(line.n)} items, error over them."
-            said += f" {line.unreliable.capitalize()}." if line.unreliable else ""
-        entries.append((model.name, with_mark(line), said))
+            words += (f"{recipe}. " if recipe else "") + f"{number(line.n)} items, error over them."
+            words += f" {line.unreliable.capitalize()}." if line.unreliable else ""
+        entries.append((model.name, with_mark(line), words))
     return entries
 
 
 def main_table(table: Table, models: list[Model]) -> list[Listing]:
-    """The rows of the table, in groups of one kind, best first within each where a ranking is known."""
+    """The rows of the table, in groups of one kind, best first within each if there is a ranking."""
     rows = table.rows
     if not rows:
         return []
@@ -69,22 +69,18 @@ def main_table(table: Table, models: list[Model]) -> list[Listing]:
             cells = [typeset(cell) for cell in rows[k].cells]
             lines.append([cells[heading] or models[rows[k].model].name, *(cells[other] for other in others)])
         groups.append((f"{KINDS[kind][0]}: {KINDS[kind][1]}", lines))
-    said = ("Each kind of likelihood is ranked by itself, apart for what it is conditioned on (equal ranks: no "
-            "difference beyond two standard errors)")
+    caption = ("Each kind of likelihood is ranked by itself, apart for what it is conditioned on (equal ranks: no "
+               "difference beyond two standard errors)")
     if len(table.ranking) == 1 and len(by_kind) > 1:
-        said = "Lines in groups of one kind; what a rank compares is said below"
-    return [Listing([names[heading], *(names[other] for other in others)], groups, said)]
+        caption = "Lines in groups of one kind; what a rank compares is said below"
+    return [Listing([names[heading], *(names[other] for other in others)], groups, caption)]
 
 
 def histograms(models: list[Model], references: list[Reference]) -> list[Text | Figure]:
-    """The likelihood of single items, one plot for each kind and unit: other kinds never share an axis."""
-    lines = []
-    for model in models:
-        for line in model.report.likelihood:
-            nats = model.array(line.values)
-            if nats is not None:
-                lines.append((model, line, nats))
-    lines = [one for one in lines if one[1].kind == "unnormalised" or not one[1].reason]  # no value, no values of items
+    """The likelihood of single items, one plot for each kind and unit: their values are not comparable."""
+    lines = [(model, line, nats) for model in models for line in model.report.likelihood
+             if (nats := model.array(line.values)) is not None
+             and (line.kind == "unnormalised" or not line.reason)]  # without a value there are none of items
     hidden = [one for one in lines if not one[1].single.shown]
     figures: list = [Text(f"{_name(model, line)}: not drawn, {noise_of(line)}. More draws= or importance_samples= make "
                           "it smaller.") for model, line, _ in hidden]
@@ -94,7 +90,7 @@ def histograms(models: list[Model], references: list[Reference]) -> list[Text | 
         names = [_name(model, line) for model, line, _ in some]
         noises = [f"{name}: {noise_of(line)}." for name, (_, line, _) in zip(names, some, strict=True)
                   if line.single.noise]
-        if kind == "unnormalised":  # every energy has a zero of its own
+        if kind == "unnormalised":  # every energy has a constant of its own
             figures += [histogram([name], [cost], f"Energies of single items: {name}", "nats, up to a constant",
                                   [model.number]) for (model, _, _), name, cost in zip(some, names, costs, strict=True)]
             continue
@@ -110,7 +106,7 @@ def histograms(models: list[Model], references: list[Reference]) -> list[Text | 
 
 
 def noise_of(line: LikelihoodLine) -> str:
-    """The noise of the value of a single item and the spread of items, in words."""
+    """A sentence on the noise of the value of a single item and the spread of items."""
     found = line.single
     if found.noise is None:
         return "the noise of the value of a single item, drawn once, is not known"
@@ -130,7 +126,7 @@ def histogram(
     names: list[str], values: list[np.ndarray], title: str, x_label: str, colours: list[int] | None = None,
     rules: list[Rule] | None = None, noise: str = "",
 ) -> Text | Figure:
-    """Histograms on common bins, in percent of each one's items; `noise` is said below."""
+    """Histograms on common bins, in percent of each one's items, with the sentence `noise` below."""
     finite = [v[np.isfinite(v)] for v in values]
     together = np.concatenate(finite)
     if not len(together):
@@ -168,7 +164,6 @@ def _items(model: Model, which: str, entries: list[Item]) -> Pictures:
     line = model.report.likelihood[model.report.items.line]
     if line.kind == "unnormalised":
         unit = "nats up to a constant"
-    said = f"{unit}, {line.label}" if line.label else unit
     shown = []
     for k, entry in enumerate(entries):
         words = f"item {entry.index}: {with_error(float(costs[k]), float(errors[k]) or None, 3)}"
@@ -176,7 +171,7 @@ def _items(model: Model, which: str, entries: list[Item]) -> Pictures:
             words += " at (" + ", ".join(f"{v:.2f}" for v in np.ravel(x[k])) + ")"
         shown.append((address(pictures[k]) if k < len(pictures) else None,
                       f"{which} likely item number {k + 1}, test item {entry.index}", words))
-    return Pictures(f"{which} likely ({said})", shown)
+    return Pictures(f"{which} likely ({unit}{f', {line.label}' if line.label else ''})", shown)
 
 
 def _parts(line: LikelihoodLine) -> str:
@@ -185,7 +180,7 @@ def _parts(line: LikelihoodLine) -> str:
 
 
 def recipes(models: list[Model]) -> list[Listing]:
-    """Every likelihood with its kind, errors and how it was made."""
+    """Every likelihood with its kind, its errors and how it was computed."""
     columns = ["model", "kind", "value", "parts of the error", "KL gap", "bracket", "items", "not finite", "parts",
                "weights", "how it was made", "seconds"]
     rows = []
@@ -205,7 +200,7 @@ def recipes(models: list[Model]) -> list[Listing]:
 
 
 def out_of_distribution(models: list[Model]) -> list[Listing | Gallery]:
-    """Histograms with the area under the ROC curve; 0.5 is chance, below it the other data are the likelier ones."""
+    """Histograms with the area under the ROC curve; 0.5 is chance, below it the other data are more likely."""
     rows, galleries = [], []
     for model in models:
         for k, found in enumerate(model.report.ood):
@@ -250,7 +245,7 @@ _RESULTS = {"passed": "one", "failed": "not one, the check failed", "not verifie
 
 
 def densities(models: list[Model]) -> list[Figure]:
-    """The test points, the true density where it is known, and the density of every model."""
+    """The test points, the true density if it is known, and the density of every model."""
     shown = [model for model in models if model.report.density and model.array("density") is not None]
     if not shown:
         return []
@@ -269,11 +264,12 @@ def densities(models: list[Model]) -> list[Figure]:
         figures.append(_map(truth[1], truth[0], top, "The true density", scale))
     for model in shown:
         check = next((c for c in model.report.checks if c.name == "density integrates to one"), None)
-        said = "" if check is None or check.error is None else (
+        integral = "" if check is None or check.error is None else (
             f"Its integral is {check.note}: {_RESULTS[check.status]}. ")
         line = next(iter(model.report.likelihood), None)
         value = f"{with_mark(line)}. " if line else ""
-        figures.append(_map(model.array("density"), model, top, f"The density of {model.name}", value + said + scale))
+        figures.append(_map(model.array("density"), model, top, f"The density of {model.name}",
+                            value + integral + scale))
     return figures
 
 

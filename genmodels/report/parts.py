@@ -1,4 +1,4 @@
-"""What sections of the page are made of: models, tables, pictures, and the words that numbers are written in."""
+"""Parts of the sections of the page: models, tables, pictures; formats of numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from genmodels.plots.images import images_of
 
 
 def legal(value: object) -> str:
-    """Words as text or markup of a document: what none may hold shows that it is out of place, None is nothing.
+    """Text or markup of a document: characters that are not allowed become U+FFFD, None is empty.
 
     Example:
         >>> legal("a\\x00b") == "a\\ufffdb", legal(None), legal(3)
@@ -58,7 +58,7 @@ class Listing:
         groups: title (None for none) and rows of each; a cell is words or `Styled`.
         caption: what the table is.
         style: `cards` makes each row a card with its own labels on a narrow screen; `numbers`, `confusion`.
-        summary: where it unfolds, the words to press.
+        summary: the text to press where it unfolds.
     """
 
     columns: list[str]
@@ -69,7 +69,7 @@ class Listing:
     kind = "listing"
 
     def filled(self) -> Listing:
-        """The same without columns that hold nothing in any row."""
+        """The same without empty columns."""
         rows = [row for _, rows in self.groups for row in rows]
         kept = [k for k in range(len(self.columns)) if k == 0 or any(row[k] not in ("", None) for row in rows)]
         groups = [(title, [[row[k] for k in kept] for row in rows]) for title, rows in self.groups]
@@ -99,7 +99,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Figures side by side, as many as there is room for, under a heading if there is one."""
+    """Figures in rows as wide as the page, under a heading if there is one."""
 
     parts: list
     title: str | None = None
@@ -108,7 +108,7 @@ class Gallery:
 
 Item = TypeVar("Item")
 
-#: What a value of each kind means, in words: a title, what it says of the truth, and the mark before it.
+#: For each kind of likelihood a title, its relation to the true value, and the mark before it.
 KINDS = {
     "exact": ("Exact", "the model's own likelihood, no estimate", "="),
     "lower_bound": ("Bounds", "the model's true value is at most this, in expectation", "\u2264"),
@@ -160,7 +160,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Hash
 
 
 def number(value: Any, digits: int = 4) -> str:
-    """A number for a cell; nothing for None, words stay words.
+    """A number for a cell; empty for None, texts are unchanged.
 
     Example:
         >>> number(1.23456), number(None), number(1234567), number(True), number(1.5e-9), number(1.0, 0)
@@ -181,7 +181,7 @@ def number(value: Any, digits: int = 4) -> str:
 
 
 def facts(found: Mapping[str, Any]) -> str:
-    """Named values in one line; those that are None are left out.
+    """Named values in one line, without those that are None.
 
     Example:
         >>> facts({"num_steps": 50, "eta": None, "seed": 0})
@@ -192,7 +192,7 @@ def facts(found: Mapping[str, Any]) -> str:
 
 
 def with_error(value: float | None, error: float | None, digits: int = 4) -> str:
-    """A value with its standard error, nothing for None.
+    """A value with its standard error, empty for None.
 
     Example:
         >>> with_error(0.5, 0.0123), with_error(0.5, None), with_error(None, 0.1)
@@ -212,7 +212,7 @@ def percent(value: float | None) -> str:
 
 
 def with_mark(line: LikelihoodLine) -> str:
-    """The value of a line with mark, standard error and unit, or why there is none."""
+    """The value of a line with mark, standard error and unit, or the reason why there is none."""
     sides = line.bracket
     if line.value is None and sides is not None and sides.upper is not None:
         return f"{sides.lower:.4f} to {sides.upper:.4f} {UNITS[line.unit]}"
@@ -222,7 +222,7 @@ def with_mark(line: LikelihoodLine) -> str:
 
 
 def typeset(words: str) -> str:
-    """Words of the terminal with the marks of the page, which stay on the line of what they mark.
+    """A text of the terminal with the mark of the page and a no-break space after it.
 
     Example:
         >>> typeset("<= 2.1") == "\u2264\u00a02.1", typeset("~? 2.1") == "\u2248?\u00a02.1", typeset("a = b")
@@ -247,7 +247,7 @@ def address(picture: Image.Image) -> str:
 
 
 def is_image(data: DataFacts) -> bool:
-    """Whether items of a data set can be seen."""
+    """Whether items of a data set are pictures."""
     return len(data.event_shape) == 3 and data.event_shape[0] in (1, 3)
 
 
@@ -258,7 +258,7 @@ def tiles(x: np.ndarray, data: DataFacts, smallest: int = 32) -> list[Image.Imag
 
 
 def sheet(pictures: list[Image.Image], columns: int, gap: int = 2) -> Image.Image:
-    """Pictures of one size in rows, with nothing between them: the page shows through.
+    """Pictures of one size in rows, with transparent gaps.
 
     Example:
         >>> sheet([Image.new("L", (8, 8), 255)] * 3, columns=2).size

@@ -35,7 +35,7 @@ _CURVES = {"frechet": "Fr\u00e9chet distance", "kernel": "kernel distance", "pre
 
 
 def samples(models: list[Model]) -> list:
-    """A grid of samples of every model: number k of the seed stands at the same place in each."""
+    """A grid of samples of every model, with number k of the seed at the same place in each."""
     figures = []
     for model in models:
         found, data = model.report.samples, model.report.data
@@ -57,7 +57,7 @@ def samples(models: list[Model]) -> list:
 
 
 def _around(models: list[Model]) -> Field:
-    """The part of the plane that holds the samples of all models, so that they are compared on one scale."""
+    """The part of the plane that contains the samples of all models, so that all have one scale."""
     inside = np.concatenate([a for model in models if model.report.samples
                              and (a := model.array(model.report.samples.x)) is not None])
     low, high = np.quantile(inside, 0.002, axis=0), np.quantile(inside, 0.998, axis=0)
@@ -74,7 +74,7 @@ def _sheet(model: Model, x: np.ndarray, index: np.ndarray | None, recipe: str, a
     classes = model.report.data.num_classes or 0
     turns = cond is not None and 2 <= classes <= 12 and len(x) > classes
     columns = classes if turns else int(np.ceil(np.sqrt(len(x))))
-    if alone and len(x) >= 2 * columns:  # a model by itself has the whole width of the page
+    if alone and len(x) >= 2 * columns:  # a single model has the whole width of the page
         columns *= 2
     pictures = tiles(x[: len(x) // columns * columns] if turns else x, model.report.data)
     order = f"{'two columns' if columns > classes else 'a column'} for each class" if turns else "row by row"
@@ -84,19 +84,19 @@ def _sheet(model: Model, x: np.ndarray, index: np.ndarray | None, recipe: str, a
 
 
 def fidelity(models: list[Model], scale: Scale | None) -> list:
-    """Distances of samples to data, one group for each network of features: other networks never share a column."""
+    """Distances of samples to data, in one group for each feature network: their values are not comparable."""
     measured = [model for model in models if isinstance(model.report.fidelity, Fidelity)]
     parts = []
     columns = ["model", "n", "Fr\u00e9chet distance", "kernel distance", "precision", "recall", "class accuracy",
                "p(y|x) accuracy", "memorisation"]
     groups = []
-    for (name, digest), some in grouped(measured, lambda m: _network(m)).items():
+    for (name, digest), some in grouped(measured, _network).items():
         rows = []
         for model in some:
             found = model.report.fidelity
             rows.append([model.name, *_measures(found), _accuracy(found.class_accuracy),
                          _accuracy(found.likelihood_accuracy), _copies(found.memorisation)])
-        if scale is not None and scale.network == name:  # what is no model's, measured alike
+        if scale is not None and scale.network == name:  # references, measured in the same way
             rows += [[what, *_measures(found), "", "", ""] for what, found in scale.rows.items()]
         network = some[0].report.fidelity.network
         accuracy = network["accuracy"]
@@ -168,7 +168,7 @@ def neighbours(models: list[Model]) -> list[Pictures]:
 
 
 def sweeps(models: list[Model]) -> list:
-    """Quality and cost over numbers of steps and temperatures; networks of features and devices are kept apart."""
+    """Quality and cost over numbers of steps and temperatures; one figure for each feature network or device."""
     curves: dict[tuple, list[Series]] = {}
     rules: dict[tuple, Rule] = {}
     for model in models:
@@ -203,7 +203,7 @@ def sweeps(models: list[Model]) -> list:
 
 
 def cost(models: list[Model]) -> list[Listing]:
-    """What a sample costs, one group for each device and setting: other machines never share a column."""
+    """The cost of samples, in one group for each device and setting: their values are not comparable."""
     columns = ["model", "sampler", "steps", "network evaluations a sample", "samples per second", "batch",
                "one sample, median", "95th percentile", "peak memory", "parameters", "training"]
     measured = [model for model in models if model.report.sampling]
@@ -225,7 +225,7 @@ def cost(models: list[Model]) -> list[Listing]:
 
 
 def by_noise_level(models: list[Model]) -> list:
-    """The bound of diffusion models over log-SNR: the area under a curve is what the noise levels there cost."""
+    """The bound of diffusion models over log-SNR: the area under a curve is its part of the bound."""
     curves: dict[str, list[Series]] = {}
     for model in models:
         profile = model.report.profile.diffusion

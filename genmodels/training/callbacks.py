@@ -15,7 +15,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from tqdm import tqdm
 
 from genmodels.core.errors import Interrupted, NotFinite, RunError, progress_bar, require_finite_rows, terminal
-from genmodels.core.files import write_whole
+from genmodels.core.files import write_text
 from genmodels.core.processes import rank_world, set_whole
 from genmodels.data.text import written
 from genmodels.models.checkpoint import join_parts
@@ -46,18 +46,17 @@ class CheckpointOptions:
 
 
 def between_batches(loops: dict, step: int, batches: int) -> dict:
-    """Lightning's loop state, rewritten to a single meaning: `batches` are done, with everything due after them.
+    """Lightning's loop state, rewritten to: `batches` are done, with everything due after them.
 
-    Lightning's own record depends on the hook in which the file was written and decides whether the validation of that
-    step is repeated or skipped; with a single meaning a resumed run equals an uninterrupted one.
+    Lightning's record depends on the hook in which the file is written, and decides whether the validation of that step
+    is repeated or skipped; rewritten, a resumed run equals an uninterrupted one.
     """
     fit = loops["fit_loop"]
     done = {"ready": batches, "started": batches, "processed": batches, "completed": batches}
     fit["epoch_loop.batch_progress"].update(total=dict(done), current=dict(done), is_last_batch=False)
     fit["epoch_loop.state_dict"]["_batches_that_stepped"] = step
     fresh = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
-    for key in ("epoch_loop.val_loop.batch_progress",):
-        fit[key].update(total=dict(fresh), current=dict(fresh), is_last_batch=False)
+    fit["epoch_loop.val_loop.batch_progress"].update(total=dict(fresh), current=dict(fresh), is_last_batch=False)
     running = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     fit["epoch_progress"].update(total=dict(running), current=dict(running))
     return loops
@@ -72,8 +71,8 @@ class Checkpointing(Callback):
     """Writes `last.ckpt` every n steps, at the start and at the end, and `best.ckpt` after the best validation.
 
     A step followed by a validation is saved after it, so that a resumed run neither repeats nor skips a validation.
-    Ctrl-C and SIGTERM stop the run between two steps, after saving; in a job of SLURM, SIGUSR1 also puts it into the
-    queue again. Several processes stop at the same step, whichever of them the signal reached.
+    Ctrl-C and SIGTERM stop the run between two steps, after saving; in a job of SLURM, SIGUSR1 also queues it again.
+    Several processes stop at the same step, whichever of them the signal reached.
 
     Arguments:
         run_dir: the run folder.
@@ -101,7 +100,7 @@ class Checkpointing(Callback):
         self.best = best
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint: dict) -> None:
-        """Give the loop state one meaning."""
+        """Rewrite the loop state."""
         between_batches(checkpoint["loops"], trainer.global_step, pl_module.batches_seen)
 
     def on_train_start(self, trainer, pl_module) -> None:
@@ -114,12 +113,12 @@ class Checkpointing(Callback):
         self.saved_step, self._seen = trainer.global_step, pl_module.batches_seen
         self._model = pl_module
         self._stops = Stops() if rank_world()[1] > 1 else None
-        heeded = [signal.SIGINT, signal.SIGTERM, *([_REQUEUE] if _REQUEUE and "SLURM_JOB_ID" in os.environ else [])]
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in heeded}
+        numbers = [signal.SIGINT, signal.SIGTERM, *([_REQUEUE] if _REQUEUE and "SLURM_JOB_ID" in os.environ else [])]
+        self._handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
 
     def _on_signal(self, number, frame) -> None:
         again, self._stop = self._stop is not None, number
-        if self._model.batches_seen == self._seen:  # the first step may take minutes, and all before it is saved
+        if self._model.batches_seen == self._seen:  # the first step may take minutes, and the start is saved
             then = f" ({requeue()})" if number == _REQUEUE and is_first() else ""
             raise Interrupted(f"interrupted after step {self.saved_step}, which is saved{then}; continue with the same "
                               "command and resume=last")
@@ -154,7 +153,7 @@ class Checkpointing(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         """Between two steps, when the metrics of the last one are logged: save if due, stop if a signal came."""
-        # Lightning counts one step too many when a finished run is continued, and would log under wrong steps.
+        # Lightning counts one step too many when a finished run is continued; metrics would have wrong steps.
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         stop = self._stop if self._stops is None else self._stops(self._stop)
         if pl_module.batches_seen % trainer.accumulate_grad_batches:
@@ -167,7 +166,7 @@ class Checkpointing(Callback):
     def _end(self, trainer, number: int) -> None:
         """Leave training at a step that is saved."""
         if not trainer.is_global_zero:
-            raise SystemExit(0)  # the first process says why
+            raise SystemExit(0)  # the first process reports it
         then = f" and {requeue()}" if number == _REQUEUE else ""
         step = trainer.global_step
         raise Interrupted(f"interrupted at step {step}, saved{then}; continue with the same command and resume=last")
@@ -184,14 +183,14 @@ class Checkpointing(Callback):
             self.save(trainer, "last.ckpt")
 
     def on_train_end(self, trainer, pl_module) -> None:
-        """Save the end; what processes have written in parts becomes one file."""
+        """Save the last step; a checkpoint in parts becomes one file."""
         self._restore_signals()
         self.save(trainer, "last.ckpt")
         if trainer.is_global_zero:
             join_parts(self.run_dir / "best.ckpt")
 
     def on_exception(self, trainer, pl_module, exception) -> None:
-        """Leave the signals as they were."""
+        """Restore the signal handlers."""
         self._restore_signals()
 
 
@@ -214,7 +213,7 @@ class SampleGrid(Callback):
         step = trainer.global_step
         stepped = pl_module.batches_seen % trainer.accumulate_grad_batches == 0
         if self.every and stepped and (step % self.every == 0 or step == trainer.max_steps):
-            set_whole(pl_module.weights(), True)  # the first process draws, the others have a share of the weights
+            set_whole(pl_module.weights(), True)  # the first process draws with the weights of all
             self.draw(trainer, pl_module, step)
             set_whole(pl_module.weights(), False)
 
@@ -222,16 +221,15 @@ class SampleGrid(Callback):
         return self.n if spec.is_image else 8 if len(spec.event_shape) == 2 else 2000
 
     def draw(self, trainer, pl_module, step: int) -> None:
-        """Sample, save and log; nothing for data that cannot be shown."""
+        """Draw samples, save and log them; nothing for data that cannot be shown."""
         spec = pl_module.spec
         shown = spec.is_image or spec.mel is not None or spec.event_shape == (2,) or spec.encoding is not None
         if not trainer.is_global_zero or not shown:
             return
-        mode = pl_module.training
+        mode, file = pl_module.training, self.run_dir / "samples" / f"step_{step:06d}.txt"
         if not pl_module.generates:
-            text = pl_module.transcripts()
+            write_text(file, pl_module.transcripts())
             pl_module.train(mode)
-            write_whole(self.run_dir / "samples" / f"step_{step:06d}.txt", lambda file: file.write(text), mode="w")
             return
         try:
             samples = pl_module.sample(self._count(pl_module.spec), seed=0)
@@ -248,8 +246,7 @@ class SampleGrid(Callback):
         for name, drawn in (pictures | further).items():
             show(self.run_dir, trainer.loggers, name, drawn, step)
         if spec.encoding is not None:
-            text = "\n\n".join(map(written, samples.x))
-            write_whole(self.run_dir / "samples" / f"step_{step:06d}.txt", lambda file: file.write(text), mode="w")
+            write_text(file, "\n\n".join(map(written, samples.x)))
         if spec.mel is not None:
             from genmodels.speech.audio import MelConfig
             from genmodels.speech.vocoder import sounds_of
@@ -266,14 +263,12 @@ class FiniteMetrics(Callback):
         """Check the metrics just computed."""
         for name, value in trainer.callback_metrics.items():
             if name.startswith("val/") and not math.isfinite(float(torch.as_tensor(value))):
-                raise RunError(
-                    f"step {trainer.global_step}: {name} is not finite; last.ckpt keeps the last saved step. "
-                    "Check the validation data, or lower model.optimizer.lr"
-                )
+                raise RunError(f"step {trainer.global_step}: {name} is not finite; last.ckpt keeps the last saved "
+                               "step. Check the validation data, or lower model.optimizer.lr")
 
 
 class NoBetter(EarlyStopping):
-    """Lightning's early stopping on the metric that chooses best.ckpt, whatever a family calls it.
+    """Lightning's early stopping on the metric that chooses best.ckpt, whose name depends on the family.
 
     Arguments:
         validations: number of them in a row without a better metric, after which training stops.
@@ -291,12 +286,12 @@ class NoBetter(EarlyStopping):
             super().on_validation_end(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """The state of a run that is resumed, with the number of validations that is asked for now."""
+        """The state of the resumed run, with the patience that is configured now."""
         super().load_state_dict(state_dict | {"patience": self.patience})
 
 
 class Steps:
-    """A progress bar with the time that is left, for terminals; as much of tqdm's interface as `StepBar` uses."""
+    """A progress bar with the remaining time, for terminals; the part of tqdm's interface that `StepBar` uses."""
 
     def __init__(self, total: int, initial: int):
         from rich import progress
@@ -315,11 +310,11 @@ class Steps:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def set_postfix(self, refresh: bool = False, **shown: str) -> None:
-        """Figures behind the bar."""
+        """Metrics behind the bar."""
         self._progress.update(self._task, shown=" ".join(f"{key} {value}" for key, value in shown.items()))
 
     def set_description(self, text: str) -> None:
-        """What is going on."""
+        """The description before the bar."""
         self._progress.update(self._task, description=text)
 
     def update(self, steps: int) -> None:
@@ -328,7 +323,7 @@ class Steps:
         self._progress.update(self._task, completed=self.n)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating the bar."""
         self._progress.stop()
 
 
@@ -351,7 +346,7 @@ class StepBar(ProgressBar):
 
     @property
     def is_enabled(self) -> bool:
-        """Asked for by Lightning, whose modules then `print` by way of the bar."""
+        """For Lightning, whose modules then `print` through the bar."""
         return self._enabled
 
     def print(self, *values, sep: str = " ") -> None:
@@ -385,7 +380,7 @@ class StepBar(ProgressBar):
             self._bar.set_description("validating")
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        """Back to training, and on a terminal a line with the figures."""
+        """Back to training, and on a terminal a line with the metrics."""
         if self._bar is None:
             return
         self._bar.set_description("training")

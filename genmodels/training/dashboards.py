@@ -1,4 +1,4 @@
-"""Logged with a validation: the bound by noise level, learned densities, the loss by log-SNR, the speed of training.
+"""Callbacks of a validation: the bound by noise level, learned densities, the loss by log-SNR, the training speed.
 
 The names are the same for every family, see docs/dashboards.md.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from pytorch_lightning.callbacks import Callback
@@ -23,11 +23,11 @@ from genmodels.core.data import Batch
 from genmodels.core.errors import RunError
 from genmodels.core.likelihood import Likelihood
 from genmodels.models.density import extent_of, midpoints, on_grid, width_of
-from genmodels.plots.images import truth_of
+from genmodels.plots.images import panels, rendered, truth_of
 from genmodels.training.loggers import show
 
 _PIXELS = 96  # of a density, per side
-_POINTS = 2000  # validation items that span its box
+_POINTS = 2000  # validation items that determine its extent
 
 
 class NoiseLevels(Callback):
@@ -48,10 +48,9 @@ class NoiseLevels(Callback):
 
 
 class LearnedDensity(Callback):
-    """A picture of the learned density of points in the plane, with the true one where it is known.
+    """A picture of the learned density of points in the plane, with the true one if it is known.
 
-    Flows and energy-based models compute it directly, diffusion and score-based models by their probability-flow ODE on
-    a coarser grid.
+    Diffusion and score-based models compute it by their probability-flow ODE, on a coarser grid.
 
     Arguments:
         run_dir: the run folder; pictures go to its `density`.
@@ -62,7 +61,7 @@ class LearnedDensity(Callback):
         self._points: list[Tensor] = []
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0) -> None:
-        """Keep some points, which determine the extent of the picture."""
+        """Keep points that determine the extent of the picture."""
         spec = pl_module.spec
         wanted = spec.event_shape == (2,) and spec.levels is None and pl_module.num_classes is None
         if wanted and trainer.is_global_zero and sum(map(len, self._points)) < _POINTS:
@@ -106,19 +105,19 @@ def density_of(model, extent: list[float], pixels: int = _PIXELS) -> Tensor | No
 
 
 def picture_of_density(log_density: Tensor, extent: list[float], spec) -> Image.Image:
-    """A learned density in colours, with the true one where it is known, on the same scale."""
+    """A learned density in colours, with the true one if it is known, on the same scale."""
     truth = truth_of(spec)
-    panels = [("learned", log_density)]
+    shown = [("learned", log_density)]
     if truth is not None:
         points, _ = midpoints(extent, _PIXELS)
-        panels.insert(0, ("true", truth.log_prob(points.double()).view(_PIXELS, _PIXELS)))
-    top = float(panels[0][1][panels[0][1].isfinite()].double().exp().max())
-    figure, axes = _figure(len(panels), 4.0)
-    for one, (name, values) in zip(axes, panels, strict=True):
-        shown = values.double().exp().cpu().numpy()
-        one.imshow(shown, origin="lower", extent=extent, aspect="equal", vmin=0, vmax=top)
+        shown.insert(0, ("true", truth.log_prob(points.double()).view(_PIXELS, _PIXELS)))
+    top = float(shown[0][1][shown[0][1].isfinite()].double().exp().max())
+    figure, axes = panels(4.0 * len(shown), 4.0, columns=len(shown))
+    for one, (name, values) in zip(axes[0], shown, strict=True):
+        density = values.double().exp().cpu().numpy()
+        one.imshow(density, origin="lower", extent=extent, aspect="equal", vmin=0, vmax=top)
         one.set_title(f"{name} density")
-    return _picture(figure)
+    return rendered(figure)
 
 
 def picture_of_profile(result: Likelihood) -> Image.Image:
@@ -128,27 +127,12 @@ def picture_of_profile(result: Likelihood) -> Image.Image:
     name = "nats" if result.levels is None else "bits/dim"
     order = edges.argsort()
     heights = nats / unit / edges.diff().abs()
-    figure, (axes,) = _figure(1, 5.0)
+    figure, ((axes,),) = panels(5.0, 5.0)
     falling = bool(edges[0] > edges[-1])
     axes.stairs((heights.flip(0) if falling else heights).numpy(), edges[order].numpy(), fill=True, alpha=0.4)
     axes.set(xlabel="log SNR (left: noise, right: data)", ylabel=f"{name} per unit of log SNR")
     axes.set_title(f"diffusion terms: {float(nats.sum()) / unit:.3f} {name} in total")
-    return _picture(figure)
-
-
-def _figure(panels: int, size: float):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(size * panels, size), dpi=100, layout="constrained")
-    return figure, figure.subplots(1, panels, squeeze=False)[0]
-
-
-def _picture(figure) -> Image.Image:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    return rendered(figure)
 
 
 BINS, CLEANEST, NOISIEST = 20, 15.0, -15.0
@@ -222,9 +206,9 @@ class LossProfile(Callback):
         self.sums = torch.zeros_like(self.sums)
 
 
-#: Dense bfloat16 operations a second of GPUs, by a part of their name, from their makers' data sheets.
+#: Dense bfloat16 operations per second of GPUs, by a part of their name, from the data sheets.
 PEAKS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12,
     "RTX 4090": 165e12, "A10G": 70e12, "L4": 121e12,
 }  # fmt: skip
 _WARM_UP = 3  # steps in which kernels are chosen or compiled
@@ -232,7 +216,7 @@ _ROWS, _COUNTED_AT = 4, 50  # rows of a batch on which a forward pass is counted
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Dense bfloat16 operations a second of a device; None where they are not known.
+    """Dense bfloat16 operations per second of a device; None if unknown.
 
     Example:
         >>> peak_of(torch.device("cpu")) is None
@@ -241,11 +225,11 @@ def peak_of(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((value for part, value in PEAKS.items() if part in name), None)
+    return next((value for part, value in PEAKS.items() if re.search(rf"{part}(?!\d)", name)), None)
 
 
 class _Operations(TorchDispatchMode):
-    """Counts as torch's FlopCounterMode, whose hooks on modules refuse losses that take derivatives themselves."""
+    """Counts like torch's FlopCounterMode, which fails on losses that take derivatives themselves."""
 
     def __init__(self):
         super().__init__()
@@ -254,7 +238,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
         named, formula = named or {}, flop_registry.get(function._overloadpacket)
         if formula is None:
-            with self:  # an operation that is made of others is counted by them
+            with self:  # a composite operation is counted by its parts
                 found = function.decompose(*arguments, **named)
             if found is not NotImplemented:
                 return found
@@ -266,7 +250,7 @@ class _Operations(TorchDispatchMode):
 def forward_flops(model, batch) -> float:
     """Floating-point operations of the loss of one item: matrix products, convolutions and attention.
 
-    The model draws nothing that training would miss, and learns nothing.
+    Neither the weights nor the random numbers of training change.
     """
     some, mode = batch.rows(slice(0, _ROWS)), model.training
     cuda = [batch.x.device] if batch.x.device.type == "cuda" else []
@@ -281,13 +265,13 @@ def forward_flops(model, batch) -> float:
 
 
 class Throughput(Callback):
-    """Times the steps of training; a line in the log at every validation.
+    """The speed of training, a line in the log at every validation.
 
         items/s = items / t,    FLOP/s = 3 forward FLOPs items/s,    utilisation = FLOP/s / (peak of all devices)
 
     The backward pass counts twice the forward pass, whatever is recomputed (Chowdhery et al. 2022, "PaLM", appendix B).
-    The first steps and those with a validation, a checkpoint or pictures in between do not count. It comes first
-    among the callbacks, so that it sees the end of a step before others act on it.
+    The first steps and those with a validation, a checkpoint or pictures in between do not count. It must be the first
+    callback, so that it is called at the end of a step before the others.
 
     Arguments:
         pictures_every: steps between pictures, 0 for none.
@@ -316,17 +300,17 @@ class Throughput(Callback):
         self._disturbed = bool(self.every) and trainer.global_step % self.every == 0
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
-        """A checkpoint lies between two steps."""
+        """Do not time the step after a checkpoint."""
         self._disturbed = True
 
     def on_validation_start(self, trainer, pl_module) -> None:
-        """A validation lies between two steps."""
+        """Log the speed so far; do not time the step after a validation."""
         self._disturbed = True
         if trainer.is_global_zero and not trainer.sanity_checking and (line := self.line(trainer)):
             logging.getLogger("genmodels").info("%s", line)
 
     def line(self, trainer) -> str | None:
-        """What has been measured so far; None before there is anything."""
+        """The measurements so far in one line; None before the first."""
         if not self.seconds:
             return None
         rate, device = self.items / self.seconds, trainer.strategy.root_device

@@ -23,7 +23,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from genmodels.core.errors import InputError, RunError
-from genmodels.core.files import write_whole
+from genmodels.core.files import write_text, write_whole
 from genmodels.core.likelihood import value_of
 from genmodels.speech.audio import write_wav
 
@@ -49,7 +49,7 @@ def rows_of(report: dict) -> list[list[Any]]:
 
 
 def values_of(report: dict) -> dict[str, float]:
-    """Single values by name; further likelihoods of the same kind have their label in the name.
+    """Single values by name; of several likelihoods of one kind, all but the first have their label in the name.
 
     Example:
         >>> rows = [{"kind": "lower_bound", "unit": "nats", "nll": 1.5, "label": "K = 1"},
@@ -122,15 +122,12 @@ class LoggerOptions:
         if self.csv:
             loggers.append(CSVLogger(run_dir / "metrics.csv", resume_step))
         if self.wandb != "off":
-            loggers.append(self._wandb(run_dir, model, data))
+            run = self.wandb_run(run_dir, model, data) if rank_zero_only.rank == 0 else None
+            loggers.append(WandbLogger(experiment=run, project=self.project, save_dir=str(run_dir),
+                                       offline=self.wandb == "offline"))
         if self.tensorboard:
             loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
         return loggers
-
-    def _wandb(self, run_dir: Path, model: str, data: str) -> Logger:
-        online = self.wandb == "online"
-        run = self.wandb_run(run_dir, model, data) if rank_zero_only.rank == 0 else None
-        return WandbLogger(experiment=run, project=self.project, save_dir=str(run_dir), offline=not online)
 
     def wandb_run(self, run_dir: Path, model: str, data: str):
         """The W&B run of a run folder, open for writing; training, resumes and evaluations share one run."""
@@ -161,9 +158,9 @@ def _logged_in() -> bool:
 
 
 def quiet_wandb():
-    """The module wandb, imported so that it prints nothing of its own."""
+    """The module wandb, imported so that it prints nothing."""
     os.environ.setdefault("WANDB_SILENT", "true")
-    # A service inherited from the process that started this one may not have written the run when this one ends.
+    # A service inherited from the parent process may not have written the run when this process ends.
     os.environ.pop("WANDB_SERVICE", None)
     import wandb
 
@@ -196,6 +193,8 @@ class CSVLogger(Logger):
         resume_step: rows after this step are dropped from an existing file.
     """
 
+    name, version = "csv", ""
+
     def __init__(self, path: Path, resume_step: int = 0):
         super().__init__()
         self.path = Path(path)
@@ -206,16 +205,6 @@ class CSVLogger(Logger):
         self._columns = list(dict.fromkeys(["step", *(key for row in self._rows for key in row)]))
         self._written: list[str] | None = None
         self._fresh = 0
-
-    @property
-    def name(self) -> str:
-        """The logger's name."""
-        return "csv"
-
-    @property
-    def version(self) -> str:
-        """There is one version."""
-        return ""
 
     def log_hyperparams(self, params, *args, **kwargs) -> None:
         """The configuration has its own file, config.yaml."""
@@ -245,8 +234,8 @@ class CSVLogger(Logger):
         writer.writerows(self._rows)
         self._fresh = 0
         try:
-            write_whole(self.path, lambda file: file.write(text.getvalue()), mode="w")
-        except RunError as error:  # the rows are kept in memory; only a checkpoint is worth stopping for
+            write_text(self.path, text.getvalue())
+        except RunError as error:  # the rows are kept in memory, training goes on
             logging.getLogger("genmodels").warning("%s", error)
 
     @rank_zero_only
@@ -277,10 +266,8 @@ def play(run_dir: Path, loggers: list[Logger], name: str, waves: list[Tensor], r
     """
     key, paths = f"sounds/{name}", []
     for k, wave in enumerate(waves):
-        held = io.BytesIO()
-        write_wav(held, wave, rate)
         paths.append(run_dir / name / f"step_{step:06d}_{k}.wav")
-        write_whole(paths[-1], lambda file, held=held: file.write(held.getvalue()))
+        write_whole(paths[-1], lambda file, wave=wave: write_wav(file, wave, rate))
     for logger in loggers:
         if isinstance(logger, WandbLogger) and paths:
             import wandb
@@ -307,8 +294,8 @@ def log_config(loggers: list[Logger], config: dict) -> None:
 def identity_of(run_dir: Path) -> tuple[str, str]:
     """The W&B id of a run folder and its starting time: those of its first W&B record, else new ones.
 
-    W&B puts the id into the record's name, `offline-run-<time>-<id>`, so that it is found even if the folder moves; it
-    begins with our starting time, since W&B's own is later by what its start takes.
+    W&B puts the id into the record's name, `offline-run-<time>-<id>`, so that it is found even if the folder moves. The
+    id begins with our starting time, because W&B's is later by the time that it takes to start.
     """
     records = sorted(found.groups() for path in (run_dir / "wandb").glob("*run-*")
                      if (found := re.fullmatch(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)", path.name)))
@@ -349,7 +336,7 @@ def log_evaluation(run_dir: Path, options: LoggerOptions, report: dict) -> bool:
 def _finish() -> None:
     """End the W&B run of this process, if there is one, and the service that writes it.
 
-    Otherwise the file of a second run in the same process would be written only when the process ends.
+    Otherwise the file of a second run in this process would be written only at the end of the process.
     """
     wandb = quiet_wandb()
     if wandb.run is not None:

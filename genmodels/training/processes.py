@@ -1,4 +1,4 @@
-"""The processes of a run: who has started them, what they settle before they meet, and how they end together.
+"""The processes of a run: how they are started, agree before the process group exists, and end together.
 
 torchrun and srun start every process; without them Lightning starts the others of each machine when training begins,
 which repeat this process's command line. docs/scale.md has the commands.
@@ -22,22 +22,21 @@ from typing import NamedTuple
 
 from genmodels.core.errors import InputError, Interrupted, RunError
 
-_POLL = 0.2  # seconds between two looks at the other processes
-_IMPORTING = 0.05  # seconds between two looks whether torch is imported
+_POLL = 0.2  # seconds between checks of the other processes
+_IMPORTING = 0.05  # seconds between checks whether torch is still being imported
 _GRACE = 3.0  # seconds for this process to end with its own message
-_CHOICE = "GENMODELS_CHOICE"  # what the first process has chosen, for those that Lightning starts: <its pid>:<choice>
+_CHOICE = "GENMODELS_CHOICE"  # choice of the first process, for those that Lightning starts: <pid>:<choice>
 _PATIENCE = timedelta(minutes=10)  # for a process that starts later than others
 _counter = itertools.count()
-_stores: list = []  # kept open: others may still read what the first process has chosen
+_stores: list = []  # kept open, because other processes may still read from them
 
 
 @contextmanager
 def stoppable(patience: float = 3.0) -> Iterator[None]:
     """Turn Ctrl-C and SIGTERM into an exception, so that folders and loggers are cleaned up.
 
-    The interrupted line may swallow any exception: the destructor of an object, or an import that continues without a
-    module and fails later. Therefore the exception is raised again while nothing handles it, and a failure after a
-    signal is reported as an interruption.
+    The interrupted code may swallow any exception, as a destructor does, or an import that continues without a module.
+    Therefore the exception is raised again until it is handled, and a failure after a signal counts as interruption.
 
     Arguments:
         patience: seconds until the exception is raised again.
@@ -48,7 +47,7 @@ def stoppable(patience: float = 3.0) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals in its main thread only
         return
-    said, alarm = [], getattr(signal, "SIGALRM", None)
+    messages, alarm = [], getattr(signal, "SIGALRM", None)
 
     def rearm(seconds: float) -> None:
         if alarm is not None:
@@ -57,12 +56,12 @@ def stoppable(patience: float = 3.0) -> Iterator[None]:
     def stop(number, frame):
         rearm(patience)
         if number != alarm:
-            said.append("interrupted" if number == signal.SIGINT else "stopped by a signal (SIGTERM)")
+            messages.append("interrupted" if number == signal.SIGINT else "stopped by a signal (SIGTERM)")
         elif _is_handled(sys.exc_info()[1]):
             return
-        if alarm is not None and _is_importing("torch"):  # whose C++ code ends the process at an exception
+        if alarm is not None and _is_importing("torch"):  # an exception in its C++ code would abort the process
             return rearm(_IMPORTING)
-        raise Interrupted(said[0])
+        raise Interrupted(messages[0])
 
     taken = [each for each in (signal.SIGTERM, signal.SIGINT, alarm)
              if each is not None and signal.getsignal(each) is not signal.SIG_IGN]
@@ -70,8 +69,8 @@ def stoppable(patience: float = 3.0) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if said:
-            raise Interrupted(said[0]) from error
+        if messages:
+            raise Interrupted(messages[0]) from error
         raise
     finally:
         rearm(0)
@@ -85,7 +84,7 @@ def _is_importing(package: str) -> bool:
 
 
 def _is_handled(error: BaseException | None) -> bool:
-    """Whether the current line handles an interruption."""
+    """Whether an error is an interruption, or was raised while one was handled."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error is not None
@@ -95,11 +94,11 @@ def _is_handled(error: BaseException | None) -> bool:
 def watched(children: Callable[[], list]) -> Iterator[None]:
     """End this process soon after another one of the run was killed, with a line that names it.
 
-    The first process watches those it has started, the others watch the first. Otherwise they would wait for a missing
-    process for up to half an hour.
+    The first process watches those it has started, the others watch the first. Otherwise they would wait up to half an
+    hour for it.
 
     Arguments:
-        children: gives the processes (`Popen`) that this one has started so far.
+        children: returns the processes (`Popen`) that this one has started so far.
     """
     over, parent = threading.Event(), os.getppid() if int(os.environ.get("LOCAL_RANK", 0)) else None
 
@@ -141,7 +140,7 @@ def gone(children: list, parent: int | None) -> str | None:
 
 
 class Launch(NamedTuple):
-    """The program that has started all processes, on each of `nodes` machines `devices` of them."""
+    """The program that has started all processes: `devices` on each of `nodes` machines."""
 
     program: str
     devices: int
@@ -149,10 +148,10 @@ class Launch(NamedTuple):
 
 
 def launch() -> Launch | None:
-    """torchrun or srun, if one of them has started this process; None where Lightning is to start the others.
+    """torchrun or srun, if one of them has started this process; None where Lightning starts the others.
 
     Raises:
-        InputError: where machines have unlike numbers of processes.
+        InputError: where machines have different numbers of processes.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         world, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -163,13 +162,13 @@ def launch() -> Launch | None:
     else:
         return None
     if found.devices * found.nodes != world:
-        raise InputError(f"{found.program} has started {world} processes, not as many on each machine: every machine "
-                         "needs the same number")
+        raise InputError(f"{found.program} has started {world} processes, not the same number on every machine: start "
+                         "as many on each")
     return found
 
 
 def _by_srun() -> bool:
-    """As Lightning sees it: a job named `bash` or `interactive` is a shell, in which no srun is used."""
+    """Whether srun has started this process; as in Lightning, a job named `bash` or `interactive` is a shell."""
     return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
@@ -190,7 +189,7 @@ def fitted(options, given: dict):
         given: the settings of the trainer that were given, without defaults.
 
     Raises:
-        InputError: for given numbers that are others.
+        InputError: for given numbers that differ.
     """
     found = launch()
     if found is None:
@@ -220,14 +219,14 @@ def environments() -> list:
 
 
 def agreed(choose: Callable[[], str], num_nodes: int = 1) -> str:
-    """What `choose` gives in the first process of the run, on every process; called by all of them as often.
+    """The result of `choose` in the first process of the run, on every process; all must call it equally often.
 
     Arguments:
-        choose: called by the first process alone; what it raises ends the others too.
+        choose: called by the first process alone; an error in it ends the others too.
         num_nodes: number of machines.
 
     Raises:
-        InputError: where the address of the first machine is needed and not known.
+        InputError: where the address of the first machine is needed but not set.
         SystemExit: in the other processes, when the first has failed.
     """
     started = launch()
@@ -264,7 +263,7 @@ def _by_store(choose: Callable[[], str]) -> str:
         if not first:
             deadline = time.monotonic() + _PATIENCE.total_seconds()
             while not store.check([key]) and time.monotonic() < deadline:
-                time.sleep(_POLL / 4)  # not within the store, where no signal would be heeded
+                time.sleep(_POLL / 4)  # not within the store, where signals are not handled
             choice = store.get(key).decode()
             if not choice:
                 raise SystemExit(2)
@@ -283,10 +282,10 @@ def _by_store(choose: Callable[[], str]) -> str:
 
 
 class Stops:
-    """A signal that has reached any process of a run, known to all of them at the same step, one step after it did.
+    """Shares a signal that has reached any process of a run: all know it at the same step, one step later.
 
-    Called before every batch by every process. The answer is that of the votes of the call before, which have been
-    added up in the background meanwhile, on the CPU: no step waits for it.
+    Called before every batch by every process. It returns the result of the previous call's vote, which was reduced in
+    the background, on the CPU: no step waits for it.
     """
 
     def __init__(self):
@@ -296,10 +295,10 @@ class Stops:
         self._votes: tuple | None = None
 
     def __call__(self, number: int | None) -> int | None:
-        """The largest number that a process gave at the call before; None if none did.
+        """The largest number that a process gave at the previous call; None if none did.
 
         Arguments:
-            number: of the signal that this process has got, None for none.
+            number: number of the signal that this process has received, None for none.
         """
         import torch
         from torch import distributed
@@ -313,7 +312,7 @@ class Stops:
 
 
 def job() -> str | None:
-    """What stays the same when a job is started again: SLURM's number, or torchrun's --rdzv-id; None without.
+    """The identity of a job across restarts: SLURM's number, or torchrun's --rdzv-id; None without.
 
     Example:
         >>> job() is None or len(job()) > 0
@@ -327,7 +326,7 @@ def job() -> str | None:
 
 
 def requeue() -> str:
-    """Ask SLURM to put this job into its queue again; one line that says what came of it."""
+    """Ask SLURM to queue this job again; returns one line with the result."""
     command = ["scontrol", "requeue", str(job())]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

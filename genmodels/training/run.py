@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import yaml
 from torch import nn
 
 from genmodels.core.checkpoint import read_header, verify
 from genmodels.core.errors import InputError, RunError, terminal
-from genmodels.core.files import new_folder, open_lock, write_whole
+from genmodels.core.files import new_folder, open_lock, write_text
 from genmodels.core.likelihood import with_error
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.models.base import GenerativeModel
@@ -36,7 +35,7 @@ _LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run gives; as a number its validation metric, which an optimiser of settings minimises.
+    """The result of a finished run; as a number its validation metric, which a search over settings minimises.
 
     Arguments:
         figures: the metrics of the last validation as printed, likelihoods with kind and standard error.
@@ -71,20 +70,20 @@ class Place(NamedTuple):
 
 
 def place_of(root: Path, name: str, run_dir: str | None, resume: str | None) -> Place:
-    """Where a run is to be: the folder of what is resumed, or a new one.
+    """The place of a run: the folder of the checkpoint that is resumed, or a new one.
 
     Arguments:
         root: the folder of all runs.
         name: of model and data; runs are in root/name.
         run_dir: the folder, None for one that is named after the time (with `resume="auto"` after the job).
-        resume: None; `last`; `auto`, which resumes where this job has a checkpoint already; a folder, or a file.
+        resume: None; `last`; `auto`, which resumes if this job has a checkpoint already; a folder, or a file.
 
     Raises:
         InputError: if there is nothing to resume, or `run_dir` holds a run already.
     """
     if resume == "auto":
         if run_dir is None and job() is None:
-            raise InputError("resume=auto knows a run by its folder or by the job of SLURM or torchrun (--rdzv-id): "
+            raise InputError("resume=auto finds a run by its folder, or by the job of SLURM or torchrun (--rdzv-id): "
                              "give run_dir=...")
         folder = Path(run_dir) if run_dir is not None else root / name / f"job_{job()}"
         if (folder / "last.ckpt").is_file():
@@ -120,7 +119,7 @@ def add_training_time(folder: Path, seconds: float) -> None:
     """Add to the training time in training.json; not stored in checkpoints, which must not depend on it."""
     place = folder / "training.json"
     try:
-        write_whole(place, lambda file: json.dump({"seconds": training_time(folder) + seconds}, file), mode="w")
+        write_text(place, json.dumps({"seconds": training_time(folder) + seconds}))
     except RunError as error:
         logging.getLogger("genmodels").warning("%s", error)
 
@@ -194,7 +193,7 @@ def find_resume(root: Path, name: str, run_dir: str | None, resume: str) -> Path
         if not path.exists():
             raise InputError(f"resume={resume}: no such checkpoint; use resume=last, a run folder, or a .ckpt file")
         if not path.is_file():
-            verify(path)  # which says what it is
+            verify(path)  # raises the error that names what it is
         if run_dir is not None and Path(run_dir).resolve() != path.parent.resolve():
             raise InputError(f"run_dir={run_dir} is not the folder of resume={resume}: a run is resumed where it "
                              "began, leave run_dir out")
@@ -241,12 +240,12 @@ class Log:
 
 
 def say(*lines: str) -> None:
-    """Print lines and write them to log.txt, on the first process only; on a terminal with what they are in bold."""
+    """Print lines and write them to log.txt, on the first process only; on a terminal their first word is bold."""
     _say(lines, lines)
 
 
 def conclude(model: GenerativeModel, folder: Path, seconds: float, speed: str | None) -> None:
-    """The end of a run: time, speed, figures and what to type next; on a terminal a table, then the commands."""
+    """Print the end of a run: time, speed, metrics and the next commands; on a terminal the former as a table."""
     result, *commands = summary(model, folder)
     lines = [f"trained in {seconds:.0f} s", *([speed] if speed else []), result, *commands]
     _say(lines, commands, table=[("step", str(model.trainer.global_step)), *best_of(folder),
@@ -281,16 +280,11 @@ def _say(lines: Sequence[str], shown: Sequence[str], table: Sequence[tuple[str, 
 
 
 def described(model: GenerativeModel, datamodule: DataModule) -> dict:
-    """Metadata of a run besides its configuration: numbers of parameters, in total and by part, and the data card."""
+    """Metadata of a run: numbers of parameters, in total and by part, and a description of the data."""
     parts = dict(model.core.named_children())
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in {"all": model.core, **parts}.items()}
     sizes = {name: len(datamodule.split(name)) for name in SPLITS}
     return {"family": model.family, "parameters": counts, "data_card": {**model.spec.to_dict(), "items": sizes}}
-
-
-def write_config(folder: Path, config: dict) -> None:
-    """Write config.yaml into the run folder."""
-    write_whole(folder / "config.yaml", lambda f: f.write(yaml.safe_dump(config, sort_keys=False)), mode="w")
 
 
 def attention_paths(model: nn.Module, device_type: str) -> list[str]:

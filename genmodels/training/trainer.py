@@ -25,7 +25,8 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Sampler
 
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, RunError, terminal
+from genmodels.core.errors import InputError, RunError, at_least, terminal
+from genmodels.core.files import flat
 from genmodels.data.base import DataModule
 from genmodels.data.loading import Loader, ResumableBatchSampler, training_loader
 from genmodels.models.build import construct
@@ -33,7 +34,7 @@ from genmodels.models.checkpoint import read_resumable, write_checkpoint, write_
 from genmodels.training.callbacks import StepBar
 from genmodels.training.processes import environments
 
-_TRIES = 100  # learning rates that the finder tries, one a step
+_TRIES = 100  # learning rates that the finder tries, one per step
 
 
 class WholeFiles(CheckpointIO):
@@ -99,12 +100,11 @@ class TrainerOptions:
     def __post_init__(self):
         if self.precision not in ("32-true", "64-true", "bf16-mixed"):
             raise ValueError(f"trainer.precision must be 32-true, 64-true or bf16-mixed, got {self.precision!r}")
-        for key in ("max_steps", "max_epochs", "limit_validation", "limit_evaluation"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ValueError(f"trainer.{key} must be at least 1, got {getattr(self, key)}")
-        for key in ("accumulate", "num_nodes", "log_every_n_steps"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"trainer.{key} must be at least 1, got {getattr(self, key)}")
+        for key in ("max_steps", "max_epochs", "limit_validation", "limit_evaluation", "accumulate", "num_nodes",
+                    "log_every_n_steps"):
+            at_least(1, **{f"trainer.{key}": 1 if getattr(self, key) is None else getattr(self, key)})
+        for key in ("validate_every_n_steps", "sample_every_n_steps", "early_stopping"):
+            at_least(0, **{f"trainer.{key}": getattr(self, key)})
         if isinstance(self.devices, int) and self.devices < 1 and self.devices != -1:
             raise ValueError(f"trainer.devices must be at least 1, or -1 for all, got {self.devices}")
         if isinstance(self.devices, str) and not re.fullmatch(r"auto|-1|\d+(,\d+)*", self.devices):
@@ -115,9 +115,6 @@ class TrainerOptions:
         if self.strategy not in ("auto", *StrategyRegistry.available_strategies()):
             raise InputError(f"trainer.strategy={self.strategy} is no strategy of Lightning: use auto, or ddp for "
                              "several processes")
-        for key in ("validate_every_n_steps", "sample_every_n_steps", "early_stopping"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"trainer.{key} must not be negative, got {getattr(self, key)}")
 
     def steps(self, batches_per_epoch: int) -> int:
         """Optimiser steps of the run.
@@ -178,23 +175,23 @@ class TrainerOptions:
 
 
 class Spread(ModelParallelStrategy):
-    """Weights, averages and the optimiser's state spread over the processes (FSDP2), as the model's hook does it.
+    """Weights, averages and the optimiser's state sharded over the processes (FSDP2) by the model's hook.
 
-    Each process writes its share of a checkpoint until training is finished, when one plain file is made.
+    Each process writes its share of a checkpoint; at the end of training the shares become one plain file.
     """
 
     def lightning_module_state_dict(self) -> dict:
-        """Weights and averages: this process's share, or in the end, on the first process, all of them."""
+        """Weights and averages: this process's share; at the end all of them, on the first process."""
         module = self.lightning_module
         return super().lightning_module_state_dict() if module.finished else module.state_dict()
 
     def optimizer_state(self, optimizer) -> dict:
-        """The optimiser's state; none before the first step: torch would take a step to have one, and count it."""
+        """The optimiser's state; empty before the first step, because torch would take and count a step to make one."""
         whole = self.lightning_module.finished and optimizer.state
         return super().optimizer_state(optimizer) if whole else optimizer.state_dict()
 
     def save_checkpoint(self, checkpoint: dict, filepath, storage_options=None) -> None:
-        """Write parts, or in the end a file, from which a run resumes with any number of processes and any strategy."""
+        """Write parts, or at the end a file; a run resumes from it with any number of processes and any strategy."""
         if self.lightning_module.finished:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
@@ -226,8 +223,8 @@ class EndlessBatchSampler(Sampler):
 def training_stream(datamodule: DataModule, batches_seen: int = 0) -> Loader:
     """This process's endless training batches, after the first `batches_seen` batches of the run.
 
-    In one stream without epochs the position is a single number. Workers keep running across epochs, and batches that
-    were prefetched when a run was killed are fetched again.
+    The position in this stream without epochs is a single number. Workers run across epochs, and batches that were
+    prefetched when a run was killed are fetched again.
     """
     loader = datamodule.train_dataloader()
     sampler = EndlessBatchSampler(loader.batch_sampler, batches_seen)
@@ -250,7 +247,7 @@ def initial_batch(datamodule: DataModule, largest: int = 20_000) -> Batch:
 def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, datamodule: DataModule) -> float:
     """The learning rate at which the loss falls fastest while the rate grows from 1e-6 up to 1 in 100 steps.
 
-    The network is trained and of no use afterwards. Where a loss is not finite, rates end at a tenth of those before.
+    The network is trained and should be discarded. If a loss is not finite, the largest rate is divided by ten.
 
     Raises:
         InputError: for several processes, which would each find another rate, and where no rate is found.
@@ -265,10 +262,10 @@ def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, dat
         network.load_state_dict(start)
         with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(bar), warnings.catch_warnings(),
               contextlib.suppress(RunError)):
-            warnings.simplefilter("ignore")  # of a training without validation, which this one is to be
+            warnings.simplefilter("ignore")  # about training without validation, which is intended
             trainer = replace(options, progress=False, accumulate=1).build(_TRIES, [], folder)
-            trainer.strategy.checkpoint_io = TorchCheckpointIO()  # for the finder's own file, from which no run goes on
-            # Losses may be negative, for which Lightning's threshold on the loss would end the search at once.
+            trainer.strategy.checkpoint_io = TorchCheckpointIO()  # for the finder's temporary file
+            # Losses may be negative, where Lightning's threshold on the loss would end the search at once.
             finder = Tuner(trainer).lr_find(network, training_stream(datamodule), min_lr=1e-6, max_lr=largest,
                                             num_training=_TRIES, early_stop_threshold=None, update_attr=False)
             found = finder.suggestion()
@@ -299,7 +296,7 @@ REPORTED = {
 
 
 def check_same(header: dict, config: dict, path: Path) -> list[str]:
-    """Messages about settings that changed on resume; a change that would make it another run is refused.
+    """Messages about settings that changed on resume; a change to another run is refused.
 
     Arguments:
         header: of the checkpoint.
@@ -317,10 +314,8 @@ def check_same(header: dict, config: dict, path: Path) -> list[str]:
                 continue
             was, given = (f"is {d[key]!r}" if key in d else "is not set" for d in (then, now))
             if key not in REPORTED:
-                raise InputError(
-                    f"resume: {key} {was} in {path} but {given} here; a resumed run keeps its model, data, seed, "
-                    "precision and accumulation"
-                )
+                raise InputError(f"resume: {key} {was} in {path} but {given} here; a resumed run keeps its model, "
+                                 "data, seed, precision and accumulation")
             messages.append(f"resume: {key} {was} in the checkpoint and {given} here: {REPORTED[key]}")
     if header.get("torch", torch.__version__) != torch.__version__:
         messages.append(f"resume: the checkpoint is of torch {header['torch']}, this is torch {torch.__version__}: "
@@ -331,10 +326,4 @@ def check_same(header: dict, config: dict, path: Path) -> list[str]:
 def _flat(config: dict, part: str) -> dict:
     """The settings of a part by dotted key, with defaults for the trainer."""
     node = config.get(part)
-    return _leaves(vars(construct(TrainerOptions, **(node or {}))) if part == "trainer" else node, part)
-
-
-def _leaves(node, prefix: str) -> dict:
-    if not isinstance(node, dict):
-        return {prefix: node}
-    return {k: v for key, value in node.items() for k, v in _leaves(value, f"{prefix}.{key}").items()}
+    return flat({part: vars(construct(TrainerOptions, **(node or {}))) if part == "trainer" else node})

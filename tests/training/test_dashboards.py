@@ -316,3 +316,11 @@ def test_the_line(monkeypatch):
     monkeypatch.setattr(dashboards, "peak_of", lambda device: 36e9)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     assert speed.line(speed.trainer).endswith("36 GFLOP/s (50.0 % of the bfloat16 peak of 2 x GPU)")
+
+
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA L4", 121e12), ("NVIDIA L40", 181e12), ("NVIDIA L40S", 362e12),
+                                            ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 PCIe", 756e12),
+                                            ("NVIDIA H100 80GB HBM3", 989e12), ("Tesla T4", None)])  # fmt: skip
+def test_the_peak_is_that_of_the_card(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert dashboards.peak_of(torch.device("cuda")) == peak
