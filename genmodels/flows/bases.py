@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 from genmodels.core.errors import check_temperature
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import hide
-from genmodels.flows.bijection import Shape, as_shape, per_example
+from genmodels.flows.bijection import Shape, as_shape, fits, per_example
 from genmodels.flows.elementwise import bounded
 
 _LIMIT = 10.0  # of a log-scale that is learned directly
@@ -76,8 +76,7 @@ class Distribution(nn.Module):
         raise NotImplementedError
 
     def _fit(self, shape: Shape) -> Shape:
-        same = len(shape) == len(self.event_shape)
-        if not same or any(own not in (None, given) for own, given in zip(self.event_shape, shape, strict=True)):
+        if not fits(self.event_shape, shape):
             raise ValueError(f"{type(self).__name__} has events of shape {self.event_shape}, got {shape}")
         return shape
 
@@ -115,6 +114,14 @@ class _Normals(Distribution):
         """The log-scales, bounded: 10 tanh(raw / 10)."""
         return bounded(self.raw_log_scale, _LIMIT)
 
+    def _draw(self, rows: Tensor | None, shape, temperature, generator, dtype, device) -> Tensor:
+        """Samples of the distributions of these rows, or of the only one."""
+        noise = temperature * normal(shape, generator, dtype=dtype, device=device)
+        mean, log_scale = self.mean, self.log_scale
+        if rows is not None:  # index_select, unlike indexing, refuses a negative label
+            mean, log_scale = mean.index_select(0, rows), log_scale.index_select(0, rows)
+        return (mean + log_scale.exp() * noise).to(dtype)
+
 
 class DiagonalNormal(_Normals):
     """Independent normal entries with learned mean and scale.
@@ -136,8 +143,7 @@ class DiagonalNormal(_Normals):
         return _log_normal(z, self.mean, self.log_scale)
 
     def _sample(self, shape, cond, temperature, generator, dtype, device):
-        noise = temperature * normal(shape, generator, dtype=dtype, device=device)
-        return (self.mean + self.log_scale.exp() * noise).to(dtype)
+        return self._draw(None, shape, temperature, generator, dtype, device)
 
 
 class ClassNormal(_Normals):
@@ -182,9 +188,7 @@ class ClassNormal(_Normals):
         return _log_normal(z, self.mean.index_select(0, cond), self.log_scale.index_select(0, cond))
 
     def _sample(self, shape, cond, temperature, generator, dtype, device):
-        noise = temperature * normal(shape, generator, dtype=dtype, device=device)
-        mean, log_scale = self.mean.index_select(0, cond), self.log_scale.index_select(0, cond)
-        return (mean + log_scale.exp() * noise).to(dtype)
+        return self._draw(cond, shape, temperature, generator, dtype, device)
 
 
 class Logistic(Distribution):
@@ -277,9 +281,7 @@ class Mixture(_Normals):
         u = uniform((shape[0], 1), generator, dtype=torch.float64, device=device)
         # The last sum is left out: rounding may keep it below u.
         chosen = (u > self.logits.double().softmax(0).cumsum(0)[:-1]).sum(1)
-        noise = temperature * normal(shape, generator, dtype=dtype, device=device)
-        mean, log_scale = self.mean.index_select(0, chosen), self.log_scale.index_select(0, chosen)
-        return (mean + log_scale.exp() * noise).to(dtype)
+        return self._draw(chosen, shape, temperature, generator, dtype, device)
 
     @torch.no_grad()
     def mode(self, event_shape: tuple[int, ...], *, steps: int = 1000) -> Tensor:

@@ -201,9 +201,6 @@ class Coupling(Bijection):
             raise self._misfit(expected, shape)
         return shape
 
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.out_shape(shape)
-
     def _forward(self, x, cond, mask):
         return self._couple(self.transform, x, cond, mask)
 
@@ -309,11 +306,8 @@ class MaskedAutoregressive(Bijection):
 
     def out_shape(self, shape: Shape) -> Shape:
         if shape != (self.features,):
-            raise self._misfit(f"({self.features},)", shape)
+            raise self._misfit((self.features,), shape)
         return shape
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.out_shape(shape)
 
     def _params(self, x: Tensor, cond: Tensor | None) -> Tensor:
         params = self.net(x, cond).to(x.dtype)

@@ -274,21 +274,16 @@ class OfLevel(Bijection):
         super().__init__()
         self.table = nn.Parameter(torch.tensor([[0.0], [0.5]]).repeat(1, levels))
 
-    def out_shape(self, shape: Shape) -> Shape:
-        return shape
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return shape
-
     def _forward(self, x, cond, mask):
-        m, s = self._of(cond)
-        return hide(torch.addcmul(m, s.exp(), x), mask), per_example(hide(s, mask))
+        m, s = self._of_level(cond)
+        return torch.addcmul(m, s.exp(), x), per_example(hide(s, mask))
 
     def _inverse(self, z, cond, mask):
-        m, s = self._of(cond)
-        return hide((z - m) * (-s).exp(), mask), per_example(hide(-s, mask))
+        m, s = self._of_level(cond)
+        return (z - m) * (-s).exp(), per_example(hide(-s, mask))
 
-    def _of(self, cond: Tensor) -> Iterator[Tensor]:
+    def _of_level(self, cond: Tensor) -> tuple[Tensor, ...]:
+        """m and s of each number."""
         level = ((cond + 1) * (0.5 * (self.table.shape[1] - 1))).round().long()
         return self.table[:, level].unbind()
 

@@ -13,10 +13,10 @@ from genmodels.core.data import Latents
 from genmodels.core.random import Generator
 from genmodels.core.tensors import module_table
 from genmodels.flows.bases import ClassNormal, Distribution
-from genmodels.flows.bijection import Bijection, Freeze, NotInitialized, Shape
+from genmodels.flows.bijection import Bijection, Freeze, NotInitialized, Shape, fits
 from genmodels.flows.composition import Compose
 from genmodels.flows.dequantize import VariationalDequantize
-from genmodels.flows.multiscale import MultiScale, fits
+from genmodels.flows.multiscale import MultiScale
 from genmodels.flows.squeeze import Squeeze1d
 from genmodels.nn.condition import Conditioning
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from genmodels.core.errors import one_of
 from genmodels.core.tensors import hide
-from genmodels.flows.bijection import Bijection, Shape, as_shape, per_example
+from genmodels.flows.bijection import Bijection, Shape, as_shape, fits, per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import ElementTransform, LogisticMixture, MeanScale
 from genmodels.flows.scaling import ActNorm
@@ -138,14 +138,9 @@ class MetaBlock(Bijection):
         return (turns.flip(0) if self.reverse else turns).repeat(self.channels)
 
     def out_shape(self, shape: Shape) -> Shape:
-        fits = len(shape) == len(self.event_shape) and all(
-            own is None or given is None or own == given for own, given in zip(self.event_shape, shape, strict=True))
-        if not fits:
-            raise self._misfit(str(self.event_shape).replace("None", "T"), shape)
+        if not fits(self.event_shape, shape):
+            raise self._misfit(self.event_shape, shape)
         return shape
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.out_shape(shape)
 
     def _forward(self, x, cond, mask):
         tokens, valid = self._tokens(x), self._turned(mask)
