@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from genmodels.core.errors import one_of
 from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Bijection, Channelwise, Shape, Step, as_shape, fits, joined, per_example, shown
 from genmodels.flows.composition import Compose
-from genmodels.flows.coupling import ChannelSplit, Coupling
+from genmodels.flows.coupling import ChannelSplit, couple
 from genmodels.flows.elementwise import Additive, Affine, LogisticMixture, bounded
 from genmodels.flows.linear import InvertibleLinear
 from genmodels.flows.scaling import ActNorm
@@ -158,7 +159,7 @@ class MultiScale(Bijection):
         return torch.cat([each.expand(-1, count, -1).flatten(1) for each, count in pairs], dim=1)
 
     def in_mask(self, mask: Tensor) -> Tensor:
-        # The coarsest scale knows the lengths: squeezed frames are valid together.
+        # The mask of the coarsest scale determines the others: squeezed frames are valid together.
         coarse = self.scale_shapes(self.in_shape(tuple(mask.shape[1:])))[-1]
         mask = mask[:, -math.prod(coarse) :].unflatten(1, coarse)[:, :1]
         for stage in reversed(self.stages):
@@ -249,7 +250,7 @@ def default_levels(event_shape: Shape) -> int:
 
 
 def _check_sides(event_shape: Shape, levels: int) -> None:
-    """Raise ValueError, saying what works instead, for sides that `levels` halvings do not divide."""
+    """Raise ValueError, with an alternative, for sides that `levels` halvings do not divide."""
     sides = [n for n in event_shape[1:] if n is not None]
     if not sides or not any(n % 2**levels for n in sides):
         return
@@ -295,12 +296,12 @@ def glow(
         coupling: element-wise transform of the couplings.
         scale: form of an affine coupling's scale: bounded (`tanh`), or the published `sigmoid`.
         linear: parameterisation of the 1x1 convolutions.
-        learned_prior: whether channels that leave early are standardised by a network of those that stay.
+        learned_prior: whether channels that are factored out are standardised by a network of those that are kept.
         cond: what the networks are conditioned on.
         attention: attention block in the coupling networks, `none` for none.
         heads: heads of that block.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
-        generator: source of the random rotations the 1x1 convolutions start from.
+        generator: source of the initial rotations of the 1x1 convolutions.
 
     Errors: ValueError for sides that the levels do not divide.
     Source: Kingma and Dhariwal 2018, "Glow: generative flow with invertible 1x1 convolutions".
@@ -335,13 +336,11 @@ def glow(
 
     def step(channels: int, cond: Condition | None) -> list[Bijection]:
         split = ChannelSplit(channels)
-        element = transform(split.changed)
-        net = ConvNet(split.kept, element.params_per_dim * split.changed, hidden=hidden, dims=dims, cond=cond,
-                      attention=attention, heads=heads)
-        rotation = InvertibleLinear(channels, kind=linear, generator=generator)
-        return [ActNorm(channels), rotation, Coupling(split, element, net)]
+        net = partial(ConvNet, hidden=hidden, dims=dims, cond=cond, attention=attention, heads=heads)
+        coupled = couple(split, transform(split.changed), net)
+        return [ActNorm(channels), InvertibleLinear(channels, kind=linear, generator=generator), coupled]
 
-    stages, factors, shape = [], [], tuple(event_shape)
+    stages, factors, shape = [], [], event_shape
     for level in range(levels):
         squeeze = _SQUEEZE[dims]()
         channels = squeeze.out_shape(shape)[0]
@@ -350,10 +349,8 @@ def glow(
         stages.append(Compose(layers, shape, memory=memory))
         shape = stages[-1].shape_after
         if level < levels - 1:
-            kept = channels - channels // 2
-            prior = None
-            if learned_prior:
-                prior = ConvNet(kept, 2 * (channels // 2), depth=0, dims=dims, cond=cond)
+            kept = channels // 2
+            prior = ConvNet(kept, channels, depth=0, dims=dims, cond=cond) if learned_prior else None
             factors.append(FactorOut(channels, prior))
             shape = (kept, *shape[1:])
     return MultiScale(stages, factors, event_shape)
