@@ -27,11 +27,12 @@ def group_count(channels: int, most: int = 32, least_width: int = 4) -> int:
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation whose scale and shift are its own, or come from a condition.
+    """Group normalisation with a learned scale and shift, or those of a condition.
 
         y = (x - mean_g) / sqrt(var_g + eps) * a + b,   (a, b) learned, or (1 + scale, shift) given per example
 
-    Mean and variance run over the channels of a group and its valid positions; with a mask, positions outside are zero.
+    Mean and variance are over the channels of a group and the valid positions, in float32 or wider; positions outside
+    the mask are zero.
 
     Arguments:
         channels: channels of the map; `group_count` makes the groups.
@@ -57,7 +58,7 @@ class GroupNorm(nn.Module):
         self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         if not x.numel():
-            return x  # no example: torch's kernels divide by their number
+            return x  # torch's kernels divide by the number of examples
         a, b = (self.weight, self.bias) if scale is None else (1 + scale, shift)
         if mask is not None:
             return self._masked(x, a, b, mask)
@@ -65,11 +66,10 @@ class GroupNorm(nn.Module):
             return nn.functional.group_norm(x, self.groups, a, b, self.eps)
         batch, channels, *space = x.shape
         if x.is_contiguous() and not torch.compiler.is_exporting():
-            # Each (example, channel) becomes a channel of one big example: the kernel then applies scale and shift in
-            # the pass that normalises, instead of two more passes over the map in each direction. An exported graph is
-            # for any number of examples, and the number of groups a constant of it.
-            wide = x.reshape(1, batch * channels, *space)
-            y = nn.functional.group_norm(wide, batch * self.groups, a.reshape(-1), b.reshape(-1), self.eps)
+            # With each (example, channel) as a channel of one example the kernel normalises, scales and shifts in one
+            # pass. Not for export: the number of groups would fix the number of examples.
+            joined = x.reshape(1, batch * channels, *space)
+            y = nn.functional.group_norm(joined, batch * self.groups, a.reshape(-1), b.reshape(-1), self.eps)
             return y.view(x.shape)
         y = nn.functional.group_norm(x, self.groups, eps=self.eps)
         per_channel = (batch, channels) + (1,) * len(space)
@@ -77,13 +77,13 @@ class GroupNorm(nn.Module):
 
     def _masked(self, x: Tensor, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
         batch, channels, *space = x.shape
-        valid = mask.expand(batch, 1, *space).to(x.dtype).flatten(2)[:, :, None]  # (B, 1, 1, L)
-        grouped = x.reshape(batch, self.groups, channels // self.groups, -1)
+        grouped = wide(x).reshape(batch, self.groups, channels // self.groups, -1)
+        valid = mask.expand(batch, 1, *space).to(grouped.dtype).flatten(2)[:, :, None]  # (B, 1, 1, L)
         count = (valid.sum(-1, keepdim=True) * (channels // self.groups)).clamp(min=1)
         mean = (grouped * valid).sum((2, 3), keepdim=True) / count
         centred = (grouped - mean) * valid
         variance = centred.square().sum((2, 3), keepdim=True) / count
-        y = (centred * torch.rsqrt(variance + self.eps)).reshape(x.shape)
+        y = (centred * torch.rsqrt(variance + self.eps)).reshape(x.shape).to(x.dtype)
         per_channel = (-1, channels) + (1,) * len(space)
         return torch.addcmul(b.reshape(per_channel), y, a.reshape(per_channel)) * mask
 
