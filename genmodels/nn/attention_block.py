@@ -117,7 +117,7 @@ class AbsoluteAttention(nn.Module):
         dropout: probability of dropping a weight, in training.
 
     Shapes: `x (B, L, D)`, row by row in two dimensions, `mask (B, 1, L)` bool, `space` height and width; y like x.
-    Errors: ValueError when `heads` does not divide `dim`, for a map without its space.
+    Errors: ValueError when `heads` does not divide `dim`, or for a map without `space`.
     Source: Vaswani et al. 2017, section 3.5; one half for each axis as in Parmar et al. 2018, section 3.1.
 
     Example:

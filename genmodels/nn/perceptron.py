@@ -31,7 +31,7 @@ class MLP(Net):
         cond: what the network is conditioned on, labels or a vector.
         conditioning: `concat` or `film`.
 
-    Shapes: `x (B, in_channels)`, `cond` as `cond` says; the result is `(B, out_channels)`. A mask is refused.
+    Shapes: `x (B, in_channels)` to `(B, out_channels)`, without a mask.
     Errors: ValueError for vectors of another length, a mask, a missing or unexpected condition, or a map as condition.
 
     Example:
@@ -72,16 +72,12 @@ class ResidualMLP(Net):
     A condition modulates W_in x + b_in and the first layer of every block.
 
     Arguments:
-        in_channels, out_channels: length of the vectors before and after.
         hidden: width of the residual stream and of the blocks.
         depth: number of residual blocks, of two layers each.
-        activation: `silu` or `relu`.
         dropout: probability of dropping a value inside a block.
-        cond: what the network is conditioned on, labels or a vector.
-        conditioning: `concat` or `film`.
+        in_channels, out_channels, activation, cond, conditioning: see `MLP`.
 
-    Shapes: `x (B, in_channels)`, `cond` as `cond` says; the result is `(B, out_channels)`. A mask is refused.
-    Errors: ValueError for vectors of another length, a mask, a missing or unexpected condition, or a map as condition.
+    Shapes, errors: as of `MLP`.
     Source: Durkan et al. 2019, "Neural spline flows", appendix B.1.
 
     Example:
@@ -185,14 +181,10 @@ class MADE(Net):
         depth: number of hidden layers, or of residual blocks of two layers each.
         residual: whether the layers are those of a residual perceptron (see `ResidualMLP`).
         order: place of each dimension in the order, a permutation of 0 .. D - 1; the first depends on nothing.
-        activation: `silu` or `relu`.
-        dropout: probability of dropping a hidden value.
-        cond: what the network is conditioned on, labels or a vector.
-        conditioning: `concat` or `film`.
+        activation, dropout, cond, conditioning: see `MLP`.
 
-    Shapes: `x (B, D)`, `cond` as `cond` says; the result is `(B, P D)`, the first output of every dimension first. A
-    mask is refused.
-    Errors: ValueError for an order that is no permutation, no hidden layer, and whatever `Net` refuses.
+    Shapes: `x (B, D)` to `(B, P D)`, the first output of every dimension first, without a mask.
+    Errors: as of `MLP`; ValueError for an order that is not a permutation, or no hidden layer.
     Source: Germain et al. 2015 (MADE), sections 3 and 4; residual blocks: Durkan et al. 2019, appendix B.1.
 
     Example:
@@ -273,7 +265,7 @@ class MLPDenoiser(nn.Module):
         dropout: probability of dropping a value inside the blocks.
         checkpointing: recompute the inside of each block in the backward pass instead of storing it.
 
-    Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None; the result is like `x`. A mask is refused.
+    Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None; the result is like `x`.
     Errors: ValueError for events of another shape, an odd width, or a mask.
     Source: residual blocks with scale and shift as in Nichol and Dhariwal 2021; Fourier features of Tancik et al. 2020.
 

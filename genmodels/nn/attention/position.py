@@ -233,7 +233,7 @@ class Rotary(_Rotation):
     Angles are in float64: in float32 the error of a score is 1e-4 at an offset of 1,000 and 8e-3 at 100,000.
 
     Arguments:
-        dim, heads: as in the attention it serves; the head width must be even.
+        dim, heads: those of the attention; the head width must be even.
         base: the slowest pair rotates once in about 2 pi base positions.
         layout: which values form pair m: `interleaved` (2m, 2m + 1) or `half` (m, m + d/2). It is saved; weights of one
             layout do not load into the other.
@@ -267,7 +267,7 @@ class Rotary2d(_Rotation):
         the score depends only on (dy, dx)
 
     Arguments:
-        dim, heads: as in the attention it serves; the head width must be a multiple of 4.
+        dim, heads: those of the attention; the head width must be a multiple of 4.
         base: as in `Rotary`; maps are short, so it is small.
         layout: which values of a half form a pair, as in `Rotary`.
 

@@ -66,7 +66,7 @@ class ScaledDot(Score):
     """The inner product of query and key: e_ij = s_i . h_j / sqrt(n), with s = W x and h = V m.
 
     Arguments:
-        dim, heads: as in the attention it serves.
+        dim, heads: those of the attention.
         bias: whether W and V have biases.
 
     Source: Vaswani et al. 2017, equation 1.
@@ -97,7 +97,7 @@ class Additive(Score):
     The hidden layers of all pairs take memory proportional to Lq Lk n.
 
     Arguments:
-        dim, heads: as in the attention it serves.
+        dim, heads: those of the attention.
         hidden: width n of the hidden layer of each head, D / H by default.
 
     Errors: ValueError for hidden < 1.
@@ -136,8 +136,7 @@ class Location(Additive):
     F is a convolution along the keys, padded with zeros. Queries are scored one after the other.
 
     Arguments:
-        dim, heads: as in the attention it serves.
-        hidden: width n of the hidden layer of each head, D / H by default.
+        dim, heads, hidden: see `Additive`.
         channels: number of filters of F.
         kernel: their length, odd.
         cumulative: whether the filters act on the sum of all earlier weights too, or only on those of the last query.
@@ -359,12 +358,9 @@ class HardAttention(ScoredAttention):
     temperature chooses key j with probability softmax(e)_j. In evaluation it is the first with the largest score.
 
     Arguments:
-        dim: width D of x, memory and y.
-        heads: number of heads; divides D.
-        score: score function, built for the same dim and heads; `Additive` by default.
         temperature: temperature of the softmax of the derivatives.
         generator: source of the noise in training; None for no noise.
-        bias: whether the projections of values and output have biases.
+        dim, heads, score, bias: see `ScoredAttention`.
 
     Shapes: as in `ScoredAttention`. Errors: ValueError for a temperature that is not positive.
     Source: Xu et al. 2015, section 4.1; Jang et al. 2017, section 2.2.
