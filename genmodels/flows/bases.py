@@ -11,10 +11,10 @@ from torch.nn.functional import logsigmoid
 from genmodels.core.errors import check_temperature
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import hide
-from genmodels.flows.bijection import Shape, as_shape, per_example
+from genmodels.flows.bijection import Shape, as_shape, fits, per_example
 from genmodels.flows.elementwise import bounded
 
-_LIMIT = 10.0  # of a log-scale that is learned directly
+_LIMIT = 10.0  # of learned log-scales
 
 
 class Distribution(nn.Module):
@@ -56,7 +56,7 @@ class Distribution(nn.Module):
     ) -> Tensor:
         """Events (n, *event); `temperature` multiplies the scale of the noise, 0 gives the mode.
 
-        `event_shape` closes a length left open. With a keyed generator, event k depends on its index alone.
+        `event_shape` sets an open length. With a keyed generator, event k depends only on its index.
         """
         check_temperature(temperature)
         shape = self.event_shape if event_shape is None else self._fit(tuple(event_shape))
@@ -76,8 +76,7 @@ class Distribution(nn.Module):
         raise NotImplementedError
 
     def _fit(self, shape: Shape) -> Shape:
-        same = len(shape) == len(self.event_shape)
-        if not same or any(own not in (None, given) for own, given in zip(self.event_shape, shape, strict=True)):
+        if not fits(self.event_shape, shape):
             raise ValueError(f"{type(self).__name__} has events of shape {self.event_shape}, got {shape}")
         return shape
 
@@ -104,7 +103,7 @@ class StandardNormal(Distribution):
 
 
 class _Normals(Distribution):
-    """Means and log-scales of one or several normal distributions; positions along an open length share theirs."""
+    """Means and log-scales of one or several normal distributions, the same for all positions along an open length."""
 
     def _learn(self, *leading: int) -> None:
         shape = (*leading, *(1 if n is None else n for n in self.event_shape))
@@ -114,6 +113,14 @@ class _Normals(Distribution):
     def log_scale(self) -> Tensor:
         """The log-scales, bounded: 10 tanh(raw / 10)."""
         return bounded(self.raw_log_scale, _LIMIT)
+
+    def _draw(self, rows: Tensor | None, shape, temperature, generator, dtype, device) -> Tensor:
+        """Samples of the distributions of these rows, or of the only one."""
+        noise = temperature * normal(shape, generator, dtype=dtype, device=device)
+        mean, log_scale = self.mean, self.log_scale
+        if rows is not None:  # index_select, unlike indexing, refuses a negative label
+            mean, log_scale = mean.index_select(0, rows), log_scale.index_select(0, rows)
+        return (mean + log_scale.exp() * noise).to(dtype)
 
 
 class DiagonalNormal(_Normals):
@@ -136,12 +143,11 @@ class DiagonalNormal(_Normals):
         return _log_normal(z, self.mean, self.log_scale)
 
     def _sample(self, shape, cond, temperature, generator, dtype, device):
-        noise = temperature * normal(shape, generator, dtype=dtype, device=device)
-        return (self.mean + self.log_scale.exp() * noise).to(dtype)
+        return self._draw(None, shape, temperature, generator, dtype, device)
 
 
 class ClassNormal(_Normals):
-    """A normal distribution for every class, so that a flow without conditional networks can tell them apart.
+    """A normal distribution for every class, which conditions a flow without conditional networks on the class.
 
         log p(z | y) = sum_i log N(z_i; mu_{y,i}, sigma_{y,i}^2),    log sigma = 10 tanh(raw / 10)
 
@@ -169,7 +175,7 @@ class ClassNormal(_Normals):
             raise ValueError(f"ClassNormal takes integer labels (B,), got {cond.dtype} of shape {tuple(cond.shape)}")
         if len(cond) != n:
             raise ValueError(f"ClassNormal needs a label for each of {n} events, got {len(cond)}")
-        # On an accelerator this would wait for the device; there it is the flow that asks, once for everything.
+        # On an accelerator this would wait for the device; there the flow checks all values at once.
         if cond.device.type == "cpu" and not torch.compiler.is_compiling():
             wrong = (cond < 0) | (cond >= self.num_classes)
             if wrong.any():
@@ -182,9 +188,7 @@ class ClassNormal(_Normals):
         return _log_normal(z, self.mean.index_select(0, cond), self.log_scale.index_select(0, cond))
 
     def _sample(self, shape, cond, temperature, generator, dtype, device):
-        noise = temperature * normal(shape, generator, dtype=dtype, device=device)
-        mean, log_scale = self.mean.index_select(0, cond), self.log_scale.index_select(0, cond)
-        return (mean + log_scale.exp() * noise).to(dtype)
+        return self._draw(cond, shape, temperature, generator, dtype, device)
 
 
 class Logistic(Distribution):
@@ -207,7 +211,7 @@ class Logistic(Distribution):
 
 
 class Uniform(Distribution):
-    """Independent uniform entries; for tests, since it has no gradient and no temperature.
+    """Independent uniform entries; for tests, since it has neither gradient nor temperature.
 
         log p(z) = -D log(high - low) inside, -inf outside
 
@@ -246,7 +250,7 @@ class Mixture(_Normals):
     Arguments:
         event_shape: shape of one event.
         components: number K of components.
-        generator: source of the means at the start (equal ones would never part); a fixed seed without one.
+        generator: source of the initial means (equal ones would stay equal); a fixed seed without one.
 
     Source: the ascent is that of Carreira-Perpinan 2000, "Mode-finding for mixtures of Gaussian distributions".
 
@@ -275,15 +279,13 @@ class Mixture(_Normals):
         if temperature == 0:
             return self.mode(shape[1:]).to(dtype).to(device).expand(shape).clone()
         u = uniform((shape[0], 1), generator, dtype=torch.float64, device=device)
-        # The last sum is left out: rounding may keep it below u.
+        # Without the last sum, which rounding may keep below u.
         chosen = (u > self.logits.double().softmax(0).cumsum(0)[:-1]).sum(1)
-        noise = temperature * normal(shape, generator, dtype=dtype, device=device)
-        mean, log_scale = self.mean.index_select(0, chosen), self.log_scale.index_select(0, chosen)
-        return (mean + log_scale.exp() * noise).to(dtype)
+        return self._draw(chosen, shape, temperature, generator, dtype, device)
 
     @torch.no_grad()
     def mode(self, event_shape: tuple[int, ...], *, steps: int = 1000) -> Tensor:
-        """The highest point that the ascent reaches, (*event).
+        """The highest of the maxima that the ascent finds, (*event).
 
             z <- sum_k r_k(z) mu_k / sigma_k^2 / sum_k r_k(z) / sigma_k^2,    r_k the posterior of component k
         """

@@ -1,4 +1,4 @@
-"""Bijections: maps with an exact inverse and the log-determinant of the direction just evaluated."""
+"""Bijections: invertible maps with exact log-determinants, and their composition with `Inverse` and `Freeze`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from genmodels.core.tensors import hide
 
 @contextlib.contextmanager
 def undone_on_failure(module: nn.Module) -> Iterator[None]:
-    """A block that leaves parameters and buffers as they were if it raises.
+    """Restores parameters and buffers if the block raises.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -40,11 +40,11 @@ Shape = tuple[int | None, ...]
 
 
 class NotInitialized(RuntimeError):
-    """A flow was used before its data-dependent layers had seen data."""
+    """A flow was used before its data-dependent layers were initialised."""
 
 
 class Step(NamedTuple):
-    """One layer at work inside a flow: its dotted name, itself, what went in and what came out."""
+    """One layer of a flow applied to data: its dotted name, the layer, its input and its output."""
 
     name: str
     layer: Bijection
@@ -61,8 +61,8 @@ class Bijection(nn.Module):
         forward(x) = (z, log |det dz/dx|),    inverse(z) = (x, log |det dx/dz|)
 
     A subclass defines `_forward` and `_inverse` and, where the shape changes, `out_shape`, `in_shape`, `out_mask` and
-    `in_mask`. This class checks shapes, condition and mask, keeps the state in float32 or wider, and sets what lies
-    outside the mask to zero before and after, so that its content can influence nothing.
+    `in_mask`. This class checks shapes, condition and mask, computes in float32 or wider, and sets values outside the
+    mask to zero before and after, so that they influence nothing.
 
     Attributes:
         constant_logdet: whether the log-determinant does not depend on the data.
@@ -73,8 +73,7 @@ class Bijection(nn.Module):
         place: dotted name inside the outermost composition, for messages.
 
     Shapes: `x (B, *event)`, `cond (B,)` labels, `(B, K)` vectors or maps, `mask (B, 1, T)` bool for events `(C, T)`,
-    True = valid; the mask describes the tensor that is passed in. `logdet (B,)` natural log, summed over valid
-    positions.
+    True = valid, of the tensor that is passed in. `logdet (B,)` natural log, summed over valid positions.
     Errors: ValueError for an event of the wrong shape, a missing or unexpected condition, a mask that is not boolean.
     """
 
@@ -106,12 +105,12 @@ class Bijection(nn.Module):
         raise NotImplementedError
 
     def out_shape(self, shape: Shape) -> Shape:
-        """Event shape after `forward`; None stands for a length left open. Raises ValueError for one it cannot take."""
+        """Event shape after `forward`, None for an open length; raises ValueError for a shape that does not fit."""
         return shape
 
     def in_shape(self, shape: Shape) -> Shape:
-        """Event shape after `inverse`; the inverse of `out_shape`."""
-        return shape
+        """Event shape after `inverse`; by default that of `out_shape`, for maps that keep the shape."""
+        return self.out_shape(shape)
 
     def out_mask(self, mask: Tensor) -> Tensor:
         """The mask of `z`, from that of `x`."""
@@ -133,23 +132,22 @@ class Bijection(nn.Module):
     def initialize_forward(
         self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, *, force: bool = False
     ) -> Tensor:
-        """`initialize`, then the layer's output; containers have it from their last layer and override this."""
+        """`initialize`, then the layer's output; a composition overrides this to compute it only once."""
         self.initialize(x, cond, mask, force=force)
         return self(x, cond, mask)[0]
 
     def uninitialized(self, name: str = "") -> Iterator[str]:
         """Names of the layers that are not yet initialised."""
         for child_name, child in self.named_children():
-            if isinstance(child, (Bijection, nn.ModuleList)):
-                inside = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
-                for inner_name, inner in inside:
-                    if isinstance(inner, Bijection):
-                        yield from inner.uninitialized(joined(joined(name, child_name), inner_name))
+            inside = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
+            for inner_name, inner in inside:
+                if isinstance(inner, Bijection):
+                    yield from inner.uninitialized(joined(name, child_name, inner_name))
 
     def walk(
         self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None, name: str = ""
     ) -> Iterator[Step]:
-        """The layers in the order they act, each with what went in and came out; the last step holds the result."""
+        """The layers in order, each with its input and output; the last step holds the result."""
         z, logdet = self(x, cond, mask)
         yield Step(name, self, x, z, logdet, cond, mask)
 
@@ -163,7 +161,8 @@ class Bijection(nn.Module):
             return x
         if mask.dtype != torch.bool:
             raise ValueError(f"{type(self).__name__}: mask must be boolean (True = valid), got {mask.dtype}")
-        if not _broadcasts(mask, x):
+        of_frames = x.dim() == 3 and tuple(mask.shape) == (x.shape[0], 1, x.shape[2])
+        if not (of_frames or mask.shape == x.shape):
             raise ValueError(
                 f"{type(self).__name__}: mask {tuple(mask.shape)} does not fit x {tuple(x.shape)}: "
                 "masks are for sequences (B, C, T) and have shape (B, 1, T)"
@@ -178,43 +177,61 @@ class Bijection(nn.Module):
 
     @contextlib.contextmanager
     def _initializing(self, cond: Tensor | None) -> Iterator[None]:
-        """A block that initialises the parts: all of them or, when it raises, none."""
+        """Initialises all parts or, when the block raises, none."""
         self._check_cond(cond)
-        # The outermost composition, which has no place, undoes for all.
+        # The outermost composition, which has no place, restores all of them.
         with contextlib.nullcontext() if self.place else undone_on_failure(self):
             yield
 
     def _name_parts(self) -> None:
-        """Tell every layer inside its place; the outermost composition is made last, so its names stay."""
+        """Set the place of every layer inside; the outermost composition is built last, so its names stay."""
         for name, module in self.named_modules():
             if isinstance(module, Bijection):
                 module.place = name
 
-    def _misfit(self, expected: str, shape: Shape) -> ValueError:
-        shown = f"({', '.join('T' if n is None else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
-        return ValueError(f"{type(self).__name__} takes events of shape {expected}, got {shown}")
+    def _combine(self, parts: Sequence[Bijection]) -> None:
+        """Set the attributes of a bijection that applies all of these."""
+        self.constant_logdet = all(part.constant_logdet for part in parts)
+        self.exact_inverse = all(part.exact_inverse for part in parts)
+        costs = {part.inverse_cost for part in parts}
+        self.inverse_cost = next((cost for cost in ("iterative", "D passes") if cost in costs), "same")
+        self.uses_cond = any(part.uses_cond for part in parts)
+
+    def _misfit(self, expected: str | Shape, shape: Shape) -> ValueError:
+        expected = expected if isinstance(expected, str) else shown(expected)
+        return ValueError(f"{type(self).__name__} takes events of shape {expected}, got {shown(shape)}")
 
 
-def _broadcasts(mask: Tensor, x: Tensor) -> bool:
-    """A mask (B, 1, T) of a sequence, or one with an entry for every value."""
-    sequence = x.dim() == 3 and tuple(mask.shape) == (x.shape[0], 1, x.shape[2])
-    return sequence or mask.shape == x.shape
+def shown(shape: Shape) -> str:
+    """An event shape in messages, with T for an open length.
+
+    Example:
+        >>> shown((3, None)), shown((2,))
+        ('(3, T)', '(2,)')
+    """
+    return f"({', '.join('T' if n is None else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
+
+
+def fits(expected: Shape, shape: Shape) -> bool:
+    """Whether two event shapes agree, None standing for any length."""
+    same = len(expected) == len(shape)
+    return same and all(n is None or given is None or n == given for n, given in zip(expected, shape, strict=True))
 
 
 def joined(*names: str) -> str:
-    """Names with dots between them, those that are empty left out."""
+    """Non-empty names with dots between them."""
     return ".".join(name for name in names if name)
 
 
 def full_precision(x: Tensor) -> torch.autocast:
-    """Autocast switched off: products of the state are not left to half precision, only coupling networks are."""
+    """A context without autocast: only coupling networks run in half precision."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 def positions(x: Tensor, mask: Tensor | None) -> Tensor | int:
     """Number of (valid) positions of each example: 1 for vectors, H W for images, valid frames `(B,)` under a mask.
 
-    A mask with an entry for every value has no such number, and is refused.
+    Errors: ValueError for a mask with an entry for every value.
     """
     if mask is None:
         return math.prod(x.shape[2:])
@@ -263,12 +280,9 @@ class Channelwise(Bijection):
             raise self._misfit(f"({self.channels}, ...)", shape)
         return shape
 
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.out_shape(shape)
-
 
 class Around(Bijection):
-    """Another bijection at work, with its shapes, masks and static facts; a subclass changes one thing about it.
+    """A wrapper that acts like the bijection inside it; a subclass changes one thing about it.
 
     Arguments:
         bijection: the map inside.
@@ -277,8 +291,7 @@ class Around(Bijection):
     def __init__(self, bijection: Bijection):
         super().__init__()
         self.bijection = bijection
-        self.constant_logdet, self.uses_cond = bijection.constant_logdet, bijection.uses_cond
-        self.exact_inverse, self.inverse_cost = bijection.exact_inverse, bijection.inverse_cost
+        self._combine([bijection])
         self.strict_cond = bijection.strict_cond
 
     def out_shape(self, shape: Shape) -> Shape:
@@ -354,5 +367,5 @@ class Freeze(Around):
         super().__init__(bijection.requires_grad_(False))
 
     def requires_grad_(self, requires_grad: bool = True) -> Freeze:
-        """Stay frozen when asked to train; only a direct change of the parameters thaws them."""
+        """Does nothing: the parameters stay frozen unless they are changed directly."""
         return self

@@ -15,7 +15,7 @@ from genmodels.flows.replay import Autocast, DriftGauge, LayerInput, Noise, Walk
 
 
 class Compose(Bijection):
-    """Bijections one after another; an empty list is the identity.
+    """A composition of bijections; an empty list is the identity.
 
         z = f_n(... f_1(x)),    log |det| = sum_i log |det f_i|
 
@@ -40,7 +40,7 @@ class Compose(Bijection):
         if isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList):
             raise TypeError(f"Compose takes a list of bijections, got one {type(layers).__name__}: put it in [...]")
         for number, layer in enumerate(layers):
-            # Not by class: a compiled bijection is none, but acts like one.
+            # Not by class: a compiled bijection is no Bijection, but acts like one.
             if isinstance(layer, type) or not hasattr(layer, "out_shape"):
                 kind = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
                 raise TypeError(f"Compose takes bijections (see Bijection), but layer {number} is {kind}")
@@ -55,23 +55,18 @@ class Compose(Bijection):
                 raise ValueError(f"{here} does not take what {before} leaves: {error}") from error
             before = here
         self.shape_after = shape
-        self.constant_logdet = all(layer.constant_logdet for layer in layers)
-        self.exact_inverse = all(layer.exact_inverse for layer in layers)
-        costs = {layer.inverse_cost for layer in layers}
-        self.inverse_cost = next((cost for cost in ("iterative", "D passes") if cost in costs), "same")
-        self.uses_cond = any(layer.uses_cond for layer in layers)
+        self._combine(layers)
         self._name_parts()
         self.register_module("gauge", None)
         self.memory = memory
 
     @property
     def memory(self) -> str:
-        """How the backward pass gets at activations; may be set at any time."""
+        """`store` or `inverse`; may be set at any time."""
         return "store" if self.gauge is None else "inverse"
 
     @memory.setter
     def memory(self, memory: str) -> None:
-
         if memory not in ("store", "inverse"):
             raise ValueError(f"memory must be store or inverse, got {memory!r}")
         if memory != self.memory:
@@ -103,7 +98,6 @@ class Compose(Bijection):
 
     def _forward(self, x, cond, mask):
         if self.memory == "inverse" and torch.is_grad_enabled():
-
             return run_inverting(self, x, cond, mask)
         logdet = x.new_zeros(len(x))
         for layer in self.layers:
@@ -120,7 +114,6 @@ class Compose(Bijection):
             mask = None if mask is None else layer.in_mask(mask)
         return z, logdet
 
-    @torch.no_grad()
     def initialize(self, x, cond=None, mask=None, *, force=False) -> None:
         """Initialise the layers in order, each on the output of those before it; all of them or, on an error, none."""
         self.initialize_forward(x, cond, mask, force=force)
@@ -142,19 +135,19 @@ class Compose(Bijection):
 
 
 class Recomputes(Protocol):
-    """A layer with a cheaper way than `inverse` and then `forward`, because both need the same expensive part."""
+    """A layer that finds its input and its graph more cheaply than by `inverse` and then `forward`."""
 
     def recompute(self, z: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """`(x, z', logdet)` of a known output z, called with gradients on.
+        """`(x, z', logdet)` of a known output z, called with gradients enabled.
 
-        x is found without a graph and then made to require gradients; z' and logdet are `forward(x)`, equal to z up to
-        rounding, with their graph. What the layer keeps unchanged may be taken from z, which requires gradients too:
-        the gradient of x is the sum of both. The mask is that of z; hidden positions of x and z' are zero.
+        x is computed without a graph and then requires gradients; z' and logdet are `forward(x)` with their graph, z'
+        equal to z up to rounding. Unchanged parts may be taken from z, which requires gradients too: the gradients of
+        both are added. The mask is that of z; masked positions of x and z' are zero.
         """
 
 
 def flattened(compose: Compose) -> Iterator[Bijection]:
-    """The layers of a composition in the order they act; compositions inside it are taken apart."""
+    """The layers of a composition in order, with those of nested compositions in place of these."""
     for layer in compose.layers:
         while isinstance(layer, Freeze):
             layer = layer.bijection
@@ -165,10 +158,10 @@ def flattened(compose: Compose) -> Iterator[Bijection]:
 
 
 def gauge_for(compose: Compose) -> DriftGauge:
-    """A gauge for the layers of a composition that is going to recompute its activations.
+    """A gauge for the layers of a composition with `memory="inverse"`.
 
     Raises:
-        ValueError: naming a layer with batch statistics, which running it a second time would update twice.
+        ValueError: naming a layer with batch statistics, which a second evaluation would update twice.
     """
     layers = list(flattened(compose))
     for layer in layers:
@@ -177,13 +170,13 @@ def gauge_for(compose: Compose) -> DriftGauge:
             if statistics or isinstance(module, nn.modules.batchnorm._BatchNorm):
                 raise ValueError(
                     f"memory='inverse' runs every layer twice, and {name} ({type(module).__name__}) keeps statistics "
-                    "of the batches it sees: use ActNorm, a norm of each example by itself, or memory='store'"
+                    "of its batches: use ActNorm, a norm of each example by itself, or memory='store'"
                 )
     return DriftGauge(len(layers))
 
 
 def _inside(layer: Bijection) -> Iterator[nn.Module]:
-    """A layer and all the modules in it. As `modules()`, which takes a tenth of a step because it makes up names."""
+    """`layer.modules()` without the names, whose construction takes a tenth of a training step."""
     found = [layer]
     while found:
         module = found.pop()
@@ -192,7 +185,7 @@ def _inside(layer: Bijection) -> Iterator[nn.Module]:
 
 
 def _by_itself(layer: Bijection) -> bool:
-    """Whether a layer looks after its memory by itself, as a MultiScale does whose stages recompute."""
+    """Whether a layer recomputes its activations itself, as a MultiScale whose stages do."""
     recomputing = any(isinstance(module, Compose) and module.memory == "inverse" for module in _inside(layer))
     return recomputing and not isinstance(layer, Inverse)
 
@@ -204,15 +197,15 @@ def _trained(layer: Bijection) -> list[Parameter]:
 
 @torch.compiler.disable
 def run_inverting(compose: Compose, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`forward` of a composition that keeps its output and no activations; the backward pass goes from last to first:
+    """`forward` of a composition that stores only its output; the backward pass goes from the last layer to the first:
 
         x_i = inverse(z_i) without a graph,    z_i, logdet_i = forward(x_i) with one,
         (dL/dx_i, dL/dparameters, dL/dcond) from (dL/dz_i, dL/dlogdet),    z_{i-1} = x_i
 
-    So memory holds one layer's activations however many layers there are, for one more evaluation of every network
-    (two, where a layer has no `recompute`). Random numbers and autocast are those of the forward pass. Layers store
-    their input instead of finding it again where the inverse is an iteration or takes D passes, and where the gauge
-    has found that the inverse loses too much (see `DriftGauge`). Only `forward` works this way, `inverse` stores.
+    So memory holds the activations of one layer, whatever their number, for one more evaluation of every network (two
+    where a layer has no `recompute`). Random numbers and autocast are those of the forward pass. A layer stores its
+    input instead where its inverse is an iteration or takes D passes, or where the gauge has found that the inverse
+    is too inaccurate (see `DriftGauge`). Only `forward` works this way; `inverse` stores activations.
 
     Shapes: as those of `compose`.
     Errors: RuntimeError on a second derivative; RunError from the gauge.
@@ -243,7 +236,7 @@ def run_inverting(compose: Compose, x: Tensor, cond: Tensor | None, mask: Tensor
 
 
 class _Row(NamedTuple):
-    """Layers that are run, and later inverted, together: numbers first, first + 1, ... of the gauge."""
+    """Consecutive layers of one autograd function: numbers first, first + 1, ... of the gauge."""
 
     layers: list[Bijection]
     gauge: DriftGauge
@@ -251,7 +244,7 @@ class _Row(NamedTuple):
     training: bool
 
     def stores(self, k: int) -> bool:
-        """Whether layer k keeps its input instead of finding it again."""
+        """Whether layer k stores its input instead of recomputing it."""
         return self.layers[k].inverse_cost != "same" or self.gauge.stores[self.first + k]
 
 
@@ -260,13 +253,13 @@ def _run(row: _Row, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tupl
     for layer in row.layers:
         masks.append(None if mask is None else layer.out_mask(masks[-1]))
     owned = [_trained(layer) for layer in row.layers]
-    parameters = {id(p): p for own in owned for p in own}  # one that several layers share stands here once
+    parameters = {id(p): p for own in owned for p in own}  # without repetition of those that layers share
     z, logdet = _Inverting.apply(row, owned, masks, x, cond, *parameters.values())
     return z, logdet, masks[-1]
 
 
 class _Inverting(torch.autograd.Function):
-    """The parameters are inputs and their gradients outputs, so that what watches them (DDP) sees each just once."""
+    """The parameters are inputs and their gradients outputs, so that DDP's hooks see each gradient once."""
 
     @staticmethod
     def forward(ctx, row: _Row, owned: list[list[Parameter]], masks: list[Tensor | None], x, cond, *parameters):
@@ -297,12 +290,12 @@ class _Inverting(torch.autograd.Function):
         with ctx.autocast.again(), hooks_at_rest(parameters):
             for k in reversed(range(n)):
                 if not (wants_x or wants_cond or any(ctx.owned[: k + 1])):
-                    break  # nothing from here down is asked for
+                    break  # no gradient of the remaining layers is needed
                 layer, own = row.layers[k], cond if row.layers[k].uses_cond else None
                 if [*map(id, _trained(layer))] != [*map(id, ctx.owned[k])]:  # their gradients would be lost silently
-                    raise RuntimeError(f"{layer.place}: its parameters are not those of the forward pass any more")
+                    raise RuntimeError(f"{layer.place}: its parameters have changed since the forward pass")
                 replay = contextlib.nullcontext if ctx.noise[k] is None else ctx.noise[k].again
-                # `state` is the layer's output, then its input: bound anew, it lets go of what it was.
+                # `state` is the layer's output, then its input; rebinding frees the output.
                 from_output = stored[k] is None and hasattr(layer, "recompute")
                 if stored[k] is not None:
                     state = stored[k]
@@ -330,7 +323,7 @@ class _Inverting(torch.autograd.Function):
 
 
 class _Ends(NamedTuple):
-    """A layer's input x, and its output with a graph that begins at x and at `leaf`, which may be x itself."""
+    """A layer's input x, and its output with a graph from x and from `leaf`, which may be x itself."""
 
     x: Tensor
     leaf: Tensor
@@ -338,7 +331,7 @@ class _Ends(NamedTuple):
     logdet: Tensor
 
     def pull_back(self, grad: Tensor, grad_logdet: Tensor, others: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-        """Gradients of x and of others, from those of z and the log-determinant; the graph is gone afterwards."""
+        """Gradients of x and of others, from those of z and the log-determinant; frees the graph."""
         starts = [self.x] if self.leaf is self.x else [self.x, self.leaf]
         ends = [(end, g) for end, g in ((self.z, grad), (self.logdet, grad_logdet)) if end.requires_grad]
         outputs, gradients = zip(*ends, strict=True)

@@ -1,7 +1,8 @@
-"""Coupling layers: one part of an event changes the other, which makes any network invertible."""
+"""Coupling and masked autoregressive layers, and the splits of an event for couplings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from genmodels.nn.perceptron import MADE
 
 
 class ChannelSplit:
-    """The channels of an image or a sequence, or the dimensions of a vector, in two parts.
+    """Splits the channels of an image or a sequence, or the dimensions of a vector, into two parts.
 
     Arguments:
         channels: number of channels C, at least 2.
@@ -40,32 +41,32 @@ class ChannelSplit:
         self.changed = channels - self.kept
 
     def expected(self, shape: Shape) -> str | None:
-        """What an event must look like, or None if `shape` does."""
+        """None if an event of this shape can be split, else the expected shape."""
         return None if 1 <= len(shape) <= 3 and shape[0] == self.channels else f"({self.channels}, ...)"
 
     def take(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
-        """What the network sees and what is changed, both without a copy."""
+        """The input of the network and the part that is changed, both views."""
         first, second = x.split_with_sizes((self.first, self.channels - self.first), dim=1)
         return (second, first, None) if self.swap else (first, second, None)
 
     def put(self, seen: Tensor, changed: Tensor, log_derivative: Tensor, squares: None) -> tuple[Tensor, Tensor]:
-        """Both parts together, and the log-derivative where it counts."""
+        """The event joined from both parts, and the log-derivative of what changed."""
         return torch.cat((changed, seen) if self.swap else (seen, changed), dim=1), log_derivative
 
 
 class Checkerboard:
-    """The pixels of an image in two parts, like the squares of a chessboard, all channels alike.
+    """Splits the pixels of an image like the squares of a chessboard, all channels alike.
 
         m[i, j] = (i + j + parity) mod 2;    m = 1 is kept
 
-    The network sees m x, and so has something around every pixel that it changes.
+    The input of the network is m x.
 
     Arguments:
         channels: number of channels C.
         parity: 1 keeps the upper left pixel, 0 changes it.
 
     Attributes:
-        kept, changed: all the channels, both.
+        kept, changed: both C.
 
     Errors: ValueError for no channels, or a parity other than 0 and 1.
     Source: Dinh et al. 2017 (RealNVP), section 3.4.
@@ -83,36 +84,36 @@ class Checkerboard:
         self.kept = self.changed = channels
 
     def expected(self, shape: Shape) -> str | None:
-        """What an event must look like, or None if `shape` does."""
+        """None if an event of this shape can be split, else the expected shape."""
         fits = len(shape) == 3 and shape[0] == self.channels and shape[1:] != (1, 1)
         return None if fits else f"({self.channels}, H, W) with two pixels or more"
 
     def squares(self, x: Tensor) -> Tensor:
-        """m, (H, W) bool: where a pixel of x is kept."""
+        """m, (H, W) bool: which pixels of x are kept."""
         rows = torch.arange(self.parity, x.shape[-2] + self.parity, device=x.device)
         return ((rows[:, None] + torch.arange(x.shape[-1], device=x.device)) % 2).bool()
 
     def take(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the network sees, what is changed (a map of all the pixels: `put` chooses), and m."""
+        """The input of the network, x (of which `put` takes the changed pixels), and m."""
         squares = self.squares(x)
         return hide(x, squares), x, squares
 
     def put(self, seen: Tensor, changed: Tensor, log_derivative: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-        """Both parts together, and the log-derivative where it counts."""
-        # A choice leaves what is kept as it is, bit for bit; with products -0 would become 0.
+        """The event joined from both parts, and the log-derivative of what changed."""
+        # `where` keeps every bit; with products -0 would become 0.
         return torch.where(squares, seen, changed), log_derivative.masked_fill(squares, 0)
 
 
 class TokenSplit:
-    """The positions of a map in two halves, each a map by itself: every other row, column or square.
+    """Splits the positions of a map into two maps of half the size: every other row, column or square.
 
     Arguments:
         channels: number of channels C.
         kind: `rows`, `columns` or `checkerboard`.
-        parity: 0 keeps the half that holds the upper left position, 1 the other.
+        parity: 0 keeps the half with the upper left position, 1 the other.
 
     Attributes:
-        kept, changed: all the channels, both.
+        kept, changed: both C.
 
     Errors: ValueError for no channels, an unknown kind, or a parity other than 0 and 1.
     Source: Kolesnikov et al. 2024 (Jet), section 3.2.
@@ -132,23 +133,23 @@ class TokenSplit:
         self.axis = 2 if kind == "rows" else 3
 
     def expected(self, shape: Shape) -> str | None:
-        """What an event must look like, or None if `shape` does."""
+        """None if an event of this shape can be split, else the expected shape."""
         side = "H" if self.axis == 2 else "W"
         fits = len(shape) == 3 and shape[0] == self.channels and shape[self.axis - 1] % 2 == 0
         return None if fits else f"({self.channels}, H, W) with an even {side}"
 
     def take(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
-        """What the network sees and what is changed, both half as large."""
+        """The input of the network and the part that is changed."""
         halves = self._turned(x.unflatten(self.axis, (-1, 2))).unbind(self.axis + 1)
         return halves[self.parity], halves[1 - self.parity], None
 
     def put(self, seen: Tensor, changed: Tensor, log_derivative: Tensor, squares: None) -> tuple[Tensor, Tensor]:
-        """Both parts together, and the log-derivative where it counts."""
+        """The event joined from both parts, and the log-derivative of what changed."""
         halves = (changed, seen) if self.parity else (seen, changed)
         return self._turned(torch.stack(halves, self.axis + 1)).flatten(self.axis, self.axis + 1), log_derivative
 
     def _turned(self, pairs: Tensor) -> Tensor:
-        """Of a checkerboard, neighbours exchanged in every other row; its own inverse."""
+        """For a checkerboard, the pairs of every other row exchanged; its own inverse."""
         if self.kind != "checkerboard":
             return pairs
         odd = (torch.arange(pairs.shape[2], device=pairs.device) % 2).bool()[:, None, None]
@@ -156,17 +157,15 @@ class TokenSplit:
 
 
 class Coupling(Bijection):
-    """One part of the event is kept; each number of the other goes through a map whose parameters depend on the first.
+    """Keeps one part of an event; transforms the other elementwise, with parameters that depend on the first.
 
         z1 = x1,    z2 = f(x2; net(x1, cond)),    log |det| = sum_changed log |df/dx2|
-
-    The Jacobian is triangular whatever the network does, and x2 follows from z1 = x1 by the inverse of f.
 
     Arguments:
         split: which part is kept, a `ChannelSplit`, a `Checkerboard` or a `TokenSplit`.
         transform: the elementwise map f.
-        net: network from `split.kept` to `transform.params_per_dim * split.changed` channels, all first parameters
-            first. Its output bias is set so that training starts at `transform.start`; the identity with most f.
+        net: network from `split.kept` to `transform.params_per_dim * split.changed` channels, the first parameter of
+            all channels first. Its output bias is set to `transform.start`, with most f the identity.
 
     Shapes: events `(C, ...)` for channels, `(C, H, W)` for a checkerboard; `mask (B, 1, T)`; `cond` as the network's.
     Errors: ValueError when network, transform and split do not fit one another, or an event does not fit the split.
@@ -201,9 +200,6 @@ class Coupling(Bijection):
             raise self._misfit(expected, shape)
         return shape
 
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.out_shape(shape)
-
     def _forward(self, x, cond, mask):
         return self._couple(self.transform, x, cond, mask)
 
@@ -211,10 +207,7 @@ class Coupling(Bijection):
         return self._couple(self.transform.inverse, z, cond, mask)
 
     def recompute(self, z, cond, mask):
-        """The input of an output z, then that output with its graph; one run of the network serves both ways.
-
-        See `genmodels.flows.composition.Recomputes`: what the network sees is in z as it was in x.
-        """
+        """See `genmodels.flows.composition.Recomputes`; the kept part is in z, so the network runs only once."""
         seen, z2, squares = self.split.take(z)
         params = self._params(seen, z, cond, mask)
         with torch.no_grad():
@@ -229,7 +222,7 @@ class Coupling(Bijection):
         return self._change(change, parts, self._params(parts[0], x, cond, mask), mask)
 
     def _params(self, seen: Tensor, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
-        # The network may run in half precision; the state, and everything computed for it, does not.
+        # The network may run in half precision; the transform does not.
         params = self.net(seen, cond, mask).to(x.dtype)
         return params.view(len(x), self.transform.params_per_dim, self.split.changed, *params.shape[2:])
 
@@ -240,25 +233,24 @@ class Coupling(Bijection):
         return z, per_example(hide(log_derivative, mask))
 
 
-#: What a network has to offer in addition to `net(x, cond, mask)`.
+#: Attributes that a network needs in addition to `net(x, cond, mask)`.
 _OFFERS = ("in_channels", "out_channels", "uses_cond", "set_output_bias")
 
 
 def check_network(
     layer: Bijection, net: nn.Module, in_channels: int, params_per_dim: int, changed: int, channels: int | None
 ) -> None:
-    """Raise ValueError unless a network (and a transform built for `channels`) fit what a layer changes.
+    """Raise ValueError for a network, or a transform built for `channels`, that does not fit the changed channels.
 
     Raises:
-        TypeError: for a network that does not offer what `genmodels.nn.condition.Net` does.
+        TypeError: for a network without the attributes of `genmodels.nn.condition.Net`.
     """
     name = type(layer).__name__
     missing = [offer for offer in _OFFERS if not hasattr(net, offer)]
     if missing:
         kind = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
-        raise TypeError(f"{name} needs a network that offers {', '.join(_OFFERS)} "
-                        f"(see genmodels.nn.condition.Net); {kind} "
-                        f"has no {', '.join(missing)}")
+        raise TypeError(f"{name} needs a network that offers {', '.join(_OFFERS)} (see genmodels.nn.condition.Net); "
+                        f"{kind} has no {', '.join(missing)}")
     if channels not in (None, changed):
         raise ValueError(f"{name} changes {changed} channels, but its transform was built for {channels}")
     if net.in_channels != in_channels:
@@ -271,19 +263,26 @@ def check_network(
         )
 
 
+def couple(
+    split: ChannelSplit | Checkerboard | TokenSplit, transform: ElementTransform, net: Callable[[int, int], nn.Module]
+) -> Coupling:
+    """A coupling with the network `net(in_channels, out_channels)` of the sizes that split and transform need."""
+    return Coupling(split, transform, net(split.kept, transform.params_per_dim * split.changed))
+
+
 class MaskedAutoregressive(Bijection):
-    """Each dimension goes through a map whose parameters depend on the dimensions before it.
+    """Transforms each dimension with parameters that depend on the dimensions before it.
 
         z_i = f(x_i; made(x_<i, cond)),    log |det| = sum_i log |df/dx_i|
 
-    One pass gives z, since all of x is known; the inverse takes D passes, one for each dimension. Its `Inverse` is the
-    inverse autoregressive flow (IAF), quick to sample and slow to score.
+    The forward pass takes one evaluation of the network, the inverse D. Its `Inverse` is the inverse autoregressive
+    flow (IAF), fast to sample and slow to evaluate.
 
     Arguments:
         features: number of dimensions D.
         transform: the elementwise map f; `MeanScale` makes the masked autoregressive flow (MAF) of the paper.
-        made: masked network from D to `transform.params_per_dim * D` outputs; it knows the order. Its output bias is
-            set so that training starts at `transform.start`.
+        made: masked network from D to `transform.params_per_dim * D` outputs, which has the order of the dimensions.
+            Its output bias is set to `transform.start`.
 
     Shapes: events `(D,)`, `cond` as the network's.
     Errors: ValueError when network and transform do not fit, or for an event of another shape.
@@ -309,11 +308,8 @@ class MaskedAutoregressive(Bijection):
 
     def out_shape(self, shape: Shape) -> Shape:
         if shape != (self.features,):
-            raise self._misfit(f"({self.features},)", shape)
+            raise self._misfit((self.features,), shape)
         return shape
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.out_shape(shape)
 
     def _params(self, x: Tensor, cond: Tensor | None) -> Tensor:
         params = self.net(x, cond).to(x.dtype)
@@ -327,7 +323,7 @@ class MaskedAutoregressive(Bijection):
         x = log_derivative = torch.zeros_like(z)
         for turn in range(self.features):
             change, log_derivative = self.transform.inverse(z, self._params(x, cond))
-            # Dimensions whose turn has not come stay zero: what they are given until then may be anything.
+            # Other dimensions have no meaning yet (`change`), or are found already.
             x = torch.where(self.net.order == turn, hide(change, mask), x)
-        # In the last pass every parameter is that of its own turn, since it sees nothing that came later.
+        # The parameters of the last pass are those of every turn, since none depends on later dimensions.
         return x, per_example(hide(log_derivative, mask))

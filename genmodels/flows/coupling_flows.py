@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from itertools import cycle
 from typing import Literal
 
@@ -15,7 +16,7 @@ from torch.nn.functional import logsigmoid
 from genmodels.core.errors import one_of
 from genmodels.flows.bijection import Bijection, Shape, as_shape
 from genmodels.flows.composition import Compose
-from genmodels.flows.coupling import ChannelSplit, Checkerboard, Coupling, TokenSplit
+from genmodels.flows.coupling import ChannelSplit, Checkerboard, TokenSplit, couple
 from genmodels.flows.elementwise import Affine, ElementTransform, ScaleKind
 from genmodels.flows.linear import Permute
 from genmodels.flows.multiscale import FactorOut, MultiScale
@@ -66,23 +67,26 @@ def realnvp_vector(
                          "takes a single one")
     if couplings < 1:
         raise ValueError(f"couplings must be at least 1, got {couplings}")
-    layers = []
-    for number in range(couplings):
-        split = ChannelSplit(features, swap=number % 2 == 1)
-        element = Affine(split.changed, scale=scale)
-        out = element.params_per_dim * split.changed
-        net = MLP(split.kept, out, hidden=hidden, depth=depth, dropout=dropout, cond=cond)
-        layers.append(Coupling(split, element, net))
+    net = partial(MLP, hidden=hidden, depth=depth, dropout=dropout, cond=cond)
+    splits = [ChannelSplit(features, swap=number % 2 == 1) for number in range(couplings)]
+    layers = [couple(split, Affine(split.changed, scale=scale), net) for split in splits]
     return Compose(layers, (features,), memory=memory)
+
+
+def _alternating(kind: str, channels: int, number: int) -> Checkerboard | ChannelSplit:
+    """The split of coupling `number`: every other one keeps what the one before changes."""
+    if kind == "checkerboard":
+        return Checkerboard(channels, parity=number % 2)
+    return ChannelSplit(channels, swap=number % 2 == 1)
 
 
 def dequantisation_flow(
     event_shape: Shape, *, couplings: int = 4, hidden: int = 16, depth: int = 3, classes: int = 0
 ) -> Compose:
-    """The flow from noise to the logit of the dequantisation noise, conditioned on the item as a map (or vector).
+    """The flow from Gaussian noise to the logit of the dequantisation noise, conditioned on the item.
 
     Arguments:
-        event_shape: shape of one example: images or sequences get gated convolutions, vectors an MLP.
+        event_shape: shape of one example; the networks are gated and convolutional, of vectors an MLP.
         couplings: number of couplings.
         hidden: width of the networks.
         depth: blocks of the networks.
@@ -99,22 +103,12 @@ def dequantisation_flow(
     if couplings < 1:
         raise ValueError(f"couplings must be at least 1, got {couplings}")
     channels, dims = event_shape[0], len(event_shape) - 1
-    condition = Condition("map" if dims else "vector", channels + classes)
-    layers = []
-    for number in range(couplings):
-        if dims == 2:
-            split: Checkerboard | ChannelSplit = Checkerboard(channels, parity=number % 2)
-        else:
-            split = ChannelSplit(channels, swap=number % 2 == 1)
-        seen = channels if dims == 2 else split.kept
-        element = Affine(split.changed, scale="tied")
-        out = element.params_per_dim * split.changed
-        if dims:
-            net = GatedConvNet(seen, out, hidden=hidden, depth=depth, dims=dims, cond=condition)
-        else:
-            net = MLP(seen, out, hidden=hidden, depth=depth, cond=condition)
-        layers.append(Coupling(split, element, net))
-    return Compose(layers, event_shape)
+    cond = Condition("map" if dims else "vector", channels + classes)
+    net = partial(GatedConvNet, dims=dims) if dims else MLP
+    net = partial(net, hidden=hidden, depth=depth, cond=cond)
+    kind = "checkerboard" if dims == 2 else "channel"
+    splits = [_alternating(kind, channels, number) for number in range(couplings)]
+    return Compose([couple(split, Affine(split.changed, scale="tied"), net) for split in splits], event_shape)
 
 
 def realnvp_image(
@@ -132,16 +126,16 @@ def realnvp_image(
     heads: int = 4,
     memory: Literal["store", "inverse"] = "store",
 ) -> MultiScale:
-    """RealNVP for images: checkerboard couplings, a squeeze, channel couplings, half of the channels factored out, ...
+    """RealNVP for images: checkerboard couplings, a squeeze, channel couplings, half of the channels factored out.
 
     Arguments:
         event_shape: (C, H, W).
-        layout: the parts in order: `checkerboard*n` and `channel*n` couplings, `squeeze` and `split`.
+        layout: the parts in order: `checkerboard*n` and `channel*n` for n couplings, `squeeze`, `split`.
         hidden: width of the networks, one for all or one for each group of couplings.
         depth: residual blocks of the networks.
         net: kind of coupling network.
         scale: form of the couplings' scale (see `Affine`).
-        actnorm: whether activation normalisation follows every coupling, in place of the paper's batch normalisation.
+        actnorm: whether an `ActNorm` follows every coupling, in place of the paper's batch normalisation.
         dropout: probability of dropping a hidden value, for residual networks.
         cond: what the networks are conditioned on.
         attention: attention block in the coupling networks, `none` for none.
@@ -173,19 +167,16 @@ def realnvp_image(
 
     def couplings(kind: str, count: int, channels: int, width: int) -> list[Bijection]:
         layers: list[Bijection] = []
+        network = partial(NETS[net], hidden=width, depth=depth, cond=cond, attention=attention, heads=heads,
+                          **({"dropout": dropout} if dropout else {}))  # fmt: skip
         for number in range(count):
-            split = Checkerboard(channels, parity=number % 2) if kind == "checkerboard" else (
-                ChannelSplit(channels, swap=number % 2 == 1)
-            )
-            seen = channels if kind == "checkerboard" else split.kept
-            element = Affine(split.changed, scale=scale)
-            network = NETS[net](seen, element.params_per_dim * split.changed, hidden=width, depth=depth, cond=cond,
-                                attention=attention, heads=heads, **({"dropout": dropout} if dropout else {}))
-            layers += [Coupling(split, element, network), *([ActNorm(channels)] if actnorm else [])]
+            split = _alternating(kind, channels, number)
+            layers.append(couple(split, Affine(split.changed, scale=scale), network))
+            layers += [ActNorm(channels)] if actnorm else []
         return layers
 
-    stages, factors, shape, layers = [], [], tuple(event_shape), []
-    start = shape
+    stages, factors, layers = [], [], []
+    shape = start = event_shape
     for part in layout:
         found = re.fullmatch(r"(checkerboard|channel)\*([1-9]\d*)", part)
         if found:
@@ -232,7 +223,7 @@ class ShiftScale(ElementTransform):
 
 
 class TokenNet(nn.Module):
-    """A vision transformer from map to map of the same size, every position a token, for couplings.
+    """A vision transformer from map to map of the same size, with a token for every position, for couplings.
 
     Arguments:
         in_channels, out_channels: channels before and after.
@@ -271,7 +262,7 @@ class TokenNet(nn.Module):
         self.classes = nn.Embedding(cond.size, width) if self.uses_cond else None
 
     def set_output_bias(self, bias: Tensor) -> None:
-        """What the network answers at the start, (out,)."""
+        """Set the initial output, (out,)."""
         with torch.no_grad():
             self.transformer.leave.bias.copy_(bias)
 
@@ -304,15 +295,15 @@ def jet(
     memory: Literal["store", "inverse"] = "store",
     generator: torch.Generator | None = None,
 ) -> Bijection:
-    """Jet: patches, then couplings of their channels, permuted at random once, and of their positions.
+    """Jet: couplings of the randomly permuted channels of patches, and of their positions.
 
     Arguments:
         event_shape: (C, H, W).
         patch: positions along every side of a patch.
         couplings: number of couplings of each level.
-        spatial: every how many-th coupling is one of positions: rows, columns and squares in turn, of those that the
-            number of patches can be halved by; 0 for none.
-        levels: number of scales; after each but the last half of the channels leave, and the rest is squeezed by 2.
+        spatial: every `spatial`-th coupling splits positions: by rows, columns and squares in turn, where the number of
+            patches along that side is even; 0 for none.
+        levels: number of scales; after each but the last, half of the channels is factored out.
         width, depth, heads, expansion, attention: see `TokenTransformer`.
         cond: labels, or None.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
@@ -352,11 +343,10 @@ def jet(
             else:
                 split, seen = ChannelSplit(channels), tuple(space)
                 layers.append(Permute.random(channels, generator=generator))
-            net = TokenNet(split.kept, 2 * split.changed, width=width, depth=depth, heads=heads, expansion=expansion,
-                           attention=attention, space=seen, cond=cond)
-            layers.append(Coupling(split, ShiftScale(), net))
+            net = partial(TokenNet, width=width, depth=depth, heads=heads, expansion=expansion, attention=attention,
+                          space=seen, cond=cond)  # fmt: skip
+            layers.append(couple(split, ShiftScale(), net))
         stages.append(Compose(layers, shape, memory=memory))
-        shape = (channels, *space)
         if level + 1 < levels:
             factors.append(FactorOut(channels))
             shape = (channels - channels // 2, *space)

@@ -17,18 +17,18 @@ from genmodels.nn.condition import Condition, require_condition
 
 
 class Dequantize(nn.Module):
-    """Integers spread over cells of the unit cube; not a bijection, hence a bound.
+    """Adds noise to integers, which are then points of the unit cube.
 
         v = (x + u) / L,    log P(x) >= E_u [log p(v) - D log L - log q(u | x)]
 
-    A subclass defines `noise`, and `_spread`, which makes u and -log q(u | x) of it. In float32 x + u may round up to
-    x + 1 (one draw in 131,072 at x >= 128), so v is held inside its cell: v < 1, and `to_levels` always finds x again.
+    A subclass defines `noise`, and `_spread`, which turns it into u and log q(u | x). In float32 x + u may round up to
+    x + 1 (one draw in 131,072 at x >= 128), so v is clamped to its cell: v < 1, and `to_levels` always returns x.
 
     Arguments:
         levels: number of integer levels L.
 
     Attributes:
-        kind: what it leaves of a likelihood, `lower_bound`.
+        kind: kind of the resulting likelihood, `lower_bound`.
         uses_cond: whether the noise depends on a condition.
 
     Shapes: `x (B, *event)` integers 0..L-1; `v` like x, in the precision of the module; contribution `(B,)`, over valid
@@ -55,16 +55,16 @@ class Dequantize(nn.Module):
     def forward(
         self, x: Tensor, generator: Generator, cond: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`(v, contribution)` with fresh noise: points in [0, 1), and what to add to their log-density."""
+        """`(v, contribution)` with fresh noise: points in [0, 1), and the term to add to their log-density."""
         return self.with_noise(x, self.noise(tuple(x.shape), generator), cond, mask)
 
     def with_noise(
         self, x: Tensor, noise: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same with given noise, as `noise` draws it."""
+        """The same with noise from `noise`."""
         x = hide(self._integers(x), mask)
         u, log_q = self._spread(x, noise, cond, mask)
-        entries = x[0].numel() if mask is None else mask.expand_as(x).flatten(1).sum(1).to(log_q.dtype)
+        entries = math.prod(x.shape[1:]) if mask is None else mask.expand_as(x).flatten(1).sum(1).to(log_q.dtype)
         v = torch.clamp((x + u) / self.levels, self._of_cell(self.low, x), self._of_cell(self.high, x))
         return hide(v, mask), -entries * math.log(self.levels) - log_q
 
@@ -81,19 +81,19 @@ class Dequantize(nn.Module):
         return ((self._integers(x).double() + 0.5) / self.levels).to(self.low.dtype)
 
     def to_levels(self, v: Tensor) -> Tensor:
-        """The integers whose cells hold `v`, uint8 where they fit and int64 else; clamp(floor(L v), 0, L - 1).
+        """The integers whose cells hold `v`, clamp(floor(L v), 0, L - 1); uint8 up to 256 levels, else int64.
 
         Raises:
             NotFinite: where a row of v is not finite.
         """
         kind = torch.uint8 if self.levels <= 256 else torch.int64
-        # In float64 the product with a float32 number is exact, so that cells end where the clamp of v ends them.
+        # In float64 the product with a float32 number is exact, so that cells end exactly where v is clamped.
         return (require_finite_rows(v).double() * self.levels).floor().clamp(0, self.levels - 1).to(kind)
 
     def outside(self, v: Tensor) -> Tensor:
-        """The share of the values of each row that lie outside [0, 1), where no cell is; (B,) float64.
+        """The fraction of the values of each row outside [0, 1), where there is no cell; (B,) float64.
 
-        `to_levels` moves them to the end levels, which a dequantised likelihood does not count.
+        `to_levels` moves them to the end levels, which the likelihood does not account for.
 
         Example:
             >>> UniformDequantize(4).outside(torch.tensor([[0.0, 0.99], [-0.1, 0.5], [1.0, 1.2]]))
@@ -145,16 +145,16 @@ class UniformDequantize(Dequantize):
 
 
 class GaussianNoise(Dequantize):
-    """The middle of the cell and Gaussian noise, which leaves the cell: its density is that of noisy data.
+    """Gaussian noise about the middle of the cell, not confined to it: the density is that of noisy data.
 
-        v = (x + 1/2) / L + sigma n,   n ~ N(0, I);    contribution = 0, since this bounds no log-mass
+        v = (x + 1/2) / L + sigma n,   n ~ N(0, I);    contribution = 0, since this is no bound on a log-mass
 
     Arguments:
         levels: number of integer levels L.
         sigma: standard deviation of the noise, on the scale on which the data fill [0, 1].
 
     Attributes:
-        kind: what it leaves of a likelihood, `unnormalised`: no number that could be compared.
+        kind: kind of the resulting likelihood, `unnormalised`: it cannot be compared.
 
     Errors: ValueError for a sigma that is not positive.
     Source: Zhai et al. 2024 (TarFlow), section 2.3.
@@ -181,19 +181,19 @@ class GaussianNoise(Dequantize):
 
 
 class VariationalDequantize(Dequantize):
-    """Noise shaped by a conditional flow, which is trained to make the bound tight.
+    """Noise from a conditional flow that is trained to tighten the bound.
 
         u = sigmoid(a), a = g(eps; x), eps ~ N(0, I),    contribution = -D log L - log q(u | x)
         log q(u | x) = log N(eps) - log |det dg/deps| - sum [log sigmoid(a) + log sigmoid(-a)]
 
     Arguments:
         levels: number of integer levels L.
-        bijection: g, from the event's shape to itself, with the condition that `noise_condition` describes: x scaled
-            to [-1, 1] and, behind its channels, those of `cond`.
-        cond: what is known of x otherwise: labels add `class_features` channels, vectors and maps as many as they have.
+        bijection: g, from the event's shape to itself, with the condition of `noise_condition`: x scaled to [-1, 1] and
+            the channels of `cond`.
+        cond: a further condition; labels add `class_features` channels, vectors and maps as many as they have.
         class_features: width of the embedding of labels.
 
-    Errors: ValueError for a bijection without a condition (its noise would not depend on x).
+    Errors: ValueError for a bijection without a condition.
     Source: Ho et al. 2019 (Flow++), section 3.1.
 
     Example:
@@ -251,12 +251,11 @@ class VariationalDequantize(Dequantize):
 
 
 class OfLevel(Bijection):
-    """A scale and shift of the noise by the integer that it is added to: the cheapest g of a `VariationalDequantize`.
+    """A scale and shift of the noise for every level: the cheapest g of a `VariationalDequantize`.
 
-        a = m_x + e^(s_x) eps,    m = 0, s = 1/2 at the start, where sigmoid(a) is not far from uniform
+        a = m_x + e^(s_x) eps,    m = 0, s = 1/2 at the start, where sigmoid(a) is nearly uniform
 
-    Noise of any density suits a flow that can have that density within a cell; of uniform noise the logit has a long
-    tail at the end levels, which flows of affine maps can only approximate.
+    The logit of uniform noise has a long tail at the end levels, which affine flows can only approximate.
 
     Arguments:
         levels: number of integer levels L.
@@ -274,27 +273,22 @@ class OfLevel(Bijection):
         super().__init__()
         self.table = nn.Parameter(torch.tensor([[0.0], [0.5]]).repeat(1, levels))
 
-    def out_shape(self, shape: Shape) -> Shape:
-        return shape
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return shape
-
     def _forward(self, x, cond, mask):
-        m, s = self._of(cond)
-        return hide(torch.addcmul(m, s.exp(), x), mask), per_example(hide(s, mask))
+        m, s = self._of_level(cond)
+        return torch.addcmul(m, s.exp(), x), per_example(hide(s, mask))
 
     def _inverse(self, z, cond, mask):
-        m, s = self._of(cond)
-        return hide((z - m) * (-s).exp(), mask), per_example(hide(-s, mask))
+        m, s = self._of_level(cond)
+        return (z - m) * (-s).exp(), per_example(hide(-s, mask))
 
-    def _of(self, cond: Tensor) -> Iterator[Tensor]:
+    def _of_level(self, cond: Tensor) -> tuple[Tensor, ...]:
+        """m and s of each number."""
         level = ((cond + 1) * (0.5 * (self.table.shape[1] - 1))).round().long()
         return self.table[:, level].unbind()
 
 
 def noise_condition(event_shape: Shape, cond: Condition | None = None, *, class_features: int = 8) -> Condition:
-    """What the bijection of a `VariationalDequantize` is conditioned on; its couplings are built for this.
+    """The condition of the bijection of a `VariationalDequantize`.
 
     Example:
         >>> noise_condition((3, 32, 32), Condition("labels", 10))

@@ -1,4 +1,4 @@
-"""A flow over integers: a lower bound on their log-mass, the tighter the more noise is drawn."""
+"""Flows over integers, with a lower bound on their log-mass, and over continuous data."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class DiscreteFlow(nn.Module):
 
         w_k = log p(v_k) - D log L - log q(u_k | x),    nats_K = log (1/K) sum_k exp(w_k) <= log P(x) in expectation
 
-    K = 1 is the plain bound; nats_K does not fall with K in expectation, and tends to the log-mass log P(x).
+    K = 1 is the ELBO; the expectation of nats_K does not decrease with K and tends to log P(x).
 
     Arguments:
-        dequantize: how integers become points in [0, 1).
-        flow: the flow over these points; it brings its own logit.
+        dequantize: maps integers to points in [0, 1).
+        flow: the flow over these points, including its logit.
 
     Shapes: `x (B, *event)` integers, `cond` as the parts take it, `mask (B, 1, T)` bool; log-masses `(B,)` float64.
-    Errors: ValueError for K < 1, integers or labels out of range, a condition that nothing uses, or a mask that `Flow`
-    refuses; NotInitialized while a layer waits for data.
+    Errors: ValueError for K < 1, integers or labels out of range, an unused condition, or a mask that `Flow` refuses;
+    NotInitialized while a layer is not initialised.
     Source: Burda, Grosse, Salakhutdinov 2016 for the K-sample bound; Ho et al. 2019 (Flow++) for the bound itself.
 
     Example:
@@ -91,9 +91,9 @@ class DiscreteFlow(nn.Module):
 
         Arguments:
             x, cond, mask: a batch of integers.
-            generator: source of the noise; if keyed, draw k of a row depends on its index, the step and k alone.
+            generator: source of the noise; if keyed, draw k of a row depends only on its index, the step and k.
             samples: number K of importance samples.
-            rows: most rows in one pass of the flow; without it one draw of the whole batch at a time.
+            rows: largest batch in one pass of the flow; by default one draw of the whole batch.
         """
         return log_mean_exp(self.log_weights(x, cond, mask, generator=generator, samples=samples, rows=rows))
 
@@ -113,8 +113,10 @@ class DiscreteFlow(nn.Module):
         require_initialized(self.dequantize, "DiscreteFlow.log_prob: dequantisation")
         conds = self._conds(cond)
         self._check(x, cond, mask)
+        if not len(x):
+            return torch.zeros(0, samples, dtype=torch.float64, device=x.device)
         weights = []
-        for pieces in _passes(len(x), samples, len(x) if rows is None else rows):
+        for pieces in _passes(len(x), samples, rows or len(x)):
             noise = _joined([self._noise(x[part], part, draw, generator) for draw, part in pieces])
             x_here, mask_here, noise_cond, flow_cond = (
                 None if value is None else _joined([value[part] for _, part in pieces]) for value in (x, mask, *conds)
@@ -134,11 +136,11 @@ class DiscreteFlow(nn.Module):
         length: int | None = None,
     ) -> Tensor:
         """Integers (n, *event); the arguments are those of `Flow.sample`."""
-        return self.quantise(
-            self.points(n, cond, temperature=temperature, generator=generator, mask=mask, length=length))
+        v = self.points(n, cond, temperature=temperature, generator=generator, mask=mask, length=length)
+        return self.quantise(v)
 
     def points(self, n: int, cond: Tensor | None = None, **options) -> Tensor:
-        """What `sample` quantises: points (n, *event) of the flow's density, some of them perhaps outside [0, 1)."""
+        """The points (n, *event) that `sample` quantises, some of them perhaps outside [0, 1)."""
         return self.flow.sample(n, self._conds(cond)[1], **options)
 
     def class_posterior(
@@ -152,8 +154,7 @@ class DiscreteFlow(nn.Module):
         rows: int | None = None,
         log_prior: Tensor | None = None,
     ) -> Tensor:
-        """p(y | x) of every class, (B, num_classes) float64, from the K-sample bounds; keyed noise is common to all."""
-
+        """p(y | x) of every class, (B, num_classes) float64, from K-sample bounds; classes share keyed noise."""
         require_classes(self, num_classes)
 
         def bound(labels: Tensor) -> Tensor:
@@ -162,15 +163,15 @@ class DiscreteFlow(nn.Module):
         return class_posterior(bound, len(x), num_classes, log_prior, x.device)
 
     def middle(self, x: Tensor) -> Tensor:
-        """The point that stands for an item: the middle of its cell."""
+        """The middle of the cell of each integer."""
         return self.dequantize.middle(x)
 
     def quantise(self, v: Tensor) -> Tensor:
-        """The item that a point stands for: the integers of its cell, points outside [0, 1) going to the end levels."""
+        """The integers whose cells hold the values; those outside [0, 1) become the end levels."""
         return self.dequantize.to_levels(v)
 
     def _check(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> None:
-        """Refuse what layers cannot, since they do not look at values; waits for the device once, not at every draw."""
+        """Raise ValueError for invalid values; waits for the device once, not at every draw."""
         require_tensor("x", x)
         if cond is not None:
             require_tensor("cond", cond)
@@ -186,7 +187,7 @@ class DiscreteFlow(nn.Module):
 
     def _noise(self, x: Tensor, part: slice, draw: int, generator: Generator) -> Tensor:
         if isinstance(generator, KeyedGenerator):
-            # A child, not another step: the step of training has to stay in the key.
+            # A child and not another step, since the training step is part of the key.
             generator = generator.rows(part).child(f"draw {draw}")
         return self.dequantize.noise(tuple(x.shape), generator)
 
@@ -196,7 +197,7 @@ class NoisyFlow(DiscreteFlow):
 
         y = v + sigma n,    x = y + sigma^2 grad log p(y) = E[v | y] if p is the density of y
 
-    p is a density of noisy data; nothing that it says is a log-mass of integers.
+    p is a density of noisy data and gives no log-mass of integers.
 
     Arguments:
         dequantize: the noise.
@@ -209,7 +210,7 @@ class NoisyFlow(DiscreteFlow):
         >>> from genmodels.flows.composition import Compose
         >>> from genmodels.flows.dequantize import GaussianNoise
         >>> model = NoisyFlow(GaussianNoise(4, 0.6), Flow(Compose([], (1,)), StandardNormal((1,))))
-        >>> model.denoise(torch.tensor([[1.0]]))  # of a variance of 1, 0.36 are noise
+        >>> model.denoise(torch.tensor([[1.0]]))  # 0.36 of the variance of 1 is noise
         tensor([[0.6400]])
     """
 
@@ -228,7 +229,7 @@ class NoisyFlow(DiscreteFlow):
 
 
 def _passes(items: int, samples: int, rows: int) -> Iterator[list[tuple[int, slice]]]:
-    """All (draw, item) pairs, draw after draw, cut into passes of at most `rows`: lists of (draw, slice of items).
+    """All (draw, item) pairs, draw by draw, in passes of at most `rows`: lists of (draw, slice of items).
 
     Example:
         >>> [[(draw, part.start, part.stop) for draw, part in pieces] for pieces in _passes(3, 2, 4)]
@@ -245,7 +246,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 class ContinuousFlow(nn.Module):
-    """An exact density: `log p(x) = log base(f(x)) + log |det df/dx|`.
+    """A flow over continuous data: the exact density, with the interface of `DiscreteFlow`.
 
     Arguments:
         flow: the flow, in the data's own units.
@@ -267,27 +268,27 @@ class ContinuousFlow(nn.Module):
 
     def initialize(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
                    *, generator: Generator | None = None) -> None:
-        """Data-dependent initialisation of the bijection; no noise is needed."""
+        """Data-dependent initialisation of the bijection; the generator is not used."""
         self.flow.initialize(x, cond, mask)
 
     def log_prob(
         self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
         *, generator: Generator | None = None, samples: int = 1, rows: int | None = None,
     ) -> tuple[Tensor, None]:
-        """`(nats (B,), None)`: exact, hence without noise, importance samples or standard error."""
+        """`(nats (B,), None)`: exact, hence without standard error; the options are not used."""
         return self.flow.log_prob(x, cond, mask), None
 
     def sample(
         self, n: int, cond: Tensor | None = None, *, temperature: float = 1.0, generator: Generator,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """`(n, *event)` in the data's own units; of sequences only the frames of the mask."""
+        """Events (n, *event) in the data's own units; frames outside the mask are zero."""
         return self.flow.sample(n, cond, temperature=temperature, generator=generator, mask=mask)
 
     def middle(self, x: Tensor) -> Tensor:
-        """The point that stands for an item: itself."""
+        """x itself."""
         return x.to(next((p.dtype for p in self.parameters()), torch.float32))
 
     def quantise(self, v: Tensor) -> Tensor:
-        """The item that a point stands for: itself."""
+        """v itself."""
         return v

@@ -1,4 +1,4 @@
-"""Elementwise maps with parameters from a network: additive, affine, mixture of logistics; and bounds of scales."""
+"""Elementwise maps with parameters from a network: additive, affine, mixture of logistics; bounds of scales."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bounded(h: Tensor, limit: float) -> Tensor:
 
 
 def unbounded(h: Tensor, limit: float) -> Tensor:
-    """The inverse of `bounded`; values beyond 0.999 limit are taken as 0.999 limit, where the slope is still 0.002.
+    """The inverse of `bounded`, of values clamped to +-0.999 limit, where its slope is 0.002.
 
     Example:
         >>> unbounded(bounded(torch.tensor([-3.0, 0.0, 1.0]), 10.0), 10.0)
@@ -36,19 +36,19 @@ def per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 class ElementTransform(nn.Module):
-    """A monotonic map of every number by itself, its parameters given by a network.
+    """An elementwise monotonic map with parameters from a network.
 
         z = f(x; params),    log_derivative = log |df/dx|
 
     Attributes:
-        params_per_dim: P, how many parameters each number takes.
-        channels: how many channels the transform is built for; None when it has nothing of its own to learn.
+        params_per_dim: number P of parameters of each element.
+        channels: number of channels of its own learned parameters; None without these.
         exact_inverse: whether the inverse is a formula (and not an iteration).
         inverse_cost: `same` or `iterative`.
         constant_logdet: whether the log-derivative does not depend on x and params.
 
     Shapes: `x (B, C, *space)`, `params (B, P, C, *space)` of the dtype of x (float32 or wider); both results are like
-    x, the log-derivative is that of the direction just evaluated and is not summed.
+    x, the log-derivative is of the direction evaluated, not summed.
     """
 
     params_per_dim: int
@@ -58,20 +58,20 @@ class ElementTransform(nn.Module):
     constant_logdet: bool = False
 
     def forward(self, x: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
-        """f(x) and log |df/dx| of each number."""
+        """f(x) and log |df/dx| of each element."""
         raise NotImplementedError
 
     def inverse(self, z: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
-        """The x with f(x) = z, and log |dx/dz| of each number."""
+        """The x with f(x) = z, and log |dx/dz| of each element."""
         raise NotImplementedError
 
     def start(self, channels: int) -> Tensor:
-        """The parameters (P, C) with which training starts."""
+        """The initial parameters (P, C)."""
         return torch.zeros(self.params_per_dim, channels)
 
 
 class Additive(ElementTransform):
-    """A shift: volume is kept.
+    """A shift.
 
         z = x + t
 
@@ -95,7 +95,7 @@ class Additive(ElementTransform):
 class TanhScale(nn.Module):
     """The log-scale of RealNVP with learned range and centre, |h| < 10.
 
-        h = a tanh(s) + b,    a = 5 tanh(a_raw / 5), b = 5 tanh(b_raw / 5),    at first a_raw = 1, b_raw = 0
+        h = a tanh(s) + b,    a = 5 tanh(a_raw / 5), b = 5 tanh(b_raw / 5),    initially a_raw = 1, b_raw = 0
 
     Arguments:
         channels: number of channels C; a and b are one number for each.
@@ -121,7 +121,7 @@ class TanhScale(nn.Module):
 class TiedScale(nn.Module):
     """A log-scale whose learned range does not change its slope at zero, |h| < 10.
 
-        h = e^f tanh(s e^-f),    f = c tanh(f_raw / c), c = log 10,    at first f_raw = 0
+        h = e^f tanh(s e^-f),    f = c tanh(f_raw / c), c = log 10,    initially f_raw = 0
 
     Arguments:
         channels: number of channels C; f is one number for each.
@@ -142,14 +142,14 @@ class TiedScale(nn.Module):
 
 
 class SigmoidScale(nn.Module):
-    """The scale of Glow with a floor, so that sampling cannot explode: at first 0.8809.
+    """The scale of Glow with a floor, so that sampling cannot explode; 0.8809 at s = 0.
 
         e^h = 0.001 + 0.999 sigmoid(s + 2)
 
     Arguments:
-        channels: number of channels; nothing is learned here.
+        channels: not used, since nothing is learned.
 
-    Source: Kingma and Dhariwal 2018 (Glow), the authors' code; the floor is ours.
+    Source: Kingma and Dhariwal 2018 (Glow), the authors' code, without the floor.
 
     Example:
         >>> SigmoidScale(1)(torch.tensor([[0.0]]))
@@ -169,14 +169,13 @@ _FLOOR = 2.0**-10  # a power of two, so that the start is one exactly
 class PlainScale(nn.Module):
     """The scale itself, of either sign, and its logarithm.
 
-        a = s + 2^-10 sign(s),    h = log |a|,    sign(0) = 1;    at first a = 1
+        a = s + 2^-10 sign(s),    h = log |a|,    sign(0) = 1;    initially a = 1
 
-    A scale of zero has no inverse, and |s| near zero loses all digits on the way back: so |a| is never below 2^-10,
-    about 0.001, and a jumps over that gap where s changes sign. Every a is an exact affine coupling with |det| =
-    prod |a|; the gap only says which scales the network can choose. There is no bound from above.
+    A scale of zero has no inverse, and one near zero an inaccurate one: so |a| is at least 2^-10, about 0.001, and a
+    jumps over this gap where s changes sign. There is no upper bound.
 
     Arguments:
-        channels: number of channels; nothing is learned here.
+        channels: not used, since nothing is learned.
 
     Example:
         >>> PlainScale(1).signed(torch.tensor([1.0, -0.5]))
@@ -228,7 +227,7 @@ class Affine(ElementTransform):
         self.log_scale = SCALES[scale](channels)
 
     def start(self, channels: int) -> Tensor:
-        """Shift 0, and the s of scale 1 where s = 0 is not it (of `sigmoid`, s = 0 as published)."""
+        """Shift 0 and scale 1, but for `sigmoid` s = 0, as published."""
         params = super().start(channels)
         params[0] = getattr(self.log_scale, "start", 0.0)
         return params
@@ -248,7 +247,7 @@ class Affine(ElementTransform):
 
 
 class MeanScale(ElementTransform):
-    """A number standardised by a predicted mean and a predicted scale.
+    """Standardisation by a predicted mean and a predicted scale.
 
         z = (x - m) e^-alpha,    alpha = 5 tanh(alpha_raw / 5),    log dz/dx = -alpha
 
@@ -291,9 +290,9 @@ class LogisticMixture(ElementTransform):
         F(x) = sum_k pi_k sigmoid((x - mu_k) e^-s_k),    z = e^h (log F - log(1 - F)) + t
         log dz/dx = log f - log F - log(1 - F) + h
 
-    pi is a softmax, s_k = 7 tanh(. / 7), h as in `Affine`. Log F is a log-sum-exp of log-sigmoids, and so is
-    log(1 - F), a mixture of the mirrored sigmoids: the tails keep their digits. The inverse brackets its root, halves
-    the bracket 60 times and takes two Newton steps where they stay inside; its gradient follows from the equation.
+    pi is a softmax, s_k = 7 tanh(. / 7), h as in `Affine`. log F and log(1 - F) are both log-sum-exps of log-sigmoids,
+    accurate in the tails. The inverse takes 60 bisections and two Newton steps where these stay in the bracket; its
+    gradient is that of the implicit function.
 
     Arguments:
         channels: number of channels that it changes.
@@ -322,7 +321,7 @@ class LogisticMixture(ElementTransform):
         self.affine = Affine(channels)
 
     def start(self, channels: int) -> Tensor:
-        """Means spread over [-0.1, 0.1], the rest zero: close to the identity, yet no two components are the same."""
+        """Means spread over [-0.1, 0.1], the rest zero: close to the identity, with components that differ."""
         params = torch.zeros(self.params_per_dim, channels)
         means = torch.linspace(-0.1, 0.1, self.components)[:, None]
         params[self.components : 2 * self.components] = means - means.mean()  # a single one lies at zero
@@ -366,14 +365,14 @@ def _density(below: Tensor, above: Tensor, mixture: Mixture) -> Tensor:
     return below + above - mixture.log_weight - mixture.log_scale
 
 
-# One operation to a compiler, which would take minutes to write out sixty steps as one kernel.
+# One operation to a compiler, which would take minutes to unroll sixty steps.
 @torch.library.custom_op(
     "genmodels::logistic_mixture_root",
     mutates_args=(),
     schema="(Tensor v, Tensor log_weight, Tensor mean, Tensor log_scale) -> Tensor",
 )
 def solve(v: Tensor, log_weight: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
-    """The x at which the logit of F is v, by a number of steps that does not depend on the data."""
+    """The x at which the logit of F is v, by a fixed number of steps."""
     mixture = Mixture(log_weight, mean, log_scale)
     # Where x is below every mu_k + e^s_k v, each component is below sigmoid(v), and so is F; likewise above.
     roots = mixture.mean + mixture.log_scale.exp() * v.unsqueeze(1)
@@ -397,12 +396,12 @@ def _like(v: Tensor, log_weight: Tensor, mean: Tensor, log_scale: Tensor) -> Ten
 
 
 class _Root(torch.autograd.Function):
-    """x(v, pi, mu, s) with logit F(x) = v; the gradient follows from the equation, not from the steps to its solution.
+    """x(v, pi, mu, s) with logit F(x) = v, with the gradient of the implicit function.
 
         dx/dv = 1/G,    dx/dmu_k = r_k,    dx/ds_k = r_k (x - mu_k),    dx/dlog pi_k = -(b_k - a_k) / G
 
-    with G = f / (F (1 - F)) and the shares b, a, r of the components in F, in 1 - F and in f. (A change of all log pi_k
-    alike changes F and 1 - F alike, so it may be left to the log-softmax that they sum to one.)
+    with G = f / (F (1 - F)) and the shares b, a, r of the components in F, in 1 - F and in f. (The constraint that pi_k
+    sum to one is left to the log-softmax, since equal changes of all log pi_k change F and 1 - F alike.)
     """
 
     @staticmethod
@@ -413,7 +412,7 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        # Made of differentiable steps from what was saved, inputs and the output: so it can be differentiated again.
+        # Differentiable operations on saved inputs and output, so that second derivatives exist.
         x, *parameters = ctx.saved_tensors
         mixture = Mixture(*parameters)
         below, above = _shares(x, mixture)

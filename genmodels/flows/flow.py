@@ -13,23 +13,23 @@ from genmodels.core.data import Latents
 from genmodels.core.random import Generator
 from genmodels.core.tensors import module_table
 from genmodels.flows.bases import ClassNormal, Distribution
-from genmodels.flows.bijection import Bijection, Freeze, NotInitialized, Shape
+from genmodels.flows.bijection import Bijection, Freeze, NotInitialized, Shape, fits
 from genmodels.flows.composition import Compose
 from genmodels.flows.dequantize import VariationalDequantize
-from genmodels.flows.multiscale import MultiScale, fits
+from genmodels.flows.multiscale import MultiScale
 from genmodels.flows.squeeze import Squeeze1d
 from genmodels.nn.condition import Conditioning
 
 
 class Fault(NamedTuple):
-    """Values that are not allowed: `wrong` has an entry for each, examples first; `message(row)` describes it."""
+    """Invalid values: `wrong (B, ...)` is True where a value is, `message(row)` describes those of an example."""
 
     wrong: Tensor
     message: Callable[[int], str]
 
 
 def refuse(faults: Sequence[Fault | None]) -> None:
-    """Raise ValueError naming the first example at fault; one wait for the device, and none while compiling.
+    """Raise ValueError for the first faulty example; waits for the device once, and not while compiling.
 
     Example:
         >>> refuse([Fault(torch.tensor([False, True]), "row {} is bad".format)])
@@ -49,7 +49,7 @@ def refuse(faults: Sequence[Fault | None]) -> None:
 
 
 def require_tensor(name: str, value: object) -> None:
-    """Raise ValueError for an array of another library.
+    """Raise ValueError for anything but a tensor.
 
     Example:
         >>> require_tensor("x", [1.0])
@@ -63,7 +63,7 @@ def require_tensor(name: str, value: object) -> None:
 
 
 def require_dtype(module: nn.Module, x: Tensor) -> None:
-    """Raise ValueError when single meets double precision; what is shorter is made longer by the layers.
+    """Raise ValueError when x and module are in single and double precision; layers convert half precision.
 
     Example:
         >>> require_dtype(nn.Linear(1, 1), torch.zeros(1, dtype=torch.float64))
@@ -80,7 +80,7 @@ def require_dtype(module: nn.Module, x: Tensor) -> None:
 
 
 def require_count(n: int) -> None:
-    """Raise ValueError for a number of samples that is none.
+    """Raise ValueError unless n is an integer from 0 on.
 
     Example:
         >>> require_count(-1)
@@ -93,7 +93,7 @@ def require_count(n: int) -> None:
 
 
 def label_count(module: nn.Module) -> int | None:
-    """The number of classes of the parts of a flow that take labels; None when none does.
+    """The number of classes of a flow's parts that are conditioned on labels; None without such parts.
 
     Example:
         >>> label_count(ClassNormal((2,), num_classes=3))
@@ -113,7 +113,7 @@ def label_count(module: nn.Module) -> int | None:
 def labels_fault(cond: Tensor | None, classes: int | None) -> Fault | None:
     """Labels outside 0 .. classes - 1."""
     if cond is None or classes is None or cond.dim() != 1 or cond.is_floating_point():
-        return None  # what is no label at all is refused by the networks
+        return None  # conditions of another kind are checked by the networks
     return Fault(
         (cond < 0) | (cond >= classes),
         lambda row: f"cond: label {int(cond[row])} in row {row}, the classes of this flow are 0..{classes - 1}",
@@ -135,9 +135,9 @@ def levels_fault(x: Tensor, levels: int, mask: Tensor | None) -> Fault | None:
 
 
 def mask_fault(bijection: Bijection, event_shape: Shape, mask: Tensor | None) -> Fault | None:
-    """Masks (B, 1, T) with a group of frames, which a squeeze makes one, valid in part only."""
+    """Masks (B, 1, T) that are neither all True nor all False in a group of frames that a squeeze makes one."""
     if mask is None or mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[1] != 1 or len(event_shape) != 2:
-        return None  # what is no mask of a sequence is refused by the layers
+        return None  # other masks are checked by the layers
     bijection.out_shape((event_shape[0], mask.shape[-1]))
     whole = bijection.in_mask(bijection.out_mask(mask))
     if whole.shape != mask.shape:
@@ -152,7 +152,7 @@ def mask_fault(bijection: Bijection, event_shape: Shape, mask: Tensor | None) ->
 
 
 class Flow(nn.Module):
-    """A density that is exact: the base's at the latent, times the volume change on the way there.
+    """A normalizing flow: the exact density of a base distribution under a bijection.
 
         log p(x) = log base(f(x)) + log |det df/dx|,    x = f^-1(z), z ~ base
 
@@ -161,15 +161,15 @@ class Flow(nn.Module):
         base: distribution of the latent.
 
     Attributes:
-        event_shape: shape of x, None for a length left open.
+        event_shape: shape of x, None for an open length.
         uses_cond: whether the bijection or the base needs a condition.
-        num_classes: number of classes of the flow, None where the condition is no label.
+        num_classes: number of classes of the flow, None where the condition is not a label.
 
     Shapes: `x (B, *event)`, `cond` as the bijection and the base take it, `mask (B, 1, T)` bool of x; log-densities
     `(B,)` in nats.
     Errors: ValueError when the base does not fit the bijection, for an unused condition, labels out of range, x of
-    another precision than the flow, or a mask whose valid frames are no whole groups of those a squeeze makes one;
-    NotInitialized from every use while a layer waits for data.
+    another precision than the flow, or a mask whose valid frames are not whole groups of a squeeze; NotInitialized
+    while a layer is not initialised.
     Source: Rezende and Mohamed 2015; Dinh et al. 2017.
 
     Example:
@@ -211,12 +211,12 @@ class Flow(nn.Module):
         return self.density(x, cond, mask)
 
     def density(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """`log_prob` of what has been checked before: nothing here looks at values or waits for the device."""
+        """`log_prob` without checks of values, which wait for the device."""
         require_initialized(self.bijection, "Flow.log_prob")
         return self(x, cond, mask)
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        """The arithmetic of `log_prob` alone, map and base in one piece: what `Flow.compile()` compiles."""
+        """The arithmetic of `log_prob`, which `Flow.compile()` compiles."""
         z, logdet = self.bijection(x, self._cond(cond, self.bijection), mask)
         latent_mask = None if mask is None else self.bijection.out_mask(mask)
         return self.base.log_prob(z, self._cond(cond, self.base), latent_mask) + logdet
@@ -231,22 +231,20 @@ class Flow(nn.Module):
         mask: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """Events (n, *event); with a keyed generator, event k depends on its index alone.
+        """Events (n, *event); with a keyed generator, event k depends only on its index.
 
         Arguments:
-            n: how many.
+            n: number of events.
             cond: condition of each.
             temperature: factor of the base's noise at every scale; 0 maps the base's mode.
             generator: source of the noise, with n rows if it is keyed.
             mask: which frames of sequences are valid; the others are zero.
-            length: closes a length left open; without it that of the mask.
+            length: an open length; by default that of the mask.
         """
         require_initialized(self.bijection, "Flow.sample")
         require_count(n)
         self._check_values(cond, mask)
-        z = self._noise(n, cond, temperature, generator, self._latent_shape(mask, length))
-        latent_mask = None if mask is None else self.bijection.out_mask(mask)
-        return self.bijection.inverse(z, self._cond(cond, self.bijection), latent_mask)[0]
+        return self._inverse(self._noise(n, cond, temperature, generator, self._latent_shape(mask, length)), cond, mask)
 
     def latents(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Latents:
         """Every scale of the latent, fine to coarse; a single one unless the flow is multi-scale."""
@@ -259,8 +257,7 @@ class Flow(nn.Module):
         """The inverse of `latents`; `mask` is that of x."""
         require_initialized(self.bijection, "Flow.from_latents")
         self._check_values(cond, mask)
-        latent_mask = None if mask is None else self.bijection.out_mask(mask)
-        return self.bijection.inverse(self._join(latents), self._cond(cond, self.bijection), latent_mask)[0]
+        return self._inverse(self._join(latents), cond, mask)
 
     def resample(
         self,
@@ -271,7 +268,7 @@ class Flow(nn.Module):
         *,
         cond: Tensor | None = None,
     ) -> Latents:
-        """Some scales (0 is the finest) replaced by fresh noise, the others as they were.
+        """Replaces some scales (0 is the finest) by fresh noise.
 
         With a keyed generator the noise of a scale does not depend on which other scales are replaced.
         """
@@ -299,7 +296,7 @@ class Flow(nn.Module):
         self._check_values(cond, mask)
 
     def _check_values(self, cond: Tensor | None, mask: Tensor | None) -> None:
-        """Refuse what layers cannot, since they do not look at values."""
+        """Raise ValueError for invalid values, which the layers do not look at."""
         if cond is not None:
             require_tensor("cond", cond)
         if not torch.compiler.is_compiling():
@@ -311,6 +308,11 @@ class Flow(nn.Module):
             n, self._cond(cond, self.base), temperature=temperature, generator=generator, event_shape=shape,
             dtype=anchor.dtype, device=anchor.device,
         )  # fmt: skip
+
+    def _inverse(self, z: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
+        """The event of a latent; `mask` is that of the event."""
+        latent_mask = None if mask is None else self.bijection.out_mask(mask)
+        return self.bijection.inverse(z, self._cond(cond, self.bijection), latent_mask)[0]
 
     def _latent_shape(self, mask: Tensor | None, length: int | None) -> Shape:
         length = mask.shape[-1] if length is None and mask is not None else length
@@ -337,14 +339,14 @@ class Flow(nn.Module):
 def class_posterior(
     log_prob: Callable[[Tensor], Tensor], n: int, num_classes: int, log_prior: Tensor | None, device
 ) -> Tensor:
-    """softmax_y [log p(x | y) + log p(y)] in float64, (n, num_classes); a uniform prior unless one is given."""
-    classes = range(num_classes)
-    scores = torch.stack([log_prob(torch.full((n,), y, device=device)).double() for y in classes], dim=1)
+    """softmax_y [log p(x | y) + log p(y)] in float64, (n, num_classes); a uniform prior by default."""
+    labels = (torch.full((n,), y, device=device) for y in range(num_classes))
+    scores = torch.stack([log_prob(label).double() for label in labels], dim=1)
     return torch.softmax(scores if log_prior is None else scores + log_prior.to(scores), dim=1)
 
 
 def require_classes(flow, num_classes: int) -> None:
-    """Raise ValueError for fewer classes than one, or more than a flow with `num_classes` knows."""
+    """Raise ValueError for fewer classes than one, or more than the flow has."""
     most = flow.num_classes
     if num_classes < 1 or (most is not None and num_classes > most):
         known = "at least 1" if most is None else f"from 1 to {most}, the classes of this flow"
@@ -352,7 +354,7 @@ def require_classes(flow, num_classes: int) -> None:
 
 
 def require_initialized(part, call: str) -> None:
-    """Raise NotInitialized, naming the call and the first layer of `part` that still waits for data."""
+    """Raise NotInitialized, naming the call and the first layer of `part` that is not initialised."""
     waiting = next(part.uninitialized(), None)
     if waiting is not None:
         kinds = {name: type(module).__name__ for name, module in part.named_modules() if name}
@@ -364,13 +366,13 @@ def require_initialized(part, call: str) -> None:
 
 
 def reference(module: nn.Module) -> Tensor:
-    """A tensor of the module's precision and device: its first floating parameter or buffer, else a new one."""
+    """The first floating parameter or buffer, for its precision and device; else an empty tensor."""
     tensors = (t for found in (module.parameters(), module.buffers()) for t in found if t.is_floating_point())
     return next(tensors, torch.empty(0))
 
 
 def _multiscale(bijection: Bijection) -> MultiScale | None:
-    """The multi-scale part that a bijection ends with, if it does."""
+    """The multi-scale part at the end of a bijection, if any."""
     while not isinstance(bijection, MultiScale):
         if isinstance(bijection, Compose) and len(bijection.layers):
             bijection = bijection.layers[-1]

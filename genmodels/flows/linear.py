@@ -1,4 +1,4 @@
-"""Linear maps of the channels at every position: learned invertible matrices (1x1 convolutions), and permutations."""
+"""Linear maps of the channels at every position: learned invertible matrices (1x1 convolutions) and permutations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIMIT = 10.0
 
 
 def random_rotation(size: int, generator: torch.Generator | None = None) -> Tensor:
-    """A rotation drawn uniformly, in float64: the orthogonal factor of a Gaussian matrix, signs as its QR wants them.
+    """A uniformly random rotation in float64, from the QR decomposition of a Gaussian matrix.
 
     Example:
         >>> w = random_rotation(3, torch.Generator().manual_seed(0))
@@ -36,13 +36,13 @@ class LUMatrix(nn.Module):
 
         W = P L (U + diag(sign exp(l))),    log|det W| = sum l,    l = 10 tanh(raw / 10)
 
-    One square of numbers holds it all: L (with ones on its diagonal) below, U above, raw on the diagonal. P and the
-    signs are fixed. The start is a random rotation. The bound of l is approached smoothly in training, where
-    `flows.monitor` shows it as the smallest singular value; a matrix beyond it is not taken by `set_weight`.
+    One parameter holds L (with ones on its diagonal) below, U above and raw on the diagonal. P and the signs are fixed.
+    It starts as a random rotation. `flows.monitor` reports the smallest singular value, which shows whether l
+    approaches its bound in training.
 
     Arguments:
         size: rows and columns.
-        generator: source of the rotation.
+        generator: source of the initial rotation.
 
     Errors: see `set_weight`.
     Source: Kingma and Dhariwal 2018 (Glow), section 3.2 and equation 10.
@@ -64,11 +64,10 @@ class LUMatrix(nn.Module):
 
     @torch.no_grad()
     def set_weight(self, weight: Tensor) -> None:
-        """Take the factors of a given matrix.
+        """Set W.
 
         Raises:
-            ValueError: for a singular matrix, and one whose diag(U) is not between exp(-9.99) and exp(9.99), which is
-                all that l can hold.
+            ValueError: for a singular matrix, or one whose |diag(U)| is not between exp(-9.99) and exp(9.99).
         """
         permutation, lower, upper = torch.linalg.lu(weight.to(torch.float64))
         diagonal = upper.diagonal()
@@ -90,7 +89,6 @@ class LUMatrix(nn.Module):
         return torch.addmm(upper, below, upper).index_select(0, self.order)  # (L - I) U + U, rows in order
 
     def inverse(self, dtype: torch.dtype) -> Tensor:
-        # Both solves are of the size of the matrix, and one product then serves every position.
         below, upper = self._triangles(torch.float64)
         rows = torch.eye(len(upper), dtype=torch.float64, device=upper.device).index_select(0, self.order).mT  # P'
         rows = torch.linalg.solve_triangular(below, rows, upper=False, unitriangular=True)
@@ -107,13 +105,13 @@ class LUMatrix(nn.Module):
 
 
 class FullMatrix(nn.Module):
-    """A plain matrix, free to come close to singular; its log-determinant costs a factorisation in float64.
+    """An unconstrained matrix; its log-determinant takes a factorisation in float64.
 
         log|det W| = sum log|diag U| of W = P L U   (slogdet: the determinant may be negative)
 
     Arguments:
         size: rows and columns.
-        generator: source of the random rotation that it starts as.
+        generator: source of the initial rotation.
 
     Source: Kingma and Dhariwal 2018 (Glow), section 3.2 and equation 9.
 
@@ -131,15 +129,14 @@ class FullMatrix(nn.Module):
 
     @torch.no_grad()
     def set_weight(self, weight: Tensor) -> None:
-        """Take a given matrix."""
+        """Set W."""
         self.entries.copy_(weight)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         return self.entries.to(dtype)
 
     def inverse(self, dtype: torch.dtype) -> Tensor:
-        # Without the check for singularity, which waits for the device: a singular matrix gives values that are not
-        # finite, and those are noticed.
+        # Without the check for singularity, which waits for the device: the result is then not finite.
         return torch.linalg.inv_ex(self.entries.to(torch.float64)).inverse.to(dtype)
 
     def log_abs_det(self, dtype: torch.dtype) -> Tensor:
@@ -147,12 +144,12 @@ class FullMatrix(nn.Module):
 
 
 class HouseholderMatrix(nn.Module):
-    """An orthogonal matrix, as the product of as many reflections as it has columns.
+    """An orthogonal matrix, the product of as many reflections as it has columns.
 
         W = prod_i (I - 2 v_i v_i' / |v_i|^2),    log|det W| = 0,    W^-1 = W'
 
     The product is I - V T V' with V the unit vectors as columns and T^-1 = strict upper triangle of V'V + I/2, so it
-    takes one triangular solve and no loop. |v|^2 is floored at 1e-12. It starts with random reflections.
+    takes one triangular solve. |v|^2 is at least 1e-12. The initial reflections are random.
 
     Arguments:
         size: rows and columns.
@@ -188,15 +185,15 @@ class HouseholderMatrix(nn.Module):
         return torch.zeros((), dtype=dtype, device=self.vectors.device)
 
 
-#: Each has `weight(dtype)`, `inverse(dtype)` and `log_abs_det(dtype)`, computed from the parameters at every call.
+#: Each has `weight(dtype)`, `inverse(dtype)` and `log_abs_det(dtype)`.
 MATRICES: dict[str, type[nn.Module]] = {"lu": LUMatrix, "full": FullMatrix, "householder": HouseholderMatrix}
 
 
 class _Mixing(Channelwise):
-    """What both mixings share: a matrix W, its use at every position, and its figures for a monitor."""
+    """A learned matrix W at every position, and its singular values for the monitor."""
 
     constant_logdet = True
-    copies = 1  # how often W acts at one position
+    copies = 1  # number of groups of channels that W multiplies
 
     def __init__(self, channels: int, size: int, kind: str, generator: torch.Generator | None):
         super().__init__(channels)
@@ -206,7 +203,7 @@ class _Mixing(Channelwise):
         self.matrix = MATRICES[kind](size, generator)
 
     def weight(self) -> Tensor:
-        """W as it is now, float32 or wider."""
+        """W, float32 or wider."""
         wide = torch.promote_types(next(self.parameters()).dtype, torch.float32)
         return self.matrix.weight(wide)
 
@@ -214,8 +211,7 @@ class _Mixing(Channelwise):
     def singular_values(self) -> Tensor:
         """Singular values of W in float64, the largest first.
 
-        The inverse stretches by at most one over the last; largest over smallest, the condition number, is how much a
-        relative error can grow on the way back.
+        The condition number, largest over smallest, bounds the growth of a relative error in the inverse.
         """
         return torch.linalg.svdvals(self.weight().to(torch.float64))
 
@@ -238,14 +234,13 @@ class InvertibleLinear(_Mixing):
 
         z_pos = W x_pos,    log |det| = n_pos log|det W|
 
-    It is a matrix product, never a convolution, because convolutions on CUDA round to TF32 by default, and never in
-    half precision under autocast. W, its inverse and its determinant are made from the parameters at every call.
+    It is a matrix product, since convolutions on CUDA round to TF32 by default, and never in half precision.
 
     Arguments:
         channels: number of channels C; of dimensions for vectors.
-        kind: how W is kept invertible. `lu`: triangular factors, log|det W| for free; `full`: plain, by slogdet in
-            float64; `householder`: orthogonal, log|det W| = 0.
-        generator: source of the random rotation that W starts as; torch's own when None.
+        kind: parameterisation of W. `lu`: triangular factors, whose log|det W| is a sum; `full`: unconstrained, with
+            slogdet in float64; `householder`: orthogonal, log|det W| = 0.
+        generator: source of the initial rotation; torch's own when None.
 
     Shapes: `x (B, C, *space)`, `mask (B, 1, T)`.
     Errors: ValueError for an unknown kind, and for another number of channels.
@@ -279,8 +274,8 @@ class GroupedLinear(_Mixing):
 
         z_group = W x_group at every position,    log |det| = n_pos (C / g) log|det W|
 
-    A group holds g/2 neighbouring channels of the first half of the channels and the same of the second half, so that
-    both parts of the coupling after it are mixed.
+    A group holds g/2 neighbouring channels of each half of the channels, so that both parts of the next coupling are
+    mixed.
 
     Arguments:
         channels: number of channels C.
@@ -320,12 +315,12 @@ class GroupedLinear(_Mixing):
 
 
 class Permute(Channelwise):
-    """The channels in another, fixed order.
+    """A fixed permutation of the channels.
 
         z_c = x_{index(c)},    log |det| = 0
 
     Arguments:
-        index: where each channel of z comes from, a permutation of 0 .. C-1; dimensions for vectors.
+        index: the channel of x that each channel of z is, a permutation of 0 .. C-1; dimensions for vectors.
 
     Shapes: `x (B, C, *space)`.
     Errors: ValueError for an index that is no permutation, and for another number of channels.
@@ -343,7 +338,7 @@ class Permute(Channelwise):
         if index.is_floating_point() or index.dim() != 1 or not index.sort().values.equal(wanted):
             raise ValueError(f"{type(self).__name__}: {index.tolist()} is not a permutation of 0 .. C-1")
         super().__init__(len(index))
-        # Both are saved: a loaded order brings its own inverse.
+        # Both are saved, so that a loaded order has the right inverse.
         self.register_buffer("index", index.clone())
         self.register_buffer("inverse_index", index.argsort())
 

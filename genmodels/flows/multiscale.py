@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from genmodels.core.data import Latents
 from genmodels.core.errors import one_of
-from genmodels.flows.bijection import Bijection, Shape, Step, as_shape, per_example
+from genmodels.core.tensors import hide
+from genmodels.flows.bijection import Bijection, Channelwise, Shape, Step, as_shape, fits, joined, per_example, shown
 from genmodels.flows.composition import Compose
-from genmodels.flows.coupling import ChannelSplit, Coupling
+from genmodels.flows.coupling import ChannelSplit, couple
 from genmodels.flows.elementwise import Additive, Affine, LogisticMixture, bounded
 from genmodels.flows.linear import InvertibleLinear
 from genmodels.flows.scaling import ActNorm
@@ -24,16 +26,16 @@ from genmodels.nn.condition import Condition, require_condition
 from genmodels.nn.coupling_networks import ConvNet
 
 
-class FactorOut(Bijection):
-    """The step before half of the channels leaves: what leaves is standardised by a network of what stays.
+class FactorOut(Channelwise):
+    """Standardises the half of the channels that is factored out, by a network of the half that is kept.
 
-        h, z = x[:C/2], x[C/2:];    (mu, s) = prior(h);    z' = (z - mu) e^-c5(s),    log |det| = -sum c5(s)
+        h, z = x[:C/2], x[C/2:];    (mu, s) = prior(h);    z' = (z - mu) e^-r,   r = 5 tanh(s / 5),   log |det| = -sum r
 
-    So the base distribution is N(0, I) at every scale, and a temperature reaches all of them alike. Without a prior
-    this is the identity. `MultiScale` does the splitting.
+    So the base distribution is N(0, I) at every scale, and a temperature acts alike on all of them. Without a prior
+    this is the identity. `MultiScale` splits the channels.
 
     Arguments:
-        channels: number of channels C, even; the last half leaves.
+        channels: number of channels C, even; the last half is factored out.
         prior: network from C/2 to C channels, mu first, then s; zero at the start.
 
     Shapes: `(C, *space)` to the same.
@@ -48,19 +50,12 @@ class FactorOut(Bijection):
     strict_cond = True
 
     def __init__(self, channels: int, prior: nn.Module | None = None):
-        super().__init__()
         if channels < 2 or channels % 2:
-            raise ValueError(f"FactorOut sends half of the channels away: their number must be even, got {channels}")
-        self.channels, self.kept, self.prior = channels, channels // 2, prior
+            raise ValueError(f"FactorOut: the number of channels must be even, got {channels}")
+        super().__init__(channels)
+        self.kept, self.prior = channels // 2, prior
         self.constant_logdet = prior is None
         self.uses_cond = prior is not None and prior.uses_cond
-
-    def out_shape(self, shape: Shape) -> Shape:
-        if not shape or shape[0] != self.channels:
-            raise self._misfit(f"({self.channels}, ...)", shape)
-        return shape
-
-    in_shape = out_shape
 
     def _forward(self, x, cond, mask):
         if self.prior is None:
@@ -79,22 +74,22 @@ class FactorOut(Bijection):
         return torch.cat([kept, leaving], dim=1), self._volume(log_scale, mask)
 
     def _statistics(self, kept: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mean and log-scale of what leaves."""
+        """Mean and log-scale of the channels that are factored out."""
         mean, s = self.prior(kept, cond, mask).to(kept.dtype).split(self.kept, dim=1)
         return mean, bounded(s, 5.0)
 
     def _volume(self, log_scale: Tensor, mask: Tensor | None) -> Tensor:
-        return per_example(log_scale if mask is None else log_scale.masked_fill(~mask, 0))
+        return per_example(hide(log_scale, mask))
 
 
 class MultiScale(Bijection):
-    """Stages one after another, half of the channels leaving after each but the last.
+    """Stages one after another; half of the channels is factored out after each but the last.
 
         h_0 = x;    y_i = factor_i(stage_i(h_i)),  h_{i+1} = y_i[:C/2],  z_i = y_i[C/2:];    z_last = stage_last(h_last)
         z = [z_0, z_1, ..., z_last], flattened: fine to coarse
 
     Arguments:
-        stages: the bijections of the scales, each given a shape that keeps the number of values.
+        stages: the bijections of the scales.
         factors: a FactorOut for each stage but the last.
         event_shape: shape of x; one length may be left open (None).
 
@@ -120,19 +115,14 @@ class MultiScale(Bijection):
             raise ValueError(f"MultiScale: one length may be open, but not the channels, got {self.event_shape}")
         self.stages, self.factors = nn.ModuleList(stages), nn.ModuleList(factors)
         self.latents = Compose([], (None,))  # the joined scales, as a last step of `walk`
-        parts = [*stages, *factors]
-        self.constant_logdet = all(part.constant_logdet for part in parts)
-        self.exact_inverse = all(part.exact_inverse for part in parts)
-        costs = {part.inverse_cost for part in parts}
-        self.inverse_cost = next((cost for cost in ("iterative", "D passes") if cost in costs), "same")
-        self.uses_cond = any(part.uses_cond for part in parts)
+        self._combine([*stages, *factors])
         self.scale_shapes(self.event_shape)
         self._name_parts()
 
     def scale_shapes(self, shape: Shape) -> list[Shape]:
         """Shapes of the scales of an event, fine to coarse."""
         if not fits(self.event_shape, shape):
-            raise self._misfit(_shown(self.event_shape), shape)
+            raise self._misfit(self.event_shape, shape)
         shapes = []
         for number, stage in enumerate(self.stages):
             part = f"stage {number}"
@@ -145,7 +135,7 @@ class MultiScale(Bijection):
                     shapes.append((channels - factor.kept, *space))
                     shape = (factor.kept, *space)
             except ValueError as error:
-                raise ValueError(f"MultiScale: {part} does not take {_shown(shape)}: {error}") from error
+                raise ValueError(f"MultiScale: {part} does not take {shown(shape)}: {error}") from error
         return [*shapes, shape]
 
     def out_shape(self, shape: Shape) -> Shape:
@@ -161,7 +151,7 @@ class MultiScale(Bijection):
                 whole = tuple(shape[0] // fixed if n is None else n for n in self.event_shape)
             if self.out_shape(whole) == tuple(shape):
                 return whole
-        raise self._misfit(_shown(self.out_shape(self.event_shape)), shape)
+        raise self._misfit(self.out_shape(self.event_shape), shape)
 
     def out_mask(self, mask: Tensor) -> Tensor:
         channels = [shape[0] for shape in self.scale_shapes(self.event_shape)]
@@ -169,7 +159,7 @@ class MultiScale(Bijection):
         return torch.cat([each.expand(-1, count, -1).flatten(1) for each, count in pairs], dim=1)
 
     def in_mask(self, mask: Tensor) -> Tensor:
-        # The coarsest scale knows the lengths: squeezed frames are valid together.
+        # The mask of the coarsest scale determines the others: squeezed frames are valid together.
         coarse = self.scale_shapes(self.in_shape(tuple(mask.shape[1:])))[-1]
         mask = mask[:, -math.prod(coarse) :].unflatten(1, coarse)[:, :1]
         for stage in reversed(self.stages):
@@ -229,7 +219,7 @@ class MultiScale(Bijection):
             named = [("stages", stage), *(("factors", factor) for factor in self.factors[number : number + 1])]
             for kind, layer in named:
                 own = cond if layer.uses_cond else None
-                for step in layer.walk(x, own, mask, ".".join(filter(None, [name, kind, str(number)]))):
+                for step in layer.walk(x, own, mask, joined(name, kind, str(number))):
                     yield step
                     x = step.z
                 mask = None if mask is None else layer.out_mask(mask)
@@ -238,18 +228,7 @@ class MultiScale(Bijection):
                 scales.append(leaving)
                 continue
             z = Latents((*scales, x)).flatten()
-            yield Step(".".join(filter(None, [name, "latents"])), self.latents, z, z, z.new_zeros(len(z)), None, flat)
-
-
-def fits(expected: Shape, shape: Shape) -> bool:
-    """Whether two event shapes agree, None standing for any length."""
-    same = len(expected) == len(shape)
-    return same and all(n is None or given is None or n == given for n, given in zip(expected, shape, strict=True))
-
-
-def _shown(shape: Shape) -> str:
-    inside = ", ".join("T" if n is None else str(n) for n in shape)
-    return f"({inside},)" if len(shape) == 1 else f"({inside})"
+            yield Step(joined(name, "latents"), self.latents, z, z, z.new_zeros(len(z)), None, flat)
 
 
 _SQUEEZE = {1: Squeeze1d, 2: Squeeze2d}
@@ -271,7 +250,7 @@ def default_levels(event_shape: Shape) -> int:
 
 
 def _check_sides(event_shape: Shape, levels: int) -> None:
-    """Raise ValueError, saying what works instead, for sides that `levels` halvings do not divide."""
+    """Raise ValueError, with an alternative, for sides that `levels` halvings do not divide."""
     sides = [n for n in event_shape[1:] if n is not None]
     if not sides or not any(n % 2**levels for n in sides):
         return
@@ -317,12 +296,12 @@ def glow(
         coupling: element-wise transform of the couplings.
         scale: form of an affine coupling's scale: bounded (`tanh`), or the published `sigmoid`.
         linear: parameterisation of the 1x1 convolutions.
-        learned_prior: whether channels that leave early are standardised by a network of those that stay.
+        learned_prior: whether channels that are factored out are standardised by a network of those that are kept.
         cond: what the networks are conditioned on.
         attention: attention block in the coupling networks, `none` for none.
         heads: heads of that block.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
-        generator: source of the random rotations the 1x1 convolutions start from.
+        generator: source of the initial rotations of the 1x1 convolutions.
 
     Errors: ValueError for sides that the levels do not divide.
     Source: Kingma and Dhariwal 2018, "Glow: generative flow with invertible 1x1 convolutions".
@@ -357,13 +336,11 @@ def glow(
 
     def step(channels: int, cond: Condition | None) -> list[Bijection]:
         split = ChannelSplit(channels)
-        element = transform(split.changed)
-        net = ConvNet(split.kept, element.params_per_dim * split.changed, hidden=hidden, dims=dims, cond=cond,
-                      attention=attention, heads=heads)
-        rotation = InvertibleLinear(channels, kind=linear, generator=generator)
-        return [ActNorm(channels), rotation, Coupling(split, element, net)]
+        net = partial(ConvNet, hidden=hidden, dims=dims, cond=cond, attention=attention, heads=heads)
+        coupled = couple(split, transform(split.changed), net)
+        return [ActNorm(channels), InvertibleLinear(channels, kind=linear, generator=generator), coupled]
 
-    stages, factors, shape = [], [], tuple(event_shape)
+    stages, factors, shape = [], [], event_shape
     for level in range(levels):
         squeeze = _SQUEEZE[dims]()
         channels = squeeze.out_shape(shape)[0]
@@ -372,10 +349,8 @@ def glow(
         stages.append(Compose(layers, shape, memory=memory))
         shape = stages[-1].shape_after
         if level < levels - 1:
-            kept = channels - channels // 2
-            prior = None
-            if learned_prior:
-                prior = ConvNet(kept, 2 * (channels // 2), depth=0, dims=dims, cond=cond)
+            kept = channels // 2
+            prior = ConvNet(kept, channels, depth=0, dims=dims, cond=cond) if learned_prior else None
             factors.append(FactorOut(channels, prior))
             shape = (kept, *shape[1:])
     return MultiScale(stages, factors, event_shape)

@@ -36,12 +36,12 @@ class Autocast(NamedTuple):
 
     @classmethod
     def now(cls, device_type: str) -> Autocast:
-        """The state in force."""
+        """The current state."""
         return cls(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
     def again(self) -> torch.autocast:
-        """That state, for a block of code."""
-        # Without the cache: it would hand weights cast without gradients to code that needs them, and hold them all.
+        """A context with that state."""
+        # Without the cache, which would return weights cast without gradients, and keep all of them in memory.
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
@@ -60,7 +60,7 @@ class Noise:
 
     def __init__(self, device: torch.device):
         self.device = device
-        # Where there is but one device of a kind, its functions take none.
+        # The functions of backends with a single device take no device.
         self._which = (device,) if device.type not in ("cpu", "mps") else ()
         self.states = [torch.get_rng_state()]
         if device.type != "cpu":
@@ -71,7 +71,7 @@ class Noise:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Those states, for a block of code; afterwards the generators go on as if it had not been."""
+        """A context with those states, which restores the present ones afterwards."""
         now = Noise(self.device)
         self._set()
         try:
@@ -87,7 +87,7 @@ class Noise:
 
 @contextlib.contextmanager
 def hooks_at_rest(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Hooks on the gradients of these tensors stay silent: they are to see the whole gradient, later, and once.
+    """Disables hooks on the gradients of these tensors, which are to be called once, with the whole gradient.
 
     Example:
         >>> weight = torch.ones(1, requires_grad=True)
@@ -109,7 +109,7 @@ def hooks_at_rest(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 class LayerInput(NamedTuple):
-    """A layer, and the true input of a few examples with their condition and mask."""
+    """A layer, and the exact input of a few examples with their condition and mask."""
 
     layer: Bijection
     x: Tensor
@@ -121,19 +121,19 @@ class LayerInput(NamedTuple):
 
 
 class DriftGauge(nn.Module):
-    """Compares recomputed inputs with the true ones of a few examples, and names the layers that lose too much.
+    """Compares recomputed inputs with the exact ones of a few examples, to find layers with inaccurate inverses.
 
         drift_i = max |x_i' - x_i| / (1 + max |x_i|)
 
-    x_i' is found from the output of the whole flow, so an error made by one layer reaches all layers before it. Hence
-    a layer is blamed when its drift is above the threshold and that of the layer after it is not. From the next step
-    on it stores its input, and recomputation starts afresh there. Which layers do so is a buffer, kept in checkpoints;
-    several processes decide together, on the largest drift of all of them.
+    x_i' is computed from the output of the whole flow, so the error of one layer reaches all layers before it. Hence a
+    layer is blamed when its drift is above the threshold and that of the next layer is not. From the next step on it
+    stores its input, and recomputation restarts from there. The buffer `switched` is saved in checkpoints; several
+    processes decide by the largest drift of all.
 
     Arguments:
-        layers: number of layers watched.
-        threshold: largest drift that is let pass; `math.inf` switches the gauge off.
-        examples: how many examples of each batch keep their true inputs, the first ones.
+        layers: number of layers.
+        threshold: largest drift allowed; `math.inf` disables the gauge.
+        examples: number of examples of each batch whose exact inputs are kept, the first ones.
 
     Attributes:
         switched: (layers,) bool, the layers that store their input.
@@ -154,32 +154,32 @@ class DriftGauge(nn.Module):
         self.stores = [False] * layers
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
-        # A model that was trained with memory="store" has no switches: none is on.
+        # A model that was trained with memory="store" has no such buffer.
         state_dict.setdefault(prefix + "switched", torch.zeros_like(self.switched))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self.stores = self.switched.tolist()
 
     def keep(self, values: Tensor) -> Tensor:
-        """The rows of the examples that are watched, in memory of their own: a view would keep all the others alive."""
+        """A copy of the rows of these examples, since a view would keep the whole batch in memory."""
         return values[: self.examples].detach().clone()
 
     def blamed(self, drifts: Sequence[float]) -> list[int]:
-        """Positions of the layers that lose too much, from the drifts of layers in a row (nothing follows the last)."""
+        """Positions of the layers with inaccurate inverses, from the drifts of consecutive layers."""
         after = [*drifts[1:], 0.0]
         return [k for k, (own, later) in enumerate(zip(drifts, after, strict=True)) if own > self.threshold >= later]
 
     def switch(self, layers: Sequence[int]) -> None:
-        """From now on these layers store their input."""
+        """Let these layers store their input from now on."""
         if layers:
             self.switched[list(layers)] = True
             self.stores = [stored or i in layers for i, stored in enumerate(self.stores)]
 
 
 class Walk:
-    """Errors of the recomputed inputs of one backward pass; nothing is read from the device before `finish`.
+    """Errors of the recomputed inputs of one backward pass; nothing waits for the device before `finish`.
 
     Arguments:
-        gauge: the gauge that collects the result.
+        gauge: the gauge.
         first: number of the first layer of this pass among those of the gauge.
         layers: number of layers of this pass.
         z: output of the last one.
@@ -192,20 +192,20 @@ class Walk:
         self.extremes = [nothing, nothing] * layers + list(z.detach().aminmax() if len(z) else (nothing, nothing))
 
     def compare(self, k: int, x: Tensor, true: Tensor) -> None:
-        """Note the input that was recomputed for layer k of this pass, and a few true examples to compare it with."""
+        """Record the recomputed input of layer k of this pass, with the exact one of a few examples."""
         if not len(x):
-            return  # an empty share of a batch: the other processes still want to hear that nothing is wrong
+            return  # this process has no examples of the batch; `finish` still takes part in the reduction
         self.lost[k] = torch.dist(x[: len(true)], true, torch.inf)
         self.size[k] = torch.linalg.vector_norm(true, torch.inf)
         self.extremes[2 * k : 2 * k + 2] = x.aminmax()
 
     @torch.no_grad()
     def finish(self, true_input: Callable[[int], LayerInput], training: bool) -> None:
-        """Switch the layers that lose too much, with a warning for each, and stop at what is not finite.
+        """Switch the layers with inaccurate inverses, with a warning for each.
 
         Arguments:
-            true_input: gives layer k of this pass with the few true examples.
-            training: outside training nothing is switched, and other processes are not asked.
+            true_input: returns layer k of this pass with the exact examples.
+            training: outside training no layer is switched, and other processes are not involved.
 
         Raises:
             RunError: naming the layer whose recomputed input is not finite.
@@ -215,12 +215,12 @@ class Walk:
         found = torch.cat([drifts.nan_to_num(0.0), broken])
         together = training and joined()
         if together:
-            # In the backward pass, not at the next step: a checkpoint written in between holds the decision.
+            # In the backward pass and not at the next step, so that a checkpoint in between has the decision.
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
         found = found.tolist()  # the one synchronisation
         drifts, (*broken, overflow) = found[: len(self.lost)], found[len(self.lost) :]
         if overflow:
-            return  # the flow itself is not finite: its loss says so, recomputation is not to blame
+            return  # the output of the flow is not finite either, which the loss reports
         for k in reversed(range(len(self.lost))):
             if broken[k]:
                 raise RunError(
@@ -243,7 +243,7 @@ class Walk:
 
 
 def smallest_scale(given: LayerInput, rounds: int = 8) -> float:
-    """About the least factor by which a layer scales anything at the given input, by power iteration with J^-T.
+    """About the smallest absolute eigenvalue of a layer's Jacobian at the given input, by power iteration with J^-T.
 
         u <- J^-T u / |u|,    scale = 1 / |u|
 
@@ -256,7 +256,7 @@ def smallest_scale(given: LayerInput, rounds: int = 8) -> float:
     """
     layer, x, cond, mask = given
     u = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
-    with Noise(x.device).again(), torch.enable_grad():  # dropout in a network draws nothing that others would miss
+    with Noise(x.device).again(), torch.enable_grad():  # dropout in a network does not advance the generators
         z = layer(x, cond, mask)[0].detach().requires_grad_()
         again, _ = layer.inverse(z, cond, None if mask is None else layer.out_mask(mask))
         for _ in range(rounds):
@@ -266,10 +266,9 @@ def smallest_scale(given: LayerInput, rounds: int = 8) -> float:
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """One layer: its round-trip error, the largest |log-scale| it applied, and the singular values of its matrix.
+    """One layer: its round-trip error, its largest |log-scale|, and the singular values of its matrix, None without.
 
-    `drift` is max |x' - x| / (1 + max |x|) with x' = inverse(forward(x)) of this layer alone. What a layer does not
-    have is None.
+    `drift` is max |x' - x| / (1 + max |x|) with x' = inverse(forward(x)) of this layer.
     """
 
     name: str
@@ -282,13 +281,13 @@ class LayerHealth:
 
 @dataclass(frozen=True)
 class Health:
-    """A whole flow: the round-trip error through all layers, and every layer's own figures in order."""
+    """A flow: the round-trip error through all layers, and the health of every layer in order."""
 
     round_trip: float
     layers: tuple[LayerHealth, ...]
 
     def first_drifting(self, threshold: float = 1e-3) -> LayerHealth | None:
-        """The first layer whose own round trip is off by more than `threshold`, or is not a number."""
+        """The first layer with a round-trip error above `threshold`, or NaN."""
         return next((layer for layer in self.layers if not layer.drift <= threshold), None)
 
     def figures(self) -> dict[str, float]:
@@ -307,8 +306,8 @@ def examine(bijection: Bijection, x: Tensor, cond: Tensor | None = None, mask: T
     """Numerical invertibility of a flow on a batch, in the precision of `x`.
 
     Arguments:
-        bijection: the flow; it is run eagerly, layer by layer.
-        x: (B, *event) in the units that the bijection takes; a few examples are enough.
+        bijection: the flow, which is run layer by layer.
+        x: (B, *event), a few examples.
         cond, mask: as for the bijection.
 
     Example:
@@ -317,7 +316,7 @@ def examine(bijection: Bijection, x: Tensor, cond: Tensor | None = None, mask: T
         >>> [layer.kind for layer in health.layers], health.first_drifting()
         (['ActNorm', 'Flip'], None)
     """
-    x = x if mask is None else hide(x, mask)  # what stands in padding is not meant to come back
+    x = hide(x, mask)  # padding has no round trip
     scales: dict[nn.Module, float] = {}
 
     def note(module: nn.Module, _inputs, output) -> None:
@@ -337,14 +336,12 @@ def examine(bijection: Bijection, x: Tensor, cond: Tensor | None = None, mask: T
         own = [scales[module] for module in step.layer.modules() if module in scales]
         if isinstance(step.layer, ActNorm):
             own.append(float(step.layer.log_scale().abs().max()))
-        values = None
+        smallest = condition = None
         if isinstance(step.layer, InvertibleLinear | GroupedLinear):
             values = step.layer.singular_values()
-        layers.append(LayerHealth(
-            step.name, type(step.layer).__name__, drift, max(own, default=None),
-            None if values is None else float(values[-1]),
-            None if values is None else float(values[0] / values[-1]),
-        ))
+            smallest, condition = float(values[-1]), float(values[0] / values[-1])
+        log_scale = max(own, default=None)
+        layers.append(LayerHealth(step.name, type(step.layer).__name__, drift, log_scale, smallest, condition))
     z, _ = bijection(x, cond, mask)
     back, _ = bijection.inverse(z, cond, None if mask is None else bijection.out_mask(mask))
     return Health(relative_error(back, x), tuple(layers))

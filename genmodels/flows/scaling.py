@@ -1,4 +1,4 @@
-"""Scales and shifts: ActNorm, which begins by standardising the first batch, and fixed maps of single numbers."""
+"""Scales and shifts: ActNorm, which is initialised from the first batch, and fixed elementwise maps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.nn.functional import batch_norm, logsigmoid
 
 from genmodels.core.processes import summed
 from genmodels.core.tensors import hide
-from genmodels.flows.bijection import Bijection, Channelwise, Shape, at_each_position, per_example, positions
+from genmodels.flows.bijection import Bijection, Channelwise, Shape, at_each_position, fits, per_example, positions
 from genmodels.flows.elementwise import bounded, per_channel, unbounded
 
 
 def channel_moments(x: Tensor, mask: Tensor | None = None) -> tuple[float, Tensor, Tensor]:
     """Number of valid positions, mean and population standard deviation of every channel, in float64.
 
-    Two passes: first count and sums, then squares about the mean, each added up over the processes of a distributed
-    run. So one process with the whole batch and several with a part each find the same numbers.
+    Two passes, count and sums, then squares about the mean, are each summed over the processes of a distributed run, so
+    that the result does not depend on their number.
 
     Shapes: `x (B, C, *space)`, `mask (B, 1, T)`; mean and standard deviation `(C,)`. Without positions both are NaN.
 
@@ -38,17 +38,17 @@ def channel_moments(x: Tensor, mask: Tensor | None = None) -> tuple[float, Tenso
 
 
 class DataInitialized(Channelwise):
-    """A bijection, channel by channel, whose start is the mean and standard deviation of the first batch.
+    """A bijection of each channel, initialised from the mean and standard deviation of the first batch.
 
-    A subclass defines `_take(mean, std)` and says by `_is_constant(mean, std)` which channels are not to be scaled.
-    Until it has seen data the layer acts as its parameters say. The flag is a buffer, so it is saved and loaded;
-    `ready` is its mirror in Python, so that asking for it never waits for the device.
+    A subclass defines `_take(mean, std)`, and `_is_constant(mean, std)`, the channels that are not scaled. The flag
+    `initialized` is a buffer, which is saved; `ready` is its copy in Python, so that reading it never waits for the
+    device.
 
     Arguments:
         channels: number of channels; of dimensions for vectors.
 
-    Errors: `initialize` raises RuntimeError when the layer is initialised already (unless `force`), and ValueError when
-    the batch has no valid position or values that are not finite. In a distributed run every process must call it.
+    Errors: `initialize` raises RuntimeError when the layer is initialised already (unless `force`), and ValueError for
+    a batch without valid positions or with non-finite values. In a distributed run every process must call it.
     """
 
     constant_logdet = True
@@ -69,7 +69,7 @@ class DataInitialized(Channelwise):
         kind = type(self).__name__
         here = f"{self.place} ({kind})" if self.place else kind
         if self.ready and not force:
-            raise RuntimeError(f"{here} is initialised already; force=True takes its start from this batch instead")
+            raise RuntimeError(f"{here} is initialised already; force=True initialises it again from this batch")
         self.out_shape(tuple(x.shape[1:]))
         count, mean, std = channel_moments(self._enter(x, cond, mask), mask)
         if count == 0:
@@ -114,10 +114,9 @@ class ActNorm(DataInitialized):
 
         z = (x + b) exp(s),    log |det| = n_pos sum_c s_c,    s = o + 10 tanh(raw / 10)
 
-    It starts as the identity; `initialize` sets b = -mean and s = -log std, so that the batch leaves with mean 0 and
-    variance 1 over examples and valid positions. Channels with a standard deviation below 1e-3 get s = 0 and are named
-    in one warning. The offset o is a buffer: of the log-scales of channels wider than e^9 it takes what exceeds 9, and
-    is 0 for others.
+    It starts as the identity; `initialize` sets b = -mean and s = -log std, so that its output has mean 0 and variance
+    1 over examples and valid positions. Channels with a standard deviation below 1e-3 get s = 0 and a warning. The
+    buffer o is the part of an initial |s| that exceeds 9, else 0.
 
     Arguments:
         channels: number of channels C; of dimensions for vectors.
@@ -169,10 +168,10 @@ class ActNorm(DataInitialized):
 
 
 def scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """`scale x + shift` per channel, in one pass over x, and one over the gradient on the way back.
+    """`scale x + shift` per channel, in one pass over x and one over its gradient.
 
-    It is a batch norm with the fixed statistics 0 and 1: its kernel also sums the gradients of both parameters in the
-    pass that scales them, and keeps nothing but x.
+    It is a batch norm with the fixed statistics 0 and 1, whose kernel sums the gradients of both parameters in the same
+    pass and stores only x.
 
     Example:
         >>> scaled(torch.ones(1, 2), torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0]))
@@ -183,15 +182,14 @@ def scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 class Logit(Bijection):
-    """Numbers in [0, 1] to the whole line.
+    """The logit of numbers in [0, 1].
 
         y = alpha + (1 - 2 alpha) v,   z = log y - log(1 - y),   log |det| = sum [log(1 - 2 alpha) + sp(z) + sp(-z)]
 
-    The inverse does not clip: alpha leaves room on both sides of [0, 1], and what a flow samples there is clipped where
-    values become levels.
+    The inverse does not clip: samples outside [0, 1] are clipped where they become levels.
 
     Arguments:
-        alpha: how far the ends stay from 0 and 1, in (0, 1/2).
+        alpha: distance of the ends from 0 and 1, in (0, 1/2).
 
     Shapes: any event.
     Errors: ValueError for alpha outside (0, 1/2).
@@ -221,7 +219,7 @@ class Logit(Bijection):
 
 
 class _PerChannel(Bijection):
-    """One number for everything, or one for each channel (of vectors: each dimension), kept as a buffer."""
+    """One number, or one for each channel (of vectors: each dimension), kept as a buffer."""
 
     constant_logdet = True
 
@@ -236,9 +234,6 @@ class _PerChannel(Bijection):
         if len(shape) == 0 or (self.values.dim() and shape[0] != len(self.values)):
             raise self._misfit(f"({len(self.values) if self.values.dim() else 'C'}, ...)", shape)
         return shape
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.out_shape(shape)
 
 
 class Scale(_PerChannel):
@@ -301,8 +296,8 @@ class Standardise(DataInitialized):
 
         z = (x - location) / scale,    log |det| = -n_pos sum_c log scale_c
 
-    Location and scale are buffers, not parameters: `initialize` takes them from data, once. A channel that is constant
-    up to rounding is centred, not scaled, and named in one warning.
+    Location and scale are buffers that `initialize` takes from data. A channel that is constant up to rounding is
+    centred, not scaled, with a warning.
 
     Arguments:
         event_shape: shape of x, None for a length left open; one location and scale per channel, its first entry
@@ -325,11 +320,8 @@ class Standardise(DataInitialized):
         self.register_buffer("scale", torch.ones(self.channels))
 
     def out_shape(self, shape: Shape) -> Shape:
-        expected = self.event_shape
-        if len(shape) != len(expected) or any(
-            a is not None and b is not None and a != b for a, b in zip(shape, expected, strict=True)
-        ):
-            raise self._misfit(f"({', '.join('T' if n is None else str(n) for n in expected)})", shape)
+        if not fits(self.event_shape, shape):
+            raise self._misfit(self.event_shape, shape)
         return shape
 
     def _is_constant(self, mean: Tensor, std: Tensor) -> Tensor:

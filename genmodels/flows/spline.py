@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.functional import pad, softmax, softplus
 from genmodels.core.errors import one_of
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
-from genmodels.flows.coupling import ChannelSplit, Coupling, MaskedAutoregressive
+from genmodels.flows.coupling import ChannelSplit, MaskedAutoregressive, couple
 from genmodels.flows.elementwise import Affine, ElementTransform
 from genmodels.flows.linear import Flip, InvertibleLinear
 from genmodels.flows.scaling import ActNorm
@@ -63,7 +64,7 @@ class RationalQuadraticSpline(ElementTransform):
         self.params_per_dim = 3 * bins - 1
 
     def forward(self, x: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
-        # Clamped before and chosen after: far outside, the formula is not finite, and a NaN times zero is a NaN.
+        # Clamped, since far outside the formula is not finite and its gradient would be NaN.
         inside = x.clamp(-self.bound, self.bound)
         knots_x, knots_y, derivatives = self.knots(params)
         x_k, w, y_k, h, d, d_next = self._bin(inside, knots_x, knots_x, knots_y, derivatives)
@@ -78,11 +79,11 @@ class RationalQuadraticSpline(ElementTransform):
         slope, rise = h / w, inside - y_k
         q = rise * (d_next + d - 2 * slope)
         a, b, c = h * (slope - d) + q, h * d - q, -slope * rise
-        # Positive but for rounding; the floor keeps the gradient of the root finite.
+        # Positive up to rounding; the floor keeps the gradient of the root finite.
         root = (b.square() - 4 * a * c).clamp(min=torch.finfo(z.dtype).tiny).sqrt()
-        # Two forms of the same solution: the one that does not cancel for this sign of b.
+        # The form of the solution that does not cancel for this sign of b.
         xi = torch.where(b > 0, 2 * c, root - b) / torch.where(b > 0, -b - root, 2 * a)
-        xi = xi.clamp(0, 1)  # at a knot rounding may leave the bin, where the slope can be negative
+        xi = xi.clamp(0, 1)  # at a knot rounding may leave the bin
         _, log_derivative = _inside_bin(xi, slope, y_k, h, d, d_next)
         return self._with_tails(z, x_k + w * xi, -log_derivative)
 
@@ -95,25 +96,20 @@ class RationalQuadraticSpline(ElementTransform):
     def _cumulated(self, sizes: Tensor) -> Tensor:
         sizes = self.min_size + (1 - self.bins * self.min_size) * softmax(sizes, dim=1)
         inner = 2 * self.bound * sizes[:, :-1].cumsum(dim=1) - self.bound
-        return _with_ends(inner, -self.bound, self.bound)  # sums do not end at B exactly
+        return _with_ends(inner, -self.bound, self.bound)  # exact, which sums are not
 
     def _bin(self, v: Tensor, by: Tensor, knots_x: Tensor, knots_y: Tensor, derivatives: Tensor) -> list[Tensor]:
-        """x_k, w_k, y_k, h_k, d_k and d_k+1 of the bin in which each v lies, among the knots `by`."""
-        # Only inner knots are compared, so that the ends (and NaN) fall into a bin too.
+        """x_k, w_k, y_k, h_k, d_k and d_k+1 of the bin of each v among the knots `by`."""
+        # Compared with inner knots only, so that the ends (and NaN) are in a bin too.
         index = (v.unsqueeze(1) >= by[:, 1:-1]).sum(dim=1, keepdim=True)
 
         def at(values: Tensor) -> Tensor:
             return values.gather(1, index).squeeze(1)
 
-        # Sizes are differences of the knots, so that neighbouring bins meet whatever was rounded.
-        return [
-            at(knots_x[:, :-1]),
-            at(knots_x.diff(dim=1)),
-            at(knots_y[:, :-1]),
-            at(knots_y.diff(dim=1)),
-            at(derivatives[:, :-1]),
-            at(derivatives[:, 1:]),
-        ]
+        # Sizes are differences of rounded knots, so that neighbouring bins meet exactly.
+        left, right = slice(None, -1), slice(1, None)
+        return [at(knots_x[:, left]), at(knots_x.diff(dim=1)), at(knots_y[:, left]), at(knots_y.diff(dim=1)),
+                at(derivatives[:, left]), at(derivatives[:, right])]
 
     def _with_tails(self, outside: Tensor, inside: Tensor, log_derivative: Tensor) -> tuple[Tensor, Tensor]:
         tail = outside.abs() >= self.bound
@@ -123,7 +119,7 @@ class RationalQuadraticSpline(ElementTransform):
 def _inside_bin(
     xi: Tensor, slope: Tensor, y_k: Tensor, h: Tensor, d: Tensor, d_next: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """z and log dz/dx at the share xi of a bin."""
+    """z and log dz/dx at the relative position xi in a bin."""
     product = xi * (1 - xi)
     # sl + (d_k+1 + d_k - 2 sl) p, as a sum of terms that are not negative
     denominator = slope * (1 - 2 * product) + (d + d_next) * product
@@ -133,7 +129,7 @@ def _inside_bin(
 
 
 def _with_ends(inner: Tensor, first: float, last: float) -> Tensor:
-    """Values along dimension 1 with a constant before and a constant after them."""
+    """Values along dimension 1 between two constants."""
     others = (0, 0) * (inner.dim() - 2)
     return pad(pad(inner, (*others, 1, 0), value=first), (*others, 0, 1), value=last)
 
@@ -154,7 +150,7 @@ def neural_spline(
     memory: Literal["store", "inverse"] = "store",
     generator: torch.Generator | None = None,
 ) -> Compose:
-    """A flow of rational-quadratic splines (RQ-NSF), with couplings or autoregressive; affine and autoregressive: MAF.
+    """A neural spline flow (RQ-NSF) of couplings or autoregressive layers; affine and autoregressive it is MAF.
 
     Arguments:
         features: dimension D of the vectors, for couplings at least 2.
@@ -162,14 +158,14 @@ def neural_spline(
         kind: `coupling` (one pass in both directions) or `autoregressive` (D passes to invert).
         transform: `spline`, or `affine`.
         bins: bins K of a spline.
-        bound: splines act on [-bound, bound] and leave the rest alone.
+        bound: splines act on [-bound, bound] and are the identity outside.
         hidden: width of the networks.
         depth: hidden layers, or residual blocks of two layers each with `residual`.
         residual: residual networks.
-        mix: what stands before every layer: `none`, a learned linear map (`lu`), or `actnorm`.
+        mix: the layer before each of them: `none`, a learned linear map (`lu`), or `actnorm`.
         cond: what the networks are conditioned on.
         memory: `store`, or `inverse` to recompute activations in the backward pass.
-        generator: source of the random rotations that `lu` starts from.
+        generator: source of the initial rotations of `lu`.
 
     Errors: ValueError for an option that is none of its choices, no layers, or couplings of one dimension.
     Source: Durkan, Bekasov, Murray, Papamakarios 2019, "Neural spline flows"; Papamakarios, Pavlakou, Murray 2017,
@@ -200,10 +196,8 @@ def neural_spline(
 
     def coupling(number: int) -> list[Bijection]:
         split = ChannelSplit(features, swap=number % 2 == 1)
-        each = element(split.changed)
-        network = ResidualMLP if residual else MLP
-        net = network(split.kept, each.params_per_dim * split.changed, hidden=hidden, depth=depth, cond=cond)
-        return [Coupling(split, each, net)]
+        net = partial(ResidualMLP if residual else MLP, hidden=hidden, depth=depth, cond=cond)
+        return [couple(split, element(split.changed), net)]
 
     def autoregressive(number: int) -> list[Bijection]:
         each = element(features)

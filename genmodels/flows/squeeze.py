@@ -1,4 +1,4 @@
-"""Squeeze: positions become channels, in images and sequences; padding to whole groups, and flattening."""
+"""Squeezing of images and sequences, which turns positions into channels; padding before it, and flattening."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def _multiplied(count: int | None, factor: int) -> int | None:
 
 
 class Squeeze2d(Bijection):
-    """Each square of an image becomes one position with more channels.
+    """Turns each square of an image into one position with more channels.
 
         (C, H, W) -> (f^2 C, H/f, W/f),    log |det| = 0
 
     Order `channel`: out channel = f^2 c + f i + j for the offset (i, j) in the square. Order `alternative` (f = 2
     only): out channel = p C + c for the offsets p = (0, 0), (1, 1), (0, 1), (1, 0), so that each half of the channels
-    is a checkerboard of all colours. Order `far`: not squares of neighbours but f x f parts of the image laid over each
-    other, out channel = f^2 c + f i + j for part (i, j).
+    is a checkerboard of all colours. Order `far`: one pixel of each of f x f parts of the image instead of squares of
+    neighbours, out channel = f^2 c + f i + j for part (i, j).
 
     Arguments:
         factor: side f of the square.
-        order: which channel each value goes to.
+        order: order of the values in the channels.
 
     Shapes: `x (B, C, H, W)`, `z (B, f^2 C, H/f, W/f)`.
     Errors: ValueError for sides that f does not divide, an unknown order, and `alternative` with f other than 2.
@@ -109,7 +109,7 @@ class Squeeze2d(Bijection):
 
 
 class Flatten(Bijection):
-    """An event as a vector, its last axis running fastest.
+    """Flattens an event to a vector, row-major.
 
         z_k = x_(c, i, j),    k = (c H + i) W + j,    log |det| = 0
 
@@ -155,14 +155,14 @@ class Flatten(Bijection):
 
 
 class Squeeze1d(Bijection):
-    """Neighbouring frames of a sequence become one frame with more channels.
+    """Turns f neighbouring frames of a sequence into one frame with more channels.
 
         (C, T) -> (f C, T/f),   out channel = j C + c for frame j of the f,    log |det| = 0
 
     Every f-th entry of the mask is kept, so the valid lengths must be multiples of f: see `PadToMultiple`.
 
     Arguments:
-        factor: how many frames f become one.
+        factor: number f of frames that become one.
 
     Shapes: `x (B, C, T)`, `z (B, f C, T/f)`, `mask (B, 1, T)` to `(B, 1, T/f)`.
     Errors: ValueError for T that f does not divide.
@@ -218,14 +218,14 @@ class Squeeze1d(Bijection):
 
 
 class PadToMultiple:
-    """Sequences made longer, to a multiple of a number of frames, before a flow that squeezes them sees them.
+    """Pads sequences to a multiple of a number of frames, for flows that squeeze them.
 
-    No bijection: it belongs to the data. The frames that are appended hold the floor of the log-mel, and count as valid
-    data, so a density answers for them too, whichever family it comes from.
+    This is not a bijection but a part of the data: the appended frames hold the floor of the log-mel and count as valid
+    data, so that the densities of all families include them.
 
     Arguments:
         factor: every length becomes a multiple of this.
-        floor: value of the frames that are appended; by default log(1e-5), silence in log-mels clamped there.
+        floor: value of the appended frames; by default log(1e-5), silence in log-mels clamped there.
 
     Shapes: `x (B, C, T)`, `mask (B, 1, T)` bool, valid frames first, or None; T becomes a multiple of `factor`.
     Errors: ValueError for anything but sequences, and for a mask that is not boolean `(B, 1, T)`.

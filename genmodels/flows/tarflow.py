@@ -1,4 +1,4 @@
-"""TarFlow: meta-blocks of causal attention over the positions of an event, each in the order opposite to the last."""
+"""TarFlow: meta-blocks of causal attention over the positions of an event, in alternating order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from genmodels.core.errors import one_of
 from genmodels.core.tensors import hide
-from genmodels.flows.bijection import Bijection, Shape, as_shape, per_example
+from genmodels.flows.bijection import Bijection, Shape, as_shape, fits, per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import ElementTransform, LogisticMixture, MeanScale
 from genmodels.flows.scaling import ActNorm
@@ -24,15 +24,15 @@ from genmodels.nn.dit import TokenTransformer
 
 @dataclass(frozen=True)
 class Decoding:
-    """How a meta-block is inverted.
+    """Options of the inverse of a meta-block.
 
     Arguments:
-        tokens: how many tokens are found together, by fixed-point iteration: 1 is one after the other, None all at
-            once (Jacobi), anything between Gauss-Seidel-Jacobi.
-        tolerance: the iteration stops when no value moves by more. It is exact after as many sweeps as there are
-            tokens, and goes no further; 0 always goes that far.
-        guidance: scale g of classifier-free guidance, parameters = those without class + g (those of it - those
-            without); 1 for the class alone.
+        tokens: number of tokens that are solved together by fixed-point iteration: 1 is sequential decoding, None all
+            at once (Jacobi), anything between Gauss-Seidel-Jacobi.
+        tolerance: the iteration stops when no value changes by more, at the latest after as many sweeps as tokens,
+            when it is exact; 0 for all sweeps.
+        guidance: scale g of classifier-free guidance, parameters = p(no class) + g (p(class) - p(no class)); 1 is
+            p(class).
 
     Source: Song et al. 2021, "Accelerating feedforward computation via parallel nonlinear equation solving".
 
@@ -52,28 +52,27 @@ class Decoding:
 
 
 class MetaBlock(Bijection):
-    """Every position mapped, number by number, by what causal attention makes of the positions before it.
+    """An autoregressive layer over positions: the parameters of each come from causal attention to those before it.
 
         z_i = f(x_i; p_i),    p_i = p_0 + net(x_1 .. x_{i-1}, class),   p_1 = p_0,    log |det| = sum log |df/dx_i|
-        usually z_i = (x_i - m_i) e^-a_i,   (m, a)_1 = 0,   log |det| = -sum a
-        x_i = f^-1(z_i; p_i), one position after the other, keys and values of those found kept
+        by default z_i = (x_i - m_i) e^-a_i,   (m, a)_1 = 0,   log |det| = -sum a
+        x_i = f^-1(z_i; p_i), one position after the other with cached keys and values
 
-    The a of the usual map is bounded as in `MeanScale`; a `LogisticMixture` can have several modes. Positions are
-    read row by row, or backwards. The last layer of the network is zero at the start, so training starts with p_0, the
-    transform's own start, of the usual one the identity. The network may run in half precision, the state does not.
+    a is bounded as in `MeanScale`; a `LogisticMixture` can have several modes. Positions are in row-major order, or its
+    reverse. The last layer of the network starts at zero, so training starts with p_0, the start of the transform, by
+    default the identity. The network may run in half precision, the transform does not.
 
     Arguments:
         event_shape: (C, H, W), or (C, T) with T or None for sequences of any length.
-        reverse: whether positions are read backwards.
-        width, depth, heads, expansion, attention, dropout: the network's, see `TokenTransformer`; the attention is one
-            along sequences, in the order of reading.
-        places: whether a learned vector for each place is added to the tokens; not for open lengths.
-        transform: the map f of numbers, `MeanScale` if None; one built for a single channel serves all.
-        cond: labels, or None. The row after the last class stands for no class, which guidance needs.
+        reverse: whether the order of the positions is reversed.
+        width, depth, heads, expansion, attention, dropout: see `TokenTransformer`; the attention is causal.
+        places: whether learned position embeddings are added to the tokens; not for open lengths.
+        transform: the elementwise map f, `MeanScale` if None; built for a single channel it serves all.
+        cond: labels, or None. The row after the last class is the null class, for guidance.
 
     Attributes:
-        decoding: how it is inverted (see `Decoding`).
-        sweeps: evaluations of the network that the last inverse took, all blocks of tokens together.
+        decoding: options of the inverse (see `Decoding`).
+        sweeps: number of evaluations of the network in the last inverse.
 
     Shapes: events as given, `cond (B,)` labels, `mask (B, 1, T)`.
     Errors: ValueError for events of another shape, a condition that is no label, an attention without causal form.
@@ -131,21 +130,16 @@ class MetaBlock(Bijection):
 
     @property
     def order(self) -> Tensor | None:
-        """The turn of each value of the flattened event; None for an open length."""
+        """The position in the order of each value of the flattened event; None for an open length."""
         if self.length is None:
             return None
         turns = torch.arange(self.length)
         return (turns.flip(0) if self.reverse else turns).repeat(self.channels)
 
     def out_shape(self, shape: Shape) -> Shape:
-        fits = len(shape) == len(self.event_shape) and all(
-            own is None or given is None or own == given for own, given in zip(self.event_shape, shape, strict=True))
-        if not fits:
-            raise self._misfit(str(self.event_shape).replace("None", "T"), shape)
+        if not fits(self.event_shape, shape):
+            raise self._misfit(self.event_shape, shape)
         return shape
-
-    def in_shape(self, shape: Shape) -> Shape:
-        return self.out_shape(shape)
 
     def _forward(self, x, cond, mask):
         tokens, valid = self._tokens(x), self._turned(mask)
@@ -167,10 +161,10 @@ class MetaBlock(Bijection):
         for start in range(0, count, step):
             stop = min(start + step, count)
             own = tokens[:, start:stop]
-            # The network sees the last position before the block, and all of the block but its last.
+            # The network takes the last position before the block, and all of the block but its last.
             first = max(start - 1, 0)
             before = [found[-1][:, -1:]] if found else []
-            here = None if valid is None else valid[..., max(start - 1, 0) : stop]
+            here = None if valid is None else valid[..., first:stop]
             x = own
             for _ in range(stop - start):
                 seen = torch.cat([*before, x[:, :-1]], dim=1)
@@ -196,11 +190,10 @@ class MetaBlock(Bijection):
         return self._event(torch.cat(found, dim=1), z), self._volume(torch.cat(volume, dim=1), valid)
 
     def _params(self, out: Tensor, tokens: Tensor, valid: Tensor | None, continued: bool = False) -> Tensor:
-        """(B, P, N, C) parameters of tokens, each from the output one earlier: p_0 where nothing valid comes before.
+        """(B, P, N, C) parameters of tokens, each from the previous output; p_0 where no valid position comes before.
 
-        `out` starts before the first token where they continue others, else at it; `valid` begins where `out` does.
+        `out` and `valid` start at the first token, or with `continued` at the position before it.
         """
-        # The network may run in half precision; the state, and everything computed for it, does not.
         out = out.to(tokens.dtype)
         if valid is not None:
             out = torch.where(valid[..., : out.shape[1]].mT, out, self.start)
@@ -209,10 +202,10 @@ class MetaBlock(Bijection):
         return out.unflatten(2, (-1, self.channels)).movedim(2, 1)
 
     def _volume(self, log_derivative: Tensor, valid: Tensor | None) -> Tensor:
-        return per_example(log_derivative if valid is None else log_derivative.masked_fill(~valid.mT, 0))
+        return per_example(hide(log_derivative, None if valid is None else valid.mT))
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """(B, N, C) in the order of reading."""
+        """(B, N, C) in the order of the layer."""
         tokens = x.flatten(2).mT
         return tokens.flip(1) if self.reverse else tokens
 
@@ -221,11 +214,11 @@ class MetaBlock(Bijection):
         return tokens.mT.reshape(like.shape)
 
     def _turned(self, mask: Tensor | None) -> Tensor | None:
-        """The mask in the order of reading."""
+        """The mask in the order of the layer."""
         return mask.flip(-1) if mask is not None and self.reverse else mask
 
     def _added(self, cond: Tensor | None, rows: int, count: int) -> Tensor | None:
-        """What place and class add to every token, (B or 1, N, width); None for nothing."""
+        """The embedding of position and class, (B or 1, N, width), if any."""
         parts = []
         if self.places is not None:
             parts.append((self.places.flip(0) if self.reverse else self.places)[None])
@@ -236,13 +229,13 @@ class MetaBlock(Bijection):
 
 @contextmanager
 def decoding(flow: nn.Module, how: Decoding) -> Iterator[list[MetaBlock]]:
-    """The meta-blocks of a flow, inverted in this way inside the block of code.
+    """Sets the options of the inverse of all meta-blocks of a flow within the context, and yields these.
 
     Example:
         >>> flow = tarflow((1, 4, 4), patch=2, blocks=2, width=8, depth=1, heads=2)
         >>> with decoding(flow, Decoding(tokens=None, tolerance=1e-3)) as blocks:
         ...     _ = flow.inverse(torch.randn(2, 4, 2, 2))
-        >>> [block.sweeps for block in blocks]  # at the start, the identity is found by the first
+        >>> [block.sweeps for block in blocks]  # one sweep finds the initial identity
         [1, 1]
     """
     blocks = [block for block in flow.modules() if isinstance(block, MetaBlock)]
@@ -274,20 +267,19 @@ def tarflow(
     cond: Condition | None = None,
     memory: Literal["store", "inverse"] = "store",
 ) -> Compose:
-    """TarFlow: patches, a scale and shift of each of their channels, meta-blocks that read to and fro.
+    """TarFlow: patches, an `ActNorm` and meta-blocks in alternating order.
 
     Arguments:
         event_shape: (C, H, W) of images, (C, T) of sequences.
         patch: positions along every side of a patch; frames of a token, for sequences.
         blocks: number of meta-blocks.
         width, depth, heads, expansion, attention, places, dropout, cond: see `MetaBlock`.
-        transform: the map of every number: `affine`, or the `mixture` of logistics of Flow++, which can have several
-            modes and is inverted by iteration.
-        components: of a mixture.
-        patches: squares of neighbours (`near`), or as many pixels far apart, one of each of patch^2 parts of the image
-            (`far`): the numbers of a token are then almost independent of each other given those before, as a
-            meta-block takes them to be.
-        memory: `store`, or `inverse` to keep the input of each meta-block alone and recompute what is inside it.
+        transform: the elementwise map: `affine`, or the `mixture` of logistics of Flow++, which can have several modes
+            and is inverted by iteration.
+        components: number of components of a mixture.
+        patches: squares of neighbours (`near`), or one pixel of each of patch^2 parts of the image (`far`), which are
+            more nearly independent given earlier tokens, as a meta-block assumes.
+        memory: `store`, or `inverse` to store only the input of each meta-block and recompute its activations.
 
     Errors: ValueError for sides that `patch` does not divide, no block, and whatever a meta-block refuses.
     Source: Zhai et al. 2024, section 2.2.

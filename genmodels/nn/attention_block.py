@@ -1,4 +1,4 @@
-"""Attention as a residual block of a backbone, and the table of all kinds that can be chosen by name."""
+"""Attention as a residual block of a network, and the table of all kinds of attention."""
 
 from __future__ import annotations
 
@@ -37,26 +37,24 @@ from genmodels.nn.blocks import ChannelNorm, GroupNorm, zeroed
 
 
 class AttentionBlock(nn.Module):
-    """A mechanism of attention as a residual branch, silent at the start.
+    """A mechanism of attention as a residual branch, zero at the start.
 
         y = x + mechanism(norm(x)),    W_O of the mechanism = 0 at the start
 
-    A mechanism for maps gets them row by row, with their height and width. One for sequences reads a map column by
-    column, place = column H + row: the last axis is time where there is time, so a frame stays in one piece, and what
-    is padded at the end of that axis stands at the end of the sequence and moves nothing. What a mechanism draws is
-    drawn when it is built: coupling networks must be the same function in both directions, and so in training too.
+    A mechanism for maps takes them in row-major order, with their height and width. One for sequences takes a map
+    column by column, index = column H + row, since the last axis may be time: then frames stay together, and padded
+    ones are at the end of the sequence. Random hashes are drawn at construction, since coupling networks must be the
+    same function in both directions.
 
     Arguments:
         channels: channels of the map.
-        mechanism: `(x (B, L, C), mask=(B, 1, L)) -> (y, cache)` with its last layer in `project_out`; one whose
-            position is for maps is called with `space` too.
-        dims: 1 or 2 spatial dimensions; the norm is over groups of channels and all positions of a map, over the
-            channels of each position of a sequence.
+        mechanism: `(x (B, L, C), mask=(B, 1, L)) -> (y, cache)` with its last layer in `project_out`; one with
+            positions of maps takes `space` too.
+        dims: 1 or 2 spatial dimensions; a `ChannelNorm` for sequences, a `GroupNorm` for maps.
 
     Shapes: `x (B, C, *space)` to the same; `mask (B, 1, *1 or space)` bool, True = valid: invalid positions are not
     attended to and pass unchanged.
-    Errors: ValueError for a map under a mask with positions that are resampled for the size of the map, since padding
-    changes that size.
+    Errors: ValueError for a mask with `Swin2d`, whose biases depend on the size of the map, which padding changes.
     Source: Ho et al. 2020, appendix B (the block, around plain attention).
 
     Example:
@@ -89,14 +87,14 @@ class AttentionBlock(nn.Module):
 
 
 def is_for_maps(mechanism: nn.Module) -> bool:
-    """Whether a mechanism takes maps row by row, with their height and width; others take sequences."""
+    """Whether a mechanism takes maps in row-major order, with their height and width; others take sequences."""
     return getattr(getattr(mechanism, "position", None), "dims", 1) == 2
 
 
 def attend(mechanism: nn.Module, x: Tensor, mask: Tensor | None = None, space: Space | None = None) -> Tensor:
-    """What a mechanism makes of `x (B, L, C)` under `mask (B, 1, L)`; `space` is for those of maps.
+    """The output of a mechanism for `x (B, L, C)`, `mask (B, 1, L)` and, of maps, `space`.
 
-    Errors: ValueError under a mask for positions that are resampled for the size of the map.
+    Errors: ValueError for a mask with `Swin2d`.
     """
     if mask is not None and isinstance(getattr(mechanism, "position", None), Swin2d):
         raise ValueError("relative biases of maps are resampled for the size of the map, which padding changes: "
@@ -106,12 +104,11 @@ def attend(mechanism: nn.Module, x: Tensor, mask: Tensor | None = None, space: S
 
 
 class AbsoluteAttention(nn.Module):
-    """Attention to content and place, where the place is added to the content: no distances.
+    """Attention with absolute positions, which are added to the content.
 
         y = W_O softmax(q k^T / sqrt(d)) v,    q, k, v of x + W_P [code(row), code(column)]
 
-    The codes are the sinusoids of Vaswani et al., the first half of the channels for the row: they take maps of any
-    size, but a map that is shifted is another map.
+    The codes are the sinusoids of Vaswani et al., half of the channels for each axis of a map of any size.
 
     Arguments:
         dim: width D of x and y.
@@ -120,7 +117,7 @@ class AbsoluteAttention(nn.Module):
         dropout: probability of dropping a weight, in training.
 
     Shapes: `x (B, L, D)`, row by row in two dimensions, `mask (B, 1, L)` bool, `space` height and width; y like x.
-    Errors: ValueError when `heads` does not divide `dim`, for a map without its space.
+    Errors: ValueError when `heads` does not divide `dim`, or for a map without `space`.
     Source: Vaswani et al. 2017, section 3.5; one half for each axis as in Parmar et al. 2018, section 3.1.
 
     Example:
@@ -145,7 +142,7 @@ class AbsoluteAttention(nn.Module):
 
 
 class Places(nn.Module):
-    """Codes of the places of a sequence, or of a map row by row: `(L, D)`.
+    """Sinusoidal codes `(L, D)` of the positions of a sequence, or of a map in row-major order.
 
     Arguments:
         dims: 1 or 2 spatial dimensions.
@@ -171,11 +168,11 @@ class Places(nn.Module):
 
 
 class SpatialAttention(nn.Module):
-    """Every position attends to every other one; content only, no positions.
+    """Attention of all positions to all others by content, without positions.
 
         y = x + W_O softmax(q k^T / sqrt(d)) v,   (q, k, v) = W groupnorm(x),   W_O = 0 at the start
 
-    Without positions the map is equivariant to any permutation of them, so it takes maps of any size.
+    It is equivariant to permutations of the positions, of maps of any size.
 
     Arguments:
         channels: channels of the map.
@@ -186,7 +183,6 @@ class SpatialAttention(nn.Module):
     Source: DDPM (Ho et al. 2020), appendix B.
 
     Example:
-        >>> import torch
         >>> x = torch.randn(2, 8, 4, 4)
         >>> bool((SpatialAttention(8, 2)(x) == x).all())
         True
@@ -199,11 +195,9 @@ class SpatialAttention(nn.Module):
             raise ValueError(f"heads = {heads} does not divide {channels} channels: use one of {legal}")
         self.heads = heads
         self.norm = GroupNorm(channels)
-        # No bias: a bias of the keys has no effect on a softmax, and the norm before already offers the other two.
+        # No bias: that of the keys has no effect on a softmax, and those of queries and values are in the norm.
         self.project_in = nn.Linear(channels, 3 * channels, bias=False)
-        self.project_out = nn.Linear(channels, channels)
-        nn.init.zeros_(self.project_out.weight)
-        nn.init.zeros_(self.project_out.bias)
+        self.project_out = zeroed(nn.Linear(channels, channels))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         batch, channels, *space = x.shape
@@ -227,14 +221,14 @@ AttentionKind = Literal[
 
 
 class Site(NamedTuple):
-    """Where an attention is used.
+    """The context in which an attention is used.
 
     Attributes:
         dims: 1 or 2 spatial dimensions.
-        space: height and width of the maps as far as they are known beforehand, else None.
-        dropout: probability of dropping a weight, for mechanisms that have it.
+        space: height and width of the maps, None if unknown.
+        dropout: probability of dropping a weight, for mechanisms with dropout.
         window: the largest distance with a vector of its own, for the kinds of Shaw; None for their default.
-        causal: whether a position sees none after it; for the kinds that are the core with positions of sequences.
+        causal: whether later positions are masked; for the core with positions of sequences.
     """
 
     dims: int
@@ -245,17 +239,14 @@ class Site(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of attention: what makes the mechanism, and the numbers of spatial dimensions it is for.
-
-    make: `make(dim, heads, site) -> mechanism`, None for no attention.
-    """
+    """A kind of attention: `make(dim, heads, site) -> mechanism`, None for none, and its spatial dimensions."""
 
     make: Callable[[int, int, Site], nn.Module] | None
     dims: tuple[int, ...] = (1, 2)
 
 
 def _core(position: Callable[[int, int, Site], Position] | None = None, **reach) -> Callable:
-    """The maker of the core with such a position."""
+    """A constructor of the core with this position."""
 
     def make(dim: int, heads: int, site: Site) -> nn.Module:
         chosen = None if position is None else position(dim, heads, site)
@@ -265,7 +256,7 @@ def _core(position: Callable[[int, int, Site], Position] | None = None, **reach)
 
 
 def _scored(score: Callable[[int, int], Score]) -> Callable:
-    """The maker of an attention through a score function."""
+    """A constructor of an attention with this score function."""
     return lambda dim, heads, site: ScoredAttention(dim, heads, score(dim, heads), dropout=site.dropout)
 
 
@@ -277,7 +268,7 @@ def _shaw(default: int, **options) -> Callable:
 
 
 def _swin(dim: int, heads: int, site: Site) -> Position:
-    # Where the size is not known beforehand, a table for small maps: others get it resampled.
+    # For maps of unknown size, a table for small ones, which is resampled.
     return Swin2d(dim, heads, size=site.space or (8, 8))
 
 
@@ -288,28 +279,28 @@ def _mel(dim: int, heads: int, site: Site) -> Position:
     return MelPosition(dim, heads, n_freq=site.space[0], time=Rotary(dim, heads))
 
 
-#: Every kind of attention. Of a map, all from `rope` on read the positions column by column.
+#: Every kind of attention. All from `rope` on take a map column by column.
 #:   none       no attention
-#:   plain      content alone; on sequences and maps of any size, equivariant to permutations
-#:   absolute   sinusoids of the place added to the content
-#:   swin2d     learned bias by offset on the map, resampled for other sizes than the first
-#:   rope2d     queries and keys turned by row and column
-#:   mel        rows are frequency bands, absolute; columns are time, turned
-#:   rope       queries and keys turned by place
+#:   plain      content only; equivariant to permutations of the positions
+#:   absolute   sinusoids of the position added to the content
+#:   swin2d     learned bias by offset on the map, resampled for maps of other sizes
+#:   rope2d     queries and keys rotated by row and column
+#:   mel        learned bias by pair of rows (frequency bands), rotation by column (time)
+#:   rope       queries and keys rotated by position
 #:   xl         sinusoids of the distance
-#:   xl_chunks  the same within a chunk of 16 positions and the chunk before it; linear, and can be streamed
-#:   shaw       learned keys and values for distances up to 16, further ones share the last; `shaw_shared`: one table
-#:              for all heads; `shaw_zero`: one table, distances up to 4, further ones add nothing (Glow-TTS)
+#:   xl_chunks  the same within a chunk of 16 positions and the chunk before it; linear, for streaming
+#:   shaw       learned keys and values for distances up to 16, larger ones share the last; `shaw_shared`: one table
+#:              for all heads; `shaw_zero`: one table, distances up to 4, larger ones add nothing (Glow-TTS)
 #:   music      learned keys for the 512 nearest positions of the past, causal; `music_shared`: one E for all heads
 #:   t5         learned bias by bucket of the distance
-#:   alibi      penalty that grows with the distance, nothing learned
-#:   nystrom    content through 32 landmarks, means of stretches; linear in the number of positions
-#:   lsh        content within buckets of similar vectors; hashes are drawn once, when the network is built
-#:   local_dense    weights over 15 neighbours, computed from each position alone; linear
-#:   additive, scaled_dot   scores of a decoder, of the sequence to itself; additive takes a hidden layer for each pair
-#:   location   additive, and where the positions before looked, one after the other; `location_previous`: where the
-#:              last one looked, without the sum of all
-#:   hard       the one key with the largest score; its gradient in training is that of the softmax
+#:   alibi      penalty linear in the distance, not learned
+#:   nystrom    content through 32 landmarks, the means of segments; linear
+#:   lsh        content within buckets of similar vectors; hashes are drawn once, at construction
+#:   local_dense    weights over 15 neighbours, computed from each position; linear
+#:   additive, scaled_dot   scores of a decoder, as self-attention; additive takes a hidden layer for each pair
+#:   location   additive, with features of the last and of all earlier weights, sequential; `location_previous`:
+#:              without those of all earlier weights
+#:   hard       the key with the largest score; its gradient in training is that of the softmax
 #:   local_monotonic    a Gaussian window that every position moves forward
 ATTENTION: dict[str, Kind] = {
     "none": Kind(None),
@@ -341,7 +332,7 @@ ATTENTION: dict[str, Kind] = {
 
 
 def check_kind(attention: str, dims: int) -> None:
-    """Raise ValueError for a kind of attention that does not exist, or is not for that many dimensions."""
+    """Raise ValueError for an unknown kind of attention, or one for other spatial dimensions."""
     legal = [name for name, kind in ATTENTION.items() if kind.make is None or dims in kind.dims]
     if attention not in legal:
         where = " for sequences" if dims == 1 and attention in ATTENTION else ""
@@ -353,7 +344,7 @@ def check_kind(attention: str, dims: int) -> None:
 def make_mechanism(attention: str, dim: int, heads: int, site: Site) -> nn.Module | None:
     """The mechanism of a kind of `ATTENTION`, `(x (B, L, dim), mask=(B, 1, L)) -> (y, cache)`; None for none.
 
-    Errors: ValueError for a kind that does not exist or is not for that many dimensions, heads that do not divide.
+    Errors: ValueError for an unknown kind, one for other spatial dimensions, or heads that do not divide `dim`.
     """
     check_kind(attention, site.dims)
     make = ATTENTION[attention].make
@@ -373,12 +364,11 @@ def make_attention(
         channels: channels of the map.
         heads: heads of the attention.
         dims: 1 or 2 spatial dimensions.
-        space: size of the maps as far as it is known; every block but `mel` takes other sizes too.
+        space: size of the maps, None if unknown; every block but `mel` takes other sizes too.
 
     Errors: as of `make_mechanism`.
 
     Example:
-        >>> import torch
         >>> make_attention("swin2d", 8, 2, dims=2, space=(4, 4))(torch.randn(1, 8, 5, 3)).shape
         torch.Size([1, 8, 5, 3])
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, fold, interpolate, layer_norm, silu
+from torch.nn.functional import conv2d, fold, interpolate, layer_norm, pixel_unshuffle, silu
 from torch.utils.checkpoint import checkpoint
 
 from genmodels.core.random import Dropout
@@ -27,11 +27,12 @@ def group_count(channels: int, most: int = 32, least_width: int = 4) -> int:
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation whose scale and shift are its own, or come from a condition.
+    """Group normalisation with a learned scale and shift, or those of a condition.
 
         y = (x - mean_g) / sqrt(var_g + eps) * a + b,   (a, b) learned, or (1 + scale, shift) given per example
 
-    Mean and variance run over the channels of a group and its valid positions; with a mask, positions outside are zero.
+    Mean and variance are over the channels of a group and the valid positions, in float32 or wider; positions outside
+    the mask are zero.
 
     Arguments:
         channels: channels of the map; `group_count` makes the groups.
@@ -57,7 +58,7 @@ class GroupNorm(nn.Module):
         self, x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         if not x.numel():
-            return x  # no example: torch's kernels divide by their number
+            return x  # torch's kernels divide by the number of examples
         a, b = (self.weight, self.bias) if scale is None else (1 + scale, shift)
         if mask is not None:
             return self._masked(x, a, b, mask)
@@ -65,11 +66,10 @@ class GroupNorm(nn.Module):
             return nn.functional.group_norm(x, self.groups, a, b, self.eps)
         batch, channels, *space = x.shape
         if x.is_contiguous() and not torch.compiler.is_exporting():
-            # Each (example, channel) becomes a channel of one big example: the kernel then applies scale and shift in
-            # the pass that normalises, instead of two more passes over the map in each direction. An exported graph is
-            # for any number of examples, and the number of groups a constant of it.
-            wide = x.reshape(1, batch * channels, *space)
-            y = nn.functional.group_norm(wide, batch * self.groups, a.reshape(-1), b.reshape(-1), self.eps)
+            # With each (example, channel) as a channel of one example the kernel normalises, scales and shifts in one
+            # pass. Not for export: the number of groups would fix the number of examples.
+            joined = x.reshape(1, batch * channels, *space)
+            y = nn.functional.group_norm(joined, batch * self.groups, a.reshape(-1), b.reshape(-1), self.eps)
             return y.view(x.shape)
         y = nn.functional.group_norm(x, self.groups, eps=self.eps)
         per_channel = (batch, channels) + (1,) * len(space)
@@ -77,13 +77,13 @@ class GroupNorm(nn.Module):
 
     def _masked(self, x: Tensor, a: Tensor, b: Tensor, mask: Tensor) -> Tensor:
         batch, channels, *space = x.shape
-        valid = mask.expand(batch, 1, *space).to(x.dtype).flatten(2)[:, :, None]  # (B, 1, 1, L)
-        grouped = x.reshape(batch, self.groups, channels // self.groups, -1)
+        grouped = wide(x).reshape(batch, self.groups, channels // self.groups, -1)
+        valid = mask.expand(batch, 1, *space).to(grouped.dtype).flatten(2)[:, :, None]  # (B, 1, 1, L)
         count = (valid.sum(-1, keepdim=True) * (channels // self.groups)).clamp(min=1)
         mean = (grouped * valid).sum((2, 3), keepdim=True) / count
         centred = (grouped - mean) * valid
         variance = centred.square().sum((2, 3), keepdim=True) / count
-        y = (centred * torch.rsqrt(variance + self.eps)).reshape(x.shape)
+        y = (centred * torch.rsqrt(variance + self.eps)).reshape(x.shape).to(x.dtype)
         per_channel = (-1, channels) + (1,) * len(space)
         return torch.addcmul(b.reshape(per_channel), y, a.reshape(per_channel)) * mask
 
@@ -91,11 +91,38 @@ class GroupNorm(nn.Module):
 CONVOLUTION = {1: nn.Conv1d, 2: nn.Conv2d}
 
 
-def run(part: Callable, *given: Any, again: bool) -> Any:
-    """`part(*given)`; with `again` its inside is computed anew in the backward pass instead of being stored.
+def check_channels(network: str, x: Tensor, channels: int, dims: int) -> None:
+    """Raise ValueError unless x is `(B, channels, *space)` with `dims` spatial dimensions."""
+    if x.dim() != dims + 2 or x.shape[1] != channels:
+        raise ValueError(f"{network} was built for {channels} channels and {dims} spatial dimensions, got events of "
+                         f"shape {tuple(x.shape[1:])}")  # fmt: skip
 
-    The second time draws the same numbers from torch's generators. A gradient of gradients stores what it needs of both
-    passes all the same.
+
+def check_frames(mask: Tensor) -> None:
+    """Raise ValueError unless a mask is bool of shape (B, 1, T)."""
+    if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[1] != 1:
+        raise ValueError(f"mask must be bool of shape (B, 1, T), got {mask.dtype} of shape {tuple(mask.shape)}")
+
+
+def blocks_to_channels(x: Tensor, side: int) -> Tensor:
+    """Each block of `side` positions along every axis as the channels of one: channel c side^dims + place in the block.
+
+    Shapes: `x (B, C, *space)` to `(B, C side^dims, *space / side)`, one or two spatial dimensions.
+
+    Example:
+        >>> blocks_to_channels(torch.arange(4.0).view(1, 1, 4), 2)[0]
+        tensor([[0., 2.],
+                [1., 3.]])
+    """
+    if x.dim() == 4:
+        return pixel_unshuffle(x, side)
+    return x.unflatten(2, (-1, side)).transpose(2, 3).flatten(1, 2)  # (B, C, T f) to (B, C f, T)
+
+
+def run(part: Callable, *given: Any, again: bool) -> Any:
+    """`part(*given)`; with `again` its activations are recomputed in the backward pass instead of being stored.
+
+    The recomputation draws the same random numbers. Second derivatives store the activations of both passes.
 
     Source: Chen et al. 2016, "Training deep nets with sublinear memory cost".
 
@@ -111,7 +138,7 @@ def run(part: Callable, *given: Any, again: bool) -> Any:
 
 
 def zeroed(module: nn.Module) -> nn.Module:
-    """The same module with every parameter set to zero, so that the branch it ends is silent at the start."""
+    """The module with all parameters set to zero."""
     for parameter in module.parameters():
         nn.init.zeros_(parameter)
     return module
@@ -123,7 +150,7 @@ class ResidualBlock(nn.Module):
         y = skip(x) + conv_2(dropout(silu(norm_2(h) (1 + scale) + shift))),   h = conv_1(silu(norm_1(x)))
 
     conv_2 is zero at the start; the skip is the identity, or a 1x1 convolution when the channels change. Scale and
-    shift come from outside, since one linear layer makes those of all blocks at once.
+    shift are inputs, since one linear layer computes those of all blocks.
 
     Arguments:
         dims: 1 or 2 spatial dimensions.
@@ -151,7 +178,7 @@ class ResidualBlock(nn.Module):
         self.skip = nn.Identity() if channels == out_channels else convolution(channels, out_channels, 1)
 
     def forward(self, x: Tensor, modulation: Tensor, mask: Tensor | None = None) -> Tensor:
-        # A masked norm leaves zeros outside, silu and dropout keep them: both convolutions see padding there.
+        # A masked norm gives zeros outside the mask, which silu and dropout keep.
         scale, shift = modulation.chunk(2, dim=1)
         h = self.conv_1(silu(self.norm_1(x, mask=mask)))
         h = silu(self.norm_2(h, scale, shift, mask=mask))
@@ -213,7 +240,7 @@ class Upsample(nn.Module):
 
 
 def resized_twice_convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Nearest resize by two and a padded 3x3 convolution, without ever making the large map: 16 products stand for 36.
+    """Nearest resize by two and a padded 3x3 convolution in one, with 16 products instead of 36.
 
     Along one axis, with taps w_0 w_1 w_2 and y the result,
 
@@ -244,12 +271,11 @@ def resized_twice_convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor
 
 
 def narrow_convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A padded 3x3 convolution to very few channels: one product per position, then nine shifted maps added up.
+    """A padded 3x3 convolution to very few channels: one product per position, then the sum of nine shifted maps.
 
         y[o, p] = b[o] + sum_tap (w[o, :, tap] . x[:, p + tap])
 
-    The products read the map once and leave 9 O channels. Kernels for convolutions block over output channels instead,
-    and take about three times as long on a CPU when there are one to three of them.
+    On a CPU it takes about a third of the time of torch's convolution for one to three output channels.
 
     Shapes: `x (B, C, H, W)`, `weight (O, C, 3, 3)`, `bias (O,)`; the result is `(B, O, H, W)`.
 
@@ -260,20 +286,20 @@ def narrow_convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
                 [4., 6., 4.]])
     """
     batch, channels, *space = x.shape
-    # `fold` adds column k of a position at its tap k; reading at p + tap is writing at p - tap, hence the flip.
+    # `fold` adds tap k of position p at p + k; the sum reads at p + k, hence the flip.
     taps = weight.flip(2, 3).permute(0, 2, 3, 1).reshape(1, -1, channels)
     products = torch.bmm(taps.expand(batch, -1, -1), x.flatten(2))
     return fold(products, tuple(space), 3, padding=1) + bias[:, None, None]
 
 
 def _merge_taps(weight: Tensor, axis: int) -> Tensor:
-    """Three taps along a (negative) axis to the pairs for even and for odd positions: (.., 3, ..) to (2, .., 2, ..)."""
+    """The pairs of taps for even and odd positions along a (negative) axis: (.., 3, ..) to (2, .., 2, ..)."""
     first, middle, last = weight.unbind(axis)
     return torch.stack([torch.stack([first, middle + last], axis), torch.stack([first + middle, last], axis)])
 
 
 class ChannelNorm(nn.Module):
-    """Layer normalisation over the channels of each position, which no other position or example enters.
+    """Layer normalisation over the channels of each position.
 
         y[:, p] = (x[:, p] - mean_c x[c, p]) / sqrt(var_c x[c, p] + eps) * weight + bias
 
@@ -297,12 +323,12 @@ class ChannelNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        # The kernel wants the channels last; for a map in that memory format neither turn copies anything.
+        # For a map in channels-last memory format neither `movedim` copies.
         y = layer_norm(x.movedim(1, -1), self.weight.shape, self.weight, self.bias, self.eps)
         return y.movedim(-1, 1)
 
 
-#: Log-SNR beyond these ends is as good as clean or as pure noise; it also makes +-inf legal.
+#: Log-SNR is clipped to this range, so that +-inf is valid.
 LOG_SNR_RANGE = (-20.0, 20.0)
 
 
@@ -329,11 +355,11 @@ def _sinusoids(position: Tensor, width: int) -> Tensor:
 
 
 def time_features(times: Tensor, width: int) -> Tensor:
-    """Sinusoids of t and of t - s, for the two times between which a flow map leads.
+    """Sinusoids of t and of t - s, for the two times of a flow map.
 
         features of `log_snr_features` with p = 20 t, then with p = 20 (t - s)
 
-    They change little within a hundredth of the unit interval: mean flows learn from their derivative.
+    The low frequencies keep derivatives in time, from which mean flows learn, small.
 
     Shapes: `times (B, 2)`, t and s in [0, 1], to `(B, 2 width)`, float32 or wider whatever the autocast.
     Source: Geng et al., "Mean flows for one-step generative modeling", 2025, table 1c: (t, t - r).
@@ -347,7 +373,7 @@ def time_features(times: Tensor, width: int) -> Tensor:
 
 
 def fourier_features(x: Tensor, log_snr: Tensor, octaves: Sequence[int]) -> Tensor:
-    """Sines and cosines of the noisy data, for what a network tells apart below the scale at which it sees them.
+    """Sines and cosines of the noisy data, for details below the scale that a network resolves.
 
         sin(w x / alpha) d,  cos(w x / alpha) d,   w = 2^n pi,   d = exp(-w^2 / (2 SNR)),   n in octaves
 
@@ -379,8 +405,8 @@ class ConditionEmbedding(nn.Module):
         hidden: width between the two linear layers.
         width: width of the result.
         num_classes: number of classes, None for an unconditional network. The table has one more row, the null
-            class `num_classes`: it stands for "no condition", is used when `cond` is None, and may be given as a label.
-        two_times: the level is not a log-SNR but the two times of a flow map, see `time_features`.
+            class `num_classes`, which is used when `cond` is None and may be given as a label.
+        two_times: the level is the two times of a flow map instead of a log-SNR, see `time_features`.
 
     Shapes: `level (B,)`, or `(B, 2)` with two times; `cond (B,)` int64 or None; the result is `(B, width)`.
     Errors: ValueError when labels reach a network without classes, or are not integers of shape (B,).
@@ -404,7 +430,7 @@ class ConditionEmbedding(nn.Module):
 
     def forward(self, level: Tensor, cond: Tensor | None = None) -> Tensor:
         features = (time_features if self.two_times else log_snr_features)(level, self.features)
-        embedding = self.outer(nn.functional.silu(self.inner(features.to(self.inner.weight.dtype))))
+        embedding = self.outer(silu(self.inner(features.to(self.inner.weight.dtype))))
         if self.classes is None:
             if cond is not None:
                 raise ValueError("this network was built without classes: pass cond=None or set num_classes")

@@ -7,25 +7,23 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pixel_unshuffle
 
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind, make_attention
-from genmodels.nn.blocks import CONVOLUTION
+from genmodels.nn.blocks import CONVOLUTION, blocks_to_channels
 
-#: Scale and shift of one layer, broadcastable to it; None for what is left alone.
+#: Scale and shift of one layer, broadcastable to it; None for no scale, or no modulation.
 Modulation = tuple[Tensor | None, Tensor] | None
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What `cond` is: a label, a vector or a map for every example.
+    """The kind of a condition: a label, a vector or a map for every example.
 
     Arguments:
         kind: `labels` (B,) int64, `vector` (B, size), or `map` (B, size, *space) with a value for every position.
         size: number of classes, length of the vectors, or channels of the maps.
-        stride: a map's positions for each position of the network, along every side: what the squeezes before the
-            network have come to.
+        stride: positions of a map for each position of the network, along every side (the product of all squeezes).
 
     Errors: ValueError for another kind, or numbers below 1.
 
@@ -48,7 +46,7 @@ class Condition:
         return _SHAPES[self.kind].format(size=self.size)
 
     def squeezed(self, factor: int = 2) -> Condition:
-        """The same condition for networks behind a squeeze: only maps have positions to lose.
+        """The same condition for networks after a squeeze, which changes the stride of maps.
 
         Example:
             >>> Condition("labels", 10).squeezed(2)
@@ -57,7 +55,7 @@ class Condition:
         return replace(self, stride=self.stride * factor) if self.kind == "map" else self
 
     def fits(self, cond: Tensor, x: Tensor) -> bool:
-        """Whether `cond` is of this kind, with the examples and the positions of `x`."""
+        """Whether `cond` is of this kind and fits `x`."""
         if self.kind == "labels":
             return cond.dtype in (torch.int64, torch.int32) and cond.shape == x.shape[:1]
         space = tuple(self.stride * n for n in x.shape[2:]) if self.kind == "map" else ()
@@ -65,7 +63,7 @@ class Condition:
 
 
 def require_condition(cond: Condition | None) -> None:
-    """Raise TypeError for anything but a `Condition`, or None for nothing to be conditioned on.
+    """Raise TypeError for anything but a `Condition` or None.
 
     Example:
         >>> require_condition(10)
@@ -90,19 +88,18 @@ class Conditioning(nn.Module):
         concat:  h = W x + [b + V c]             the product of [x, c] with [W, V], at the first layer (or at all)
         film:    h = (1 + scale(c)) (W x + b) + shift(c)                                  at every layer
 
-    Labels have a row of V each, vectors a product, maps a convolution. What is the same at all positions is computed
-    once for each example and added, not spread over a map first.
+    V is an embedding of labels, a linear layer of vectors, a convolution of maps.
 
     Arguments:
-        condition: what the condition is; None for a network without one.
+        condition: kind of the condition; None for a network without one.
         widths: channels of the layers.
         conditioning: `concat` or `film`.
         dims: spatial dimensions of the network, 0 for vectors.
-        kernel_size: kernel of the convolution of a map under `concat` (that of the layer it is added to).
-        everywhere: whether `concat` reaches all layers and not only the first.
+        kernel_size: kernel of the convolution of a map under `concat`, that of the first layer.
+        everywhere: whether `concat` acts on all layers and not only the first.
 
     Shapes: `cond` as the condition says, `x (B, C, *space)`, `mask` bool, broadcastable to `(B, 1, *space)`; the result
-    has one pair `(scale, shift)` for each layer, of shape (B, width, *space or *1), or None for a layer left alone.
+    has one pair `(scale, shift)` for each layer, of shape (B, width, *space or *1), or None.
     Errors: ValueError when `cond` is missing, not expected, or of another kind or shape.
     Source: FiLM: Perez et al. 2018, equation 2.
 
@@ -150,7 +147,7 @@ class Conditioning(nn.Module):
         if condition.kind != "labels":
             cond = cond.to(x.dtype)
         if condition.kind == "map":
-            cond = hide(_folded(cond, condition.stride), mask)
+            cond = hide(cond if condition.stride == 1 else blocks_to_channels(cond, condition.stride), mask)
         features = self.project(cond)
         if condition.kind != "map":
             features = features.reshape(*features.shape, *(1,) * self.dims)
@@ -160,7 +157,7 @@ class Conditioning(nn.Module):
 
 
 def modulate(h: Tensor, modulation: Modulation) -> Tensor:
-    """h (1 + scale) + shift, or what there is of it.
+    """h (1 + scale) + shift, or h where there is no modulation.
 
     Example:
         >>> modulate(torch.tensor([3.0]), (torch.tensor([1.0]), torch.tensor([0.5])))
@@ -184,43 +181,33 @@ def _projection(condition: Condition, width: int, dims: int, kernel_size: int, *
     }
     project = made[condition.kind]()
     if condition.kind == "labels":
-        nn.init.normal_(project.weight, std=0.3)  # about what other inputs contribute to a layer at its start
+        nn.init.normal_(project.weight, std=0.3)  # about the initial contribution of the other inputs
     return project
 
 
-def _folded(cond: Tensor, stride: int) -> Tensor:
-    """A map with its blocks of `stride` positions along every side as channels."""
-    if stride == 1:
-        return cond
-    if cond.dim() == 4:
-        return pixel_unshuffle(cond, stride)
-    return cond.unflatten(2, (-1, stride)).transpose(2, 3).flatten(1, 2)  # (B, S, T f) to (B, S f, T)
-
-
 class Net(nn.Module):
-    """A network of an event and its condition, whose last layer is a constant at the start.
+    """A network of an event and its condition, whose output is constant at the start.
 
         y = head(act(attention(hidden(x, cond)))),    head: weights zero, bias zero or given
 
-    A subclass makes `head`, and in `forward` calls `enter`, its own layers, `attend` and `leave`. A position outside
-    the mask is a zero to every layer that looks at its neighbours, just as what lies beyond the border is; so neither
-    its content nor the length of the padding changes anything.
+    A subclass creates `head`, and in `forward` calls `enter`, its layers, `attend` and `leave`. Positions outside the
+    mask are zero for every convolution, as beyond the border, so neither their content nor their number matters.
 
     Arguments:
         in_channels, out_channels: channels before and after.
-        hidden: channels that the attention sees.
-        widths: channels of the layers that the condition may reach.
-        cond: what the network is conditioned on, None for nothing.
+        hidden: channels at the attention.
+        widths: channels of the layers that a condition may modulate.
+        cond: what the network is conditioned on, if anything.
         conditioning: `concat` or `film` (see `Conditioning`).
         dims: 1 or 2 spatial dimensions, 0 for vectors.
         attention: entry of `ATTENTION`, applied after the hidden layers; `none` for none.
         heads: heads of the attention.
         kernel_size: kernel of the first layer.
-        everywhere: whether a concatenated condition reaches all layers.
+        everywhere: whether a concatenated condition acts on all layers.
 
     Shapes: `x (B, in_channels, *space)`, `mask` bool, broadcastable to `(B, 1, *space)`; the result is
     `(B, out_channels, *space)`, zero outside the mask.
-    Errors: ValueError for x of another shape, and whatever `Conditioning` and the attention refuse.
+    Errors: ValueError for x of another shape, and those of `Conditioning` and the attention.
     """
 
     def __init__(
@@ -254,29 +241,29 @@ class Net(nn.Module):
         self.attention = make_attention(attention, hidden, heads, dims=dims)
 
     def set_output_bias(self, bias: Tensor) -> None:
-        """Let the network start at this value `(out_channels,)`, the same for every example and position."""
+        """Set the initial output `(out_channels,)`, the same for every example and position."""
         if tuple(bias.shape) != (self.out_channels,):
             raise ValueError(f"the output bias has shape ({self.out_channels},), got {tuple(bias.shape)}")
         with torch.no_grad():
             self.head.bias.copy_(bias)
 
     def enter(self, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, list[Modulation]]:
-        """What goes into the first layer, and the condition's part in each layer."""
+        """The input of the first layer, and the modulation of each layer."""
         if x.dim() != 2 + self.dims or x.shape[1] != self.in_channels:
             space = ("", ", T", ", H, W")[self.dims]
             raise ValueError(f"{type(self).__name__} takes x (B, {self.in_channels}{space}), got {tuple(x.shape)}")
         x = hide(x, mask)
         if self.dims == 2:
-            # With the channels of a position side by side, norms over channels (two to five times) and convolutions to
-            # few of them (up to twice) are faster on a CPU; every layer keeps the order. A copy, since `contiguous`
-            # leaves maps of one channel, which fit both orders, in the one that layers take for the other.
+            # In channels-last memory format, norms over channels (two to five times) and convolutions to few channels
+            # (up to twice) are faster on a CPU; every layer keeps the format. A copy, since `contiguous` leaves maps of
+            # one channel, which fit both formats, in the other one.
             x = x.movedim(1, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 1)
         return x, self.conditioning(cond, x, mask)
 
     def attend(self, h: Tensor, mask: Tensor | None) -> Tensor:
-        """The attention after the hidden layers."""
+        """Applies the attention after the hidden layers."""
         return h if self.attention is None else self.attention(hide(h, mask), mask)
 
     def leave(self, h: Tensor, mask: Tensor | None) -> Tensor:
-        """The last layer; its result is laid out like the event it is for."""
+        """The last layer, its result in contiguous memory format."""
         return hide(self.head(hide(h, mask)), mask).contiguous()

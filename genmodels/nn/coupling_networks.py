@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -48,23 +49,23 @@ class ScaledHead(nn.Module):
 
 
 class ConvNet(Net):
-    """The coupling network of Glow: no norm and no dropout, so that it is exact and the same in both modes.
+    """The coupling network of Glow: no norm and no dropout, so it is the same function in training and evaluation.
 
         y = conv3_0(relu(conv1(relu(conv3(x))))) exp(3 s),   conv3_0 = s = 0 at the start
 
     Arguments:
         in_channels, out_channels: channels before and after.
         hidden: channels of the hidden layers.
-        depth: number of hidden layers, the first 3 wide and the others 1; 0 leaves the last layer alone, which is the
-            learned prior of Glow.
+        depth: number of hidden layers, the first 3 wide and the others 1; 0 leaves only the last layer, the learned
+            prior of Glow.
         dims: 1 or 2 spatial dimensions.
         cond: what the network is conditioned on.
         conditioning: `concat` or `film`.
         attention: entry of `ATTENTION` after the hidden layers, `none` for none.
         heads: heads of the attention, a divisor of `hidden`.
 
-    Shapes: `x (B, in_channels, *space)`, `cond` as `cond` says, `mask` bool, broadcastable to `(B, 1, *space)`; the
-    result is `(B, out_channels, *space)`, zero outside the mask.
+    Shapes: `x (B, in_channels, *space)`, `mask` bool, broadcastable to `(B, 1, *space)`; the result is
+    `(B, out_channels, *space)`, zero outside the mask.
     Errors: ValueError for x of another shape, or a missing or unexpected condition.
     Source: Kingma and Dhariwal 2018, section 3.3 and appendix.
 
@@ -92,9 +93,8 @@ class ConvNet(Net):
             in_channels, out_channels, hidden, [hidden] * depth or [out_channels], cond=cond,
             conditioning=conditioning, dims=dims, attention=attention, heads=heads, kernel_size=3,
         )  # fmt: skip
-        convolution = CONVOLUTION[dims]
         self.layers = nn.ModuleList(
-            convolution(hidden, hidden, 1) if number else convolution(in_channels, hidden, 3, padding=1)
+            CONVOLUTION[dims](hidden, hidden, 1) if number else CONVOLUTION[dims](in_channels, hidden, 3, padding=1)
             for number in range(depth)
         )
         self.head = ScaledHead(dims, hidden if depth else in_channels, out_channels)
@@ -120,12 +120,12 @@ def concat_elu(x: Tensor) -> Tensor:
         >>> concat_elu(torch.tensor([[1.0, 2.0]]))
         tensor([[ 1.0000,  2.0000, -0.6321, -0.8647]])
     """
-    # In place on the joined tensor: one buffer is written, and the same one kept for the backward pass.
+    # In place on the joined tensor, so that one buffer serves both passes.
     return elu(torch.cat([x, -x], dim=1), inplace=True)
 
 
 class GatedResidual(nn.Module):
-    """A residual block whose branch is gated.
+    """A residual block with a gated branch.
 
         y = norm(x + value sigmoid(gate)),   (value, gate) = conv1(concat_elu(conv3(concat_elu(x))))
 
@@ -153,24 +153,30 @@ class GatedResidual(nn.Module):
         return self.norm(x + glu(self.conv_2(concat_elu(h)), dim=1))
 
 
-class GatedConvNet(Net):
+class _ResidualNet(Net):
+    """A convolution `stem`, residual `blocks`, an activation, and a convolution `head` that starts at zero."""
+
+    activate: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        x, (first, *rest) = self.enter(x, cond, mask)
+        h = modulate(self.stem(x), first)
+        for block, modulation in zip(self.blocks, rest, strict=True):
+            h = block(h, modulation, mask)
+        return self.leave(self.activate(self.attend(h, mask)), mask)
+
+
+class GatedConvNet(_ResidualNet):
     """A gated residual network: strong for its size on small images.
 
         y = conv_0(concat_elu(block_depth(... block_1(conv(x)))))     both convolutions 3 wide, conv_0 = 0 at the start
 
     Arguments:
-        in_channels, out_channels: channels before and after.
         hidden: channels of the blocks.
         depth: number of gated blocks.
-        dims: 1 or 2 spatial dimensions.
-        cond: what the network is conditioned on.
-        conditioning: `concat` or `film`.
-        attention: entry of `ATTENTION` after the hidden layers, `none` for none.
-        heads: heads of the attention, a divisor of `hidden`.
+        in_channels, out_channels, dims, cond, conditioning, attention, heads: see `ConvNet`.
 
-    Shapes: `x (B, in_channels, *space)`, `cond` as `cond` says, `mask` bool, broadcastable to `(B, 1, *space)`; the
-    result is `(B, out_channels, *space)`, zero outside the mask.
-    Errors: ValueError for x of another shape, or a missing or unexpected condition.
+    Shapes, errors: as of `ConvNet`.
     Source: Ho et al. 2019, "Flow++", section 3.3 (gated blocks), without its attention unless asked for.
 
     Example:
@@ -195,17 +201,11 @@ class GatedConvNet(Net):
             in_channels, out_channels, hidden, [hidden] * (1 + depth), cond=cond,
             conditioning=conditioning, dims=dims, attention=attention, heads=heads, kernel_size=3,
         )  # fmt: skip
-        convolution = CONVOLUTION[dims]
-        self.stem = convolution(in_channels, hidden, 3, padding=1)
+        self.stem = CONVOLUTION[dims](in_channels, hidden, 3, padding=1)
         self.blocks = nn.ModuleList(GatedResidual(dims, hidden) for _ in range(depth))
-        self.head = zeroed(convolution(2 * hidden, out_channels, 3, padding=1))
+        self.head = zeroed(CONVOLUTION[dims](2 * hidden, out_channels, 3, padding=1))
 
-    def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        x, (first, *rest) = self.enter(x, cond, mask)
-        h = modulate(self.stem(x), first)
-        for block, modulation in zip(self.blocks, rest, strict=True):
-            h = block(h, modulation, mask)
-        return self.leave(concat_elu(self.attend(h, mask)), mask)
+    activate = staticmethod(concat_elu)
 
 
 class NormedResidual(nn.Module):
@@ -224,17 +224,15 @@ class NormedResidual(nn.Module):
     Source: He et al. 2016, "Identity mappings in deep residual networks", figure 1b.
 
     Example:
-        >>> import torch
         >>> NormedResidual(2, 8)(torch.randn(1, 8, 5, 5)).shape
         torch.Size([1, 8, 5, 5])
     """
 
     def __init__(self, dims: int, channels: int, dropout: float = 0.0):
         super().__init__()
-        convolution = CONVOLUTION[dims]
         self.norm_1, self.norm_2 = ChannelNorm(channels), ChannelNorm(channels)
-        self.conv_1 = convolution(channels, channels, 3, padding=1)
-        self.conv_2 = convolution(channels, channels, 3, padding=1)
+        self.conv_1 = CONVOLUTION[dims](channels, channels, 3, padding=1)
+        self.conv_2 = CONVOLUTION[dims](channels, channels, 3, padding=1)
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, modulation: Modulation = None, mask: Tensor | None = None) -> Tensor:
@@ -243,25 +241,18 @@ class NormedResidual(nn.Module):
         return x + self.conv_2(hide(self.dropout(h), mask))
 
 
-class ResidualConvNet(Net):
+class ResidualConvNet(_ResidualNet):
     """The coupling network of RealNVP: residual blocks, with norms over channels in place of batch normalisation.
 
         y = conv_0(relu(norm(block_depth(... block_1(conv(x))))))     all convolutions 3 wide, conv_0 = 0 at the start
 
     Arguments:
-        in_channels, out_channels: channels before and after.
         hidden: channels of the blocks.
         depth: number of residual blocks.
-        dims: 1 or 2 spatial dimensions.
         dropout: probability of dropping a value inside a block.
-        cond: what the network is conditioned on.
-        conditioning: `concat` or `film`.
-        attention: entry of `ATTENTION` after the hidden layers, `none` for none.
-        heads: heads of the attention, a divisor of `hidden`.
+        in_channels, out_channels, dims, cond, conditioning, attention, heads: see `ConvNet`.
 
-    Shapes: `x (B, in_channels, *space)`, `cond` as `cond` says, `mask` bool, broadcastable to `(B, 1, *space)`; the
-    result is `(B, out_channels, *space)`, zero outside the mask.
-    Errors: ValueError for x of another shape, or a missing or unexpected condition.
+    Shapes, errors: as of `ConvNet`.
     Source: Dinh et al. 2017, section 4.1.
 
     Example:
@@ -287,18 +278,13 @@ class ResidualConvNet(Net):
             in_channels, out_channels, hidden, [hidden] * (1 + depth), cond=cond,
             conditioning=conditioning, dims=dims, attention=attention, heads=heads, kernel_size=3,
         )  # fmt: skip
-        convolution = CONVOLUTION[dims]
-        self.stem = convolution(in_channels, hidden, 3, padding=1)
+        self.stem = CONVOLUTION[dims](in_channels, hidden, 3, padding=1)
         self.blocks = nn.ModuleList(NormedResidual(dims, hidden, dropout) for _ in range(depth))
         self.norm = ChannelNorm(hidden)
-        self.head = zeroed(convolution(hidden, out_channels, 3, padding=1))
+        self.head = zeroed(CONVOLUTION[dims](hidden, out_channels, 3, padding=1))
 
-    def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        x, (first, *rest) = self.enter(x, cond, mask)
-        h = modulate(self.stem(x), first)
-        for block, modulation in zip(self.blocks, rest, strict=True):
-            h = block(h, modulation, mask)
-        return self.leave(relu(self.norm(self.attend(h, mask))), mask)
+    def activate(self, h: Tensor) -> Tensor:
+        return relu(self.norm(h))
 
 
 class WaveNet(Net):
@@ -307,28 +293,24 @@ class WaveNet(Net):
         h_1 = conv1_in(x),   (a_i, g_i) = conv_i(h_i) + V_i c,   u_i = dropout(tanh(a_i) sigmoid(g_i))
         h_{i+1} = h_i + R_i u_i,   y = W sum_i (S_i u_i) + b,   W = 0 at the start
 
-    R_i and S_i are 1 wide and make one convolution. Glow-TTS normalises weights by their lengths; these are plain.
+    R_i and S_i are 1 wide and make one convolution. Glow-TTS uses weight normalisation here; this network does not.
 
     Arguments:
-        in_channels, out_channels: channels before and after.
         hidden: channels of the residual and the skip stream.
         depth: number of gated layers.
         kernel_size: kernel of conv_i, odd.
-        dilation_rate: layer i (from 0) looks at every dilation_rate^i-th position.
+        dilation_rate: layer i (from 0) has dilation dilation_rate^i.
         dropout: probability of dropping a gated value.
         cond: what the network is conditioned on; it enters every layer.
         conditioning: `concat` (the sum above) or `film`.
-        attention: entry of `ATTENTION` after the hidden layers, `none` for none.
-        heads: heads of the attention, a divisor of `hidden`.
+        in_channels, out_channels, attention, heads: see `ConvNet`.
 
-    Shapes: `x (B, in_channels, T)`, `cond` as `cond` says, `mask (B, 1, T)` bool; the result is `(B, out_channels, T)`,
-    zero outside the mask.
-    Errors: ValueError for x of another shape, an even kernel, or a missing or unexpected condition.
+    Shapes: `x (B, in_channels, T)`, `mask (B, 1, T)` bool; the result is `(B, out_channels, T)`, zero outside the mask.
+    Errors: as of `ConvNet`; ValueError for an even kernel.
     Source: van den Oord et al. 2016, "WaveNet", section 2; Prenger et al. 2019, "WaveGlow"; Kim et al. 2020,
     "Glow-TTS", appendix A.1.
 
     Example:
-        >>> import torch
         >>> WaveNet(8, 16, hidden=12)(torch.randn(2, 8, 20)).shape
         torch.Size([2, 16, 20])
     """
@@ -358,12 +340,9 @@ class WaveNet(Net):
         self.hidden = hidden
         self.stem = nn.Conv1d(in_channels, hidden, 1)
         self.gates = nn.ModuleList(
-            nn.Conv1d(
-                hidden, 2 * hidden, kernel_size, dilation=dilation_rate**i,
-                padding=(kernel_size - 1) // 2 * dilation_rate**i,
-            )
-            for i in range(depth)
-        )  # fmt: skip
+            nn.Conv1d(hidden, 2 * hidden, kernel_size, dilation=dilation, padding=kernel_size // 2 * dilation)
+            for dilation in (dilation_rate**i for i in range(depth))
+        )
         # Nothing follows the residual stream of the last layer: it has none.
         self.branches = nn.ModuleList(nn.Conv1d(hidden, 2 * hidden, 1) for _ in range(depth - 1))
         self.last = nn.Conv1d(hidden, hidden, 1)
@@ -372,11 +351,11 @@ class WaveNet(Net):
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         x, modulations = self.enter(x, cond, mask)
-        h, skipped = self.stem(x), 0
-        for gate, branch, modulation in zip(self.gates, [*self.branches, self.last], modulations, strict=True):
-            value, opening = modulate(gate(hide(h, mask)), modulation).chunk(2, dim=1)
-            inside = branch(self.dropout(value.tanh() * opening.sigmoid()))
-            skipped = skipped + inside[:, -self.hidden :]
+        h, skips = self.stem(x), 0
+        for convolution, branch, modulation in zip(self.gates, [*self.branches, self.last], modulations, strict=True):
+            value, gate = modulate(convolution(hide(h, mask)), modulation).chunk(2, dim=1)
+            u = branch(self.dropout(value.tanh() * gate.sigmoid()))
+            skips = skips + u[:, -self.hidden :]
             if branch is not self.last:
-                h = h + inside[:, : self.hidden]
-        return self.leave(self.attend(skipped, mask), mask)
+                h = h + u[:, : self.hidden]
+        return self.leave(self.attend(skips, mask), mask)

@@ -1,8 +1,7 @@
-"""Weights of the U-Net as those of the UNet2DModel of diffusers, and back, where the two are the same function.
+"""Conversion between the U-Net and the UNet2DModel of diffusers, where the two are the same function.
 
-They are where a level is entered from below as in diffusers (`narrow_early=False`), every norm has equally many groups
-(widths of 128 or more), attention is `plain` with heads of one width, and nothing else is asked for:
-no Fourier features, one time, sizes that halve evenly. Then
+They are with `narrow_early=False`, equal numbers of groups in all norms (widths of 128 or more), `plain` attention with
+heads of one width, no Fourier features, one time, and sizes that halve evenly. Then
 
     unet(x, log_snr, cond) = model(x, 25 (log_snr + 20), cond).sample
 
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def to_diffusers(unet: UNet) -> UNet2DModel:
-    """The UNet2DModel that computes what a U-Net computes, in its precision.
+    """The UNet2DModel of diffusers that is the same function as a U-Net, in its precision.
 
     Raises:
-        InputError: where no UNet2DModel does, with the option that differs; without diffusers.
+        InputError: naming the option that UNet2DModel does not have; without diffusers.
     """
     model = _diffusers()(**_configuration(unet)).to(next(unet.parameters()))
     with torch.no_grad():
@@ -58,12 +57,12 @@ def to_diffusers(unet: UNet) -> UNet2DModel:
 
 
 def from_diffusers(model: UNet2DModel) -> UNet:
-    """The U-Net that computes what a UNet2DModel computes, in its precision; labels are classes but for the last.
+    """The U-Net that is the same function as a UNet2DModel, in its precision; the last class is the null class.
 
-    A bias of the queries becomes a shift of the norm before them, which the values then take back.
+    A bias of the queries becomes a shift of the norm before them, whose effect on the values is subtracted.
 
     Raises:
-        InputError: where no U-Net does, with the setting that differs.
+        InputError: naming the setting that the U-Net does not have.
     """
     unet = _unet(model.config).to(next(model.parameters()))
     with torch.no_grad():
@@ -184,7 +183,7 @@ def _unet(config: Any) -> UNet:
 
 
 def _pairs(unet: UNet, model: UNet2DModel, kind: type) -> list[tuple[nn.Module, nn.Module]]:
-    """Our blocks, or attentions, and theirs, in the order in which they run."""
+    """Our residual blocks, or attentions, and theirs, in order."""
     theirs = [*model.down_blocks, model.mid_block, *model.up_blocks]
     stages = [s for stage in (*unet.down, unet.middle, *unet.up) for s in stage]
     if kind is ResidualBlock:
@@ -196,7 +195,7 @@ def _pairs(unet: UNet, model: UNet2DModel, kind: type) -> list[tuple[nn.Module, 
 
 
 def _plain(unet: UNet, model: UNet2DModel) -> list[tuple[nn.Module, nn.Module]]:
-    """Convolutions and the last norm, which both have alike."""
+    """Convolutions and the last norm, which are the same in both."""
     down = [s.conv for block in model.down_blocks for s in block.downsamplers or []]
     up = [s.conv for block in model.up_blocks for s in block.upsamplers or []]
     return [(unet.stem, model.conv_in), (unet.head_norm, model.conv_norm_out), (unet.head, model.conv_out),
@@ -219,6 +218,6 @@ def _copy(target: nn.Module, source: nn.Module | None) -> None:
 
 
 def _pad(target: nn.Linear, source: nn.Linear) -> None:
-    """Copy a layer into one of more outputs and inputs; the further ones are zero."""
+    """Copy a layer into a larger one, the rest of whose weights are zero."""
     target.weight.zero_()[: source.out_features, : source.in_features] = source.weight
     target.bias.zero_()[: source.out_features] = source.bias

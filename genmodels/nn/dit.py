@@ -1,4 +1,4 @@
-"""Transformers of patches: cutting events into tokens, blocks that a condition opens, and the diffusion transformer."""
+"""Transformers of patches: patches as tokens, transformer blocks with a condition, and the diffusion transformer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, pad, pixel_shuffle, pixel_unshuffle, silu
+from torch.nn.functional import layer_norm, pad, pixel_shuffle, silu
 
 from genmodels.core.random import Dropout
 from genmodels.core.tensors import hide
 from genmodels.nn.attention import Slots
 from genmodels.nn.attention_block import AttentionKind, Site, attend, is_for_maps, make_mechanism
-from genmodels.nn.blocks import ConditionEmbedding, run, zeroed
+from genmodels.nn.blocks import ConditionEmbedding, blocks_to_channels, check_channels, check_frames, run, zeroed
 
 
 def patchify(x: Tensor, patch: int) -> Tensor:
-    """Every block of `patch` positions along each side as the channels of one; the far ends are filled with zeros.
+    """`blocks_to_channels` of an event that is padded with zeros to whole patches.
 
     Shapes: `x (B, C, *space)` to `(B, C patch^dims, *ceil(space / patch))`, one or two spatial dimensions.
 
@@ -25,14 +25,11 @@ def patchify(x: Tensor, patch: int) -> Tensor:
         tensor([[1., 3., 5.],
                 [2., 4., 0.]])
     """
-    x = pad(x, [end for n in reversed(x.shape[2:]) for end in (0, -n % patch)])
-    if x.dim() == 4:
-        return pixel_unshuffle(x, patch)
-    return x.unflatten(2, (-1, patch)).transpose(2, 3).flatten(1, 2)
+    return blocks_to_channels(pad(x, [end for n in reversed(x.shape[2:]) for end in (0, -n % patch)]), patch)
 
 
 def unpatchify(y: Tensor, patch: int, space: tuple[int, ...]) -> Tensor:
-    """The inverse of `patchify` for events of that size, without what filled them up.
+    """The inverse of `patchify` for events of that size, without the padding.
 
     Example:
         >>> x = torch.randn(2, 3, 5, 7)
@@ -44,21 +41,20 @@ def unpatchify(y: Tensor, patch: int, space: tuple[int, ...]) -> Tensor:
 
 
 class TokenBlock(nn.Module):
-    """Attention and a perceptron for each token, each normed before and added after through a gate.
+    """A transformer block whose norms are modulated, and whose branches are gated, by a condition.
 
         h = x + g_1 attention((1 + s_1) norm(x) + b_1),    y = h + g_2 mlp((1 + s_2) norm(h) + b_2)
         (s_1, b_1, g_1, s_2, b_2, g_2) = W silu(c) + b,    W = b = 0 at the start (adaLN-zero)
 
-    With a condition the block is the identity at the start. Without one the gates are 1, and each norm has a scale and
-    shift of its own.
+    With a condition the block is the identity at the start. Without one the gates are 1, and each norm has a learned
+    scale and shift.
 
     Arguments:
         width: width D of the tokens.
         mechanism: attention, `(x (B, L, D), mask=(B, 1, L)) -> (y, cache)`, with `space` too if it is for maps; None
-            leaves the perceptron alone.
+            leaves only the perceptron.
         condition: length of c, 0 for none.
-        hidden: width between the two layers of the perceptron, whose activation is GELU, by tanh with a
-            condition.
+        hidden: width of the hidden layer of the perceptron, with GELU (in its tanh form with a condition).
         dropout: probability of dropping a value of either branch.
 
     Shapes: `x (B, L, D)` to the same, `c (B, condition)`, `mask (B, 1, L)` bool, True = valid: other tokens are not
@@ -78,7 +74,7 @@ class TokenBlock(nn.Module):
         self.norm_2 = TokenNorm(width, condition)
         self.enter, self.leave = nn.Linear(width, hidden), nn.Linear(hidden, width)
         self.dropout = Dropout(dropout)
-        # Exact where the papers have it; on a CPU that takes half the time of the tanh of the diffusion transformer.
+        # As in the papers; on a CPU the exact GELU takes half the time of the tanh form.
         self.activation = nn.GELU(approximate="tanh" if condition else "none")
         for layer in (layer for layer in self.modules() if isinstance(layer, nn.Linear)):
             nn.init.xavier_uniform_(layer.weight)
@@ -105,7 +101,7 @@ class TokenBlock(nn.Module):
 
 
 class TokenNorm(nn.Module):
-    """Layer normalisation of each token, its scale and shift given (as 1 + scale), or learned if no condition is.
+    """Layer normalisation of each token, with a given 1 + scale and shift, or learned ones without a condition.
 
     Example:
         >>> TokenNorm(2, condition=1)(torch.tensor([[[1.0, 5.0]]]), torch.ones(1, 1, 2), torch.zeros(1, 1, 2))
@@ -194,7 +190,7 @@ class TokenTransformer(nn.Module):
         return self.leave(self.norm(h, *parts))
 
     def slots(self, length: int) -> list[Slots]:
-        """Room for the past of every block, for `decode`."""
+        """A cache for every block, for `decode`."""
         return [Slots(length) for _ in self.blocks]
 
     def decode(
@@ -222,19 +218,18 @@ _SMALL = Size(4, 128, 4)
 
 
 class DiT(nn.Module):
-    """Diffusion transformer: patches as tokens, whose blocks noise level and class scale, shift and gate.
+    """The diffusion transformer, with noise level and class as the condition of its blocks.
 
         y = unpatchify(transformer(patchify(x), c)),    c = W_2 silu(W_1 sinusoids(log SNR)) + class
 
-    Places enter through the attention alone: queries and keys turned by row and column (`rope2d`) on maps and by place
-    (`rope`) along sequences, or any other kind by its name. The output is zero at the start, and each block the
-    identity. An event whose sides `patch` does not divide is filled up and cut back.
+    Positions enter only through the attention, by default rotary embeddings: `rope2d` on maps, `rope` along sequences.
+    The output is zero at the start, and each block the identity. Events are padded to whole patches.
 
     Arguments:
         event_shape: (C, H, W) or (C, T); other sizes may be given to `forward`, the channels are fixed.
         num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
         double_output: twice the channels in the output, as learned variances need.
-        extra_channels: channels that come in after those of the event and do not go out.
+        extra_channels: further input channels after those of the event.
         two_times: in place of the log-SNR the network takes the two times of a flow map, (B, 2).
         size: depth, width and heads by their published name; None for a small one of 4, 128 and 4.
         depth: number of blocks; None for that of the size, as for the next two.
@@ -293,13 +288,13 @@ class DiT(nn.Module):
             width, width=width, depth=depth, heads=heads, attention=attention or ("rope2d" if dims == 2 else "rope"),
             expansion=expansion, dropout=dropout, checkpointing=checkpointing,
         )  # fmt: skip
-        # A mechanism for sequences reads a map column by column: padded frames then stand at the end.
+        # A mechanism for sequences takes a map column by column, so that padded frames are at the end.
         self.by_row = dims == 1 or is_for_maps(self.transformer.blocks[0].attention)
 
     def forward(self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
-            raise ValueError(f"the DiT was built for {self.in_channels} channels and {self.dims} spatial dimensions, "
-                             f"got events of shape {tuple(x.shape[1:])}")  # fmt: skip
+        check_channels("the DiT", x, self.in_channels, self.dims)
+        if mask is not None:
+            check_frames(mask)
         patches = patchify(hide(x, mask), self.patch)
         grid = tuple(patches.shape[2:])
         tokens = self._turned(patches).flatten(2).transpose(1, 2)
@@ -308,15 +303,13 @@ class DiT(nn.Module):
         return hide(unpatchify(y, self.patch, tuple(x.shape[2:])), mask).to(x.dtype)
 
     def _turned(self, x: Tensor) -> Tensor:
-        """A map whose rows follow one another in the order of the tokens, or back again."""
+        """Transposes a map for mechanisms of sequences; its own inverse."""
         return x if self.by_row else x.transpose(2, 3)
 
     def _valid(self, mask: Tensor | None, grid: tuple[int, ...]) -> Tensor | None:
-        """Which tokens hold a valid position, (B, 1, L)."""
+        """Tokens with a valid position, (B, 1, L) bool."""
         if mask is None:
             return None
-        if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[1] != 1:
-            raise ValueError(f"mask must be bool of shape (B, 1, T), got {mask.dtype} of shape {tuple(mask.shape)}")
         valid = pad(mask, (0, -mask.shape[2] % self.patch)).unflatten(2, (-1, self.patch)).any(3)
         if self.dims == 1:
             return valid

@@ -12,13 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from genmodels.core.errors import InputError
 from genmodels.core.tensors import hide
 from genmodels.nn.attention_block import AttentionKind
-from genmodels.nn.blocks import CONVOLUTION, GroupNorm, run
+from genmodels.nn.blocks import CONVOLUTION, GroupNorm, check_channels, run
 from genmodels.nn.jet import Jet, has_jet, propagate, smooth_activation
 from genmodels.nn.unet import UNet
 
 
 class Confinement(nn.Module):
-    """A learned bowl under an energy: whatever the network does far away, exp(-E) keeps a finite integral.
+    """A learned quadratic term of an energy, which keeps the integral of exp(-E) finite.
 
         E_0(x) = 1/2 |x|^2 / tau^2,   tau > 0 learned
 
@@ -64,8 +64,8 @@ class EnergyMLP(nn.Module):
         activation: `softplus`, `silu` or `tanh`.
         confinement: whether the quadratic term is there; without it exp(-E) may have no finite integral.
         spread: tau at the start.
-        input_gain: factor on the first layer at the start; more than 1 sees detail much finer than the spread of the
-            data, which training alone is slow to find.
+        input_gain: factor on the initial first layer; above 1 for details much finer than the spread of the data, which
+            training is slow to find.
         checkpointing: recompute the inside of each layer in the backward pass instead of storing it.
 
     Shapes: `x (B, *event)` to `(B,)`.
@@ -130,8 +130,7 @@ class EnergyConv(nn.Module):
         spread: tau at the start.
         checkpointing: recompute the inside of each layer in the backward pass instead of storing it.
 
-    Shapes: `x (B, *event)` to `(B,)`; `mask (B, 1, T)` bool for sequences, True = valid: the energy does not depend on
-    what lies outside.
+    Shapes: `x (B, *event)` to `(B,)`; `mask (B, 1, T)` bool for sequences, True = valid: other frames have no effect.
     Errors: InputError for an activation without second derivative; ValueError for another kind of event or a condition.
 
     Example:
@@ -209,7 +208,7 @@ def _masked_stage(stage: nn.Sequential, h: Tensor, mask: Tensor) -> Tensor:
 
 
 def _stages(body: nn.Sequential) -> list[nn.Module]:
-    """The units that are checkpointed: a linear layer with its activation, or what is a `Sequential` already."""
+    """The units that are checkpointed: a linear layer with its activation, or the stages of `EnergyConv`."""
     if isinstance(body[0], nn.Sequential):
         return list(body)
     return [body[:3], *(body[k : k + 2] for k in range(3, len(body), 2))]
@@ -238,11 +237,7 @@ def _check_event(network: nn.Module, x: Tensor, cond: Tensor | None) -> None:
 
 
 def _check_channels(network: nn.Module, x: Tensor, cond: Tensor | None) -> None:
-    if x.dim() != network.dims + 2 or x.shape[1] != network.event_shape[0]:
-        raise ValueError(
-            f"the energy was built for {network.event_shape[0]} channels and {network.dims} spatial dimensions, got "
-            f"events of shape {tuple(x.shape[1:])}"
-        )
+    check_channels("the energy", x, network.event_shape[0], network.dims)
     _refuse(cond)
 
 
@@ -267,7 +262,7 @@ class UNetEnergy(nn.Module):
         channels: channels of the first level.
         multipliers: one per level.
         blocks: residual blocks per level.
-        attention: kind of attention at the lowest level; not `hard`, whose gradient in training is another function's.
+        attention: kind of attention at the lowest level; not `hard`, whose gradient in training is a surrogate.
         heads: heads of the attention.
         confinement: whether the quadratic term is there.
         spread: tau at the start.
@@ -276,7 +271,6 @@ class UNetEnergy(nn.Module):
     Source: Salimans and Ho 2021, "Should EBMs model the energy or the score?", section 3.
 
     Example:
-        >>> import torch
         >>> energy = UNetEnergy((1, 8, 8), channels=8, multipliers=(1, 2), blocks=1, confinement=False)
         >>> energy(torch.ones(2, 1, 8, 8))
         tensor([32., 32.], grad_fn=<MulBackward0>)
@@ -310,8 +304,8 @@ class UNetEnergy(nn.Module):
         self.confinement = Confinement(spread) if confinement else None
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        x = x if mask is None else x.masked_fill(~(mask if x.dim() == 3 else mask[:, :, None]), 0)
-        # The fused kernels of attention have no second derivative; the plain one has.
+        x = hide(x, mask)
+        # The fused kernels of attention have no second derivative.
         with sdpa_kernel(SDPBackend.MATH):
             f = self.unet(x, x.new_zeros(len(x)), cond, mask)
         energy = _FORMS[self.form](x, f)
@@ -386,7 +380,7 @@ class DeepKernelEnergy(nn.Module):
         self.register_buffer("alpha", torch.zeros(inducing))
 
     def set_points(self, x: Tensor) -> None:
-        """Takes the inducing points from data: `x (L, D)`."""
+        """Sets the inducing points `x (L, D)`."""
         with torch.no_grad():
             self.points.copy_(x)
 
@@ -435,7 +429,7 @@ class DeepKernelEnergy(nn.Module):
 
 
 def _centred(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both less the mean of b, which no difference of the two notices: products of what lies far out lose digits."""
+    """Both minus the mean of b: their differences are the same, and products more accurate."""
     centre = b.detach().mean(0)
     return a - centre, b - centre
 

@@ -23,7 +23,7 @@ from genmodels.core.errors import InputError
 
 
 class Jet(NamedTuple):
-    """Value and derivatives along a line, one after the other in one tensor, so that linear maps see one batch.
+    """Value and derivatives along a line, concatenated so that linear maps act on one batch.
 
     Shapes: `stack (2B, ...)` holds (a, a') and a'' = 0; `stack (3B, ...)` holds (a, a', a''). `batch` is B.
     """
@@ -49,7 +49,7 @@ class Jet(NamedTuple):
 def propagate(layer: nn.Module, jet: Jet) -> Jet:
     """The jet after a layer, or after a `Sequential` of them.
 
-    Errors: NotImplementedError for a layer without a rule; `has_jet` tells beforehand.
+    Errors: NotImplementedError for a layer without a rule (see `has_jet`).
 
     Example:
         >>> x, v = torch.tensor([[0.5]]), torch.tensor([[2.0]])
@@ -67,7 +67,7 @@ def propagate(layer: nn.Module, jet: Jet) -> Jet:
 
 
 def has_jet(layer: nn.Module) -> bool:
-    """Whether `propagate` knows the layer and all that is inside it.
+    """Whether `propagate` has rules for the layer and all layers inside it.
 
     Example:
         >>> has_jet(nn.Sequential(nn.Linear(2, 3), nn.SiLU())), has_jet(nn.Sequential(nn.GroupNorm(1, 2)))
@@ -79,33 +79,29 @@ def has_jet(layer: nn.Module) -> bool:
 
 
 class _AddBias(torch.autograd.Function):
-    """Adds a bias to the values and leaves the derivatives alone, in place: no copy of the stack either way."""
+    """Adds a bias (n, 1, ...) to the values but not to the derivatives, in place, without a copy of the stack."""
 
     @staticmethod
     def forward(ctx, stack, bias, batch):
         ctx.mark_dirty(stack)
-        ctx.batch = batch
-        stack[:batch] += bias.reshape(-1, *(1,) * (stack.dim() - 2))
+        ctx.batch, ctx.shape = batch, bias.shape
+        stack[:batch] += bias
         return stack
 
     @staticmethod
     def backward(ctx, grad):
-        values = grad[: ctx.batch]
-        return grad, values.sum([d for d in range(values.dim()) if d != 1]), None
-
-
-def _with_bias(layer: nn.Module, stack: Tensor, batch: int) -> Tensor:
-    return stack if layer.bias is None else _AddBias.apply(stack, layer.bias, batch)
+        return grad, grad[: ctx.batch].sum_to_size(ctx.shape), None
 
 
 def _linear(layer: nn.Linear, stack: Tensor, batch: int) -> Tensor:
-    return _with_bias(layer, linear(stack, layer.weight), batch)
+    y = linear(stack, layer.weight)
+    return y if layer.bias is None else _AddBias.apply(y, layer.bias, batch)
 
 
 def _convolution(convolve: Callable):
     def rule(layer, stack: Tensor, batch: int) -> Tensor:
         y = convolve(stack, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
-        return _with_bias(layer, y, batch)
+        return y if layer.bias is None else _AddBias.apply(y, layer.bias.view(-1, *(1,) * (y.dim() - 2)), batch)
 
     return rule
 
@@ -115,7 +111,7 @@ def _without_bias(layer: nn.Module, stack: Tensor, batch: int) -> Tensor:
 
 
 class _ActivationJet(torch.autograd.Function):
-    """(f, f' a', f'' a'^2 + f' a'') of a stack, with its first derivative by hand: few passes, nothing extra kept.
+    """(f, f' a', f'' a'^2 + f' a'') of a stack, with an analytical derivative: few passes, only the input is stored.
 
     Source: the chain rule of Faa di Bruno at second order.
     """
@@ -218,11 +214,11 @@ def _rule(layer: nn.Module) -> Callable[[nn.Module, Tensor, int], Tensor] | None
 
 
 def _is_plain(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether the layer computes what `kind` computes: its own forward, at most with a parametrised weight."""
+    """Whether the layer computes what `kind` computes, at most with a parametrised weight."""
     return type(layer).forward is kind.forward and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
-#: What an energy may be made of: twice differentiable everywhere.
+#: Activations for energies: twice differentiable everywhere.
 SMOOTH: dict[str, type[nn.Module]] = {"softplus": nn.Softplus, "silu": nn.SiLU, "tanh": nn.Tanh}
 
 #: Not twice differentiable. The first group has second derivative zero almost everywhere, the second a jump in it.
@@ -256,10 +252,10 @@ def smooth_activation(name: str) -> nn.Module:
 
 
 def require_independent(network: nn.Module) -> None:
-    """Refuses what makes the output of an example depend on other examples, or on chance.
+    """Refuses layers that mix the examples of a batch, and dropout.
 
-    A gradient of the summed energy is a gradient of each example's energy only where the examples do not mix; a score
-    is a function of x only where nothing is dropped.
+    The gradient of the summed energy is that of each example's energy only without mixing, and a function of x only
+    without dropout.
 
     Errors: InputError naming the layer.
 
@@ -280,8 +276,8 @@ def require_independent(network: nn.Module) -> None:
 def require_smooth(network: nn.Module) -> None:
     """Refuses layers without a second derivative, by name.
 
-    With ReLU or max-pooling the Hessian of an energy is zero almost everywhere: the trace in a score-matching loss
-    vanishes without a word, and what is minimised is |score|^2 alone.
+    With ReLU or max-pooling the Hessian of an energy is zero almost everywhere, so that a score-matching loss reduces
+    to |score|^2.
 
     Errors: InputError naming the layer.
 
@@ -292,14 +288,7 @@ def require_smooth(network: nn.Module) -> None:
         genmodels.core.errors.InputError: layer 1 (ReLU) is not twice differentiable: use softplus, silu, tanh
     """
     for name, layer in network.named_modules():
-        functions = [value for value in vars(layer).values() if callable(value) and _is_kinked_function(value)]
+        functions = [f for value in vars(layer).values() for f in _KINKED_FUNCTIONS if value is f]
         if isinstance(layer, _KINKED) or functions:
             what = functions[0].__name__ if functions else type(layer).__name__
             raise InputError(f"layer {name or 'itself'} ({what}) is not twice differentiable: use {', '.join(SMOOTH)}")
-
-
-def _is_kinked_function(value) -> bool:
-    try:
-        return value in _KINKED_FUNCTIONS
-    except TypeError:  # what has no hash is no function of torch
-        return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.functional import layer_norm, linear, relu, silu
 
 from genmodels.core.random import Dropout
 from genmodels.nn.blocks import ConditionEmbedding, run, zeroed
-from genmodels.nn.condition import Condition, Net, modulate
+from genmodels.nn.condition import Condition, Modulation, Net, modulate
 
 ACTIVATION = {"silu": silu, "relu": relu}
 
@@ -31,7 +31,7 @@ class MLP(Net):
         cond: what the network is conditioned on, labels or a vector.
         conditioning: `concat` or `film`.
 
-    Shapes: `x (B, in_channels)`, `cond` as `cond` says; the result is `(B, out_channels)`. A mask is refused.
+    Shapes: `x (B, in_channels)` to `(B, out_channels)`, without a mask.
     Errors: ValueError for vectors of another length, a mask, a missing or unexpected condition, or a map as condition.
 
     Example:
@@ -60,12 +60,7 @@ class MLP(Net):
         self.head = zeroed(nn.Linear(hidden, out_channels))
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        _refuse(mask)
-        x, (first, *rest) = self.enter(x, cond, None)
-        h = self.activation(modulate(self.stem(x), first))
-        for layer, modulation in zip(self.layers, rest, strict=True):
-            h = self.activation(modulate(layer(self.dropout(h)), modulation))
-        return self.head(self.dropout(h))
+        return _layered(self, x, cond, mask)
 
 
 class ResidualMLP(Net):
@@ -74,23 +69,18 @@ class ResidualMLP(Net):
         h_0 = W_in x + b_in,   h_{i+1} = h_i + W_i' act(W_i act(h_i) + b_i) + b_i'
         y = W h_depth + b,   W = 0 at the start
 
-    Modulation by a condition falls on W_in x + b_in and on the inside of every block.
+    A condition modulates W_in x + b_in and the first layer of every block.
 
     Arguments:
-        in_channels, out_channels: length of the vectors before and after.
         hidden: width of the residual stream and of the blocks.
         depth: number of residual blocks, of two layers each.
-        activation: `silu` or `relu`.
         dropout: probability of dropping a value inside a block.
-        cond: what the network is conditioned on, labels or a vector.
-        conditioning: `concat` or `film`.
+        in_channels, out_channels, activation, cond, conditioning: see `MLP`.
 
-    Shapes: `x (B, in_channels)`, `cond` as `cond` says; the result is `(B, out_channels)`. A mask is refused.
-    Errors: ValueError for vectors of another length, a mask, a missing or unexpected condition, or a map as condition.
+    Shapes, errors: as of `MLP`.
     Source: Durkan et al. 2019, "Neural spline flows", appendix B.1.
 
     Example:
-        >>> import torch
         >>> ResidualMLP(3, 5)(torch.randn(4, 3)).shape
         torch.Size([4, 5])
     """
@@ -119,13 +109,7 @@ class ResidualMLP(Net):
         self.head = zeroed(nn.Linear(hidden, out_channels))
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        _refuse(mask)
-        x, (first, *rest) = self.enter(x, cond, None)
-        h = modulate(self.stem(x), first)
-        for inner, outer, modulation in zip(self.inner, self.outer, rest, strict=True):
-            inside = modulate(inner(self.activation(h)), modulation)
-            h = h + outer(self.dropout(self.activation(inside)))
-        return self.head(h)
+        return _residual(self, self.inner, self.outer, x, cond, mask)
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -134,18 +118,40 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATION[name]
 
 
-def _refuse(mask: Tensor | None) -> None:
+def _enter(net: Net, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, list[Modulation]]:
+    """The first layer before its activation, and the modulations of the others."""
     if mask is not None:
-        raise ValueError("a perceptron takes vectors of one length: use a convolutional network for masked sequences")
+        raise ValueError(f"{type(net).__name__} takes vectors of one length: use a convolutional network for masked "
+                         "sequences")  # fmt: skip
+    x, (first, *rest) = net.enter(x, cond, None)
+    return modulate(net.stem(x), first), rest
+
+
+def _layered(net: MLP | MADE, x: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
+    h, modulations = _enter(net, x, cond, mask)
+    for layer, modulation in zip(net.layers, modulations, strict=True):
+        h = modulate(layer(net.dropout(net.activation(h))), modulation)
+    return net.head(net.dropout(net.activation(h)))
+
+
+def _residual(
+    net: ResidualMLP | MADE, inner: Iterable[nn.Module], outer: Iterable[nn.Module], x: Tensor, cond: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    h, modulations = _enter(net, x, cond, mask)
+    for enter, leave, modulation in zip(inner, outer, modulations, strict=True):
+        inside = modulate(enter(net.activation(h)), modulation)
+        h = h + leave(net.dropout(net.activation(inside)))
+    return net.head(h)
 
 
 class MaskedLinear(nn.Linear):
-    """A linear layer of which some weights are zero and stay so.
+    """A linear layer with some weights fixed at zero.
 
         y = (W * mask) x + b
 
     Arguments:
-        mask: (outputs, inputs) bool, True where an output may see an input.
+        mask: (outputs, inputs) bool, False for weights that are zero.
 
     Example:
         >>> layer = MaskedLinear(torch.tensor([[True, False]]))
@@ -162,11 +168,11 @@ class MaskedLinear(nn.Linear):
 
 
 class MADE(Net):
-    """A masked perceptron: several outputs for every dimension, which depend on the dimensions before it alone.
+    """A masked autoregressive perceptron: the outputs of every dimension depend only on the dimensions before it.
 
-    Inputs and outputs have the degrees 1 .. D in the given order, hidden units degrees between; a hidden unit sees what
-    has its own degree or a lower one, an output what has a lower one: d output_i / d x_j = 0 unless j comes before i.
-    The condition feeds all hidden units. With one, some have degree 0: they see it alone, and every output sees them.
+    Inputs and outputs have the degrees 1 .. D in the given order, hidden units degrees between. A hidden unit is
+    connected to units of its degree or lower, an output to units of lower degree: d output_i / d x_j = 0 unless j comes
+    before i. All hidden units depend on a condition; some then have degree 0, so that every output depends on it.
 
     Arguments:
         features: number of dimensions D.
@@ -174,15 +180,11 @@ class MADE(Net):
         hidden: width of the hidden layers.
         depth: number of hidden layers, or of residual blocks of two layers each.
         residual: whether the layers are those of a residual perceptron (see `ResidualMLP`).
-        order: the turn of each dimension, a permutation of 0 .. D - 1; the dimension with turn 0 depends on nothing.
-        activation: `silu` or `relu`.
-        dropout: probability of dropping a hidden value.
-        cond: what the network is conditioned on, labels or a vector.
-        conditioning: `concat` or `film`.
+        order: place of each dimension in the order, a permutation of 0 .. D - 1; the first depends on nothing.
+        activation, dropout, cond, conditioning: see `MLP`.
 
-    Shapes: `x (B, D)`, `cond` as `cond` says; the result is `(B, P D)`, the first output of every dimension first. A
-    mask is refused.
-    Errors: ValueError for an order that is no permutation, no hidden layer, and whatever `Net` refuses.
+    Shapes: `x (B, D)` to `(B, P D)`, the first output of every dimension first, without a mask.
+    Errors: as of `MLP`; ValueError for an order that is not a permutation, or no hidden layer.
     Source: Germain et al. 2015 (MADE), sections 3 and 4; residual blocks: Durkan et al. 2019, appendix B.1.
 
     Example:
@@ -208,16 +210,14 @@ class MADE(Net):
         order = list(range(features)) if order is None else [int(turn) for turn in order]
         if sorted(order) != list(range(features)):
             raise ValueError(f"MADE: order must be a permutation of 0 .. {features - 1}, got {order}")
-        if depth < 1 or activation not in ACTIVATION:
-            raise ValueError(
-                f"MADE needs depth >= 1 and an activation out of {', '.join(ACTIVATION)}, got {depth}, {activation!r}"
-            )
+        if depth < 1:
+            raise ValueError(f"MADE needs depth >= 1, got {depth}")
         widths = [hidden] * (1 + depth if residual else depth)
         super().__init__(
             features, params_per_dim * features, hidden, widths,
             cond=cond, conditioning=conditioning, dims=0, everywhere=True,
         )  # fmt: skip
-        self.residual, self.activation = residual, ACTIVATION[activation]
+        self.residual, self.activation = residual, _activation(activation)
         self.register_buffer("order", torch.tensor(order))
         degrees, inner = self.order + 1, hidden_degrees(features, hidden, self.uses_cond)
         self.stem = MaskedLinear(inner[:, None] >= degrees)
@@ -228,22 +228,13 @@ class MADE(Net):
         self.head = zeroed(MaskedLinear(degrees.repeat(params_per_dim)[:, None] > inner))
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        if mask is not None:
-            raise ValueError("MADE takes vectors of one length: a mask has no place in it")
-        x, (first, *rest) = self.enter(x, cond, None)
-        h = modulate(self.stem(x), first)
         if self.residual:
-            for inner, outer, modulation in zip(self.layers[::2], self.layers[1::2], rest, strict=True):
-                inside = modulate(inner(self.activation(h)), modulation)
-                h = h + outer(self.dropout(self.activation(inside)))
-            return self.head(h)
-        for layer, modulation in zip(self.layers, rest, strict=True):
-            h = modulate(layer(self.dropout(self.activation(h))), modulation)
-        return self.head(self.dropout(self.activation(h)))
+            return _residual(self, self.layers[::2], self.layers[1::2], x, cond, mask)
+        return _layered(self, x, cond, mask)
 
 
 def hidden_degrees(features: int, hidden: int, conditional: bool) -> Tensor:
-    """Degrees of the hidden units, as evenly spread as their number allows, up to the highest that is of any use.
+    """Degrees of the hidden units, evenly spread up to D - 1.
 
     Example:
         >>> hidden_degrees(4, 6, conditional=False).tolist(), hidden_degrees(4, 6, conditional=True).tolist()
@@ -266,15 +257,15 @@ class MLPDenoiser(nn.Module):
         event_shape: any shape; the event is flattened.
         num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
         double_output: twice the entries of the event's first axis in the output, as learned variances need.
-        extra_channels: entries of the first axis that come in and do not go out, as self-conditioning needs.
+        extra_channels: further entries of the first axis of the input, as self-conditioning needs.
         two_times: in place of the log-SNR the network takes the two times of a flow map, (B, 2).
         hidden: width of the residual stream, even.
         depth: number of residual blocks.
-        frequencies: octaves of Fourier features of each coordinate, which sharpen edges in few dimensions; 0 is none.
+        frequencies: octaves of Fourier features of each coordinate, for sharp edges in few dimensions; 0 for none.
         dropout: probability of dropping a value inside the blocks.
         checkpointing: recompute the inside of each block in the backward pass instead of storing it.
 
-    Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None; the result is like `x`. A mask is refused.
+    Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None; the result is like `x`.
     Errors: ValueError for events of another shape, an odd width, or a mask.
     Source: residual blocks with scale and shift as in Nichol and Dhariwal 2021; Fourier features of Tancik et al. 2020.
 

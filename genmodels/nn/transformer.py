@@ -1,4 +1,4 @@
-"""Transformer and conformer encoders of sequences, with any attention of the package; mels whole or in chunks."""
+"""Transformer and conformer encoders of sequences, and a streaming encoder of mel-spectrograms."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from genmodels.nn.blocks import ChannelNorm, run
 
 
 class TransformerLayer(nn.Module):
-    """Attention, then two convolutions; each normed before and added to what came in.
+    """A pre-norm transformer layer with two convolutions as its feed-forward network.
 
         h = x + dropout(attention(norm_1(x))),    y = h + dropout(conv_2(dropout(relu(conv_1(norm_2(h))))))
 
-    With `shaw_zero`, that of the paper, distances up to `window` have vectors of their own and further ones add
-    nothing; every position is attended to.
+    In the paper the attention is `shaw_zero`: distances up to `window` have relative vectors, larger ones none.
 
     Arguments:
         channels: channels of the sequence.
@@ -30,8 +29,8 @@ class TransformerLayer(nn.Module):
         hidden: channels between the convolutions.
         kernel_size: kernel of the convolutions, odd.
         window: largest distance with relative vectors, for the kinds of Shaw; None for their default, 4 or 16.
-        dropout: probability of dropping a value, or a weight of attention where the kind has dropout.
-        attention: entry of `ATTENTION` for sequences; `none` leaves the convolutions alone.
+        dropout: probability of dropping a value, or an attention weight where the kind has dropout.
+        attention: entry of `ATTENTION` for sequences, `none` for none.
 
     Shapes: `x (B, C, T)` to the same, `mask (B, 1, T)` bool, True = valid: the result is zero outside it.
     Errors: ValueError for an even kernel, heads that do not divide the channels, an unknown attention, a window for an
@@ -39,7 +38,6 @@ class TransformerLayer(nn.Module):
     Source: Kim et al. 2020, "Glow-TTS", appendix A.1; norms before as in Xiong et al. 2020.
 
     Example:
-        >>> import torch
         >>> TransformerLayer(8, 2)(torch.randn(3, 8, 5)).shape
         torch.Size([3, 8, 5])
     """
@@ -77,9 +75,9 @@ class TransformerLayer(nn.Module):
         return self._convolved(h, mask)
 
     def extend(self, x: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
-        """The same for new positions of a sequence whose past is in the cache, None for none, and the cache after them.
+        """The output for new positions of a sequence, and the new cache; `cache` is None at the beginning.
 
-        For a kernel of one position, and an attention that has a cache.
+        For a kernel of one position, and an attention with a cache.
         """
         rows = self.norm_1(x).transpose(1, 2)
         y, cache = self.attention(rows, cache=self.attention.empty_cache(rows) if cache is None else cache)
@@ -91,7 +89,7 @@ class TransformerLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A stack of `TransformerLayer` with a norm at its end.
+    """A stack of `TransformerLayer` with a final norm.
 
         y = norm(layer_n(... layer_1(x)))
 
@@ -101,13 +99,12 @@ class Transformer(nn.Module):
         heads, hidden, kernel_size, window, dropout, attention: see `TransformerLayer`.
         checkpointing: recompute the inside of each layer in the backward pass instead of storing it.
 
-    Shapes: `x (B, C, T)` to the same, `mask (B, 1, T)` bool, True = valid: neither what stands outside it nor how much
-    padding there is changes anything, and the result is zero there.
-    Errors: ValueError for x of other channels, and whatever a layer refuses.
+    Shapes: `x (B, C, T)` to the same, `mask (B, 1, T)` bool, True = valid; padding has no influence, and the result is
+    zero there.
+    Errors: ValueError for x of other channels, and those of `TransformerLayer`.
     Source: Kim et al. 2020, "Glow-TTS", appendix A.1: 192 channels, 6 layers, 2 heads, window 4.
 
     Example:
-        >>> import torch
         >>> x, mask = torch.randn(2, 8, 5), torch.tensor([[[1, 1, 1, 1, 1]], [[1, 1, 0, 0, 0]]]).bool()
         >>> Transformer(8, depth=2, hidden=16)(x, mask)[1, :, 2:].abs().max()
         tensor(0., grad_fn=<MaxBackward1>)
@@ -145,11 +142,11 @@ class Transformer(nn.Module):
 
 
 class Subsampling(nn.Module):
-    """Convolutions of stride 2, after each of which there are half as many frames.
+    """Convolutions of stride 2, which each halve the number of frames.
 
-        h <- relu(conv(h)),    frame i of conv(h) sees frames 2i - 1 to 2i + 1 of h
+        h <- relu(conv(h)),    frame i of conv(h) depends on frames 2i - 1 to 2i + 1 of h
 
-    A frame of the result sees none beyond its own stride, so that a chunk of whole strides needs no future.
+    A frame of the result depends on no frames after its stride, so that chunks of whole strides need no lookahead.
 
     Arguments:
         n_mels: channels of the mel.
@@ -178,7 +175,7 @@ class Subsampling(nn.Module):
         return x, mask
 
     def extend(self, x: Tensor, before: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The same for new frames; `before` are the last frames that each convolution has seen, None for none."""
+        """The same for new frames; `before` are the last input frames of each convolution, None at the beginning."""
         after = []
         for number, convolution in enumerate(self.convolutions):
             last = x.new_zeros(len(x), x.shape[1], 1) if before is None else before[number]
@@ -188,17 +185,17 @@ class Subsampling(nn.Module):
 
 
 class ConvolutionModule(nn.Module):
-    """The convolution of a conformer: a gate, a filter along each channel, and a mixture of the channels.
+    """The convolution module of a conformer: a gate, a depthwise convolution, and a linear map of the channels.
 
         y = W_2 silu(norm(depthwise(a * sigmoid(b)))),    (a, b) = W_1 norm(x)
 
-    The norm in the middle is over the channels of each frame (in the source over the batch), so that neither padding
-    nor other items matter.
+    The second norm is over the channels of each frame and not, as in the source, over the batch, so that neither
+    padding nor other items matter.
 
     Arguments:
         channels: of the sequence.
         kernel_size: length of the filters, odd.
-        causal: whether a frame sees none after it.
+        causal: whether frames depend on no later ones.
 
     Shapes: `x (B, C, T)` to the same.
     Source: Gulati et al. 2020 (Conformer), section 2.2.
@@ -224,7 +221,7 @@ class ConvolutionModule(nn.Module):
         return self._mixed(pad(gated, (self.past, self.future)))
 
     def extend(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The same for new frames of a causal one; `before (B, C, kernel_size - 1)` are gated frames, None for none."""
+        """The same, causal, for new frames; `before (B, C, kernel_size - 1)` are gated frames, None for none."""
         gated = glu(self.enter(self.norm_1(x)), dim=1)
         whole = pad(gated, (self.past, 0)) if before is None else torch.cat([before, gated], dim=2)
         return self._mixed(whole), whole[..., whole.shape[2] - self.past :]
@@ -234,14 +231,14 @@ class ConvolutionModule(nn.Module):
 
 
 class LayerState(NamedTuple):
-    """What a layer remembers of a stream: the attention's cache, and the last frames of the convolution, if any."""
+    """The streaming state of a layer: the attention's cache, and the last frames of the convolution, if any."""
 
     cache: Cache
     frames: Tensor | None
 
 
 class ConformerLayer(nn.Module):
-    """Attention and a convolution between two halves of a feed-forward network.
+    """A conformer layer: attention and a convolution between two feed-forward networks.
 
         x <- x + F_1(x)/2,    x <- x + attention(norm(x)),    x <- x + convolution(x),    y = norm(x + F_2(x)/2)
         F(x) = W_2 silu(W_1 norm(x))
@@ -305,7 +302,7 @@ class ConformerLayer(nn.Module):
 
 
 def streamable(mechanism: nn.Module | None) -> bool:
-    """Whether an attention sees no further into the future than its chunk.
+    """Whether an attention has no keys after the current chunk.
 
     Example:
         >>> streamable(Attention(8, 2, chunk=(16, 1))), streamable(Attention(8, 2))
@@ -315,19 +312,19 @@ def streamable(mechanism: nn.Module | None) -> bool:
 
 
 class StreamState(NamedTuple):
-    """Where an encoder stands in a stream: the last frames of its subsampling, and the states of its layers."""
+    """The streaming state of an encoder: the last frames of its subsampling, and the states of its layers."""
 
     frames: tuple[Tensor, ...]
     layers: tuple[LayerState | Cache, ...]
 
 
 class SpeechEncoder(nn.Module):
-    """Mels to a sequence with a frame for every 2 or 4 of theirs, by layers with any attention of the package.
+    """An encoder of mel-spectrograms, with one output frame for 2 or 4 input frames.
 
         h = norm(layer_n(... layer_1(subsampling(x))))
 
-    With an attention that is bounded to chunks (`xl_chunks`: 16 frames of h and the 16 before) a mel can be encoded as
-    it comes, by `extend`, with the result of the whole.
+    With attention within chunks (`xl_chunks`: 16 frames of h and the 16 before) `extend` encodes a stream, with the
+    same result as for the whole.
 
     Arguments:
         n_mels: channels of the mel.
@@ -335,16 +332,16 @@ class SpeechEncoder(nn.Module):
         depth: number of layers.
         heads: heads of the attention; divides the channels.
         hidden: channels inside the layers' feed-forward networks.
-        subsampling: frames of the mel for each of h, 2 or 4. Characters need one frame of h each, two where a
-            character is repeated.
+        subsampling: frames of the mel for each of h, 2 or 4. CTC needs a frame of h for each character, two for a
+            repeated one.
         convolution: length of the filters of conformer layers, odd; 0 for transformer layers.
         dropout: of the layers.
         attention: entry of `ATTENTION` for sequences.
         checkpointing: recompute the inside of each layer in the backward pass instead of storing it.
 
-    Shapes: `x (B, n_mels, T)` with `mask (B, 1, T)` to `(B, C, ceil(T / subsampling))` with the mask of these; what
-        lies outside the mask, and how much of it there is, changes nothing.
-    Errors: ValueError for another factor, and whatever a layer refuses.
+    Shapes: `x (B, n_mels, T)` with `mask (B, 1, T)` to `(B, C, ceil(T / subsampling))` with the mask of these; padding
+        has no influence.
+    Errors: ValueError for another factor, and those of the layers.
     Source: transformer layers: Dong et al. 2018 (Speech-Transformer); conformer layers: Gulati et al. 2020; chunks with
         relative positions: Dai et al. 2019 (Transformer-XL).
 
@@ -382,7 +379,7 @@ class SpeechEncoder(nn.Module):
         self.norm = ChannelNorm(channels)
 
     def frames(self, frames: Tensor) -> Tensor:
-        """Frames of h for mels of so many frames."""
+        """The number of frames of h, from that of mels."""
         return -(-frames // self.subsampling)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -393,7 +390,7 @@ class SpeechEncoder(nn.Module):
 
     @property
     def chunk(self) -> int | None:
-        """Frames of a mel that a stream has to come in, or a multiple of them; None for one that cannot be streamed."""
+        """The number of mel frames of which streamed chunks are multiples; None if streaming is not possible."""
         first = self.layers[0].attention
         if not streamable(first):
             return None
@@ -403,11 +400,11 @@ class SpeechEncoder(nn.Module):
         """h of new frames of a mel, and the state for those that follow.
 
         Arguments:
-            x: `(B, n_mels, n)`, n a multiple of `chunk`, unless they are the last.
-            state: what the call before returned, None for the beginning.
+            x: `(B, n_mels, n)`, n a multiple of `chunk` except at the end.
+            state: the state after the previous call, None at the beginning.
 
         Raises:
-            ValueError: for an attention that sees more than its chunk.
+            ValueError: for an attention that is not streamable.
         """
         if self.chunk is None:
             raise ValueError("this attention sees the whole: for streaming use attention = xl_chunks or music")

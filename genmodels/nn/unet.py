@@ -18,6 +18,8 @@ from genmodels.nn.blocks import (
     NarrowConv2d,
     ResidualBlock,
     Upsample,
+    check_channels,
+    check_frames,
     fourier_features,
     run,
     zeroed,
@@ -27,31 +29,31 @@ from genmodels.nn.blocks import (
 class UNet(nn.Module):
     """Residual U-Net from a noisy event and its log-SNR to an event of the same shape.
 
-    Level l has `channels * multipliers[l]` channels and `ceil(n / 2^l)` positions a side. On the way down each level
-    has `blocks` residual blocks, on the way up one more, each of them joined with a map recorded on the way down. Noise
-    level and class scale and shift every block through one vector. The output is zero at the start.
+    Level l has `channels * multipliers[l]` channels and `ceil(n / 2^l)` positions a side, `blocks` residual blocks on
+    the way down and one more, with skip connections, on the way up. An embedding of noise level and class scales and
+    shifts every block. The output is zero at the start.
 
     Arguments:
         event_shape: (C, H, W) or (C, T); other sizes may be given to `forward`, the channels are fixed.
         num_classes: number of classes, None for an unconditional network; `cond=None` stands for the null class.
         double_output: twice the channels in the output, as learned variances need.
-        extra_channels: channels that come in after those of the event and do not go out, as self-conditioning needs.
+        extra_channels: further input channels after those of the event, as self-conditioning needs.
         two_times: in place of the log-SNR the network takes the two times of a flow map, (B, 2).
         channels: channels of the first level.
         multipliers: one per level.
         blocks: residual blocks per level.
-        attention_at: sizes (of the first spatial side) of the levels that attend; None is the lowest level alone.
-            The middle always attends, unless `attention` is none.
-        attention: kind of attention, an entry of `ATTENTION` (`genmodels.nn.attention_block` explains each); plain is
-            content only, without positions.
+        attention_at: sizes (of the first spatial side) of the levels with attention; None for the lowest level. The
+            middle always has attention, unless `attention` is none.
+        attention: kind of attention, an entry of `ATTENTION` (see `genmodels.nn.attention_block`); `plain` has no
+            positions.
         heads: heads of each attention; divides the channels wherever there is attention.
         dropout: probability of dropping a value inside the residual blocks.
-        fourier: octaves n whose features sin and cos(2^n pi x) come in along with x, see `fourier_features`.
+        fourier: octaves n of the further inputs sin(2^n pi x) and cos(2^n pi x), see `fourier_features`.
         channels_last: keep images in channels-last memory format.
         checkpointing: recompute the blocks in the backward pass instead of storing their activations.
-        condition: numbers in the vector of noise level and class, 2.5 `channels` by default.
-        narrow_early: the convolution after a resize already leads to the width of the next level; without it the next
-            block does, as in diffusers, with more weights.
+        condition: width of the embedding of noise level and class, 2.5 `channels` by default.
+        narrow_early: whether the convolution after a resize, and not the next block as in diffusers, changes to the
+            width of the next level; with fewer weights.
 
     Shapes: `x (B, *event)`, `log_snr (B,)`, `cond (B,)` int64 or None, `mask (B, 1, T)` bool, True = valid, or None,
     with T the last axis of the event; the result is like `x`, zero where the mask is False.
@@ -117,7 +119,7 @@ class UNet(nn.Module):
         self.embedding = ConditionEmbedding(channels, 4 * channels, condition, num_classes, two_times)
         self.stem = convolution(self.in_channels * (1 + 2 * len(self.fourier)), channels, 3, padding=1)
 
-        # Down: the stem, every block and every downsampling leave a map for the way up.
+        # Down: skip connections start at the stem, every block and every downsampling.
         current, skips = channels, [channels]
         self.down, self.down_samples = nn.ModuleList(), nn.ModuleList()
         for level, width in enumerate(widths):
@@ -163,14 +165,10 @@ class UNet(nn.Module):
             self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
-            raise ValueError(
-                f"the U-Net was built for {self.in_channels} channels and {self.dims} spatial dimensions, got "
-                f"events of shape {tuple(x.shape[1:])}"
-            )
+        check_channels("the U-Net", x, self.in_channels, self.dims)
         self._check_size(x.shape[2:])
         masks = _masks(mask, self.dims, self.levels)
-        # Scale and shift of every block from one product.
+        # Scale and shift of every block in one product.
         modulation = iter(self.modulation(silu(self.embedding(log_snr, cond))).split(self._modulation_widths, dim=1))
         seen = hide(x, masks[0])
         if self.fourier:
@@ -178,7 +176,7 @@ class UNet(nn.Module):
             seen = torch.cat([seen, hide(features, masks[0])], dim=1)
         h = self.stem(seen)
         if self.channels_last:
-            # After the stem: a map of one channel has no memory format of its own to pass on.
+            # After the stem, since the memory format of a map of one channel is ambiguous.
             h = h.contiguous(memory_format=torch.channels_last)
         again, skips = self.checkpointing, [h]
         for level, stage in enumerate(self.down):
@@ -237,7 +235,6 @@ def _masks(mask: Tensor | None, dims: int, levels: int) -> list[Tensor | None]:
     """The mask of each level, (B, 1, T) or (B, 1, 1, T): a coarse frame is valid if the even frame under it is."""
     if mask is None:
         return [None] * levels
-    if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[1] != 1:
-        raise ValueError(f"mask must be bool of shape (B, 1, T), got {mask.dtype} of shape {tuple(mask.shape)}")
+    check_frames(mask)
     mask = mask if dims == 1 else mask[:, :, None]
     return [mask[..., :: 2**level] for level in range(levels)]

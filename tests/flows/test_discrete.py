@@ -533,3 +533,12 @@ def test_denoising_by_the_score_is_the_posterior_mean_of_gaussian_data(monkeypat
     wrong = property(lambda self: 0.3**0.5, lambda self, value: None)
     monkeypatch.setattr(GaussianNoise, "sigma", wrong, raising=False)
     assert error_of_the_denoised() > 1e-2
+
+
+def test_an_empty_batch_has_no_values():
+    model = DiscreteFlow(UniformDequantize(4), Flow(Compose([], (2,)), StandardNormal((2,))))
+    x = torch.zeros(0, 2, dtype=torch.int64)
+    v, contribution = model.dequantize(x, source())
+    assert v.shape == (0, 2) and contribution.shape == (0,)
+    assert model.log_weights(x, generator=source(), samples=3).shape == (0, 3)
+    assert model.log_prob(x, generator=source())[0].shape == (0,)

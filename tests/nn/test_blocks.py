@@ -188,6 +188,16 @@ def test_masked_norm_equals_the_loop_over_valid_positions(space, conditioned):
     assert not torch.allclose(norm(x, *given) * mask, expected, atol=1e-2)
 
 
+def test_masked_norm_sums_in_float32():
+    """Sums over a map of half precision exceed what it can represent."""
+    x = 20 * torch.randn(1, 8, 5000, generator=torch.Generator().manual_seed(0)) + 10
+    norm, mask = GroupNorm(8), torch.ones(1, 1, 5000, dtype=torch.bool)
+    for dtype, tolerance in ((torch.float16, 0.01), (torch.bfloat16, 0.05)):
+        y = norm.to(dtype)(x.to(dtype), mask=mask)
+        assert y.dtype == dtype
+        assert torch.allclose(y.float(), GroupNorm(8)(x.to(dtype).float()), atol=tolerance)
+
+
 def test_masked_norm_of_everything_is_the_plain_norm():
     x, scale, shift = for_group_norm(5)
     norm = GroupNorm(12, affine=False)

@@ -18,6 +18,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 LAYERS = {
     "linear": (nn.Linear(3, 4), (3,)),
+    "linear over a map": (nn.Linear(3, 3), (3, 3)),  # as many rows as outputs
     "linear without bias": (nn.Linear(3, 4, bias=False), (3,)),
     "conv": (nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 5, 4)),
     "conv, dilated": (nn.Conv2d(2, 2, 2, dilation=2, groups=2), (2, 5, 4)),

@@ -14,15 +14,15 @@ from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
 from genmodels.nn.attention.mechanism import AtOnce, Inputs, split_heads
 
-#: How many times slower many small products are than those of a fused kernel, about.
+#: Approximate ratio of the times of many small products and of a fused kernel.
 SMALL_PRODUCTS = 8
 
 
 def nystrom(A: Tensor, S: Tensor, rcond: float = 1e-6) -> Tensor:
-    """A matrix from some of its rows and columns: A[:, S] pinv(A[S, S]) A[S, :].
+    """The Nystrom approximation of a matrix from some of its rows and columns: A[:, S] pinv(A[S, S]) A[S, :].
 
     Exact in the rows and columns S when A[S, S] is regular, and everywhere when S spans the rank of A. Singular values
-    below `rcond` times the largest count as zero: those of more landmarks than the rank are noise.
+    below `rcond` times the largest count as zero.
 
     Shapes: `A (.., L, L)`, `S (m,)` indices.
     Source: Williams and Seeger 2001, section 3.
@@ -39,11 +39,12 @@ def nystrom(A: Tensor, S: Tensor, rcond: float = 1e-6) -> Tensor:
 
 
 def iterated_inverse(A: Tensor, iterations: int) -> Tensor:
-    """The pseudo-inverse by an iteration of third order, which converges for every A.
+    """The pseudo-inverse by a convergent iteration of third order.
 
         Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4,    Z_0 = A^T / (norm_1(A) norm_inf(A))
 
-    Each matrix has norms of its own. Rows and columns of zeros stay zero. Six iterations are a few per cent off.
+    The norms are those of each matrix. Rows and columns of zeros stay zero. The error of six iterations is a few per
+    cent.
 
     Source: Razavi et al. 2014, equation 11; Xiong et al. 2021, section 3.3.
 
@@ -68,7 +69,7 @@ def pseudo_inverse(A: Tensor) -> Tensor:
         dZ = -Z dA Z                                                    for regular A
         dZ = -Z dA Z + Z Z^T dA^T (I - A Z) + (I - Z A) dA^T Z^T Z      else (constant rank)
 
-    The projections vanish for regular A, but not their rounding: it is multiplied by cond(A)^2 there.
+    For regular A the projections are only rounding errors, which the second form would multiply by cond(A)^2.
 
     Source: Golub and Pereyra 1973, equation 4.12.
 
@@ -85,10 +86,10 @@ def pseudo_inverse(A: Tensor) -> Tensor:
 
 
 def segments(valid: Tensor, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Which of `count` segments each valid position belongs to, as weights of a mean: `(B, count, L)`.
+    """Weights `(B, count, L)` of the means over `count` segments of the valid positions.
 
-    The n valid positions of an example are cut into segments of n / count each, whatever the padding between and after
-    them. An example of fewer than `count` has segments of one position or none; the weights of these are 0.
+    The n valid positions of an example are divided into segments of n / count each, without regard to the padding. Of
+    fewer than `count` positions some segments are empty, with weights 0.
 
     Shapes: `valid (B, 1, L)` bool.
 
@@ -110,15 +111,15 @@ class Nystrom(AtOnce):
         y = W_O softmax(q k_L^T) Z softmax(q_L k^T) v,    Z = pinv(softmax(q_L k_L^T))
 
     q and k are scaled by d^(-1/4); landmarks q_L, k_L are means over segments of the valid positions. With as many
-    landmarks as positions and the exact pseudo-inverse this is attention itself; with fewer, no accuracy is promised:
-    the weights may be negative and need not sum to 1.
+    landmarks as positions and the exact pseudo-inverse this is full attention; with fewer it is an approximation whose
+    weights may be negative and need not sum to 1.
 
     Arguments:
         dim: width D of x, memory and y.
         heads: number of heads; divides D.
-        landmarks: number m of segments; any length goes, shorter ones use fewer.
-        iterations: steps towards the pseudo-inverse, None for the exact one.
-        causal: not possible, since a landmark averages over the future.
+        landmarks: number m of segments; shorter sequences use fewer.
+        iterations: steps of the iteration for the pseudo-inverse, None for the exact one.
+        causal: not supported, since a landmark averages over the future.
         bias: whether the four projections have biases.
 
     Shapes: `x (B, Lq, D)`, `memory (B, Lk, D)`, x itself by default; `mask (B, 1, Lq)` and `memory_mask (B, 1, Lk)`
@@ -179,9 +180,9 @@ class Nystrom(AtOnce):
             qL, kL = q_mean @ q, k_mean @ k  # (B, H, m, d)
             q_there, k_there = q_mean.any(-1), k_mean.any(-1)[:, :, None]  # (B, 1, m), (B, 1, 1, m)
             middle = masked_softmax(qL @ kL.mT, k_there)
-            middle = torch.where(q_there[..., None], middle, 0)  # an empty segment has neither row nor column
+            middle = torch.where(q_there[..., None], middle, 0)  # rows and columns of empty segments are zero
             if self.iterations is None:
-                # Nothing reads the ones of segments that neither side has: they keep the matrix regular.
+                # Ones on the diagonal for segments that are empty on both sides, so that the matrix is regular.
                 neither = ~(q_there[..., None] | k_there) & torch.eye(self.landmarks, dtype=torch.bool, device=q.device)
                 Z = pseudo_inverse(torch.where(neither, 1, middle))
             else:
@@ -194,7 +195,7 @@ class Nystrom(AtOnce):
 
 
 def sign_bits(x: Tensor, planes: Tensor) -> Tensor:
-    """On which side of each hyperplane a vector lies: bit k is x . planes_k > 0, so that exactly 0 is bit 0.
+    """The side of each hyperplane on which a vector lies: bit k is x . planes_k > 0.
 
     Two vectors at angle theta share a bit with probability 1 - theta / pi when the planes are normal draws.
 
@@ -221,7 +222,7 @@ def sign_hash(x: Tensor, planes: Tensor) -> Tensor:
 
 
 def rotation_hash(x: Tensor, rotation: Tensor) -> Tensor:
-    """The nearest of the axes and their opposites after a random map: argmax of [x R; -x R].
+    """The nearest of all axes and their negatives after a random map: argmax of [x R; -x R].
 
     Shapes: `x (.., d)`, `rotation (d, n)` to int64 `(..)` in 0 .. 2 n - 1. Source: Andoni et al. 2015, section 3.
 
@@ -234,7 +235,7 @@ def rotation_hash(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 HASHES = {"sign": sign_hash, "rotation": rotation_hash}
-#: Below this many positions sorting costs more than it saves.
+#: Length from which the sorting pays off.
 WORTHWHILE = 3000
 
 
@@ -252,25 +253,25 @@ class Sorted(NamedTuple):
 
 
 class LSH(AtOnce):
-    """Attention among positions that hash to the same bucket, in time n log n of the length.
+    """Attention among positions in the same hash bucket, in time n log n of the length.
 
         s_ij = q_i . k_j / sqrt(d),    k_j = q_j / norm(q_j)
 
-    Queries and keys are one projection. Positions are sorted by bucket (stably, invalid ones last) and cut into chunks;
-    a position attends to those of its bucket in its chunk and in the one before, and to itself only where no round has
-    anything else for it. Rounds are joined by the logsumexp of their scores, so that a key found by several rounds
-    counts several times. With one bucket and one chunk this is full attention.
+    Queries and keys share a projection. Positions are sorted by bucket (stably, invalid ones last) and cut into chunks;
+    a position attends to those of its bucket in its chunk and the one before, and to itself only where no round finds
+    another key. Rounds are weighted by the exponential of the logsumexp of their scores, so that a key found in several
+    rounds counts several times. With one bucket and one chunk this is full attention.
 
     Arguments:
         dim: width D of x and y.
         heads: number of heads; divides D.
         buckets: number of buckets: a power of 2 for signs, even for rotations, or 1.
-        chunk: length of a chunk; any length of x goes, the last chunk is filled up with invalid positions.
-        rounds: number of hashes, each with buckets of its own.
+        chunk: length of a chunk; the last one is padded with invalid positions.
+        rounds: number of independent hashes.
         hash: `sign` of projections on random planes, or `rotation`, the nearest axis after a random map.
-        redraw: whether every call in training draws anew; else, and in evaluation, the hashes are those drawn when
-            the module was built, which the state dict holds.
-        generator: where hashes are drawn from; None is torch's own.
+        redraw: whether every call in training draws new hashes; else, and in evaluation, they are those drawn at
+            construction, which are in the state dict.
+        generator: source of the hashes; None is torch's own.
         dropout: probability of dropping a weight, in training.
         bias: whether the projections have biases.
 
@@ -363,10 +364,10 @@ class LSH(AtOnce):
                       order, inverse)  # fmt: skip
 
     def _within(self, arranged: Sorted, values: Tensor, drop: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each round: means `(B, H, R, L, d)`, logsumexp of scores `(B, H, R, L)`, and whether there was a key."""
+        """For each round: outputs `(B, H, R, L, d)`, logsumexp of scores `(B, H, R, L)`, and whether there is a key."""
         qk, bucket = arranged.qk, arranged.bucket
         n, chunk = bucket.shape[3:]
-        # The square is kept off 0, where the root has no derivative.
+        # The root has no derivative at 0.
         k = qk * torch.rsqrt((qk * qk).sum(-1, keepdim=True) + 1e-12)
         v = _take(values, arranged.order).unflatten(3, (n, chunk))
         own = torch.eye(chunk, dtype=torch.bool, device=qk.device)
@@ -382,9 +383,8 @@ class LSH(AtOnce):
         scores = torch.where(allowed | ~others[..., None], scores, -math.inf)
         total = scores.logsumexp(-1, keepdim=True)
         a = (scores - total).exp()
-        y = (dropout(a, drop) if drop else a) @ v
+        y = ((dropout(a, drop) if drop else a) @ v).flatten(3, 4)
         inverse = arranged.inverse
-        y = y.flatten(3, 4)
         y = y.gather(3, inverse[..., None].expand_as(y))
         return y, total.flatten(3).gather(-1, inverse), others.flatten(3).gather(-1, inverse)
 

@@ -1,4 +1,4 @@
-"""Softmax attention: masks, and its implementations (fused SDPA, explicit, FlexAttention), and which is taken."""
+"""Softmax attention: masks, implementations (fused SDPA, explicit, FlexAttention), and the choice between these."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Reach:
         causal: j <= i;   window (l, r): -l <= j - i <= r;   chunk (n, m): 0 <= i // n - j // n <= m
 
     Arguments:
-        causal: the future is hidden.
-        window: keys before and after the query, None = unbounded.
-        chunk: size of a chunk, and how many chunks before its own a query sees, None = all.
+        causal: whether later keys are masked.
+        window: numbers of keys before and after the query, None = unbounded.
+        chunk: size of a chunk, and number of earlier chunks that a query attends to, None = all.
 
     Errors: ValueError for a negative window, a size below 1, a negative number of chunks.
 
@@ -56,17 +56,17 @@ class Reach:
 
     @property
     def everywhere(self) -> bool:
-        """Whether nothing is out of reach."""
+        """Whether all keys are allowed."""
         return not self.causal and self.chunk is None and (self.window is None or tuple(self.window) == (None, None))
 
     @property
     def causal_alone(self) -> bool:
-        """Whether the future is all that is out of reach."""
+        """Whether exactly the later keys are masked."""
         return self.causal and self.chunk is None and (self.window is None or self.window[0] is None)
 
     @property
     def no_future(self) -> bool:
-        """Whether no query sees a later key."""
+        """Whether no query attends to a later key."""
         return self.causal or (self.window is not None and self.window[1] == 0)
 
     def allowed(self, i: Tensor, j: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Reach:
         return allowed
 
     def first(self, i: int) -> int | None:
-        """The first key that query i reaches, None where the past is unbounded; never falls as i grows."""
+        """The first key of query i, None where the past is unbounded; does not decrease with i."""
         bounds = []
         if self.window is not None and self.window[0] is not None:
             bounds.append(i - self.window[0])
@@ -99,7 +99,7 @@ class Reach:
         return max(bounds) if bounds else None  # torch 2.11 compiles no default=
 
     def last(self, i: int) -> int | None:
-        """The last key that query i reaches, None where the future is unbounded; never falls as i grows."""
+        """The last key of query i, None where the future is unbounded; does not decrease with i."""
         bounds = [i] if self.causal else []
         if self.window is not None and self.window[1] is not None:
             bounds.append(i + self.window[1])
@@ -121,15 +121,15 @@ def build_mask(
     padding: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The mask of a call: `(B or 1, 1, Lq, Lk)` bool, True = may attend; all conditions given are intersected.
+    """An attention mask `(B or 1, 1, Lq, Lk)` bool, True = may attend: the intersection of all conditions given.
 
     Arguments:
         Lq, Lk: numbers of queries and keys.
         q0, k0: absolute indices of the first query and of the first key.
         causal, window, chunk: see `Reach`.
-        trigger: `(t (B, Lq), delay)`: a query sees keys up to absolute index t + delay.
+        trigger: `(t (B, Lq), delay)`: a query attends to keys up to absolute index t + delay.
         padding: `(B, 1, Lk)` bool, True = valid key.
-        device: where to build it; the trigger's or padding's device by default.
+        device: device of the mask; that of trigger or padding by default.
 
     Errors: ValueError for a negative window or delay, a size below 1, a padding that is not bool or does not fit.
     Source: chunks: Zhang et al. 2020 (U2), section 3.2; triggers: Moritz et al. 2019, section 2.
@@ -140,8 +140,8 @@ def build_mask(
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
     if device is None:
-        known = [t for t in (padding, None if trigger is None else trigger[0]) if t is not None]
-        device = known[0].device if known else None
+        given = padding if trigger is None or padding is not None else trigger[0]
+        device = None if given is None else given.device
     i = torch.arange(q0, q0 + Lq, device=device)[:, None]
     j = torch.arange(k0, k0 + Lk, device=device)
     allowed = Reach(causal, window, chunk).allowed(i, j)[None, None]
@@ -159,7 +159,7 @@ def build_mask(
 
 
 def check_boolean(mask: Tensor, name: str = "mask") -> None:
-    """Raise ValueError unless a mask is boolean: masks of 0 and 1 have meant two opposite things."""
+    """Raise ValueError unless a mask is boolean, since conventions for 0 and 1 differ."""
     if mask.dtype != torch.bool:
         raise ValueError(f"{name} must be boolean (True = may attend), got {mask.dtype}")
 
@@ -180,9 +180,9 @@ def check_full(mask: Tensor, shape: tuple[int, int, int, int], name: str = "mask
 
 
 def hide_rows(x: Tensor, padding: Tensor | None) -> Tensor:
-    """`x (B, L, D)` with invalid positions set to zero; a choice, not a product, so that no NaN gets through.
+    """`x (B, L, D)` with invalid positions set to zero, NaN too.
 
-    Hidden before the projections and not after: a NaN times a zero gradient would still poison their weights.
+    To be used before projections, since a NaN times a zero gradient would make the gradients of their weights NaN.
     """
     return x if padding is None else x.masked_fill(~padding.transpose(1, 2), 0)
 
@@ -191,7 +191,7 @@ BACKENDS = ("auto", "sdpa", "explicit", "flex")
 
 
 class Path(NamedTuple):
-    """What a call will run: `sdpa`, `explicit` or `flex`, why, and its memory in bytes beyond q, k, v and y."""
+    """The implementation of a call, `sdpa`, `explicit` or `flex`, the reason, and its memory beyond q, k, v and y."""
 
     kind: str
     reason: str
@@ -199,7 +199,7 @@ class Path(NamedTuple):
 
 
 def check_backend(backend: str, derivatives: int, dropout: float, position: Position) -> None:
-    """Raise ValueError for a backend that can never serve this attention."""
+    """Raise ValueError for a backend that cannot compute this attention."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if derivatives not in (1, 2):
@@ -215,7 +215,7 @@ def check_backend(backend: str, derivatives: int, dropout: float, position: Posi
 
 
 def choose(backend: str, derivatives: int, position: Position, device_type: str) -> tuple[str, str]:
-    """The kind of path and the reason; decided from what was configured alone, never from values."""
+    """The kind of path and the reason, which depend only on the configuration."""
     if backend == "flex":
         if device_type != "cuda":
             raise ValueError(f"FlexAttention has no backward on {device_type}: backend = 'flex' needs CUDA, use 'auto'")
@@ -226,7 +226,7 @@ def choose(backend: str, derivatives: int, position: Position, device_type: str)
         return "explicit", "fused kernels have no second derivatives and no forward mode"
     if position.adds_values:
         return "explicit", "relative values need the weights themselves"
-    # A mask with a derivative takes torch from its fused kernel for the CPU to plain formulas.
+    # Torch's fused kernel for the CPU has no derivative of the mask.
     learned = position.score == "content" or next(position.parameters(), None) is not None
     training = "; in training unfused, since its derivative is needed" if learned and device_type == "cpu" else ""
     if position.score == "content":
@@ -239,7 +239,7 @@ def choose(backend: str, derivatives: int, position: Position, device_type: str)
 def count(
     kind: str, reason: str, position: Position, reach: Reach, batch: int, Lq: int, Lk: int, size: int, masked: bool
 ) -> Path:
-    """The path with its bytes in addition to q, k, v and the result; `size` is that of one number in bytes."""
+    """The path with its memory beyond q, k, v and the result; `size` is the number of bytes of a value."""
     turned = batch * position.dim * (Lq + Lk) * size if position.rotates else 0
     if kind == "flex":
         return Path(kind, reason, turned + position.heads * (Lq + Lk) * 4)
@@ -259,10 +259,9 @@ def count(
 
 
 def masked_softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
-    """Weights over the keys that a query may attend to; a query that may attend to nothing has weights exactly 0.
+    """Softmax over the allowed keys, in float32 or wider; a query without allowed keys has weights exactly 0.
 
-    The softmax is taken in float32 or wider. An empty row keeps a finite softmax that is then dropped, so that its
-    gradient is zero and not the NaN of 0/0; filling with a huge negative number instead would give it the mean of all.
+    The softmax of such a row is over all keys and then dropped, so that its gradient is zero and not NaN.
 
     Shapes: `scores (.., Lq, Lk)` finite, `allowed` bool of a shape that broadcasts, None = all.
 
@@ -289,7 +288,7 @@ def explicit_weights(q: Tensor, k: Tensor, bias: Tensor | None, allowed: Tensor 
 
 
 def attend_explicitly(weights: Tensor, v: Tensor, drop: float) -> tuple[Tensor, Tensor]:
-    """The mean of v under the weights, and the weights after dropout."""
+    """The weighted sum of v, and the weights after dropout."""
     weights = dropout(weights, drop) if drop else weights
     with torch.autocast(v.device.type, enabled=False):
         return weights @ wide(v), weights
@@ -300,10 +299,10 @@ def attend_fused(
 ) -> Tensor:
     """Torch's scaled dot-product attention, with bias and mask as one mask; empty rows are exactly 0.
 
-    Empty rows are opened to all keys and zeroed afterwards: what kernels make of them differs with version and device.
+    Empty rows attend to all keys and are zeroed afterwards, since kernels differ on them.
 
     Arguments:
-        causal: whether the future is hidden, and nothing else; kernels then need no mask.
+        causal: whether exactly the later keys are masked; kernels then need no mask.
     """
     if allowed is None:
         mask = None if bias is None else bias.to(q.dtype)
@@ -326,11 +325,11 @@ def attend_flex(
     k0: int,
     kernel=None,
 ) -> Tensor:
-    """FlexAttention: the bias is looked up by distance and the reach is computed in the kernel, in O(L) memory.
+    """FlexAttention: the kernel looks up the bias by distance and computes the reach, in O(L) memory.
 
     Arguments:
-        allowed: what only a tensor can say, `(B or 1, H or 1, Lq or 1, Lk)`; the reach is not in it.
-        kernel: stands for the compiled `flex_attention`.
+        allowed: a mask in addition to the reach, `(B or 1, H or 1, Lq or 1, Lk)`.
+        kernel: a replacement for the compiled `flex_attention`.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -364,7 +363,7 @@ def attend_flex(
 
 @cache
 def compiled_flex():
-    """FlexAttention fuses only what is compiled."""
+    """Compiled FlexAttention; it is fused only when compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)

@@ -11,12 +11,13 @@ from torch.nn.functional import linear
 from genmodels.core.random import checked
 from genmodels.core.tensors import wide
 from genmodels.nn.attention import backend as paths
-from genmodels.nn.attention.backend import Reach, check_full, check_padding, hide_rows
+from genmodels.nn.attention.backend import Reach, hide_rows
+from genmodels.nn.attention.mechanism import check_tensors, masked_inputs, merge_heads, split_heads
 from genmodels.nn.attention.position import Position, Space, head_width
 
 
 class Cache(NamedTuple):
-    """What an attention remembers of the past, never changed in place.
+    """The past keys and values of an attention, never changed in place.
 
     k, v `(B, H, N, d)`, as the backend needs them (rotated where positions rotate); mask `(B, 1, N)` or None; start,
     the absolute index of the first of them.
@@ -29,15 +30,15 @@ class Cache(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The absolute index of what comes next."""
+        """The absolute index of the next position."""
         return self.start + self.k.shape[2]
 
 
 class Slots:
-    """Room for the keys and values of `length` positions of a sequence, written as they come.
+    """A preallocated cache of the keys and values of `length` positions of a sequence.
 
-    The room is taken once, at the first call, and written in place; where gradients are wanted the past is copied
-    instead. What is put lies at `filled`, and stays where the next goes until `filled` is moved on.
+    It is allocated at the first call and written in place at `filled`, which the caller advances; with gradients
+    enabled the past is copied instead.
 
     Arguments:
         length: number of positions.
@@ -63,7 +64,7 @@ class Slots:
 
 
 class Call(NamedTuple):
-    """A call made ready: projected, rotated, joined with the past, and whatever restricts it."""
+    """The projected and rotated inputs of a call, joined with the past, and its masks."""
 
     q: Tensor
     k: Tensor
@@ -76,7 +77,7 @@ class Call(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether there is no pair of positions at all, which distances have no answer for."""
+        """Whether there are no pairs of positions."""
         return not (self.q.shape[2] and self.k.shape[2])
 
     def part(self, queries: slice, keys: slice) -> Call:
@@ -90,17 +91,6 @@ class Call(NamedTuple):
         return Call(q, k, v, padding, full, self.q0 + queries.start, self.k0 + keys.start, self.space)
 
 
-def check_tensors(dim: int, x: Tensor, memory: Tensor | None, memory_mask: Tensor | None) -> None:
-    """Raise ValueError unless x and memory are `(B, L, dim)` of one batch, and the mask of a memory has one."""
-    for tensor, what in ((x, "x"), (memory, "memory")):
-        if tensor is not None and (tensor.dim() != 3 or tensor.shape[-1] != dim):
-            raise ValueError(f"{what} must be (B, L, {dim}), got {tuple(tensor.shape)}")
-    if memory is not None and len(memory) != len(x):
-        raise ValueError(f"memory {tuple(memory.shape)} and x {tuple(x.shape)} are of different batches")
-    if memory is None and memory_mask is not None:
-        raise ValueError("memory_mask without memory: the mask of x is mask")
-
-
 def check_call(
     dim: int,
     position: Position,
@@ -112,7 +102,7 @@ def check_call(
     cache: Cache | None,
     offset: int,
 ) -> None:
-    """Raise ValueError for a call that has no meaning, or whose result a cache could not make equal to the whole."""
+    """Raise ValueError for an invalid call, or one whose result with a cache would differ from that of the whole."""
     name = type(position).__name__
     check_tensors(dim, x, memory, memory_mask)
     if memory is not None and type(position) is not Position and not position.cross:
@@ -140,7 +130,7 @@ def check_call(
 
 
 def joined(cache: Cache, padding: Tensor | None, new: int) -> Tensor | None:
-    """The padding of past and present together; what has none is valid."""
+    """The padding masks of past and present together; all True where there is none."""
     if cache.mask is None and padding is None:
         return None
     batch, past = cache.k.shape[0], cache.k.shape[2]
@@ -159,16 +149,16 @@ class Attention(nn.Module):
         a = softmax_j(s(i, j) + M(i, j)),    y_i = W_O [sum_j a_ij v_j + value_bias_i]
         s(i, j) = ((q_i + u) . k_j) / sqrt(d) + b(i, j)
 
-    q comes from x; k and v from `memory`, else from x. `position` answers u, b, the value bias, or turns q and k; M is
-    the intersection of reach and masks. A query that may attend to nothing gives exactly 0 before W_O. A reach that is
-    bounded on both sides is evaluated in blocks of queries, so that time and memory are linear in the length.
+    q is a projection of x; k and v of `memory`, else of x. `position` defines u, b and the value bias, or rotates q and
+    k; M is the intersection of reach and masks. A query without keys gives exactly 0 before W_O. With a reach that is
+    bounded on both sides, blocks of queries make time and memory linear in the length.
 
     Arguments:
         dim: width D of x and y.
         heads: number of heads; divides D.
         position: position scheme, built for the same dim and heads; None attends to content alone.
-        window: how many keys before and after itself a query sees, None = unbounded.
-        chunk: size of a chunk and the number of chunks before its own that a query sees, None = all.
+        window: number of keys before and after each query, None = unbounded.
+        chunk: size of a chunk and number of earlier chunks that a query attends to, None = all.
         causal: whether the future is hidden.
         dropout: probability of dropping a weight, in training.
         backend: `auto` takes the fused path where there is one; `flex` is for CUDA.
@@ -230,17 +220,17 @@ class Attention(nn.Module):
         offset: int = 0,
         space: Space | None = None,
     ) -> tuple[Tensor, Cache | None]:
-        """The output, and what the next call needs to go on where this one ended (None unless a cache came in).
+        """The output, and the cache for the next call (None unless one was given).
 
         Arguments:
-            cache: the past; `empty_cache` begins one.
+            cache: the past; `empty_cache` creates the first one.
             offset: absolute index of the first query (and of the first key, without memory) when there is no cache.
             space: height and width of the map that the rows of x are, for positions of maps.
         """
         call = self._prepare(x, memory, mask, memory_mask, cache, offset, space)
         kind, _ = paths.choose(self.backend, self.derivatives, self.position, x.device.type)
         dropping = self.training and self.dropout > 0
-        # Kernels and blocks would have masks of weights that differ with the processes and with the padding.
+        # Dropout in kernels and blocks would depend on the number of processes and on the padding.
         kind = "explicit" if dropping else kind
         Lq, Lk = call.q.shape[2], call.k.shape[2]
         blocks = None if kind == "flex" or dropping else self._blocks(Lq, Lk, call.q0, call.k0)
@@ -248,8 +238,7 @@ class Attention(nn.Module):
             y = self._attend(call, kind)
         else:
             y = torch.cat([self._attend(call.part(*block), kind) for block in blocks], dim=2)
-        # (B, H, Lq, d) to (B, Lq, D)
-        y = self.project_out(y.to(call.q.dtype).transpose(1, 2).flatten(2)).to(x.dtype)
+        y = self.project_out(merge_heads(y.to(call.q.dtype))).to(x.dtype)
         if mask is not None and mask.dim() == 3:
             y = hide_rows(y, mask)
         return y, None if cache is None else self._remember(call)
@@ -265,26 +254,26 @@ class Attention(nn.Module):
         space: Space | None = None,
     ) -> Tensor:
         """The weights `(B, H, Lq, Lk)` of the same call, by the explicit path and without dropout."""
-        call = self._prepare(x, memory, mask, memory_mask, cache, offset, space)
-        return self._weights(call)
+        return self._weights(self._prepare(x, memory, mask, memory_mask, cache, offset, space))
 
     def decode(self, x: Tensor, slots: Slots, mask: Tensor | None = None) -> Tensor:
-        """The output for new positions of a causal sequence whose past is in the slots, where theirs are put too.
+        """The output for new positions of a causal sequence with its past in the slots, to which they are added.
 
         Shapes: `x (B, m, D)` to the same; `mask (B, 1, filled + m)` bool, True = valid, of past and present.
         """
         start = slots.filled
         x = x if mask is None else hide_rows(x, mask[..., start:])
-        q, k, v = (self._heads(project(x)) for project in (self.project_q, self.project_k, self.project_v))
+        layers = self.project_q, self.project_k, self.project_v
+        q, k, v = (split_heads(layer(x), self.heads) for layer in layers)
         q, k = self.position.rotate(q, k, start, start)
         k, v = slots.put(k, v)
         kind, _ = paths.choose(self.backend, self.derivatives, self.position, x.device.type)
         y = self._attend(Call(q, k, v, mask, None, start, 0, None), kind)
-        y = self.project_out(y.to(q.dtype).transpose(1, 2).flatten(2)).to(x.dtype)
+        y = self.project_out(merge_heads(y.to(q.dtype))).to(x.dtype)
         return y if mask is None else hide_rows(y, mask[..., start:])
 
     def empty_cache(self, x: Tensor) -> Cache:
-        """No past yet, for a batch like x."""
+        """A cache without a past, for a batch like x."""
         nothing = x.new_empty(len(x), self.heads, 0, self.head_dim)
         return Cache(nothing, nothing, None, 0)
 
@@ -298,13 +287,13 @@ class Attention(nn.Module):
         batch: int = 1,
         masked: bool = False,
     ) -> paths.Path:
-        """The path that such a call takes, why, and the bytes it needs in addition to q, k, v and the result.
+        """The path of such a call, the reason, and its memory in bytes beyond q, k, v and the result.
 
         Arguments:
             Lq, Lk: numbers of queries and keys.
-            device, dtype: where and in what precision it would run.
+            device, dtype: device and precision.
             batch: number of examples.
-            masked: whether a mask comes with the call.
+            masked: whether there is a mask.
         """
         kind, reason = paths.choose(self.backend, self.derivatives, self.position, torch.device(device).type)
         blocks = None if kind == "flex" else self._blocks(Lq, Lk, 0, 0)
@@ -315,28 +304,11 @@ class Attention(nn.Module):
         return paths.count(kind, reason, self.position, self.reach, batch, Lq, Lk, dtype.itemsize, masked)
 
     def _prepare(self, x, memory, mask, memory_mask, cache, offset, space) -> Call:
-        """Check a call, project it, give it positions and its past."""
+        """Check and project the inputs of a call, rotate them and join them with the past."""
         check_call(self.dim, self.position, self.reach, x, memory, mask, memory_mask, cache, offset)
-        batch, Lq, _ = x.shape
-        source, key_mask, name = (x, mask, "mask") if memory is None else (memory, memory_mask, "memory_mask")
-        if memory is not None and mask is not None:
-            check_padding(mask, batch, Lq, "mask")
-            x = hide_rows(x, mask)
-        padding = full = None
-        if key_mask is not None and key_mask.dim() == 3:
-            check_padding(key_mask, batch, source.shape[1], name)
-            padding = key_mask.expand(batch, -1, -1)
-            source = hide_rows(source, padding)
-        elif key_mask is not None:
-            check_full(key_mask, (batch, self.heads, Lq, source.shape[1]), name)
-            full = key_mask if key_mask.dim() == 4 else key_mask[None, None]
-            # Keys that nobody may attend to can hold anything.
-            nobody = ~full.any((1, 2)).expand(-1, source.shape[1])
-            source = source if memory is None else source.masked_fill(nobody[..., None], 0)
-        x = source if memory is None else x
-        q, k, v = (self._heads(part) for part in self._projected(x, source))
-        if full is not None:
-            k, v = k.masked_fill(nobody[:, None, :, None], 0), v.masked_fill(nobody[:, None, :, None], 0)
+        given, Lq = masked_inputs(x, memory, mask, memory_mask, self.heads), x.shape[1]
+        q, k, v = (split_heads(part, self.heads) for part in self._projected(given.x, given.source))
+        k, v, padding = given.unseen(k), given.unseen(v), given.keys
         q0 = offset if cache is None else cache.end
         k0 = q0 if memory is None else 0
         if self.position.dims == 2 and space is None:
@@ -349,22 +321,19 @@ class Attention(nn.Module):
             padding = joined(cache, padding, Lq)
             if cache.k.shape[2]:
                 k, v = torch.cat([cache.k, k], dim=2), torch.cat([cache.v, v], dim=2)
-        return Call(q, k, v, padding, full, q0, k0, space)
+        return Call(q, k, v, padding, given.full, q0, k0, space)
 
     def _projected(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x, keys and values of the source, each (B, L, D)."""
         layers = self.project_q, self.project_k, self.project_v
         if source is not x:
             return tuple(layer(given) for layer, given in zip(layers, (x, source, source), strict=True))
-        # One product of three times the width takes less time than three, backward above all.
+        # One product of three times the width is faster than three, above all backward.
         bias = None if self.project_q.bias is None else torch.cat([layer.bias for layer in layers])
         return linear(x, torch.cat([layer.weight for layer in layers]), bias).chunk(3, dim=-1)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)  # (B, H, L, d)
-
     def _attend(self, call: Call, kind: str) -> Tensor:
-        """The heads' outputs `(B, H, Lq, d)` of (a part of) a call, with nothing of it out of view."""
+        """The heads' outputs `(B, H, Lq, d)` of (a part of) a call."""
         if call.empty:
             return torch.zeros_like(call.q)
         drop = self.dropout if self.training else 0.0
@@ -399,7 +368,7 @@ class Attention(nn.Module):
         return call.full if call.padding is None else call.padding[:, :, None, :]
 
     def _allowed(self, call: Call) -> Tensor | None:
-        """Who may attend to whom, `(B or 1, H or 1, Lq or 1, Lk)`, or None when all may."""
+        """The mask of a call, `(B or 1, H or 1, Lq or 1, Lk)`, None where all pairs are allowed."""
         masks = self._masks(call)
         if self.reach.everywhere:
             return masks
@@ -409,7 +378,7 @@ class Attention(nn.Module):
         return within if masks is None else within & masks
 
     def _blocks(self, Lq: int, Lk: int, q0: int, k0: int) -> list[tuple[slice, slice]] | None:
-        """Blocks of queries with the keys they can reach, where that is less work than all at once."""
+        """Blocks of queries with the keys in their reach, where that is less work than all at once."""
         first, last = self.reach.first(q0), self.reach.last(q0)
         if first is None or last is None:
             return None
@@ -425,7 +394,7 @@ class Attention(nn.Module):
         return blocks
 
     def _remember(self, call: Call) -> Cache:
-        """The cache after a call, without what no later query can reach."""
+        """The cache after a call, without keys out of the reach of later queries."""
         end = call.k0 + call.k.shape[2]
         first = self.reach.first(end)
         cut = 0 if first is None else min(max(first - call.k0, 0), call.k.shape[2])

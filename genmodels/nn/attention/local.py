@@ -1,4 +1,4 @@
-"""Local attention: weights over fixed neighbours, and a window around a position that only moves forward."""
+"""Local attention: weights over fixed neighbours, and a window around a monotonic position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import pad, relu
 from genmodels.core.random import dropout
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
-from genmodels.nn.attention.mechanism import AtOnce, Inputs, admit, merge_heads, split_heads
+from genmodels.nn.attention.mechanism import AtOnce, Inputs, merge_heads, split_heads
 from genmodels.nn.attention.seq2seq import Additive, Keys, Stepwise
 
 #: Positions whose neighbours are summed by one product.
@@ -19,19 +19,19 @@ BLOCK = 64
 
 
 class LocalDenseSynthesizer(AtOnce):
-    """Each position weighs its c neighbours by a small network of itself alone; no position is compared with another.
+    """Weights over c neighbours from a small network of each position, without comparison of positions.
 
         B_t = softmax(relu(x_t W1) W2),    Y_t = sum_{j<c} B_tj V_{t+j-floor(c/2)},    y = concat(Y) W_O
 
-    with W1 (D x d) and W2 (d x c) of each head. For even c the window reaches one position further into the past. Time
-    and memory are linear in the length.
+    with W1 (D x d) and W2 (d x c) of each head. For even c the window has one more position in the past. Time and
+    memory are linear in the length.
 
     Arguments:
         dim: width D of x and y.
         heads: number of heads; divides D.
         c: number of neighbours, the position itself among them.
-        boundary: what becomes of neighbours that do not exist or are invalid: `renormalise` shares their weight out,
-            `zero` adds nothing in their place.
+        boundary: neighbours that do not exist or are invalid: `renormalise` excludes them from the softmax, `zero` sets
+            their weights to zero.
         dropout: probability of dropping a weight, in training.
         bias: whether the projections of values and output have biases.
 
@@ -67,8 +67,8 @@ class LocalDenseSynthesizer(AtOnce):
         self.project_out = nn.Linear(dim, dim, bias=bias)
 
     def local_weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """B `(B, H, L, c)`, without dropout; entry j weighs the position j - floor(c/2) away."""
-        given = admit(self, x, None, mask, None, cross=False)
+        """B `(B, H, L, c)`, without dropout; entry j is for offset j - floor(c/2)."""
+        given = self._admit(x, None, mask, None)
         return self._weigh(given.x, given.keys)
 
     def _cost(self, Lq: int, Lk: int) -> tuple[str, int]:
@@ -80,10 +80,9 @@ class LocalDenseSynthesizer(AtOnce):
         return reason, rows * (self.heads * (block + 3 * self.c - 1) + self.dim * (block + self.c - 1) // block)
 
     def _mix(self, given: Inputs, values: Tensor, drop: float) -> Tensor:
-        """The weighted sums of values, block by block: a band of weights times the values it covers.
+        """The weighted sums of values, block by block, as products with banded matrices of weights.
 
-        Within a block row i of the band begins i places to the right: rows of c weights and n zeros, read as rows of
-        one element less.
+        Row i of a band is shifted by i: rows of c weights and n zeros, read as rows of one element less.
         """
         if given.empty:
             return wide(values)
@@ -99,7 +98,7 @@ class LocalDenseSynthesizer(AtOnce):
             return (band @ near.mT).flatten(2, 3)[:, :, :length]
 
     def _weigh(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """Weights `(B, H, L, c)` over neighbours; those outside of the sequence or invalid have none."""
+        """Weights `(B, H, L, c)` over neighbours, 0 outside the sequence and at invalid positions."""
         hidden = relu(split_heads(self.project_hidden(x), self.heads))
         with torch.autocast(x.device.type, enabled=False):
             logits = wide(hidden) @ wide(self.W2)
@@ -118,27 +117,27 @@ class LocalDenseSynthesizer(AtOnce):
 
 
 class Place(NamedTuple):
-    """Where each head of each example has come to along the memory: position `(B, H)`, a real number."""
+    """The position `(B, H)` in the memory of each head of each example, a real number."""
 
     position: Tensor
 
 
 class LocalMonotonic(Stepwise):
-    """Attention around a position that every query moves forward by a step computed from it.
+    """Attention around a position that every query advances by a step computed from the query.
 
         p_t = min(p_{t-1} + dp_t, T - 1),    dp_t = exp(z_t) or max_step sigmoid(z_t),    z_t = V_p^T tanh(W_p h_t)
         a_N(s) = lam_t exp(-(s - p_t)^2 / (2 sigma^2)) where |s - p_t| <= 2 sigma,    lam_t = exp(V_l^T tanh(W_l h_t))
         y_t = W_O [sum_s a_N(s) a_S(s) v_s]
 
-    a_S is the additive score of query and memory, as it is or softmaxed over the window. p is a number of each example
-    and head, T that example's own length (up to its last valid position), p_0 = 0; so the weights need not sum to 1.
+    a_S is the additive score of query and memory, or its softmax over the window. Each example and head has its p, with
+    p_0 = 0; T is the length of the example, up to its last valid position. The weights need not sum to 1.
 
     Arguments:
         dim: width D of x, memory and y.
         heads: number of heads; divides D.
-        sigma: width of the Gaussian; the window ends at twice that.
-        max_step: the longest step, None leaves it unbounded.
-        score: `raw` for the additive score itself, as published; `softmax` for its softmax over the window.
+        sigma: standard deviation of the Gaussian; the window ends at twice that.
+        max_step: the longest step, None = unbounded.
+        score: `raw` for the additive score, as published; `softmax` for its softmax over the window.
         hidden: width of the hidden layers of each head, D / H by default.
         bias: whether the projections of values and output have biases.
 
@@ -185,7 +184,7 @@ class LocalMonotonic(Stepwise):
         self.project_out = nn.Linear(dim, dim, bias=bias)
 
     def start(self, memory: Tensor) -> Place:
-        """The place before the first query: 0."""
+        """The initial position, 0."""
         return Place(wide(memory).new_zeros(len(memory), self.heads))
 
     def gaussian(self, position: Tensor, height: Tensor, there: Tensor) -> Tensor:
@@ -228,10 +227,10 @@ class LocalMonotonic(Stepwise):
         step = z.exp() if self.max_step is None else self.max_step * z.sigmoid()
         if given.queries is not None:
             step = step.masked_fill(~given.queries, 0)
-        # The last place that an example has: of its own memory, not of the longest in the batch.
+        # The last valid position of each example.
         index = torch.arange(there.shape[-1], device=step.device)
         last = torch.where(there, index, 0).amax(-1)  # (B or 1, 1, 1)
-        # Once at the end p stays there, so the minimum may be taken after the sum.
+        # Steps are positive, so the minimum may be taken after the sum.
         return torch.minimum(place.position.to(step.dtype)[..., None] + step.cumsum(-1), last.to(step.dtype))
 
     def _number(self, projection: nn.Linear, vector: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Common parts of the mechanisms other than the core: checked inputs, sizes, cost, the call of a whole sequence."""
+"""Common parts of attention mechanisms: checked inputs, heads, and the base class of those other than the core."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from genmodels.core.random import checked
 from genmodels.nn.attention.backend import Path, check_full, check_padding, hide_rows
-from genmodels.nn.attention.core import check_tensors
 from genmodels.nn.attention.position import head_width
 
 
 class Inputs(NamedTuple):
-    """Checked inputs, with zeros where padding says that nothing is valid.
+    """Checked inputs, zero at invalid positions.
 
     x `(B, Lq, D)`; source `(B, Lk, D)`, the memory or x itself; queries `(B, 1, Lq)` and keys `(B, 1, Lk)`, which of
     them are valid, None = all; full `(B or 1, H or 1, Lq or 1, Lk or 1)`, who may attend to whom, None = everyone.
@@ -33,7 +32,7 @@ class Inputs(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether there is no pair of positions at all."""
+        """Whether there are no pairs of positions."""
         return not (self.x.shape[1] and self.source.shape[1])
 
     def unseen(self, values: Tensor) -> Tensor:
@@ -48,36 +47,26 @@ class Inputs(NamedTuple):
         return hide_rows(y.to(self.x.dtype), self.queries)
 
 
-def admit(
-    module,
-    x: Tensor,
-    memory: Tensor | None,
-    mask: Tensor | None,
-    memory_mask: Tensor | None,
-    cache: object | None = None,
-    *,
-    cross: bool = True,
-    full: bool = False,
-    carries: type | None = None,
+def check_tensors(dim: int, x: Tensor, memory: Tensor | None, memory_mask: Tensor | None) -> None:
+    """Raise ValueError unless x and memory are `(B, L, dim)` of one batch, and the mask of a memory has one."""
+    for tensor, what in ((x, "x"), (memory, "memory")):
+        if tensor is not None and (tensor.dim() != 3 or tensor.shape[-1] != dim):
+            raise ValueError(f"{what} must be (B, L, {dim}), got {tuple(tensor.shape)}")
+    if memory is not None and len(memory) != len(x):
+        raise ValueError(f"memory {tuple(memory.shape)} and x {tuple(x.shape)} are of different batches")
+    if memory is None and memory_mask is not None:
+        raise ValueError("memory_mask without memory: the mask of x is mask")
+
+
+def masked_inputs(
+    x: Tensor, memory: Tensor | None, mask: Tensor | None, memory_mask: Tensor | None, heads: int, *, full: bool = True
 ) -> Inputs:
-    """Check a call of `module`, which has a `dim` and `heads`, and hide what is invalid in it.
+    """Check the masks of a call and set invalid positions to zero.
 
     Arguments:
-        cross: whether the module can attend to a memory.
-        full: whether it takes masks of (query, key) pairs.
-        carries: the type of what it hands from one call along a memory to the next, None when there is no such thing.
-    Errors: ValueError for what the module cannot do, and for sizes and masks that do not fit.
+        full: whether masks of (query, key) pairs are allowed.
+    Errors: ValueError for masks that are not boolean or do not fit.
     """
-    name = type(module).__name__
-    check_tensors(module.dim, x, memory, memory_mask)
-    if memory is not None and not cross:
-        raise ValueError(f"{name} is self-attention: it has no queries and keys that could come from two sequences")
-    if cache is not None and carries is None:
-        raise ValueError(f"{name} has no step by step form: leave the cache out")
-    if cache is not None and not isinstance(cache, carries):
-        raise ValueError(f"the cache of {name} is a {carries.__name__}, got {type(cache).__name__}")
-    if cache is not None and memory is None:
-        raise ValueError(f"the cache of {name} goes on along a memory: pass the memory too")
     source, key_mask, key_name = (x, mask, "mask") if memory is None else (memory, memory_mask, "memory_mask")
     batch, queries, keys, pairs = len(x), None, None, None
     if memory is not None and mask is not None:
@@ -88,9 +77,9 @@ def admit(
         keys = key_mask.expand(batch, -1, -1)
         queries = keys if memory is None else queries
     elif key_mask is not None:
-        check_full(key_mask, (batch, module.heads, x.shape[1], source.shape[1]), key_name)
+        check_full(key_mask, (batch, heads, x.shape[1], source.shape[1]), key_name)
         pairs = key_mask if key_mask.dim() == 4 else key_mask[None, None]
-        if memory is not None:  # of x itself, a position that nobody attends to is a query all the same
+        if memory is not None:  # in self-attention every position is a query too
             seen = pairs.any((1, 2)).expand(batch, source.shape[1])
             source = source.masked_fill(~seen[..., None], 0)
     x = hide_rows(x, queries)
@@ -108,9 +97,14 @@ def merge_heads(y: Tensor) -> Tensor:
 
 
 class Mechanism(nn.Module):
-    """Sizes of a mechanism, and what a call of it costs.
+    """A mechanism of attention other than the core.
 
-    A subclass defines `_cost`.
+    A subclass sets `project_out` and defines `_output`, `_all_weights` and `_cost`.
+
+    Attributes:
+        cross: whether it can attend to a memory.
+        full: whether it takes masks of (query, key) pairs.
+        state: type of the state from one call along a memory to the next, None without one.
 
     Arguments:
         dim: width D of x and y.
@@ -120,11 +114,45 @@ class Mechanism(nn.Module):
     Errors: ValueError for heads that do not divide, a probability outside of [0, 1).
     """
 
+    cross: bool = False
+    full: bool = False
+    state: type | None = None
+
     def __init__(self, dim: int, heads: int, dropout: float = 0.0):
         super().__init__()
         self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
-        checked(dropout)
-        self.dropout = dropout
+        self.dropout = checked(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: tuple | None = None,
+        offset: int = 0,
+    ) -> tuple[Tensor, tuple | None]:
+        """The output, and the state after it (None unless a cache was given).
+
+        Arguments:
+            cache: the state after earlier queries of the same memory; `start` creates the first one.
+            offset: index of the first query; unused.
+        """
+        given = self._admit(x, memory, mask, memory_mask, cache, full=self.full)
+        y, state = self._output(given, cache)
+        return given.finish(self.project_out(y)), None if cache is None else state
+
+    def weights(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        cache: tuple | None = None,
+        offset: int = 0,
+    ) -> Tensor:
+        """The weights `(B, H, Lq, Lk)` of the same call, without dropout."""
+        return self._all_weights(self._admit(x, memory, mask, memory_mask, cache, full=self.full), cache)
 
     def explain(
         self,
@@ -136,29 +164,56 @@ class Mechanism(nn.Module):
         batch: int = 1,
         masked: bool = False,
     ) -> Path:
-        """The path that such a call takes, why, and the bytes it needs in addition to projections and the result.
+        """The path of such a call, the reason, and its memory in bytes beyond projections and result.
 
-        Arguments:
-            Lq, Lk: numbers of queries and keys.
-            device, dtype: where and in what precision it would run.
-            batch: number of examples.
-            masked: whether a mask comes with the call.
+        Arguments: see `Attention.explain`.
         """
         reason, numbers = self._cost(Lq, Lk)
         return Path("explicit", reason, batch * numbers * max(dtype.itemsize, 4))
 
+    def _admit(
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        mask: Tensor | None,
+        memory_mask: Tensor | None,
+        cache: tuple | None = None,
+        *,
+        full: bool = False,
+    ) -> Inputs:
+        """Check a call and set invalid positions to zero; ValueError for what the mechanism cannot do."""
+        name = type(self).__name__
+        check_tensors(self.dim, x, memory, memory_mask)
+        if memory is not None and not self.cross:
+            raise ValueError(f"{name} is self-attention: it has no queries and keys that could come from two sequences")
+        if cache is not None and self.state is None:
+            raise ValueError(f"{name} has no step by step form: leave the cache out")
+        if cache is not None and not isinstance(cache, self.state):
+            raise ValueError(f"the cache of {name} is a {self.state.__name__}, got {type(cache).__name__}")
+        if cache is not None and memory is None:
+            raise ValueError(f"the cache of {name} goes on along a memory: pass the memory too")
+        return masked_inputs(x, memory, mask, memory_mask, self.heads, full=full)
+
+    def _output(self, given: Inputs, state: tuple | None) -> tuple[Tensor, tuple | None]:
+        """The heads' outputs `(B, Lq, D)` before the output projection, and the state after them."""
+        raise NotImplementedError
+
+    def _all_weights(self, given: Inputs, state: tuple | None) -> Tensor:
+        """The weights `(B, H, Lq, Lk)`, without dropout."""
+        raise NotImplementedError
+
     def _cost(self, Lq: int, Lk: int) -> tuple[str, int]:
-        """In words what is done with one example of such lengths, and how many numbers that needs at once."""
+        """A description of the computation for one example, and the number of values that it holds at once."""
         raise NotImplementedError
 
 
 class AtOnce(Mechanism):
-    """A mechanism that takes a sequence as a whole: nothing is carried from one call to the next.
+    """A mechanism for whole sequences, without a state.
 
         y = W_O concat(heads),    heads = mix(x, V)
 
-    A subclass sets `project_v` and `project_out`, whether it can attend to a memory (`cross`), and defines `_mix`,
-    which is linear in the values: weights are what it makes of the unit vectors.
+    A subclass sets `project_v` and `project_out` and defines `_mix`, which is linear in the values; the weights are its
+    result for unit vectors as values.
 
     Example:
         >>> class Mean(AtOnce):
@@ -171,36 +226,14 @@ class AtOnce(Mechanism):
         tensor([0.3333, 0.3333, 0.3333])
     """
 
-    cross: bool = False
-
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: None = None,
-        offset: int = 0,
-    ) -> tuple[Tensor, None]:
-        """The output and None, since nothing is carried over; an offset changes nothing."""
-        given = admit(self, x, memory, mask, memory_mask, cache, cross=self.cross)
+    def _output(self, given: Inputs, state: None) -> tuple[Tensor, None]:
         values = split_heads(self.project_v(given.source), self.heads)
         y = self._mix(given, values, self.dropout if self.training else 0.0)
-        return given.finish(self.project_out(merge_heads(y.to(values.dtype)))), None
+        return merge_heads(y.to(values.dtype)), None
 
-    def weights(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: None = None,
-        offset: int = 0,
-    ) -> Tensor:
-        """The weights `(B, H, Lq, Lk)` of the same call, without dropout; rows of invalid queries are 0."""
-        given = admit(self, x, memory, mask, memory_mask, cache, cross=self.cross)
-        unit = torch.eye(given.source.shape[1], dtype=x.dtype, device=x.device)
-        a = self._mix(given, unit.expand(len(x), self.heads, -1, -1), 0.0)
+    def _all_weights(self, given: Inputs, state: None) -> Tensor:
+        unit = torch.eye(given.source.shape[1], dtype=given.x.dtype, device=given.x.device)
+        a = self._mix(given, unit.expand(len(given.x), self.heads, -1, -1), 0.0)
         return a if given.queries is None else a.masked_fill(~given.queries[..., None], 0)
 
     def _mix(self, given: Inputs, values: Tensor, drop: float) -> Tensor:

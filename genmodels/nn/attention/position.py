@@ -36,9 +36,8 @@ def distances(Lq: int, Lk: int, q0: int = 0, k0: int = 0, *, device=None) -> Ten
 def rel_shift(x: Tensor, length: int) -> Tensor:
     """Scores by distance to scores by key: out[i, j] = x[i, j + C-1-i] for C queries and `length` keys.
 
-    Pad one column on the left, read the memory one column narrower and one row later: each row begins one further to
-    the left. The last `length` distances of the first query start at column C-1, so C + length - 1 columns are needed;
-    with fewer, zeros and values of the next row would leak in.
+    With a column of padding on the left, the memory is read as rows that are one column narrower, so that each row is
+    shifted by one more. C + length - 1 columns are needed.
 
     Shapes: `x (.., C, W)` to `(.., C, length)`. Errors: ValueError when W < C + length - 1.
     Source: Dai et al. 2019 (Transformer-XL), appendix B.
@@ -64,7 +63,7 @@ def shift_padded(x: Tensor) -> Tensor:
 def skew(x: Tensor) -> Tensor:
     """Scores by distance ..., -1, 0 to scores by key, right at and below the diagonal only.
 
-    Column W-1 is distance 0. The cells to the right of the diagonal are rubbish and must be masked.
+    Column W-1 is distance 0. Values to the right of the diagonal are meaningless and must be masked.
 
     Shapes: `x (.., C, W)` to the same, W >= C: the first query stands at key W - C.
     Source: Huang et al. 2018 (Music Transformer), section 3.4.1.
@@ -96,7 +95,7 @@ def sinusoids(r: Tensor, dim: int, base: float = 10000.0) -> Tensor:
 
         w_m = base^(-2m / dim)
 
-    Computed for the distances that are needed and in float64, so there is no table, no longest length and no drift.
+    Computed in float64 for the distances needed, so that there is neither a longest length nor drift.
 
     Shapes: `r (N,)` to `(N, dim)` float64. Source: Vaswani et al. 2017, section 3.5.
 
@@ -118,25 +117,25 @@ Space = tuple[int, int]
 
 
 class Position(nn.Module):
-    """A position scheme: four optional answers, all addressed by absolute offsets.
+    """A position scheme: rotation of q and k, and biases of queries, scores and values, all optional.
 
         s(i, j) = ((q_i + u) . k_j) / sqrt(d) + b(i, j),    y_i = sum_j a_ij v_j + value_bias_i
 
-    Query i of a call has absolute index q0 + i and key j has k0 + j; that is all that caches, chunks and blocks need.
-    This class answers nothing: a softmax over content alone, equivariant to permutations.
+    Query i of a call has absolute index q0 + i, key j has k0 + j. This class adds no positions: the attention is
+    equivariant to permutations.
 
     Arguments:
         dim: width D of the attention.
         heads: number of heads H; the head width is d = D / H.
-        cross: whether queries and keys of two different sequences share one clock, so that their distance means
-            something; without it the scheme is refused in cross-attention.
+        cross: whether queries and keys of two sequences share one index, so that their distance has a meaning; without
+            it the scheme is refused in cross-attention.
 
     Attributes:
         dims: 1 for sequences; 2 for maps, flattened row by row, whose `space` is then passed on.
         rotates: whether `rotate` changes q and k.
         score: what `score_bias` gives: `none`, `shared` by the batch `(1, H, Lq, Lk)`, or `content` `(B, H, Lq, Lk)`.
         adds_values: whether `value_bias` gives anything; it needs the weights themselves, hence the explicit path.
-        past_only: whether only keys at or before the query have a position, so that causality is forced.
+        past_only: whether only keys at or before the query have a position, so that the attention is causal.
 
     Errors: ValueError when `heads` does not divide `dim`.
     """
@@ -152,7 +151,7 @@ class Position(nn.Module):
         self.dim, self.heads, self.head_dim, self.cross = dim, heads, head_width(dim, heads), cross
 
     def rotate(self, q: Tensor, k: Tensor, q0: int, k0: int, space: Space | None = None) -> tuple[Tensor, Tensor]:
-        """Queries `(B, H, Lq, d)` and keys `(B, H, Lk, d)` turned by their absolute indices."""
+        """Queries `(B, H, Lq, d)` and keys `(B, H, Lk, d)` rotated by their absolute indices."""
         return q, k
 
     def query_bias(self) -> Tensor | None:
@@ -164,11 +163,11 @@ class Position(nn.Module):
         return None
 
     def value_bias(self, a: Tensor, q0: int, k0: int, space: Space | None = None) -> Tensor | None:
-        """What the weights `a (B, H, Lq, Lk)` add to the values, `(B, H, Lq, d)`."""
+        """The value bias `(B, H, Lq, d)` for weights `a (B, H, Lq, Lk)`."""
         return None
 
     def space_of(self, length: int) -> Space:
-        """The map that `length` positions are when the caller does not say; for 2-D schemes that know it."""
+        """The default height and width of a map of `length` positions, for schemes with a fixed size."""
         raise ValueError(f"{type(self).__name__} needs space = (height, width) of the {length} positions")
 
     def score_elements(self, batch: int, Lq: int, Lk: int) -> int:
@@ -205,19 +204,40 @@ LAYOUTS = ("interleaved", "half")
 Layout = Literal["interleaved", "half"]
 
 
-class Rotary(Position):
-    """Queries and keys turned by angles proportional to their index, so that scores depend on the distance alone.
+class _Rotation(Position):
+    """Common parts of rotary positions: the base of the angles and the layout of the pairs, which is saved."""
+
+    rotates = True
+
+    def __init__(self, dim: int, heads: int, base: float, layout: Layout, *, cross: bool = False):
+        super().__init__(dim, heads, cross=cross)
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        self.base, self.layout = base, layout
+        self.register_buffer("layout_number", torch.tensor(LAYOUTS.index(layout)))
+
+    def _load_from_state_dict(self, state, prefix, metadata, strict, missing, unexpected, errors):
+        stored = state.get(f"{prefix}layout_number")
+        if stored is not None and LAYOUTS[int(stored)] != self.layout:
+            errors.append(
+                f"{prefix}layout: the weights pair their values {LAYOUTS[int(stored)]}, this module {self.layout}"
+            )
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
+
+
+class Rotary(_Rotation):
+    """Queries and keys rotated by angles proportional to their index, so that scores depend only on the distance.
 
         (x_a, x_b) -> (x_a cos - x_b sin, x_a sin + x_b cos),    angle = index * base^(-2m / d) for pair m
 
-    Angles are made in float64: in float32 a score drifts by 1e-4 at an offset of 1,000 and by 8e-3 at 100,000.
+    Angles are in float64: in float32 the error of a score is 1e-4 at an offset of 1,000 and 8e-3 at 100,000.
 
     Arguments:
-        dim, heads: as in the attention it serves; the head width must be even.
-        base: the slowest pair turns once in about 2 pi base positions.
-        layout: which values form pair m: `interleaved` (2m, 2m + 1) or `half` (m, m + d/2). It is stored, and weights
-            of one layout do not load into the other.
-        cross: whether queries and keys of two sequences share one clock.
+        dim, heads: those of the attention; the head width must be even.
+        base: the slowest pair rotates once in about 2 pi base positions.
+        layout: which values form pair m: `interleaved` (2m, 2m + 1) or `half` (m, m + d/2). It is saved; weights of one
+            layout do not load into the other.
+        cross: whether queries and keys of two sequences share one index.
 
     Errors: ValueError for an odd head width. Source: Su et al. 2021 (RoFormer), section 3.2.
 
@@ -226,16 +246,12 @@ class Rotary(Position):
         tensor([[0.5403, 0.8415, 0.9999, 0.0100]])
     """
 
-    rotates = True
-
     def __init__(
         self, dim: int, heads: int, *, base: float = 10000.0, layout: Layout = "interleaved", cross: bool = False
     ):
-        super().__init__(dim, heads, cross=cross)
+        super().__init__(dim, heads, base, layout, cross=cross)
         if self.head_dim % 2:
             raise ValueError(f"rotation takes pairs: dim = {dim} over heads = {heads} is the odd width {self.head_dim}")
-        self.base = base
-        _store_layout(self, layout)
 
     def rotate(self, q: Tensor, k: Tensor, q0: int, k0: int, space: Space | None = None) -> tuple[Tensor, Tensor]:
         return self._turn(q, q0), self._turn(k, k0)
@@ -244,18 +260,14 @@ class Rotary(Position):
         index = torch.arange(start, start + x.shape[-2], device=x.device)
         return turn(x, index, self.base, self.layout)
 
-    def _load_from_state_dict(self, state, prefix, metadata, strict, missing, unexpected, errors):
-        _check_layout(self, state, prefix, errors)
-        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
 
+class Rotary2d(_Rotation):
+    """Rotary positions of a map: the first half of each head is rotated by the row, the second by the column.
 
-class Rotary2d(Position):
-    """Rotary positions of a map: the first half of each head is turned by the row, the second by the column.
-
-        score depends on (dy, dx) alone
+        the score depends only on (dy, dx)
 
     Arguments:
-        dim, heads: as in the attention it serves; the head width must be a multiple of 4.
+        dim, heads: those of the attention; the head width must be a multiple of 4.
         base: as in `Rotary`; maps are short, so it is small.
         layout: which values of a half form a pair, as in `Rotary`.
 
@@ -269,17 +281,14 @@ class Rotary2d(Position):
     """
 
     dims = 2
-    rotates = True
 
     def __init__(self, dim: int, heads: int, *, base: float = 100.0, layout: Layout = "interleaved"):
-        super().__init__(dim, heads)
+        super().__init__(dim, heads, base, layout)
         if self.head_dim % 4:
             raise ValueError(
                 f"rotation takes pairs of both axes: dim = {dim} over heads = {heads} is the width {self.head_dim}, "
                 "not a multiple of 4"
             )
-        self.base = base
-        _store_layout(self, layout)
 
     def rotate(self, q: Tensor, k: Tensor, q0: int, k0: int, space: Space | None = None) -> tuple[Tensor, Tensor]:
         height, width = space if space is not None else self.space_of(q.shape[-2])
@@ -295,13 +304,9 @@ class Rotary2d(Position):
         parts = [turn(by_row, y, self.base, self.layout), turn(by_column, x, self.base, self.layout)]
         return torch.cat(parts, dim=-1)
 
-    def _load_from_state_dict(self, state, prefix, metadata, strict, missing, unexpected, errors):
-        _check_layout(self, state, prefix, errors)
-        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
-
 
 def turn(x: Tensor, index: Tensor, base: float, layout: Layout) -> Tensor:
-    """The pairs of `x (.., L, d)` turned by the angles of `index (L,)`; norms are kept."""
+    """The pairs of `x (.., L, d)` rotated by the angles of `index (L,)`."""
     return turn_by(x, angles_of(index, x.shape[-1], base), layout)
 
 
@@ -311,10 +316,10 @@ def angles_of(index: Tensor, dim: int, base: float) -> Tensor:
 
 
 def turn_by(x: Tensor, angles: Tensor, layout: Layout) -> Tensor:
-    """The pairs of `x (.., L, d)` turned by `angles (L, d / 2)`."""
+    """The pairs of `x (.., L, d)` rotated by `angles (L, d / 2)`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if layout == "interleaved" and not torch.compiler.is_compiling() and _is_of_pairs(x):
-        # A pair as a complex number: one product, where real parts take six passes. Compilers fuse those and no others.
+        # One complex product instead of six passes over real parts, which compilers fuse.
         pairs = torch.view_as_complex(x.to(wide).unflatten(-1, (-1, 2)))
         turned = pairs * torch.polar(torch.ones_like(angles), angles).to(pairs.dtype)
         return torch.view_as_real(turned).flatten(-2).to(x.dtype)
@@ -327,20 +332,5 @@ def turn_by(x: Tensor, angles: Tensor, layout: Layout) -> Tensor:
 
 
 def _is_of_pairs(x: Tensor) -> bool:
-    """Whether neighbours in the last dimension lie in memory as complex numbers do."""
+    """Whether pairs in the last dimension have the memory layout of complex numbers."""
     return x.stride(-1) == 1 and not any(n % 2 for n in (*x.stride()[:-1], x.storage_offset()))
-
-
-def _store_layout(position: Position, layout: Layout) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    position.layout = layout
-    position.register_buffer("layout_number", torch.tensor(LAYOUTS.index(layout)))
-
-
-def _check_layout(position: Position, state: dict, prefix: str, errors: list[str]) -> None:
-    stored = state.get(f"{prefix}layout_number")
-    if stored is not None and LAYOUTS[int(stored)] != position.layout:
-        errors.append(
-            f"{prefix}layout: the weights pair their values {LAYOUTS[int(stored)]}, this module {position.layout}"
-        )

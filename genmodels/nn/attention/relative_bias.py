@@ -1,4 +1,4 @@
-"""Biases by distance or by place, added to the logits: ALiBi, T5, Swin, and the axes of a mel-spectrogram."""
+"""Position biases that are added to the logits: ALiBi, T5, Swin, and the two axes of a mel-spectrogram."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from genmodels.nn.attention.position import DistanceBias, Position, Space
 
 
 class ALiBi(DistanceBias):
-    """A penalty that grows with the distance, at a fixed rate for each head.
+    """A penalty that is linear in the distance, with a fixed slope for each head.
 
         b(i, j) = -m_h |j - i|,    m_h = 2^(-8h / H), h = 1 .. H
 
-    When H is no power of two: the slopes of the largest power p below H, then every other slope of 2p. Nothing is
-    learned, nothing is stored.
+    When H is not a power of two: the slopes of the largest power p below H, then every other slope of 2p.
 
     Arguments:
-        dim, heads: as in the attention it serves.
-        symmetric: whether the future is penalised as the past; if not it is free of charge, which only a causal
-            attention should want, and for it the two are the same.
-        cross: whether queries and keys of two sequences share one clock.
+        dim, heads: those of the attention.
+        symmetric: whether the future is penalised like the past; if not, not at all (no difference for causal
+            attention).
+        cross: see `Position`.
 
     Source: Press et al. 2022, section 3.
 
@@ -33,7 +32,7 @@ class ALiBi(DistanceBias):
     def __init__(self, dim: int, heads: int, *, symmetric: bool = True, cross: bool = False):
         super().__init__(dim, heads, cross=cross)
         self.symmetric = symmetric
-        # Integers, so that no change of precision of the module can round a slope.
+        # Integers, so that a change of the module's precision does not round the slopes.
         self.register_buffer("steps", torch.tensor(exponents(heads)), persistent=False)
 
     def table(self, r: Tensor) -> Tensor:
@@ -43,12 +42,12 @@ class ALiBi(DistanceBias):
 
 
 def largest_power(heads: int) -> int:
-    """p, the largest power of two that is not above the number of heads."""
+    """p, the largest power of two up to the number of heads."""
     return 1 << (heads.bit_length() - 1)
 
 
 def exponents(heads: int) -> list[int]:
-    """n of each slope 2^(-8 n / 2p): even ones are the slopes for p heads, odd ones those that only 2p heads have.
+    """n of each slope 2^(-8 n / 2p): even for the slopes of p heads, odd for those of 2p heads only.
 
     Example:
         >>> [2.0 ** (-8 * n / 8) for n in exponents(6)]
@@ -63,15 +62,15 @@ class T5Bias(DistanceBias):
 
         b(i, j) = table[bucket(j - i), h]
 
-    Distances below half the buckets of a direction have one each; the others share the rest, up to `max_distance`, and
-    what lies beyond shares the last. The bias is not divided by sqrt(d).
+    Distances below half the buckets of a direction have one each; larger ones up to `max_distance` share the rest, and
+    those beyond the last. The bias is not divided by sqrt(d).
 
     Arguments:
-        dim, heads: as in the attention it serves.
-        buckets: number of buckets, of both directions together.
-        max_distance: where the last bucket begins at the latest.
-        bidirectional: whether the future has buckets of its own (half of them); if not it shares that of distance 0.
-        cross: whether queries and keys of two sequences share one clock.
+        dim, heads: those of the attention.
+        buckets: number of buckets of both directions together.
+        max_distance: upper limit of the start of the last bucket.
+        bidirectional: whether half of the buckets are for the future; if not, it has that of distance 0.
+        cross: see `Position`.
 
     Shapes: table `(buckets, H)`. Errors: ValueError for an odd number of two-way buckets, fewer than two of a
     direction, or a `max_distance` that leaves nothing to share.
@@ -118,8 +117,8 @@ class T5Bias(DistanceBias):
 def bucket_starts(buckets: int, max_distance: int) -> list[int]:
     """The least distance of buckets 1, 2, ...: exact ones first, then equal steps of the logarithm.
 
-    With e exact buckets, bucket e + k begins where log(n / e) / log(max / e) >= k / (buckets - e). Both sides are
-    raised to integers, so that no rounding of a logarithm can move a boundary.
+    With e exact buckets, bucket e + k begins where log(n / e) / log(max / e) >= k / (buckets - e), evaluated in
+    integers, since rounded logarithms could move a boundary.
 
     Example:
         >>> bucket_starts(16, 128)
@@ -140,13 +139,13 @@ class Swin2d(Position):
 
         b(i, j) = table[(dy + H_m - 1)(2 W_m - 1) + dx + W_m - 1, h],    (dy, dx) = query minus key
 
-    The offset is stored query minus key, the other way round than distances are elsewhere here: published checkpoints
-    have it so. The index is computed, not saved. On a map of another size than the table was made for, the table is
-    resampled bicubically with its corners kept in place, so that offsets keep their meaning as parts of the map.
+    The offset is query minus key, unlike distances elsewhere here, as in published checkpoints. For a map of another
+    size than `size` the table is resampled bicubically with fixed corners, so that offsets keep their meaning relative
+    to the size of the map.
 
     Arguments:
-        dim, heads: as in the attention it serves.
-        size: height and width of the map that the table is made for.
+        dim, heads: those of the attention.
+        size: height and width of the map of the table.
 
     Shapes: table `((2 H_m - 1)(2 W_m - 1), H)`. Errors: ValueError for a size below 1.
     Source: Liu et al. 2021, section 3.2, equation 4.
@@ -196,8 +195,7 @@ class Swin2d(Position):
 def resample(table: Tensor, size: Space, space: Space) -> Tensor:
     """A table made for maps of `size`, resampled for maps of `space`: bicubic, corners and centre kept in place.
 
-    As two small products and not by `interpolate`: this one has a centre for maps of one row, and gradients that are
-    the same in every run.
+    Two small products, since `interpolate` has no centre for maps of one row, and gradients that vary between runs.
 
     Shapes: `((2 H_m - 1)(2 W_m - 1), heads)` to `((2 H - 1)(2 W - 1), heads)`.
 
@@ -220,7 +218,7 @@ def cubic_weights(source: int, target: int, *, like: Tensor) -> Tensor:
         tensor([[0., 1., 0.]])
     """
     place = torch.arange(target, dtype=torch.float64, device=like.device)
-    # A single sample stands at the centre: there are no two ends to align.
+    # A single sample is at the centre.
     place = place * ((source - 1) / (target - 1)) if target > 1 else place + (source - 1) / 2
     first = place.floor()
     weights = torch.zeros(target, source, dtype=torch.float64, device=like.device)
@@ -238,14 +236,13 @@ class MelPosition(Position):
 
         b(i, j) = time(t_j - t_i) + F[h, f_i, f_j]
 
-    A sound shifted in time is the same sound, one shifted in frequency is not: the scores are invariant to the first
-    and not to the second. The number of bands is fixed, the duration is not. A map `(n_freq, T)` is flattened row by
-    row, place = f T + t.
+    The scores are invariant to shifts in time, not in frequency. The number of bands is fixed, the duration is not. A
+    map `(n_freq, T)` is flattened in row-major order, index = f T + t.
 
     Arguments:
-        dim, heads: as in the attention it serves.
+        dim, heads: those of the attention.
         n_freq: number of frequency bands of the maps.
-        time: scheme for the time axis, built for the same `dim` and `heads`; None leaves time unordered.
+        time: scheme for the time axis, built for the same `dim` and `heads`; None for none.
 
     Shapes: F `(H, n_freq, n_freq)`, zero at the start.
     Errors: ValueError for n_freq < 1, a time scheme of other sizes, in two dimensions, or for the past only; for maps
@@ -293,7 +290,7 @@ class MelPosition(Position):
         bands, frames = self._space(Lq, space)
         bias = self.F[None, :, :, None, :, None]  # (1, H, f_i, t_i, f_j, t_j)
         if self.time.score != "none":
-            # Each band of a query is an example of its own to the time scheme.
+            # Each band of the queries is an example for the time scheme.
             rows = q.unflatten(2, (bands, frames)).transpose(1, 2).flatten(0, 1)  # (B f_i, H, t_i, d)
             times = self.time.score_bias(rows, 0, 0, frames, frames)
             shared = times.shape[0] == 1

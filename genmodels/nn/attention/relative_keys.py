@@ -25,16 +25,16 @@ class Shaw(Position):
 
         s(i, j) = q_i . (k_j + aK[r]) / sqrt(d),    y_i = sum_j a_ij (v_j + aV[r]),    r = j - i
 
-    Queries meet the 2K + 1 keys once and the scores are gathered by distance; weights are summed by distance and meet
-    the 2K + 1 values once. A tensor (L, L, d) never exists.
+    The products with the 2K + 1 keys are gathered by distance, and weights are summed by distance before the product
+    with the 2K + 1 values, without a tensor (L, L, d).
 
     Arguments:
-        dim, heads: as in the attention it serves.
+        dim, heads: those of the attention.
         K: the largest distance with vectors of its own.
         outside: beyond K, `clip` takes the vectors of the nearest distance, `zero` adds nothing.
         values: whether there are relative values too; they need the explicit path.
         shared: one table for all heads.
-        cross: whether queries and keys of two sequences share one clock.
+        cross: see `Position`.
 
     Shapes: tables `(H or 1, 2K + 1, d)`, Gaussian of standard deviation d^-1/2; row K is distance 0.
     Errors: ValueError for K < 0 or an unknown `outside`.
@@ -101,14 +101,14 @@ class MusicTransformer(Position):
 
         s(i, j) = q_i . (k_j + E[r]) / sqrt(d),    r = j - i = -(max_len - 1) .. 0
 
-    Distance 0 is the last row of E whatever the length; what lies further back than E reaches shares its first row, so
-    longer inputs than `max_len` work. Scores by distance are skewed into place in O(L^2), without a tensor (L, L, d).
+    Distance 0 is the last row of E; larger distances than E has share its first row, so that inputs may be longer than
+    `max_len`. Scores by distance are skewed into place in O(L^2), without a tensor (L, L, d).
 
     Arguments:
-        dim, heads: as in the attention it serves.
+        dim, heads: those of the attention.
         max_len: number of distances with a vector of their own.
         shared: one E for all heads.
-        cross: whether queries and keys of two sequences share one clock.
+        cross: see `Position`.
 
     Shapes: E `(H or 1, max_len, d)`, Gaussian of standard deviation d^-1/2. Errors: ValueError for max_len < 1.
     Source: Huang et al. 2018, section 3.4.
@@ -131,7 +131,7 @@ class MusicTransformer(Position):
     def score_bias(self, q: Tensor, q0: int, k0: int, Lq: int, Lk: int, space: Space | None = None) -> Tensor:
         q = q / math.sqrt(self.head_dim)
         if q0 + Lq == k0 + Lk and Lk >= Lq:
-            # The last key stands at the last query: half the distances are enough, and the future is rubbish.
+            # The last key is at the last query: half of the distances suffice, and later keys are masked.
             return skew(q @ self._rows(torch.arange(1 - Lk, 1, device=q.device)).mT)
         return rel_shift(q @ self._rows(distances(Lq, Lk, q0, k0, device=q.device)).mT, Lk)
 
@@ -140,16 +140,16 @@ class MusicTransformer(Position):
 
 
 class TransformerXL(Position):
-    """Content and distance, each with a bias of its own for the query.
+    """Scores by content and by distance, each with its own bias of the query.
 
         s(i, j) = ((q_i + u) . k_j + (q_i + v) . (W_R R[r])) / sqrt(d),    r = j - i
 
-    R are the sinusoids of the distance, computed for the distances that occur: there is no longest length, and past and
-    future differ in the sign of the sine. The second term is one product by distance, O(Lq (Lq + Lk) H), and a shift.
+    R are the sinusoids of all distances that occur, so that there is no longest length. The second term is one product
+    by distance, O(Lq (Lq + Lk) H), and a shift.
 
     Arguments:
-        dim, heads: as in the attention it serves.
-        cross: whether queries and keys of two sequences share one clock.
+        dim, heads: those of the attention.
+        cross: see `Position`.
 
     Shapes: u, v `(H, d)`, zero at the start; W_R `(D, D)` without bias.
     Source: Dai et al. 2019, section 3.3 and appendix B.
@@ -172,7 +172,7 @@ class TransformerXL(Position):
         return self.u
 
     def score_bias(self, q: Tensor, q0: int, k0: int, Lq: int, Lk: int, space: Space | None = None) -> Tensor:
-        # One distance more on the left than occurs: the column that the shift would have to pad.
+        # One more distance on the left, in place of the padding of the shift.
         r = torch.arange(-Lq, Lk, device=q.device) + (k0 - q0)
         encoded = self.project(sinusoids(r, self.dim).to(self.project.weight.dtype))
         encoded = encoded.view(-1, self.heads, self.head_dim).permute(1, 2, 0)  # (H, d, Lq + Lk)

@@ -1,4 +1,4 @@
-"""Attention of a decoder to a memory: score functions, and one masked softmax over them, whole or step by step."""
+"""Attention of a decoder to a memory: score functions, and masked softmax over them, whole or step by step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from genmodels.core.random import Generator, dropout, uniform
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
-from genmodels.nn.attention.mechanism import Inputs, Mechanism, admit, merge_heads, split_heads
+from genmodels.nn.attention.mechanism import Inputs, Mechanism, merge_heads, split_heads
 from genmodels.nn.attention.position import head_width
 
 
 class Past(NamedTuple):
-    """Where the queries before this one looked: weights of the last and the sum of all, both `(B, H, Lk)`."""
+    """The weights of the last query and the sum of those of all earlier queries, both `(B, H, Lk)`."""
 
     previous: Tensor
     cumulative: Tensor
 
     def after(self, weights: Tensor, queries: Tensor | None) -> Past:
-        """The past of the next query, from the weights `(B, H, Lq, Lk)` of these; invalid ones have not happened."""
+        """The past of the next query, from the weights `(B, H, Lq, Lk)` of these; invalid queries are skipped."""
         if queries is None:
             return Past(weights[:, :, -1], self.cumulative + weights.sum(2))
         weights = weights.masked_fill(~queries[..., None], 0)
@@ -34,7 +34,7 @@ class Past(NamedTuple):
 
 
 class Score(nn.Module):
-    """A score function: keys are projected once, logits are finite everywhere and know of no mask.
+    """A score function of projected keys and queries; its logits are finite and not masked.
 
     A subclass defines `keys` and `logits`.
 
@@ -43,8 +43,8 @@ class Score(nn.Module):
         heads: number of heads H; divides D.
 
     Attributes:
-        uses_past: whether the logits of a query depend on where the queries before it looked; then queries can only be
-            scored one after the other.
+        uses_past: whether the logits of a query depend on the weights of earlier queries, so that queries are scored
+            one after the other.
     """
 
     uses_past: bool = False
@@ -54,7 +54,7 @@ class Score(nn.Module):
         self.dim, self.heads, self.head_dim = dim, heads, head_width(dim, heads)
 
     def keys(self, memory: Tensor) -> Tensor:
-        """What the memory `(B, Lk, D)` shows to every query, `(B, H, Lk, n)`."""
+        """The projected memory `(B, H, Lk, n)` of `(B, Lk, D)`."""
         raise NotImplementedError
 
     def logits(self, x: Tensor, keys: Tensor, past: Past | None = None) -> Tensor:
@@ -66,7 +66,7 @@ class ScaledDot(Score):
     """The inner product of query and key: e_ij = s_i . h_j / sqrt(n), with s = W x and h = V m.
 
     Arguments:
-        dim, heads: as in the attention it serves.
+        dim, heads: those of the attention.
         bias: whether W and V have biases.
 
     Source: Vaswani et al. 2017, equation 1.
@@ -94,10 +94,10 @@ class ScaledDot(Score):
 class Additive(Score):
     """A network of one hidden layer over query and key: e_ij = w^T tanh(W s_i + V h_j + b).
 
-    Every pair has a hidden layer of its own, so that memory grows with Lq Lk n.
+    The hidden layers of all pairs take memory proportional to Lq Lk n.
 
     Arguments:
-        dim, heads: as in the attention it serves.
+        dim, heads: those of the attention.
         hidden: width n of the hidden layer of each head, D / H by default.
 
     Errors: ValueError for hidden < 1.
@@ -129,18 +129,17 @@ class Additive(Score):
 
 
 class Location(Additive):
-    """The additive score that also sees where the queries before it looked.
+    """The additive score with features of the weights of earlier queries.
 
         e_ij = w^T tanh(W s_i + V h_j + U f_ij + b),    f_i = F * (a_{i-1}, sum_{k<i} a_k), or F * a_{i-1}
 
     F is a convolution along the keys, padded with zeros. Queries are scored one after the other.
 
     Arguments:
-        dim, heads: as in the attention it serves.
-        hidden: width n of the hidden layer of each head, D / H by default.
+        dim, heads, hidden: see `Additive`.
         channels: number of filters of F.
-        kernel: their length, odd, so that a filter has a middle.
-        cumulative: whether the filters see the sum of all weights so far too, or those of the last query alone.
+        kernel: their length, odd.
+        cumulative: whether the filters act on the sum of all earlier weights too, or only on those of the last query.
 
     Errors: ValueError for an even kernel, for channels or hidden < 1.
     Source: Chorowski et al. 2015, equations 8 and 9 (`cumulative=False`); the sum of weights: Shen et al. 2018
@@ -187,58 +186,31 @@ class Location(Additive):
 
 
 class Keys(NamedTuple):
-    """A memory made ready: what it shows, `(B, H, Lk, n)`, and what it gives, `(B, H, Lk, d)`."""
+    """A projected memory: keys `shown (B, H, Lk, n)` to the score function, and values `(B, H, Lk, d)`."""
 
     shown: Tensor
     values: Tensor
 
 
 class Stepwise(Mechanism):
-    """Attention along a memory that goes on where it ended: whole, or one query after the other.
+    """Attention to a memory with a state: for all queries in one call, or one after the other.
 
-    A subclass sets `project_out`, the type of its `state` and whether it takes masks of pairs (`full`), and defines
-    `start(memory) -> state`, `_keys(inputs) -> Keys` and `_attend(inputs, keys, state) -> (y, weights, state)` with y
-    `(B, Lq, D)` before the output projection.
+    A subclass sets `project_out` and `state`, and defines `start(memory) -> state`, `_keys(inputs) -> Keys` and
+    `_attend(inputs, keys, state) -> (y, weights, state)` with y `(B, Lq, D)` before the output projection.
     """
 
-    state: type
-    full: bool = False
+    cross = True
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: tuple | None = None,
-        offset: int = 0,
-    ) -> tuple[Tensor, tuple | None]:
-        """The output, and what the next call needs to go on where this one ended (None unless a cache came in).
+    def _output(self, given: Inputs, state: tuple | None) -> tuple[Tensor, tuple]:
+        y, _, state = self._attend(given, self._keys(given), state)
+        return y, state
 
-        Arguments:
-            cache: where earlier queries of the same memory came to; `start` begins one.
-            offset: absolute index of the first query; unused, since the state holds it.
-        """
-        given = admit(self, x, memory, mask, memory_mask, cache, full=self.full, carries=self.state)
-        y, _, state = self._attend(given, self._keys(given), cache)
-        return given.finish(self.project_out(y)), None if cache is None else state
-
-    def weights(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        mask: Tensor | None = None,
-        memory_mask: Tensor | None = None,
-        cache: tuple | None = None,
-        offset: int = 0,
-    ) -> Tensor:
-        """The weights `(B, H, Lq, Lk)` of the same call, without dropout."""
-        given = admit(self, x, memory, mask, memory_mask, cache, full=self.full, carries=self.state)
-        return self._attend(given, self._keys(given), cache)[1]
+    def _all_weights(self, given: Inputs, state: tuple | None) -> Tensor:
+        return self._attend(given, self._keys(given), state)[1]
 
     def keys(self, memory: Tensor, memory_mask: Tensor | None = None) -> Keys:
-        """The memory `(B, Lk, D)` projected, once for all the steps."""
-        return self._keys(admit(self, memory[:, :0], memory, None, memory_mask))
+        """The projected memory `(B, Lk, D)`, for all steps."""
+        return self._keys(self._admit(memory[:, :0], memory, None, memory_mask))
 
     def step(
         self, query: Tensor, memory: Tensor, keys: Keys | None, state: tuple, mask: Tensor | None = None
@@ -248,22 +220,22 @@ class Stepwise(Mechanism):
         Arguments:
             query: `(B, D)`.
             memory: `(B, Lk, D)`.
-            keys: what `keys` made of memory; None makes it anew.
-            state: from `start` or from the step before.
-            mask: `(B, 1, Lk)`, which positions of memory are valid.
+            keys: the result of `keys(memory)`; None computes it.
+            state: that of `start` or of the step before.
+            mask: `(B, 1, Lk)`, True = valid position of memory.
         """
-        given = admit(self, query[:, None], memory, None, mask, state, carries=self.state)
+        given = self._admit(query[:, None], memory, None, mask, state)
         y, a, state = self._attend(given, self._keys(given) if keys is None else keys, state)
         return self.project_out(y)[:, 0].to(query.dtype), a[:, :, 0], state
 
 
 class ScoredAttention(Stepwise):
-    """Attention with any score function, for all queries at once or for one after the other.
+    """Attention with any score function, for all queries at once or one after the other.
 
         a_i = softmax_j(e_ij) over the keys that may be attended to,    y_i = W_O [sum_j a_ij v_j]
 
-    A query that may attend to nothing gives exactly 0 before W_O. What one step hands to the next, a `Past`, is
-    explicit: `step` takes and returns it, and so does `forward` as its cache.
+    A query without keys gives exactly 0 before W_O. The state is a `Past`, which `step`, and `forward` as its cache,
+    take and return.
 
     Arguments:
         dim: width D of x, memory and y.
@@ -301,7 +273,7 @@ class ScoredAttention(Stepwise):
         self.project_out = nn.Linear(dim, dim, bias=bias)
 
     def start(self, memory: Tensor) -> Past:
-        """The state before the first query: no weights yet."""
+        """The initial state, without weights."""
         nowhere = wide(memory).new_zeros(len(memory), self.heads, memory.shape[1])
         return Past(nowhere, nowhere)
 
@@ -312,7 +284,7 @@ class ScoredAttention(Stepwise):
         return reason, (2 + getattr(self.score, "hidden", 0)) * self.heads * Lq * Lk
 
     def choose(self, logits: Tensor, allowed: Tensor | None) -> Tensor:
-        """Weights from logits; a subclass may choose otherwise."""
+        """Weights from logits; a subclass may override the softmax."""
         return masked_softmax(logits, allowed)
 
     def _keys(self, given: Inputs) -> Keys:
@@ -347,7 +319,7 @@ class ScoredAttention(Stepwise):
 
 
 def one_hot_of_largest(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """1 at the largest allowed logit of each row, the first of equals, and 0 elsewhere; 0 where nothing is allowed.
+    """1 at the first largest allowed logit of each row and 0 elsewhere; 0 in rows without an allowed one.
 
     Example:
         >>> one_hot_of_largest(torch.tensor([1.0, 2.0, 2.0]), None)
@@ -360,7 +332,7 @@ def one_hot_of_largest(logits: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def straight_through(logits: Tensor, allowed: Tensor | None = None) -> Tensor:
-    """Weights that are one-hot at the largest logit in value, and the softmax in their derivatives.
+    """Weights that are one-hot at the largest logit, with the derivatives of the softmax.
 
     Shapes: `logits (.., Lq, Lk)` finite, `allowed` bool of a shape that broadcasts, None = all.
     Source: Bengio et al. 2013, section 3.1; Jang et al. 2017, section 2.2.
@@ -377,22 +349,18 @@ def straight_through(logits: Tensor, allowed: Tensor | None = None) -> Tensor:
 
 
 class HardAttention(ScoredAttention):
-    """Attention to a single key: the value of the one with the largest score, with the derivatives of the soft mean.
+    """Attention to the key with the largest score, with the derivatives of softmax attention in training.
 
         a_i = one-hot(argmax_j z_ij),    in training da_i := d softmax_j(z_ij),    z = e / temperature
 
-    In evaluation the derivative is that of the function itself, through the values alone, so that divergences and
-    log-determinants of networks that hold this are their own. With a generator the choice is drawn in training, by
-    noise on the scores: z = (e + Gumbel noise) / temperature, so that key j is chosen with probability softmax(e)_j. In
-    evaluation it is the largest score, the first of equals.
+    In evaluation the derivative is the exact one, through the values only, so that divergences and log-determinants of
+    networks with this attention are exact. With a generator the key is random in training: z = (e + Gumbel noise) /
+    temperature chooses key j with probability softmax(e)_j. In evaluation it is the first with the largest score.
 
     Arguments:
-        dim: width D of x, memory and y.
-        heads: number of heads; divides D.
-        score: score function, built for the same dim and heads; `Additive` by default.
-        temperature: of the softmax that lends its derivatives.
-        generator: where the noise comes from in training; None is for no noise.
-        bias: whether the projections of values and output have biases.
+        temperature: temperature of the softmax of the derivatives.
+        generator: source of the noise in training; None for no noise.
+        dim, heads, score, bias: see `ScoredAttention`.
 
     Shapes: as in `ScoredAttention`. Errors: ValueError for a temperature that is not positive.
     Source: Xu et al. 2015, section 4.1; Jang et al. 2017, section 2.2.
