@@ -16,7 +16,7 @@ from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import event_mean, event_size, event_sum
 from genmodels.diffusion.denoiser import AtAnyTime, FlowMap
 from genmodels.diffusion.flow_matching import FlowMatching
-from genmodels.diffusion.objectives import ObjectiveOutput, Simple, predict, step_above
+from genmodels.diffusion.objectives import ObjectiveOutput, Simple, predict, step_above, times_of
 from genmodels.diffusion.parameterisation import Prediction
 from genmodels.diffusion.path import alpha_sigma, expand, q_sample
 from genmodels.diffusion.sampling import Defaults, Memory, log_snrs
@@ -84,8 +84,7 @@ class Consistency(Simple):
         self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
         mask: Tensor | None,
     ) -> ObjectiveOutput:
-        num_steps = denoiser.schedule.num_steps
-        t = u if num_steps is None else step_above(u, num_steps) / num_steps
+        t = times_of(denoiser.schedule, u)
         noise, log_snr_t = self.noise(x0, cond, generator), denoiser.schedule.log_snr(t)
         r_t = torch.exp(-log_snr_t / 2)
         r_s = self.earlier(r_t)
@@ -191,9 +190,9 @@ class ProgressiveDistillation(Simple):
             x, eps = self.target(denoiser.schedule, x_t, t, cond, mask)
         torch.clear_autocast_cache()  # the weights it cast without a gradient are not for the call below
         prediction = predict(denoiser, x_t, log_snr, cond, mask, generator)
-        mse, weighed = self.errors(denoiser, prediction, x, eps, t, log_snr, mask)
-        per_example = weight.to(mse.dtype) * weighed
-        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, weighed.detach())
+        mse, weighted = self.errors(denoiser, prediction, x, eps, t, log_snr, mask)
+        per_example = weight.to(mse.dtype) * weighted
+        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, weighted.detach())
 
     def target(self, path, x_t: Tensor, t: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x_0, eps) with x_t = alpha x_0 + sigma eps whose DDIM step of 1/N ends where those of the teacher do."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from genmodels.core.random import Generator, KeyedGenerator, at_step, uniform
 from genmodels.core.tensors import event_sum
-from genmodels.diffusion.bound import rows_for
+from genmodels.diffusion.bound import draws_in_strata, packed, rows_for
 
 Predictor = Callable[[Tensor, Tensor | None], Tensor]
 MaskingName = Literal["linear", "cosine", "quadratic"]
@@ -88,12 +88,11 @@ def masked_bound(
         rows: most rows in one network call; by default as many as suit the device.
     """
     n = len(x)
-    u = uniform((n, replicates, draws), generator.child("strata"), dtype=torch.float64, device=x.device)
+    u = draws_in_strata((n, replicates, draws), generator, x.device)
     t = ((torch.arange(draws, device=x.device) + u) / draws).flatten(1)
     values = torch.zeros_like(t)
-    every = torch.cartesian_prod(torch.arange(t.shape[1]), torch.arange(n))
-    for column, item in (part.unbind(1) for part in every.split(rows or rows_for(x))):
-        source = generator.rows(item.to(generator.index.device)).at(column)
+    every = torch.ones(t.shape, dtype=torch.bool)
+    for item, column, source in packed(every, generator, rows or rows_for(x)):
         given = None if cond is None else cond[item]
         values[item, column] = bound_terms(predict, x[item], t[item, column], mask, source, given, "quadratic")
     return values.view(n, replicates, draws).mean(2)
