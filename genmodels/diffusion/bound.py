@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError
-from genmodels.core.random import Generator, KeyedGenerator, normal, uniform
+from genmodels.core.random import Generator, KeyedGenerator, child, normal, uniform
 from genmodels.core.tensors import event_sum
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.guidance import require_unaltered
@@ -271,8 +271,7 @@ def elbo(
 
 def draws_in_strata(shape: tuple[int, int, int], generator: Generator, device: torch.device | None = None) -> Tensor:
     """(B, replicates, draws) float64, a uniform draw within each stratum."""
-    source = generator.child("strata") if isinstance(generator, KeyedGenerator) else generator
-    return uniform(shape, source, dtype=torch.float64, device=device)
+    return uniform(shape, child(generator, "strata"), dtype=torch.float64, device=device)
 
 
 def packed(wanted: Tensor, generator: Generator, rows: int) -> Iterator[tuple[Tensor, Tensor, Generator]]:
