@@ -42,9 +42,9 @@ def worst(parts: dict[str, float]) -> Measured:
     return Measured(parts[name], name if parts[name] > 0 else "")
 
 
-def weighted(s: Subject, result: Tensor, logdet: Tensor) -> Tensor:
+def weighted(s: Subject, result: Tensor, logdet: Tensor, name: str = "weights") -> Tensor:
     """A scalar that depends on every output with a different weight."""
-    generator = s.generator("weights")
+    generator = s.generator(name)
     weights = (torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in (result, logdet))
     return sum((v * w).sum() for v, w in zip((result, logdet), weights, strict=True))
 
