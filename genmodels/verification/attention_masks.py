@@ -78,7 +78,7 @@ class AttentionSubject:
         if self.space is None:
             return [1, 2, 3, 5, 11, 64, 700]
         maps = [(1, 1), (1, 5), (3, 2), (4, 7), (13, 11)]
-        return [(self.space[0], width) for _, width in maps] if self.says("rows") else maps
+        return [(self.space[0], width) for _, width in maps] if self.has("rows") else maps
 
     def run(self, x: Tensor, mask: Tensor | None = None, *, module: nn.Module | None = None, space=None, **more):
         """The output y alone."""
@@ -116,7 +116,7 @@ class AttentionSubject:
         shorter = [n for n in (full // 2, full // 4, 1) if n and self.takes(n)] or [max(full // 2, 1)]
         return [full, shorter[0], shorter[-1]]
 
-    def says(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Whether the module declares a capability."""
         return name in self.capabilities
 
@@ -216,7 +216,7 @@ def _with_gradients(s: AttentionSubject, x: Tensor, mask: Tensor, valid: Tensor)
 @CHECKS.add("padded = alone", 1e-6, "a padded example has the values and gradients of the example alone")
 def padded_is_alone(s: AttentionSubject) -> Measured:
     """Unequal lengths in one batch against each example cropped to its length, output and input gradient."""
-    if s.space is not None and s.says("resampled"):
+    if s.space is not None and s.has("resampled"):
         raise NotApplicable("positions are resampled for the size of the map")
     lengths = s.lengths()
     mask, x, errors = s.masks(lengths), s.draw(3).requires_grad_(), {}
@@ -249,7 +249,7 @@ def empty_rows(s: AttentionSubject) -> Measured:
     mask = s.masks(s.lengths())
     mask[1] = False
     errors = _emptiness(s, mask, (1, slice(None)), "an example without valid positions")
-    if s.says("full"):
+    if s.has("full"):
         full = torch.ones(s.length, s.length, dtype=torch.bool).tril()
         full[2] = False
         errors |= _emptiness(s, full, (slice(None), 2), "a query without keys")
@@ -279,7 +279,7 @@ def row_sums(s: AttentionSubject) -> Measured:
     a = s.module.weights(x, mask=mask, **given)
     hidden = ~mask[:, :, None].expand_as(a)
     errors = {"weight of padding": float(a.masked_fill(~hidden, 0).abs().max())}
-    if not s.says("unnormalised"):
+    if not s.has("unnormalised"):
         sums = a.sum(-1).masked_fill(~mask.expand(-1, a.shape[1], -1), 1)
         errors |= {"sums": gap(sums, torch.ones_like(sums)), "below zero": float((-a).clamp(min=0).max())}
     return worst(errors)
@@ -306,7 +306,7 @@ def dropout(s: AttentionSubject) -> Measured:
     still = gap(s.run(x), s.run(x))
     if still:
         return Measured(still, "two evaluations differ")
-    if s.says("piecewise"):
+    if s.has("piecewise"):
         raise NotApplicable("draws in training anyway")
     y = s.run(x)
     torch.manual_seed(s.seed)

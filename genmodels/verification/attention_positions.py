@@ -24,7 +24,7 @@ VISIBLE = 1e-3
 def sign(s: AttentionSubject) -> Measured:
     """The input, or a map along each axis, is reversed."""
     _needs(s, "relative")
-    if s.says("symmetric"):
+    if s.has("symmetric"):
         raise NotApplicable("treats past and future alike")
     x = s.draw(2)
     flips = {"": lambda t: t.flip(1)} if s.space is None else {
@@ -43,7 +43,7 @@ def sign(s: AttentionSubject) -> Measured:
 def distance_zero(s: AttentionSubject) -> Measured:
     """The score of the same query with itself, at many positions; for Transformer-XL, the encoding of 0 itself."""
     position = getattr(s.module, "position", None)
-    if not isinstance(position, Position) or s.says("rows") or not s.says("relative"):
+    if not isinstance(position, Position) or s.has("rows") or not s.has("relative"):
         raise NotApplicable("has no relative position: only the double loop checks it, if there is a reference")
     errors, first = {}, None
     q = s.draw(1, 1)[0, 0].view(1, position.heads, 1, position.head_dim)
@@ -92,7 +92,7 @@ def shift(s: AttentionSubject) -> Measured:
             errors["offset = 1000"] = gap(s.run(x, offset=1000), alone)
         return worst(errors)
     (height, width), x = s.space, s.draw(2)
-    size = (height, width + 2) if s.says("rows") else (height + 1, width + 2)
+    size = (height, width + 2) if s.has("rows") else (height + 1, width + 2)
     outputs = []
     for down, right in ((0, 0), (0, 2), (size[0] - height, 1)):
         padded, mask = x.new_zeros(2, *size, s.dim), torch.zeros(2, 1, *size, dtype=torch.bool)
@@ -177,7 +177,7 @@ def resolution(s: AttentionSubject) -> Measured:
         raise NotApplicable("is for sequences")
     x = s.draw(2)
     before, errors = s.run(x), {}
-    for size in [(s.space[0], n) for n in (1, 4, 9)] if s.says("rows") else [(4, 4), (2, 5), (5, 2), (1, 6), (7, 3)]:
+    for size in [(s.space[0], n) for n in (1, 4, 9)] if s.has("rows") else [(4, 4), (2, 5), (5, 2), (1, 6), (7, 3)]:
         given = s.draw(1, size[0] * size[1])
         y = s.run(given, space=size)
         errors[f"{size}: finite"] = 0.0 if y.shape == given.shape and y.isfinite().all() else math.inf
@@ -188,7 +188,7 @@ def resolution(s: AttentionSubject) -> Measured:
 
 
 def _needs(s: AttentionSubject, capability: str) -> None:
-    if not s.says(capability):
+    if not s.has(capability):
         raise NotApplicable(f"{capability} is not among its capabilities")
 
 
@@ -234,7 +234,7 @@ def longest_length(s: AttentionSubject) -> Measured:
 @CODE_CHECKS.add("gradients", 0.0, "gradients of input and parameters are those of finite differences, float64")
 def gradients(s: AttentionSubject) -> Measured:
     """By `gradcheck` in a random direction."""
-    if s.says("piecewise"):
+    if s.has("piecewise"):
         raise NotApplicable("finite differences may cross a boundary")
     learned = {f"module.{n}": p.detach().clone().requires_grad_() for n, p in s.module.named_parameters()
                if p.requires_grad}
@@ -252,7 +252,7 @@ def gradients(s: AttentionSubject) -> Measured:
                "second derivatives and forward mode exist and are those of finite differences")
 def second_derivatives(s: AttentionSubject) -> Measured:
     """By `gradgradcheck`, and the forward mode against a central difference."""
-    if not s.says("derivatives"):
+    if not s.has("derivatives"):
         raise NotApplicable("derivatives is not among its capabilities")
     x = s.draw(1, 3 if s.space is None and s.takes(3) else s.length).requires_grad_()
     right = torch.autograd.gradgradcheck(lambda x: s.run(x), (x,), raise_exception=False, fast_mode=True)
@@ -281,7 +281,7 @@ def compiled(s: AttentionSubject) -> Measured:
     """With `fullgraph=True`, against the output without compilation."""
     if s.compiler is None:
         raise NotApplicable("compilation is left out")
-    mask = None if s.says("resampled") else s.masks(s.lengths())
+    mask = None if s.has("resampled") else s.masks(s.lengths())
     x = s.draw(3)
     torch._dynamo.reset()
     graph = torch.compile(s.module, fullgraph=True, backend=s.compiler)
@@ -293,7 +293,7 @@ def compiled(s: AttentionSubject) -> Measured:
 @torch.no_grad()
 def bfloat16(s: AttentionSubject) -> Measured:
     """Relative to the largest output; weights that sum to one must do so to single precision under autocast."""
-    if s.says("piecewise"):
+    if s.has("piecewise"):
         raise NotApplicable("rounding may cross a boundary")
     module, x = copy.deepcopy(s.module).float(), s.draw(2).float()
     for parameter in module.parameters():

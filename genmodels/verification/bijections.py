@@ -45,7 +45,7 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
         one = None if s.cond is None else s.cond[:1].expand_as(s.cond)
         result, copies = s.run(value, inverse)[0], s.run(value[:1].expand_as(value), inverse, cond=one)[0]
     if not relative(copies[0], result[0]) < 1e-6:
-        raise NotApplicable("rows depend on one another: none has a Jacobian of its own")
+        raise NotApplicable("rows depend on one another: no row alone has a Jacobian")
     value, cond, jacobians, note = _jacobians(s, inverse, len(value))
     with torch.no_grad():
         returned = s.run(value, inverse, cond=cond)[1]
@@ -54,7 +54,7 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
     error = relative(returned[: len(true)], true) if shaped else math.inf
     if shaped:
         row = int((returned[: len(true)] - true).abs().argmax())
-        note = f"{note}{': ' if note else ''}says {float(returned[row]):.9g}, is {float(true[row]):.9g}"
+        note = f"{note}{': ' if note else ''}returned {float(returned[row]):.9g}, true {float(true[row]):.9g}"
         note += _likely(returned[: len(true)], true, tuple(value.shape[1:])) if error > _DOUBTFUL else ""
     if value.shape[1:] != (s.z if inverse else s.x).shape[1:] and not s.takes_other_sizes and not error < _DOUBTFUL:
         raise NotVerified(f"{_too_large(s)}; {note}, if it takes a part of the event at all (it has no out_shape)")

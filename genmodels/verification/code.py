@@ -221,7 +221,7 @@ def compiled(s: Subject) -> Measured:
 def identity_at_start(s: Subject) -> Measured:
     """z = x and a log-determinant of zero in both directions, if `starts_as_identity`."""
     if not s.starts_as_identity:
-        raise NotApplicable("not asked for")
+        raise NotApplicable("starts_as_identity is not set")
     layer = copy.deepcopy(s.blank).double().eval()
     errors = {}
     for name, inverse, value in s.directions():

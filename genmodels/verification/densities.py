@@ -114,7 +114,7 @@ def decreasing(s: ScheduleSubject) -> Measured:
 def preserving(s: ScheduleSubject) -> Measured:
     """Both identities at all times; the second, of logarithms, counts a thousandth."""
     if isinstance(s.schedule, Path) and not isinstance(s.schedule, NoiseSchedule):
-        raise NotApplicable("a path with a scale of its own")
+        raise NotApplicable("a path that does not preserve the variance")
     alpha, sigma = (part.detach() for part in s.schedule.alpha_sigma(s.times))
     ratio = errors(2 * (alpha.log() - sigma.log()), s.log_snr(s.times))
     return Measured(max(float((alpha.square() + sigma.square() - 1).abs().max()), 1e-3 * float(ratio.max())))
@@ -150,7 +150,7 @@ def inverse(s: ScheduleSubject) -> Measured:
 
 @SCHEDULE_CHECKS.add("betas", 1e-10, "the betas are those of alpha_bar: alpha_bar_i = prod (1 - beta)")
 def betas(s: ScheduleSubject) -> Measured:
-    """For the steps of the schedule, or for 50: products of 1 - beta, and alpha_bars, against sigmoid(log SNR)."""
+    """At the steps of the schedule, or at 50: products of 1 - beta, and alpha_bars, against sigmoid(log SNR)."""
     if not hasattr(s.schedule, "betas"):
         raise NotApplicable("has no betas")
     steps = s.steps or 50

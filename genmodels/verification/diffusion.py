@@ -200,7 +200,7 @@ def check_sampler(step: Callable) -> Report:
     """The result of every check of a sampler.
 
     Arguments:
-        step: `step(denoiser, x, t, s, memory, generator, cond, temperature) -> (x, memory)`, as `Sampler` says.
+        step: `step(denoiser, x, t, s, memory, generator, cond, temperature) -> (x, memory)`, a `Sampler`.
 
     Example:
         >>> from genmodels.diffusion import HeunSampler

@@ -89,7 +89,7 @@ def condition(s: Subject) -> Measured:
             before, after = s.run(value, inverse), s.run(value, inverse, cond=other)
         moved = sum((a - b).abs().reshape(len(value), -1).amax(1) for a, b in zip(before, after, strict=True))
         # One row suffices: others may lie where a spline is the identity.
-        blind += [] if bool(moved[changed].any()) else [f"{name} does not see it"]
+        blind += [] if bool(moved[changed].any()) else [f"{name} ignores it"]
         blind += [f"{name} mixes rows"] if bool((moved[~changed] > 1e-9).any()) else []
         if s.cond.is_floating_point():
             cond = s.cond.clone().requires_grad_()
@@ -141,7 +141,7 @@ def masked_content(s: Subject) -> Measured:
             for content, fill in (("other numbers", _noise(s, value)), ("NaN", torch.full_like(value, math.nan))):
                 changed, changed_logdet = s.run(torch.where(own, value, fill), inverse, mask=own)
                 errors[f"{name}, {content}"] = max(relative(changed, result), relative(changed_logdet, logdet))
-            errors[f"{name} leaves something there"] = float(result.masked_fill(after, 0).abs().max())
+            errors[f"{name} is not zero there"] = float(result.masked_fill(after, 0).abs().max())
         x = value.clone().requires_grad_()
         result, logdet = s.run(x, inverse, mask=own)
         gradient = torch.autograd.grad((result.square().sum() + logdet.sum()), x)[0]
