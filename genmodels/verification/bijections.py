@@ -54,7 +54,7 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
     error = relative(returned[: len(true)], true) if shaped else math.inf
     if shaped:
         row = int((returned[: len(true)] - true).abs().argmax())
-        note = f"{note}{': ' if note else ''}returned {float(returned[row]):.9g}, true {float(true[row]):.9g}"
+        note = f"{note}{': ' if note else ''}says {float(returned[row]):.9g}, is {float(true[row]):.9g}"
         note += _likely(returned[: len(true)], true, tuple(value.shape[1:])) if error > _DOUBTFUL else ""
     if value.shape[1:] != (s.z if inverse else s.x).shape[1:] and not s.takes_other_sizes and not error < _DOUBTFUL:
         raise NotVerified(f"{_too_large(s)}; {note}, if it takes a part of the event at all (it has no out_shape)")
