@@ -237,6 +237,11 @@ def at_step(generator: Generator, step: int | Tensor) -> Generator:
     return generator.at(step) if isinstance(generator, KeyedGenerator) else generator
 
 
+def child(generator: Generator, name: str) -> Generator:
+    """The generator for another purpose: a stream of its own if it is keyed, itself if it is a torch.Generator."""
+    return generator.child(name) if isinstance(generator, KeyedGenerator) else generator
+
+
 _STEPS = tuple(seed_of("dropout", d) | 1 for d in range(8))  # odd numbers, one for each dimension
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of SplitMix64, as signed 64-bit integers
 _PER_WORD = 4  # decisions that one 64-bit word gives, with 16 bits each

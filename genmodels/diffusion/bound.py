@@ -1,7 +1,7 @@
 """The evidence lower bound, term by term, and its limit of infinitely many steps.
 
-One grid of times serves both literatures: t_0 < ... < t_K. The reconstruction is read at t_0, the k-th KL term goes
-from t_k to t_{k-1}, the prior is at t_K. DDPM with T steps has t_0 = 1/T and K = T - 1 (Ho et al. 2020, equation 5);
+On a grid of times t_0 < ... < t_K the reconstruction is at t_0, the k-th KL term goes from t_k to t_{k-1}, and the
+prior is at t_K. DDPM with T steps has t_0 = 1/T and K = T - 1 (Ho et al. 2020, equation 5);
 VDM with T steps has t_0 = 0 and K = T (Kingma et al. 2021, equation 11). In the limit
 
     -log p(x) <= L = KL(q(x_1|x) || N(0, I)) - 1/2 int lambda'(t) E |eps - eps_hat|^2 dt - E log p(x | x_{t_0})
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError
-from genmodels.core.random import Generator, KeyedGenerator, normal, uniform
+from genmodels.core.random import Generator, KeyedGenerator, child, normal, uniform
 from genmodels.core.tensors import event_sum
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.guidance import require_unaltered
@@ -36,7 +36,7 @@ from genmodels.diffusion.path import (
 )
 from genmodels.diffusion.schedule import step_to_time
 
-#: Where the path of a schedule without signal at its end is cut: beyond, an example costs less than 1e-8 nats.
+#: Log-SNR at which a schedule without signal at its end is cut: beyond, an example costs less than 1e-8 nats.
 _NOISIEST = -20.0
 
 
@@ -55,12 +55,7 @@ def prior_term(x0: Tensor, log_snr: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 def diffusion_term(
-    x0: Tensor,
-    x0_hat: Tensor,
-    log_snr_s: Tensor,
-    log_snr_t: Tensor,
-    variance: Variance,
-    mask: Tensor | None = None,
+    x0: Tensor, x0_hat: Tensor, log_snr_s: Tensor, log_snr_t: Tensor, variance: Variance, mask: Tensor | None = None
 ) -> Tensor:
     """(B,) KL(q(x_s | x_t, x_0) || p(x_s | x_t)) where x_0 was predicted as x0_hat from x_t.
 
@@ -77,37 +72,50 @@ def diffusion_term(
 
 
 def reconstruction_term(
-    x0: Tensor,
-    x: Tensor,
-    x0_hat: Tensor,
-    log_snr: Tensor,
-    decoder: Decoder,
-    variance: Variance,
+    x0: Tensor, x: Tensor, x0_hat: Tensor, log_snr: Tensor, decoder: Decoder, variance: Variance,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """(B,) -log p(x_0 | x_{t_0}): the decoder at what it reads of the noisy x, x_{t_0}, or of the estimate x0_hat."""
+    """(B,) -log p(x_0 | x_{t_0}), by a decoder that reads the noisy x = x_{t_0} or the estimate x0_hat."""
     mean, scale = decoder_input(decoder, x, x0_hat, log_snr, variance)
     return event_sum(-decoder.log_prob(x0.double(), mean, scale), mask)
+
+
+def bound_terms(
+    k: Tensor, x0: Tensor, x: Tensor, x0_hat: Tensor, nu: Tensor | None, log_snr: Tensor, decoder: Decoder,
+    variance: Variance | Literal["learned"], mask: Tensor | None = None,
+) -> Tensor:
+    """(B,) term k (B,) of each example, at its x = x_{t_k}: the KL term, or the reconstruction for k = 0.
+
+    log_snr (K+1,) is that of the grid, nu as the network gives it.
+    """
+    terms = torch.zeros(len(x0), dtype=torch.float64, device=x0.device)
+    for rows in (k == 0, k > 0):
+        if not bool(rows.any()):
+            continue
+        step, valid = k[rows], None if mask is None else mask[rows]
+        s2 = kernel_variance(variance, None if nu is None else nu[rows], log_snr[1])
+        if step[0] == 0:
+            found = reconstruction_term(x0[rows], x[rows], x0_hat[rows], log_snr[:1], decoder, s2, valid)
+        else:
+            found = diffusion_term(x0[rows], x0_hat[rows], log_snr[step - 1], log_snr[step], s2, valid)
+        terms = terms.masked_scatter(rows, found)
+    return terms
 
 
 def decoder_input(
     decoder: Decoder, x: Tensor, x0_hat: Tensor, log_snr: Tensor, variance: Variance
 ) -> tuple[Tensor, Tensor]:
-    """Mean and scale of a decoder: x0_hat and that of the last kernel, or x/alpha and sigma/alpha (`reads_noisy`)."""
+    """Mean and scale of a decoder: x0_hat and the last kernel's, or x/alpha and sigma/alpha where it `reads_noisy`."""
     if getattr(decoder, "reads_noisy", False):
         alpha, _ = alpha_sigma(log_snr.to(x.device))
         return x.double() / expand(alpha, x), expand(torch.exp(-0.5 * log_snr.to(x.device)), x)
     mean = x0_hat.double()
-    return mean, per_scalar(clean_scale(log_snr, variance), mean)
-
-
-def clean_scale(log_snr: Tensor, variance: Variance) -> Tensor:
-    """Standard deviation of the kernel from this log-SNR to the clean end; sigma_t for both fixed variances."""
-    return variance(torch.full_like(log_snr, torch.inf), log_snr).sqrt()
+    # The kernel to the clean end: its standard deviation is sigma_t for both fixed variances.
+    return mean, per_scalar(variance(torch.full_like(log_snr, torch.inf), log_snr).sqrt(), mean)
 
 
 def per_scalar(value: Tensor, like: Tensor) -> Tensor:
-    """A value for each example, (B,) or (), or for each of its scalars, (B, *event), ready to meet `like`."""
+    """A value per example, (B,) or (), or per scalar, (B, *event), shaped to multiply `like`."""
     return value if value.dim() == like.dim() else expand(value, like)
 
 
@@ -192,11 +200,10 @@ def elbo(
     """The variational bound of each example; x0 is never clipped, the prior never dropped.
 
     `mode="all"` computes all K terms. `mode="stratified"` splits 1..K into `draws` strata and draws one term of each,
-    anew for every example and each of `replicates` rounds: an unbiased estimate of what "all" gives with the same
-    noise, with the standard error over the rounds.
+    for every example and each of `replicates` rounds: an unbiased estimate of "all" with the same noise, with its
+    standard error over the rounds.
 
-    Shapes: x0 (B, *event) in the model's units, times (K+1,) increasing, cond (B,) or (B, F), mask (B, 1, T): what it
-    hides enters no term.
+    Shapes: x0 (B, *event) in the model's units, times (K+1,) increasing, cond (B,) or (B, F), mask (B, 1, T).
 
     Arguments:
         decoder: p(x_0 | x_{t_0}).
@@ -222,38 +229,33 @@ def elbo(
     model_variance = variance_function(variance)
     num_terms = len(times) - 1
     if mode == "stratified":
-        _check_draws(draws, replicates, num_terms)
+        if not 1 <= draws <= num_terms:
+            raise InputError(f"draws = {draws}: the bound has {num_terms} terms, use 1 <= draws <= {num_terms}")
+        if replicates < 2:
+            raise InputError(f"replicates = {replicates}: a standard error needs at least 2")
         bounds = torch.arange(draws + 1) * num_terms // draws
-        chosen = _stratified_terms(bounds, len(x0), replicates, generator)
+        u, width = draws_in_strata((len(x0), replicates, draws), generator).cpu(), bounds.diff()
+        chosen = bounds[:-1] + (u * width).long().clamp(max=width - 1)
     elif mode == "all":
         chosen = torch.arange(num_terms).expand(len(x0), 1, num_terms)
     else:
         raise InputError(f"mode = {mode!r}: choose all or stratified")
 
-    # Column 0 is the reconstruction, column k the k-th KL term; `wanted` says which of them some round needs.
+    # Column 0 is the reconstruction, column k the k-th KL term; `wanted` are those that some round needs.
     wanted = torch.zeros(len(x0), num_terms + 1, dtype=torch.bool)
     wanted.scatter_(1, chosen.flatten(1) + 1, True)
     wanted[:, 0] = True
     values = torch.zeros(wanted.shape, dtype=torch.float64, device=x0.device)
-    rows = rows_for(x0) if chunk is None else chunk
     done, in_all = 0, int(wanted.sum())
-    for items, k, noise in _packed(wanted, x0, generator, rows):
-        x = q_sample(x0[items], log_snr[k], noise)
-        cond_here, mask_here = (None if value is None else value[items] for value in (cond, mask))
-        prediction = denoiser(x, times[k], cond_here, mask_here)
-        for rows_here, first in ((k > 0, False), (k == 0, True)):
-            if not bool(rows_here.any()):
-                continue
-            some, step, x0_hat = items[rows_here], k[rows_here], prediction.x0[rows_here]
-            valid = None if mask is None else mask[some]
-            nu = None if prediction.nu is None else prediction.nu[rows_here]
-            s2 = kernel_variance(model_variance, nu, log_snr[1])
-            if first:
-                noisy = x[rows_here]
-                values[some, 0] = reconstruction_term(x0[some], noisy, x0_hat, log_snr[:1], decoder, s2, valid)
-            else:
-                values[some, step] = diffusion_term(x0[some], x0_hat, log_snr[step - 1], log_snr[step], s2, valid)
-        done += len(items)
+    for item, k, source in packed(wanted, generator, rows_for(x0) if chunk is None else chunk):
+        item, k, data = item.to(x0.device), k.to(x0.device), x0[item]
+        x = q_sample(data, log_snr[k], normal(data.shape, source, dtype=x0.dtype, device=x0.device))
+        cond_here, valid = (None if value is None else value[item] for value in (cond, mask))
+        prediction = denoiser(x, times[k], cond_here, valid)
+        values[item, k] = bound_terms(
+            k, data, x, prediction.x0, prediction.nu, log_snr, decoder, model_variance, valid
+        )
+        done += len(item)
         if progress is not None:
             progress(done, in_all)
 
@@ -267,30 +269,20 @@ def elbo(
     return ElboTerms(prior_term(x0, log_snr[-1], mask), diffusion, values[:, 0], levels, stderr)
 
 
-def _check_draws(draws: int, replicates: int, num_terms: int) -> None:
-    if not 1 <= draws <= num_terms:
-        raise InputError(f"draws = {draws}: the bound has {num_terms} terms, use 1 <= draws <= {num_terms}")
-    if replicates < 2:
-        raise InputError(f"replicates = {replicates}: a standard error needs at least 2")
+def draws_in_strata(shape: tuple[int, int, int], generator: Generator, device: torch.device | None = None) -> Tensor:
+    """(B, replicates, draws) float64, a uniform draw within each stratum."""
+    return uniform(shape, child(generator, "strata"), dtype=torch.float64, device=device)
 
 
-def _stratified_terms(bounds: Tensor, n: int, replicates: int, generator: Generator) -> Tensor:
-    """(n, R, S) term numbers from 0, one uniform draw in each stratum [bounds_s, bounds_{s+1})."""
-    width = bounds.diff()
-    source = generator.child("strata") if isinstance(generator, KeyedGenerator) else generator
-    u = uniform((n, replicates, len(width)), source, dtype=torch.float64).cpu()
-    return bounds[:-1] + (u * width).long().clamp(max=width - 1)
+def packed(wanted: Tensor, generator: Generator, rows: int) -> Iterator[tuple[Tensor, Tensor, Generator]]:
+    """(item, column, generator), at most `rows` rows each, of the wanted (item, column) in the order of the columns.
 
-
-def _packed(wanted: Tensor, x0: Tensor, generator: Generator, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(items, k, noise) of at most `rows` rows each, covering every wanted (item, k), ordered by k."""
-    k_of, item_of = wanted.T.nonzero(as_tuple=True)
-    for ks, items in zip(k_of.split(rows), item_of.split(rows), strict=True):
-        source = generator
-        if isinstance(generator, KeyedGenerator):
-            source = generator.rows(items.to(generator.index.device)).at(ks)
-        noise = normal((len(items), *x0.shape[1:]), source, dtype=x0.dtype, device=x0.device)
-        yield items.to(x0.device), ks.to(x0.device), noise
+    The columns are the steps of a keyed generator.
+    """
+    columns, items = wanted.T.nonzero(as_tuple=True)
+    for column, item in zip(columns.split(rows), items.split(rows), strict=True):
+        keyed = isinstance(generator, KeyedGenerator)
+        yield item, column, generator.rows(item.to(generator.index.device)).at(column) if keyed else generator
 
 
 def rate_term(
@@ -325,10 +317,9 @@ def continuous_elbo(
 
         1/2 int E SNR |x_0 - x0_hat|^2 d lambda,   lambda from the log-SNR at t_0 to that at t = 1
 
-    The strata are equally wide in log-SNR, where an optimal denoiser costs about the same everywhere: far less noise
-    than strata in time. They are drawn from `replicates` times, whose spread gives the standard error. The terms of the
-    result are the integrals over the strata. A schedule that ends without signal is followed to log-SNR -20, and has
-    its prior there.
+    The strata are equally wide in log-SNR, where the integrand of an optimal denoiser varies little: far less noise
+    than with strata in time. The standard error is over `replicates` rounds of draws. The terms of the result are the
+    integrals over the strata. A schedule that ends without signal is cut at log-SNR -20, where its prior is taken.
 
     Arguments:
         decoder: p(x_0 | x_{t_0}).
@@ -350,42 +341,36 @@ def continuous_elbo(
     require_unaltered(denoiser)
     n = len(x0)
     ends = check_grid(denoiser.schedule, torch.tensor([first, 1.0], dtype=torch.float64)).to(x0.device)
-    keyed = isinstance(generator, KeyedGenerator)
     ends = ends.clamp(min=_NOISIEST)
-    u = uniform((n, replicates, draws), generator.child("strata") if keyed else generator, dtype=torch.float64)
-    share = ((torch.arange(draws, device=u.device) + u) / draws).to(x0.device).flatten(1)
-    rows = rows_for(x0) if chunk is None else chunk
+    span = ends[1] - ends[0]
+    strata = torch.arange(draws, dtype=torch.float64, device=x0.device)
+    share = ((strata + draws_in_strata((n, replicates, draws), generator, x0.device)) / draws).flatten(1)
 
     # Column 0 is the reconstruction at t_0, the others are the replicates' strata.
-    levels = torch.cat([ends[:1].expand(n, 1), ends[0] + (ends[1] - ends[0]) * share], 1)
+    levels = torch.cat([ends[:1].expand(n, 1), ends[0] + span * share], 1)
     values = torch.zeros_like(levels)
-    every = torch.cartesian_prod(torch.arange(levels.shape[1]), torch.arange(n))
-    for column, item in (part.unbind(1) for part in every.split(rows)):
-        source = generator.rows(item.to(generator.index.device)).at(column) if keyed else generator
-        noise = normal((len(item), *x0.shape[1:]), source, dtype=x0.dtype, device=x0.device)
+    every = torch.ones(levels.shape, dtype=torch.bool)
+    for item, column, source in packed(every, generator, rows_for(x0) if chunk is None else chunk):
         log_snr, data = levels[item, column], x0[item]
+        noise = normal(data.shape, source, dtype=x0.dtype, device=x0.device)
         cond_here, valid = (None if value is None else value[item] for value in (cond, mask))
         x = q_sample(data, log_snr, noise)
         prediction = denoiser.at_log_snr(x, log_snr, cond_here, valid)
-        rate = (ends[1] - ends[0]).expand(len(data))
-        terms = rate_term(denoiser, prediction.output, data, noise, log_snr, rate, valid)
+        terms = rate_term(denoiser, prediction.output, data, noise, log_snr, span.expand(len(data)), valid)
         clean = column == 0
         if bool(clean.any()):
             fixed = kernel_variance("beta", None)
-            terms = torch.where(
-                clean.to(terms.device),
-                reconstruction_term(data, x, prediction.x0, ends[:1], decoder, fixed, valid),
-                terms,
-            )
+            reconstruction = reconstruction_term(data, x, prediction.x0, ends[:1], decoder, fixed, valid)
+            terms = torch.where(clean.to(terms.device), reconstruction, terms)
         values[item, column] = terms
     drawn = values[:, 1:].view(n, replicates, draws) / draws
     stderr = drawn.sum(2).std(1, unbiased=True) / math.sqrt(replicates)
-    middle = ends[0] + (ends[1] - ends[0]) * (torch.arange(draws, dtype=torch.float64, device=x0.device) + 0.5) / draws
+    middle = ends[0] + span * (strata + 0.5) / draws
     return ElboTerms(prior_term(x0, ends[1], mask), drawn.mean(1), values[:, 0], middle, stderr)
 
 
 def rows_for(x: Tensor) -> int:
-    """How many rows like those of x go through a network at once: on a CPU so few that a layer stays in the cache.
+    """Rows like those of x in one call of a network: on a CPU few enough that a layer fits in the cache.
 
     A U-Net on 28x28 takes a quarter longer for each row of 512 than for one of 128.
 

@@ -1,4 +1,4 @@
-"""The last step of the chain: from a mean and a scale to the probability of the data itself."""
+"""Decoders p(x_0 | x_{t_0}), the last step of the chain: from a mean and a scale to the probability of the data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Decoder(Protocol):
 
 
 class DiscretisedGaussian:
-    """A normal distribution cut into n levels, the outer two open: integer data get a probability, not a density.
+    """A Gaussian discretised to n levels, the outer two open: integer data get a probability, not a density.
 
         P(k) = Phi((e_{k+1} - mean)/s) - Phi((e_k - mean)/s),   e_k = (2k - 1)/(n - 1) - 1,   e_0 = -inf, e_n = +inf
 
@@ -100,7 +100,7 @@ class DiscretisedGaussian:
 
 
 class LevelSoftmax:
-    """What the noisy data alone say of the level: no network, so that every bit is counted by the noise levels above.
+    """The posterior of the level given the noisy data, without a network, so that the KL terms count all other bits.
 
         P(k | x_{t_0}) proportional to N(x_{t_0} / alpha; c_k, 1/SNR),   c_k = -1 + 2k/(n-1)
 
@@ -115,7 +115,7 @@ class LevelSoftmax:
         tensor(-0.1269)
     """
 
-    #: The mean handed over is x_{t_0} / alpha and the scale sigma / alpha, not the estimate of a network.
+    #: Mean and scale are x_{t_0} / alpha and sigma / alpha, not the estimate of a network.
     reads_noisy = True
 
     def __init__(self, levels: int | None):
@@ -129,28 +129,29 @@ class LevelSoftmax:
         """log P(k) of integer levels k (broadcast with mean and scale), in the dtype of mean, float32 at least."""
         dtype = torch.promote_types(mean.dtype, torch.float32)
         mean, scale = torch.broadcast_tensors(mean.to(torch.float64), scale.to(torch.float64))
+        near = to_unit(to_levels(mean.detach(), self.levels), self.levels, dtype=torch.float64)
+
+        def log_weight(k: Tensor | int) -> Tensor:
+            # Squared distances less that of the nearest level: their difference keeps its digits.
+            centre = 2 * k / (self.levels - 1) - 1
+            return -0.5 * (centre - near) * (centre + near - 2 * mean) / scale.square()
+
         # Level by level: all at once would take as many times the memory of the data as there are levels.
         total = torch.full_like(mean, -math.inf)
         for level in range(self.levels):
-            total = torch.logaddexp(total, self._log_weight(level, mean, scale))
-        return (self._log_weight(k.to(torch.float64), mean, scale) - total).to(dtype)
+            total = torch.logaddexp(total, log_weight(level))
+        return (log_weight(k.to(torch.float64)) - total).to(dtype)
 
     def log_prob(self, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         """The same for x = to_unit(k) in [-1, 1]."""
         return self.log_mass(to_levels(x, self.levels), mean, scale)
-
-    def _log_weight(self, k: Tensor | int, mean: Tensor, scale: Tensor) -> Tensor:
-        """That of the level nearest to the mean is 0: of their squared distances the digits that matter are left."""
-        near = to_unit(to_levels(mean.detach(), self.levels), self.levels, dtype=torch.float64)
-        centre = 2 * k / (self.levels - 1) - 1
-        return -0.5 * (centre - near) * (centre + near - 2 * mean) / scale.square()
 
 
 class Gaussian:
     """N(x; mean, scale^2), for continuous data: the bound becomes a bound on a density (`levels` is None).
 
     Arguments:
-        scale: a fixed standard deviation in place of the one that the bound hands over.
+        scale: a fixed standard deviation in place of that of the last kernel.
 
     Example:
         >>> Gaussian().log_prob(torch.zeros(1), torch.zeros(1), torch.ones(1))

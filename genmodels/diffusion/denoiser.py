@@ -1,4 +1,4 @@
-"""A network, a path to noise and the meaning of the output: together, a prediction at any time."""
+"""Denoisers: a network, a probability path and a parameterisation, which together predict at any time."""
 
 from __future__ import annotations
 
@@ -14,28 +14,31 @@ from genmodels.diffusion.path import LinearPath, Path
 
 
 class AtAnyTime(nn.Module):
-    """What predicts at a log-SNR, called with a time: the face of every denoiser, learned or exact.
+    """Base of all denoisers, learned or exact: a call at a time is a prediction at the log-SNR of its schedule.
 
-    A subclass has a `schedule` and defines `at_log_snr(x, log_snr, cond, mask, estimate) -> Prediction`.
+    A subclass has a `schedule` and defines `at_log_snr`.
     """
 
     schedule: Path
 
     def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, t: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
         estimate: Tensor | None = None,
     ) -> Prediction:
         return self.at_log_snr(x, self.schedule.log_snr(t), cond, mask, estimate).along(self.schedule, t)
+
+    def at_log_snr(
+        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
+        estimate: Tensor | None = None,
+    ) -> Prediction:
+        """The prediction at a log-SNR (B,) instead of a time."""
+        raise NotImplementedError
 
 
 class OnPath(AtAnyTime):
     """A denoiser on another path: it sees the noisy x of the same log-SNR, of which a path's own x_t is a multiple.
 
-    So a model that was trained on one path is sampled along any other, and its probability-flow trajectories stay.
+    A model that was trained on one path can so be sampled along any other, on the same probability-flow trajectories.
 
     Arguments:
         denoiser: learned or exact.
@@ -56,14 +59,9 @@ class OnPath(AtAnyTime):
         self.parameterisation.check(schedule)
 
     def at_log_snr(
-        self,
-        x: Tensor,
-        log_snr: Tensor,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
         estimate: Tensor | None = None,
     ) -> Prediction:
-        """The prediction of the denoiser there."""
         return self.denoiser.at_log_snr(x, log_snr, cond, mask, estimate)
 
 
@@ -112,28 +110,24 @@ class Denoiser(AtAnyTime):
         return module_table(self, parameterisation=type(self.parameterisation).__name__)
 
     def at_log_snr(
-        self,
-        x: Tensor,
-        log_snr: Tensor,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
         estimate: Tensor | None = None,
     ) -> Prediction:
-        """The prediction where the log-SNR (B,) is known rather than the time."""
-        inner = self._net_dtype(x)
         seen = self.parameterisation.scale_input(x, log_snr)
         if self.self_conditioning:
             seen = torch.cat([seen, torch.zeros_like(x) if estimate is None else estimate.to(seen)], 1)
-        extra = () if mask is None else (mask,)
-        output = self.net(seen.to(inner), log_snr.to(torch.promote_types(inner, torch.float32)), cond, *extra)
-        self._check(output, x)
-        output, nu = output.to(torch.promote_types(x.dtype, torch.float32)), None
+        output, nu = self._run(seen, log_snr, cond, mask, x), None
         if self.learned_variance:
             output, nu = output.chunk(2, 1)
             nu = (nu + 1) / 2
         return self.parameterisation.to_prediction(output, x, log_snr, nu)
 
-    def _check(self, output: Tensor, x: Tensor) -> None:
+    def _run(self, seen: Tensor, at: Tensor, cond: Tensor | None, mask: Tensor | None, x: Tensor) -> Tensor:
+        """The network's output for what it sees, `at` log-SNRs or times; in the dtype of x, float32 at least."""
+        parameters = self.net.parameters() if isinstance(self.net, nn.Module) else ()
+        inner = next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
+        at = at.to(x.device, torch.promote_types(inner, torch.float32))
+        output = self.net(seen.to(inner), at, cond, *(() if mask is None else (mask,)))
         batch, channels, *space = x.shape
         expected = (batch, 2 * channels if self.learned_variance else channels, *space)
         if tuple(output.shape) != expected:
@@ -141,10 +135,7 @@ class Denoiser(AtAnyTime):
             raise InputError(
                 f"the network turned {tuple(x.shape)} into {tuple(output.shape)}, not into {expected}{hint}"
             )
-
-    def _net_dtype(self, x: Tensor) -> torch.dtype:
-        parameters = self.net.parameters() if isinstance(self.net, nn.Module) else iter(())
-        return next((p.dtype for p in parameters if p.is_floating_point()), x.dtype)
+        return output.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class FlowMap(Denoiser):
@@ -152,9 +143,9 @@ class FlowMap(Denoiser):
 
         x_s = x_t - (t - s) u(x_t, t, s),   u the mean of the velocity between s and t
 
-    u(x_t, t, t) is the velocity itself: where nobody says how far the step leads, this is a denoiser like any other,
-    for every sampler, the bound and the likelihood by the ODE. With `until` = s, x0 and eps are the ends of the line
-    that leads from x_t to x_s, and no estimates of data and noise.
+    u(x_t, t, t) is the velocity itself: without `until`, this is a denoiser like any other, for every sampler, the
+    ELBO and the ODE likelihood. With `until` = s, x0 and eps are the ends of the straight line through x_t and x_s,
+    not estimates of data and noise.
 
     Arguments:
         net: called as `net(x_t, times, cond)`, with the mask as fourth argument where there is one; times (B, 2) are t
@@ -170,18 +161,14 @@ class FlowMap(Denoiser):
         (tensor([[0.5000, 0.5000]]), tensor([[1., 1.]]))
     """
 
-    #: What a sampler looks for: calls take `until`.
+    #: Tells samplers that calls take `until`.
     leads = True
 
     def __init__(self, net: nn.Module):
         super().__init__(net, LinearPath(), Velocity())
 
     def forward(
-        self,
-        x: Tensor,
-        t: Tensor,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, t: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
         until: Tensor | None = None,
     ) -> Prediction:
         x_t = self.parameterisation.scale_input(x, log_snr := self.schedule.log_snr(t))
@@ -189,39 +176,29 @@ class FlowMap(Denoiser):
         return self.parameterisation.to_prediction(output, x, log_snr).along(self.schedule, t)
 
     def at_log_snr(
-        self,
-        x: Tensor,
-        log_snr: Tensor,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
         estimate: Tensor | None = None,
     ) -> Prediction:
-        """The prediction of the velocity where the log-SNR (B,) is known rather than the time."""
         return self(x, self.schedule.time_of(log_snr), cond, mask)
 
     def mean_velocity(
         self, x_t: Tensor, t: Tensor, s: Tensor, cond: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """u(x_t, t, s) (B, *event) at the path's own x_t; t and s are (B,)."""
-        inner = self._net_dtype(x_t)
-        times = torch.stack([t, s], 1).to(x_t.device, torch.promote_types(inner, torch.float32))
-        output = self.net(x_t.to(inner), times, cond, *(() if mask is None else (mask,)))
-        self._check(output, x_t)
-        return output.to(torch.promote_types(x_t.dtype, torch.float32))
+        return self._run(x_t, torch.stack([t, s], 1), cond, mask, x_t)
 
 
 class TokenDenoiser(nn.Module):
     """log p of every token given those that are not masked: an embedding, a denoiser's network, and a linear layer.
 
-    With `ordered` levels both layers begin with cosines of the level, so that near levels are alike; else with
-    independent Gaussians. The network is given no time: how many
-    tokens are masked says it, and any set of known tokens is as good as another.
+    With `ordered` levels both layers are initialised to cosines of the level, so that neighbouring levels are alike;
+    otherwise to independent Gaussians. The network is given no time, since the number of masked tokens determines it.
 
     Arguments:
         net: network of C `width` channels, called as `net(x, log_snr, cond)`.
         levels: V, the number of values; token V is the mask.
         width: channels for each scalar of the data.
-        ordered: whether levels that are near each other mean the same, as grey levels do and bytes of text do not.
+        ordered: whether neighbouring levels are similar, as grey levels are and bytes of text are not.
 
     Shapes: `tokens (B, C, *space)` int64, `cond (B,)` int64 or None; the result is `(B, C, *space, V)`.
 

@@ -1,6 +1,6 @@
-"""Exact denoisers of known data distributions: the truth that bounds and samplers are measured against.
+"""Exact denoisers of known data distributions, the ground truth for bounds and samplers.
 
-They fit wherever a `Denoiser` does. For x_0 ~ N(m, c^2) per scalar, V = alpha^2 c^2 + sigma^2:
+For x_0 ~ N(m, c^2) per scalar, V = alpha^2 c^2 + sigma^2:
 
     score = -(x - alpha m)/V,   E[x_0 | x] = m + alpha c^2 (x - alpha m)/V,   eps = sigma (x - alpha m)/V
     mmse = c^2 / (1 + c^2 SNR)
@@ -21,21 +21,20 @@ from genmodels.diffusion.path import Path, alpha_sigma, expand, posterior, q_sam
 
 
 class _ExactDenoiser(AtAnyTime):
-    """What both exact denoisers share: the call of a denoiser, made of `_moments`, and draws from the marginals."""
+    """Base of the exact denoisers: predictions from `_moments`, densities and draws of the noised marginals."""
 
-    parameterisation: Parameterisation
     event_shape: torch.Size
     self_conditioning = False
 
+    def __init__(self, schedule: Path, parameterisation: Parameterisation | None):
+        super().__init__()
+        self.schedule, self.parameterisation = schedule, parameterisation or V()
+        self.parameterisation.check(schedule)
+
     def at_log_snr(
-        self,
-        x: Tensor,
-        log_snr: Tensor,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
+        self, x: Tensor, log_snr: Tensor, cond: Tensor | None = None, mask: Tensor | None = None,
         estimate: Tensor | None = None,
     ) -> Prediction:
-        """The prediction where the log-SNR (B,) is known rather than the time."""
         log_snr = log_snr.to(x.device)
         wide = x.double()
         x0, score = self._moments(wide, log_snr)
@@ -95,22 +94,15 @@ class GaussianDenoiser(_ExactDenoiser):
     """
 
     def __init__(
-        self,
-        schedule: Path,
-        mean: Tensor,
-        variance: Tensor | float,
-        *,
-        basis: Tensor | None = None,
+        self, schedule: Path, mean: Tensor, variance: Tensor | float, *, basis: Tensor | None = None,
         parameterisation: Parameterisation | None = None,
     ):
-        super().__init__()
-        self.schedule, self.parameterisation = schedule, parameterisation or V()
+        super().__init__(schedule, parameterisation)
         self.event_shape = mean.shape
         mean = mean.to(torch.float64)
         self.register_buffer("mean", mean)
         self.register_buffer("variance", torch.as_tensor(variance, dtype=torch.float64).expand(mean.shape).clone())
         self.register_buffer("basis", None if basis is None else basis.to(torch.float64))
-        self.parameterisation.check(schedule)
 
     @classmethod
     def from_covariance(cls, schedule: Path, mean: Tensor, covariance: Tensor) -> GaussianDenoiser:
@@ -118,24 +110,24 @@ class GaussianDenoiser(_ExactDenoiser):
         values, vectors = torch.linalg.eigh(covariance.to(torch.float64))
         return cls(schedule, mean, values, basis=vectors)
 
-    def _turn(self, x: Tensor) -> Tensor:
+    def _to_basis(self, x: Tensor) -> Tensor:
         return x if self.basis is None else x @ self.basis
 
-    def _back(self, y: Tensor) -> Tensor:
+    def _from_basis(self, y: Tensor) -> Tensor:
         return y if self.basis is None else y @ self.basis.T
 
     def _moments(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor]:
         alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
-        white = self._turn(x - alpha * self.mean) / (alpha.square() * self.variance + sigma.square())
-        return self.mean + alpha * self._back(self.variance * white), -self._back(white)
+        white = self._to_basis(x - alpha * self.mean) / (alpha.square() * self.variance + sigma.square())
+        return self.mean + alpha * self._from_basis(self.variance * white), -self._from_basis(white)
 
     def _log_marginal(self, x: Tensor, log_snr: Tensor) -> Tensor:
         alpha, sigma = (expand(value, x) for value in alpha_sigma(log_snr))
-        return _log_normal(self._turn(x - alpha * self.mean), alpha.square() * self.variance + sigma.square())
+        return _log_normal(self._to_basis(x - alpha * self.mean), alpha.square() * self.variance + sigma.square())
 
     def sample(self, n: int, generator: Generator) -> Tensor:
         z = normal((n, *self.event_shape), generator, dtype=torch.float64, device=self.mean.device)
-        return self.mean + self._back(self.variance.sqrt() * z)
+        return self.mean + self._from_basis(self.variance.sqrt() * z)
 
     def mmse(self, log_snr: Tensor) -> Tensor:
         """(*log_snr.shape, *event) variance of x_0 given x, per scalar (per eigenvalue)."""
@@ -145,20 +137,20 @@ class GaussianDenoiser(_ExactDenoiser):
     def reverse_variance(self, log_snr_s: Tensor, log_snr_t: Tensor) -> Tensor:
         """The variance of q(x_s | x_t), v + c_0^2 mmse, the same shape as the log-SNRs.
 
-        With it as the model's variance the bound is tight. Errors: scalars of unlike variance.
+        With it as the model's variance the bound is tight. Errors: scalars of different variance.
         """
         if not torch.allclose(self.variance, self.variance.flatten()[0]):
-            raise InputError("the scalars of this denoiser have unlike variances: no single reverse variance is exact")
+            raise InputError("the variance differs between scalars: no single reverse variance is exact")
         c_0, _, v = posterior(log_snr_s, log_snr_t)
         return v + c_0.square() * self.mmse(log_snr_t).flatten(log_snr_t.dim())[..., 0]
 
 
 class MixtureDenoiser(_ExactDenoiser):
-    """The exact denoiser of a mixture of K normal distributions with diagonal covariances.
+    """The exact denoiser of a mixture of K Gaussians with diagonal covariances.
 
     Arguments:
         schedule: the noise schedule.
-        weights: (K,) positive, made to sum to one.
+        weights: (K,) positive, normalised to sum to one.
         means: (K, *event).
         variances: (K, *event), (K,) for one number each, or one number.
         parameterisation: units of `Prediction.output`, v by default.
@@ -171,16 +163,10 @@ class MixtureDenoiser(_ExactDenoiser):
     """
 
     def __init__(
-        self,
-        schedule: Path,
-        weights: Tensor,
-        means: Tensor,
-        variances: Tensor | float,
-        *,
+        self, schedule: Path, weights: Tensor, means: Tensor, variances: Tensor | float, *,
         parameterisation: Parameterisation | None = None,
     ):
-        super().__init__()
-        self.schedule, self.parameterisation = schedule, parameterisation or V()
+        super().__init__(schedule, parameterisation)
         self.event_shape = means.shape[1:]
         variances = torch.as_tensor(variances, dtype=torch.float64)
         if variances.dim() == 1:
@@ -189,16 +175,14 @@ class MixtureDenoiser(_ExactDenoiser):
         self.register_buffer("log_weights", torch.log(weights / weights.sum()))
         self.register_buffer("means", means.to(torch.float64))
         self.register_buffer("variances", variances.expand(means.shape).clone())
-        self.parameterisation.check(schedule)
 
     def _parts(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(joint log-density (B, K), x - alpha m_k, V_k, alpha), the middle two (B, K, *event)."""
         alpha, sigma = (expand(value, x)[:, None] for value in alpha_sigma(log_snr))
         offset = x[:, None] - alpha * self.means
         variance = (alpha.square() * self.variances + sigma.square()).expand_as(offset)
-        return self.log_weights + _log_normal(offset.flatten(0, 1), variance.flatten(0, 1)).view(
-            offset.shape[:2]
-        ), offset, variance, alpha
+        log_prob = _log_normal(offset.flatten(0, 1), variance.flatten(0, 1)).view(offset.shape[:2])
+        return self.log_weights + log_prob, offset, variance, alpha
 
     def _moments(self, x: Tensor, log_snr: Tensor) -> tuple[Tensor, Tensor]:
         joint, offset, variance, alpha = self._parts(x, log_snr)

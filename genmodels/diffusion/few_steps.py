@@ -1,4 +1,4 @@
-"""Few steps: consistency models and progressive distillation, shortcut models and mean flows."""
+"""Models of few steps: consistency models, progressive distillation, shortcut models and mean flows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import event_mean, event_size, event_sum
 from genmodels.diffusion.denoiser import AtAnyTime, FlowMap
 from genmodels.diffusion.flow_matching import FlowMatching
-from genmodels.diffusion.objectives import ObjectiveOutput, Simple, predict, step_above
+from genmodels.diffusion.objectives import ObjectiveOutput, Simple, predict, step_above, times_of
 from genmodels.diffusion.parameterisation import Prediction
 from genmodels.diffusion.path import alpha_sigma, expand, q_sample
 from genmodels.diffusion.sampling import Defaults, Memory, log_snrs
@@ -38,19 +38,19 @@ class Consistency(Simple):
         w d(f(x_t, t), f(x_s, s)),   d(a, b) = sqrt(|a - b|^2 + c^2) - c,   f the estimate of x_0
         r_s = r_t max(0, 1 - n(r_t)/2^a),   n(r) = 1 + 8/(1 + e^r),   a = 0, 1, .. stages - 1,   r = sigma/alpha
 
-    In training alone both points have the same x_0 and noise; with a teacher x_s is where its probability-flow ODE
-    leads from x_t, by a step of Heun. At first (a = 0) s = 0 and f learns to denoise; then s comes nearer to t. With
-    the parameterisations `v`, `edm` and `velocity` f(x, 0) = x whatever the network says.
+    Without a teacher both points have the same x_0 and noise; with one, x_s is a Heun step of its probability-flow ODE
+    from x_t. At first (a = 0) s = 0 and f learns to denoise; then s approaches t. With the parameterisations `v`, `edm`
+    and `velocity` f(x, 0) = x for any network.
 
     Arguments:
         teacher: a denoiser on any path, or None.
         weighting: w, `ict` 1/(r_t - r_s), `ect` 1/r_t^2 + 1/0.5^2, or `none`.
         huber: c over the square root of the number of scalars.
-        stages: how often s comes nearer, in equal parts of the training.
+        stages: number of values of a, in equal parts of the training.
         time_sampler: see `Objective`.
 
-    `progress`, in [0, 1], is how far training has come; whoever trains sets it.
-    Errors: an unknown weighting, no stage, a c that is not positive.
+    `progress` in [0, 1] is the completed share of the training, set by the trainer.
+    Errors: an unknown weighting, fewer than one stage, a c that is not positive.
     Source: Song et al., "Consistency models", 2023, algorithms 2 and 3; d, c and `ict`: Song and Dhariwal, "Improved
     techniques for training consistency models", 2024, table 1; s and `ect`: Geng et al., "Consistency models made
     easy", 2025, section 3.
@@ -84,8 +84,7 @@ class Consistency(Simple):
         self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
         mask: Tensor | None,
     ) -> ObjectiveOutput:
-        num_steps = denoiser.schedule.num_steps
-        t = u if num_steps is None else step_above(u, num_steps) / num_steps
+        t = times_of(denoiser.schedule, u)
         noise, log_snr_t = self.noise(x0, cond, generator), denoiser.schedule.log_snr(t)
         r_t = torch.exp(-log_snr_t / 2)
         r_s = self.earlier(r_t)
@@ -105,7 +104,7 @@ class Consistency(Simple):
         return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": squared / size}, u, loss.detach())
 
     def led(self, x: Tensor, log_snr_t: Tensor, log_snr_s: Tensor, cond: Tensor | None, mask: Tensor | None) -> Tensor:
-        """Where a step of Heun by the teacher leads from x_t (B, *event) to s; Euler's to s = 0."""
+        """x_s by a Heun step of the teacher from x_t (B, *event), by an Euler step for s = 0."""
         before = ask(self.teacher, x, log_snr_t, cond, mask)
         noisy = log_snr_s.clamp(max=30)  # where s = 0 the noise need not exist
         alpha_s, sigma_s = (expand(value, x) for value in alpha_sigma(noisy))
@@ -120,8 +119,8 @@ class Consistency(Simple):
 class ConsistencySampler:
     """x_s = alpha_s f(x_t, t) + sigma_s z with fresh noise z, x_0 = f(x_t, t) at the end.
 
-    For consistency models: of other denoisers the estimate in the first step is a mean, and what comes out a blur of
-    the data. Source: Song et al. 2023, algorithm 1.
+    For consistency models; with other denoisers, whose estimate is a mean, samples are blurred. Source: Song et al.
+    2023, algorithm 1.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, sample, uniform_t
@@ -143,12 +142,12 @@ class ConsistencySampler:
 
 
 def ask(teacher: AtAnyTime, x: Tensor, log_snr: Tensor, cond: Tensor | None, mask: Tensor | None) -> Prediction:
-    """What a teacher predicts, at the noisiest level that it knows where a student's path has more noise."""
+    """The prediction of a teacher, at its noisiest level where the student's path has more noise."""
     return teacher.at_log_snr(x, log_snr.clamp(min=teacher.schedule.end_points[1]), cond, mask)
 
 
 class ProgressiveDistillation(Simple):
-    """The squared error of a student whose step of 1/N is to end where two (or more) DDIM steps of the teacher end.
+    """The squared error of a student whose step of 1/N should equal two (or more) DDIM steps of the teacher.
 
         x = (x_s - (sigma_s/sigma_t) x_t) / (alpha_s - (sigma_s/sigma_t) alpha_t),   t = i/N,   s = (i - 1)/N
 
@@ -160,7 +159,7 @@ class ProgressiveDistillation(Simple):
         teacher_steps: those of the teacher within one step of the student.
         weighting, time_sampler: see `Simple`.
 
-    Errors: no step at all.
+    Errors: fewer than one step.
     Source: Salimans and Ho, "Progressive distillation for fast sampling of diffusion models", 2022, algorithm 2.
 
     Example:
@@ -191,16 +190,16 @@ class ProgressiveDistillation(Simple):
             x, eps = self.target(denoiser.schedule, x_t, t, cond, mask)
         torch.clear_autocast_cache()  # the weights it cast without a gradient are not for the call below
         prediction = predict(denoiser, x_t, log_snr, cond, mask, generator)
-        mse, weighed = self.errors(denoiser, prediction, x, eps, t, log_snr, mask)
-        per_example = weight.to(mse.dtype) * weighed
-        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, weighed.detach())
+        mse, weighted = self.errors(denoiser, prediction, x, eps, t, log_snr, mask)
+        per_example = weight.to(mse.dtype) * weighted
+        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, weighted.detach())
 
     def target(self, path, x_t: Tensor, t: Tensor, cond: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x_0, eps) with x_t = alpha x_0 + sigma eps whose DDIM step of 1/N ends where those of the teacher do."""
         x, total = x_t, self.steps * self.teacher_steps
         for k in range(self.teacher_steps):
             found = ask(self.teacher, x, path.log_snr(t - k / total), cond, mask)
-            # In integers, so that the last time is exactly 0: there the data are meant, whatever noise the path leaves.
+            # In integers, so that the last time is exactly 0, which is clean data even if the path has noise there.
             left = (t * total).round() - (k + 1)
             log_snr_s = torch.where(left == 0, torch.inf, path.log_snr(left / total))
             alpha_s, sigma_s = (expand(value, x) for value in alpha_sigma(log_snr_s))
@@ -214,8 +213,7 @@ class ProgressiveDistillation(Simple):
 class FlowMapMatching(FlowMatching):
     """E |u(x_t, t, s) - target|^2 per scalar: on most rows s = t and the target is the path's velocity eps - x_0.
 
-    On a share of the rows s < t, and the target is what a subclass makes of the network itself, without a gradient or
-    dropout.
+    On a share of the rows s < t, and a subclass computes the target from the network, without a gradient or dropout.
 
     Arguments:
         coupling, time_sampler: see `FlowMatching`.
@@ -241,7 +239,7 @@ class FlowMapMatching(FlowMatching):
         self, denoiser: FlowMap, x_t: Tensor, t: Tensor, s: Tensor, velocity: Tensor, cond: Tensor | None,
         mask: Tensor | None,
     ) -> Tensor:
-        """What u(x_t, t, s) should be, like x_t, on rows with s < t."""
+        """The target of u(x_t, t, s), like x_t, on rows with s < t."""
         raise NotImplementedError
 
     def weigh(self, mse: Tensor) -> Tensor:
@@ -266,7 +264,7 @@ class FlowMapMatching(FlowMatching):
         given = (None if part is None else part[rows] for part in (cond, mask))
         training = denoiser.training
         denoiser.eval()  # masks of dropout belong to the rows of whole batches
-        with torch.no_grad():  # even of a row that needs none: others may wait for this process' share of the weights
+        with torch.no_grad():  # at least one row: sharded weights are gathered from every process
             found = self.target(denoiser, x_t[rows], t[rows], s[rows], velocity[rows], *given)
         denoiser.train(training)
         torch.clear_autocast_cache()  # the weights it cast without a gradient are not for the call below
@@ -332,7 +330,7 @@ class MeanFlow(FlowMapMatching):
         target of u(x_t, t, s) = v - (t - s) d/dt u,   d/dt u = (v grad_x + d_t) u(x_t, t, s),   v = eps - x_0
 
     d/dt u is one product of the Jacobian with (v, 1, 0), in forward mode and without a gradient. Fused attention and
-    compiled networks have no forward mode: plain formulas, uncompiled, take their place there.
+    compiled networks have no forward mode, so the plain formulas run uncompiled.
 
         loss = mse / (mse + c)^p,   the divisor without a gradient
 

@@ -1,4 +1,4 @@
-"""Flow matching: a network regressed on the velocity of paths between data and noise, and how the two are paired."""
+"""Flow matching: regression on the velocity of paths between data and noise, and the coupling of the two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError, one_of
-from genmodels.core.random import Generator, KeyedGenerator, uniform
+from genmodels.core.random import Generator, child, uniform
 from genmodels.diffusion.denoiser import Denoiser
 from genmodels.diffusion.objectives import Simple
 from genmodels.diffusion.parameterisation import Parameterisation, Prediction, V, Velocity
@@ -49,7 +49,7 @@ def make_path(name: PathName, num_steps: int, *, sigma_min: float = 0.0) -> Path
 
 
 def velocity_of(path: Path) -> Parameterisation:
-    """The parameterisation that learns the velocity of a path: of one that preserves the variance u/D, which is v.
+    """The parameterisation that learns the velocity of a path: u, or u/D = v if the path preserves the variance.
 
     Example:
         >>> [velocity_of(make_path(name, 10)).name for name in ("linear", "cosine")]
@@ -62,17 +62,17 @@ CouplingName = Literal["independent", "ot", "sinkhorn"]
 
 
 class Coupling:
-    """Pairs the items of a batch with its noise at little squared distance, those of each class among themselves.
+    """Pairs the items of a batch with noise so that squared distances are small, within each class.
 
         pi = argmin sum_i |x_i - e_pi(i)|^2   (`ot`);   e ~ P(e_j | x_i), P the entropic plan   (`sinkhorn`)
 
-    `independent` leaves the noise as it was drawn. The distributions of data and noise stay what they are, for each
-    class too, but the paths between them cross less. `ot` permutes the noise, at O(B^3) on the CPU: milliseconds for
-    256 items, seconds for some thousands, where `sinkhorn` takes B^2 on the device.
+    `independent` leaves the noise as drawn. The marginal distributions of data and noise stay the same, for each class
+    too, but the paths between them cross less. `ot` permutes the noise, O(B^3) on the CPU: milliseconds for 256 items,
+    seconds for some thousands; `sinkhorn` is O(B^2) on the device.
 
     Arguments:
         name: one of the three.
-        whole: makes of the rows of this process those of the global batch, and says which of these are its own.
+        whole: maps the rows of this process to those of the global batch, and the slice of these that are its own.
         blur: entropic regularisation of `sinkhorn`, in units of the mean squared distance.
 
     Source: Tong et al., "Improving and generalizing flow-based generative models with minibatch optimal transport",
@@ -98,31 +98,30 @@ class Coupling:
             return noise
         (x, own), (e, _) = self.whole(x0.flatten(1)), self.whole(noise.flatten(1))
         classes = torch.zeros_like(x[:, 0]) if cond is None else self.whole(cond)[0]
-        keyed = generator.child("coupling") if isinstance(generator, KeyedGenerator) else generator
         chosen = torch.zeros(len(x), dtype=torch.long, device=x.device)
         drawn = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-        drawn[own] = uniform((len(x0),), keyed, dtype=torch.float64, device=x.device)
+        drawn[own] = uniform((len(x0),), child(generator, "coupling"), dtype=torch.float64, device=x.device)
         for one in classes.unique():
             rows = (classes == one).nonzero().flatten()
             chosen[rows] = rows[self._partners(x[rows], e[rows], drawn[rows])]
         return e[chosen[own]].view_as(noise)
 
     def _partners(self, x: Tensor, e: Tensor, drawn: Tensor) -> Tensor:
-        """(n,) for each x the number of its e."""
+        """(n,) the index of the e of each x."""
         distance = torch.cdist(x.double(), e.double()).square()
         if self.name == "ot":
             from scipy.optimize import linear_sum_assignment
 
             return torch.as_tensor(linear_sum_assignment(distance.cpu().numpy())[1], device=x.device)
         logits = -distance / (self.blur * distance.mean())
-        for _ in range(200):  # Sinkhorn's iterations: columns, then rows, of equal mass
+        for _ in range(200):  # Sinkhorn's iterations: equal mass of the columns, then of the rows
             logits = (logits - logits.logsumexp(0, keepdim=True)).log_softmax(1)
         within = logits.exp().cumsum(1)
         return torch.searchsorted(within, (drawn * within[:, -1])[:, None]).flatten().clamp(max=len(x) - 1)
 
 
 class BetweenData(Denoiser):
-    """The denoiser of a path that ends in data rather than in noise: as any other, but without a score.
+    """The denoiser of a path that ends in data rather than noise, which has no score.
 
     Errors: reading the score of a prediction, which is -eps/sigma for Gaussian noise alone.
     """
@@ -143,8 +142,8 @@ def _no_score() -> Tensor:
 class FlowMatching(Simple):
     """E w(t) |u - v(x_t, t)|^2 per scalar, u = alpha' x_0 + sigma' eps, over pairs of data and noise of a coupling.
 
-    The parameterisation of the denoiser is that of `velocity_of`: on paths that preserve the variance the errors are
-    those of v = u/D. The density of the time sampler is w.
+    The parameterisation of the denoiser is that of `velocity_of`, so on paths that preserve the variance it is the
+    error of v = u/D. w is the density of the time sampler.
 
     Arguments:
         coupling: how data and noise are paired, a `Coupling` or a function like one.

@@ -1,4 +1,4 @@
-"""How a diffusion model draws samples: a sampler by name, guidance, clipping, inpainting, and from a noised picture."""
+"""Sampling of diffusion models by options: sampler, guidance, clipping, inpainting, editing and inversion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from genmodels.diffusion.sampling import SPACINGS, Sampler, SampleResult, log_sn
 
 
 def times_from(times: Tensor, first: float) -> Tensor:
-    """The part of a sampler's times that follows `first`, with `first` before it.
+    """The times of a sampler from `first` on.
 
     Errors: a first time outside (0, 1].
 
@@ -29,15 +29,15 @@ def times_from(times: Tensor, first: float) -> Tensor:
         [0.6, 0.5, 0.25, 0.0]
     """
     if not 0 < first <= 1:
-        raise InputError(f"strength = {first}: choose a share of the way to noise, above 0 and at most 1")
+        raise InputError(f"strength = {first}: choose a number above 0 and at most 1, which is pure noise")
     times = times.to(torch.float64)
     return torch.cat([times.new_tensor([first]), times[times < first]])
 
 
 def noised_start(schedule: Path, x0: Tensor, t: float, generator: Generator) -> Tensor:
-    """A draw of q(x_t | x_0), from which a sampler goes on to data that resemble x_0 (B, *event).
+    """A draw of q(x_t | x_0), from which sampling leads to data that resemble x_0 (B, *event).
 
-    The noise is that which a sample of the same number starts from. Source: Meng et al., "SDEdit", 2022, section 3.
+    The noise is that from which the sample of the same number starts. Source: Meng et al., "SDEdit", 2022, section 3.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule
@@ -52,16 +52,16 @@ def noised_start(schedule: Path, x0: Tensor, t: float, generator: Generator) -> 
 def invert(
     denoiser, x0: Tensor, times: Tensor, *, sampler: Sampler | None = None, cond: Tensor | None = None
 ) -> Tensor:
-    """The latents of data: the start from which a deterministic sampler would arrive at them.
+    """The latents of data, from which a deterministic sampler leads back to them.
 
-    The probability-flow ODE is followed from the last noisy time up to the first. The more steps, the nearer the way
-    back comes to the data. Source: Song, Meng, Ermon 2021, section 5.4.
+    The probability-flow ODE is solved from the last noisy time to the first; more steps give a more exact
+    reconstruction. Source: Song, Meng, Ermon 2021, section 5.4.
 
     Arguments:
         x0: (B, *event).
         times: the decreasing times of the sampler, with the clean end.
         sampler: a sampler without memory or noise; Heun by default.
-        cond: the condition under which x0 is encoded, and is to be decoded.
+        cond: the condition under which x0 is encoded and decoded.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, HeunSampler, sample, uniform_log_snr
@@ -84,22 +84,21 @@ def invert(
 class Inpainting:
     """A sampler around another that draws the unknown part of an event, given the known part.
 
-        x_s = known alpha_s x_known + sigma_s z on the mask, the inner step from t to s elsewhere
+        x_s = alpha_s x_known + sigma_s z on the mask, the inner step from t to s elsewhere
 
-    The two parts were drawn apart and need not fit. So each step is repeated `rounds` times, with fresh noise from s
-    back up to t in between, and the drawn part settles to the known one (Lugmayr et al., "RePaint", 2022, algorithm 1).
-    What is drawn is exact in the limit of many rounds and many steps, with an inner kernel that is exact there
-    (`DDPMSampler(variance="beta")`); with few it is biased towards the unconditional distribution.
-    At the clean end the known part is returned bit for bit. Start from pure noise; the inner sampler sees no memory,
-    because the estimates of the steps before belong to another x.
+    To make the two parts consistent, each step is repeated `rounds` times, with fresh noise from s back to t in between
+    (Lugmayr et al., "RePaint", 2022, algorithm 1). Samples are exact in the limit of many rounds and steps, with an
+    inner kernel that is exact there (`DDPMSampler(variance="beta")`); with few they are biased towards the
+    unconditional distribution. At the clean end the known part is returned bit for bit. Start from pure noise; the
+    inner sampler gets no memory, because earlier estimates belong to another x.
 
     Arguments:
         sampler: the inner sampler.
         known: (B, *event), or broadcastable to it.
         mask: bool, True where `known` holds; broadcastable to (B, *event).
-        rounds: how often each step is taken.
+        rounds: repetitions of each step.
 
-    Errors: no round at all, a mask that is not boolean.
+    Errors: fewer than one round, a mask that is not boolean.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, DDIMSampler, GaussianDenoiser, sample, uniform_t
@@ -126,7 +125,6 @@ class Inpainting:
         def noise() -> Tensor:
             return temperature * normal(x.shape, generator, dtype=x.dtype, device=x.device)
 
-        # Below the last noise level there is nothing left to settle.
         rounds = 1 if bool(s == 0) else self.rounds
         for done in range(rounds):
             drawn, memory = self.sampler(denoiser, x, t, s, None, generator, cond, temperature)
@@ -141,7 +139,7 @@ _INPAINTING_STEPS = 50  # each of them is taken several times
 
 
 class SamplingPlan(NamedTuple):
-    """The decreasing times (steps + 1,), the sampler that goes along them, and what to note of both, plain values."""
+    """The decreasing times (steps + 1,), the sampler, and a description of both in plain values."""
 
     times: Tensor
     sampler: Sampler
@@ -149,19 +147,19 @@ class SamplingPlan(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many steps it takes."""
+        """The number of steps."""
         return len(self.times) - 1
 
 
 @dataclass(frozen=True)
 class DiffusionSampler:
-    """Draws samples from the denoiser of a model of T steps, as `SamplingOptions` say.
+    """Draws samples from the denoiser of a model of T steps, according to `SamplingOptions`.
 
     Arguments:
         num_steps: T, the most steps of a sampler.
         variance: of the ancestral kernels, a name in VARIANCES, or `learned`.
         clip: threshold of the estimate of the data by default, a name in THRESHOLDS, or None.
-        null: the class that stands for all of them, None for a model without.
+        null: the null class of guidance, None for a model without.
         name: the default sampler, a name in SAMPLERS.
 
     Example:
@@ -182,9 +180,9 @@ class DiffusionSampler:
     name: str = "dpmpp_2m"
 
     def plan(self, schedule: Path, options: SamplingOptions) -> SamplingPlan:
-        """Sampler, steps and spacing that the options name, or the defaults of the sampler.
+        """Sampler, steps and spacing of the options, or the defaults of the sampler.
 
-        Errors: a sampler or a spacing that does not exist, options that are not the sampler's, too many steps.
+        Errors: an unknown sampler or spacing, options of another sampler, too many steps.
         """
         name = options.sampler or (self.name if options.known is None else "ddpm")
         one_of("sampler", name, SAMPLERS)
@@ -211,12 +209,12 @@ class DiffusionSampler:
         return SPACINGS[name](schedule, steps, self.num_steps)
 
     def threshold(self, options: SamplingOptions) -> str | None:
-        """How the estimate of the data is kept in its range, a name in THRESHOLDS, or None for not at all."""
+        """The threshold of the estimate of the data, a name in THRESHOLDS, or None."""
         clip = self.clip if options.clip is None else options.clip
         return {True: "static", False: None}.get(clip, clip)
 
     def steer(self, denoiser, options: SamplingOptions):
-        """The denoiser with guidance, and with its estimate kept in range."""
+        """The denoiser with the guidance and the threshold of the options."""
         interval = options.guidance_interval
         if options.guidance not in (0, 1):
             between = {} if interval is None else {"interval": tuple(interval)}
@@ -228,20 +226,10 @@ class DiffusionSampler:
         return denoiser if threshold is None else ThresholdedDenoiser(denoiser, threshold)
 
     def __call__(
-        self,
-        plan: SamplingPlan,
-        denoiser,
-        shape: tuple[int, ...],
-        options: SamplingOptions,
-        generator: KeyedGenerator,
-        *,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
-        known: Tensor | None = None,
-        edit: Tensor | None = None,
-        start: Tensor | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
+        self, plan: SamplingPlan, denoiser, shape: tuple[int, ...], options: SamplingOptions,
+        generator: KeyedGenerator, *, cond: Tensor | None = None, mask: Tensor | None = None,
+        known: Tensor | None = None, edit: Tensor | None = None, start: Tensor | None = None,
+        dtype: torch.dtype = torch.float32, device: torch.device | None = None,
         callback: Callable[[int, Tensor, Tensor], None] | None = None,
     ) -> SampleResult:
         """Samples of that shape, in the network's units.
@@ -268,14 +256,14 @@ class DiffusionSampler:
 
 
 def make_sampler(name: str, steps: int, variance: str, **options: float | str | None) -> tuple[Sampler, dict]:
-    """The sampler of a name in SAMPLERS, and the values of the options that it alone has.
+    """The sampler of a name in SAMPLERS, and the values of its own options.
 
     Arguments:
-        steps: how many it is to take.
-        variance: of its kernels, where it has a choice.
+        steps: their number.
+        variance: of its kernels, if it has that option.
         options: such as `eta` of ddim; None for the sampler's default.
 
-    Errors: InputError for an option that is not this sampler's; ValueError for a name that does not exist.
+    Errors: InputError for an option of another sampler; ValueError for an unknown name.
 
     Example:
         >>> sampler, own = make_sampler("ddim", 10, "beta", eta=None, churn=None)

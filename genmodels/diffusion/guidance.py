@@ -1,4 +1,4 @@
-"""Classifier-free guidance: away from what holds for all classes, towards what holds for one."""
+"""Classifier-free guidance, and thresholds on the estimate of the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AlteredDenoiser:
         denoiser: a `Denoiser`, or anything called like one, with a schedule and a parameterisation.
     """
 
-    #: What was done to the denoiser, in the words of the error.
+    #: The word for it in the error of `require_unaltered`.
     alteration: str
 
     def __init__(self, denoiser):
@@ -39,7 +39,7 @@ class AlteredDenoiser:
 
 
 def require_unaltered(denoiser) -> None:
-    """Raise where a likelihood is asked of a denoiser that was changed for sampling.
+    """Raise InputError for a denoiser that was changed for sampling, which has no likelihood.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, GuidedDenoiser, require_unaltered
@@ -55,24 +55,24 @@ def require_unaltered(denoiser) -> None:
 
 
 class GuidedDenoiser(AlteredDenoiser):
-    """A conditional denoiser whose prediction is moved along the difference that the condition makes.
+    """A conditional denoiser whose prediction is extrapolated from the null condition through the condition.
 
         eps = eps_null + w (eps_cond - eps_null)
 
-    x_0, v and the network's own output are affine in eps at a given x, so the same line holds for each of them, and is
-    drawn in the network's output, which exists at every SNR. w = 1 is the condition alone and w = 0 the null condition
-    alone, in one call each, exactly; otherwise both are computed in one doubled batch.
+    x_0, v and the network's output are affine in eps at a given x, so the same holds for each of them; it is applied to
+    the output, which exists at every SNR. w = 1 is exactly the condition alone and w = 0 the null condition alone, in
+    one call each; otherwise both are computed in one doubled batch.
 
     Arguments:
-        denoiser: trained with its condition hidden now and then.
+        denoiser: trained with its condition dropped at random.
         scale: w.
         null: the null condition, which broadcasts to a condition of the batch: the number of classes, for labels.
-        rescale: share, in [0, 1], in which the standard deviation of the estimate of x_0 is put back to that of the
-            conditional one, example by example (Lin et al. 2023, section 3.4).
+        rescale: in [0, 1], how far the standard deviation of the estimate of x_0 is moved back to that of the
+            conditional one, for each example (Lin et al. 2023, section 3.4).
         interval: lowest and highest log-SNR where w applies; elsewhere it is 1 (Kynkaanniemi et al. 2024).
 
-    Errors: a rescale outside [0, 1], an interval that is none, a call without condition where w is not 0.
-    Source: Ho and Salimans, "Classifier-free diffusion guidance", 2022, equation 6, whose w is ours less 1.
+    Errors: a rescale outside [0, 1], an empty interval, a call without condition where w is not 0.
+    Source: Ho and Salimans, "Classifier-free diffusion guidance", 2022, equation 6, whose w is ours minus 1.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, Denoiser, V
@@ -85,12 +85,7 @@ class GuidedDenoiser(AlteredDenoiser):
     alteration = "guided"
 
     def __init__(
-        self,
-        denoiser,
-        scale: float,
-        null: Tensor | int,
-        *,
-        rescale: float = 0.0,
+        self, denoiser, scale: float, null: Tensor | int, *, rescale: float = 0.0,
         interval: tuple[float, float] = (-math.inf, math.inf),
     ):
         super().__init__(denoiser)
@@ -114,9 +109,7 @@ class GuidedDenoiser(AlteredDenoiser):
             return self.denoiser(x, t, null, mask, **estimate)
         masks = None if mask is None else torch.cat([mask, mask])
         doubled = {name: torch.cat([value, value]) for name, value in estimate.items()}
-        prediction = self.denoiser(
-            torch.cat([x, x]), torch.cat([t, t]), torch.cat([cond, null]), masks, **doubled
-        )
+        prediction = self.denoiser(torch.cat([x, x]), torch.cat([t, t]), torch.cat([cond, null]), masks, **doubled)
         with_cond, without = prediction.output.chunk(2)
         w = torch.where(inside, self.scale, 1.0).to(x).reshape(-1, *[1] * (x.dim() - 1))
         nu = None if prediction.nu is None else prediction.nu.chunk(2)[0]
@@ -156,14 +149,14 @@ def dynamic(x0: Tensor, percentile: float = 0.995) -> Tensor:
     return x0.clamp(-s, s) / s
 
 
-#: Names of thresholds; data in [-1, 1] is what they are for.
+#: Thresholds by name, for data in [-1, 1].
 THRESHOLDS: dict[str, Threshold] = {"static": static, "dynamic": dynamic}
 
 
 class ThresholdedDenoiser(AlteredDenoiser):
     """A denoiser whose estimate of x_0 is kept in range; eps, v and score follow from the new estimate.
 
-    An estimate that is not finite would come out in range, as if it had been meant: it is an error.
+    An estimate that is not finite is an error, since clipping would hide it.
 
     Arguments:
         denoiser: the denoiser.

@@ -32,12 +32,12 @@ class ElboEstimate(NamedTuple):
 
 @dataclass
 class Elbo:
-    """The evidence lower bound of a diffusion model of T steps, of all its terms or of some.
+    """The evidence lower bound of a diffusion model of T steps, from all its terms or an estimate from some.
 
         -log p(x) <= KL(q(x_1|x) || N(0, I)) + sum_k KL(q(x_s|x_t, x) || p(x_s|x_t)) - E log p(x|x_{t_0})
 
     Arguments:
-        decoder: p(x | x_{t_0}); it says at which log-SNR less noise changes nothing more.
+        decoder: p(x | x_{t_0}); its `finest_log_snr` limits t_0.
         num_steps: T.
         variance: of the kernels p(x_s|x_t): a name in VARIANCES, or `learned`.
 
@@ -60,24 +60,22 @@ class Elbo:
     def steps(self, schedule: Path) -> Tensor:
         """Times t_0 < ... < t_K = 1, evenly spaced, of the objectives that draw steps; (T,) float64.
 
-        A discrete schedule has DDPM's t_0 = 1/T. A continuous one starts where the noise first becomes smaller than the
-        distance between levels, log SNR = 2 log(2 (L - 1)): below that the integers are certain and each further step
-        would only charge for what the decoder gives away. Every t_0 yields a bound; this one is near the tightest. It
-        is 0 where the schedule has no less noise than that.
+        A discrete schedule has DDPM's t_0 = 1/T. A continuous one starts where the noise becomes smaller than the
+        distance between levels, log SNR = 2 log(2 (L - 1)): below, the integers are certain and further steps only
+        loosen the bound. Every t_0 yields a bound; this one is near the tightest. It is 0 where the schedule always has
+        more noise.
         """
         first, finest = 1.0 / self.num_steps, self.decoder.finest_log_snr
         if schedule.num_steps is None:
-            ahead = schedule.log_snr(torch.tensor([0.0, first], dtype=torch.float64)).detach()
-            top = torch.full((1,), finest, dtype=torch.float64)
-            starts_late = float(ahead[0]) <= finest
-            first = 0.0 if starts_late else float(schedule.time_of(torch.minimum(ahead[1:], top)).detach()[0])
+            cleanest, at_first = schedule.log_snr(torch.tensor([0.0, first], dtype=torch.float64)).detach()
+            first = 0.0 if cleanest <= finest else float(schedule.time_of(at_first.clamp(max=finest)).detach())
         return torch.linspace(first, 1.0, self.num_steps, dtype=torch.float64)
 
     def times(self, schedule: Path) -> Tensor:
         """Times t_0 < ... < t_K = 1 of the bound, evenly spaced in log-SNR; (T,) float64.
 
-        There a denoiser costs about the same in each step, which makes the bound of T steps and its estimate from few
-        draws tight. The steps of a table are its own. A log-SNR below -20 at the end counts as -20 for the spacing.
+        Then all steps cost about the same, which makes the bound of T steps and its estimate from few draws tight. A
+        table keeps its own steps. A log-SNR below -20 at the end counts as -20 for the spacing.
         """
         times = self.steps(schedule)
         if schedule.num_steps is not None:
@@ -87,29 +85,20 @@ class Elbo:
         return torch.cat([times[:1], even[1:-1], times[-1:]])
 
     def first_log_snr(self, schedule: Path) -> float:
-        """The log-SNR at t_0, the cleanest level that the model is read at."""
+        """The log-SNR at t_0, the cleanest level at which the model is evaluated."""
         return float(schedule.log_snr(self.steps(schedule)[:1]).detach()[0])
 
     def __call__(
-        self,
-        denoiser,
-        x0: Tensor,
-        times: Tensor,
-        generator: KeyedGenerator,
-        *,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
-        bound: Literal["discrete", "continuous"] = "discrete",
-        draws: int | None = None,
-        replicates: int = 2,
-        rows: int | None = None,
+        self, denoiser, x0: Tensor, times: Tensor, generator: KeyedGenerator, *, cond: Tensor | None = None,
+        mask: Tensor | None = None, bound: Literal["discrete", "continuous"] = "discrete", draws: int | None = None,
+        replicates: int = 2, rows: int | None = None,
     ) -> ElboEstimate:
         """The bound of data in the network's units.
 
         Shapes: x0 (B, *event), times (T,), cond (B,) or (B, F), mask (B, 1, T).
 
         Arguments:
-            times: as `times` gives them.
+            times: the result of `times`.
             generator: keyed over the items of x0.
             bound: that of the T steps (`discrete`), or of infinitely many (`continuous`), always estimated.
             draws: number of strata of 1..K (or of the log-SNRs), one term drawn from each; None for all K terms, or K
@@ -141,9 +130,9 @@ class Elbo:
 
 
 def _profile(edges: Tensor, diffusion: Tensor, most: int = 40) -> Profile:
-    """The terms summed over neighbours into at most `most` bins, whose edges are among the log-SNRs given.
+    """The terms summed into at most `most` bins, whose edges are among the given log-SNRs.
 
-    At pure noise or pure data log SNR is infinite: that edge stands beyond all others, at 20 or more.
+    An infinite log-SNR (pure noise or data) is replaced by one beyond all others, 20 at least.
     """
     bins, terms = min(most, diffusion.shape[1]), diffusion.shape[1]
     cuts = torch.arange(bins + 1) * terms // bins
@@ -153,23 +142,23 @@ def _profile(edges: Tensor, diffusion: Tensor, most: int = 40) -> Profile:
     return Profile(edges.clamp(-end, end), nats, len(diffusion))
 
 
-#: One item of so many is also solved more coarsely.
+#: One item of this many is also solved more coarsely.
 _CHECKED = 8
-#: (x, cond, mask, noise) to where the trajectories of the items start, (B, *event) float64, and the logarithm (B,) of
-#: the change of volume up to there.
+#: (x, cond, mask, noise) to the start of the trajectories, (B, *event) float64, and the log (B,) of the change of
+#: volume up to there.
 Start = Callable[[Tensor, Tensor | None, Tensor | None, KeyedGenerator], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OdeLikelihood:
-    """Log-likelihoods by the probability-flow ODE, of kind `ode`: on neither side of the exact value for certain.
+    """Log-likelihoods by the probability-flow ODE, of kind `ode`: estimates, not bounds.
 
         w = log p_0(start(x, noise)) + log |det d start/dx|,    nats = log (1/K) sum_k exp(w_k)
 
-    p_0 is the density of the ODE at the cleanest noise level of the model. Every eighth item is solved a second time
-    with ten times the tolerance or half the steps (`solver_change`). As long as the solver converges the value is
-    nearer to the exact solution than that; a network that varies quickly with the noise level, as untrained ones do,
-    needs a smaller tolerance or more steps.
+    p_0 is the density of the ODE at the cleanest noise level of the model. Every eighth item is solved again with ten
+    times the tolerance or half the steps; the difference (`solver_change`) exceeds the error as long as the solver
+    converges. A network that varies quickly with the noise level, such as an untrained one, needs a smaller tolerance
+    or more steps.
 
     Arguments:
         importance_samples: K dequantisations of each item.
@@ -179,11 +168,11 @@ class OdeLikelihood:
         solver: `rk45` (adaptive, on the device), `scipy` (one item after the other), `heun` or `rk4` (fixed steps).
         tolerance: relative and absolute tolerance of the adaptive solvers.
         steps: steps of the fixed ones, equal in `variable`.
-        variable: what the equation is solved in, `log_snr` or `time`, see `OdeDensity`.
+        variable: integration variable, `log_snr` or `time`, see `OdeDensity`.
         rows: most rows in one call of the network.
 
-    Errors: InputError for K > 1 with random probes, whose noise the logarithm of a mean would turn into a gain;
-    RunError when a trajectory cannot be followed, naming the item.
+    Errors: InputError for K > 1 with random probes, whose noise would bias the logarithm of the mean upwards; RunError
+    where the solver fails, naming the item.
     Source: Song et al. 2021, section 4.3 and appendix D.2.
 
     Example:
@@ -261,16 +250,15 @@ class OdeLikelihood:
         self, denoiser, x0: Tensor, log_snr: float, noise: KeyedGenerator, decoder: Decoder, *,
         cond: Tensor | None = None, mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Where trajectories of data in the network's units start, and the logarithm (B,) of the change of volume.
+        """The start of trajectories of data in the network's units, and the log (B,) of the change of volume.
 
             continuous data           alpha_0 x,   D log alpha_0
             integers, `uniform`       alpha_0 y,   D log (alpha_0 width),    y = x + width (u - 1/2)
             integers, `diffusion`     x_0 ~ q(x_0 | x),   log P(x | x_0) - log q(x_0 | x)
 
-        The first line makes a normalised density: that of the data as the model sees them at the noise level
-        `log_snr`, slightly blurred. The others bound the log-mass of the integers from below in the mean over the
-        noise, as far as the ODE is solved and the divergence is exact; `diffusion` takes the model's own forward
-        process for the noise and its decoder for the way back.
+        The first line is a normalised density, that of the slightly noised data at `log_snr`. The others bound the
+        log-mass of the integers from below in the mean over the noise, up to the errors of solver and divergence;
+        `diffusion` takes the noise from the model's forward process, and P(x | x_0) from its decoder.
         """
         first = torch.tensor(log_snr, dtype=torch.float64, device=x0.device)
         (alpha, sigma), size, x = alpha_sigma(first), event_size(x0, mask), x0.double()
@@ -302,7 +290,7 @@ def _solver_change(
         try:
             coarse = _follow(density.coarser(), denoiser, start[chosen], log_snr, cond, mask, noise.rows(chosen))
             change[chosen] = (found.log_prob[chosen] - coarse.log_prob).mean(1)
-        except RunError:  # the coarser solver does not arrive, which says as much as an infinite difference
+        except RunError:  # the coarser solver fails
             change[chosen] = math.inf
     return change
 

@@ -1,8 +1,7 @@
 """Masked discrete diffusion: a network that fills in masked tokens, its bound on the likelihood, and its samplers.
 
 A predictor is a function `(tokens (B, *event) int64, cond (B,) or None) -> log p (B, *event, V)`, normalised over the V
-values. Tokens are 0 .. V-1, and V is the mask, on which a prediction has no mass. What is not masked is left as it is,
-whatever is predicted there.
+values. Tokens are 0 .. V-1, and V is the mask, which is never predicted. Tokens that are not masked stay as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from genmodels.core.random import Generator, KeyedGenerator, at_step, uniform
 from genmodels.core.tensors import event_sum
-from genmodels.diffusion.bound import rows_for
+from genmodels.diffusion.bound import draws_in_strata, packed, rows_for
 
 Predictor = Callable[[Tensor, Tensor | None], Tensor]
 MaskingName = Literal["linear", "cosine", "quadratic"]
@@ -29,7 +28,7 @@ MASKINGS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 
 def masked_nll(predict: Predictor, x: Tensor, hidden: Tensor, mask: int, cond: Tensor | None = None) -> Tensor:
-    """(B,) float64, -sum log p(x_i | what is not masked) over the masked tokens, in nats.
+    """(B,) float64, -sum log p(x_i | unmasked tokens) over the masked tokens, in nats.
 
     Arguments:
         x: tokens (B, *event) int64.
@@ -50,7 +49,7 @@ def bound_terms(
     predict: Predictor, x: Tensor, t: Tensor, mask: int, generator: Generator, cond: Tensor | None = None,
     masking: MaskingName = "linear",
 ) -> Tensor:
-    """(B,) float64, what each example adds to the bound at its time t (B,) float64, tokens masked at random, in nats.
+    """(B,) float64, the integrand of the bound in nats at time t (B,) of each example, with tokens masked at random.
 
         -log p(x) <= E_t [-alpha'(t) / (1 - alpha(t)) sum over masked of -log p(x_i | x_t)]
 
@@ -70,7 +69,8 @@ def bound_terms(
     alpha, rate = MASKINGS[masking](t)
     drawn = uniform(x.shape, generator, dtype=torch.float64, device=x.device)
     hidden = drawn < (1 - alpha).view(-1, *(1,) * (x.dim() - 1))
-    return -rate / (1 - alpha) * masked_nll(predict, x, hidden, mask, cond)
+    share = (1 - alpha).clamp(min=torch.finfo(torch.float64).tiny)  # 0 near t = 0, where nothing is masked
+    return -rate / share * masked_nll(predict, x, hidden, mask, cond)
 
 
 @torch.no_grad()
@@ -80,20 +80,19 @@ def masked_bound(
 ) -> Tensor:
     """(B, replicates) float64, independent estimates of the bound in nats, each from a time in each of `draws` strata.
 
-    The bound does not depend on the masking, so `quadratic` is taken: with the others the variance of a single estimate
-    has no limit, from times near 0, where a rare masked token weighs much.
+    The bound does not depend on the masking. `quadratic` is used, since with the others a rare masked token near t = 0
+    has so large a weight that the variance is infinite.
 
     Arguments:
         generator: keyed over the items of x.
         rows: most rows in one network call; by default as many as suit the device.
     """
     n = len(x)
-    u = uniform((n, replicates, draws), generator.child("strata"), dtype=torch.float64, device=x.device)
+    u = draws_in_strata((n, replicates, draws), generator, x.device)
     t = ((torch.arange(draws, device=x.device) + u) / draws).flatten(1)
     values = torch.zeros_like(t)
-    every = torch.cartesian_prod(torch.arange(t.shape[1]), torch.arange(n))
-    for column, item in (part.unbind(1) for part in every.split(rows or rows_for(x))):
-        source = generator.rows(item.to(generator.index.device)).at(column)
+    every = torch.ones(t.shape, dtype=torch.bool)
+    for item, column, source in packed(every, generator, rows or rows_for(x)):
         given = None if cond is None else cond[item]
         values[item, column] = bound_terms(predict, x[item], t[item, column], mask, source, given, "quadratic")
     return values.view(n, replicates, draws).mean(2)
@@ -108,10 +107,11 @@ def unmask(
     """The tokens x (B, *event) with every masked one filled in, in `steps` steps from t = 1 to 0.
 
     From t to s a masked token is drawn with probability (alpha_s - alpha_t) / (1 - alpha_t), given those before.
-    `confident` keeps as many, the likeliest (MaskGIT, Chang et al. 2022): not draws of the model's own distribution.
+    `confident` instead keeps the likeliest ones, as many on average (MaskGIT, Chang et al. 2022); these are not draws
+    of the model's distribution.
 
     Arguments:
-        temperature: p^(1/temperature) is drawn from; 0 for the most likely values.
+        temperature: values are drawn from p^(1/temperature); 0 takes the most likely ones.
         callback: called after every step with its number, from 0, and the tokens.
 
     Source: Shi et al. 2024, algorithm 2.

@@ -18,7 +18,14 @@ from torch import Tensor
 from genmodels.core.errors import InputError
 from genmodels.core.random import Generator, normal, uniform
 from genmodels.core.tensors import event_mean, event_size
-from genmodels.diffusion.bound import check_grid, diffusion_term, prior_term, rate_term, reconstruction_term
+from genmodels.diffusion.bound import (
+    bound_terms,
+    check_grid,
+    diffusion_term,
+    prior_term,
+    rate_term,
+    reconstruction_term,
+)
 from genmodels.diffusion.decoder import Decoder
 from genmodels.diffusion.parameterisation import Prediction
 from genmodels.diffusion.path import Path, Variance, kernel_variance, q_sample, variance_function
@@ -35,12 +42,12 @@ from genmodels.diffusion.weighting import (
 
 @dataclass
 class ObjectiveOutput:
-    """What an objective returns.
+    """The loss of a batch.
 
     `value`: the scalar to minimise. `per_example (B,)`: its contributions. `times (B,)`: where each example was noised.
     `parts`: named (B,) tensors, the unit in the name (`_nats`, or `mse`: mean squared error per scalar). `drawn (B,)`:
     the draws of the time sampler in [0, 1), of which the times are made. `integrand (B,)`: the part of each example
-    that depends on its time, without the weight of that time; a loss-aware sampler learns from it.
+    that depends on its time, unweighted; a loss-aware sampler learns from it.
     """
 
     value: Tensor
@@ -64,23 +71,14 @@ class Objective:
     in_nats: ClassVar[bool] = False
 
     def __init__(
-        self,
-        decoder: Decoder | None = None,
-        times: Tensor | None = None,
-        *,
+        self, decoder: Decoder | None = None, times: Tensor | None = None, *,
         time_sampler: TimeSamplerName | TimeSampler = "antithetic",
     ):
         self.decoder, self.times = decoder, times
         self.time_sampler = make_time_sampler(time_sampler, bound=self.in_nats)
 
     def __call__(
-        self,
-        denoiser,
-        x0: Tensor,
-        cond: Tensor | None,
-        generator: Generator,
-        rank: int = 0,
-        world: int = 1,
+        self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, rank: int = 0, world: int = 1,
         mask: Tensor | None = None,
     ) -> ObjectiveOutput:
         self.check(denoiser)
@@ -102,12 +100,12 @@ class Objective:
             )
 
     def observe(self, out: ObjectiveOutput) -> None:
-        """In training, keep what a loss-aware time sampler learns from a batch until `learn`."""
+        """In training, give the losses of a batch to a loss-aware time sampler, which keeps them for `learn`."""
         if isinstance(self.time_sampler, LossAwareTimes) and torch.is_grad_enabled():
             self.time_sampler.observe(out.drawn, out.integrand)
 
     def learn(self, gather: Callable[[Tensor], Tensor]) -> None:
-        """Let a loss-aware time sampler learn from what was observed; `gather` as `LossAwareTimes.learn` takes it."""
+        """Let a loss-aware time sampler learn from these losses; `gather` as in `LossAwareTimes.learn`."""
         if isinstance(self.time_sampler, LossAwareTimes):
             self.time_sampler.learn(gather)
 
@@ -123,34 +121,43 @@ def is_learned(schedule: Path) -> bool:
 
 
 def predict(
-    denoiser,
-    x: Tensor,
-    log_snr: Tensor,
-    cond: Tensor | None,
-    mask: Tensor | None,
-    generator: Generator,
+    denoiser, x: Tensor, log_snr: Tensor, cond: Tensor | None, mask: Tensor | None, generator: Generator,
     copies: int = 1,
 ) -> Prediction:
-    """The denoiser in training: where it conditions on itself, half of the rows see its own first estimate.
+    """The prediction in training; with self-conditioning half of the rows see a first estimate from the same x.
 
-    The first estimate is made from the same x, without a gradient; the other rows see zeros, as the first step of a
-    sampler does (Chen et al. 2023, algorithm 1). x holds `copies` of the rows that the generator is keyed for.
+    The estimate has no gradient; the other rows see zeros, as in the first step of a sampler (Chen et al. 2023,
+    algorithm 1). x holds `copies` of the rows that the generator is keyed for.
     """
     if not denoiser.self_conditioning:
         return denoiser.at_log_snr(x, log_snr, cond, mask)
     with torch.no_grad():
         estimate = denoiser.at_log_snr(x, log_snr, cond, mask).x0
-    # Autocast would hand the weights it cast without a gradient to the second call.
-    torch.clear_autocast_cache()
+    torch.clear_autocast_cache()  # the weights cast without a gradient are not for the second call
     shown = uniform((len(x) // copies, copies), generator, device=x.device).T.reshape(-1, *[1] * (x.dim() - 1)) < 0.5
     estimate = torch.where(shown, estimate, 0)
     return denoiser.at_log_snr(x, log_snr, cond, mask, estimate)
 
 
+def predict_with_first(
+    denoiser, x0: Tensor, log_snr: Tensor, first: Tensor, cond: Tensor | None, mask: Tensor | None,
+    generator: Generator,
+) -> tuple[Tensor, Tensor, Prediction]:
+    """One doubled call, at the log-SNRs (B,) and at that of t_0 (1,) with other noise.
+
+    The noise (B, *event) of the first half, the noisy x (B, *event) of the second, and the prediction (2B, *event).
+    """
+    both = torch.cat([log_snr, first.expand(len(x0))])
+    noise = [normal(x0.shape, generator, dtype=x0.dtype, device=x0.device) for _ in range(2)]
+    cond, mask = (None if value is None else torch.cat([value, value]) for value in (cond, mask))
+    x = q_sample(torch.cat([x0, x0]), both, torch.cat(noise))
+    return noise[0], x[len(x0) :], predict(denoiser, x, both, cond, mask, generator, copies=2)
+
+
 class Simple(Objective):
     """L_simple: the weighted mean over scalars of |target - output|^2, in the units of the network's own output.
 
-    Times are continuous, or the steps i/T where the schedule is a table. This weighs the terms of the bound anew: it is
+    Times are continuous, or the steps i/T where the schedule is a table. It reweights the terms of the ELBO, so it is
     no likelihood and is never shown as bits/dim. Source: Ho et al. 2020, equation 14.
 
     Arguments:
@@ -175,24 +182,23 @@ class Simple(Objective):
         self, denoiser, x0: Tensor, cond: Tensor | None, generator: Generator, u: Tensor, weight: Tensor,
         mask: Tensor | None,
     ) -> ObjectiveOutput:
-        num_steps = denoiser.schedule.num_steps
-        t = u if num_steps is None else step_above(u, num_steps) / num_steps
+        t = times_of(denoiser.schedule, u)
         noise = self.noise(x0, cond, generator)
         log_snr = denoiser.schedule.log_snr(t)
         prediction = predict(denoiser, q_sample(x0, log_snr, noise), log_snr, cond, mask, generator)
-        mse, weighed = self.errors(denoiser, prediction, x0, noise, t, log_snr, mask)
-        per_example = weight.to(mse.dtype) * weighed
-        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, weighed.detach())
+        mse, weighted = self.errors(denoiser, prediction, x0, noise, t, log_snr, mask)
+        per_example = weight.to(mse.dtype) * weighted
+        return ObjectiveOutput(per_example.mean(), per_example, t, {"mse": mse}, u, weighted.detach())
 
     def noise(self, x0: Tensor, cond: Tensor | None, generator: Generator) -> Tensor:
-        """(B, *event) the noise that each x0 goes with."""
+        """(B, *event) the noise of each x0."""
         return normal(x0.shape, generator, dtype=x0.dtype, device=x0.device)
 
     def errors(
         self, denoiser, prediction: Prediction, x0: Tensor, noise: Tensor, t: Tensor, log_snr: Tensor,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """(B,) mean squared errors of the network's output, plain and weighed."""
+        """(B,) mean squared errors of the network's output, plain and weighted."""
         target = denoiser.parameterisation.target(x0, noise, log_snr)
         mse = event_mean((target - prediction.output).square(), mask)
         rate = denoiser.schedule.log_snr_rate(t).detach()
@@ -218,10 +224,7 @@ class Vlb(Objective):
     in_nats = True
 
     def __init__(
-        self,
-        decoder: Decoder | None = None,
-        times: Tensor | None = None,
-        *,
+        self, decoder: Decoder | None = None, times: Tensor | None = None, *,
         variance: Literal["beta", "beta_tilde", "learned"] | Variance = "beta",
         time_sampler: TimeSamplerName | TimeSampler = "antithetic",
     ):
@@ -238,10 +241,7 @@ class Vlb(Objective):
         num_terms = len(times) - 1
         k = step_above(u, num_terms).long()
 
-        both = torch.cat([log_snr[k], log_snr[:1].expand(len(x0))])
-        noise = [normal(x0.shape, generator, dtype=x0.dtype, device=x0.device) for _ in range(2)]
-        x = q_sample(torch.cat([x0, x0]), both, torch.cat(noise))
-        prediction = predict(denoiser, x, both, twice(cond), twice(mask), generator, copies=2)
+        _, x, prediction = predict_with_first(denoiser, x0, log_snr[k], log_snr[:1], cond, mask, generator)
         at_k, at_0 = prediction.x0.chunk(2)
         nu_k, nu_0 = (None, None) if prediction.nu is None else prediction.nu.chunk(2)
 
@@ -251,12 +251,15 @@ class Vlb(Objective):
         parts = {
             "prior_nats": prior_term(x0, log_snr[-1], mask),
             "diffusion_nats": weight * num_terms * diffusion,
-            "reconstruction_nats": reconstruction_term(
-                x0, x[len(x0) :], at_0, log_snr[:1], self.decoder, variance, mask
-            ),
+            "reconstruction_nats": reconstruction_term(x0, x, at_0, log_snr[:1], self.decoder, variance, mask),
         }
         per_example = sum(parts.values())
         return ObjectiveOutput(per_example.mean(), per_example, times[k], parts, u, num_terms * diffusion.detach())
+
+
+def times_of(schedule: Path, u: Tensor) -> Tensor:
+    """The times of draws u in [0, 1): u itself, or the steps i/T where the schedule is a table."""
+    return u if schedule.num_steps is None else step_above(u, schedule.num_steps) / schedule.num_steps
 
 
 def step_above(u: Tensor, num_steps: int) -> Tensor:
@@ -264,13 +267,8 @@ def step_above(u: Tensor, num_steps: int) -> Tensor:
     return (u * num_steps).ceil().clamp(1, num_steps)
 
 
-def twice(value: Tensor | None) -> Tensor | None:
-    """The rows of a batch, and once more."""
-    return None if value is None else torch.cat([value, value])
-
-
 class Hybrid(Simple):
-    """L_hybrid = L_simple + share * L_vlb, the mean detached in L_vlb, so that it trains the variances only.
+    """L_hybrid = L_simple + share * L_vlb, with the mean detached in L_vlb, so that this trains the variances only.
 
         L_vlb = (K + 1) L_k in bits/dim,   L_0 the reconstruction, L_1 .. L_K the terms of the bound, k drawn
 
@@ -293,13 +291,8 @@ class Hybrid(Simple):
     """
 
     def __init__(
-        self,
-        decoder: Decoder | None = None,
-        times: Tensor | None = None,
-        *,
-        share: float = 0.001,
-        weighting: WeightingName | Weighting = "none",
-        time_sampler: TimeSamplerName | TimeSampler = "antithetic",
+        self, decoder: Decoder | None = None, times: Tensor | None = None, *, share: float = 0.001,
+        weighting: WeightingName | Weighting = "none", time_sampler: TimeSamplerName | TimeSampler = "antithetic",
     ):
         super().__init__(decoder, times, weighting=weighting, time_sampler=time_sampler)
         self.need_bound()
@@ -321,9 +314,9 @@ class Hybrid(Simple):
         noise = normal(x0.shape, generator, dtype=x0.dtype, device=x0.device)
         x = q_sample(x0, log_snr[k], noise)
         prediction = predict(denoiser, x, log_snr[k], cond, mask, generator)
-        mse, weighed = self.errors(denoiser, prediction, x0, noise, times[k], log_snr[k], mask)
+        mse, weighted = self.errors(denoiser, prediction, x0, noise, times[k], log_snr[k], mask)
         bits = len(times) * self.bits(prediction, x0, x, k, log_snr, mask)
-        integrand = weighed + self.share * bits
+        integrand = weighted + self.share * bits
         per_example = weight * integrand
         parts = {"mse": mse, "variance_bits_per_dim": weight * bits}
         return ObjectiveOutput(per_example.mean(), per_example, times[k], parts, u, integrand.detach())
@@ -333,19 +326,7 @@ class Hybrid(Simple):
     ) -> Tensor:
         """(B,) L_k in bits/dim at the noisy x, with the estimate of x_0 detached."""
         x0_hat = prediction.x0.detach()
-        nats = torch.zeros(len(x0), dtype=torch.float64, device=x0.device)
-        for rows, first in ((k > 0, False), (k == 0, True)):
-            if not bool(rows.any()):
-                continue
-            valid = None if mask is None else mask[rows]
-            variance = kernel_variance("learned", prediction.nu[rows], log_snr[1])
-            if first:
-                noisy, at_0 = x[rows], x0_hat[rows]
-                terms = reconstruction_term(x0[rows], noisy, at_0, log_snr[:1], self.decoder, variance, valid)
-            else:
-                s, t = log_snr[k[rows] - 1], log_snr[k[rows]]
-                terms = diffusion_term(x0[rows], x0_hat[rows], s, t, variance, valid)
-            nats = nats.masked_scatter(rows, terms)
+        nats = bound_terms(k, x0, x, x0_hat, prediction.nu, log_snr, self.decoder, "learned", mask)
         return nats / (math.log(2) * event_size(x0, mask))
 
 
@@ -386,13 +367,10 @@ class Continuous(Objective):
         t = first + (1 - first) * u
         log_snr, rate = schedule.log_snr(t), schedule.log_snr_rate(t)
 
-        both = torch.cat([log_snr, ends[:1].expand(len(x0))])
-        noise = [normal(x0.shape, generator, dtype=x0.dtype, device=x0.device) for _ in range(2)]
-        x = q_sample(twice(x0), both, torch.cat(noise))
-        prediction = predict(denoiser, x, both, twice(cond), twice(mask), generator, copies=2)
+        noise, x, prediction = predict_with_first(denoiser, x0, log_snr, ends[:1], cond, mask, generator)
         output, x0_hat = prediction.output[: len(x0)], prediction.x0[len(x0) :]
 
-        integrand = (1 - first) * rate_term(denoiser, output, x0, noise[0], log_snr, rate, mask)
+        integrand = (1 - first) * rate_term(denoiser, output, x0, noise, log_snr, rate, mask)
         diffusion = weight * integrand
         if is_learned(schedule) and diffusion.requires_grad:
             squared = 2 * diffusion.detach() / (math.log(2) * event_size(x0, mask))
@@ -402,7 +380,7 @@ class Continuous(Objective):
             "prior_nats": prior_term(x0, ends[1], mask),
             "diffusion_nats": diffusion,
             "reconstruction_nats": reconstruction_term(
-                x0, x[len(x0) :], x0_hat, ends[:1], self.decoder, kernel_variance("beta", None), mask
+                x0, x, x0_hat, ends[:1], self.decoder, kernel_variance("beta", None), mask
             ),
         }
         per_example = sum(parts.values())
@@ -414,7 +392,7 @@ ObjectiveName = Literal["simple", "vlb", "hybrid", "continuous"]
 
 
 def default_variance(objective: ObjectiveName, levels: int | None) -> Literal["beta", "beta_tilde", "learned"]:
-    """The default variance of the reverse steps: `hybrid` exists to learn it, and not all others can.
+    """The default variance of the reverse steps: learned by `hybrid`, fixed otherwise.
 
     Example:
         >>> default_variance("hybrid", 256), default_variance("simple", 256), default_variance("simple", None)

@@ -1,7 +1,7 @@
-"""Likelihood by the probability-flow ODE: a deterministic path to noise whose change of volume is the density.
+"""Likelihood by the probability-flow ODE: deterministic trajectories to noise, whose change of volume is the density.
 
-With lambda the log-SNR, the field of v = alpha eps - sigma x_0 moves points so that they have the model's
-marginal distribution at every noise level (Song et al. 2021, equations 13 and 39, for the time lambda):
+With lambda the log-SNR, the ODE moves points so that they have the model's marginal distribution at every noise level
+(Song et al. 2021, equations 13 and 39, for the time lambda):
 
     dx / d lambda = 1/2 sigma (sigma x - eps_hat) = -1/2 alpha sigma v_hat
     log p(x at lambda_0) = log N(x at lambda_1; 0, I) + int from lambda_0 to lambda_1 of tr(d field / dx) d lambda
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError, one_of
-from genmodels.core.random import Generator, KeyedGenerator, uniform
+from genmodels.core.random import Generator, child, uniform
 from genmodels.core.tensors import event_sum, hide, spread, usable
 from genmodels.diffusion.guidance import require_unaltered
 from genmodels.diffusion.path import alpha_sigma, expand
@@ -39,9 +39,10 @@ def exact_divergence(field: Field, x: Tensor, mask: Tensor | None = None) -> tup
         mask = usable(mask)
         x = hide(usable(x), mask).detach().requires_grad_()
         y = hide(field(x), mask)
-    # Where no example is valid at a place there is nothing to add, and its product is saved.
     units = torch.eye(x[0].numel(), dtype=x.dtype, device=x.device)
-    used = range(len(units)) if mask is None else _used(x, mask)
+    used = range(len(units))
+    if mask is not None:  # no product for positions that are valid in no example
+        used = spread(mask, x).expand_as(x).flatten(1).any(0).nonzero().flatten().tolist()
     total = torch.zeros(len(x), dtype=x.dtype, device=x.device)
     for i in used:
         (gradient,) = torch.autograd.grad(y, x, units[i].view(x.shape[1:]).expand_as(y), retain_graph=True)
@@ -50,9 +51,9 @@ def exact_divergence(field: Field, x: Tensor, mask: Tensor | None = None) -> tup
 
 
 def hutchinson(field: Field, x: Tensor, probes: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """e^T J e for each probe e: unbiased, since E[e e^T] = I; exact for a J that is diagonal and e of signs.
+    """e^T J e for each probe e: unbiased, since E[e e^T] = I; exact if J is diagonal and e of signs.
 
-    Shapes: probes (B, M, *event), the same all along a path; one column a probe.
+    Shapes: probes (B, M, *event), the same all along a trajectory; one column a probe.
     Source: Hutchinson 1990; for the likelihood of continuous flows Grathwohl et al. 2019, section 3.1.
 
     Example:
@@ -74,7 +75,7 @@ def hutchinson(field: Field, x: Tensor, probes: Tensor, mask: Tensor | None = No
 
 
 def rademacher(shape: tuple[int, ...], generator: Generator, *, device: torch.device | None = None) -> Tensor:
-    """Signs +-1 with equal probability, float64: the probes of least variance among those with independent entries.
+    """Signs +-1 with equal probability, float64: the least variance among probes with independent entries.
 
     Example:
         >>> rademacher((1, 4), torch.Generator().manual_seed(0)).abs()
@@ -84,13 +85,9 @@ def rademacher(shape: tuple[int, ...], generator: Generator, *, device: torch.de
     return torch.where(u < 0.5, -1.0, 1.0).to(torch.float64)
 
 
-def _used(x: Tensor, mask: Tensor) -> list[int]:
-    return spread(mask, x).expand_as(x).flatten(1).any(0).nonzero().flatten().tolist()
-
-
-#: Up to so many scalars the exact divergence is the default.
+#: The exact divergence is the default up to this many scalars.
 EXACT_UP_TO = 64
-#: Noise levels beyond these are clean data and pure noise: where a schedule goes on for ever, the path ends here.
+#: Log-SNRs beyond these are clean data and pure noise: trajectories end here where a schedule is unbounded.
 _ENDS = (20.0, -20.0)
 
 
@@ -98,8 +95,8 @@ _ENDS = (20.0, -20.0)
 class OdeLogProb:
     """Log-densities by the probability-flow ODE.
 
-    `log_prob (B, M)`: one column for each probe, a single one for the exact divergence. `latent (B, *event)`: where the
-    paths end. `evaluations (B,)`: calls of the network for each example. All float64, `evaluations` int64.
+    `log_prob (B, M)`: one column for each probe, a single one for the exact divergence. `latent (B, *event)`: the ends
+    of the trajectories. `evaluations (B,)`: calls of the network for each example. All float64, `evaluations` int64.
     """
 
     log_prob: Tensor
@@ -111,25 +108,24 @@ class OdeDensity:
     """The model's density of x at one noise level, by the probability-flow ODE from there to pure noise.
 
     The state is float64 and the network runs in its own precision. Every example has its own steps, so that its value
-    does not depend on the batch. The base is N(0, I) at the noisiest level of the schedule, where the marginal is not
-    quite that: the remainder is of the order of |mean| e^(lambda(1)/2), in the mean over the data of the square of
-    that, so schedules should go down to -15 or less.
+    does not depend on the batch. The base is N(0, I) at the noisiest level of the schedule, of which the marginal
+    differs by the order of |mean| e^(lambda(1)/2), in the mean over the data by the square of that, so schedules should
+    go down to -15 or less.
 
     Arguments:
         divergence: `exact` (a vector-Jacobian product for each scalar), `hutchinson` (one for each probe, unbiased), or
             `auto`: exact for up to 64 scalars.
-        probes: number of random probes of `hutchinson`, the same all along a path.
+        probes: number of random probes of `hutchinson`, the same all along a trajectory.
         solver: `rk45` (adaptive, on the device), `scipy` (`solve_ivp`, one example after the other), `heun`, `rk4`.
         tolerance: relative and absolute tolerance of the adaptive solvers.
         steps: number of equal steps of `heun` and `rk4`.
-        variable: what the equation is solved in: `log_snr`, or the `time` of the path, in which the flow of a straight
-            path is nearly straight, so that few steps suffice; fine structure needs `log_snr` or more of them.
-        rows: most examples followed at once.
+        variable: integration variable: `log_snr`, or the `time` of the path, in which the flow of a straight path is
+            nearly straight, so that few steps suffice; fine structure needs `log_snr` or more steps.
+        rows: most examples solved at once.
 
-    Shapes: x (B, *event) already noised to `log_snr`, cond (B,) or (B, F), mask (B, 1, T): what it hides is no part of
-    the density.
-    Errors: InputError for an unknown divergence or solver, or a denoiser changed for sampling; SolverError for a path
-    that cannot be followed.
+    Shapes: x (B, *event) already noised to `log_snr`, cond (B,) or (B, F), mask (B, 1, T) of the valid scalars.
+    Errors: InputError for an unknown divergence or solver, or a denoiser changed for sampling; SolverError where the
+    solver fails.
     Source: Song et al. 2021, section 4.3 and appendix D.2.
 
     Example:
@@ -168,33 +164,26 @@ class OdeDensity:
         return self.divergence == "exact" or (self.divergence == "auto" and dims <= EXACT_UP_TO)
 
     def coarser(self) -> OdeDensity:
-        """The same with ten times the tolerance, or half the steps: how far it is off bounds the error of this one."""
-        options = {"tolerance": lambda value: 10 * value, "steps": lambda value: max(1, value // 2)}
-        solver = {name: options[name](value) for name, value in self.solver_options.items()}
+        """The same with ten times the tolerance, or half the steps; its difference bounds the error of this one."""
+        coarse = {name: 10 * value if name == "tolerance" else max(1, value // 2)
+                  for name, value in self.solver_options.items()}
         return OdeDensity(divergence=self.divergence, probes=self.probes, solver=self.solver_name, rows=self.rows,
-                          variable=self.variable, **solver)
+                          variable=self.variable, **coarse)
 
     def made(self, dims: int) -> dict:
-        """How a density of this many scalars is made, plain values."""
+        """How a density of this many scalars is computed, plain values."""
         trace = {"divergence": "exact"} if self.exact(dims) else {"divergence": "hutchinson", "probes": self.probes}
         return trace | {"solver": self.solver_name, "variable": self.variable} | self.solver_options
 
     def __call__(
-        self,
-        denoiser,
-        x: Tensor,
-        log_snr: float,
-        *,
-        cond: Tensor | None = None,
-        mask: Tensor | None = None,
-        generator: Generator | None = None,
-        base: Callable[[Tensor], Tensor] | None = None,
+        self, denoiser, x: Tensor, log_snr: float, *, cond: Tensor | None = None, mask: Tensor | None = None,
+        generator: Generator | None = None, base: Callable[[Tensor], Tensor] | None = None,
     ) -> OdeLogProb:
         """log p(x) at the noise level `log_snr`.
 
         Arguments:
             generator: source of the probes; a keyed one makes those of an example a function of its index.
-            base: log-density (b, *event) -> (b,) of the noisiest level, in place of the standard normal one.
+            base: log-density (b, *event) -> (b,) at the noisiest level, in place of the standard normal.
         """
         require_unaltered(denoiser)
         x = hide(x.to(torch.float64), mask)
@@ -202,21 +191,26 @@ class OdeDensity:
         if not self.exact(x[0].numel()):
             if generator is None:
                 raise InputError("the probes of divergence = 'hutchinson' need a generator")
-            probes = rademacher((len(x), self.probes, *x.shape[1:]), _probing(generator), device=x.device)
+            probes = rademacher((len(x), self.probes, *x.shape[1:]), child(generator, "probes"), device=x.device)
         found = []
         for start in range(0, len(x), self.rows):
             part = slice(start, start + self.rows)
             inputs = (None if value is None else value[part] for value in (x, cond, mask, probes))
-            found.append(self._follow(denoiser, start, log_snr, *inputs, base))
+            found.append(self._solve(denoiser, start, log_snr, *inputs, base))
         return OdeLogProb(*(torch.cat(values) for values in zip(*found, strict=True)))
 
-    def _follow(self, denoiser, first: int, log_snr: float, x, cond, mask, probes, base):
+    def _solve(self, denoiser, first: int, log_snr: float, x, cond, mask, probes, base):
         schedule, in_time, dims = denoiser.schedule, self.variable == "time", x[0].numel()
 
         def derivative(place: Tensor, state: Tensor, rows: Tensor) -> Tensor:
-            inputs = (None if v is None else v[rows] for v in (cond, mask, probes))
+            cond_here, valid, e = (None if v is None else v[rows] for v in (cond, mask, probes))
             level = schedule.log_snr(place).detach() if in_time else place
-            slope, trace = _slope(denoiser, state[:, :dims].reshape(-1, *x.shape[1:]), level, *inputs)
+
+            def here(x: Tensor) -> Tensor:
+                return field(denoiser, x, level, cond_here, valid)
+
+            at = state[:, :dims].reshape(-1, *x.shape[1:])
+            slope, trace = exact_divergence(here, at, valid) if e is None else hutchinson(here, at, e, valid)
             found = torch.cat([slope.flatten(1), trace], dim=1)
             return schedule.log_snr_rate(place).detach()[:, None] * found if in_time else found
 
@@ -233,7 +227,7 @@ class OdeDensity:
 
 
 def last_log_snr(schedule) -> float:
-    """The noisiest level of a schedule, or -20 where it ends in nothing but noise."""
+    """The log-SNR of a schedule at t = 1, -20 at least."""
     return max(schedule.end_points[1], _ENDS[1])
 
 
@@ -253,19 +247,6 @@ def field(
     return hide(-0.5 * expand(alpha * sigma, x) * denoiser(x, t, cond, mask).v, mask)
 
 
-def _slope(denoiser, x, log_snr, cond, mask, probes) -> tuple[Tensor, Tensor]:
-    """(field, traces (B, M)) where x is the state itself."""
-
-    def here(x: Tensor) -> Tensor:
-        return field(denoiser, x, log_snr, cond, mask)
-
-    return exact_divergence(here, x, mask) if probes is None else hutchinson(here, x, probes, mask)
-
-
 def standard_normal(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """(B,) log N(x; 0, I) over the valid scalars."""
     return event_sum(-0.5 * (x.square() + math.log(2 * math.pi)), mask)
-
-
-def _probing(generator: Generator) -> Generator:
-    return generator.child("probes") if isinstance(generator, KeyedGenerator) else generator

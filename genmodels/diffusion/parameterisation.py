@@ -1,4 +1,4 @@
-"""What a network's output means: a parameterisation makes of it one prediction with all its views."""
+"""Parameterisations: what the output of a network means, and the prediction that follows from it in every form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from genmodels.diffusion.path import LinearPath, Path, alpha_sigma, expand
 
 
 class _Once:
-    """A field computed when it is first read; without the lock of functools.cached_property, which does not compile."""
+    """A field computed when first read; unlike functools.cached_property, whose lock torch.compile rejects."""
 
     def __init__(self, compute: Callable):
         self.compute = compute
@@ -28,20 +28,19 @@ class _Once:
 
 
 class Prediction:
-    """All views of one denoising prediction, each computed when it is first read.
+    """A denoising prediction as x0, eps, v, score and velocity, each computed when first read.
 
-    Fields, all (B, *event): `x0`, `eps`, `v`, `score`, `velocity` (of a prediction made at a time, along the path of
-    its denoiser), and `output`, what the network returned in its own units.
-    `nu` says where the variance of the model's kernel lies between beta_tilde (0) and beta (1), per scalar; None unless
-    the network learns it. See `learned_variance`.
+    Fields, all (B, *event): `x0`, `eps`, `v`, `score`, `velocity` (of a prediction at a time, along the path of its
+    denoiser), and `output`, that of the network in its own units. `nu` is where the variance of the model's kernel lies
+    between beta_tilde (0) and beta (1), per scalar, None unless it is learned; see `learned_variance`.
 
-    Errors: a field that does not exist at this noise level (the score where sigma = 0) raises when it is read.
+    Errors: reading a field that does not exist at this noise level (the score where sigma = 0).
 
     Arguments:
         output: (B, *event).
         sigma: sigma_t, shaped to multiply `output`.
         x0, eps, v: functions without arguments that compute the field.
-        score: the same for the score, where it is known otherwise than as -eps / sigma.
+        score: the same for the score, None for -eps / sigma.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Prediction:
         self._place: tuple[Path, Tensor] | None = None
 
     def along(self, path: Path, t: Tensor) -> Prediction:
-        """The same, known to be made at the times t (B,) of a path: its `velocity` is that of this path."""
+        """This prediction at the times t (B,) of a path, whose velocity is then `velocity`."""
         self._place = path, t
         return self
 
@@ -94,8 +93,8 @@ class Prediction:
 
 
 def defined(divisor: Tensor, field: str, name: str) -> Tensor:
-    """The divisor, or an error that names the field which does not exist where the divisor is 0."""
-    # Compiled code looks at no values: there such a field is infinite or NaN.
+    """The divisor; raises InputError for the field that does not exist where it is 0."""
+    # Compiled code cannot test values: there such a field is infinite or NaN.
     if not torch.compiler.is_compiling() and bool((divisor == 0).any()):
         end = "t = 0" if name == "sigma" else "t = 1"
         raise InputError(f"{field} is undefined where {name} = 0: keep away from {end}, or read another field")
@@ -103,11 +102,7 @@ def defined(divisor: Tensor, field: str, name: str) -> Tensor:
 
 
 class Parameterisation:
-    """One meaning of the network's output: its training target, its conversion, the scale of its error.
-
-    `loss_weight(log_snr)` turns the squared error of this output into the squared error of x0; `scale_input` makes of
-    the noisy x what the network sees.
-    """
+    """A meaning of the network's output: its training target and conversion, the scale of its error and input."""
 
     name: str
 
@@ -232,9 +227,9 @@ class EDM(Parameterisation):
         x0 = c_skip y + c_out F(c_in y),   y = x/alpha,   s = sigma/alpha
         c_skip = s_d^2/(s^2 + s_d^2),   c_out = s s_d/sqrt(s^2 + s_d^2),   c_in = 1/sqrt(s^2 + s_d^2)
 
-    Written with r^2 = sigma^2 + s_d^2 alpha^2 nothing is divided by alpha: the network sees x/r, x0 = (s_d^2 alpha x +
-    sigma s_d r F)/r^2 and eps = (sigma x - alpha s_d r F)/r^2 exist at every SNR. With s_d = 1, F is -v. The network is
-    given the log-SNR, -8 times the c_noise = log(s)/4 of the paper.
+    With r^2 = sigma^2 + s_d^2 alpha^2 the network sees x/r, and x0 = (s_d^2 alpha x + sigma s_d r F)/r^2 and
+    eps = (sigma x - alpha s_d r F)/r^2 exist at every SNR. With s_d = 1, F is -v. The network is given the log-SNR, -8
+    times the c_noise = log(s)/4 of the paper.
 
     Arguments:
         sigma_data: s_d, the standard deviation of the data in the model's units.
@@ -290,14 +285,14 @@ class EDM(Parameterisation):
 
 
 class Velocity(Parameterisation):
-    """The network sees the path's own x_t and predicts its velocity, u = alpha' x0 + sigma' eps (Lipman et al. 2023).
+    """The network sees x_t of the path and predicts its velocity, u = alpha' x0 + sigma' eps (Lipman et al. 2023).
 
         x0 = (sigma' x_t - sigma u)/D,   eps = (alpha u - alpha' x_t)/D,   D = alpha sigma' - alpha' sigma
 
-    With a path that preserves the variance u = D v: there `V` learns the same.
+    On a path that preserves the variance u = D v, so that `V` learns the same.
 
     Arguments:
-        path: with finite derivatives all along; the straight one of rectified flow by default, where u = eps - x0.
+        path: one with finite derivatives; by default the straight path of rectified flow, where u = eps - x0.
 
     Example:
         >>> u, x = torch.full((1, 1), 3.0), torch.ones(1, 1) / LinearPath().scale(torch.tensor(0.4)).float()

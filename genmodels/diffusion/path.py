@@ -2,8 +2,8 @@
 
     x_t = alpha(t) x_0 + sigma(t) eps,   velocity u = alpha'(t) x_0 + sigma'(t) eps,   log SNR = 2 log(alpha/sigma)
 
-Two paths of equal SNR differ by a scale alone: x_t / r with r^2 = alpha^2 + sigma^2 is the noisy x of the diffusion at
-that log-SNR. Networks, samplers and likelihoods of this package work on x_t / r, so each of them serves every path.
+Two paths of equal SNR differ by a scale alone: x_t / r with r^2 = alpha^2 + sigma^2 is the noisy x of the
+variance-preserving diffusion at that log-SNR. Networks, samplers and likelihoods work on x_t / r, hence on every path.
 Between two levels s < t, as functions of their log-SNRs:
 
     alpha_ts = alpha_t / alpha_s,   sigma2_ts = sigma_t^2 - alpha_ts^2 sigma_s^2 = -sigma_t^2 expm1(lambda_t - lambda_s)
@@ -27,11 +27,11 @@ from genmodels.core.errors import InputError
 
 
 class Path(nn.Module):
-    """A path on [0, 1], three small functions: `alpha_sigma`, their derivatives `rates`, and `time_of`.
+    """A path on [0, 1], given by `alpha_sigma`, its derivatives `rates`, and `time_of`; the rest is derived.
 
         lambda = 2 log(alpha / sigma),   lambda' = -2 D / (alpha sigma),   D = alpha sigma' - alpha' sigma > 0
 
-    A subclass writes the three, or its `log_snr` as `NoiseSchedule` does; the rest is derived.
+    A subclass defines these three, or `log_snr` as a `NoiseSchedule`.
 
     Shapes: every method is elementwise: times of any shape in, float64 of that shape out. lambda may be +inf at t = 0
     (no noise) and -inf at t = 1 (no signal). `num_steps` is T for paths defined at t = i / T, None otherwise.
@@ -67,7 +67,7 @@ class Path(nn.Module):
         return 2 * (alpha_rate / alpha - sigma_rate / sigma)
 
     def scale(self, t: Tensor) -> Tensor:
-        """r(t): the path's own x_t is r times the noisy x that networks and samplers see."""
+        """r(t): x_t of this path is r times the noisy x of networks and samplers."""
         return torch.hypot(*self.alpha_sigma(t))
 
     def sigma_bar(self, t: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class LinearPath(Path):
 
 
 def wide(value: Tensor | float) -> Tensor:
-    """Times and log-SNRs in the precision that paths are computed in.
+    """Times and log-SNRs in float64, the precision of paths.
 
     Example:
         >>> wide(0.5)
@@ -195,7 +195,7 @@ def expand(value: Tensor, like: Tensor) -> Tensor:
 
 
 def _beta_tilde(log_snr_s: Tensor, log_snr_t: Tensor) -> Tensor:
-    """`posterior_variance`, but `sigma2_ts` where s is the clean end and the posterior is a point."""
+    """`posterior_variance`, but `sigma2_ts` where s is the clean end, at which the posterior variance is 0."""
     clean = torch.isposinf(log_snr_s)
     return torch.where(clean, sigma2_ts(log_snr_s, log_snr_t), posterior_variance(log_snr_s, log_snr_t))
 
@@ -207,7 +207,7 @@ VARIANCES: dict[str, Variance] = {"beta": sigma2_ts, "beta_tilde": _beta_tilde}
 
 
 def variance_function(variance: str | Variance) -> Variance | Literal["learned"]:
-    """The function of a name in VARIANCES; a function is returned as it is, and so is "learned": see below."""
+    """The function of a name in VARIANCES; a function is returned as it is, and so is "learned" (`kernel_variance`)."""
     if callable(variance) or variance == "learned":
         return variance
     if variance not in VARIANCES:
@@ -218,8 +218,8 @@ def variance_function(variance: str | Variance) -> Variance | Literal["learned"]
 def learned_variance(nu: Tensor, log_snr_s: Tensor, log_snr_t: Tensor, log_snr_after: Tensor | None = None) -> Tensor:
     """log s2 = nu log beta + (1 - nu) log beta_tilde, for each scalar (Nichol and Dhariwal 2021, equation 15).
 
-    Where s is the clean end beta_tilde is 0; its place is taken by that of the next step, from `log_snr_after` down
-    to t. Shapes: nu (B, *event), the log-SNRs (B,) or (); float64 (B, *event).
+    Where s is the clean end beta_tilde is 0 and replaced by that of the next step, from `log_snr_after` down to t.
+    Shapes: nu (B, *event), the log-SNRs (B,) or (); float64 (B, *event).
 
     Example:
         >>> s, t = torch.tensor([2.0, 0.0], dtype=torch.float64)
@@ -237,9 +237,9 @@ def learned_variance(nu: Tensor, log_snr_s: Tensor, log_snr_t: Tensor, log_snr_a
 def kernel_variance(
     variance: Variance | Literal["learned"], nu: Tensor | None, log_snr_after: Tensor | None = None
 ) -> Variance:
-    """The variance of p(x_s | x_t) as a function of the log-SNRs, with nu as the network gave it where it is learned.
+    """The variance of p(x_s | x_t) as a function of the log-SNRs; a learned one from the nu of the network.
 
-    Errors: a learned variance from a network that gave no nu.
+    Errors: a learned variance without nu.
     """
     if variance != "learned":
         return variance_function(variance)

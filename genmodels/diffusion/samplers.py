@@ -1,7 +1,4 @@
-"""The samplers of diffusion, each with its defaults, and the table of them all.
-
-Adding one is a class here, with `defaults`, and its row in SAMPLERS.
-"""
+"""Samplers of diffusion models and paths, each with its defaults; a new one is a class here and a row in SAMPLERS."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ class DPMSolverPP2MSampler:
 
 
 class UniPCMemory(NamedTuple):
-    """What UniPC hands on: the estimate of x_0 at the last log-SNR, x there, and older (estimate, log-SNR) pairs."""
+    """Memory of UniPC: the estimate of x_0 at the last log-SNR, x there, and older (estimate, log-SNR) pairs."""
 
     x0: Tensor
     log_snr: Tensor
@@ -70,14 +67,14 @@ class UniPCMemory(NamedTuple):
 
 
 class UniPCSampler:
-    """UniPC with B_2: each step is predicted as DPM-Solver++ does, then corrected by the network's call at its end.
+    """UniPC with B_2: a prediction as by DPM-Solver++, corrected by the network's call at the end of the step.
 
         d = x0_t + sum_k rho_k (x0_k - x0_t)/r_k,   r_k = (lambda_k - lambda_t)/(lambda_s - lambda_t)
         sum_k rho_k r_k^(j-1) = E[r^j],   j = 1 .. number of k,   density of r in [0, 1] proportional to e^((r-1) h)
 
-    so d is the mean, under the weights of the exact solution, of the polynomial through the estimates; with a single
-    k, rho is 1/2. The k are `order` - 1 estimates before t, and in the correction the one at s as well: the correction
-    costs no call, because that estimate is what the next step needs. Accuracy is of order `order` + 1. Deterministic;
+    so d is the mean of the polynomial through the estimates under the weights of the exact solution; with a single k,
+    rho is 1/2. The k are `order` - 1 estimates before t, and in the correction also that at s, which costs no further
+    call because the next step needs it. Accuracy is of order `order` + 1. Deterministic;
     the step to the clean end uses d = x0. Source: Zhao et al., "UniPC: a unified predictor-corrector framework for fast
     sampling of diffusion models", 2023, algorithms 1 and 2, with data prediction.
 
@@ -113,7 +110,7 @@ class UniPCSampler:
 def _mean_estimate(
     x0: Tensor, log_snr_s: Tensor, log_snr_t: Tensor, known: tuple[tuple[Tensor, Tensor], ...]
 ) -> Tensor:
-    """d of UniPC for the step from t, where the estimate is x0, to s; `known` are (estimate, log-SNR) elsewhere."""
+    """d of UniPC for the step from t, where the estimate is x0, to s; `known` are other (estimate, log-SNR) pairs."""
     ratios = [float((log_snr - log_snr_t) / (log_snr_s - log_snr_t)) for _, log_snr in known]
     if not ratios:
         return x0
@@ -190,7 +187,7 @@ class HeunSampler:
 
 
 class EDMSampler(HeunSampler):
-    """EDM's stochastic sampler: back to a higher noise level by fresh noise, then a step of Heun from there.
+    """EDM's stochastic sampler: fresh noise raises the noise level, then a step of Heun follows.
 
         sigma_bar^ = (1 + g) sigma_bar_t,   y^ = y + sqrt(sigma_bar^^2 - sigma_bar_t^2) S_noise z
         g = min(S_churn/N, sqrt 2 - 1) where S_min <= sigma_bar_t <= S_max, else 0
@@ -199,7 +196,7 @@ class EDMSampler(HeunSampler):
 
     Arguments:
         steps: N, the number of steps.
-        churn: S_churn, how much noise all steps together add.
+        churn: S_churn, the noise that all steps add together.
         smallest, largest: S_min and S_max.
         noise: S_noise, a factor on the fresh noise.
 
@@ -235,9 +232,8 @@ class EDMSampler(HeunSampler):
 def _straight(prediction: Prediction, x: Tensor, log_snr_s: Tensor) -> Tensor:
     """alpha_s x0 + sigma_s eps, and x0 itself at the clean end, where eps need not exist."""
     alpha_s, sigma_s = alpha_sigma(log_snr_s)
-    if bool(sigma_s == 0):
-        return expand(alpha_s, x) * prediction.x0
-    return expand(alpha_s, x) * prediction.x0 + expand(sigma_s, x) * prediction.eps
+    mean = expand(alpha_s, x) * prediction.x0
+    return mean if bool(sigma_s == 0) else mean + expand(sigma_s, x) * prediction.eps
 
 
 class DDPMSampler:
@@ -247,7 +243,6 @@ class DDPMSampler:
         variance: s2, a name in VARIANCES, or `learned` where the network gives one.
 
     Example:
-        >>> import torch
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, sample, uniform_t
         >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
         >>> times, generator = uniform_t(exact.schedule, 5), torch.Generator().manual_seed(0)
@@ -269,7 +264,8 @@ class DDPMSampler:
         if bool(s == 0):
             return mean, Memory(x0, log_snr_t)
         std = kernel_variance(self.variance, prediction.nu)(log_snr_s, log_snr_t).sqrt()
-        return mean + _shaped(std, x) * _noise(x, generator, temperature), Memory(x0, log_snr_t)
+        std = expand(std, x) if std.dim() == 0 else std.to(x)  # a learned variance is one for each scalar
+        return mean + std * _noise(x, generator, temperature), Memory(x0, log_snr_t)
 
 
 class DDIMSampler:
@@ -282,7 +278,6 @@ class DDIMSampler:
         eta: share of the ancestral noise, in [0, 1].
 
     Example:
-        >>> import torch
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, sample, uniform_t
         >>> exact = GaussianDenoiser(CosineSchedule(), torch.zeros(2), 1.0)
         >>> times, generator = uniform_t(exact.schedule, 5), torch.Generator().manual_seed(0)
@@ -311,13 +306,13 @@ class DDIMSampler:
 
 
 def _require_bounded(path: Path, t: Tensor) -> None:
-    """Raise where the velocity of a path has no bound, as at t = 1 of schedules whose alpha^2 falls to 0 linearly."""
+    """Raise where the velocity of a path is unbounded, as at t = 1 of schedules whose alpha^2 falls to 0 linearly."""
     if max(abs(float(rate)) for rate in path.rates(t)) > 100:
         raise InputError(f"the velocity of this path has no bound at t = {float(t):g}: choose sampler=dpmpp_2m")
 
 
 class FlowSampler:
-    """Heun's method for dx_t/dt = u(x_t, t), x_t the path's own; two network calls a step, one to the clean end.
+    """Heun's method for dx_t/dt = u(x_t, t) with x_t of the path; two network calls a step, one to the clean end.
 
         x_s = x_t + (s - t) (u_t + u_s)/2,   u_s at the end of an Euler step
 
@@ -348,7 +343,7 @@ class FlowSampler:
 class FlowMapSampler:
     """The steps of a flow map: x_s = x_t - (t - s) u(x_t, t, s), one network call each, however long.
 
-    Of a denoiser that knows one time only these are Euler's steps, equal in time. Source: Geng et al., "Mean flows for
+    With any other denoiser these are Euler steps, equal in time. Source: Geng et al., "Mean flows for
     one-step generative modeling", 2025, algorithm 2.
 
     Example:
@@ -377,9 +372,9 @@ DIFFUSIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class SDESampler:
-    """A reverse SDE with the marginals of the path, for any diffusion coefficient: Euler and Maruyama's steps.
+    """Euler-Maruyama steps of a reverse SDE with the marginals of the path, for any diffusion coefficient.
 
-        dx_t = (u - w(t)/2 score) dt + sqrt(w(t)) dW,   t falling,   score = -eps/sigma of the path's own x_t
+        dx_t = (u - w(t)/2 score) dt + sqrt(w(t)) dW,   t decreasing,   score = -eps/sigma at x_t of the path
 
     w = 0 is the flow itself. Source: Ma et al., "SiT", 2024, equations 4 and 8.
 
@@ -416,11 +411,6 @@ class SDESampler:
 
 def _noise(x: Tensor, generator, temperature: float) -> Tensor:
     return temperature * normal(x.shape, generator, dtype=x.dtype, device=x.device)
-
-
-def _shaped(value: Tensor, x: Tensor) -> Tensor:
-    """One value for all rows, or one for each scalar as a network learns them, to multiply x."""
-    return expand(value, x) if value.dim() == 0 else value.to(x)
 
 
 SAMPLERS: dict[str, type] = {

@@ -1,9 +1,9 @@
-"""From noise to data: a sampler is one pure step from time t to an earlier time s, one loop drives them all.
+"""Sampling: a sampler is one pure step from time t to an earlier time s, and one loop runs all of them.
 
     step(denoiser, x, t, s, memory, generator, cond, temperature) -> (x, memory)
 
 t and s are 0-dim float64 tensors; s = 0 is the clean end, where every sampler returns its estimate of x_0 without
-noise. `memory` is None at the first step, then what the step before handed on. Noise is drawn from `generator` alone.
+noise. `memory` is None at the first step, then that returned by the step before. Noise comes from `generator` alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from genmodels.diffusion.schedule import step_to_time
 
 
 class Memory(NamedTuple):
-    """What a step hands on: its estimate of x_0 and the log-SNR at which it was made."""
+    """What a step passes to the next: its estimate of x_0 and the log-SNR of that estimate."""
 
     x0: Tensor
     log_snr: Tensor
@@ -33,7 +33,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a sampler does by default: its steps (None for all T), their spacing, and options of its own."""
+    """Defaults of a sampler: its number of steps (None for all T), their spacing, and its own options."""
 
     steps: int | None = None
     spacing: str = "uniform_log_snr"
@@ -41,23 +41,16 @@ class Defaults:
 
 
 class Sampler(Protocol):
-    """One step of a sampler; see the head of this module. A memory of its own has the fields of `Memory` at least."""
+    """One step of a sampler, see the docstring of this module; its memory has the fields of `Memory` at least."""
 
     def __call__(
-        self,
-        denoiser,
-        x: Tensor,
-        t: Tensor,
-        s: Tensor,
-        memory: Memory | None,
-        generator: Generator,
-        cond: Tensor | None = None,
-        temperature: float = 1.0,
+        self, denoiser, x: Tensor, t: Tensor, s: Tensor, memory: Memory | None, generator: Generator,
+        cond: Tensor | None = None, temperature: float = 1.0,
     ) -> tuple[Tensor, Memory]: ...
 
 
 def log_snrs(schedule: Path, t: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """(lambda_s, lambda_t); s = 0 means the data themselves, whatever noise the schedule leaves there."""
+    """(lambda_s, lambda_t), where s = 0 is clean data, even if the schedule has noise there."""
     log_snr_s, log_snr_t = schedule.log_snr(torch.stack([s, t])).unbind()
     return torch.where((s == 0).to(log_snr_s.device), torch.inf, log_snr_s), log_snr_t
 
@@ -67,7 +60,7 @@ def predict(
 ) -> Prediction:
     """The prediction at one time for all rows.
 
-    A self-conditioned network also sees the last estimate of x_0, a flow map the time until which it is to lead.
+    A self-conditioned network also gets the last estimate of x_0, a flow map the end of its step.
     """
     given = {}
     if memory is not None and getattr(denoiser, "self_conditioning", False):
@@ -86,7 +79,7 @@ class SampleResult:
 
 
 class _Counted:
-    """A denoiser that counts its calls and brings the mask of the sequences into each."""
+    """A denoiser that counts its calls and passes the mask of the sequences to each."""
 
     def __init__(self, denoiser, mask: Tensor | None):
         self.denoiser, self.schedule, self.calls = denoiser, denoiser.schedule, 0
@@ -117,15 +110,15 @@ def sample(
 ) -> SampleResult:
     """Run a sampler over a decreasing sequence of times, from pure noise.
 
-    With a KeyedGenerator the noise of sample k is a function of (seed, k, step): step 0 is the start, step i + 1 the
-    i-th step of the sampler. So a sample is the same alone and in any batch.
+    With a KeyedGenerator the noise of sample k is a function of (seed, k, step), where step 0 is the start and step
+    i + 1 the i-th step of the sampler; so a sample is the same alone and in any batch.
 
     Arguments:
         shape: (B, *event).
         times: (N+1,) decreasing within [0, 1]; a last entry 0 is the clean end. See SPACINGS.
-        mask: (B, 1, T) of sequences, True = valid; what it hides is zero in the result.
+        mask: (B, 1, T) of sequences, True = valid; the result is zero elsewhere.
         temperature: factor on all noise, at the start and in the steps.
-        dtype: of x and the arithmetic of the steps; the network runs in its own.
+        dtype: of x and the arithmetic of the steps; the network has its own.
         start: (B, *event) at times[0], in place of noise.
         callback: called after each step as callback(number from 0, x, estimate of x_0).
 
@@ -158,7 +151,7 @@ def sample(
     return SampleResult(hide(x, mask), counted.calls)
 
 
-#: The last noisy time of the spacings in log-SNR, where no T tells it.
+#: The last noisy time of spacings in log-SNR without T.
 LAST_TIME = 1e-3
 
 
@@ -186,7 +179,7 @@ def uniform_log_snr(schedule: Path, steps: int, num_steps: int | None = None) ->
     last = 1 / total if total else LAST_TIME
     if steps == 1:
         return torch.tensor([1.0, 0.0], dtype=torch.float64)
-    # Where the SNR at t = 1 is 0 the steps start just before; the first time is 1 all the same.
+    # Where the SNR at t = 1 is 0 the spacing starts just before, but the first time is 1.
     first = 1.0 if math.isfinite(schedule.end_points[1]) else 1 - last
     low, high = schedule.log_snr(torch.tensor([first, last], dtype=torch.float64)).tolist()
     times = schedule.time_of(torch.linspace(low, high, steps, dtype=torch.float64)).cpu()
@@ -207,12 +200,7 @@ def karras_sigmas(steps: int, sigma_min: float, sigma_max: float, rho: float = 7
 
 
 def karras(
-    schedule: Path,
-    steps: int,
-    num_steps: int | None = None,
-    *,
-    sigma_min: float = 0.002,
-    sigma_max: float = 80.0,
+    schedule: Path, steps: int, num_steps: int | None = None, *, sigma_min: float = 0.002, sigma_max: float = 80.0,
     rho: float = 7.0,
 ) -> Tensor:
     """EDM's noise levels, narrowed to those of the schedule between the first step 1/T (or 0.001) and t = 1.
@@ -260,7 +248,7 @@ def _to_clean(times: Tensor) -> Tensor:
 
 
 def _check(schedule: Path, steps: int, num_steps: int | None) -> int | None:
-    """T, or None; raises where there are more steps than the schedule or the model has."""
+    """T or None; raises for more steps than the schedule or the model has."""
     total = num_steps if num_steps is not None else schedule.num_steps
     if steps < 1:
         raise InputError(f"steps = {steps}: give a positive number")

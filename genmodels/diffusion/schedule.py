@@ -1,10 +1,10 @@
-"""Noise schedules: how fast the signal is lost, as one decreasing function, the log signal-to-noise ratio.
+"""Noise schedules, given by one decreasing function of time, the log signal-to-noise ratio.
 
     x_t = alpha_t x_0 + sigma_t eps,   alpha^2 + sigma^2 = 1,   lambda(t) = log SNR = log(alpha_t^2 / sigma_t^2)
     alpha^2 = sigmoid(lambda),   sigma^2 = sigmoid(-lambda)
 
 Time runs over [0, 1] from data to noise. Everything is computed in float64, which autocast leaves alone; beta,
-alpha_bar and integer steps are views derived from the log-SNR (Kingma et al., "Variational diffusion models", 2021).
+alpha_bar and integer steps are derived from the log-SNR (Kingma et al., "Variational diffusion models", 2021).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def step_to_time(step: Tensor | int, num_steps: int, *, zero_based: bool = False
     return (wide(step) + int(zero_based)) / num_steps
 
 
-_END = 1e-7  # how near to its ends the derivatives of a schedule are taken
+_END = 1e-7  # derivatives of a schedule are taken at least so far from its ends
 
 
 class NoiseSchedule(Path):
@@ -150,7 +150,7 @@ class CosineSchedule(NoiseSchedule):
     def __init__(self, *, log_snr_max: float = 15.0, log_snr_min: float = -15.0):
         super().__init__()
         _check_ends(log_snr_max, log_snr_min)
-        # How far u stays from 0 and from 1: measured from the nearer end, so that neither end loses digits.
+        # Distances of u from 0 and from 1, so that neither end loses digits.
         self.from_zero = 2 / math.pi * math.atan(math.exp(-log_snr_max / 2))
         self.from_one = 2 / math.pi * math.atan(math.exp(log_snr_min / 2))
         self.span = 1 - self.from_zero - self.from_one
@@ -213,9 +213,7 @@ class LinearLogSnrSchedule(NoiseSchedule):
 
     def __init__(self, *, log_snr_max: float = 10.0, log_snr_min: float = -10.0):
         super().__init__()
-        _check_ends(log_snr_max, log_snr_min)
-        if math.isinf(log_snr_max) or math.isinf(log_snr_min):
-            raise InputError("log_snr_max and log_snr_min of a linear log-SNR must be finite")
+        _check_ends(log_snr_max, log_snr_min, "linear log-SNR")
         self.start, self.slope = float(log_snr_max), float(log_snr_min - log_snr_max)
 
     def log_snr(self, t: Tensor) -> Tensor:
@@ -228,9 +226,11 @@ class LinearLogSnrSchedule(NoiseSchedule):
         return (wide(log_snr) - self.start) / self.slope
 
 
-def _check_ends(log_snr_max: float, log_snr_min: float) -> None:
+def _check_ends(log_snr_max: float, log_snr_min: float, finite: str = "") -> None:
     if not log_snr_max > log_snr_min:
         raise InputError(f"log_snr_max = {log_snr_max} must be greater than log_snr_min = {log_snr_min}")
+    if finite and (math.isinf(log_snr_max) or math.isinf(log_snr_min)):
+        raise InputError(f"log_snr_max and log_snr_min of a {finite} must be finite")
 
 
 _CELLS = 1000  # of the table that finds the time of a log-SNR
@@ -241,9 +241,9 @@ class LearnedSchedule(NoiseSchedule):
 
         m(t) = w t + mean_j c_j s(a_j t + b_j),   w, a_j, c_j > 0 by softplus, s logistic
 
-    The end points l_0 and l_1 are fixed and hold exactly whatever the parameters. The bound in continuous time depends
-    on them alone: the shape between them changes only the variance of its estimates, and is trained to lower it by the
-    objective `Continuous`. The start is close to a straight line.
+    The end points l_0 and l_1 are fixed and hold exactly for all parameters. The ELBO in continuous time depends on
+    them alone: the shape in between changes only the variance of its estimates, which the objective `Continuous`
+    lowers. It is initialised close to a straight line.
 
     Arguments:
         log_snr_max, log_snr_min: l_0 and l_1.
@@ -259,13 +259,11 @@ class LearnedSchedule(NoiseSchedule):
 
     def __init__(self, *, log_snr_max: float = 10.0, log_snr_min: float = -10.0, hidden: int = 1024):
         super().__init__()
-        _check_ends(log_snr_max, log_snr_min)
-        if math.isinf(log_snr_max) or math.isinf(log_snr_min):
-            raise InputError("log_snr_max and log_snr_min of a learned schedule must be finite")
+        _check_ends(log_snr_max, log_snr_min, "learned schedule")
         if hidden < 1:
             raise InputError(f"hidden = {hidden}: give a positive number")
         self.first, self.last = float(log_snr_max), float(log_snr_min)
-        # Units of slope 10 with their centres spread over [0, 1]: every part of the curve can bend on its own.
+        # Units of slope 10 with their centres spread over [0, 1]: every part of the curve can bend independently.
         slope, centres = 10.0, torch.linspace(0, 1, hidden)
         self.line = nn.Parameter(torch.tensor(_inverse_softplus(1.0)))
         self.slopes = nn.Parameter(torch.full((hidden,), slope))
@@ -279,7 +277,7 @@ class LearnedSchedule(NoiseSchedule):
         return line, heights, slopes, offsets, torch.sigmoid(slopes * t[..., None] + offsets)
 
     def _rise(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """m(t) - m(0) and m(1) - m(0): the second is computed as the first is, so that their ratio at 1 is exact."""
+        """m(t) - m(0) and m(1) - m(0), computed alike, so that their ratio at t = 1 is exact."""
         t = wide(t).to(self.offsets.device)
         line, heights, _, offsets, units = self._units(torch.cat([t.flatten(), t.new_ones(1)]))
         rise = line * torch.cat([t.flatten(), t.new_ones(1)]) + (heights * (units - torch.sigmoid(offsets))).mean(-1)
@@ -298,7 +296,7 @@ class LearnedSchedule(NoiseSchedule):
 
     @torch.no_grad()
     def time_of(self, log_snr: Tensor) -> Tensor:
-        """The time at which lambda has this value: a table's cell, then Newton's method; no gradient flows through."""
+        """The time at which lambda has this value, without a gradient: a cell of a table, then Newton's method."""
         log_snr = wide(log_snr).to(self.offsets.device)
         grid = torch.linspace(0, 1, _CELLS + 1, dtype=torch.float64, device=log_snr.device)
         cell = torch.searchsorted(-self.log_snr(grid), -log_snr.contiguous(), right=True).clamp(1, _CELLS) - 1

@@ -1,8 +1,7 @@
 """Noise schedules given by a table of betas, and the rescaling of any schedule to zero terminal SNR.
 
-A table fixes alpha_bar at t = i / T only. In between, -log alpha_bar is interpolated linearly: this is the diffusion
-whose rate beta(t) is constant on each step, and which DDPM's chain samples at the grid points. It holds on the first
-step too: lambda(0) = +inf, and 0 < t < 1/T has less noise than any step of the chain.
+A table fixes alpha_bar at t = i / T only. In between, -log alpha_bar is interpolated linearly: the diffusion whose
+rate beta(t) is constant on each step. So lambda(0) = +inf, and 0 < t < 1/T has less noise than any step of the chain.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class DiscreteSchedule(NoiseSchedule):
         self.register_buffer("decay", torch.cat([decay.new_zeros(1), decay]), persistent=False)
 
     def _apply(self, fn, recurse=True):
-        # The table follows the module to its device, but stays float64 when the network becomes float32 or bfloat16.
+        # The table moves with the module but stays float64 when the network becomes float32 or bfloat16.
         exact = self.decay
         super()._apply(fn, recurse)
         self.decay = exact.to(self.decay.device)
@@ -122,9 +121,8 @@ class CosineDiscreteSchedule(DiscreteSchedule):
 class ZeroTerminalSchedule(NoiseSchedule):
     """Another schedule, with alpha mapped affinely so that the last step has SNR 0: a~ = a_1 (a - a_T) / (a_1 - a_T).
 
-    a_1 is alpha at the first step (t = 1/T, or t = 0 for continuous schedules), which keeps its place; before it
-    nothing changes. Source: Lin et al., "Common diffusion noise schedules and sample steps are
-    flawed", 2023, algorithm 1.
+    a_1 is alpha at the first step (t = 1/T, or t = 0 for continuous schedules), up to which nothing changes. Source:
+    Lin et al., "Common diffusion noise schedules and sample steps are flawed", 2023, algorithm 1.
 
     Example:
         >>> round(float(ZeroTerminalSchedule(LinearSchedule()).alpha_bar(torch.tensor(0.5))), 10)
@@ -198,7 +196,7 @@ ScheduleName = Literal[
 
 
 def default_ends(name: ScheduleName, finest: float = 15.0) -> list[float] | None:
-    """Log-SNR at t = 0 and at t = 1 of a schedule whose ends are free, None of another.
+    """Log-SNR at t = 0 and at t = 1 of a schedule whose end points can be chosen, None for others.
 
     Arguments:
         name: an entry of SCHEDULES.
@@ -225,10 +223,10 @@ def make_schedule(
     Arguments:
         num_steps: T, the length of a table of betas.
         finest: log-SNR at t = 0 of the learned schedule.
-        ends: log-SNR at t = 0 and at t = 1 of a schedule whose ends are free; `default_ends` by default.
+        ends: log-SNR at t = 0 and at t = 1 where they can be chosen; `default_ends` by default.
         zero_terminal_snr: rescale it so that no signal is left at t = 1.
 
-    Errors: ends of a schedule that has its own, or not two of them.
+    Errors: ends of a schedule with fixed end points, or not two of them.
 
     Example:
         >>> make_schedule("cosine", 10, ends=[7, -9]).end_points

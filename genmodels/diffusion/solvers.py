@@ -1,9 +1,9 @@
-"""Solvers of dy/ds = f(s, y) for many examples at once, each on its own: no example's steps depend on the others.
+"""Solvers of dy/ds = f(s, y) for many examples at once, where no example's steps depend on the others.
 
     solve(f, y (B, n) float64, start, end) -> Solution
 
-`f(s (b,), y (b, n), rows (b,)) -> (b, n)` is given the rows of the batch that it is asked about: examples that have
-arrived are not computed any more. s runs from `start` to `end` in either direction.
+`f(s (b,), y (b, n), rows (b,)) -> (b, n)` gets the rows of the batch that are not finished yet. s runs
+from `start` to `end` in either direction.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _MOST_STEPS = 10_000
 
 
 @functools.cache
-def _pair() -> tuple[Tensor, ...]:
-    """That of Dormand and Prince 1980 as scipy holds it: nodes, stages, weights, and the weights of the error."""
-    from scipy.integrate import RK45  # a second to import, which models that follow no ODE need not wait for
+def _tableau() -> tuple[Tensor, ...]:
+    """The tableau of Dormand and Prince 1980 from scipy: nodes, stages, weights, and the weights of the error."""
+    from scipy.integrate import RK45  # takes a second to import
 
     return tuple(torch.from_numpy(part.copy()) for part in (RK45.C, RK45.A, RK45.B, RK45.E))
 
@@ -39,7 +39,7 @@ class Solution(NamedTuple):
 
 
 class _Counted:
-    """f with a count for each row; refuses values that are not finite, for no step size would mend them."""
+    """f with a count for each row; raises where a value is not finite, which no step size would change."""
 
     def __init__(self, f: Derivative, y: Tensor):
         self.f, self.evaluations = f, torch.zeros(len(y), dtype=torch.int64, device=y.device)
@@ -55,7 +55,7 @@ class _Counted:
 
 
 class SolverError(RunError):
-    """A path that could not be followed: `row` of the batch, the place `at` that was reached, and why."""
+    """A solver that failed: `row` of the batch, the value `at` of s that was reached, and the reason."""
 
     def __init__(self, row: int, at: float, reason: str):
         super().__init__(f"row {row}: {reason}, at {at:.6g}")
@@ -128,7 +128,7 @@ class AdaptiveRK45:
 
     def _step(self, f, s, y, slope, step, rows):
         """(y, slope, error) after one step; the last slope is the first one of the next step."""
-        nodes, stages, weights, of_error = _pair()
+        nodes, stages, weights, of_error = _tableau()
         slopes = [slope]
         for node, stage in zip(nodes[1:], stages[1:], strict=True):
             moved = sum(float(a) * k for a, k in zip(stage, slopes, strict=False))
@@ -171,7 +171,7 @@ class ScipyRK45:
 
 
 class FixedSteps:
-    """A fixed number of equal steps, the same for every example: no waiting for an estimate of the error.
+    """A fixed number of equal steps, the same for every example, without an estimate of the error.
 
     Arguments:
         steps: number of steps.

@@ -1,8 +1,8 @@
-"""How the squared errors of different noise levels are weighed against each other in a simple loss.
+"""Weights of the noise levels in the simple loss, and samplers of the times of a batch.
 
-A weighting is a function of the log-SNR, the same for every meaning of the network's output: w(lambda) multiplies
-|x0 - x0_hat|^2, so w(lambda) loss_weight(lambda) multiplies |target - output|^2. Only `none` weighs each output's own
-error by one. SNR is written u.
+A weighting is a function of the log-SNR, the same for every parameterisation: w(lambda) multiplies |x0 - x0_hat|^2, so
+w(lambda) loss_weight(lambda) multiplies |target - output|^2. Only `none` gives the error of each output weight one. SNR
+is written u.
 """
 
 from __future__ import annotations
@@ -95,14 +95,15 @@ class EDMWeighting:
         z = (log_snr - self.mean) / self.std
         density = torch.exp(-z.square() / 2) / (self.std * math.sqrt(2 * math.pi))
         data = self.sigma_data**2
-        return -rate * density * (1 / data + torch.exp(log_snr)) * parameterisation.loss_weight(log_snr)
+        weight = -rate * density * (1 / data + torch.exp(log_snr)) * parameterisation.loss_weight(log_snr)
+        return _zero_without_signal(weight, log_snr)
 
 
 class SigmoidWeighting:
-    """w = -lambda'(t) u s(b - lambda), s logistic: the bound's own weight, let go below the noise level e^(-b/2).
+    """w = -lambda'(t) u s(b - lambda), s logistic: the weight of the ELBO, reduced at noise levels below e^(-b/2).
 
-    Without the logistic factor this is the integrand of the continuous bound, twice. Monotone in lambda, so the loss is
-    a bound on noised data.
+    Without the logistic factor this is twice the integrand of the continuous ELBO. As it is monotone in lambda, the
+    loss is a bound on the NLL of noised data.
 
     Source: Kingma and Gao 2023, section 4 (b = 2).
 
@@ -118,7 +119,12 @@ class SigmoidWeighting:
 
     def __call__(self, parameterisation: Parameterisation, log_snr: Tensor, rate: Tensor) -> Tensor:
         kept = torch.sigmoid(self.bias - log_snr) * torch.exp(log_snr)
-        return -rate * kept * parameterisation.loss_weight(log_snr)
+        return _zero_without_signal(-rate * kept * parameterisation.loss_weight(log_snr), log_snr)
+
+
+def _zero_without_signal(weight: Tensor, log_snr: Tensor) -> Tensor:
+    """The weight, and its limit 0 where the SNR is 0 and lambda' infinite."""
+    return torch.where(log_snr.isneginf(), 0.0, weight)
 
 
 def _positive(name: str, value: float) -> float:
@@ -139,7 +145,7 @@ WeightingName = Literal["none", "min_snr", "p2", "edm", "sigmoid"]
 
 
 def make_weighting(name: WeightingName | Weighting) -> Weighting:
-    """The weighting of a name in WEIGHTINGS; one that is made already is returned as it is."""
+    """The weighting of a name in WEIGHTINGS; a weighting is returned as it is."""
     if callable(name):
         return name
     if name not in WEIGHTINGS:
@@ -147,19 +153,25 @@ def make_weighting(name: WeightingName | Weighting) -> Weighting:
     return WEIGHTINGS[name]()
 
 
+def systematic(n: int, generator: Generator, rank: int, world: int) -> Tensor:
+    """(n,) float64 draws (U + j/B) mod 1: one U for the global batch of B rows, j the position of a row in it."""
+    shared = draw_shared(1, generator, dtype=torch.float64).cpu()
+    return (shared + positions(n, rank, world) / (n * world)) % 1.0
+
+
 def positions(n: int, rank: int, world: int) -> Tensor:
-    """(n,) the places of this process' rows in the global batch."""
+    """(n,) the positions of this process' rows in the global batch."""
     return torch.arange(n, dtype=torch.float64) * world + rank
 
 
 class LossAwareTimes(nn.Module):
-    """p(t) proportional to the root mean square of the losses last seen about t; weight 1/p(t) undoes it.
+    """p(t) proportional to the root mean square of the latest losses near t, with importance weight 1/p(t).
 
         p_b = (1 - m) sqrt(mean L_b^2) / sum_b' sqrt(mean L_b'^2) + m / bins,   p(t) = bins p_b in bin b of [0, 1)
 
-    Bins are equal in t, and since the log-SNR decreases in t they are bins of log-SNR too. The mean runs over the last
-    `history` losses of each bin; until every bin has so many, p is uniform. Within a batch the draws are systematic:
-    one U for all, quantiles U + j/B of p. The history is a buffer, so that a checkpoint holds it.
+    Bins are equal in t. The mean runs over the last `history` losses of each bin; until every bin has so many, p is
+    uniform. Draws are systematic: one U for the batch, quantiles U + j/B of p. The history is a buffer, so that a
+    checkpoint contains it.
 
     Arguments:
         bins: number of bins.
@@ -196,9 +208,7 @@ class LossAwareTimes(nn.Module):
         return (1 - self.mixture) * size / size.sum() + self.mixture * uniform
 
     def forward(self, n: int, generator: Generator, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
-        p = self.probabilities()
-        shared = draw_shared(1, generator, dtype=torch.float64).cpu()
-        quantile = (shared + positions(n, rank, world) / (n * world)) % 1.0
+        p, quantile = self.probabilities(), systematic(n, generator, rank, world)
         above = p.cumsum(0)
         above = above / above[-1]
         chosen = torch.searchsorted(above, quantile, right=True).clamp(max=self.bins - 1)
@@ -207,9 +217,9 @@ class LossAwareTimes(nn.Module):
 
     @torch.no_grad()
     def update(self, t: Tensor, losses: Tensor) -> None:
-        """Note the losses (n,), without weights, at the times t (n,), in this order.
+        """Record the unweighted losses (n,) at the times t (n,), in this order.
 
-        Several processes must be given the same: the rows of all of them, in the order of the global batch.
+        Every process must record the same: the rows of all of them, in the order of the global batch.
         """
         kept, seen = self.losses.cpu(), self.seen.tolist()
         for b, loss in zip((t * self.bins).long().clamp(0, self.bins - 1).tolist(), losses.tolist(), strict=True):
@@ -219,11 +229,11 @@ class LossAwareTimes(nn.Module):
         self.seen.copy_(torch.tensor(seen))
 
     def observe(self, t: Tensor, losses: Tensor) -> None:
-        """Keep the losses (n,) of this process at the times t (n,) until `learn`."""
+        """Keep the losses (n,) of this process at the times t (n,) for `learn`."""
         self.pending.append(torch.stack([t, losses.double()]))
 
     def learn(self, gather: Callable[[Tensor], Tensor]) -> None:
-        """Note what was kept, once it is known to be finite.
+        """Record the losses kept by `observe`, once the step is known to be finite.
 
         Arguments:
             gather: (2, n) of one process to (world, 2, n) of all, or to itself where there is one.
@@ -265,8 +275,7 @@ class StratifiedTimes:
 
     def __call__(self, n: int, generator: Generator, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
         u = draw_rows((n,), generator, dtype=torch.float64).cpu()
-        t = (positions(n, rank, world) + u) / (n * world)
-        return t, torch.ones_like(t)
+        return (positions(n, rank, world) + u) / (n * world), torch.ones_like(u)
 
 
 class AntitheticTimes:
@@ -279,8 +288,7 @@ class AntitheticTimes:
     """
 
     def __call__(self, n: int, generator: Generator, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
-        shared = draw_shared(1, generator, dtype=torch.float64).cpu()
-        t = (shared + positions(n, rank, world) / (n * world)) % 1.0
+        t = systematic(n, generator, rank, world)
         return t, torch.ones_like(t)
 
 
@@ -337,7 +345,7 @@ WEIGHTING_TIMES = (LogitNormalTimes, CosMapTimes)
 
 
 def make_time_sampler(name: TimeSamplerName | TimeSampler, *, bound: bool = False) -> TimeSampler:
-    """The sampler of a name in TIME_SAMPLERS; one that is made already is returned as it is.
+    """The sampler of a name in TIME_SAMPLERS; a sampler is returned as it is.
 
     Raises:
         InputError: for an unknown name, or one of WEIGHTING_TIMES where the loss is a `bound`.
@@ -346,6 +354,8 @@ def make_time_sampler(name: TimeSamplerName | TimeSampler, *, bound: bool = Fals
         raise InputError(f"time_sampler = {name!r}: choose one of {', '.join(TIME_SAMPLERS)}")
     made = name if callable(name) else TIME_SAMPLERS[name]()
     if bound and isinstance(made, WEIGHTING_TIMES):
-        raise InputError(f"time_sampler = {type(made).__name__} weights the loss, so that it is no bound: choose "
-                         "antithetic or loss_aware, or objective=simple")
+        raise InputError(
+            f"time_sampler = {type(made).__name__} weights the loss, so that it is no bound: choose antithetic or "
+            "loss_aware, or objective=simple"
+        )
     return made

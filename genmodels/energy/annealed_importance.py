@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError, RunError
-from genmodels.core.random import Generator, KeyedGenerator, at_step
+from genmodels.core.random import Generator, KeyedGenerator, at_step, child
 from genmodels.energy.chains import run_chains
 from genmodels.energy.function import EnergyFunction, require_energy
 from genmodels.energy.ground_truth import GaussianBase
@@ -224,16 +224,8 @@ class AnnealedImportanceSampling:
         self.grid, self.moves, self.tune, self.reverse_steps = grid, moves, tune, reverse_steps
 
     def __call__(
-        self,
-        model: EnergyFunction,
-        base: GaussianBase,
-        generator: Generator,
-        *,
-        chains: int,
-        samples: Tensor | None = None,
-        exact_samples: bool = False,
-        reverse: bool = True,
-        cond: Tensor | None = None,
+        self, model: EnergyFunction, base: GaussianBase, generator: Generator, *, chains: int,
+        samples: Tensor | None = None, exact_samples: bool = False, reverse: bool = True, cond: Tensor | None = None,
         dtype=torch.float32,
     ) -> LogPartition:
         """Run both directions and estimate log Z.
@@ -244,7 +236,7 @@ class AnnealedImportanceSampling:
             chains: number of chains B of each direction.
             samples: (B', *event) draws of the model for the reverse run; None makes them by HMC from the forward run.
             exact_samples: whether those are exact draws of the model; only then is the upper bound guaranteed.
-            reverse: whether to walk the path backwards too.
+            reverse: whether to run reverse chains too.
             cond: (B, ...) condition.
             dtype: of the points; energies and weights are float64.
         """
@@ -256,7 +248,7 @@ class AnnealedImportanceSampling:
             label = "exact" if samples is not None and exact_samples else "approximate"
             if samples is None:
                 samples = self._model_samples(model, forward.x, generator, cond)
-            back = self.reverse(model, base, _child(generator, "reverse"), samples, sizes, cond=cond)
+            back = self.reverse(model, base, child(generator, "reverse"), samples, sizes, cond=cond)
         return LogPartition.of_weights(
             forward.log_w, None if back is None else back.log_w, base.log_normaliser,
             dims=base.mean.numel(), steps=len(self.betas) - 1, grid=self.grid, kernel=type(self.kernel).__name__,
@@ -273,39 +265,43 @@ class AnnealedImportanceSampling:
             sizes: (K + 1,) step sizes at each density, from `step_sizes`.
             callback: called after each density as callback(its number from 1, x).
         """
-        bridge = Bridge(model, base, cond)
-        point = bridge.evaluate(base.sample(chains, at_step(generator, 0), dtype=dtype))
-        log_w = torch.zeros(chains, dtype=torch.float64, device=point.x.device)
-        accepted = []
-        for k in range(1, len(self.betas)):
-            log_w += bridge.energy(point, k - 1, self.betas) - bridge.energy(point, k, self.betas)
-            point, acceptance = self._move(bridge, point, k, generator, sizes)
-            accepted.append(acceptance)
-            if callback is not None:
-                callback(k, point.x)
-        return Run(_finite(log_w), sum(accepted) / len(accepted), point.x)
+        start = base.sample(chains, at_step(generator, 0), dtype=dtype)
+        moves = [(k, k) for k in range(1, len(self.betas))]
+        return self._run(Bridge(model, base, cond), start, moves, generator, sizes, callback)
 
     def reverse(
         self, model: EnergyFunction, base: GaussianBase, generator: Generator, samples: Tensor, sizes: Tensor, *,
         cond: Tensor | None = None,
     ) -> Run:  # fmt: skip
         """From draws of the model to the base, the same weights in the opposite order: E[exp(-log_w)] = Z_q / Z."""
-        bridge = Bridge(model, base, cond)
-        point = bridge.evaluate(samples)
-        log_w = torch.zeros(len(samples), dtype=torch.float64, device=samples.device)
-        accepted = [1.0]
-        for k in range(len(self.betas) - 1, 0, -1):
+        moves = [(k, k - 1) for k in range(len(self.betas) - 1, 0, -1)]
+        return self._run(Bridge(model, base, cond), samples, moves, generator, sizes)
+
+    def _run(
+        self, bridge: Bridge, start: Tensor, moves: list[tuple[int, int]], generator: Generator, sizes: Tensor,
+        callback: Callable[[int, Tensor], None] | None = None,
+    ) -> Run:  # fmt: skip
+        """The terms k of log w, each followed by moves at a density, if it is not the base itself."""
+        point = bridge.evaluate(start)
+        log_w = torch.zeros(len(start), dtype=torch.float64, device=point.x.device)
+        accepted = []
+        for k, density in moves:
             log_w += bridge.energy(point, k - 1, self.betas) - bridge.energy(point, k, self.betas)
-            if k > 1:
-                point, acceptance = self._move(bridge, point, k - 1, generator, sizes)
+            if density > 0:
+                point, acceptance = self._move(bridge, point, density, generator, sizes)
                 accepted.append(acceptance)
-        return Run(_finite(log_w), sum(accepted) / len(accepted), point.x)
+            if callback is not None:
+                callback(density, point.x)
+        bad = (log_w.isnan() | (log_w == torch.inf)).nonzero().flatten()
+        if len(bad):
+            raise RunError(f"the weight of chain {int(bad[0])} is not finite: the energy is not finite along the chain")
+        return Run(log_w, sum(accepted) / len(accepted) if accepted else 1.0, point.x)
 
     def step_sizes(
         self, model: EnergyFunction, base: GaussianBase, generator: Generator, *,
         cond: Tensor | None = None, dtype=torch.float32,
     ) -> Tensor:  # fmt: skip
-        """(K + 1,) a step size for each density, found on chains of their own; the same whatever the batch is."""
+        """(K + 1,) a step size for each density, tuned on separate chains, hence independent of the batch."""
         count = len(self.betas)
         if not self.tune:
             return torch.full((count,), self.kernel.step_size, dtype=torch.float64)
@@ -319,7 +315,7 @@ class AnnealedImportanceSampling:
         for k in range(count):
             bridge.beta = float(self.betas[k])
             point = bridge.recombined(point)
-            # Many steps at the first density, then few at each, because neighbouring densities are similar.
+            # Many steps at the first density, then few at each, since neighbouring densities are similar.
             for _ in range(50 if k == 0 else max(1, 100 // count)):
                 done += 1
                 size = torch.full((self.tune,), math.exp(log_size), dtype=torch.float64, device=point.x.device)
@@ -340,14 +336,13 @@ class AnnealedImportanceSampling:
         return point, acceptance
 
     def _model_samples(self, model: EnergyFunction, start: Tensor, generator: Generator, cond: Tensor | None) -> Tensor:
-        keyed, warm_up = _child(generator, "samples"), self.reverse_steps // 2
+        keyed, warm_up = child(generator, "samples"), self.reverse_steps // 2
         steps = self.reverse_steps - warm_up
         return run_chains(model, HMC(), start, keyed, warm_up=warm_up, steps=steps, keep_every=0, cond=cond).samples
 
 
 class Bridge(Target):
-    """The density between base and model at inverse temperature `beta`; points store both energies, so that changing
-    beta needs no evaluation."""
+    """The density between base and model at inverse temperature `beta`; points store both energies to change beta."""
 
     def __init__(self, model: EnergyFunction, base: GaussianBase, cond: Tensor | None):
         super().__init__(model, cond)
@@ -376,17 +371,6 @@ class Bridge(Target):
 def _mix(a: Tensor, b: Tensor, beta: float) -> Tensor:
     """(1 - beta) a + beta b, and a at beta = 0 even if b is infinite."""
     return a if beta == 0 else (1 - beta) * a + beta * b
-
-
-def _finite(log_w: Tensor) -> Tensor:
-    bad = (log_w.isnan() | (log_w == torch.inf)).nonzero().flatten()
-    if len(bad):
-        raise RunError(f"the weight of chain {int(bad[0])} is not finite: the energy is not finite along the chain")
-    return log_w
-
-
-def _child(generator: Generator, name: str) -> Generator:
-    return generator.child(name) if isinstance(generator, KeyedGenerator) else generator
 
 
 def _linear(steps: int) -> Tensor:

@@ -117,7 +117,7 @@ def effective_sample_size(draws: Tensor) -> Tensor | None:
     spectrum = torch.fft.rfft(centred, n=2 * n, dim=0)
     covariance = torch.fft.irfft(spectrum.abs().square(), n=2 * n, dim=0)[:n].mean(1) / n  # (n, K)
     within = covariance[0] * n / (n - 1)
-    plus = covariance[0] + (halves.mean(0).var(0) if chains > 1 else 0)
+    plus = covariance[0] + halves.mean(0).var(0)
     rho = 1 - (within - covariance) / plus
     rho[0] = 1
     pairs = rho[: n // 2 * 2].view(n // 2, 2, -1).sum(1)  # rho_{2k} + rho_{2k + 1}
@@ -151,7 +151,7 @@ class Start(NamedTuple):
 
     @classmethod
     def data(cls, x: Tensor, sigma: float, generator: Generator) -> Start:
-        """From data with noise; labelled, because such chains may not have left the data."""
+        """From data with noise; labelled, since such chains may not have moved away from the data."""
         return cls(x + sigma * noise_like(x, at_step(generator, 0)), "data plus noise")
 
 
@@ -228,8 +228,8 @@ def run_chains(
     a keyed generator chain b is the same alone and in any batch, and continuing from a `ChainState` equals an
     uninterrupted run.
 
-    MALA and HMC reject proposals with a non-finite energy and count them as divergences; ULA, which rejects nothing,
-    raises an error there. Chains may not start at such a point, which they might never leave.
+    MALA and HMC reject proposals with a non-finite energy and count them as divergences; ULA, which never rejects,
+    raises an error. Chains may not start at such a point.
 
     Arguments:
         model: an energy; for kernels without correction a score suffices.
@@ -318,9 +318,9 @@ def _require_finite(point: Point, event: str, advice: str) -> None:
 
 
 def _require_stable(model: ScoreFunction, x: Tensor, step_size: float, cond: Tensor | None) -> None:
-    """Refuse h > 2/lambda if the score is linear, lambda its steepest slope: such a chain diverges.
+    """Raise InputError for h > 2/lambda if the score is linear with steepest slope lambda: such a chain diverges.
 
-    The slope comes from a few power iterations with differences of the score, at one chain and a shifted point.
+    The slope is found by power iterations with differences of the score, at one chain and at a shifted point.
     """
     with torch.no_grad():
         one, condition = x[:1], None if cond is None else cond[:1]

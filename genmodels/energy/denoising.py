@@ -115,7 +115,7 @@ def noise_levels(largest: float, smallest: float = 0.01, ratio: float = 1.3) -> 
 
 
 def largest_distance(x: Tensor, chunk: int = 1024) -> float:
-    """The largest distance between two of the events, which the largest noise level has to cover.
+    """The largest distance between two events, a choice of the largest noise level.
 
     Source: Song and Ermon 2020, technique 1.
 
@@ -129,7 +129,7 @@ def largest_distance(x: Tensor, chunk: int = 1024) -> float:
 
 
 class ContrastiveDivergence(nn.Module):
-    """E(x) - E(x') + penalty (E(x)^2 + E(x')^2), x' from short Langevin chains that continue where the last ones ended.
+    """E(x) - E(x') + penalty (E(x)^2 + E(x')^2), x' from short persistent Langevin chains.
 
     For exact samples x' of the model its expected gradient is that of -log p(x); short chains approximate it. The value
     itself is unrelated to the likelihood. The chains are in a buffer of this module's state, so that training resumes
@@ -156,15 +156,8 @@ class ContrastiveDivergence(nn.Module):
     """
 
     def __init__(
-        self,
-        event_shape: tuple[int, ...],
-        *,
-        size: int = 10_000,
-        restarts: float = 0.05,
-        steps: int = 60,
-        step_size: float = 0.01,
-        penalty: float = 1e-3,
-        spread: float = 1.0,
+        self, event_shape: tuple[int, ...], *, size: int = 10_000, restarts: float = 0.05, steps: int = 60,
+        step_size: float = 0.01, penalty: float = 1e-3, spread: float = 1.0,
     ):
         super().__init__()
         if not 0 <= restarts <= 1:
@@ -194,8 +187,8 @@ class ContrastiveDivergence(nn.Module):
         start = torch.where(anew.reshape(-1, *(1,) * (x.dim() - 1)), fresh, self.chains[slots].to(x.dtype))
         target = Target(model, cond)
         point = target.evaluate(start)
-        size_of_step = torch.full((len(x),), self.kernel.step_size, device=x.device)
+        step_size = torch.full((len(x),), self.kernel.step_size, device=x.device)
         for _ in range(self.steps):
-            point, _ = self.kernel(target, point, generator, size_of_step)
+            point, _ = self.kernel(target, point, generator, step_size)
         self.chains[slots] = point.x.to(self.chains.dtype)
         return point.x

@@ -83,10 +83,13 @@ class ScoreNetwork(ScoreFunction):
         self.network = network
 
     def score(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
-        score = self.network(x) if cond is None else self.network(x, cond)
-        if score.shape != x.shape:
-            raise InputError(f"a score has the shape of x, {tuple(x.shape)}, got {tuple(score.shape)}")
-        return score
+        return _like(x, self.network(x) if cond is None else self.network(x, cond))
+
+
+def _like(x: Tensor, score: Tensor) -> Tensor:
+    if score.shape != x.shape:
+        raise InputError(f"a score has the shape of x, {tuple(x.shape)}, got {tuple(score.shape)}")
+    return score
 
 
 class EnergyFunction(ScoreFunction):
@@ -220,10 +223,7 @@ class NoiseConditionalScore(nn.Module):
 
     def score_at(self, x: Tensor, sigma: Tensor, cond: Tensor | None = None) -> Tensor:
         """The score at noise `sigma (B,)`."""
-        score = self.network(x, sigma, cond)
-        if score.shape != x.shape:
-            raise InputError(f"a score has the shape of x, {tuple(x.shape)}, got {tuple(score.shape)}")
-        return score
+        return _like(x, self.network(x, sigma, cond))
 
     def at(self, sigma: float) -> ScoreFunction:
         """The score function of one noise level."""
@@ -244,6 +244,11 @@ def require_energy(model: ScoreFunction, what: str) -> EnergyFunction:
     if not isinstance(model, EnergyFunction):
         raise InputError(f"{what} needs an energy, but {type(model).__name__} has only a score: use an energy, or ULA")
     return model
+
+
+def _require_second_derivatives(model: ScoreFunction) -> None:
+    if not model.smooth:
+        raise InputError("this energy was built with second_derivatives=False: exact and sliced losses need them")
 
 
 def _check(network: nn.Module | Callable[..., Tensor], second_derivatives: bool) -> None:
@@ -272,14 +277,8 @@ class Directional(NamedTuple):
 
 
 def directional(
-    model: ScoreFunction,
-    x: Tensor,
-    directions: Tensor,
-    cond: Tensor | None = None,
-    *,
-    route: Route = "auto",
-    with_score: bool = False,
-    chunk: int = 1,
+    model: ScoreFunction, x: Tensor, directions: Tensor, cond: Tensor | None = None, *, route: Route = "auto",
+    with_score: bool = False, chunk: int = 1,
 ) -> Directional:
     """v . s(x), v^T J(x) v and, if requested, s(x).
 
@@ -300,12 +299,11 @@ def directional(
         >>> [part.item() for part in directional(energy, x, v)[:2]]
         [-6.0, -4.0]
     """
-    if not model.smooth:
-        raise InputError("this energy was built with second_derivatives=False: exact and sliced losses need them")
+    _require_second_derivatives(model)
     if route == "auto":
         route = cheapest_route(model, with_score=with_score, cond=cond)
         if route != "jet" and not with_score and isinstance(model, EnergyFunction):
-            _say_fallback(type(getattr(model, "network", model)).__name__)
+            _log_fallback(type(getattr(model, "network", model)).__name__)
     if route not in _ROUTES:
         raise InputError(f"route = {route!r} is not one of auto, {', '.join(_ROUTES)}")
     if route == "jet" and (with_score or cond is not None or not getattr(model, "has_jet", False)):
@@ -341,8 +339,7 @@ def trace(model: ScoreFunction, x: Tensor, cond: Tensor | None = None, *, chunk:
 
     A model with a cheaper way provides it as a method `trace_and_score(x)`.
     """
-    if not model.smooth:
-        raise InputError("this energy was built with second_derivatives=False: exact and sliced losses need them")
+    _require_second_derivatives(model)
     training = torch.is_grad_enabled()
     if hasattr(model, "trace_and_score") and cond is None:
         with torch.autocast(x.device.type, enabled=False):
@@ -357,7 +354,7 @@ def trace(model: ScoreFunction, x: Tensor, cond: Tensor | None = None, *, chunk:
             rows = torch.arange(start, min(start + chunk, dims), device=x.device)
             basis = torch.nn.functional.one_hot(rows, dims).to(score.dtype)  # (rows, D)
             basis = basis[:, None].expand(-1, batch, -1).reshape(len(rows), *score.shape)
-            (jacobian,) = _gradients(score, leaf, basis, training)
+            jacobian = _gradients(score, leaf, basis, training)
             total = total + jacobian.flatten(2).gather(2, rows[:, None, None].expand(-1, batch, 1)).sum((0, 2))
     return (total, score) if training else (total.detach(), score.detach())
 
@@ -386,7 +383,7 @@ def curl(model: ScoreFunction, x: Tensor, directions: Tensor, cond: Tensor | Non
 
 
 @cache
-def _say_fallback(network: str) -> None:
+def _log_fallback(network: str) -> None:
     """Log once per class of network that the sliced loss could be cheaper."""
     logging.getLogger(__name__).info(
         "%s has layers without a second-order jet, or a condition: the sliced loss uses double backward", network
@@ -438,9 +435,9 @@ _ROUTES: dict[str, Callable[..., Directional]] = {
 }
 
 
-def _gradients(score: Tensor, leaf: Tensor, basis: Tensor, training: bool) -> tuple[Tensor]:
+def _gradients(score: Tensor, leaf: Tensor, basis: Tensor, training: bool) -> Tensor:
     """Gradients of `basis[i] . score` for all i, (rows, B, *event)."""
-    if len(basis) == 1 or not BATCHED:
-        rows = [torch.autograd.grad(score, leaf, v, create_graph=training, retain_graph=True)[0] for v in basis]
-        return (torch.stack(rows),)
-    return torch.autograd.grad(score, leaf, basis, create_graph=training, retain_graph=True, is_grads_batched=True)
+    options = {"create_graph": training, "retain_graph": True}
+    if len(basis) > 1 and BATCHED:
+        return torch.autograd.grad(score, leaf, basis, is_grads_batched=True, **options)[0]
+    return torch.stack([torch.autograd.grad(score, leaf, v, **options)[0] for v in basis])

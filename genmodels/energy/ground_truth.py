@@ -250,14 +250,8 @@ class Quadrature:
 
 
 def quadrature(
-    model: EnergyFunction,
-    limits: Limits,
-    *,
-    cells: int = 8,
-    tolerance: float | None = None,
-    cond: Tensor | None = None,
-    dtype=torch.float64,
-    device=None,
+    model: EnergyFunction, limits: Limits, *, cells: int = 8, tolerance: float | None = None,
+    cond: Tensor | None = None, dtype=torch.float64, device=None,
 ) -> Quadrature:
     """log Z of an energy over a box, by adaptive Gauss-Kronrod rules on a grid of cells.
 
@@ -280,22 +274,13 @@ def quadrature(
     model, limits = require_energy(model, "quadrature"), _checked(limits)
     energy = _Energy(model, cond, dtype, device)
     lowest, edge = _survey(energy, limits)
-    value, error = _integrate(
-        lambda points: np.exp(lowest - energy(points)), limits, cells, _tolerance(tolerance, dtype)
-    )
+    value, error = _integrate(lambda points: np.exp(lowest - energy(points)), limits, cells, tolerance, dtype)
     return Quadrature(math.log(value) - lowest, error / value, limits, edge, energy.evaluations)
 
 
 def expectation(
-    model: EnergyFunction,
-    statistic: Callable[[Tensor], Tensor],
-    limits: Limits,
-    *,
-    cells: int = 8,
-    tolerance: float | None = None,
-    cond: Tensor | None = None,
-    dtype=torch.float64,
-    device=None,
+    model: EnergyFunction, statistic: Callable[[Tensor], Tensor], limits: Limits, *, cells: int = 8,
+    tolerance: float | None = None, cond: Tensor | None = None, dtype=torch.float64, device=None,
 ) -> float:
     """The mean of a statistic `(N, D) -> (N,)` under the density of an energy, by quadrature.
 
@@ -317,7 +302,7 @@ def expectation(
         values = statistic(torch.as_tensor(points)).numpy()
         return np.stack([weight, weight * values], axis=-1)
 
-    total, moment = _integrate(weighted, limits, cells, _tolerance(tolerance, dtype))[0]
+    total, moment = _integrate(weighted, limits, cells, tolerance, dtype)[0]
     return float(moment / total)
 
 
@@ -352,10 +337,6 @@ def _checked(limits: Limits) -> tuple[tuple[float, float], ...]:
     return limits
 
 
-def _tolerance(tolerance: float | None, dtype) -> float:
-    return tolerance if tolerance is not None else 1e-10 if dtype == torch.float64 else 1e-5
-
-
 def _survey(energy: _Energy, limits) -> tuple[float, float]:
     """The lowest energy on a grid, and the largest density on the border relative to the largest on the grid."""
     sides = [np.linspace(low, high, 129) for low, high in limits]
@@ -366,10 +347,12 @@ def _survey(energy: _Energy, limits) -> tuple[float, float]:
     return lowest, float(np.exp(lowest - values[border].min()))
 
 
-def _integrate(function: Callable, limits, cells: int, tolerance: float):
-    """(integral, error bound) over all cells; each may spend its share of the tolerance."""
+def _integrate(function: Callable, limits, cells: int, tolerance: float | None, dtype):
+    """(integral, error bound) over all cells, each of which has an equal share of the tolerance."""
     from scipy.integrate import cubature
 
+    if tolerance is None:
+        tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     edges = [np.linspace(low, high, cells + 1) for low, high in limits]
     middles = np.stack([g.ravel() for g in np.meshgrid(*(0.5 * (e[1:] + e[:-1]) for e in edges))], axis=1)
     volume = math.prod(high - low for low, high in limits)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from genmodels.core.errors import InputError
 from genmodels.core.processes import averaged
-from genmodels.core.random import Generator, KeyedGenerator, normal
+from genmodels.core.random import Generator, KeyedGenerator, child, normal
 from genmodels.energy.denoising import DenoisingScoreMatching
 from genmodels.energy.function import EnergyFunction, log_density_of
 from genmodels.energy.losses import (
@@ -24,6 +24,7 @@ from genmodels.energy.losses import (
     Loss,
     SlicedScoreMatching,
     SlicedScoreMatchingVR,
+    draw_directions,
 )
 from genmodels.nn.energy_nets import DeepKernelEnergy
 
@@ -61,7 +62,7 @@ class DeepKernel(EnergyFunction):
         return tuple(log_density_of(part) for part in self.network.jet(x, v, alpha=self.alpha))
 
     def trace_and_score(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(tr J (B,), s (B, D)): jets along all coordinates cost less here than D backward passes."""
+        """(tr J (B,), s (B, D)), by jets along all coordinates, which cost less than D backward passes."""
         basis = _basis(x)
         _, slope, bend = self.network.kernel_jets(x, basis)
         alpha = self.network.alpha if self.alpha is None else self.alpha
@@ -108,11 +109,10 @@ class DeepKernelLoss:
         if len(x) < 2:
             raise InputError("one half of a batch is fitted, the other is for the loss: at least 2 rows are needed")
         half = len(x) // 2
-        first, second = _halves(generator, half)
-        # The first halves of all processes are the first half of the batch that they have together.
-        found = design(model.network, x[:half], self.loss, first)
+        # The first halves of all processes are together the first half of the global batch.
+        found = design(model.network, x[:half], self.loss, child(_rows(generator, slice(None, half)), "fit"))
         alpha = _solve(tuple(averaged(part) for part in found), model.network)
-        return self.loss(DeepKernel(model.network, alpha), x[half:], second, cond)
+        return self.loss(DeepKernel(model.network, alpha), x[half:], _rows(generator, slice(half, None)), cond)
 
 
 def design(network: DeepKernelEnergy, x: Tensor, loss: Loss, generator: Generator) -> Design:
@@ -127,8 +127,7 @@ def _exact(network: DeepKernelEnergy, x: Tensor, loss: ExactScoreMatching, gener
 
 def _sliced(network: DeepKernelEnergy, x: Tensor, loss: SlicedScoreMatching, generator: Generator) -> Design:
     parts = []
-    for _ in range(loss.projections):
-        v = loss.projection.draw(x.shape, generator, dtype=x.dtype, device=x.device)
+    for v in draw_directions(loss.projection, loss.projections, x, generator):
         _, slope, bend = network.kernel_jet(x, v)
         parts.append((bend.mean(0), _outer(slope), _pull(slope, network.confinement.jet(x, v)[1])))
     return _mean(parts)
@@ -136,11 +135,8 @@ def _sliced(network: DeepKernelEnergy, x: Tensor, loss: SlicedScoreMatching, gen
 
 def _sliced_vr(network: DeepKernelEnergy, x: Tensor, loss: SlicedScoreMatchingVR, generator: Generator) -> Design:
     gram, pull, _ = _all_coordinates(network, x)
-    bends = []
-    for _ in range(loss.projections):
-        v = loss.projection.draw(x.shape, generator, dtype=x.dtype, device=x.device)
-        bends.append(network.kernel_jet(x, v)[2].mean(0))
-    return torch.stack(bends).mean(0), gram, pull
+    directions = draw_directions(loss.projection, loss.projections, x, generator)
+    return torch.stack([network.kernel_jet(x, v)[2].mean(0) for v in directions]).mean(0), gram, pull
 
 
 def _finite_difference(
@@ -148,8 +144,7 @@ def _finite_difference(
 ) -> Design:
     e, parts = loss.step * loss.scale, []
     zero = torch.zeros_like(x)
-    for _ in range(loss.projections):
-        v = loss.projection.draw(x.shape, generator, dtype=x.dtype, device=x.device)
+    for v in draw_directions(loss.projection, loss.projections, x, generator):
         here, ahead, behind = (network.kernel_jet(point, zero)[0] for point in (x, x + e * v, x - e * v))
         slope = (ahead - behind) / (2 * e)
         base = (network.confinement(x + e * v) - network.confinement(x - e * v)) / (2 * e)
@@ -215,12 +210,6 @@ def _solve(found: Design, network: DeepKernelEnergy) -> Tensor:
     ridge = network.log_ridge.exp().to(torch.float64) * torch.eye(len(linear), dtype=torch.float64, device=gram.device)
     solved, fault = torch.linalg.solve_ex(gram + ridge, pull - linear)
     return torch.where(fault == 0, solved, torch.nan).to(network.alpha.dtype)
-
-
-def _halves(generator: Generator, half: int) -> tuple[Generator, Generator]:
-    """Generators of the two halves of a batch."""
-    first = _rows(generator, slice(None, half))
-    return first.child("fit") if isinstance(first, KeyedGenerator) else first, _rows(generator, slice(half, None))
 
 
 def _rows(generator: Generator, which: slice) -> Generator:

@@ -55,7 +55,7 @@ class Target:
         self.model, self.cond, self.evaluations = model, cond, 0
 
     def kept(self, x: Tensor) -> Tensor:
-        """Values in the precision that the model asks for: what a batch has rounded differently is the same again."""
+        """Values rounded to the `grain` of the model, in which they do not depend on the batch."""
         grain = getattr(self.model, "grain", None)
         return x if grain is None else x.to(grain).to(x.dtype)
 
@@ -238,11 +238,7 @@ class HMC:
     exact = True
 
     def __init__(
-        self,
-        *,
-        step_size: float = 0.1,
-        leapfrog_steps: int = 5,
-        inverse_mass: Tensor | None = None,
+        self, *, step_size: float = 0.1, leapfrog_steps: int = 5, inverse_mass: Tensor | None = None,
         jitter: float = 0.2,
     ):
         if leapfrog_steps < 1:
@@ -273,20 +269,9 @@ Callback = Callable[[int, Tensor], None]
 
 
 def annealed_langevin(
-    model: NoiseConditionalScore,
-    shape,
-    sigmas: Sequence[float],
-    generator: Generator,
-    *,
-    steps_per_level: int = 10,
-    step: float | None = None,
-    temperature: float = 1.0,
-    denoise: bool = True,
-    start: Tensor | None = None,
-    cond: Tensor | None = None,
-    dtype=torch.float32,
-    device=None,
-    callback: Callback | None = None,
+    model: NoiseConditionalScore, shape, sigmas: Sequence[float], generator: Generator, *, steps_per_level: int = 10,
+    step: float | None = None, temperature: float = 1.0, denoise: bool = True, start: Tensor | None = None,
+    cond: Tensor | None = None, dtype=torch.float32, device=None, callback: Callback | None = None,
 ) -> Tensor:
     """Annealed Langevin dynamics: unadjusted Langevin steps at each noise level, from the largest to the smallest.
 
@@ -332,19 +317,9 @@ def annealed_langevin(
 
 
 def predictor_corrector(
-    model: NoiseConditionalScore,
-    shape,
-    sigmas: Sequence[float],
-    generator: Generator,
-    *,
-    snr: float = 0.16,
-    corrector_steps: int = 1,
-    denoise: bool = True,
-    start: Tensor | None = None,
-    cond: Tensor | None = None,
-    dtype=torch.float32,
-    device=None,
-    callback: Callback | None = None,
+    model: NoiseConditionalScore, shape, sigmas: Sequence[float], generator: Generator, *, snr: float = 0.16,
+    corrector_steps: int = 1, denoise: bool = True, start: Tensor | None = None, cond: Tensor | None = None,
+    dtype=torch.float32, device=None, callback: Callback | None = None,
 ) -> Tensor:
     """A step of the reverse diffusion between noise levels, then Langevin steps at the new level.
 

@@ -235,12 +235,9 @@ class SlicedScoreMatching:
 
     def __call__(self, model: ScoreFunction, x: Tensor, generator: Generator, cond: Tensor | None = None) -> Tensor:
         x = wide(x)
-        directions = _directions(self.projection, self.projections, x, generator)
-        found = directional(
-            model, x, directions, cond,
-            route=self.route, with_score=self._with_score, chunk=self.projection_chunk,
-        )  # fmt: skip
-        return self._value(found)
+        directions = draw_directions(self.projection, self.projections, x, generator)
+        options = {"route": self.route, "with_score": self._with_score, "chunk": self.projection_chunk}
+        return self._value(directional(model, x, directions, cond, **options))
 
 
 class SlicedScoreMatchingVR(SlicedScoreMatching):
@@ -324,7 +321,7 @@ class FiniteDifferenceScoreMatching:
             with torch.autocast(points.device.type, enabled=False):
                 return model.log_density(points, repeated)
 
-        directions = _directions(self.projection, self.projections, x, generator)
+        directions = draw_directions(self.projection, self.projections, x, generator)
         return finite_difference(log_density, x, directions, self.step * self.scale, chunk=self.projection_chunk)
 
 
@@ -332,7 +329,8 @@ _MOST_EXACT = 1024
 _SMALLEST_STEP = 0.01
 
 
-def _directions(projection: Projection, count: int, x: Tensor, generator: Generator) -> Tensor:
+def draw_directions(projection: Projection, count: int, x: Tensor, generator: Generator) -> Tensor:
+    """(count, *x.shape) directions, drawn one after the other."""
     return torch.stack([projection.draw(x.shape, generator, dtype=x.dtype, device=x.device) for _ in range(count)])
 
 

@@ -1,4 +1,4 @@
-"""Checks of attention against two plain loops, finite differences and itself, and every mechanism of the package."""
+"""Checks of attention against plain loops and finite differences, and a table of the mechanisms of this package."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _by_reference(module: nn.Module, x: Tensor, mask: Tensor | None, space: tupl
     return reference_mechanism(module, x, mask=mask)
 
 
-#: Reference implementations by class; a module of one's own is compared with the reference passed for it.
+#: Reference implementations by class; for other modules one can be passed to `check`.
 REFERENCES: dict[type, Callable[..., Tensor]] = {
     Attention: _by_loops, **dict.fromkeys(MECHANISM_REFERENCES, _by_reference)
 }  # fmt: skip
@@ -77,21 +77,20 @@ def check(
 ) -> Report:
     """The result of every check of an attention module; the module itself is not touched.
 
-    It is copied, made float64, and its parameters are drawn at random: what begins at zero hides errors.
+    It is copied, converted to float64, and its parameters are drawn at random, since zeros hide errors.
 
     Arguments:
         module: `module(x (B, L, D), mask)` gives y, or y and more; mask is bool `(B, 1, L)`, True = valid.
         dim: width D.
-        capabilities: names of `CAPABILITIES`, each for checks that are then made too.
-        space: height and width of the maps it is tried on, for modules of maps.
+        capabilities: names of `CAPABILITIES`, each of which adds checks.
+        space: height and width of the input, for modules of maps.
         reach: keys before and after a query that it may depend on, None = unbounded.
-        reference: the same function by slow and plain means, `(module, x, mask, space) -> y`; that of the attention of
-            this package is known.
+        reference: a reference implementation `(module, x, mask, space) -> y`; known for the modules of this package.
         fresh: makes the module with another longest length, for modules that have one.
         randomise: whether the parameters are drawn at random.
-        compiler: backend of torch.compile; None leaves compilation out.
-        only, without: names of checks to run, or to leave out.
-        tolerances: tolerances by name of check, in place of the usual ones.
+        compiler: backend of torch.compile; None skips compilation.
+        only, without: names of checks to run, or to skip.
+        tolerances: tolerances by name of check, in place of the defaults.
         seed: seed of inputs and parameters.
         watch: called before each check.
         name: the subject's name in the report.
@@ -114,7 +113,7 @@ def check(
         raise ValueError(f"there is no capability {capability!r}:{f' did you mean {near!r}?' if near else ''} "
                          f"they are {', '.join(CAPABILITIES)}")  # fmt: skip
     if ("2d" in claimed) != (space is not None):
-        raise ValueError("a module of maps says 2d and is tried on a space, (height, width); others neither")
+        raise ValueError("capability 2d and space=(height, width) go together: give both for a module of maps")
     subject = AttentionSubject(
         prepare(module, seed, randomise), dim, claimed, space, reach,
         reference if reference is not None else reference_of(module), fresh, compiler, seed,
@@ -123,7 +122,7 @@ def check(
 
 
 def reference_of(module: nn.Module) -> Callable[..., Tensor] | None:
-    """The equation of a module that is known, by the nearest class that has one."""
+    """The reference implementation of the nearest class of a module that has one."""
     return next((REFERENCES[kind] for kind in type(module).__mro__ if kind in REFERENCES), None)
 
 
@@ -136,9 +135,7 @@ class Mechanism:
 
     Arguments:
         make: `make(dim, heads) -> module`.
-        capabilities: what it says of itself.
-        space: the maps it is tried on.
-        reach: keys before and after a query that it may depend on.
+        capabilities, space, reach: as for `check`.
     """
 
     make: Callable[[int, int], nn.Module]
@@ -161,7 +158,7 @@ def _core(
     reach: Reach = (None, None),
     **options,
 ) -> Mechanism:
-    """The core with a position; fused kernels have no second derivatives, so it is built for second derivatives."""
+    """Attention with a position, built for second derivatives, which fused kernels do not have."""
 
     def make(dim: int, heads: int) -> nn.Module:
         chosen = None if position is None else position(dim, heads)
@@ -173,7 +170,7 @@ def _core(
 def _scored(
     score: Callable[[int, int], Score] | None, *claimed: str, kind: type[ScoredAttention] = ScoredAttention
 ) -> Mechanism:
-    """A score function, of a sequence to itself."""
+    """Self-attention with a score function."""
     return Mechanism(lambda dim, heads: kind(dim, heads, score and score(dim, heads)), (*claimed, "full"))
 
 
@@ -249,7 +246,7 @@ class Survey(Findings):
     """The reports on many mechanisms: a line for each, failed checks in full."""
 
     def text(self, verbose: bool = False) -> str:
-        """The table; every check of every mechanism where that is asked for."""
+        """The table; every check of every mechanism if `verbose`."""
         if verbose:
             return "\n\n".join(str(report) for report in self.wholes)
         rows = [[report.subject, *summary([report])] for report in self.wholes]

@@ -16,20 +16,20 @@ from genmodels.nn.attention import Attention
 from genmodels.verification.check import CheckSet, Measured, NotApplicable
 from genmodels.verification.maps import worst
 
-#: What a module may say of itself; each names checks that are then made.
+#: Capabilities that a module may declare; each adds checks.
 CAPABILITIES = {
     "relative": "positions enter as distances: a shift of everything changes nothing, past and future differ",
     "symmetric": "past and future at the same distance are alike",
     "unordered": "no positions at all: a permutation of the input permutes the output",
-    "causal": "nothing depends on what comes later",
-    "cache": "module(x, cache=...) goes on where the last call ended; module.empty_cache(x) begins",
+    "causal": "nothing depends on later positions",
+    "cache": "module(x, cache=...) continues where the last call ended, from module.empty_cache(x)",
     "2d": "the positions are those of a map, row by row; module(x, mask, space=(height, width))",
-    "full": "the mask may say for each query which keys it may attend to, (L, L)",
+    "full": "the mask may be (L, L), the keys of each query",
     "derivatives": "the output can be differentiated twice, and in forward mode",
     "rows": "the rows of maps are absolute, the columns relative",
     "resampled": "the positions of a map are resampled for its size",
     "unnormalised": "weights need not be positive, nor sum to one",
-    "piecewise": "buckets or a maximum decide: finite differences and rounding may cross a border",
+    "piecewise": "a function of buckets or a maximum: finite differences and rounding may cross a boundary",
 }
 
 DOUBLE = torch.float64
@@ -37,19 +37,7 @@ DOUBLE = torch.float64
 
 @dataclass
 class AttentionSubject:
-    """An attention module that is checked, and how it is called.
-
-    Arguments:
-        module: the module, in float64 and evaluation mode.
-        dim: width D of its inputs.
-        capabilities: what it says of itself, names of `CAPABILITIES`.
-        space: height and width of the maps it is tried on; None for sequences.
-        reach: keys before and after a query that it may depend on, None = unbounded.
-        reference: `reference(module, x, mask, space) -> y` by other means, slow and plain.
-        fresh: makes the module again with another longest length, if it has one.
-        compiler: backend of torch.compile, None for none.
-        seed: seed of everything drawn.
-    """
+    """An attention module in float64 and evaluation mode, and how it is called; the fields are those of `check`."""
 
     module: nn.Module
     dim: int
@@ -64,14 +52,14 @@ class AttentionSubject:
 
     @cached_property
     def length(self) -> int:
-        """The number of positions on which most checks are tried: the first of a few that the module takes."""
+        """The number of positions of most checks: the first of a few that the module takes."""
         if self.space is not None:
             return self.space[0] * self.space[1]
         return next((n for n in (7, 8, 12, 16, 32, 64) if self.takes(n)), 7)
 
     @torch.no_grad()
     def takes(self, length: int) -> bool:
-        """Whether the module takes sequences of that length at all, which one check alone is about."""
+        """Whether the module takes sequences of that length, which only `any_length` requires."""
         if self.space is None and length not in self._taken:
             try:
                 self._taken[length] = self.run(self.draw(1, length)) is not None
@@ -90,7 +78,7 @@ class AttentionSubject:
         if self.space is None:
             return [1, 2, 3, 5, 11, 64, 700]
         maps = [(1, 1), (1, 5), (3, 2), (4, 7), (13, 11)]
-        return [(self.space[0], width) for _, width in maps] if self.says("rows") else maps
+        return [(self.space[0], width) for _, width in maps] if self.has("rows") else maps
 
     def run(self, x: Tensor, mask: Tensor | None = None, *, module: nn.Module | None = None, space=None, **more):
         """The output y alone."""
@@ -98,15 +86,15 @@ class AttentionSubject:
         return result[0] if isinstance(result, tuple) else result
 
     def full_result(self, x: Tensor, mask: Tensor | None = None, *, module=None, space=None, **more):
-        """Whatever a call returns; masks and maps are passed under the names that the module's forward has for them."""
+        """The result of a call; the mask is passed by name if the module's forward has that name."""
         module = self.module if module is None else module
-        given = {} if mask is None else {"mask": mask}
         if self.space is not None:
-            given["space"] = self.space if space is None else space
-        names = inspect.signature(module.forward).parameters
-        if mask is not None and "mask" not in names:
-            return module(x, given.pop("mask"), **given, **more)
-        return module(x, **given, **more)
+            more["space"] = self.space if space is None else space
+        if mask is None:
+            return module(x, **more)
+        if "mask" in inspect.signature(self.module.forward).parameters:
+            return module(x, mask=mask, **more)
+        return module(x, mask, **more)
 
     def masks(self, lengths: Iterable[int]) -> Tensor:
         """Padding `(B, 1, L)`: the first positions of each sequence; of a map, the first columns of each row."""
@@ -116,25 +104,25 @@ class AttentionSubject:
         return (torch.arange(self.length) % self.space[1] < counts)[:, None]
 
     def crop(self, x: Tensor, length: int) -> tuple[Tensor, tuple[int, int] | None]:
-        """One example without what `masks` hides of it, and its space."""
+        """One example without the positions that `masks` hides, and its space."""
         if self.space is None:
             return x[:, :length], None
         height, width = self.space
         return x.unflatten(1, (height, width))[:, :, :length].flatten(1, 2), (height, length)
 
     def lengths(self) -> list[int]:
-        """Unequal lengths for a batch of three; of those that it takes alone, where there are any."""
+        """Unequal lengths for a batch of three, preferably those that the module takes alone."""
         full = self.length if self.space is None else self.space[1]
         shorter = [n for n in (full // 2, full // 4, 1) if n and self.takes(n)] or [max(full // 2, 1)]
         return [full, shorter[0], shorter[-1]]
 
-    def says(self, name: str) -> bool:
-        """Whether the module claims a capability."""
+    def has(self, name: str) -> bool:
+        """Whether the module declares a capability."""
         return name in self.capabilities
 
 
 def prepare(module: nn.Module, seed: int, randomise: bool) -> nn.Module:
-    """A copy in float64 and evaluation mode; parameters random, also those that begin at zero."""
+    """A copy in float64 and evaluation mode, with random parameters, also those that are initialised to zero."""
     module = copy.deepcopy(module).cpu().double().eval()
     if randomise:
         generator = torch.Generator().manual_seed(seed)
@@ -145,7 +133,7 @@ def prepare(module: nn.Module, seed: int, randomise: bool) -> nn.Module:
 
 
 def gap(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two tensors; infinite where one is not finite."""
+    """The largest difference of two tensors; infinite if one is not finite or the shapes differ."""
     if a.shape != b.shape:
         return float("inf")
     return float((a - b).detach().abs().nan_to_num(float("inf")).max()) if a.numel() else 0.0
@@ -154,10 +142,10 @@ def gap(a: Tensor, b: Tensor) -> float:
 CHECKS = CheckSet()
 
 
-@CHECKS.add("any length", 0.0, "short, odd, prime and long inputs are taken, and give finite outputs of the same shape")
+@CHECKS.add("any length", 0.0, "short, odd, prime and long inputs give finite outputs of the same shape")
 @torch.no_grad()
 def any_length(s: AttentionSubject) -> Measured:
-    """Tried on `sizes()`; the first that is refused, or that gives another shape, fails it."""
+    """Every one of `sizes()`."""
     errors = {}
     for size in s.sizes():
         length = size if s.space is None else size[0] * size[1]
@@ -174,7 +162,7 @@ def any_length(s: AttentionSubject) -> Measured:
 @CHECKS.add("double loop", 1e-10, "the output is that of two loops over positions")
 @torch.no_grad()
 def double_loop(s: AttentionSubject) -> Measured:
-    """Held against `reference`, with and without invalid positions, at every length from 1 to 7 that is taken."""
+    """Against `reference`, with and without invalid positions, at every length from 1 to 7 that the module takes."""
     if s.reference is None:
         raise NotApplicable("there is no reference: pass reference=(module, x, mask, space) -> y")
     errors = {}
@@ -191,10 +179,10 @@ def double_loop(s: AttentionSubject) -> Measured:
 @CHECKS.add("paths", 1e-12, "fused and explicit give the same")
 @torch.no_grad()
 def paths(s: AttentionSubject) -> Measured:
-    """The same module set to be explicit and to be fused; once-differentiable, which is all that fused paths are."""
+    """The module with both backends, once differentiable, as fused kernels are."""
     module = copy.deepcopy(s.module)
     if not isinstance(module, Attention) or module.position.adds_values:
-        raise NotApplicable("there is one path alone")
+        raise NotApplicable("there is only one path")
     mask, x, outputs = s.masks(s.lengths()), s.draw(3), []
     module.derivatives = 1
     for module.backend in ("explicit", "sdpa"):
@@ -202,9 +190,9 @@ def paths(s: AttentionSubject) -> Measured:
     return worst({name: gap(a, b) for name, a, b in zip(("", "masked"), *outputs, strict=True)})
 
 
-@CHECKS.add("padding", 0.0, "what stands in padded positions changes nothing and gets no gradient")
+@CHECKS.add("padding", 0.0, "values in padded positions change nothing and get no gradient")
 def padding(s: AttentionSubject) -> Measured:
-    """Padded positions hold NaN, 10,000 or noise in turn; outputs and all gradients must be those of zeros."""
+    """NaN, 10,000 or noise in padded positions: outputs and all gradients must be those of other values there."""
     mask = s.masks(s.lengths())
     valid, x, errors = mask[:, 0, :, None], s.draw(3), {}
     plain, gradients = _with_gradients(s, x, mask, valid)
@@ -225,10 +213,10 @@ def _with_gradients(s: AttentionSubject, x: Tensor, mask: Tensor, valid: Tensor)
     return y.detach(), [torch.zeros_like(p) if g is None else g for g, p in zip(found, [x, *learned], strict=True)]
 
 
-@CHECKS.add("padded = alone", 1e-6, "a padded example gives what it gives alone, values and gradients")
+@CHECKS.add("padded = alone", 1e-6, "a padded example has the values and gradients of the example alone")
 def padded_is_alone(s: AttentionSubject) -> Measured:
     """Unequal lengths in one batch against each example cropped to its length, output and input gradient."""
-    if s.space is not None and s.says("resampled"):
+    if s.space is not None and s.has("resampled"):
         raise NotApplicable("positions are resampled for the size of the map")
     lengths = s.lengths()
     mask, x, errors = s.masks(lengths), s.draw(3).requires_grad_(), {}
@@ -249,19 +237,19 @@ def padded_is_alone(s: AttentionSubject) -> Measured:
 @CHECKS.add("batch = single", 1e-6, "an example does not depend on the others of its batch")
 @torch.no_grad()
 def batch_is_single(s: AttentionSubject) -> Measured:
-    """Rows of very different size in one batch, against each of them alone."""
+    """Rows of very different magnitude in one batch, against each of them alone."""
     x = s.draw(3) * torch.tensor([1.0, 3.0, 0.2], dtype=DOUBLE)[:, None, None]
     y = s.run(x)
     return worst({f"row {b}": gap(y[b : b + 1], s.run(x[b : b + 1])) for b in range(3)})
 
 
-@CHECKS.add("empty rows", 0.0, "a query that may attend to nothing gives a constant, with finite and zero gradients")
+@CHECKS.add("empty rows", 0.0, "a query without keys gives a constant, with finite and zero gradients")
 def empty_rows(s: AttentionSubject) -> Measured:
-    """One example without a valid position; where masks of pairs are taken, also one query without a key."""
+    """One example without a valid position; for masks of pairs, also one query without a key."""
     mask = s.masks(s.lengths())
     mask[1] = False
     errors = _emptiness(s, mask, (1, slice(None)), "an example without valid positions")
-    if s.says("full"):
+    if s.has("full"):
         full = torch.ones(s.length, s.length, dtype=torch.bool).tril()
         full[2] = False
         errors |= _emptiness(s, full, (slice(None), 2), "a query without keys")
@@ -280,10 +268,10 @@ def _emptiness(s: AttentionSubject, mask: Tensor, row: tuple, name: str) -> dict
     }
 
 
-@CHECKS.add("row sums", 1e-6, "weights are positive, sum to one over what may be attended to, and are zero elsewhere")
+@CHECKS.add("row sums", 1e-6, "weights are positive, sum to one over the valid keys, and are zero elsewhere")
 @torch.no_grad()
 def row_sums(s: AttentionSubject) -> Measured:
-    """TextRequest of `weights`, under padding; modules that say `unnormalised` need no sum."""
+    """The result of `weights` under padding; `unnormalised` weights need not sum to one."""
     if not callable(getattr(s.module, "weights", None)):
         raise NotApplicable("has no method weights(x, mask)")
     mask, x = s.masks(s.lengths()), s.draw(3)
@@ -291,7 +279,7 @@ def row_sums(s: AttentionSubject) -> Measured:
     a = s.module.weights(x, mask=mask, **given)
     hidden = ~mask[:, :, None].expand_as(a)
     errors = {"weight of padding": float(a.masked_fill(~hidden, 0).abs().max())}
-    if not s.says("unnormalised"):
+    if not s.has("unnormalised"):
         sums = a.sum(-1).masked_fill(~mask.expand(-1, a.shape[1], -1), 1)
         errors |= {"sums": gap(sums, torch.ones_like(sums)), "below zero": float((-a).clamp(min=0).max())}
     return worst(errors)
@@ -300,7 +288,7 @@ def row_sums(s: AttentionSubject) -> Measured:
 @CHECKS.add("boolean masks", 0.0, "a mask of numbers is refused, or means what the boolean one means")
 @torch.no_grad()
 def boolean_masks(s: AttentionSubject) -> Measured:
-    """The mask of zeros and ones as numbers is passed; a refusal is right, and so is the boolean meaning."""
+    """The mask as zeros and ones: either an error or the result of the boolean mask."""
     mask, x = s.masks(s.lengths()), s.draw(3)
     valid = mask[:, 0]
     try:
@@ -313,12 +301,12 @@ def boolean_masks(s: AttentionSubject) -> Measured:
 @CHECKS.add("dropout", 0.0, "dropout acts on weights, and in training alone")
 @torch.no_grad()
 def dropout(s: AttentionSubject) -> Measured:
-    """Of an output that is dropped, what is left is scaled by one number; of dropped weights, everything mixes."""
+    """Dropout of the output scales all values that are left by one number; dropout of the weights does not."""
     module, x = copy.deepcopy(s.module), s.draw(1, name=2)
     still = gap(s.run(x), s.run(x))
     if still:
         return Measured(still, "two evaluations differ")
-    if s.says("piecewise"):
+    if s.has("piecewise"):
         raise NotApplicable("draws in training anyway")
     y = s.run(x)
     torch.manual_seed(s.seed)
@@ -327,7 +315,6 @@ def dropout(s: AttentionSubject) -> Measured:
     if not drops or torch.equal(dropped, y):
         raise NotApplicable("was built without dropout")
     ratios = (dropped / y).flatten()
-    # On the output, every number is either dropped or scaled by 1 / (1 - p); on the weights, they all mix.
     scaled = ratios[ratios.abs() > 1e-9]
     masked = len(scaled) < len(ratios) and gap(scaled, scaled[:1].expand_as(scaled)) < 1e-6
     return Measured(1.0 if masked else 0.0, "on the output, not on the weights" if masked else "")

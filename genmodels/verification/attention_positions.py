@@ -15,7 +15,7 @@ from genmodels.verification.check import CheckSet, Measured, NotApplicable
 from genmodels.verification.maps import worst
 
 CHECKS = CheckSet()
-#: What makes a difference at all.
+#: The least difference that counts as one.
 VISIBLE = 1e-3
 
 
@@ -24,8 +24,8 @@ VISIBLE = 1e-3
 def sign(s: AttentionSubject) -> Measured:
     """The input, or a map along each axis, is reversed."""
     _needs(s, "relative")
-    if s.says("symmetric"):
-        raise NotApplicable("says that past and future are alike")
+    if s.has("symmetric"):
+        raise NotApplicable("treats past and future alike")
     x = s.draw(2)
     flips = {"": lambda t: t.flip(1)} if s.space is None else {
         "rows": lambda t: t.unflatten(1, s.space).flip(1).flatten(1, 2),
@@ -41,10 +41,10 @@ def sign(s: AttentionSubject) -> Measured:
 @CHECKS.add("distance zero", 1e-9, "a position's bias to itself is the same everywhere; its sinusoids are 0 1 0 1")
 @torch.no_grad()
 def distance_zero(s: AttentionSubject) -> Measured:
-    """The score of the same query with itself, at many places; of Transformer-XL, the encoding of 0 itself."""
+    """The score of the same query with itself, at many positions; for Transformer-XL, the encoding of 0 itself."""
     position = getattr(s.module, "position", None)
-    if not isinstance(position, Position) or s.says("rows") or not s.says("relative"):
-        raise NotApplicable("no scheme of distances to ask: the double loop says it where there is a reference")
+    if not isinstance(position, Position) or s.has("rows") or not s.has("relative"):
+        raise NotApplicable("has no relative position: only the double loop checks it, if there is a reference")
     errors, first = {}, None
     q = s.draw(1, 1)[0, 0].view(1, position.heads, 1, position.head_dim)
     for length in (1, 4, 7) if s.space is None else (s.length,):
@@ -62,7 +62,7 @@ def distance_zero(s: AttentionSubject) -> Measured:
 
 
 def _sinusoids_of_zero(position: TransformerXL) -> float:
-    """The encoding of distance 0, read through a projection that leaves it alone."""
+    """The error of the encoding of distance 0, read through an identity projection."""
     position = copy.deepcopy(position)
     position.project.weight.copy_(torch.eye(position.dim))
     position.v.zero_()
@@ -78,7 +78,7 @@ def _sinusoids_of_zero(position: TransformerXL) -> float:
 @CHECKS.add("shift", 1e-5, "moving everything by the same amount changes nothing")
 @torch.no_grad()
 def shift(s: AttentionSubject) -> Measured:
-    """Invalid positions are put before, or a map is moved within a larger one; offsets are added, if there are any."""
+    """Invalid positions in front, or a map moved within a larger one; an offset, if the module takes one."""
     _needs(s, "relative")
     errors = {}
     if s.space is None:
@@ -92,7 +92,7 @@ def shift(s: AttentionSubject) -> Measured:
             errors["offset = 1000"] = gap(s.run(x, offset=1000), alone)
         return worst(errors)
     (height, width), x = s.space, s.draw(2)
-    size = (height, width + 2) if s.says("rows") else (height + 1, width + 2)
+    size = (height, width + 2) if s.has("rows") else (height + 1, width + 2)
     outputs = []
     for down, right in ((0, 0), (0, 2), (size[0] - height, 1)):
         padded, mask = x.new_zeros(2, *size, s.dim), torch.zeros(2, 1, *size, dtype=torch.bool)
@@ -114,7 +114,7 @@ def permutation(s: AttentionSubject) -> Measured:
     return Measured(gap(s.run(x[:, order]), s.run(x)[:, order]))
 
 
-@CHECKS.add("cache", 1e-5, "piece by piece with a cache is the whole at once, for pieces of every size")
+@CHECKS.add("cache", 1e-5, "piece by piece with a cache = the whole at once, for pieces of every size")
 @torch.no_grad()
 def cache(s: AttentionSubject) -> Measured:
     """Every size of piece from 1 to the whole, the last one ragged, with and without invalid positions."""
@@ -145,9 +145,9 @@ def causality(s: AttentionSubject) -> Measured:
     return worst(errors)
 
 
-@CHECKS.add("locality", 0.0, "an output depends on the inputs in its reach, up to the last of them, and on no other")
+@CHECKS.add("locality", 0.0, "an output depends on the inputs in its reach, up to its ends, and on no others")
 def locality(s: AttentionSubject) -> Measured:
-    """By gradients too: nothing beyond `reach`, and something at its ends."""
+    """By gradients: zero beyond `reach`, and not at its ends."""
     left, right = s.reach
     if left is None and right is None:
         raise NotApplicable("its reach is unbounded")
@@ -169,15 +169,15 @@ def _gradients(s: AttentionSubject) -> list[Tensor]:
     return [torch.autograd.grad(row, x, retain_graph=True)[0] for row in rows]
 
 
-@CHECKS.add("resolution", 1e-6, "maps of other sizes, square or not, are taken; the first one gives what it gave")
+@CHECKS.add("resolution", 1e-6, "maps of other sizes, square or not, are taken and leave no trace in later results")
 @torch.no_grad()
 def resolution(s: AttentionSubject) -> Measured:
-    """Maps of other heights and widths are finite, and those of the reference where there is one."""
+    """Results for other heights and widths are finite and those of the reference, if any; the first map again."""
     if s.space is None:
         raise NotApplicable("is for sequences")
     x = s.draw(2)
     before, errors = s.run(x), {}
-    for size in [(s.space[0], n) for n in (1, 4, 9)] if s.says("rows") else [(4, 4), (2, 5), (5, 2), (1, 6), (7, 3)]:
+    for size in [(s.space[0], n) for n in (1, 4, 9)] if s.has("rows") else [(4, 4), (2, 5), (5, 2), (1, 6), (7, 3)]:
         given = s.draw(1, size[0] * size[1])
         y = s.run(given, space=size)
         errors[f"{size}: finite"] = 0.0 if y.shape == given.shape and y.isfinite().all() else math.inf
@@ -188,12 +188,12 @@ def resolution(s: AttentionSubject) -> Measured:
 
 
 def _needs(s: AttentionSubject, capability: str) -> None:
-    if not s.says(capability):
+    if not s.has(capability):
         raise NotApplicable(f"{capability} is not among its capabilities")
 
 
 CODE_CHECKS = CheckSet()
-#: How far sums of some numbers may be from 1 in single precision; in half precision they are further.
+#: Tolerance of sums to 1 in single precision, which half precision does not meet.
 SINGLE = 1e-5
 
 
@@ -223,7 +223,7 @@ def state(s: AttentionSubject) -> Measured:
 @CODE_CHECKS.add("longest length", 1e-9, "weights mean the same in a module made for another longest length")
 @torch.no_grad()
 def longest_length(s: AttentionSubject) -> Measured:
-    """Weights are loaded into the module that `fresh` makes."""
+    """The weights are loaded into the module that `fresh` makes."""
     if s.fresh is None:
         raise NotApplicable("has no longest length")
     other, x = s.fresh().double().eval(), s.draw(2)
@@ -234,16 +234,17 @@ def longest_length(s: AttentionSubject) -> Measured:
 @CODE_CHECKS.add("gradients", 0.0, "gradients of input and parameters are those of finite differences, float64")
 def gradients(s: AttentionSubject) -> Measured:
     """By `gradcheck` in a random direction."""
-    if s.says("piecewise"):
-        raise NotApplicable("finite differences may cross a border")
-    names, parameters = _learned(s)
+    if s.has("piecewise"):
+        raise NotApplicable("finite differences may cross a boundary")
+    learned = {f"module.{n}": p.detach().clone().requires_grad_() for n, p in s.module.named_parameters()
+               if p.requires_grad}
     length = 4 if s.space is None and s.takes(4) else s.length
     x = s.draw(1, length).requires_grad_()
 
     def output(x: Tensor, *values: Tensor) -> Tensor:
-        return torch.func.functional_call(_Run(s), dict(zip(names, values, strict=True)), (x,))
+        return torch.func.functional_call(_Run(s), dict(zip(learned, values, strict=True)), (x,))
 
-    right = torch.autograd.gradcheck(output, (x, *parameters), raise_exception=False, fast_mode=True)
+    right = torch.autograd.gradcheck(output, (x, *learned.values()), raise_exception=False, fast_mode=True)
     return Measured(0.0 if right else 1.0, "" if right else "differ from finite differences")
 
 
@@ -251,7 +252,7 @@ def gradients(s: AttentionSubject) -> Measured:
                "second derivatives and forward mode exist and are those of finite differences")
 def second_derivatives(s: AttentionSubject) -> Measured:
     """By `gradgradcheck`, and the forward mode against a central difference."""
-    if not s.says("derivatives"):
+    if not s.has("derivatives"):
         raise NotApplicable("derivatives is not among its capabilities")
     x = s.draw(1, 3 if s.space is None and s.takes(3) else s.length).requires_grad_()
     right = torch.autograd.gradgradcheck(lambda x: s.run(x), (x,), raise_exception=False, fast_mode=True)
@@ -262,12 +263,6 @@ def second_derivatives(s: AttentionSubject) -> Measured:
     difference = gap(forward, (ahead - behind) / (2 * step))
     parts = {"second derivatives": 0.0 if right else 1.0, "forward mode": 0.0 if difference < 1e-6 else difference}
     return worst(parts)
-
-
-def _learned(s: AttentionSubject) -> tuple[list[str], list[Tensor]]:
-    named = [(f"module.{n}", p.detach().clone().requires_grad_()) for n, p in s.module.named_parameters()
-             if p.requires_grad]  # fmt: skip
-    return [name for name, _ in named], [parameter for _, parameter in named]
 
 
 class _Run(torch.nn.Module):
@@ -283,50 +278,40 @@ class _Run(torch.nn.Module):
 
 @CODE_CHECKS.add("compiled", 1e-5, "the module compiles as one graph, and gives the same")
 def compiled(s: AttentionSubject) -> Measured:
-    """Traced whole, or not at all; the output is that without compilation."""
+    """With `fullgraph=True`, against the output without compilation."""
     if s.compiler is None:
         raise NotApplicable("compilation is left out")
-    mask = None if s.says("resampled") else s.masks(s.lengths())
-    given = {} if s.space is None else {"space": s.space}
+    mask = None if s.has("resampled") else s.masks(s.lengths())
     x = s.draw(3)
     torch._dynamo.reset()
     graph = torch.compile(s.module, fullgraph=True, backend=s.compiler)
     with torch.no_grad():
-        result = s.full_result(x, mask, module=s.module)
-        named = {"mask": mask} if _takes_mask_by_name(s) else {}
-        traced = graph(x, **named, **given) if named else graph(x, mask, **given)
-    y, z = (r[0] if isinstance(r, tuple) else r for r in (result, traced))
-    return Measured(gap(y, z))
-
-
-def _takes_mask_by_name(s: AttentionSubject) -> bool:
-    return "mask" in inspect.signature(s.module.forward).parameters
+        return Measured(gap(s.run(x, mask), s.run(x, mask, module=graph)))
 
 
 @CODE_CHECKS.add("bfloat16", 3e-2, "under autocast the output is that of float32, relative to its size")
 @torch.no_grad()
 def bfloat16(s: AttentionSubject) -> Measured:
-    """Relative to the largest output; weights that sum to one do so to single precision, also under autocast."""
-    if s.says("piecewise"):
-        raise NotApplicable("rounding may cross a border")
+    """Relative to the largest output; weights that sum to one must do so to single precision under autocast."""
+    if s.has("piecewise"):
+        raise NotApplicable("rounding may cross a boundary")
     module, x = copy.deepcopy(s.module).float(), s.draw(2).float()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(0.5)
+    for parameter in module.parameters():
+        parameter.mul_(0.5)
     exact, sums = s.run(x, module=module), _sums(s, module, x)
     with torch.autocast("cpu", torch.bfloat16):
         y, half_sums = s.run(x, module=module), _sums(s, module, x)
     size = float(exact.abs().max())
     errors = {"values": gap(y.float(), exact) / size}
-    if type(s.module).__module__.startswith("genmodels."):  # ours give back the type of x; layers of torch do not
+    if type(s.module).__module__.startswith("genmodels."):  # unlike layers of torch, ours return the dtype of x
         errors["dtype"] = 0.0 if y.dtype == x.dtype else 1.0
-    if sums is not None and gap(sums, torch.ones_like(sums)) < SINGLE:  # else another check has said so
+    if sums is not None and gap(sums, torch.ones_like(sums)) < SINGLE:  # otherwise another check fails
         errors["sums of weights"] = 0.0 if gap(half_sums, torch.ones_like(sums)) < SINGLE else 1.0
     return worst(errors)
 
 
 def _sums(s: AttentionSubject, module: torch.nn.Module, x: Tensor) -> Tensor | None:
-    """Of the weights of each query, where the module shows them."""
+    """The sum of the weights of each query, if the module has a method `weights`."""
     if not callable(getattr(module, "weights", None)):
         return None
     return module.weights(x, **({} if s.space is None else {"space": s.space})).double().sum(-1)

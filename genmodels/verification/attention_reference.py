@@ -1,7 +1,7 @@
-"""Reference implementation of attention as two loops, one pair of positions at a time: slow and plain.
+"""Reference implementation of attention as plain loops over pairs of positions.
 
-Nothing is shared with `genmodels.nn.attention` but the parameters: no shift, no gather by rows, no mask builder. The
-output is differentiable, so gradients can be compared too.
+Only the parameters are shared with `genmodels.nn.attention`. The output is differentiable, so gradients can be compared
+too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Space = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rule:
-    """What a position scheme says of one query i and one key j, absolute indices, of head h; each part may be left out.
+    """A position scheme for one query i and one key j, absolute indices, of head h; each part is optional.
 
     Arguments:
         turn: `(position, vector (d,), index, space) -> (d,)`, of queries and keys alike.
@@ -145,7 +145,7 @@ def _swin_score(position, h, q, i, j, space):
     table = position.table[:, h].reshape(rows, columns)
     height, width = space
     if tuple(space) != tuple(position.size):
-        # Torch aligns a single row with the first: take the middle one beforehand.
+        # Torch aligns a single row with the first row of the table, but distance 0 is the middle one.
         table = table[rows // 2 : rows // 2 + 1] if height == 1 else table
         table = table[:, columns // 2 : columns // 2 + 1] if width == 1 else table
         size = (2 * height - 1, 2 * width - 1)
@@ -176,7 +176,7 @@ def _mel_value(position, h, i, j, space):
     return 0 if rule.value is None else rule.value(position.time, h, i % space[1], j % space[1], None)
 
 
-#: The equations of each scheme; a scheme of one's own is checked by adding its rule.
+#: The equations of each scheme; add a rule to check another one.
 RULES: dict[type[Position], Rule] = {
     Position: Rule(),
     TransformerXL: Rule(query=lambda position, h: position.u[h], score=_xl_score),
@@ -192,7 +192,7 @@ RULES: dict[type[Position], Rule] = {
 
 
 def rule_of(position: Position) -> Rule:
-    """The rule of the nearest class that has one, so that a subclass with a fault is held against its parent."""
+    """The rule of the nearest class that has one, so that a broken subclass is compared with its parent."""
     return next(RULES[kind] for kind in type(position).__mro__ if kind in RULES)
 
 
@@ -214,17 +214,12 @@ def may_attend(attention: Attention, i: int, j: int) -> bool:
 
 
 def reference_attention(
-    attention: Attention,
-    x: Tensor,
-    memory: Tensor | None = None,
-    mask: Tensor | None = None,
-    memory_mask: Tensor | None = None,
-    offset: int = 0,
-    space: Space | None = None,
+    attention: Attention, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None,
+    memory_mask: Tensor | None = None, offset: int = 0, space: Space | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `attention(x, ...)` and `attention.weights(x, ...)` have to be: y `(B, Lq, D)` and a `(B, H, Lq, Lk)`.
+    """The values of `attention(x, ...)`, y `(B, Lq, D)`, and `attention.weights(x, ...)`, a `(B, H, Lq, Lk)`.
 
-    Loops over examples, heads, queries and keys; invalid positions of a padding are not touched at all, and are 0 in y.
+    Loops over examples, heads, queries and keys; padded positions are never read, and are 0 in y.
 
     Example:
         >>> attention = Attention(4, 2, ALiBi(4, 2), causal=True)
@@ -252,7 +247,7 @@ def reference_attention(
                 u = 0 if rule.query is None else rule.query(position, h)
                 seen = []
                 for j in range(Lk):
-                    if not may_attend(attention, offset + i, start + j) or not _valid(key_mask, b, h, i, j):
+                    if not may_attend(attention, offset + i, start + j) or not valid_key(key_mask, b, h, i, j):
                         continue
                     k = attention.project_k(source[b, j])[part]
                     k = k if rule.turn is None else rule.turn(position, k, start + j, space)
@@ -274,7 +269,8 @@ def reference_attention(
     return torch.stack(outputs).view(batch, Lq, -1), weights
 
 
-def _valid(mask: Tensor | None, b: int, h: int, i: int, j: int) -> bool:
+def valid_key(mask: Tensor | None, b: int, h: int, i: int, j: int) -> bool:
+    """Whether the mask, (B, 1, L) or broadcastable to (B, H, Lq, Lk), lets query i attend to key j."""
     if mask is None:
         return True
     if mask.dim() == 3:

@@ -18,12 +18,12 @@ from genmodels.verification.subject import Range, Subject, knots_of, prepare
 
 JACOBIAN_CHECKS = CheckSet()
 
-_CHUNK = 1024  # rows of a Jacobian made at once
+_CHUNK = 1024  # rows of a Jacobian computed at once
 _FIRST, _PART = 2, 32  # the same for large events
-_LARGEST = 4096  # values of an event of which a Jacobian is made at all
-_DOUBTFUL = 1e-6  # error on a part of an event that may be the part's fault
+_LARGEST = 4096  # values of an event up to which a Jacobian is computed at all
+_DOUBTFUL = 1e-6  # error on a part of an event that may be due to the cropping
 _STEPS = (1e-5, 1e-6, 1e-7)  # of finite differences
-_WAYS = 5  # along which slopes are compared, until one is smooth
+_DIRECTIONS = 5  # along which slopes are compared, until one is smooth
 _SMOOTH = 1e-6
 
 
@@ -45,7 +45,7 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
         one = None if s.cond is None else s.cond[:1].expand_as(s.cond)
         result, copies = s.run(value, inverse)[0], s.run(value[:1].expand_as(value), inverse, cond=one)[0]
     if not relative(copies[0], result[0]) < 1e-6:
-        raise NotApplicable("rows depend on one another: none has a Jacobian of its own")
+        raise NotApplicable("rows depend on one another: no row alone has a Jacobian")
     value, cond, jacobians, note = _jacobians(s, inverse, len(value))
     with torch.no_grad():
         returned = s.run(value, inverse, cond=cond)[1]
@@ -62,7 +62,7 @@ def _log_det(s: Subject, inverse: bool) -> Measured:
 
 
 def _likely(returned: Tensor, true: Tensor, shape: tuple[int, ...]) -> str:
-    """The usual mistake that explains a wrong log-determinant in full, if one does."""
+    """The common mistake that fully explains a wrong log-determinant, if there is one."""
     positions = math.prod(shape[1:])
     mistakes = {
         -1: "its sign is wrong",
@@ -75,12 +75,12 @@ def _likely(returned: Tensor, true: Tensor, shape: tuple[int, ...]) -> str:
 
 
 def _jacobians(s: Subject, inverse: bool, rows: int) -> tuple[Tensor, Tensor | None, list[Tensor], str]:
-    """Inputs, conditions, the Jacobians of the first rows of them, and a note on what they are of.
+    """Inputs, conditions, the Jacobians of their first rows, and a note.
 
-    Of a large event one row is enough; a part of the event does where a layer takes it and the whole takes long.
+    For a large event it is one row, or a part of the event if the layer takes it and the whole takes too long.
 
     Raises:
-        NotVerified: when neither is possible.
+        NotVerified: if neither is possible.
     """
     value = s.z if inverse else s.x
     if s.dims <= s.max_dims:
@@ -108,12 +108,12 @@ def jacobian(
 ) -> Tensor | None:
     """The Jacobian of one example, (D out, D in): row i of a batch of copies gives the gradient of z_i.
 
-    None if it is going to take more than these seconds; then it is made in small parts, which also saves memory.
+    None if it would take more than these seconds; with a limit it is computed in small parts.
     """
     one = value[row : row + 1]
     size, rows, done, begun = one.numel(), [], 0, time.perf_counter()
     while done < size:
-        # A first, small part tells how long the rest will take.
+        # The time of a small first part predicts that of the rest.
         count = min(size - done, _CHUNK if seconds is None else _FIRST if done == 0 else _PART)
         x = one.repeat(count, *[1] * (one.dim() - 1)).requires_grad_()
         own = None if cond is None else cond[row : row + 1].repeat(count, *[1] * (cond.dim() - 1))
@@ -130,7 +130,7 @@ def jacobian(
 @JACOBIAN_CHECKS.add("log-dets cancel", 1e-9, "the log-determinants of a map and of its inverse add up to zero")
 @torch.no_grad()
 def cancel(s: Subject) -> Measured:
-    """There and back from both sides."""
+    """A round trip from both sides."""
     errors = {}
     for name, inverse, value in s.directions():
         there, logdet = s.run(value, inverse)
@@ -141,9 +141,9 @@ def cancel(s: Subject) -> Measured:
 @JACOBIAN_CHECKS.add("gradients", 1e-5,
                    "autograd's gradients = finite differences, by the inputs and, forward, by the parameters")
 def gradients(s: Subject) -> Measured:
-    """Without this, the checks against autograd's Jacobian would believe a wrong backward pass.
+    """Detects a wrong backward pass, to which the checks against autograd's Jacobian are blind.
 
-    A wrong slope is wrong everywhere, along every way; a kink (of a ReLU) is not, so others are tried.
+    A wrong slope is wrong everywhere and in every direction, unlike a kink (of a ReLU): several are tried.
     """
     errors = {}
     for name, inverse, value in s.directions():
@@ -155,28 +155,27 @@ def gradients(s: Subject) -> Measured:
 
 
 def _slope_error(s: Subject, value: Tensor, inverse: bool, parameters: list[Tensor]) -> float:
-    """How far slopes by the parameters or, where there are none, by the input are from finite differences.
+    """The error of slopes by the parameters or, without any, by the input, against finite differences.
 
-    The error of the best of several steps along a few random ways from a few places, for a kink may lie in some.
+    It is the least over several steps in a few random directions from a few points, since some may cross a kink.
     """
     errors = []
-    for number in range(_WAYS):
-        # Towards the next row, which stays where the layer is defined.
+    for number in range(_DIRECTIONS):
+        # Towards the next row, hence within the domain of the layer.
         place = value.lerp(value.roll(1, 0), 0.01 * number)
         x = place.clone().requires_grad_()
         leaves = parameters or [x]
         slopes = torch.autograd.grad(weighted(s, *s.run(x, inverse)), leaves, allow_unused=True)
         generator = s.generator(f"ways {inverse} {bool(parameters)} {number}")
-        ways = [torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in leaves]
-        still = torch.zeros_like(value) if parameters else ways[0]
+        directions = [torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in leaves]
+        along, steps = directions[0], []
         if parameters:
             # Matrices move relative to their fan-in, so that the step is as small for a deep flow as for a layer.
-            ways = [way / math.sqrt(way[0].numel()) if way.dim() > 1 else way for way in ways]
-        slope = sum((g * way).sum() for g, way in zip(slopes, ways, strict=True) if g is not None)
+            directions = [v / math.sqrt(v[0].numel()) if v.dim() > 1 else v for v in directions]
+            along, steps = torch.zeros_like(value), directions
+        slope = sum((g * v).sum() for g, v in zip(slopes, directions, strict=True) if g is not None)
         for step in _STEPS:
-            high, low = (
-                _moved(s, place, inverse, sign * step, still, ways if parameters else []) for sign in (1, -1)
-            )
+            high, low = (_moved(s, place, inverse, sign * step, along, steps) for sign in (1, -1))
             found = (high - low) / (2 * step)
             errors.append(relative(found, torch.as_tensor(slope).to(found)))
         if min(errors) < _SMOOTH:
@@ -185,15 +184,16 @@ def _slope_error(s: Subject, value: Tensor, inverse: bool, parameters: list[Tens
 
 
 @torch.no_grad()
-def _moved(s: Subject, value: Tensor, inverse: bool, step: float, way: Tensor, ways: list[Tensor]) -> Tensor:
-    """The weighted result a step away, along a way for the input and one for each parameter."""
-    layer = s.copy() if ways else s.layer
-    for parameter, own in zip([p for p in layer.parameters() if p.requires_grad] if ways else [], ways, strict=True):
-        parameter.add_(step * own)
-    return weighted(s, *s.run(value + step * way, inverse, layer=layer))
+def _moved(s: Subject, value: Tensor, inverse: bool, step: float, along: Tensor, by: list[Tensor]) -> Tensor:
+    """The weighted result after a step of the input along a direction, and of the parameters, if any, `by` others."""
+    layer = s.copy() if by else s.layer
+    if by:
+        for parameter, own in zip([p for p in layer.parameters() if p.requires_grad], by, strict=True):
+            parameter.add_(step * own)
+    return weighted(s, *s.run(value + step * along, inverse, layer=layer))
 
 
-@JACOBIAN_CHECKS.add("constant log-det", 1e-12, "a log-determinant that is said not to depend on the data does not")
+@JACOBIAN_CHECKS.add("constant log-det", 1e-12, "a log-determinant declared independent of the data is so")
 @torch.no_grad()
 def constant(s: Subject) -> Measured:
     """For layers with `constant_logdet`: every row against the first, under one condition."""
@@ -209,16 +209,14 @@ def constant(s: Subject) -> Measured:
 @JACOBIAN_CHECKS.add("triangular Jacobian", 0.0,
                    "an output of an autoregressive layer depends on inputs up to its own only")
 def triangular(s: Subject) -> Measured:
-    """The largest entry above the diagonal, with dimensions in the order that the layer has for them."""
+    """The largest entry above the diagonal, with the dimensions in the order of the layer."""
     layer = getattr(s.layer, "bijection", s.layer)
-    # The turn of each dimension, as the layer or its network has it.
     orders = [getattr(part, "order", None) for part in (layer, getattr(layer, "net", None))]
-    orders = [order for order in orders if torch.is_tensor(order)]
-    if not orders:
+    order = next((order.argsort() for order in orders if torch.is_tensor(order)), None)
+    if order is None:
         raise NotApplicable("not autoregressive")
-    turns = orders[0].argsort()
     return worst({
-        name: float(_jacobians(s, inverse, 1)[2][0][turns][:, turns].triu(1).abs().max())
+        name: float(_jacobians(s, inverse, 1)[2][0][order][:, order].triu(1).abs().max())
         for name, inverse, _ in s.directions()
     })
 
@@ -226,7 +224,7 @@ def triangular(s: Subject) -> Measured:
 #: Every check of bijections, in the order of reports.
 CHECKS = CheckSet(MAP_CHECKS, JACOBIAN_CHECKS, MASS_CHECKS, MASK_CHECKS, CODE_CHECKS)
 
-#: Tolerances of maps whose inverse is an iteration: its last step is worth this much.
+#: Tolerances of maps whose inverse is an iteration, which stops at about this error.
 ITERATIVE = {"round trip": 1e-8, "log-dets cancel": 1e-8, "log-det inverse": 1e-7, "rows independent": 1e-8,
              "masked content": 1e-8, "padding": 1e-8, "masked log-det": 1e-8}
 
@@ -259,30 +257,30 @@ def check_bijection(
 ) -> Report:
     """The result of every check of a bijection; the layer itself is not touched.
 
-    It is copied, made float64, its parameters moved at random (zeros and identities at the start of training hide
-    errors), and initialised on random data if it waits for data. Round trips alone say nothing of a log-determinant,
-    and cancelling log-determinants are blind to an error made in both directions: the reference is autograd's Jacobian.
+    It is copied, converted to float64, its parameters moved at random (zeros and identities at the start of training
+    hide errors), and initialised on random data if it needs data. The reference of its log-determinant is autograd's
+    Jacobian, since round trips do not test it, and its cancellation misses an error made in both directions.
 
     Arguments:
         layer: a `Bijection`, or any module with `forward(x, cond, mask) -> (z, logdet)` and `inverse(z, cond, mask) ->
             (x, logdet)`; one that takes neither cond nor mask will do.
         shape: event shape of x; for sequences (C, T) masks are tried too.
-        x, z: inputs of the two directions, drawn at random by default.
-        cond: the condition of each row, at least two unlike ones; needed by layers that use one.
-        batch: number of examples where none are given.
-        randomise: whether parameters are moved; false checks them as they are.
-        initial: data and condition for a layer that waits for data.
-        x_range, z_range: where the layer is defined, if not everywhere.
+        x, z: inputs of the two directions, random by default.
+        cond: the condition of each row, at least two different ones; needed by layers that use one.
+        batch: number of random examples.
+        randomise: whether parameters are moved at random.
+        initial: data and condition for a layer that needs data to initialise.
+        x_range, z_range: the domain of each direction, if not everywhere.
         masks: whether the layer takes masks.
-        knots: inputs at which it might stumble; ends and knots of its splines by default.
+        knots: inputs at which it may be singular; ends and knots of its splines by default.
         starts_as_identity: whether it must be the identity as given.
         fresh: makes another instance with the same options, into which the layer's state is loaded.
-        max_dims: largest event of which a Jacobian is made of every row; of a larger one (at most 4096 values) it is
-            made of one row, or of a part of the event where the layer takes it and the whole takes long.
-        patience: seconds that one Jacobian of a larger event may take. What is too large for any is not verified.
-        compiler: backend of torch.compile; None leaves compilation out.
-        only, without: names of checks to run, or to leave out.
-        tolerances: tolerances by name of check, in place of the usual ones.
+        max_dims: largest event of which the Jacobian of every row is computed; for a larger one (at most 4096 values)
+            it is that of one row, or of a part of the event if the layer takes it and the whole takes too long.
+        patience: seconds that one Jacobian of a larger event may take; what takes longer is not verified.
+        compiler: backend of torch.compile; None skips compilation.
+        only, without: names of checks to run, or to skip.
+        tolerances: tolerances by name of check, in place of the defaults.
         seed: seed of inputs and of the perturbation.
         watch: called before each check.
         name: the subject's name in the report.
@@ -311,7 +309,7 @@ def check_bijection(
 
 
 def show_shape(shape: Sequence[int]) -> str:
-    """An event shape as one writes it.
+    """An event shape as a tuple.
 
     Example:
         >>> show_shape([3]), show_shape([3, 8, 8])

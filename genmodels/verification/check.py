@@ -16,15 +16,15 @@ PASSED, FAILED, NOT_APPLICABLE, NOT_VERIFIED = "passed", "failed", "not applicab
 
 
 class NotApplicable(Exception):
-    """Raised by a check that makes no sense for the object; the message is the reason."""
+    """Raised by a check that does not apply to the object; the message is the reason."""
 
 
 class NotVerified(Exception):
     """Raised by a check that applies but cannot be decided, or whose error is a warning; the message is the reason.
 
     Arguments:
-        reason: why, in words.
-        error: what was measured, if anything was.
+        reason: the message.
+        error: the measured error, if any.
     """
 
     def __init__(self, reason: str, error: float | None = None):
@@ -38,10 +38,10 @@ class CheckFailed(AssertionError):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a check found.
+    """The measurement of a check.
 
     Arguments:
-        error: how far off the object is; NaN fails.
+        error: the deviation; NaN fails.
         note: where the error was found, or how.
         tolerance: the largest error that passes, where it depends on the object.
     """
@@ -53,12 +53,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class CheckSpec:
-    """A statement that can be measured.
+    """A statement about an object, and the measurement of its error.
 
     Arguments:
-        name: what it is called in tables.
+        name: its name in tables.
         tolerance: the largest error that passes; 0 for statements that hold exactly.
-        statement: what is checked, in a line.
+        statement: what is checked, in one line.
         measure: `measure(subject) -> Measured`; raises `NotApplicable` or `NotVerified` with a reason.
     """
 
@@ -73,12 +73,12 @@ class Check:
     """The result of one check on one object.
 
     Arguments:
-        name: which check.
+        name: name of the check.
         status: `passed`, `failed`, `not applicable` or `not verified`.
-        error: what was measured; None where nothing was, inf where the object raised an error.
+        error: the measured error; None without a measurement, inf where the object raised an error.
         tolerance: the largest error that passes.
         note: where the error was found, or why there is none.
-        seconds: how long it took.
+        seconds: duration.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Check:
                 self.note]
 
     def to_dict(self) -> dict:
-        """Plain types only; an error that is not finite becomes None, and the note says so.
+        """Plain types only; an error that is not finite becomes None, with a remark in the note.
 
         Example:
             >>> Check("round trip", FAILED, math.inf, 1e-10, "forward first").to_dict()["note"]
@@ -118,7 +118,7 @@ class Report:
     """The checks of one object.
 
     Arguments:
-        subject: what was checked, in words.
+        subject: description of the object.
         checks: their results.
 
     Example:
@@ -151,7 +151,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """How long all the checks took."""
+        """The duration of all checks."""
         return sum(check.seconds for check in self.checks)
 
     def __getitem__(self, name: str) -> Check:
@@ -165,7 +165,7 @@ class Report:
         raise CheckFailed(f"{self.headline()}\n{table(rows)}")
 
     def headline(self) -> str:
-        """The subject and how many checks have which status."""
+        """The subject and the number of checks of each status."""
         counts = {status: sum(check.status == status for check in self.checks)
                   for status in (FAILED, NOT_VERIFIED, PASSED, NOT_APPLICABLE)}
         shown = [f"{count} {status}" for status, count in counts.items() if count or status == PASSED]
@@ -195,10 +195,10 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ("check", "stat
 
 
 class CheckSet:
-    """An ordered set of checks; functions join it by a decorator.
+    """An ordered set of checks, to which functions are added by a decorator.
 
     Arguments:
-        parts: sets whose checks it begins with.
+        parts: sets whose checks come first.
 
     Example:
         >>> checks = CheckSet()
@@ -213,7 +213,7 @@ class CheckSet:
         self.specs: dict[str, CheckSpec] = {name: spec for part in parts for name, spec in part.specs.items()}
 
     def add(self, name: str, tolerance: float, statement: str) -> Callable:
-        """Decorator: the function measures the check of that name."""
+        """Decorator: add the function as the measurement of that check."""
 
         def join(measure: Callable[[Any], Measured]) -> Callable[[Any], Measured]:
             self.specs[name] = CheckSpec(name, tolerance, statement, measure)
@@ -222,11 +222,7 @@ class CheckSet:
         return join
 
     def choose(self, only: Iterable[str] | None = None, without: Iterable[str] = ()) -> list[CheckSpec]:
-        """The checks of these names, all of them by default, in the set's order.
-
-        Raises:
-            ValueError: for a check that does not exist.
-        """
+        """The checks of these names, all by default, in the order of the set; ValueError for an unknown name."""
         for name in (*(only or ()), *without):
             if name not in self.specs:
                 near = nearest(name, self.specs)
@@ -241,8 +237,8 @@ class CheckSet:
     ) -> Iterator[Check]:
         """The result of each check, one after the other; `watch` is called before each.
 
-        The subject's tensors are restored after every check: an object that spoils its inputs in one check would
-        otherwise hide from the next one what it does to them.
+        The subject's tensors are restored after every check, so that an object that modifies its inputs in one check
+        does not affect the next.
         """
         given = dict(tolerances or {})
         self.choose(given)
@@ -257,19 +253,17 @@ class CheckSet:
 
 
 def run_check(spec: CheckSpec, subject: Any, tolerance: float | None = None) -> Check:
-    """One check on one object; an object that raises an error fails.
+    """One check on one object, which fails if it raises an error.
 
     Raises:
-        MemoryError, RuntimeError: where memory ran out, which says something of the machine, nothing of the object.
-        Interrupted: when stopped from outside.
+        MemoryError, RuntimeError: where memory ran out, which is no failure of the object.
     """
     start = time.perf_counter()
     tolerance = spec.tolerance if tolerance is None else tolerance
     try:
         found = spec.measure(subject)
         tolerance = tolerance if found.tolerance is None else found.tolerance
-        # Not `error > tolerance`: NaN must fail.
-        status = PASSED if found.error <= tolerance else FAILED
+        status = PASSED if found.error <= tolerance else FAILED  # NaN fails
         error, note = found.error, found.note
     except NotApplicable as reason:
         status, error, note = NOT_APPLICABLE, None, str(reason)
@@ -317,7 +311,7 @@ class Findings:
     @property
     def passed(self) -> bool:
         """Whether every check that applies passed."""
-        return not self.failed and not self.unverified
+        return all(report.passed for report in self.reports)
 
     def text(self, verbose: bool = False) -> str:
         """The tables: wholes check by check, layers group by group, what failed in full."""
@@ -375,7 +369,7 @@ def _group_row(names: list[str], reports: list[Report]) -> list[str]:
 
 @contextmanager
 def counting(total: int, shown: bool, unit: str = "check") -> Iterator[Callable[[CheckSpec | str], None]]:
-    """A progress bar over checks, called before each of them; nothing is shown of what ends at once."""
+    """A progress bar over checks, to be called before each of them; shown after half a second."""
     with progress_bar(total=total, desc="verifying", unit=unit, disable=not shown, delay=0.5) as bar:
 
         def watch(check: CheckSpec | str) -> None:
@@ -391,10 +385,10 @@ class Options:
 
     Arguments:
         randomise: whether the parameters are moved at random (then the model is initialised on `initial`).
-        max_dims: largest event of which a Jacobian is made of every row, whatever it costs.
+        max_dims: largest event of which the Jacobian of every row is computed, whatever it costs.
         patience: seconds that one Jacobian of a larger event may take.
         compiler: backend of torch.compile, None for none.
-        seed: seed of everything drawn.
+        seed: seed of all random numbers.
         progress: whether a bar is shown.
     """
 

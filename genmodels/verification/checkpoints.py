@@ -1,4 +1,4 @@
-"""Checks of trained checkpoints, and which of them each family of models has."""
+"""Checks of trained checkpoints, and the checks of each family of models."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from genmodels.verification.check import (
 if TYPE_CHECKING:
     from genmodels.verification.maps import TrainedFlow
 
-#: Why a check that takes long was left out.
+#: Note of a check that was skipped.
 NO_TIME = "no time was left: checks=full lifts the limit"
-_SETTLED = 1e-3  # error of an integral from which on it decides nothing
+_SETTLED = 1e-3  # error of an integral above which it is inconclusive
 
 
 @dataclass(frozen=True)
 class ModelSubject:
-    """A trained model and what it is checked on.
+    """A trained model and the data of its checks.
 
     Arguments:
         model: the model.
@@ -56,8 +56,8 @@ class ModelSubject:
         seed: seed of all noise.
         options: options of its likelihood, those of the table.
         line: its likelihood in the first line of the table, or None.
-        until: `time.monotonic()` at which no further part of a long check begins.
-        points: further items, for the box that a density is summed over.
+        until: `time.monotonic()` after which no part of a long check is begun.
+        points: further items, which determine the box of the integral of a density.
     """
 
     model: GenerativeModel
@@ -81,13 +81,13 @@ class ModelSubject:
     @cached_property
     def flow(self) -> TrainedFlow:
         """The layers of a flow."""
-        from genmodels.verification.maps import TrainedFlow  # here, since other families need no flows
+        from genmodels.verification.maps import TrainedFlow  # other families need no flows
 
         return TrainedFlow(self.model, self.batch, self.weights, self.until)
 
     @property
     def patience(self) -> float:
-        """Seconds that are left."""
+        """The remaining seconds."""
         return self.until - time.monotonic()
 
 
@@ -117,7 +117,7 @@ def determinism(s: ModelSubject) -> Measured:
     return Measured(_largest(s.likelihood.nats - s.evaluate().nats), "two runs")
 
 
-@LIKELIHOOD_CHECKS.add("batch size 1 against 64", 1e-5, "an item alone has the likelihood that it has in a batch")
+@LIKELIHOOD_CHECKS.add("batch size 1 against 64", 1e-5, "an item alone has its likelihood in a batch")
 def one_by_one(s: ModelSubject) -> Measured:
     """Eight items, nats per dimension."""
     few = s.batch.rows(slice(0, 8))
@@ -136,7 +136,7 @@ def addressable(s: ModelSubject) -> Measured:
     batch = s.model.sample(4, **options)
     labels = isinstance(batch.cond, Tensor)
     alone = s.model.sample(1, start=3, **options, **({"cond": int(batch.cond[3])} if labels else {}))
-    whole = batch.x[3][..., : alone.x.shape[-1]]  # alone, nothing has to be as long as others are
+    whole = batch.x[3][..., : alone.x.shape[-1]]  # in a batch it is padded
     difference = float((whole.double() - alone.x[0].double()).abs().max())
     if s.model.spec.levels is not None:
         return Measured(difference, "levels", 1.0)
@@ -185,8 +185,7 @@ def strata(s: ModelSubject) -> Measured:
     """In standard errors of the estimate."""
     terms = s.model.num_steps - 1
     few = s.batch.rows(slice(0, 4))
-    rate = s.model.spec.dims  # a rough guard: large events are left to checks=full
-    if rate * terms * len(few) > 5e6 and s.patience < 300:
+    if s.model.spec.dims * terms * len(few) > 5e6 and s.patience < 300:
         raise NotVerified("all terms of 4 items would take long: checks=full")
     own = {key: value for key, value in s.options.items() if key not in ("draws", "replicates")}
     whole = s.model.log_likelihood(few, **own, draws=None).cpu()
@@ -250,7 +249,7 @@ def _largest(values: Tensor) -> float:
 
 def _has_likelihood(s: ModelSubject) -> bool:
     model = s.model
-    of_noise = getattr(getattr(model, "core", None), "kind", None) == "unnormalised"  # a flow of noisy data states none
+    of_noise = getattr(getattr(model, "core", None), "kind", None) == "unnormalised"  # a flow of noisy data has none
     ours = is_flow(model) or _has_bound(model) or is_energy(model) or model.spec.text is not None
     return not of_noise and (ours or (s.line is not None and s.line.kind != "unnormalised"))
 
@@ -260,12 +259,12 @@ def _has_bound(model: GenerativeModel) -> bool:
 
 
 def _has_density(s: ModelSubject) -> bool:
-    exact = s.line is not None and s.line.kind == "exact"  # a class of the user's own
+    exact = s.line is not None and s.line.kind == "exact"  # a user class
     in_the_plane = s.model.spec.event_shape == (2,) and s.model.spec.levels is None
     return in_the_plane and (is_flow(s.model) or is_energy(s.model) or exact)
 
 
-#: For which models a set of checks is made, in the order of the report; those of the layers of flows follow.
+#: Sets of checks and the models they apply to, in the order of the report; those of the layers of flows follow.
 OF_CHECKPOINTS: list[tuple[Callable[[ModelSubject], bool], CheckSet]] = [
     (_has_likelihood, LIKELIHOOD_CHECKS),
     (lambda s: s.model.generates, SAMPLE_CHECKS),
@@ -277,11 +276,11 @@ OF_CHECKPOINTS: list[tuple[Callable[[ModelSubject], bool], CheckSet]] = [
 ]
 
 
-_LONG = 3600.0  # no check is left out for want of time
-#: A bound of few strata, and log Z of few chains: it is checked whether they are right, not how precise they are.
+_LONG = 3600.0  # seconds: no check is skipped
+#: Few strata of a bound, and few chains for log Z: the checks need no precise values.
 _DRAWN = {"draws": 20, "replicates": 2}
 _PARTITION = {"chains": 16, "densities": 20}
-_POINTS = 128  # samples of the plane, to see where the density lies
+_POINTS = 128  # samples in the plane, which locate the density
 
 
 def _verify_flow(*given) -> Findings:
@@ -293,8 +292,8 @@ def _verify_flow(*given) -> Findings:
 def verify_diffusion(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """The checks of its noise schedule, denoiser and usual samplers, then those of the model as a whole."""
-    from genmodels.verification.densities import check_schedule  # here, since evaluation needs none of it
+    """The checks of its noise schedule, denoiser and default samplers, then those of the whole model."""
+    from genmodels.verification.densities import check_schedule  # evaluation needs none of it
     from genmodels.verification.diffusion import check_denoiser, check_sampler
 
     _begin(model, initial)
@@ -313,7 +312,7 @@ def verify_diffusion(
 def verify_energy_model(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """The checks of its energy, then those of the model as a whole."""
+    """The checks of its energy, then those of the whole model."""
     from genmodels.verification.densities import check_energy
 
     _begin(model, initial)
@@ -327,7 +326,7 @@ def verify_energy_model(
 def verify_score_model(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """The checks of a score-based model, or another without a density: those of its samples."""
+    """The checks of the samples of a score-based model, or another without a density."""
     _begin(model, initial)
     return _one_by_one(options, [("model", lambda: _of_model(model, batch, options, {}))])
 
@@ -335,7 +334,7 @@ def verify_score_model(
 def verify_masked_diffusion(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """The checks of a masked diffusion: those of its bound and of its samples."""
+    """The checks of the bound and the samples of a masked diffusion."""
     _begin(model, initial)
     drawn = {"draws": min(_DRAWN["draws"], model.num_steps - 1), "replicates": _DRAWN["replicates"]}
     return _one_by_one(options, [("model", lambda: _of_model(model, batch, options, drawn))])
@@ -370,7 +369,7 @@ class Family:
     """A kind of model that can be verified.
 
     Arguments:
-        name: what it is called in messages.
+        name: its name in messages.
         fits: whether a model is of this kind.
         verify: `verify(model, fresh, batch, initial, options)`, see `verify`.
     """
@@ -383,12 +382,12 @@ class Family:
 def verify(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """Every check there is for a model.
+    """Every check of a model.
 
     Arguments:
         model: the model; it may be changed.
         fresh: builds another one with the same options.
-        batch: a few items with unlike conditions.
+        batch: a few items with different conditions.
         initial: the batch on which training would initialise it; None for a trained model.
         options: how it is checked.
 

@@ -6,11 +6,11 @@ import copy
 import io
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from genmodels.flows.bijection import Bijection
 from genmodels.verification.check import CheckSet, Measured, NotApplicable
-from genmodels.verification.maps import relative, worst
+from genmodels.verification.maps import relative, weighted, worst
 from genmodels.verification.subject import Subject, perturb, rows_of, waits
 
 CHECKS = CheckSet()
@@ -18,13 +18,13 @@ CHECKS = CheckSet()
 _EXTREMES = (0.0, 1e-30, -1e-30, 1.0, -1.0, 50.0, -50.0)
 
 
-@CHECKS.add("shapes and dtypes", 0.0, "results have the shapes promised, log-determinants (B,); dtype and device stay")
+@CHECKS.add("shapes and dtypes", 0.0, "results have the declared shapes, log-determinants (B,); same dtype and device")
 @torch.no_grad()
 def shapes_and_dtypes(s: Subject) -> Measured:
-    """Both directions in float64 and float32 (our own layers in bfloat16 too), of the whole batch and of one row."""
+    """Both directions in float64 and float32 (a `Bijection` in bfloat16 too), for the whole batch and for one row."""
     wrong = []
     widths = [(torch.float64, torch.float64), (torch.float32, torch.float32)]
-    # Ours widen what comes in half precision; other modules need not.
+    # A Bijection widens half precision; other modules need not.
     widths += [(torch.bfloat16, torch.float32)] if isinstance(s.layer, Bijection) else []
     for dtype, expected in widths:
         layer = s.copy(torch.promote_types(dtype, torch.float32))
@@ -46,7 +46,7 @@ def shapes_and_dtypes(s: Subject) -> Measured:
 
 def _unlike(name: str, found, shape: tuple, dtype: torch.dtype, like: Tensor) -> list[str]:
     if not torch.is_tensor(found):
-        return [f"{name} is no tensor but {type(found).__name__}"]
+        return [f"{name} is a {type(found).__name__}, not a tensor"]
     parts = (("shape", tuple(found.shape), shape), ("dtype", found.dtype, dtype), ("device", found.device, like.device))
     return [f"{name} has {what} {given}, not {due}" for what, given, due in parts if given != due]
 
@@ -58,7 +58,7 @@ def _cast(cond: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 @CHECKS.add("bf16 autocast", 0.0, "under bfloat16 autocast the state and the log-determinant stay float32 and finite")
 @torch.no_grad()
 def autocast(s: Subject) -> Measured:
-    """A float32 copy under `torch.autocast(bfloat16)`: networks may be coarse, what they steer may not."""
+    """A float32 copy under `torch.autocast(bfloat16)`, which may affect networks but not the bijection itself."""
     layer, wrong = s.copy(torch.float32), []
     for name, inverse, value in s.directions():
         with torch.autocast(value.device.type, torch.bfloat16):
@@ -92,10 +92,10 @@ def nothing_modified(s: Subject) -> Measured:
 
 @CHECKS.add("extreme inputs", 0.0, "tiny and huge inputs, knots and ends give finite results and gradients")
 def extreme_inputs(s: Subject) -> Measured:
-    """0, 1e-30, 1, 50, their negatives and all knots, kept within the domain, in float32 and float64."""
+    """0, 1e-30, 1, 50, their negatives and all knots, clipped to the domain, in float32 and float64."""
     bad = []
     for dtype in (torch.float32, torch.float64):
-        # At the start of training knots are where one expects them; later only the ends are.
+        # The knots are those at the start of training; later only their ends are the same.
         for moved, layer in ((True, s.copy(dtype)), (False, copy.deepcopy(s.blank).eval().to(dtype))):
             for name, inverse, like in s.directions():
                 values = _extreme(s, like, inverse).to(dtype).requires_grad_()
@@ -114,7 +114,7 @@ def extreme_inputs(s: Subject) -> Measured:
 
 
 def _extreme(s: Subject, like: Tensor, inverse: bool) -> Tensor:
-    """Events full of one special value, and usual events with that value in every other place."""
+    """Events full of one special value, and random events with that value in every other position."""
     low, high = s.z_range if inverse else s.x_range
     points = dict.fromkeys(min(max(v, low), high) for v in (*_EXTREMES, *s.knots))
     full = [torch.full_like(like[:1], v) for v in points]
@@ -126,33 +126,30 @@ def _shown(event: Tensor) -> str:
     return ", ".join(f"{float(v):.3g}" for v in event.detach().flatten()[:3]) + (", ..." if event.numel() > 3 else "")
 
 
-@CHECKS.add("dead parameters", 0.0, "every parameter that trains has an influence, and finite gradients")
+@CHECKS.add("dead parameters", 0.0, "every trainable parameter has an influence, and finite gradients")
 def dead_parameters(s: Subject) -> Measured:
     """The gradient of a random sum of all outputs: none may be missing, all zero or not finite."""
     layer = s.perturbed()
     trained = {name: p for name, p in layer.named_parameters() if p.requires_grad}
     if not trained:
         raise NotApplicable("nothing to train")
-    generator = s.generator("influence")
-    z, logdet = s.run(s.x, layer=layer)
-    total = sum((v * torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v)).sum() for v in (z, logdet))
+    total = weighted(s, *s.run(s.x, layer=layer), name="influence")
     if not total.requires_grad:
         return Measured(float(len(trained)), f"no parameter has any influence, {next(iter(trained))} first")
     gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
-    dead = [name for name, g in zip(trained, gradients, strict=True) if g is None or not bool(g.any())]
-    wild = [name for name, g in zip(trained, gradients, strict=True) if g is not None and not bool(g.isfinite().all())]
-    notes = ([f"without influence: {', '.join(dead[:3])}"] if dead else []) + (
-        [f"not finite: {', '.join(wild[:3])}"] if wild else [])
-    return Measured(float(len(dead) + len(wild)), "; ".join(notes))
+    pairs = list(zip(trained, gradients, strict=True))
+    bad = {"without influence": [name for name, g in pairs if g is None or not bool(g.any())],
+           "not finite": [name for name, g in pairs if g is not None and not bool(g.isfinite().all())]}
+    notes = [f"{what}: {', '.join(names[:3])}" for what, names in bad.items() if names]
+    return Measured(float(sum(map(len, bad.values()))), "; ".join(notes))
 
 
-@CHECKS.add("save and load", 0.0, "a layer into which another's state is loaded is that other, bit for bit")
+@CHECKS.add("save and load", 0.0, "a layer with the state of another equals it, bit for bit")
 @torch.no_grad()
 def save_and_load(s: Subject) -> Measured:
-    """Through a file, into a new layer and into one that has worked with other parameters and might remember them."""
+    """Through a file, into a new layer and into one that has run with other parameters and might cache them."""
     file = io.BytesIO()
     torch.save(s.layer.state_dict(), file)
-    # A new instance that has seen no data, and one that has worked with other parameters (and might remember them).
     new, used = ((copy.deepcopy(s.blank) if s.fresh is None else s.fresh()).double().to(s.x.device) for _ in range(2))
     perturb(used, s.generator("load"))
     for _, inverse, value in s.directions():
@@ -190,7 +187,7 @@ def single_precision(s: Subject) -> Measured:
 
 @CHECKS.add("compiled", 1e-5, "torch.compile without a graph break gives the same results and gradients, both ways")
 def compiled(s: Subject) -> Measured:
-    """With `fullgraph=True` on the backend chosen; results, log-determinants and gradients against the plain call."""
+    """With `fullgraph=True`; results, log-determinants and gradients against the call without compilation."""
     if s.compiler is None:
         raise NotApplicable("left out")
     if any(getattr(module, "memory", "store") == "inverse" for module in s.layer.modules()):
@@ -207,7 +204,7 @@ def compiled(s: Subject) -> Measured:
         for function in (call, torch.compile(call, fullgraph=True, backend=s.compiler)):
             x = value.float().requires_grad_()
             result, logdet = function(x.clone())
-            leaves = [x, *_trained(layer)]
+            leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
             gradients = torch.autograd.grad(result.square().mean() + logdet.mean(), leaves, allow_unused=True)
             results.append((result.detach(), logdet.detach(), [g for g in gradients if g is not None]))
         (z, logdet, before), (other_z, other_logdet, after) = results
@@ -219,16 +216,12 @@ def compiled(s: Subject) -> Measured:
     return worst(errors)
 
 
-def _trained(layer: nn.Module) -> list[nn.Parameter]:
-    return [p for p in layer.parameters() if p.requires_grad]
-
-
 @CHECKS.add("identity at start", 1e-12, "the layer as given is the identity")
 @torch.no_grad()
 def identity_at_start(s: Subject) -> Measured:
-    """z = x and a log-determinant of zero in both directions, where the subject says that it starts so."""
+    """z = x and a log-determinant of zero in both directions, if `starts_as_identity`."""
     if not s.starts_as_identity:
-        raise NotApplicable("not asked for")
+        raise NotApplicable("starts_as_identity is not set")
     layer = copy.deepcopy(s.blank).double().eval()
     errors = {}
     for name, inverse, value in s.directions():

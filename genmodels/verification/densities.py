@@ -1,10 +1,10 @@
-"""Checks of noise schedules and other paths, and of energies."""
+"""Checks of noise schedules and other paths, and of energies; errors that checks of networks share."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +14,53 @@ from genmodels.diffusion.path import Path
 from genmodels.diffusion.schedule import NoiseSchedule
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report
 
+
+def errors(found: Tensor, expected: Tensor) -> Tensor:
+    """|found - expected| / (1 + |expected|), elementwise."""
+    return (found - expected).abs() / (1 + expected.abs())
+
+
+def changes(module: nn.Module, state: dict[str, Tensor]) -> list[float]:
+    """The largest difference of each entry of a module's state dict from an earlier copy."""
+    now = module.state_dict()
+    return [float((now[name].double() - value.double()).abs().max()) for name, value in state.items() if value.numel()]
+
+
+def without_gradient(module: nn.Module, output: Callable[[], Tensor], ignored: str | None = None) -> Measured:
+    """The number of parameters on which a scalar output does not depend; those whose name begins so are ignored."""
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not named:
+        raise NotApplicable("no parameters")
+    with torch.enable_grad():
+        slopes = torch.autograd.grad(output(), list(named.values()), allow_unused=True)
+    dead = [name for name, slope in zip(named, slopes, strict=True)
+            if slope is None and not (ignored and name.startswith(ignored))]
+    return Measured(float(len(dead)), ", ".join(dead[:3]))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's first parameter or buffer."""
+    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
 SCHEDULE_CHECKS = CheckSet()
 
 
 @dataclass(frozen=True)
 class ScheduleSubject:
-    """A noise schedule that is checked, and times inside (0, 1): those of its steps where it has only these."""
+    """A noise schedule, and times inside (0, 1): its own steps if it has a number of steps."""
 
     schedule: nn.Module
     times: Tensor
+
+    @property
+    def steps(self) -> int | None:
+        """The number of its steps, None in continuous time."""
+        return getattr(self.schedule, "num_steps", None)
+
+    def worst(self, error: Tensor) -> Measured:
+        """The largest error and its time."""
+        return Measured(float(error.max()), f"at t = {float(self.times[int(error.argmax())]):.3f}")
 
     def log_snr(self, t: Tensor) -> Tensor:
         """Detached values."""
@@ -35,7 +73,7 @@ def check_schedule(schedule: nn.Module, *, points: int = 401) -> Report:
 
     Arguments:
         schedule: has `log_snr(t)` and what `NoiseSchedule` derives from it, or is another `Path`.
-        points: number of times looked at.
+        points: number of times.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule
@@ -53,19 +91,19 @@ def check_schedule(schedule: nn.Module, *, points: int = 401) -> Report:
 
 @SCHEDULE_CHECKS.add("shape and dtype", 1e-9, "log_snr is elementwise, float64 of the shape of t")
 def shape(s: ScheduleSubject) -> Measured:
-    """For times of no, one and two axes, and in float32; and every time alone against all together."""
+    """For times with zero, one and two axes, and in float32; and every time alone against all together."""
     for t in (s.times[:1].reshape(()), s.times[:6].reshape(2, 3), s.times.float()):
         found = s.log_snr(t)
         if found.shape != t.shape or found.dtype != torch.float64:
             return Measured(math.inf, f"{tuple(found.shape)} {found.dtype} for times {tuple(t.shape)} {t.dtype}")
     alone = torch.stack([s.log_snr(t) for t in s.times[::50]])
     together = s.log_snr(s.times)[::50]
-    return Measured(float(((alone - together).abs() / (1 + together.abs())).max()))
+    return Measured(float(errors(alone, together).max()))
 
 
 @SCHEDULE_CHECKS.add("decreasing", 0.0, "the log-SNR falls from data to noise")
 def decreasing(s: ScheduleSubject) -> Measured:
-    """The largest rise between neighbouring times, and where it is; a level that stays fails it too."""
+    """The largest rise between neighbouring times, and its time; a constant log-SNR fails too."""
     rises = s.log_snr(s.times).diff()
     worst = int(rises.argmax())
     bad = float(rises[worst]) >= 0 or not bool(torch.isfinite(rises).all())
@@ -76,52 +114,46 @@ def decreasing(s: ScheduleSubject) -> Measured:
 def preserving(s: ScheduleSubject) -> Measured:
     """Both identities at all times; the second, of logarithms, counts a thousandth."""
     if isinstance(s.schedule, Path) and not isinstance(s.schedule, NoiseSchedule):
-        raise NotApplicable("a path with a scale of its own")
+        raise NotApplicable("a path that does not preserve the variance")
     alpha, sigma = (part.detach() for part in s.schedule.alpha_sigma(s.times))
-    ratio = (2 * (alpha.log() - sigma.log()) - s.log_snr(s.times)).abs() / (1 + s.log_snr(s.times).abs())
+    ratio = errors(2 * (alpha.log() - sigma.log()), s.log_snr(s.times))
     return Measured(max(float((alpha.square() + sigma.square() - 1).abs().max()), 1e-3 * float(ratio.max())))
 
 
 @SCHEDULE_CHECKS.add("rate", 1e-6, "log_snr_rate is the derivative of log_snr")
 def rate(s: ScheduleSubject) -> Measured:
     """Against central differences of log_snr; for schedules of continuous time."""
-    if getattr(s.schedule, "num_steps", None) is not None:
+    if s.steps is not None:
         raise NotApplicable("defined at its steps only")
     step = 1e-6 * torch.minimum(s.times, 1 - s.times)
     expected = (s.log_snr(s.times + step) - s.log_snr(s.times - step)) / (2 * step)
-    found = s.schedule.log_snr_rate(s.times).detach()
-    error = (found - expected).abs() / (1 + expected.abs())
-    return Measured(float(error.max()), f"at t = {float(s.times[int(error.argmax())]):.3f}")
+    return s.worst(errors(s.schedule.log_snr_rate(s.times).detach(), expected))
 
 
 @SCHEDULE_CHECKS.add("rates of signal and noise", 1e-6, "rates are the derivatives of alpha and sigma")
 def rates(s: ScheduleSubject) -> Measured:
     """Against central differences of alpha_sigma; for paths of continuous time."""
-    if getattr(s.schedule, "num_steps", None) is not None or not hasattr(s.schedule, "rates"):
+    if s.steps is not None or not hasattr(s.schedule, "rates"):
         raise NotApplicable("defined at its steps only" if hasattr(s.schedule, "rates") else "has no rates")
     step = 1e-6 * torch.minimum(s.times, 1 - s.times)
     with torch.no_grad():
         after, before, found = (torch.stack(pair) for pair in (
             s.schedule.alpha_sigma(s.times + step), s.schedule.alpha_sigma(s.times - step), s.schedule.rates(s.times)))
-    expected = (after - before) / (2 * step)
-    error = ((found - expected).abs() / (1 + expected.abs())).amax(0)
-    return Measured(float(error.max()), f"at t = {float(s.times[int(error.argmax())]):.3f}")
+    return s.worst(errors(found, (after - before) / (2 * step)).amax(0))
 
 
 @SCHEDULE_CHECKS.add("time of a level", 1e-8, "time_of is the inverse of log_snr")
 def inverse(s: ScheduleSubject) -> Measured:
     """time_of(log_snr(t)) against t."""
-    back = s.schedule.time_of(s.log_snr(s.times)).detach()
-    error = (back - s.times).abs()
-    return Measured(float(error.max()), f"at t = {float(s.times[int(error.argmax())]):.3f}")
+    return s.worst((s.schedule.time_of(s.log_snr(s.times)).detach() - s.times).abs())
 
 
 @SCHEDULE_CHECKS.add("betas", 1e-10, "the betas are those of alpha_bar: alpha_bar_i = prod (1 - beta)")
 def betas(s: ScheduleSubject) -> Measured:
-    """For the steps of the schedule, or for 50: products of 1 - beta, and alpha_bars, against sigmoid(log SNR)."""
+    """At the steps of the schedule, or at 50: products of 1 - beta, and alpha_bars, against sigmoid(log SNR)."""
     if not hasattr(s.schedule, "betas"):
         raise NotApplicable("has no betas")
-    steps = getattr(s.schedule, "num_steps", None) or 50
+    steps = s.steps or 50
     product = (1 - s.schedule.betas(steps).detach()).cumprod(0)
     found = s.schedule.alpha_bars(steps).detach()
     expected = torch.sigmoid(s.log_snr(torch.arange(1, steps + 1).double() / steps))
@@ -130,12 +162,9 @@ def betas(s: ScheduleSubject) -> Measured:
 
 @SCHEDULE_CHECKS.add("end points", 1e-12, "end_points are the log-SNR at the first and the last time")
 def ends(s: ScheduleSubject) -> Measured:
-    """At the clean end and at t = 1; a table has nothing before its first step."""
-    first, last = s.schedule.end_points
-    limits = s.log_snr(torch.tensor([1.0 / (getattr(s.schedule, "num_steps", None) or math.inf), 1.0]).double())
-    pairs = [(first, float(limits[0])), (last, float(limits[1]))]
-    if getattr(s.schedule, "num_steps", None) is not None:
-        pairs = pairs[1:]  # before the first step there is nothing to compare with
+    """At the clean end and at t = 1; of a table at t = 1 alone, since it defines nothing before its first step."""
+    limits = s.log_snr(torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist()
+    pairs = list(zip(s.schedule.end_points, limits, strict=True))[0 if s.steps is None else 1 :]
     return Measured(max(0.0 if a == b else abs(a - b) for a, b in pairs))
 
 
@@ -145,7 +174,7 @@ _STEP = 1e-5
 
 @dataclass(frozen=True)
 class EnergySubject:
-    """An energy that is checked, in float64, and a few points and directions."""
+    """An energy in float64, and a few points and directions."""
 
     energy: nn.Module
     x: Tensor
@@ -158,7 +187,7 @@ class EnergySubject:
 
 
 def check_energy(energy: nn.Module, shape: Sequence[int], *, seed: int = 0, batch: int = 5) -> Report:
-    """The result of every check of an energy; it is copied and made float64.
+    """The result of every check of an energy, on a copy in float64.
 
     Arguments:
         energy: has `energy(x)` and `score(x)`.
@@ -170,8 +199,8 @@ def check_energy(energy: nn.Module, shape: Sequence[int], *, seed: int = 0, batc
         >>> check_energy(DoubleWell(), (2,)).passed
         True
     """
-    generator = torch.Generator().manual_seed(seed)
-    x, v = (torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    generator, device = torch.Generator().manual_seed(seed), device_of(energy)
+    x, v = (torch.randn(batch, *shape, generator=generator, dtype=torch.float64).to(device) for _ in range(2))
     subject = EnergySubject(copy.deepcopy(energy).double(), x, v)
     return Report(f"{type(energy).__name__}, an energy", tuple(ENERGY_CHECKS.run(subject)))
 
@@ -187,13 +216,13 @@ def energy_shape(s: EnergySubject) -> Measured:
 
 @ENERGY_CHECKS.add("score", 1e-6, "the score is minus the gradient of the energy")
 def score(s: EnergySubject) -> Measured:
-    """Differences in float64 know nothing of autograd, nor of a sign that was lost in it."""
+    """Along random directions, against central differences in float64."""
     found = s.energy.score(s.x).detach()
     if found.shape != s.x.shape:
         return Measured(math.inf, f"shape {tuple(found.shape)}")
     slope = (found * s.v).flatten(1).sum(1)
     expected = -(s.values(s.x + _STEP * s.v) - s.values(s.x - _STEP * s.v)) / (2 * _STEP)
-    return Measured(float(((slope - expected).abs() / (1 + expected.abs())).max()))
+    return Measured(float(errors(slope, expected).max()))
 
 
 @ENERGY_CHECKS.add("rows independent", 1e-9, "the energy of an example does not depend on the others")
@@ -201,24 +230,23 @@ def rows(s: EnergySubject) -> Measured:
     """The energy of every row alone against that of the batch."""
     together = s.values(s.x)
     alone = torch.cat([s.values(s.x[k : k + 1]) for k in range(len(s.x))])
-    return Measured(float(((alone - together).abs() / (1 + together.abs())).max()))
+    return Measured(float(errors(alone, together).max()))
 
 
 @ENERGY_CHECKS.add("nothing modified", 0.0,
-                 "energy and score leave x and the state as they were, and give the same again")
+                 "energy and score change neither x nor the state, and are the same again")
 def unmodified(s: EnergySubject) -> Measured:
     """Energy and score twice, and x and the state dict before and after."""
     x, state = s.x.clone(), copy.deepcopy(s.energy.state_dict())
     first = s.values(s.x), s.energy.score(s.x).detach()
     second = s.values(s.x), s.energy.score(s.x).detach()
     changed = [float((s.x - x).abs().max()), *(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))]
-    changed += [float((state[k] - v).abs().max()) for k, v in s.energy.state_dict().items() if v.is_floating_point()]
-    return Measured(max(changed))
+    return Measured(max(changed + changes(s.energy, state)))
 
 
 @ENERGY_CHECKS.add("falls off", 0.0, "far away the energy rises, so that exp(-E) has an integral")
 def falls_off(s: EnergySubject) -> Measured:
-    """Along a few rays: faster than the volume grows, D log r, between r = 30 and r = 300."""
+    """Along a few rays it rises by more than D log r, as the volume does, between r = 30 and r = 300."""
     rays = torch.cat([s.v, -s.v])
     rays = rays / rays.flatten(1).norm(dim=1).view(-1, *[1] * (rays.dim() - 1))
     rise = s.values(300 * rays) - s.values(30 * rays)
@@ -228,16 +256,8 @@ def falls_off(s: EnergySubject) -> Measured:
 
 @ENERGY_CHECKS.add("gradients", 0.0, "every parameter has a gradient of the score's size")
 def gradients(s: EnergySubject) -> Measured:
-    """The number of parameters that neither the square of the score nor the energy has a gradient for."""
-    parameters = [p for p in s.energy.parameters() if p.requires_grad]
-    if not parameters:
-        raise NotApplicable("no parameters")
-    with torch.enable_grad():
-        found = s.energy.score(s.x).square().sum() + s.energy.energy(s.x).sum()
-        slopes = torch.autograd.grad(found, parameters, allow_unused=True)
-    names = [name for name, p in s.energy.named_parameters() if p.requires_grad]
-    dead = [name for name, slope in zip(names, slopes, strict=True) if slope is None]
-    return Measured(float(len(dead)), ", ".join(dead[:3]))
+    """The number of parameters on which neither the square of the score nor the energy depends."""
+    return without_gradient(s.energy, lambda: s.energy.score(s.x).square().sum() + s.energy.energy(s.x).sum())
 
 
 @ENERGY_CHECKS.add("jet", 1e-6, "the jet is log p, its slope and its curvature along v")
@@ -250,4 +270,4 @@ def jet(s: EnergySubject) -> Measured:
     expected = here, (up - down) / 2e-4, (up - 2 * here + down) / 1e-8
     loose = 1.0, 1.0, 1e-3  # a second difference has half as many digits
     pairs = zip((value, slope, bend), expected, loose, strict=True)
-    return Measured(max(k * float(((a - b).abs() / (1 + b.abs())).max()) for a, b, k in pairs))
+    return Measured(max(k * float(errors(a, b).max()) for a, b, k in pairs))

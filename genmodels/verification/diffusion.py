@@ -1,8 +1,9 @@
-"""Checks of denoisers and of diffusion samplers, the latter on a Gaussian whose solution is known in closed form."""
+"""Checks of denoisers and of diffusion samplers, the latter on a Gaussian with its closed-form solution."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from genmodels.diffusion.parameterisation import Prediction
 from genmodels.diffusion.path import alpha_sigma, expand
 from genmodels.diffusion.sampling import Memory
 from genmodels.verification.check import CheckSet, Measured, NotApplicable, Report
+from genmodels.verification.densities import changes, device_of, errors, without_gradient
 from genmodels.verification.subject import perturb
 
 DENOISER_CHECKS = CheckSet()
@@ -32,7 +34,7 @@ _VIEWS = ("x0", "eps", "v", "score")
 
 @dataclass(frozen=True)
 class DenoiserSubject:
-    """A denoiser that is checked, in float64; noisy points x (B, *event), times t (B,), and conditions."""
+    """A denoiser in float64, with noisy points x (B, *event), times t (B,), and conditions."""
 
     denoiser: nn.Module
     x: Tensor
@@ -47,13 +49,12 @@ class DenoiserSubject:
     def alpha_sigma(self) -> tuple[Tensor, Tensor]:
         """alpha and sigma at t, shaped to multiply x."""
         with torch.no_grad():
-            found = alpha_sigma(self.denoiser.schedule.log_snr(self.t))
-        alpha, sigma = (expand(value, self.x) for value in found)
-        return alpha, sigma
+            alpha, sigma = alpha_sigma(self.denoiser.schedule.log_snr(self.t))
+        return expand(alpha, self.x), expand(sigma, self.x)
 
 
 def check_denoiser(denoiser: nn.Module, shape: Sequence[int], *, cond: Tensor | None = None, seed: int = 0) -> Report:
-    """The result of every check of a denoiser; it is copied, made float64, and its parameters are moved at random.
+    """The result of every check of a denoiser, on a copy in float64 whose parameters are moved at random.
 
     Arguments:
         denoiser: has a `schedule`, and is called as `denoiser(x, t, cond) -> Prediction`.
@@ -69,10 +70,10 @@ def check_denoiser(denoiser: nn.Module, shape: Sequence[int], *, cond: Tensor | 
     """
     generator = torch.Generator().manual_seed(seed)
     twin = copy.deepcopy(denoiser).double().eval()
-    perturb(twin, generator)  # what starts at zero hides what it does
-    rows = 5 if cond is None else len(cond)
-    x = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
-    t = torch.linspace(0.15, 0.85, rows, dtype=torch.float64)
+    perturb(twin, generator)  # parameters that start at zero hide errors
+    rows, device = 5 if cond is None else len(cond), device_of(denoiser)
+    x = torch.randn(rows, *shape, generator=generator, dtype=torch.float64).to(device)
+    t = torch.linspace(0.15, 0.85, rows, dtype=torch.float64, device=device)
     subject = DenoiserSubject(twin, x, t, cond)
     return Report(f"{type(denoiser).__name__}, a denoiser", tuple(DENOISER_CHECKS.run(subject)))
 
@@ -80,7 +81,7 @@ def check_denoiser(denoiser: nn.Module, shape: Sequence[int], *, cond: Tensor | 
 @DENOISER_CHECKS.add("shape and dtype", 0.0, "every view has the shape of x and its dtype")
 @torch.no_grad()
 def shape(s: DenoiserSubject) -> Measured:
-    """x0, eps, v, score and output; the first that is unlike x is named."""
+    """x0, eps, v, score and output; names the first that differs from x."""
     found = s.predict()
     for view in (*_VIEWS, "output"):
         value = getattr(found, view)
@@ -92,7 +93,7 @@ def shape(s: DenoiserSubject) -> Measured:
 def _identity(s: DenoiserSubject, sides: Callable[[Prediction, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Measured:
     with torch.no_grad():
         left, right = sides(s.predict(), *s.alpha_sigma())
-    error = ((left - right).abs() / (1 + right.abs())).flatten(1).amax(1)
+    error = errors(left, right).flatten(1).amax(1)
     return Measured(float(error.max()), f"at t = {float(s.t[int(error.argmax())]):.2f}")
 
 
@@ -127,9 +128,9 @@ def path_velocity(s: DenoiserSubject) -> Measured:
     return _identity(s, lambda p, alpha, sigma: (p.velocity, fall * p.x0 + rise * p.eps))
 
 
-@DENOISER_CHECKS.add("training target", 1e-9, "the target of a network that is right is what it returns")
+@DENOISER_CHECKS.add("training target", 1e-9, "the target of a perfect network is its output")
 def target(s: DenoiserSubject) -> Measured:
-    """What training would ask for, made of the predicted x0 and eps, against `output`."""
+    """The training target for the predicted x0 and eps, against `output`."""
     parameterisation = getattr(s.denoiser, "parameterisation", None)
     if parameterisation is None:
         raise NotApplicable("has no parameterisation")
@@ -144,10 +145,10 @@ def rows(s: DenoiserSubject) -> Measured:
     """x0 of every row alone against x0 of the batch."""
     together = s.predict().x0
     alone = torch.cat([s.predict(slice(k, k + 1)).x0 for k in range(len(s.x))])
-    return Measured(float(((alone - together).abs() / (1 + together.abs())).max()))
+    return Measured(float(errors(alone, together).max()))
 
 
-@DENOISER_CHECKS.add("nothing modified", 0.0, "x and the state stay as they were, and the same prediction comes again")
+@DENOISER_CHECKS.add("nothing modified", 0.0, "x and the state do not change, and a second prediction is the same")
 @torch.no_grad()
 def unmodified(s: DenoiserSubject) -> Measured:
     """Two predictions in a row, and x and the state dict before and after them."""
@@ -155,33 +156,21 @@ def unmodified(s: DenoiserSubject) -> Measured:
     state = copy.deepcopy(own.denoiser.state_dict())
     first, second = own.predict().x0.clone(), own.predict().x0
     changed = [float((own.x - s.x).abs().max()), float((first - second).abs().max())]
-    changed += [float((own.denoiser.state_dict()[k] - v).abs().max()) for k, v in state.items() if v.numel()]
-    return Measured(max(changed))
+    return Measured(max(changed + changes(own.denoiser, state)))
 
 
 @DENOISER_CHECKS.add("both ends", 0.0, "the estimate of x_0 is finite near the data and at t = 1")
 @torch.no_grad()
 def ends(s: DenoiserSubject) -> Measured:
     """The number of entries that are not finite at t = 0.001 and t = 1."""
-    bad = 0
-    for t in (1e-3, 1.0):
-        found = replace(s, t=torch.full_like(s.t, t)).predict().x0
-        bad += int((~torch.isfinite(found)).sum())
-    return Measured(float(bad))
+    found = torch.cat([replace(s, t=torch.full_like(s.t, t)).predict().x0 for t in (1e-3, 1.0)])
+    return Measured(float((~torch.isfinite(found)).sum()))
 
 
 @DENOISER_CHECKS.add("gradients", 0.0, "every parameter has a gradient of the output's square")
 def gradients(s: DenoiserSubject) -> Measured:
-    """The number of parameters without one; those of a learned schedule are trained by the bound alone."""
-    named = [(name, p) for name, p in s.denoiser.named_parameters() if p.requires_grad]
-    if not named:
-        raise NotApplicable("no parameters")
-    with torch.enable_grad():
-        slopes = torch.autograd.grad(s.predict().output.square().sum(), [p for _, p in named], allow_unused=True)
-    # A learned schedule has gradients of the bound only: the level is an input of the network, not its output.
-    dead = [name for (name, _), slope in zip(named, slopes, strict=True)
-            if slope is None and not name.startswith("schedule.")]
-    return Measured(float(len(dead)), ", ".join(dead[:3]))
+    """The number of parameters without one; those of a learned schedule are trained by the ELBO alone."""
+    return without_gradient(s.denoiser, lambda: s.predict().output.square().sum(), ignored="schedule.")
 
 
 SAMPLER_CHECKS = CheckSet()
@@ -189,13 +178,13 @@ SAMPLER_CHECKS = CheckSet()
 _MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)
 _VARIANCE = torch.tensor([0.3, 0.5, 0.1], dtype=torch.float64)
 _STEPS, _ROWS = 400, 4000
-#: Where trajectories of a Gaussian meet their closed form: before the clean end, which is a step of its own.
+#: Times between which trajectories of a Gaussian are compared with the closed form, before the step to the clean end.
 _ENDS = (0.9, 0.1)
 
 
 @dataclass(frozen=True)
 class SamplerSubject:
-    """A sampler that is checked, and the exact denoiser of a Gaussian in float64."""
+    """A sampler, and the exact denoiser of a Gaussian in float64."""
 
     step: Callable
     exact: GaussianDenoiser
@@ -211,7 +200,7 @@ def check_sampler(step: Callable) -> Report:
     """The result of every check of a sampler.
 
     Arguments:
-        step: `step(denoiser, x, t, s, memory, generator, cond, temperature) -> (x, memory)`, as `Sampler` says.
+        step: `step(denoiser, x, t, s, memory, generator, cond, temperature) -> (x, memory)`, a `Sampler`.
 
     Example:
         >>> from genmodels.diffusion import HeunSampler
@@ -224,7 +213,7 @@ def check_sampler(step: Callable) -> Report:
 
 
 def _one_step(s: SamplerSubject, dtype: torch.dtype = torch.float64) -> tuple[Callable[[int], tuple], Tensor, Memory]:
-    """A step from t = .6 to .4 as a function of the seed, its x, and the memory it is given."""
+    """A step from t = .5 to .4 as a function of the seed, its x, and its memory."""
     x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
     t, between, later = (torch.tensor(v, dtype=torch.float64) for v in (0.6, 0.5, 0.4))
     x, memory = s.step(s.exact, x, t, between, None, torch.Generator().manual_seed(1), None, 1.0)
@@ -240,7 +229,7 @@ def _one_step(s: SamplerSubject, dtype: torch.dtype = torch.float64) -> tuple[Ca
 @SAMPLER_CHECKS.add("pure step", 0.0, "a step with equal arguments gives equal results, and changes none of them")
 @torch.no_grad()
 def pure(s: SamplerSubject) -> Measured:
-    """The second step of a trajectory, so that there is a memory, taken twice with one seed."""
+    """The second step of a trajectory, which has a memory, taken twice with one seed."""
     again, x, memory = _one_step(s)
     kept = x.clone(), memory.x0.clone(), memory.log_snr.clone()
     torch.manual_seed(0)  # noise from the global generator would repeat itself otherwise
@@ -266,13 +255,13 @@ def dtype(s: SamplerSubject) -> Measured:
 
 @SAMPLER_CHECKS.add("clean end", 1e-9, "the step to s = 0 returns the estimate of x_0 without noise")
 def clean_end(s: SamplerSubject) -> Measured:
-    """The samples against the last estimate of x_0 that the callback was given."""
+    """The samples against the last estimate of x_0 passed to the callback."""
     kept: list[Tensor] = []
     found = s.draw(50, uniform_t(s.exact.schedule, 10), callback=lambda i, x, x0: kept.append(x0))
     return Measured(float((found - kept[-1]).abs().max()))
 
 
-@SAMPLER_CHECKS.add("point mass", 1e-9, "data that are one point are found, in one step and in five")
+@SAMPLER_CHECKS.add("point mass", 1e-9, "samples of a point mass are that point, in one step and in five")
 def point_mass(s: SamplerSubject) -> Measured:
     """The exact denoiser of a Gaussian without variance."""
     exact = GaussianDenoiser(CosineSchedule(), _MEAN, 0.0)
@@ -283,14 +272,13 @@ def point_mass(s: SamplerSubject) -> Measured:
 @SAMPLER_CHECKS.add("rows independent", 1e-9, "a sample alone is that of a batch, with noise keyed by sample")
 def sampler_rows(s: SamplerSubject) -> Measured:
     """Sample 4 of six against itself drawn alone, with keyed noise."""
-    times = uniform_t(s.exact.schedule, 8)
+    times, own = uniform_t(s.exact.schedule, 8), KeyedGenerator(0, torch.tensor([4]), "verify")
     together = s.draw(6, times)
-    alone = sample(s.exact, (1, 3), times, s.step, KeyedGenerator(0, torch.tensor([4]), "verify"),
-                   dtype=torch.float64).x  # fmt: skip
+    alone = sample(s.exact, (1, 3), times, s.step, own, dtype=torch.float64).x
     return Measured(float((together[4] - alone[0]).abs().max()))
 
 
-@SAMPLER_CHECKS.add("temperature", 1e-9, "at temperature 0 no noise is left")
+@SAMPLER_CHECKS.add("temperature", 1e-9, "at temperature 0 a step has no noise")
 @torch.no_grad()
 def temperature(s: SamplerSubject) -> Measured:
     """Two seeds give the same step."""
@@ -315,15 +303,14 @@ def _draws_noise(s: SamplerSubject) -> bool:
 @SAMPLER_CHECKS.add("trajectory", 0.3,
                   "without noise, samples of N(m, c^2) follow x_s - alpha_s m = sqrt(V_s / V_t) (x_t - alpha_t m)")
 def trajectory(s: SamplerSubject) -> Measured:
-    """The error is what is missing to an order of convergence of one; an exact one has no order."""
+    """The error is 1 minus the order of convergence; 0 for an exact sampler."""
     if _draws_noise(s):
         raise NotApplicable("draws noise: there is no deterministic trajectory")
     ends = s.exact.schedule.log_snr(torch.tensor(_ENDS, dtype=torch.float64))
     (alpha_t, alpha_s), (sigma_t, sigma_s) = alpha_sigma(ends)
     spread_t, spread_s = ((a**2 * _VARIANCE + d**2).sqrt() for a, d in ((alpha_t, sigma_t), (alpha_s, sigma_s)))
-    x = alpha_t * _MEAN + spread_t * torch.randn(
-        20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    noise = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = alpha_t * _MEAN + spread_t * noise
     expected = alpha_s * _MEAN + spread_s / spread_t * (x - alpha_t * _MEAN)
 
     def error(steps: int) -> float:
@@ -343,7 +330,7 @@ def trajectory(s: SamplerSubject) -> Measured:
 @SAMPLER_CHECKS.add("spread", 0.05,
                   f"mean and variance of {_ROWS:,} samples of N(m, c^2) in {_STEPS} steps, beyond chance")
 def spread(s: SamplerSubject) -> Measured:
-    """Relative errors of standard deviations, and of means in their units, less three standard errors."""
+    """Relative errors of standard deviations, and of means in units of these, less three standard errors."""
     x = s.draw(_ROWS, uniform_log_snr(s.exact.schedule, _STEPS))
     mean = ((x.mean(0) - _MEAN) / _VARIANCE.sqrt()).abs() - 3 / math.sqrt(_ROWS)
     spread_error = ((x.var(0) / _VARIANCE).sqrt() - 1).abs() - 3 / math.sqrt(2 * _ROWS)
@@ -355,15 +342,13 @@ def spread(s: SamplerSubject) -> Measured:
 
 
 def is_sampler(maker: Callable) -> bool:
-    """Whether this is a step or a class of steps: its first argument is called denoiser, and it has a memory.
+    """Whether this is a sampler or a class of samplers: the first argument is `denoiser`, and one is `memory`.
 
     Example:
         >>> from genmodels.diffusion import EulerSampler
         >>> is_sampler(EulerSampler), is_sampler(EulerSampler()), is_sampler(torch.nn.Linear)
         (True, True, False)
     """
-    import inspect
-
     try:
         names = list(inspect.signature(maker.__call__ if isinstance(maker, type) else maker).parameters)
     except (TypeError, ValueError):

@@ -39,7 +39,7 @@ FLOW_CHECKS = CheckSet()
 
 @dataclass(frozen=True)
 class FlowSubject:
-    """A flow in float64, a batch of what it takes, and another instance that has seen no data (or None)."""
+    """A flow in float64, a batch of its inputs, and another instance that is not initialised (or None)."""
 
     flow: Flow
     x: Tensor
@@ -56,7 +56,7 @@ class FlowSubject:
 @FLOW_CHECKS.add("log-density", 1e-12, "log p(x) = log base(z) + log-determinant")
 @torch.no_grad()
 def log_density(s: FlowSubject) -> Measured:
-    """Bijection and base called one by one, against `flow.log_prob`."""
+    """The sum of bijection and base, against `flow.log_prob`."""
     z, logdet = s.flow.bijection(s.x, s.cond if s.flow.bijection.uses_cond else None)
     base = s.flow.base.log_prob(z, s.cond if s.flow.base.uses_cond else None)
     return Measured(relative(s.flow.log_prob(s.x, s.cond), base + logdet))
@@ -65,7 +65,7 @@ def log_density(s: FlowSubject) -> Measured:
 @FLOW_CHECKS.add("latents", 1e-9, "from_latents(latents(x)) = x")
 @torch.no_grad()
 def latents(s: FlowSubject) -> Measured:
-    """All scales there and back again."""
+    """A round trip with all scales."""
     return Measured(relative(s.flow.from_latents(s.flow.latents(s.x, s.cond), s.cond), s.x))
 
 
@@ -73,7 +73,7 @@ def latents(s: FlowSubject) -> Measured:
                "sample k is the same alone and among others, and z(sample at temperature 0) is the mode")
 @torch.no_grad()
 def samples(s: FlowSubject) -> Measured:
-    """Sample 2 of four against itself drawn alone, and the latents of cold samples against the mode of the base."""
+    """Sample 2 of four against itself drawn alone; the latents at temperature 0 against the mode of the base."""
     together, alone = s.sample(torch.arange(4)), s.sample(torch.tensor([2]))
     errors = {"sample 2 alone": relative(alone[0], together[2])}
     cold = s.sample(torch.arange(2), temperature=0.0)
@@ -88,7 +88,7 @@ def samples(s: FlowSubject) -> Measured:
 @FLOW_CHECKS.add("waits for data", 0.0, "before initialisation densities, samples and latents raise NotInitialized")
 @torch.no_grad()
 def waits_for_data(s: FlowSubject) -> Measured:
-    """On an instance that has seen no data; what answers all the same is named."""
+    """On an instance that is not initialised; names the methods that do not raise."""
     if s.blank is None or next(iter(s.blank.bijection.uninitialized()), None) is None:
         raise NotApplicable("needs no data to start from")
     generator = KeyedGenerator(0, torch.arange(2).to(s.x.device))
@@ -104,23 +104,23 @@ def waits_for_data(s: FlowSubject) -> Measured:
         try:
             call()
         except NotInitialized:
-            continue  # as it should
+            continue
         silent.append(name)
     return Measured(float(len(silent)), ", ".join(silent))
 
 
-#: Checks of single layers that depend on the numbers in them, made of every layer of a trained flow.
+#: Checks that depend on the values of the parameters, run on every layer of a trained flow.
 NUMERIC = ("round trip", "log-det forward", "log-det inverse", "log-dets cancel", "float32")
-#: Rows of an event of which only the shape is known.
+#: Rows of random events.
 _ROWS = 3
-#: Rounding adds up over many layers (and whole flows are compiled layer by layer).
+#: Tolerances of whole flows, where rounding accumulates over many layers.
 DEEP = {"round trip": 1e-9, "log-dets cancel": 1e-8, "rows independent": 1e-9, "padding": 1e-9, "masked log-det": 1e-9,
         "float32": 1e-3}
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A bijection of a model, and what it was given when the model was at work."""
+    """A bijection of a model, and its inputs when the model computed its loss."""
 
     name: str
     bijection: Bijection
@@ -165,10 +165,10 @@ def verify_bijection(
     together = {**common, "cond": cond, "fresh": make, "compiler": options.compiler}
     plans = []
     if isinstance(layer, Compose | MultiScale):
-        # The parameters and inputs on which `check_bijection` is going to check the whole.
+        # The parameters and inputs on which `check_bijection` will check the whole.
         whole = prepare(layer, shape, x=None, z=None, cond=cond, batch=_ROWS, randomise=True, initial=None,
                         x_range=None, z_range=None, seed=options.seed)
-        # Not only one of those that are alike: nothing is known of what classes of a user's own keep where.
+        # Every layer, not one of each group: user classes may keep settings that `fingerprint` does not see.
         one_by_one = replace(options, randomise=False)
         plans = list(plans_of(Seen("", whole.layer, whole.x, whole.cond), layer, one_by_one))[1:]
         if plans:
@@ -180,7 +180,7 @@ def verify_bijection(
 
 
 def _carried_out(plans: Iterable[Plan], findings: Findings, watch: Callable[[CheckSpec], None]) -> Findings:
-    """The findings with the reports of the plans added; large compositions follow from their layers."""
+    """The findings and the reports of the plans; large compositions follow from their layers."""
     whole = len(findings.wholes) - 1
     of_whole: dict[int, list[Report]] = {whole: []}
     for plan in plans:
@@ -201,10 +201,10 @@ def _carried_out(plans: Iterable[Plan], findings: Findings, watch: Callable[[Che
 
 
 def by_layers(whole: Report, layers: Sequence[Report]) -> Report:
-    """The report on a composition that is too large for a Jacobian: the chain rule, where every layer was tested.
+    """The report on a composition that is too large for a Jacobian, by the chain rule if every layer was verified.
 
-    Its log-determinant is the sum over its layers, by the check of sums; that of its inverse is the same with the other
-    sign, by the checks of log-dets that cancel and of round trips. Where one of these is missing it stays not verified.
+    Its log-determinant is the sum over its layers, by "sum of layers"; that of the inverse is its negative, by
+    "log-dets cancel" and "round trip". Without one of these it stays not verified.
     """
     passed = {check.name for check in whole.checks if check.status == PASSED}
     tested = bool(layers) and all(report["log-det forward"].status == PASSED for report in layers)
@@ -219,7 +219,7 @@ def by_layers(whole: Report, layers: Sequence[Report]) -> Report:
 
 @dataclass(frozen=True)
 class Plan:
-    """One call of `check_bijection`: the layer, its input, the rest; and the names of the layers it stands for."""
+    """One call of `check_bijection`: the layer, its input, the options; and the names of the layers it represents."""
 
     layer: Bijection
     x: Tensor
@@ -228,9 +228,9 @@ class Plan:
 
 
 def plans_of(part: Seen, core: nn.Module, options: Options) -> Iterator[Plan]:
-    """What is to be checked of a bijection: the whole, then one of each group of layers that are alike.
+    """The calls for a bijection: the whole, then one of each group of layers that are alike.
 
-    Of a trained one the others too, for they differ in their numbers.
+    For a trained one the others too, since their parameters differ.
     """
     whole = copy.deepcopy(part.bijection).double()
     cond = part.cond.double() if part.cond is not None and part.cond.is_floating_point() else part.cond
@@ -260,7 +260,7 @@ def plans_of(part: Seen, core: nn.Module, options: Options) -> Iterator[Plan]:
 
 
 def near(z: Tensor, bijection: Bijection, seed: int) -> Tensor:
-    """Latents close to those of data, yet not among them: far away the logit's inverse has no digits left."""
+    """Latents close to but not equal to those of data: far away the inverse of the logit loses all digits."""
     if ranges(bijection)[1] != EVERYWHERE:
         return z
     noise = torch.randn(z.shape, generator=torch.Generator().manual_seed(seed), dtype=z.dtype).to(z.device)
@@ -280,7 +280,7 @@ def _of_flow(model: GenerativeModel, new: GenerativeModel, seen: list[Seen], bat
 
 @torch.no_grad()
 def at_work(model: GenerativeModel, batch: Batch, seed: int) -> Iterator[Seen]:
-    """Every outermost bijection of a model with the input it gets from the model's own preprocessing."""
+    """Every outermost bijection of a model with its input after the model's preprocessing."""
     caught: dict[str, Seen] = {}
     inner = {id(part) for module in model.core.modules() if isinstance(module, Bijection)
              for part in module.modules() if part is not module}
@@ -302,7 +302,7 @@ def at_work(model: GenerativeModel, batch: Batch, seed: int) -> Iterator[Seen]:
 
 
 def fingerprint(layer: nn.Module) -> tuple:
-    """What makes two layers alike: classes, plain settings and shapes of parameters, all the way down.
+    """Equal for layers that are alike: classes, plain settings and shapes of parameters, recursively.
 
     Example:
         >>> from genmodels.flows.linear import Flip

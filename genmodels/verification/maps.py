@@ -23,7 +23,7 @@ CHECKS = CheckSet()
 
 
 def relative(found: Tensor, true: Tensor) -> float:
-    """max |found - true| / (1 + max |true|); NaN and infinity are infinitely far from everything.
+    """max |found - true| / (1 + max |true|); infinite for other shapes and for values that are not finite.
 
     Example:
         >>> relative(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])), relative(torch.tensor([1.0]), torch.empty(0))
@@ -37,14 +37,14 @@ def relative(found: Tensor, true: Tensor) -> float:
 
 
 def worst(parts: dict[str, float]) -> Measured:
-    """The largest of several errors, and which it was."""
+    """The largest of several errors, and its name."""
     name = max(parts, key=lambda key: math.inf if math.isnan(parts[key]) else parts[key])
     return Measured(parts[name], name if parts[name] > 0 else "")
 
 
-def weighted(s: Subject, result: Tensor, logdet: Tensor) -> Tensor:
-    """A scalar on which every output has an influence of its own."""
-    generator = s.generator("weights")
+def weighted(s: Subject, result: Tensor, logdet: Tensor, name: str = "weights") -> Tensor:
+    """A scalar that depends on every output with a different weight."""
+    generator = s.generator(name)
     weights = (torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in (result, logdet))
     return sum((v * w).sum() for v, w in zip((result, logdet), weights, strict=True))
 
@@ -52,7 +52,7 @@ def weighted(s: Subject, result: Tensor, logdet: Tensor) -> Tensor:
 @CHECKS.add("round trip", 1e-10, "inverse(forward(x)) = x and forward(inverse(z)) = z")
 @torch.no_grad()
 def round_trip(s: Subject) -> Measured:
-    """There and back from both sides, relative to the largest value."""
+    """A round trip from both sides, relative to the largest value."""
     errors = {}
     for name, inverse, value in s.directions():
         there, _ = s.run(value, inverse)
@@ -60,7 +60,7 @@ def round_trip(s: Subject) -> Measured:
     return worst(errors)
 
 
-@CHECKS.add("rows independent", 1e-12, "a row alone gives what it gives in a batch")
+@CHECKS.add("rows independent", 1e-12, "a row alone gives its result in a batch")
 @torch.no_grad()
 def rows_independent(s: Subject) -> Measured:
     """Results and log-determinants of every row by itself against those of the batch."""
@@ -74,7 +74,7 @@ def rows_independent(s: Subject) -> Measured:
     return worst(errors)
 
 
-@CHECKS.add("condition", 0.0, "both directions depend on the condition, row by row, and pass it gradients")
+@CHECKS.add("condition", 0.0, "both directions depend on the condition, row by row, with gradients")
 def condition(s: Subject) -> Measured:
     """Conditions are rolled by one row: rows whose condition changed must move, the others must not."""
     if s.cond is None:
@@ -82,14 +82,14 @@ def condition(s: Subject) -> Measured:
     other = s.cond.roll(1, 0)
     changed = (other != s.cond).flatten(1).any(1) if s.cond.dim() > 1 else other != s.cond
     if not bool(changed.any()):
-        raise NotApplicable("every row has the same condition: give unlike ones")
+        raise NotApplicable("every row has the same condition: give different ones")
     blind = []
     for name, inverse, value in s.directions():
         with torch.no_grad():
             before, after = s.run(value, inverse), s.run(value, inverse, cond=other)
         moved = sum((a - b).abs().reshape(len(value), -1).amax(1) for a, b in zip(before, after, strict=True))
-        # One row is enough: others may lie where a spline is the identity.
-        blind += [] if bool(moved[changed].any()) else [f"{name} does not see it"]
+        # One row suffices: others may lie where a spline is the identity.
+        blind += [] if bool(moved[changed].any()) else [f"{name} ignores it"]
         blind += [f"{name} mixes rows"] if bool((moved[~changed] > 1e-9).any()) else []
         if s.cond.is_floating_point():
             cond = s.cond.clone().requires_grad_()
@@ -111,7 +111,7 @@ def sum_of_layers(s: Subject) -> Measured:
                   "z": relative(z, steps[-1].z)})
 
 
-@CHECKS.add("kept part", 0.0, "a coupling leaves what it keeps as it is, bit for bit")
+@CHECKS.add("kept part", 0.0, "a coupling leaves its kept part unchanged, bit for bit")
 @torch.no_grad()
 def kept_part(s: Subject) -> Measured:
     """The number of kept values that changed, in either direction."""
@@ -128,9 +128,9 @@ MASK_CHECKS = CheckSet()
 
 
 @MASK_CHECKS.add("masked content", 1e-12,
-               "what stands outside the mask changes nothing, gets no gradient, leaves as zeros")
+               "values outside the mask change nothing, get no gradient and become zeros")
 def masked_content(s: Subject) -> Measured:
-    """Other numbers and NaN in the padding, both ways; and the gradient that reaches it."""
+    """Other numbers and NaN in the padding, both ways, and the gradient with respect to it."""
     mask = s.mask()
     errors: dict[str, float] = {}
     for name, inverse, own in (("forward", False, mask), ("inverse", True, s.out_mask(mask))):
@@ -141,7 +141,7 @@ def masked_content(s: Subject) -> Measured:
             for content, fill in (("other numbers", _noise(s, value)), ("NaN", torch.full_like(value, math.nan))):
                 changed, changed_logdet = s.run(torch.where(own, value, fill), inverse, mask=own)
                 errors[f"{name}, {content}"] = max(relative(changed, result), relative(changed_logdet, logdet))
-            errors[f"{name} leaves something there"] = float(result.masked_fill(after, 0).abs().max())
+            errors[f"{name} is not zero there"] = float(result.masked_fill(after, 0).abs().max())
         x = value.clone().requires_grad_()
         result, logdet = s.run(x, inverse, mask=own)
         gradient = torch.autograd.grad((result.square().sum() + logdet.sum()), x)[0]
@@ -153,7 +153,7 @@ def _noise(s: Subject, like: Tensor) -> Tensor:
     return 100 * torch.randn(like.shape, generator=s.generator("padding"), dtype=torch.float64).to(like.device)
 
 
-@MASK_CHECKS.add("padding", 1e-12, "a padded sequence gives what the sequence alone gives")
+@MASK_CHECKS.add("padding", 1e-12, "a padded sequence gives the result of the sequence alone")
 @torch.no_grad()
 def padding(s: Subject) -> Measured:
     """The valid values of every padded row against the same row cropped to its length, both ways."""
@@ -164,7 +164,7 @@ def padding(s: Subject) -> Measured:
 @MASK_CHECKS.add("masked log-det", 1e-10, "the log-determinant under a mask = that of the cropped sequence")
 @torch.no_grad()
 def masked_log_det(s: Subject) -> Measured:
-    """As for padding, of the log-determinants."""
+    """As for padding, with the log-determinants."""
     return worst({f"{where}, length {length}": relative(padded, alone)
                   for where, length, (_, padded), (_, alone) in _pairs(s)})
 
@@ -176,7 +176,8 @@ def _pairs(s: Subject):
     for name, inverse, value, own, after in (("forward", False, s.x, mask, out), ("inverse", True, s.z, out, mask)):
         result, logdet = s.run(value, inverse, mask=own)
         for row, length in enumerate(lengths):
-            cond = _cropped_cond(s, row, length)
+            # The condition of a row; a map loses the same positions.
+            cond = None if s.cond is None else crop(s.cond[row : row + 1], [s.shape[-1]], [length])
             if inverse and value.dim() == 2:  # flattened scales: only those of the cropped sequence
                 alone = value[row : row + 1][own[row : row + 1]][None]
             else:
@@ -186,12 +187,7 @@ def _pairs(s: Subject):
             yield name, length, (valid, logdet[row]), (cropped.flatten(), cropped_logdet[0])
 
 
-def _cropped_cond(s: Subject, row: int, length: int) -> Tensor | None:
-    """The condition of a row; a map loses the same positions."""
-    return None if s.cond is None else crop(s.cond[row : row + 1], [s.shape[-1]], [length])
-
-
-@MASK_CHECKS.add("masked start", 1e-6, "initialised on padded sequences = initialised on the same sequences cropped")
+@MASK_CHECKS.add("masked start", 1e-6, "initialisation on padded sequences = on the same sequences cropped")
 def masked_start(s: Subject) -> Measured:
     """Two instances initialised on 16 rows, one padded and one cropped; their state dicts are compared."""
     if not waits(s.blank):
@@ -212,7 +208,7 @@ def masked_start(s: Subject) -> Measured:
 
 MASS_CHECKS = CheckSet()
 
-_SAMPLES = 8192  # samples that place the cells of the integral
+_SAMPLES = 8192  # samples that locate the cells of the integral
 _SETTLED = 2e-4
 _POINTS = 4_000_000
 
@@ -220,7 +216,7 @@ _POINTS = 4_000_000
 @MASS_CHECKS.add("integrates to one", 1e-3, "the density of a normal latent, integrated over the plane, is one")
 @torch.no_grad()
 def integrates_to_one(s: Subject) -> Measured:
-    """On the plane mapped to a square, by cells refined until the sum settles at 2e-4."""
+    """On the plane mapped to a square, by cells refined until the sum changes by less than 2e-4."""
     if s.shape != (2,):
         raise NotApplicable("for events in the plane")
     if not all(math.isinf(end) for end in (*s.x_range, *s.z_range)):
@@ -241,9 +237,9 @@ def integrates_to_one(s: Subject) -> Measured:
     return Measured(abs(mass - 1), f"mass {mass:.6f}, {seen} points")
 
 
-#: Relative difference between float32 and float64 after a layer: from where on a warning, and a failure.
+#: Relative difference between float32 and float64 after a layer: limits of a warning and of a failure.
 WARN, FAIL = 1e-3, 1e-1
-_LARGEST = 1024  # dimensions up to which the Jacobian of a whole flow is made
+_LARGEST = 1024  # dimensions up to which the Jacobian of a whole flow is computed
 _JACOBIAN = 1e-7  # nats per dimension
 _NO_TIME = "no time was left: checks=full lifts the limit"
 
@@ -252,13 +248,13 @@ LAYER_CHECKS = CheckSet()
 
 @dataclass(frozen=True)
 class TrainedFlow:
-    """A trained flow and what it is checked on.
+    """A trained flow and the data of its checks.
 
     Arguments:
         model: a model with `core.flow`.
         batch: up to 64 items on its device.
         weights: which of its weights.
-        until: `time.monotonic()` at which no further Jacobian begins.
+        until: `time.monotonic()` after which no Jacobian is begun.
     """
 
     model: GenerativeModel
@@ -268,7 +264,7 @@ class TrainedFlow:
 
     @cached_property
     def core(self) -> nn.Module:
-        """The model's core with the weights asked for."""
+        """The model's core with these weights."""
         return self.model.weights(self.weights)
 
     @cached_property
@@ -277,8 +273,8 @@ class TrainedFlow:
         """Every layer in order, as plain values.
 
         Log-determinant per dimension (mean over the items, in float64); the largest difference between float32 and
-        float64 after the layer, relative to the largest value, from the same input of the flow; and what the monitor
-        measures.
+        float64 after the layer for the same input of the flow, relative to the largest value; and the values of the
+        invertibility monitor.
         """
         x, cond, bijection = self.core.middle(self.batch.x), self.model._cond(self.batch), self.core.flow.bijection
         twin = copy.deepcopy(bijection).double()
@@ -296,7 +292,7 @@ class TrainedFlow:
         return rows
 
     def largest(self, key: str, default: float) -> tuple[float, str]:
-        """The largest value of the layers and the layer that has it; NaN counts as the largest."""
+        """The largest value of the layers, and its layer; NaN counts as the largest."""
         rows = [row for row in self.layers if row[key] is not None]
         if not rows:
             return default, ""
@@ -324,7 +320,7 @@ def drift_of(layers: list[dict]) -> dict:
 
 @LAYER_CHECKS.add("round trip in float32", 1e-3, "inverse(forward(x)) = x in float32")
 def single_round_trip(s: TrainedFlow) -> Measured:
-    """Of quantised data every level is recovered; of others, relative to the largest value."""
+    """Every level of quantised data is recovered; for other data, relative to the largest value."""
     x = s.core.middle(s.batch.x)
     back = _there_and_back(s, s.core.flow.bijection, x)
     if s.model.spec.levels is not None:
@@ -360,13 +356,13 @@ def drift(s: TrainedFlow) -> Measured:
 
 @LAYER_CHECKS.add("largest log-scale", math.log(1e3), "no layer scales by more than a thousand")
 def log_scale(s: TrainedFlow) -> Measured:
-    """Above it is a warning: not verified."""
+    """A larger one is a warning: not verified."""
     return _or_warning(*s.largest("log_scale", 0.0), limit=math.log(1e3))
 
 
 @LAYER_CHECKS.add("largest condition number", 1e4, "no matrix of a layer is nearly singular")
 def condition_number(s: TrainedFlow) -> Measured:
-    """Above it is a warning: not verified."""
+    """A larger one is a warning: not verified."""
     return _or_warning(*s.largest("condition", 1.0), limit=1e4)
 
 
@@ -388,7 +384,7 @@ def each_log_det(s: TrainedFlow) -> Measured:
             late = f"only {done} of {len(steps)} layers in the time there was (checks=full)"
             break
         if step.layer.constant_logdet and not any(True for _ in step.layer.parameters()):
-            continue  # a permutation or a squeeze: nothing to be wrong about but zero, which the whole shows
+            continue  # a permutation or a squeeze, whose log-determinant of zero is checked with the whole
         errors[f"{step.name} ({type(step.layer).__name__})"] = _against_jacobian(step, slice(0, 1))
     else:
         late = ""

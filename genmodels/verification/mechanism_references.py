@@ -1,7 +1,7 @@
 """Reference implementations of the other attention mechanisms as plain loops over examples, heads and positions.
 
-Nothing is shared with the modules but their parameters. Invalid positions are never touched: an example is looped over
-as the list of its valid indices, and an output at an invalid query is 0.
+Only the parameters are shared with the modules. Loops run over the valid positions of each example; outputs at invalid
+queries are 0.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from genmodels.nn.attention import (
     Score,
     ScoredAttention,
 )
+from genmodels.verification.attention_reference import valid_key
 
 Pairs = Callable[[int, int, int, int], bool]
 
@@ -66,7 +67,7 @@ def _filtered(score: Location, previous: Tensor, cumulative: Tensor, j: int) -> 
 
 
 def scored(module: ScoredAttention, x: Tensor, source: Tensor, b: int, queries: list[int], may: Pairs) -> dict:
-    """Outputs by valid query; of a `HardAttention` the values, since its derivatives are those of another function."""
+    """Outputs by valid query; those of a `HardAttention` have not the gradients of the module, which are surrogates."""
     equation, heads, Lk = SCORES[type(module.score)], module.heads, source.shape[1]
     looked = {h: (torch.zeros(Lk, dtype=x.dtype), torch.zeros(Lk, dtype=x.dtype)) for h in range(heads)}
     outputs = {}
@@ -96,7 +97,7 @@ def scored(module: ScoredAttention, x: Tensor, source: Tensor, b: int, queries: 
 def local_dense(
     module: LocalDenseSynthesizer, x: Tensor, source: Tensor, b: int, queries: list[int], may: Pairs
 ) -> dict:
-    """Outputs by valid query: each looks at the c places around it, with weights made from itself alone.
+    """Outputs by valid query: each attends to the c positions around it, with weights from its own input alone.
 
         h_t = relu(W_1 x_t),   a_t = softmax(W_2 h_t),   y_t = sum_j a_tj v_{t + j - c//2}
     """
@@ -116,7 +117,7 @@ def local_dense(
 
 
 def local_monotonic(module: LocalMonotonic, x: Tensor, source: Tensor, b: int, queries: list[int], may: Pairs) -> dict:
-    """Outputs by query, one after the other: a position that moves on, and a bell of width sigma around it.
+    """Outputs by query, in order: a position that moves forward, and a Gaussian window of width sigma around it.
 
         p_t = min(p_{t-1} + step_t, last)
         y_t = sum_s height_t exp(-(s - p_t)^2 / 2 sigma^2) e_ts v_s,   |s - p_t| <= 2 sigma
@@ -145,7 +146,7 @@ def local_monotonic(module: LocalMonotonic, x: Tensor, source: Tensor, b: int, q
 
 
 def nystrom(module: Nystrom, x: Tensor, source: Tensor, b: int, queries: list[int], may: Pairs) -> dict:
-    """Only valid positions go in, and landmarks are means of slices: no masks at all."""
+    """Outputs by valid query, from the valid positions alone; landmarks are means of slices."""
     keys = [j for j in range(source.shape[1]) if may(b, 0, 0, j)]
     if not keys or not queries:
         return {i: module.project_out(torch.zeros(module.dim, dtype=x.dtype)) for i in queries}
@@ -177,15 +178,15 @@ def _slices(rows: Tensor, count: int) -> Tensor:
 
 
 def lsh(module: LSH, x: Tensor, source: Tensor, b: int, queries: list[int], may: Pairs) -> dict:
-    """Outputs by valid query: keys are those that fell into its bucket, in its own chunk or the one before.
+    """Outputs by valid query: its keys are those in the same bucket, in its own chunk or the one before.
 
-    A key that several rounds find counts as often; a query that finds none keeps its own value.
+    A key found in several rounds counts as often; a query without keys keeps its own value.
     """
     outputs = {i: [] for i in queries}
     for h in range(module.heads):
         qk = {i: module.project_qk(x[b, i])[_part(module, h)] for i in queries}
         v = {i: module.project_v(x[b, i])[_part(module, h)] for i in queries}
-        found = {i: [] for i in queries}  # a key found by several rounds stands there several times
+        found = {i: [] for i in queries}
         for r in range(module.rounds):
             bucket = {i: _bucket(module, qk[i].detach(), module.directions[h, r]) for i in queries}
             line = sorted(queries, key=lambda i: (bucket[i], i))
@@ -212,7 +213,7 @@ def _bucket(module: LSH, x: Tensor, directions: Tensor) -> int:
     return both.index(max(both))
 
 
-#: The loop of each mechanism; a mechanism of one's own is checked by adding its loop.
+#: The loop of each mechanism; add one to check another mechanism.
 MECHANISM_REFERENCES: dict[type[nn.Module], Callable] = {
     ScoredAttention: scored,
     HardAttention: scored,
@@ -224,13 +225,10 @@ MECHANISM_REFERENCES: dict[type[nn.Module], Callable] = {
 
 
 def reference_mechanism(
-    module: nn.Module,
-    x: Tensor,
-    memory: Tensor | None = None,
-    mask: Tensor | None = None,
+    module: nn.Module, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None,
     memory_mask: Tensor | None = None,
 ) -> Tensor:
-    """What `module(x, ...)` has to give in evaluation, `(B, Lq, D)`; differentiable.
+    """The value of `module(x, ...)` in evaluation, `(B, Lq, D)`; differentiable.
 
     Example:
         >>> module, x = ScoredAttention(4, 2), torch.randn(1, 3, 4)
@@ -241,12 +239,7 @@ def reference_mechanism(
     source, key_mask = (x, mask) if memory is None else (memory, memory_mask)
 
     def may(b: int, h: int, i: int, j: int) -> bool:
-        if key_mask is None:
-            return True
-        if key_mask.dim() == 3:
-            return bool(key_mask[b % len(key_mask), 0, j])
-        full = key_mask if key_mask.dim() == 4 else key_mask[None, None]
-        return bool(full[tuple(at % n for at, n in zip((b, h, i, j), full.shape, strict=True))])
+        return valid_key(key_mask, b, h, i, j)
 
     examples = []
     for b in range(len(x)):

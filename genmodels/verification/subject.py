@@ -1,4 +1,4 @@
-"""A bijection prepared for its checks: a copy in float64, its inputs, and ways to run it without side effects."""
+"""A bijection prepared for its checks: a copy in float64, its inputs, and methods to run it without side effects."""
 
 from __future__ import annotations
 
@@ -26,22 +26,13 @@ _INITIAL_ROWS = 64
 
 @dataclass
 class Subject:
-    """A bijection that is checked.
+    """A bijection and the inputs of its checks; the other fields are those of `check_bijection`.
 
     Arguments:
         layer: the copy that is run: float64, evaluation mode, initialised, its parameters possibly perturbed.
-        blank: a copy as it was given, to load into.
-        x, z: (B, *event) float64 inputs of the two directions; they need not belong together.
-        cond: the condition of the B rows, None for a layer that takes none.
-        x_range, z_range: where the two directions are defined.
-        masks: whether the checks of masks apply.
-        knots: values at which the layer might stumble.
-        max_dims: largest event of which a Jacobian is made of every row, whatever it costs.
-        patience: seconds that one Jacobian of a larger event may take.
-        starts_as_identity: whether the layer is the identity as it was given.
-        compiler: backend of torch.compile, None to leave compilation out.
-        fresh: makes another instance with the same options.
-        seed: seed of everything drawn here.
+        blank: a copy as given, to load into.
+        x, z: (B, *event) float64 inputs of the two directions, which need not correspond.
+        cond: the condition of the B rows, None for a layer without.
     """
 
     layer: nn.Module
@@ -61,23 +52,18 @@ class Subject:
     seed: int = 0
     _small: tuple[Tensor, Tensor, Tensor | None] | None = field(default=None, init=False)
 
-    # ---- running the layer --------------------------------------------------------------------------------------
-
     def raw(
         self, value: Tensor, inverse: bool = False, *, cond: Tensor | None = None, mask: Tensor | None = None,
         layer: nn.Module | None = None,
     ) -> tuple[Tensor, Any]:
-        """What the layer returns, untouched; it is given copies, so that it can spoil nothing but them."""
+        """The result of the layer as it is, called on copies, since it may modify them."""
         layer = self.layer if layer is None else layer
         cond = rows_of(self.cond, len(value)) if cond is None else cond
         given = {name: v.clone() for name, v in (("cond", cond), ("mask", mask)) if v is not None}
         return (layer.inverse if inverse else layer)(value.clone(), **given)
 
     def run(self, value: Tensor, inverse: bool = False, **options) -> tuple[Tensor, Tensor]:
-        """The layer's result with a log-determinant for every row, even where a single one was returned.
-
-        So that a scalar log-determinant fails the check of shapes and, if its value is right, no other.
-        """
+        """The result, with a scalar log-determinant expanded to all rows: only the check of shapes rejects a scalar."""
         result, logdet = self.raw(value, inverse, **options)
         logdet = torch.as_tensor(logdet, dtype=None if torch.is_tensor(logdet) else result.dtype, device=result.device)
         return result, logdet.expand(len(value)) if logdet.dim() == 0 else logdet
@@ -98,8 +84,6 @@ class Subject:
         perturb(made, torch.Generator().manual_seed(self.seed + 1))
         return made
 
-    # ---- inputs -------------------------------------------------------------------------------------------------
-
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one event."""
@@ -115,7 +99,7 @@ class Subject:
         return torch.Generator().manual_seed(self.seed * 1000 + sum(map(ord, name)))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether the layer says that it takes events of this shape."""
+        """Whether the layer's `out_shape`, if any, accepts this event shape."""
         try:
             getattr(self.layer, "out_shape", lambda shape: shape)(shape)
         except (ValueError, ArithmeticError):
@@ -123,7 +107,7 @@ class Subject:
         return True
 
     def cropped(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """x, z and cond of a part of the event with at most max_dims values; None where the layer takes none."""
+        """x, z and cond of a part of the event with at most max_dims values; None if the layer takes none."""
         if self._small is None:
             self._small = self._crop()
         return self._small
@@ -138,20 +122,20 @@ class Subject:
                 with torch.no_grad():
                     z = self.run(x.flip(0), cond=None if cond is None else cond.flip(0))[0]
             except (ValueError, RuntimeError):
-                return None  # what it has learnt is tied to the size of the event
+                return None  # its parameters depend on the size of the event
             return x, z, cond
         return None
 
     @property
     def takes_other_sizes(self) -> bool:
-        """Whether the layer says which events it takes; of any other module, a part of the event may be too little."""
+        """Whether the layer has `out_shape`; other modules may not work on a part of the event."""
         return callable(getattr(self.layer, "out_shape", None))
 
     def lengths(self) -> list[int]:
         """For sequences: a valid length for every row, the first one full, the others shorter.
 
         Raises:
-            NotApplicable: for other events, and for layers that take no masks or no other length.
+            NotApplicable: for other events, and for layers without masks or of fixed length.
         """
         if not self.masks or len(self.shape) != 2 or "mask" not in inspect.signature(self.layer.forward).parameters:
             raise NotApplicable("masks are for sequences" if len(self.shape) != 2 else "takes no masks")
@@ -173,14 +157,14 @@ class Subject:
 
 
 def rows_of(cond: Tensor | None, count: int) -> Tensor | None:
-    """The conditions of `count` rows, those of the batch in turn."""
+    """The conditions of `count` rows, those of the batch repeated."""
     return None if cond is None else cond[torch.arange(count, device=cond.device) % len(cond)]
 
 
 def sides(space: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-    """Smaller sizes of a sequence or map with at most so many positions, the largest first.
+    """Sizes of a sequence or map with at most `most` positions, the largest first.
 
-    Squares come last: on them height and width cannot be mistaken for one another.
+    Squares come last, since they do not reveal height and width interchanged.
 
     Example:
         >>> next(sides((64, 64), 85)), next(sides((1000,), 85)), next(sides((), 85), None)
@@ -203,9 +187,9 @@ def crop(value: Tensor | None, space: list[int], smaller: list[int]) -> Tensor |
 
 @torch.no_grad()
 def perturb(module: nn.Module, generator: torch.Generator, amount: float = 0.3) -> None:
-    """Move every parameter at random, so that no start (zeros, the identity) can hide anything.
+    """Move every parameter at random, since an initialisation to zeros or the identity can hide errors.
 
-    Matrices are moved by `amount` relative to their fan-in, which leaves a rotation well away from singular.
+    Matrices are moved by `amount` relative to their fan-in, so that a rotation stays far from singular.
     """
     for parameter in module.parameters():
         spread = amount / math.sqrt(max(1, parameter[0].numel())) if parameter.dim() > 1 else amount
@@ -214,7 +198,7 @@ def perturb(module: nn.Module, generator: torch.Generator, amount: float = 0.3) 
 
 
 def ranges(layer: nn.Module) -> tuple[Range, Range]:
-    """Where a bijection's forward and inverse are defined: everywhere, but for the logit and what begins with it.
+    """The domains of a bijection's forward and inverse: everywhere, except with a logit at that end.
 
     Example:
         >>> ranges(Inverse(Logit(0.05)))
@@ -256,7 +240,7 @@ def initialize(layer: nn.Module, x: Tensor, cond: Tensor | None, mask: Tensor | 
 
 
 def waits(layer: nn.Module) -> bool:
-    """Whether a layer still waits for data."""
+    """Whether a layer still needs data to initialise."""
     return hasattr(layer, "uninitialized") and next(iter(layer.uninitialized()), None) is not None
 
 
@@ -265,7 +249,7 @@ def prepare(
     randomise: bool, initial: tuple[Tensor, Tensor | None] | None, x_range: Range | None, z_range: Range | None,
     seed: int, **options,
 ) -> Subject:
-    """The subject that a layer becomes: copied, doubled, perturbed, then initialised as training would do it."""
+    """The subject of a layer: copied, converted to float64, perturbed, then initialised as in training."""
     uses_cond = getattr(layer, "uses_cond", cond is not None)
     if uses_cond and cond is None:
         raise ValueError(f"{type(layer).__name__} needs a condition: give cond with a row for each example")

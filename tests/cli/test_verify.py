@@ -408,7 +408,7 @@ def test_every_mechanism(capsys, monkeypatch):
     (["object=myattention.absent", "trust=[myattention]"], "object=myattention.absent cannot be found"),
     (["object=myattention.table"], r"object=myattention.table is not of genmodels; .* trust=\[myattention\]"),
     (["object=myattention.table", "trust=[myattention]", "capabilities=[relatve]"], "did you mean 'relative'"),
-    (["object=myattention.table", "trust=[myattention]", "capabilities=[2d]"], "says 2d and is tried on a space"),
+    (["object=myattention.table", "trust=[myattention]", "capabilities=[2d]"], "capability 2d and space"),
     (["object=myattention.table", "trust=[myattention]", "shape=[2]"], "shape is that of a map here"),
     (["object=myattention.table", "trust=[myattention]", "options.wide=3"], "unexpected keyword argument 'wide'"),
     (["capabilities=[relative]"], "capabilities goes with object="),

@@ -82,6 +82,14 @@ def test_random_times_and_masks_estimate_the_bound(name):
     assert abs(float(unweighted.mean()) + math.log(LAW[k])) > 10 * float(unweighted.std()) / math.sqrt(n)
 
 
+@pytest.mark.parametrize("name", MASKINGS)
+def test_times_next_to_zero_add_nothing(name):
+    """There 1 - alpha(t) of `quadratic` rounds to 0."""
+    t = torch.tensor([0.0, 1e-8], dtype=torch.float64)
+    found = bound_terms(exact, ALL[:2], t, V, torch.Generator().manual_seed(0), masking=name)
+    assert found.tolist() == [0, 0]
+
+
 def test_the_standard_error_of_the_bound_covers_it():
     x = ALL[5].expand(200, L)
     found = masked_bound(exact, x, V, KeyedGenerator(0, torch.arange(200)), draws=8, rows=500)

@@ -16,9 +16,11 @@ from genmodels.diffusion import (
     CosineSchedule,
     GaussianDenoiser,
     LinearLogSnrSchedule,
+    LinearSchedule,
     LossAwareTimes,
     Simple,
     V,
+    rescale_zero_terminal,
 )
 from genmodels.diffusion.weighting import P2, WEIGHTING_TIMES, EDMWeighting, MinSNR, SigmoidWeighting, Unweighted
 
@@ -232,6 +234,15 @@ def test_weights_of_the_bound_do_not_depend_on_the_schedule(name):
         error = denoiser.mmse(log_snr)[:, 0] / V().loss_weight(log_snr)
         values.append(float((WEIGHTINGS[name]()(V(), log_snr, schedule.log_snr_rate(t)) * error).mean()))
     assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", WEIGHTINGS)
+def test_the_last_step_of_zero_terminal_snr_has_a_finite_weight(name):
+    schedule = rescale_zero_terminal(LinearSchedule())
+    t = torch.tensor([0.999, 1.0], dtype=torch.float64)
+    before, last = WEIGHTINGS[name]()(V(), schedule.log_snr(t), schedule.log_snr_rate(t))
+    assert before > 0 and torch.isfinite(last)
+    assert last == 1 if name == "none" else last == 0
 
 
 @pytest.mark.parametrize("name", WEIGHTINGS)

@@ -229,7 +229,7 @@ def test_auto_takes_the_jet(caplog):
     assert products.cheapest_route(energy, with_score=False) == "jet"
     assert products.cheapest_route(energy, with_score=True) == "double_backward"
     other, x_other, v_other = made("unet")
-    products._say_fallback.cache_clear()
+    products._log_fallback.cache_clear()
     with caplog.at_level("INFO"):
         for _ in range(2):
             directional(other, x_other, v_other)

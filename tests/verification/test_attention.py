@@ -68,8 +68,8 @@ def test_a_capability_that_is_not_there_is_a_failed_check():
 @pytest.mark.parametrize("words, options", [
     ("no capability 'relatve': did you mean 'relative'", {"capabilities": ["relatve"]}),
     ("no check 'sing': did you mean 'sign'", {"only": ["sing"]}),
-    ("says 2d and is tried on a space", {"capabilities": ["2d"]}),
-    ("says 2d and is tried on a space", {"space": (2, 3)}),
+    ("capability 2d and space", {"capabilities": ["2d"]}),
+    ("capability 2d and space", {"space": (2, 3)}),
 ])  # fmt: skip
 def test_errors_are_one_line(words, options):
     with pytest.raises(ValueError, match=words) as error:

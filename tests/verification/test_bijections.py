@@ -259,7 +259,7 @@ class Kinked(Couple):
 
 @pytest.mark.parametrize(("ways", "right"), [(1, False), (5, True)])
 def test_a_kink_nearby_is_no_wrong_gradient(monkeypatch, ways, right):
-    monkeypatch.setattr(jacobian_checks, "_WAYS", ways)
+    monkeypatch.setattr(jacobian_checks, "_DIRECTIONS", ways)
     monkeypatch.setattr(jacobian_checks, "_STEPS", (1e-5,))
     zero = torch.zeros(3, 2)
     reports = [check_bijection(Kinked(2), (2,), x=zero, z=zero, only=["gradients"], seed=seed) for seed in range(30)]

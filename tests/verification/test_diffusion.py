@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genmodels.diffusion import PARAMETERISATIONS, CosineSchedule, Denoiser
-from genmodels.nn import UNet
+from genmodels.nn import MLPDenoiser, UNet
 from genmodels.verification.diffusion import DENOISER_CHECKS, SAMPLER_CHECKS, check_denoiser, check_sampler
 from tests.diffusion.table import INSTANCES
 from tests.mutants.diffusion import MUTANTS
@@ -45,3 +45,10 @@ def test_every_parameterisation_passes_the_checks(name):
     net = UNet((1, 8, 8), 10, channels=8, multipliers=[1, 2])
     denoiser = Denoiser(net, CosineSchedule(), PARAMETERISATIONS[name]())
     check_denoiser(denoiser, (1, 8, 8), cond=torch.arange(5)).raise_if_failed()
+
+
+def test_a_boolean_buffer_is_part_of_the_state():
+    net = MLPDenoiser((2,))
+    net.register_buffer("flags", torch.tensor([True, False]))
+    report = check_denoiser(Denoiser(net, CosineSchedule(), PARAMETERISATIONS["v"]()), (2,))
+    assert report["nothing modified"].error == 0
