@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.data import Batch, Latents
+from genmodels.core.data import Batch, DataSpec, Latents
 from genmodels.core.errors import InputError, require_finite_rows
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
@@ -28,7 +28,7 @@ from genmodels.diffusion import (
     invert,
 )
 from genmodels.diffusion import sample as run_sampler
-from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
+from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, to_levels, to_unit
 from genmodels.diffusion.flow_matching import make_path
 from genmodels.diffusion.ode import EXACT_UP_TO
 from genmodels.models.base import GenerativeModel, Loss
@@ -36,6 +36,7 @@ from genmodels.models.build import make_network
 from genmodels.models.checkpoint import load_model
 from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
+from genmodels.nn import DiT, MLPDenoiser, UNet
 
 _LATENT_STEPS = 100  # of Heun between data and their latents, each way
 COMPARED = 1000  # held-out items, and as many samples, whose energy distance validation prints
@@ -45,9 +46,21 @@ _SOLVED, _SOLVED_ROWS = {"solver": "rk4", "steps": 12, "variable": "time"}, 3000
 
 
 class DiffusionModel(GenerativeModel):
-    """A denoiser on a path from data to noise; a family writes the constructor: its options, denoiser and objective.
+    """A denoiser on a path from data to noise; a family adds its options, its denoiser and its objective.
 
-    The constructor calls `prepare`, makes the denoiser of `network`, and ends with `assemble`.
+    The constructor of a family builds its denoiser around `self.network()` and ends with `self.assemble(...)`.
+
+    Arguments:
+        spec: the data set this model is built for.
+        num_steps: T, the number of steps of the bound, and the most that a sampler takes.
+        class_conditional: condition on the class where the data have classes.
+        cond_drop: probability that training hides the class, so that the model also learns the data of all classes,
+            which guidance needs; 0 for never.
+        noise: width of the noise on mels, in log units, without which they have no density; other data have none.
+        net: options of the network, a U-Net for images and sequences, a residual MLP for vectors, or of the class that
+            `_target_` names (`model.net=dit`); or a module.
+        optimizer: options of the optimiser.
+        ema_decay: decay of the averaged weights, or several, 0 for none.
     """
 
     samplers = tuple(SAMPLERS)
@@ -62,44 +75,44 @@ class DiffusionModel(GenerativeModel):
     #: that of a noisy sampler, which a small error of the velocity near the data costs far more than the flow.
     validates_by_ode = False
 
-    def prepare(
-        self, *, num_steps: int, cond_drop: float, class_conditional: bool, noise: float,
-        decoder: Literal["gaussian", "level_softmax"] = "gaussian",
-    ) -> None:
-        """Check and keep the options that every family has; see `DDPM`."""
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        num_steps: int = 1000,
+        class_conditional: bool = True,
+        cond_drop: float = 0.1,
+        noise: float = 0.05,
+        net: UNet | DiT | MLPDenoiser | dict | None = None,
+        optimizer: Optimizer | dict | None = None,
+        ema_decay: float | list[float] = 0.9999,
+    ):
+        super().__init__(spec)
+        self.save_hyperparameters(ignore=["spec"], logger=False)
         if num_steps < 2:
             raise ValueError(f"num_steps must be at least 2, got {num_steps}")
         if not 0 <= cond_drop < 1:
             raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
         if not noise >= 0:
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
-        self.noise = noise if self.spec.mel is not None else 0.0
+        self.noise = noise if spec.mel is not None else 0.0
         self.num_steps, self.cond_drop = num_steps, cond_drop
-        self.conditional = class_conditional and self.spec.num_classes is not None
-        self.decoder = self._decoder(decoder)
-        self.register_buffer("location", torch.zeros(self.spec.event_shape))
-        self.register_buffer("scale", torch.ones(self.spec.event_shape))
-
-    def _decoder(self, name: str) -> Decoder:
-        if name == "level_softmax" and self.spec.levels is None:
-            raise InputError(f"decoder=level_softmax is for integers, and {self.spec.name} is continuous: use gaussian")
-        kind = LevelSoftmax if name == "level_softmax" else DiscretisedGaussian
-        return Gaussian() if self.spec.levels is None else kind(self.spec.levels)
+        self.conditional = class_conditional and spec.num_classes is not None
+        self.decoder: Decoder = Gaussian() if spec.levels is None else DiscretisedGaussian(spec.levels)
+        self.register_buffer("location", torch.zeros(spec.event_shape))
+        self.register_buffer("scale", torch.ones(spec.event_shape))
 
     def network(
-        self, net: nn.Module | dict | None, *, learned_variance: bool = False, self_conditioning: bool = False,
-        two_times: bool = False,
+        self, *, learned_variance: bool = False, self_conditioning: bool = False, two_times: bool = False
     ) -> nn.Module:
-        """The network of these options, as `make_network` builds it; a module as it is."""
+        """The network of the option `net`, as `make_network` builds it; a module as it is."""
+        net = self.hparams["net"]
         if isinstance(net, nn.Module):
             return net
         estimate = self.spec.event_shape[0] if self_conditioning else 0
         return make_network(net, self.spec.event_shape, self.num_classes, learned_variance, estimate, two_times)
 
-    def assemble(
-        self, core: Denoiser, elbo: Elbo | None, objective: Objective, optimizer: Optimizer | dict | None,
-        ema_decay: float | list[float],
-    ) -> None:
+    def assemble(self, core: Denoiser, elbo: Elbo | None, objective: Objective) -> None:
         """Called last in a family's constructor: the denoiser, its bound if it has one, and what it is trained by."""
         self.core, self.objective, self.variance = core, objective, "beta" if elbo is None else elbo.variance
         if elbo is not None:
@@ -109,7 +122,7 @@ class DiffusionModel(GenerativeModel):
         self.sampler = DiffusionSampler(
             self.num_steps, self.variance, clip=None if self.spec.levels is None else "static", null=self.num_classes,
             name=self.usual_sampler)
-        self.finish_setup(optimizer, ema_decay)
+        self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
     def _whole(self, rows: Tensor) -> tuple[Tensor, slice]:
         """The rows of all processes in the order of the global batch, and which of them are those of this one."""

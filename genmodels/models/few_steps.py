@@ -25,17 +25,20 @@ from genmodels.diffusion.flow_matching import Coupling, CouplingName, PathName, 
 from genmodels.diffusion.weighting import WeightingName
 from genmodels.models.base import Loss
 from genmodels.models.diffusion import DiffusionModel, load_teacher, no_likelihood
-from genmodels.models.optimizer import Optimizer
-from genmodels.nn import DiT, MLPDenoiser, UNet
 
 TimesName = Literal["uniform", "stratified", "antithetic", "logit_normal", "cosmap"]
 
 
 class FlowMapModel(DiffusionModel):
-    """A flow map along the straight path, x_s = x_t - (t - s) u(x_t, t, s); a family writes its options and objective.
+    """A flow map along the straight path, x_s = x_t - (t - s) u(x_t, t, s); a family adds its objective.
 
-    For s = t it contains a velocity, so that the bound and the likelihood by the ODE are those of flow matching. They
-    belong to the samples that many steps of this velocity make, not to those of a few long steps.
+    For s = t it is a velocity, so that the bound and the likelihood by the ODE are those of flow matching. They belong
+    to the samples that many steps of this velocity make, not to those of a few long steps.
+
+    Arguments:
+        spec: the data set this model is built for.
+        coupling: see `FlowMatchingModel`; any coupling has a velocity, hence a flow map.
+        **shared: what all diffusion models take, see `DiffusionModel`; the network takes two times.
     """
 
     validates_by_ode = True
@@ -43,15 +46,16 @@ class FlowMapModel(DiffusionModel):
     #: What `sweeps=[steps]` of an evaluation compares.
     swept_steps = (1, 2, 4, 20)
 
-    def assemble_map(
-        self, objective: FlowMapMatching, net: UNet | DiT | MLPDenoiser | dict | None,
-        optimizer: Optimizer | dict | None, ema_decay: float | list[float],
-    ) -> None:
-        """Called last in a family's constructor, after `prepare`."""
-        core = FlowMap(self.network(net, two_times=True))
+    def __init__(self, spec: DataSpec, *, coupling: CouplingName = "independent", **shared):
+        super().__init__(spec, **shared)
+        self.coupling = Coupling(coupling, whole=self._whole)
+
+    def assemble_map(self, objective: FlowMapMatching) -> None:
+        """Called last in a family's constructor."""
+        core = FlowMap(self.network(two_times=True))
         objective.check(core)
         elbo = Elbo(self.decoder, self.num_steps, "beta" if self.spec.levels is None else "beta_tilde")
-        self.assemble(core, elbo, objective, optimizer, ema_decay)
+        self.assemble(core, elbo, objective)
 
 
 class ShortcutModel(FlowMapModel):
@@ -63,9 +67,8 @@ class ShortcutModel(FlowMapModel):
         spec: the data set this model is built for.
         share: probability that an item learns a step rather than the velocity.
         finest: number M of shortest steps from noise to data, a power of two; a step of 1/M is the velocity itself.
-        coupling, time_sampler: see `FlowMatchingModel`; any coupling has a velocity, hence a flow map.
-        num_steps: T, the number of steps of the bound, and the most of a sampler.
-        class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`; the network takes two times.
+        time_sampler: how training draws its times, see `FlowMatchingModel`.
+        **shared: what all flow maps take, see `FlowMapModel`.
 
     Raises:
         ValueError: for options that do not fit together or do not fit the data.
@@ -85,22 +88,11 @@ class ShortcutModel(FlowMapModel):
         *,
         share: float = 0.25,
         finest: int = 128,
-        coupling: CouplingName = "independent",
         time_sampler: TimesName = "antithetic",
-        num_steps: int = 1000,
-        class_conditional: bool = True,
-        cond_drop: float = 0.1,
-        noise: float = 0.05,
-        net: UNet | DiT | MLPDenoiser | dict | None = None,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.9999,
+        **shared,
     ):
-        super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
-        pairs = Coupling(coupling, whole=self._whole)
-        objective = Shortcut(pairs, share=share, finest=finest, time_sampler=time_sampler)
-        self.assemble_map(objective, net, optimizer, ema_decay)
+        super().__init__(spec, **shared)
+        self.assemble_map(Shortcut(self.coupling, share=share, finest=finest, time_sampler=time_sampler))
 
 
 class MeanFlowModel(FlowMapModel):
@@ -113,9 +105,7 @@ class MeanFlowModel(FlowMapModel):
         share: probability that an item learns between two times, and not the velocity at one.
         mean, std: of the logits of the times.
         power: how much large errors count for less, see `MeanFlow`: 0 for the mean squared error, 1 for its logarithm.
-        coupling: see `FlowMatchingModel`; any coupling has a velocity, hence a flow map.
-        num_steps: T, the number of steps of the bound, and the most of a sampler.
-        class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`; the network takes two times.
+        **shared: what all flow maps take, see `FlowMapModel`.
 
     Raises:
         ValueError: for options that do not fit together or do not fit the data.
@@ -137,45 +127,39 @@ class MeanFlowModel(FlowMapModel):
         mean: float = -0.4,
         std: float = 1.0,
         power: float = 1.0,
-        coupling: CouplingName = "independent",
-        num_steps: int = 1000,
-        class_conditional: bool = True,
-        cond_drop: float = 0.1,
-        noise: float = 0.05,
-        net: UNet | DiT | MLPDenoiser | dict | None = None,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.9999,
+        **shared,
     ):
-        super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
-        pairs = Coupling(coupling, whole=self._whole)
-        objective = MeanFlow(pairs, share=share, mean=mean, std=std, power=power)
-        self.assemble_map(objective, net, optimizer, ema_decay)
+        super().__init__(spec, **shared)
+        self.assemble_map(MeanFlow(self.coupling, share=share, mean=mean, std=std, power=power))
 
 
 class StepModel(DiffusionModel):
-    """A denoiser that is made for few steps and is no mean of the data given x_t: it has no velocity, no likelihood.
+    """A denoiser made for few steps, which is not the mean of the data given x_t: no velocity, no likelihood.
 
-    A family writes its options, `objective` and `usual_steps`; `distill` is its teacher's checkpoint, or None. A
-    student begins with its teacher's weights where these fit and mean the same. Validation prints the energy distance
-    of samples by the usual steps, 2 E|x - y| - E|x - x'| - E|y - y'|, in the network's units.
+    A family adds its objective and `usual_steps`. A student starts from its teacher's weights where these fit and mean
+    the same. Validation prints the energy distance of samples by the usual steps, 2 E|x - y| - E|x - x'| - E|y - y'|,
+    in the network's units.
+
+    Arguments:
+        spec: the data set this model is built for.
+        path: see `FlowMatchingModel`.
+        distill: checkpoint of the teacher, a diffusion or flow matching.
+        **shared: what all diffusion models take, see `DiffusionModel`.
     """
 
     swept_steps = (1, 2, 4, 20)
     usual_steps = 1
-    distill: str | None = None
 
-    def assemble_steps(
-        self, objective: Consistency | ProgressiveDistillation, path: PathName,
-        net: UNet | DiT | MLPDenoiser | dict | None, optimizer: Optimizer | dict | None,
-        ema_decay: float | list[float],
-    ) -> None:
-        """Called last in a family's constructor, after `prepare`."""
-        followed = make_path(path, self.num_steps)
-        core = Denoiser(self.network(net), followed, velocity_of(followed))
+    def __init__(self, spec: DataSpec, *, path: PathName = "linear", distill: str | None = None, **shared):
+        super().__init__(spec, **shared)
+        self.distill = distill
+
+    def assemble_steps(self, objective: Consistency | ProgressiveDistillation) -> None:
+        """Called last in a family's constructor."""
+        path = make_path(self.hparams["path"], self.num_steps)
+        core = Denoiser(self.network(), path, velocity_of(path))
         objective.check(core)
-        self.assemble(core, None, objective, optimizer, ema_decay)
+        self.assemble(core, None, objective)
 
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
@@ -235,15 +219,13 @@ class ConsistencyModel(StepModel):
 
     Arguments:
         spec: the data set this model is built for.
-        path: see `FlowMatchingModel`.
-        distill: a checkpoint of a diffusion or flow matching whose trajectories are learned; by default they are made
-            of pairs of data and noise alone (consistency training).
+        distill: checkpoint of a diffusion or flow matching whose trajectories are learned; by default they are made of
+            pairs of data and noise alone (consistency training).
         weighting: of the distances, `ict`, `ect` or `none`; see `Consistency`.
         huber: c of the pseudo-Huber distance over the square root of the number of scalars.
         stages: how often s comes nearer to t, in equal parts of the training.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
-        num_steps: T, the most steps of a sampler.
-        class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`.
+        **shared: what all of these take, see `StepModel`.
 
     Raises:
         ValueError: for options that do not fit together or do not fit the data.
@@ -262,26 +244,14 @@ class ConsistencyModel(StepModel):
         self,
         spec: DataSpec,
         *,
-        path: PathName = "linear",
-        distill: str | None = None,
         weighting: ConsistencyWeighting = "ict",
         huber: float = 0.00054,
         stages: int = 8,
         time_sampler: TimesName = "antithetic",
-        num_steps: int = 1000,
-        class_conditional: bool = True,
-        cond_drop: float = 0.1,
-        noise: float = 0.05,
-        net: UNet | DiT | MLPDenoiser | dict | None = None,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.9999,
+        **shared,
     ):
-        super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
-        self.distill = distill
-        objective = Consistency(weighting=weighting, huber=huber, stages=stages, time_sampler=time_sampler)
-        self.assemble_steps(objective, path, net, optimizer, ema_decay)
+        super().__init__(spec, **shared)
+        self.assemble_steps(Consistency(weighting=weighting, huber=huber, stages=stages, time_sampler=time_sampler))
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
         """The distance of two estimates at one time per example, at the stage of this step."""
@@ -299,14 +269,11 @@ class ProgressiveModel(StepModel):
 
     Arguments:
         spec: the data set this model is built for.
-        distill: the teacher's checkpoint.
-        steps: N.
-        teacher_steps: of the teacher in one step of the student.
-        path: see `FlowMatchingModel`; the student's steps are equal in its time.
+        steps: N, equal in the time of the path.
+        teacher_steps: steps of the teacher in one of the student.
         weighting: of the noise levels, see `DDPM`.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
-        num_steps: T, the most steps of a sampler.
-        class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`.
+        **shared: what all of these take, see `StepModel`.
 
     Raises:
         ValueError: for options that do not fit together or do not fit the data.
@@ -325,30 +292,19 @@ class ProgressiveModel(StepModel):
         self,
         spec: DataSpec,
         *,
-        distill: str | None = None,
         steps: int = 4,
         teacher_steps: int = 2,
-        path: PathName = "linear",
         weighting: WeightingName = "none",
         time_sampler: TimesName = "antithetic",
-        num_steps: int = 1000,
-        class_conditional: bool = True,
-        cond_drop: float = 0.1,
-        noise: float = 0.05,
-        net: UNet | DiT | MLPDenoiser | dict | None = None,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.9999,
+        **shared,
     ):
-        super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        if distill is None:
+        super().__init__(spec, **shared)
+        if self.distill is None:
             raise InputError("progressive distillation needs a teacher: model.distill=<checkpoint of a diffusion or "
                              "flow matching>")
-        self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
-        self.distill, self.usual_steps = distill, steps
-        objective = ProgressiveDistillation(None, steps=steps, teacher_steps=teacher_steps, weighting=weighting,
-                                            time_sampler=time_sampler)
-        self.assemble_steps(objective, path, net, optimizer, ema_decay)
+        self.usual_steps = steps
+        self.assemble_steps(ProgressiveDistillation(None, steps=steps, teacher_steps=teacher_steps,
+                                                    weighting=weighting, time_sampler=time_sampler))
 
     def draw(self, options: SamplingOptions) -> Samples:
         """As for every diffusion, by N steps where nobody says."""

@@ -93,7 +93,6 @@ class FlowModel(GenerativeModel):
         if not noise >= 0:
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
         self.noise = noise if spec.mel is not None else 0.0
-        self._finish = (optimizer, ema_decay)
         self._probe: Batch | None = None
 
     @property
@@ -111,7 +110,7 @@ class FlowModel(GenerativeModel):
         whole = Compose([first, bijection], shape)
         classes = {"num_classes": self.spec.num_classes} if self.base == "class" else {}
         self.core = self.around(Flow(whole, BASES[self.base](whole.shape_after, **classes)))
-        self.finish_setup(*self._finish)
+        self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
     def around(self, flow: Flow) -> ContinuousFlow | DiscreteFlow:
         """A flow with the noise that it is trained on, by the kind of the data."""

@@ -27,8 +27,6 @@ from genmodels.diffusion.flow_matching import (
 from genmodels.models.base import Loss
 from genmodels.models.build import build
 from genmodels.models.diffusion import COMPARED, DiffusionModel, load_teacher, no_likelihood
-from genmodels.models.optimizer import Optimizer
-from genmodels.nn import DiT, MLPDenoiser, UNet
 
 _REFLOW_STEPS, _ROWS = 20, 256  # of Heun from noise to data, for so many pairs at once
 _WITHOUT_NOISE = ("flow", "euler", "heun")  # samplers that follow the flow, whatever it starts from
@@ -65,8 +63,7 @@ class FlowMatchingModel(DiffusionModel):
         reflow: a checkpoint of this family or of `DDPM`: instead of the data its own pairs of noise and the data that
             its flow leads to are learned (Liu et al. 2023), whose straighter paths need fewer steps.
         reflow_pairs: how many pairs are drawn, anew whenever training begins or is resumed; classes in turn.
-        num_steps: T, the number of steps of the bound, and the most of a sampler.
-        class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`.
+        **shared: what all diffusion models take, see `DiffusionModel`.
 
     Raises:
         ValueError: for options that do not fit together or do not fit the data.
@@ -95,27 +92,19 @@ class FlowMatchingModel(DiffusionModel):
         ] = "antithetic",
         reflow: str | None = None,
         reflow_pairs: int = 4096,
-        num_steps: int = 1000,
-        class_conditional: bool = True,
-        cond_drop: float = 0.1,
-        noise: float = 0.05,
-        net: UNet | DiT | MLPDenoiser | dict | None = None,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.9999,
+        **shared,
     ):
-        super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
+        super().__init__(spec, **shared)
         # Along noise schedules velocities may have no bound: at SNR 0 alpha' of some is infinite.
         self.usual_sampler = "dpmpp_2m" if path.startswith("vp_") else "flow"
-        followed = make_path(path, num_steps, sigma_min=sigma_min)
+        followed = make_path(path, self.num_steps, sigma_min=sigma_min)
         kind = Denoiser if spec.source is None else BetweenData
-        core = kind(self.network(net), followed, velocity_of(followed))
+        core = kind(self.network(), followed, velocity_of(followed))
         self.coupling = Coupling(coupling, whole=self._whole)
         objective = FlowMatching(self.coupling, time_sampler=time_sampler)
         objective.check(core)
-        elbo = Elbo(self.decoder, num_steps, "beta" if spec.levels is None else "beta_tilde")
-        self.assemble(core, elbo if spec.source is None else None, objective, optimizer, ema_decay)
+        elbo = Elbo(self.decoder, self.num_steps, "beta" if spec.levels is None else "beta_tilde")
+        self.assemble(core, elbo if spec.source is None else None, objective)
         if spec.source is not None:
             if path.startswith("vp_"):
                 raise InputError(f"path={path} keeps some of the data at t = 1: from other data take linear or cosine")

@@ -36,7 +36,7 @@ class MaskedDiffusionModel(GenerativeModel):
             all; training visits other shares of masked tokens more often.
         width: channels for each scalar, in which its token enters and leaves the network.
         num_steps: most steps of a sampler, and strata of the bound where all are taken.
-        class_conditional, cond_drop, optimizer, ema_decay: see `DDPM`.
+        class_conditional, cond_drop, optimizer, ema_decay: see `DiffusionModel`.
         net: the network's options, a `DiT` by default, an MLP for vectors.
 
     Raises:
