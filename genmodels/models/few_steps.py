@@ -1,4 +1,4 @@
-"""Generation in one to four steps: networks that lead along the flow from noise to data in long steps."""
+"""Generation in one to four steps: shortcut models, mean flows, consistency models, progressive distillation."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class FlowMapModel(DiffusionModel):
 
     Arguments:
         spec: the data set this model is built for.
-        coupling: see `FlowMatchingModel`; any coupling has a velocity, hence a flow map.
+        coupling: how items are paired with noise: `independent`, or by minibatch optimal transport, `ot` or `sinkhorn`.
         **shared: what all diffusion models take, see `DiffusionModel`; the network takes two times.
     """
 
     validates_by_ode = True
     usual_sampler = "flow_map"
-    #: What `sweeps=[steps]` of an evaluation compares.
+    #: The numbers of steps that `sweeps=[steps]` of an evaluation compares.
     swept_steps = (1, 2, 4, 20)
 
     def __init__(self, spec: DataSpec, *, coupling: CouplingName = "independent", **shared):
@@ -59,7 +59,7 @@ class FlowMapModel(DiffusionModel):
 
 
 class ShortcutModel(FlowMapModel):
-    """A shortcut model (Frans et al. 2025): flow matching, and steps that do what two of half their length do.
+    """A shortcut model (Frans et al. 2025): flow matching, and steps that equal two steps of half their length.
 
         u(x_t, t, t) learns eps - x_0,    u(x_t, t, t - 2d) learns the mean of two steps of length d = 1/2, 1/4, ..
 
@@ -102,9 +102,9 @@ class MeanFlowModel(FlowMapModel):
 
     Arguments:
         spec: the data set this model is built for.
-        share: probability that an item learns between two times, and not the velocity at one.
+        share: probability that an item learns between two times rather than the velocity at one.
         mean, std: of the logits of the times.
-        power: how much large errors count for less, see `MeanFlow`: 0 for the mean squared error, 1 for its logarithm.
+        power: how strongly large errors are weighted down: 0 for the mean squared error, 1 for its logarithm.
         **shared: what all flow maps take, see `FlowMapModel`.
 
     Raises:
@@ -142,7 +142,7 @@ class StepModel(DiffusionModel):
 
     Arguments:
         spec: the data set this model is built for.
-        path: see `FlowMatchingModel`.
+        path: `linear`, `cosine`, or a noise schedule of `DDPM` by its name after `vp_`.
         distill: checkpoint of the teacher, a diffusion or flow matching.
         **shared: what all diffusion models take, see `DiffusionModel`.
     """
@@ -163,7 +163,7 @@ class StepModel(DiffusionModel):
 
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
-        """As for every model; a student takes its teacher's scale of the data, and its weights if they fit."""
+        """As for every model; a student takes over its teacher's scale of the data, and its weights if they fit."""
         super().initialize(batch)
         if self.distill is None:
             return
@@ -193,7 +193,7 @@ class StepModel(DiffusionModel):
 
         Arguments:
             batch: items in the data's own units.
-            weights, seed: as for every model; they change nothing.
+            weights, seed: without effect.
         """
         return no_likelihood(self, batch, f"a {self.family} has no velocity, hence no density of its samples", weights)
 
@@ -208,7 +208,7 @@ class StepModel(DiffusionModel):
         self._pending.append(torch.stack([x0, hide(drawn, batch.mask)]).flatten(2).double().cpu())
 
     def on_validation_epoch_end(self) -> None:
-        """Log the figure that checkpoints are chosen by."""
+        """Log the figure by which checkpoints are chosen."""
         self.log_energy_distance()
 
 
@@ -223,7 +223,7 @@ class ConsistencyModel(StepModel):
             pairs of data and noise alone (consistency training).
         weighting: of the distances, `ict`, `ect` or `none`; see `Consistency`.
         huber: c of the pseudo-Huber distance over the square root of the number of scalars.
-        stages: how often s comes nearer to t, in equal parts of the training.
+        stages: equal parts of the training, in each of which s is closer to t.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
         **shared: what all of these take, see `StepModel`.
 
@@ -261,11 +261,11 @@ class ConsistencyModel(StepModel):
 
 
 class ProgressiveModel(StepModel):
-    """A student whose N steps do what those of a diffusion or flow-matching checkpoint do (Salimans and Ho 2022).
+    """Progressive distillation (Salimans and Ho 2022): a student whose N steps replace more steps of its teacher.
 
         f(x_t, t) learns the x_0 whose DDIM step from t to t - 1/N ends where the teacher's steps end
 
-    A chain of runs, each the teacher of the next, halves the steps until one is left.
+    Repeated with each student as the teacher of the next, it halves the steps until one is left.
 
     Arguments:
         spec: the data set this model is built for.
@@ -307,5 +307,5 @@ class ProgressiveModel(StepModel):
                                                     weighting=weighting, time_sampler=time_sampler))
 
     def draw(self, options: SamplingOptions) -> Samples:
-        """As for every diffusion, by N steps where nobody says."""
+        """As for every diffusion model, by default in N steps."""
         return super().draw(options.with_default(steps=self.usual_steps) if options.sampler is None else options)

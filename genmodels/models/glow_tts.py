@@ -15,7 +15,6 @@ from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.mels import even_lengths
-from genmodels.models.optimizer import Optimizer
 from genmodels.models.text_model import AlignedModel, SpeakerEmbeddings
 from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.condition import Condition
@@ -23,7 +22,6 @@ from genmodels.speech.alignment import log_mean_over_paths
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
 from genmodels.speech.glow_tts import mel_decoder
 from genmodels.speech.streaming import reach, stream_latent
-from genmodels.speech.text_encoder import TextEncoder
 
 
 class GlowTTS(AlignedModel):
@@ -38,18 +36,13 @@ class GlowTTS(AlignedModel):
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        encoder: options of the text encoder.
         steps: steps of the flow.
         hidden, depth, kernel_size, dropout: of the networks in its couplings.
         groups: size of the matrices that mix channels.
         attention: attention block in the couplings' networks; with `xl_chunks` and `local_dense` mels can be streamed.
         heads: heads of that block.
-        duration_channels: width of the duration predictor.
-        speaker_channels: length of the speakers' vectors, where there are several.
-        noise: width of the noise in log-mel units.
         memory: `store` activations for the backward pass, or recompute them through the `inverse`.
-        optimizer: options of the optimiser.
-        ema_decay: decay of the averaged weights, or several, 0 for none.
+        **shared: what all aligned models of texts take, see `AlignedModel`.
 
     Raises:
         InputError: for data without texts or without mels.
@@ -72,7 +65,6 @@ class GlowTTS(AlignedModel):
         self,
         spec: DataSpec,
         *,
-        encoder: TextEncoder | dict | None = None,
         steps: int = 12,
         hidden: int = 192,
         depth: int = 4,
@@ -81,26 +73,20 @@ class GlowTTS(AlignedModel):
         groups: int = 4,
         attention: AttentionKind = "none",
         heads: int = 2,
-        duration_channels: int = 256,
-        speaker_channels: int = 64,
-        noise: float = 0.05,
         memory: Literal["store", "inverse"] = "store",
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.999,
+        **shared,
     ):
-        super().__init__(spec, noise=noise)
+        super().__init__(spec, **shared)
         at_least(1, steps=steps, hidden=hidden, depth=depth)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        speakers, n_mels = len(spec.speakers), spec.event_shape[0]
-        width = speaker_channels if speakers else 0
-        reader = self.make_encoder(encoder, speaker_channels)
+        width = self.speaker_channels if spec.speakers else 0
+        encoder = self.make_encoder()
         decoder = mel_decoder(
-            n_mels, steps=steps, hidden=hidden, depth=depth, kernel_size=kernel_size, dropout=dropout, groups=groups,
-            attention=attention, heads=heads, cond=Condition("vector", width) if width else None, memory=memory,
+            spec.event_shape[0], steps=steps, hidden=hidden, depth=depth, kernel_size=kernel_size, dropout=dropout,
+            groups=groups, attention=attention, heads=heads, cond=Condition("vector", width) if width else None,
+            memory=memory,
         )
-        flow = SpeakingFlow(reader, decoder, self.make_durations(reader, duration_channels))
-        self.core = SpeakerEmbeddings(speakers, speaker_channels, tts=flow)
-        self.finish_setup(optimizer, ema_decay)
+        flow = SpeakingFlow(encoder, decoder, self.make_durations(encoder))
+        self.assemble(SpeakerEmbeddings(len(spec.speakers), self.speaker_channels, tts=flow))
 
     def compiled_parts(self) -> list[nn.Module]:
         """What torch.compile is applied to: the flow's map."""

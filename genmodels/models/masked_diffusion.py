@@ -36,8 +36,11 @@ class MaskedDiffusionModel(GenerativeModel):
             all; training visits other shares of masked tokens more often.
         width: channels for each scalar, in which its token enters and leaves the network.
         num_steps: most steps of a sampler, and strata of the bound where all are taken.
-        class_conditional, cond_drop, optimizer, ema_decay: see `DiffusionModel`.
-        net: the network's options, a `DiT` by default, an MLP for vectors.
+        class_conditional: condition on the class where the data have classes.
+        cond_drop: probability that training hides the class, which guidance needs; 0 for never.
+        net: options of the network, by default a `DiT`, for vectors an MLP; or a module.
+        optimizer: options of the optimiser.
+        ema_decay: decay of the averaged weights, or several, 0 for none.
 
     Raises:
         ValueError: for options out of range, or continuous data.

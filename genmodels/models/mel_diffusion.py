@@ -37,7 +37,6 @@ from genmodels.models.text_model import AlignedModel, SpeakerEmbeddings
 from genmodels.nn import DiT, UNet
 from genmodels.speech.alignment import log_paths, path_of
 from genmodels.speech.glow_tts import Aligned, GlowTTS, Latent
-from genmodels.speech.text_encoder import TextEncoder
 
 FINEST = 10.0  # log-SNR of the last level at most: 1/150 of the standard deviation of the data
 _NOISIEST = -12.0  # log-SNR of the first level at least: the noise is 400 times the standard deviation of the data
@@ -163,13 +162,14 @@ class AlignedDenoiser(SpeakerEmbeddings):
 class MelDiffusion(AlignedModel):
     """A model of u = y - m, what a whitened mel is beyond the mean m of its text, by a denoiser at every noise level.
 
-    A subclass builds its denoiser in `__init__` (`assemble`) and names its `default_sampler`.
+    A subclass builds its denoiser around `self.make_unet()`, ends with `self.assemble_around(...)`, and names its
+    `default_sampler`.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        noise: width of the noise in log-mel units.
-        num_steps: T of the discrete-time terms.
-        variance: of the reverse kernel.
+        num_steps: T, the number of steps of the bound, and the most that a sampler of diffusion takes.
+        net: options of the U-Net, or of the class that `_target_` names (`model.net=dit`).
+        **shared: what all aligned models of texts take, see `AlignedModel`.
     """
 
     #: The default sampler, and its steps and spacing where they are not those that it usually has.
@@ -182,41 +182,43 @@ class MelDiffusion(AlignedModel):
         "diffusion", "known", "keep", "rounds", "edit", "strength",
     )  # fmt: skip
 
-    def __init__(self, spec: DataSpec, *, noise: float, num_steps: int, variance: str):
-        super().__init__(spec, noise=noise)
+    def __init__(self, spec: DataSpec, *, num_steps: int = 1000, net: UNet | DiT | dict | None = None, **shared):
+        super().__init__(spec, **shared)
         if num_steps < 2:
             raise InputError(f"num_steps must be at least 2, got {num_steps}")
-        self.num_steps, self.variance, self.decoder = num_steps, variance, Gaussian()
-        self.elbo = Elbo(self.decoder, num_steps, variance)
-        self.sampler = DiffusionSampler(num_steps, variance)
+        self.num_steps, self.decoder = num_steps, Gaussian()
+        self.set_variance("beta")
 
-    def make_unet(self, options: dict | None, speaker_channels: int, further: int = 0) -> FrameConditionedUNet:
-        """The network of these options, which sees the mean of every frame, the speaker, and `further` channels."""
-        n_mels = self.spec.event_shape[0]
-        extra = n_mels + (speaker_channels if self.spec.speakers else 0) + further
+    def set_variance(self, variance: str) -> None:
+        """Choose the variance of the reverse steps, `beta` by default, before the network is made."""
+        self.variance = variance
+        self.elbo = Elbo(self.decoder, self.num_steps, variance)
+        self.sampler = DiffusionSampler(self.num_steps, variance)
+
+    def make_unet(self, further: int = 0) -> FrameConditionedUNet:
+        """The network of the option `net`, which sees the mean of every frame, the speaker, and `further` channels."""
+        extra = self.spec.event_shape[0] + (self.speaker_channels if self.spec.speakers else 0) + further
         learned = self.variance == "learned"
-        return FrameConditionedUNet(make_network(options, self.spec.event_shape, None, learned, extra))
+        return FrameConditionedUNet(make_network(self.hparams["net"], self.spec.event_shape, None, learned, extra))
 
-    def assemble(
-        self, encoder: TextEncoder | dict | None, denoiser: Denoiser, duration_channels: int, speaker_channels: int,
-        objective: Objective,
-    ) -> None:
-        """The core, encoder, aligner and durations around a denoiser, and the objective of that denoiser.
+    def assemble_around(self, denoiser: Denoiser, objective: Objective) -> None:
+        """Called last in a subclass' constructor: encoder, aligner and durations around a denoiser, and its objective.
 
         Raises:
             InputError: for an encoder that learns standard deviations, which nothing here reads.
         """
-        reader = self.make_encoder(encoder, speaker_channels)
-        if reader.learn_sigma:
+        encoder = self.make_encoder()
+        if encoder.learn_sigma:
             raise InputError(f"encoder.learn_sigma is for model=glow_tts: a {self.family} has noise of "
                              "standard deviation one")
         # The aligner of Glow-TTS with nothing for a flow: it scores mels as they are.
         nothing = Compose([], (self.spec.event_shape[0], None))
-        aligner = GlowTTS(reader, nothing, self.make_durations(reader, duration_channels))
-        self.core = AlignedDenoiser(len(self.spec.speakers), speaker_channels, tts=aligner, denoiser=denoiser)
+        aligner = GlowTTS(encoder, nothing, self.make_durations(encoder))
+        core = AlignedDenoiser(len(self.spec.speakers), self.speaker_channels, tts=aligner, denoiser=denoiser)
         self.objective = objective
-        if isinstance(self.objective.time_sampler, nn.Module):
-            self.time_sampler = self.objective.time_sampler  # registered, so that checkpoints hold its history
+        if isinstance(objective.time_sampler, nn.Module):
+            self.time_sampler = objective.time_sampler  # registered, so that checkpoints hold its history
+        self.assemble(core)
 
     def compiled_parts(self) -> list[nn.Module]:
         """What torch.compile is applied to: the network."""

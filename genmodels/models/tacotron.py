@@ -16,13 +16,11 @@ from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.models.base import Loss
 from genmodels.models.build import construct
 from genmodels.models.mels import even_lengths
-from genmodels.models.optimizer import Optimizer
 from genmodels.models.text_model import SpeakerEmbeddings, TextModel
 from genmodels.speech.measures import read_faults, words_of_tokens
 from genmodels.speech.tacotron import AttentionKind, Decoded, Synthesised
 from genmodels.speech.tacotron import Tacotron as Decoder
 from genmodels.speech.text import Symbols
-from genmodels.speech.text_encoder import TextEncoder
 
 _FRAMES_A_SYMBOL, _FRAMES_MORE = 20, 100
 
@@ -39,7 +37,6 @@ class Tacotron(TextModel):
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        encoder: options of the text encoder, the one that all models of texts have.
         attention: of the decoder to the text: `location`; `location_previous` without the sum of earlier weights;
             `additive`, `scaled_dot`, `hard` or `local_monotonic`.
         hidden: width of the LSTM cells.
@@ -47,10 +44,7 @@ class Tacotron(TextModel):
         postnet: channels of the network that refines a finished mel, 0 for none; it has no part in the
             likelihood, which is that of the frames as they come.
         checkpointing: recompute the decoder in the backward pass, 64 frames at a time, instead of storing its inside.
-        speaker_channels: length of the speakers' vectors, where there are several.
-        noise: width of the noise in log-mel units.
-        optimizer: options of the optimiser.
-        ema_decay: decay of the averaged weights, or several, 0 for none.
+        **shared: what all models of texts take, see `TextModel`.
 
     Raises:
         InputError: for data without texts or without mels, and options that the decoder refuses.
@@ -72,25 +66,18 @@ class Tacotron(TextModel):
         self,
         spec: DataSpec,
         *,
-        encoder: TextEncoder | dict | None = None,
         attention: AttentionKind = "location",
         hidden: int = 1024,
         prenet: int = 256,
         dropout: float = 0.5,
         postnet: int = 0,
         checkpointing: bool = False,
-        speaker_channels: int = 64,
-        noise: float = 0.05,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.999,
+        **shared,
     ):
-        super().__init__(spec, noise=noise)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        reader = self.make_encoder(encoder, speaker_channels)
-        decoder = construct(Decoder, reader, attention=attention, hidden=hidden, prenet=prenet, dropout=dropout,
-                            postnet=postnet, checkpointing=checkpointing)
-        self.core = SpeakerEmbeddings(len(spec.speakers), speaker_channels, tacotron=decoder)
-        self.finish_setup(optimizer, ema_decay)
+        super().__init__(spec, **shared)
+        decoder = construct(Decoder, self.make_encoder(), attention=attention, hidden=hidden, prenet=prenet,
+                            dropout=dropout, postnet=postnet, checkpointing=checkpointing)
+        self.assemble(SpeakerEmbeddings(len(spec.speakers), self.speaker_channels, tacotron=decoder))
 
     def compiled_parts(self) -> list[nn.Module]:
         """What torch.compile is applied to: the text encoder; the loop over frames is not unrolled."""

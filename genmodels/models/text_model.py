@@ -20,6 +20,7 @@ from genmodels.data.utterances import padded_tokens
 from genmodels.models.base import GenerativeModel
 from genmodels.models.build import construct
 from genmodels.models.mels import MelUnits, even_lengths, silent_beyond
+from genmodels.models.optimizer import Optimizer
 from genmodels.speech.alignment import forward_sum
 from genmodels.speech.glow_tts import Aligned
 from genmodels.speech.text import Symbols, factors_of, in_form, without_marks
@@ -245,7 +246,11 @@ class TextModel(GenerativeModel):
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
+        encoder: options of the text encoder.
+        speaker_channels: length of the speakers' vectors, where there are several.
         noise: width of the noise in log-mel units.
+        optimizer: options of the optimiser.
+        ema_decay: decay of the averaged weights, or several, 0 for none.
 
     Raises:
         InputError: for data without texts or without mels.
@@ -253,17 +258,33 @@ class TextModel(GenerativeModel):
 
     takes_text = True
 
-    def __init__(self, spec: DataSpec, *, noise: float):
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        encoder: TextEncoder | dict | None = None,
+        speaker_channels: int = 64,
+        noise: float = 0.05,
+        optimizer: Optimizer | dict | None = None,
+        ema_decay: float | list[float] = 0.999,
+    ):
         super().__init__(spec)
+        self.save_hyperparameters(ignore=["spec"], logger=False)
         if spec.text is None:
             raise InputError(f"{spec.name} has no texts: model={self.family} is for data=speech with texts")
         self.units = MelUnits(spec, noise=noise)
+        self.speaker_channels = speaker_channels
 
-    def make_encoder(self, options: TextEncoder | dict | None, speaker_channels: int) -> TextEncoder:
-        """The text encoder of these options, conditioned on the speaker where there are several."""
-        speakers = speaker_channels if self.spec.speakers else 0
-        return construct(
-            TextEncoder, len(self.spec.text["symbols"]), self.spec.event_shape[0], speakers, **(options or {}))
+    def make_encoder(self) -> TextEncoder:
+        """The text encoder, conditioned on the speaker where there are several."""
+        speakers = self.speaker_channels if self.spec.speakers else 0
+        return construct(TextEncoder, len(self.spec.text["symbols"]), self.spec.event_shape[0], speakers,
+                         **(self.hparams["encoder"] or {}))
+
+    def assemble(self, core: nn.Module) -> None:
+        """Called last in a subclass' constructor."""
+        self.core = core
+        self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
     def keyed(self, batch: Batch, seed: int) -> tuple[Batch, KeyedGenerator]:
         """A batch to be evaluated, of even lengths, and its noise, which is keyed by item."""
@@ -305,12 +326,22 @@ class TextModel(GenerativeModel):
 
 
 class AlignedModel(TextModel):
-    """A model of texts whose `core.tts` aligns mels by a monotonic search and predicts how long tokens last."""
+    """A model of texts whose `core.tts` aligns mels by a monotonic search and predicts how long tokens last.
 
-    def make_durations(self, encoder: TextEncoder, hidden: int) -> DurationPredictor:
+    Arguments:
+        spec: the data set this model is built for, mels with texts.
+        duration_channels: width of the duration predictor.
+        **shared: what all models of texts take, see `TextModel`.
+    """
+
+    def __init__(self, spec: DataSpec, *, duration_channels: int = 256, **shared):
+        super().__init__(spec, **shared)
+        self.duration_channels = duration_channels
+
+    def make_durations(self, encoder: TextEncoder) -> DurationPredictor:
         """The predictor of durations that belongs to a text encoder."""
-        at_least(1, duration_channels=hidden)
-        return DurationPredictor(encoder.channels, hidden=hidden)
+        at_least(1, duration_channels=self.duration_channels)
+        return DurationPredictor(encoder.channels, hidden=self.duration_channels)
 
     def align(self, core: SpeakerEmbeddings, u: Tensor, batch: Batch) -> Aligned:
         """Whitened mels against their texts.

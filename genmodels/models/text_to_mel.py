@@ -22,9 +22,7 @@ from genmodels.diffusion.flow_matching import FlowMatching, PathName, make_path,
 from genmodels.diffusion.schedule_discrete import ScheduleName
 from genmodels.energy import Potential
 from genmodels.models.mel_diffusion import FINEST, MelDiffusion
-from genmodels.models.optimizer import Optimizer
-from genmodels.nn import DiT, UNet
-from genmodels.speech.text_encoder import TextEncoder
+from genmodels.nn import UNet
 
 
 class MelDDPM(MelDiffusion):
@@ -41,15 +39,15 @@ class MelDDPM(MelDiffusion):
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        encoder: options of the text encoder, the one that all models of texts have.
-        schedule, zero_terminal_snr, parameterisation, objective, weighting, num_steps, time_sampler, variance,
-            self_conditioning: see `DDPM`.
-        net: options of the U-Net, or of the class that `_target_` names (`model.net=dit`).
-        duration_channels: width of the duration predictor.
-        speaker_channels: length of the speakers' vectors, where there are several.
-        noise: width of the noise in log-mel units.
-        optimizer: options of the optimiser.
-        ema_decay: decay of the averaged weights, or several, 0 for none.
+        schedule: the noise schedule.
+        zero_terminal_snr: change the schedule so that no signal is left at t = 1.
+        parameterisation: what the network predicts, see `DDPM`.
+        objective: what is minimised, see `DDPM`.
+        weighting: of the noise levels in `simple` and `hybrid`.
+        time_sampler: how training draws its times.
+        variance: variance of the reverse steps; by default `learned` with `hybrid`, else `beta`.
+        self_conditioning: the network also sees its last estimate of the data.
+        **shared: what all of these models take, see `MelDiffusion`.
 
     Raises:
         InputError: for data without texts or without mels, and options that do not go together.
@@ -71,31 +69,23 @@ class MelDDPM(MelDiffusion):
         self,
         spec: DataSpec,
         *,
-        encoder: TextEncoder | dict | None = None,
         schedule: ScheduleName = "grad_tts",
         zero_terminal_snr: bool = False,
         parameterisation: Literal["eps", "x0", "v", "edm"] = "v",
         objective: Literal["simple", "vlb", "hybrid", "continuous"] = "simple",
         weighting: Literal["none", "min_snr", "p2", "edm", "sigmoid"] = "none",
-        num_steps: int = 1000,
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
         variance: Literal["beta", "beta_tilde", "learned"] | None = None,
         self_conditioning: bool = False,
-        net: UNet | DiT | dict | None = None,
-        duration_channels: int = 256,
-        speaker_channels: int = 64,
-        noise: float = 0.05,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.999,
+        **shared,
     ):
-        super().__init__(spec, noise=noise, num_steps=num_steps,
-                         variance=variance or default_variance(objective, None))
-        self.save_hyperparameters(ignore=["spec"], logger=False)
+        super().__init__(spec, **shared)
+        self.set_variance(variance or default_variance(objective, None))
         self.decide(variance=self.variance)
-        unet = self.make_unet(net, speaker_channels, spec.event_shape[0] if self_conditioning else 0)
         denoiser = Denoiser(
-            unet, make_schedule(schedule, num_steps, finest=self.decoder.finest_log_snr,
-                                zero_terminal_snr=zero_terminal_snr),
+            self.make_unet(spec.event_shape[0] if self_conditioning else 0),
+            make_schedule(schedule, self.num_steps, finest=self.decoder.finest_log_snr,
+                          zero_terminal_snr=zero_terminal_snr),
             PARAMETERISATIONS[parameterisation](), learned_variance=self.variance == "learned",
             self_conditioning=self_conditioning,
         )
@@ -103,8 +93,7 @@ class MelDDPM(MelDiffusion):
             objective, denoiser, self.decoder, self.elbo.steps(denoiser.schedule), variance=self.variance,
             weighting=weighting, time_sampler=time_sampler,
         )
-        self.assemble(encoder, denoiser, duration_channels, speaker_channels, trained)
-        self.finish_setup(optimizer, ema_decay)
+        self.assemble_around(denoiser, trained)
 
 
 class MelFlowMatching(MelDiffusion):
@@ -119,15 +108,10 @@ class MelFlowMatching(MelDiffusion):
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        encoder: options of the text encoder, the one that all models of texts have.
-        path, sigma_min, time_sampler: see `FlowMatchingModel`.
-        num_steps: T, the number of steps of the bound, and the most of a sampler.
-        net: options of the U-Net, or of the class that `_target_` names (`model.net=dit`).
-        duration_channels: width of the duration predictor.
-        speaker_channels: length of the speakers' vectors, where there are several.
-        noise: width of the noise in log-mel units.
-        optimizer: options of the optimiser.
-        ema_decay: decay of the averaged weights, or several, 0 for none.
+        path: `linear`, `cosine`, or a noise schedule of `DDPM` by its name after `vp_`.
+        sigma_min: noise that `linear` leaves at t = 0.
+        time_sampler: how training draws its times.
+        **shared: what all of these models take, see `MelDiffusion`.
 
     Raises:
         InputError: for data without texts or without mels, and options that do not go together.
@@ -152,28 +136,19 @@ class MelFlowMatching(MelDiffusion):
         self,
         spec: DataSpec,
         *,
-        encoder: TextEncoder | dict | None = None,
         path: PathName = "linear",
         sigma_min: float = 0.0,
         time_sampler: Literal[
             "uniform", "stratified", "antithetic", "loss_aware", "logit_normal", "cosmap"
         ] = "antithetic",
-        num_steps: int = 1000,
-        net: UNet | DiT | dict | None = None,
-        duration_channels: int = 256,
-        speaker_channels: int = 64,
-        noise: float = 0.05,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.999,
+        **shared,
     ):
-        super().__init__(spec, noise=noise, num_steps=num_steps, variance="beta")
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        followed = make_path(path, num_steps, sigma_min=sigma_min)
-        denoiser = Denoiser(self.make_unet(net, speaker_channels), followed, velocity_of(followed))
+        super().__init__(spec, **shared)
+        followed = make_path(path, self.num_steps, sigma_min=sigma_min)
+        denoiser = Denoiser(self.make_unet(), followed, velocity_of(followed))
         objective = FlowMatching(time_sampler=time_sampler)
         objective.check(denoiser)
-        self.assemble(encoder, denoiser, duration_channels, speaker_channels, objective)
-        self.finish_setup(optimizer, ema_decay)
+        self.assemble_around(denoiser, objective)
 
 
 class MelEnergy(MelDiffusion):
@@ -194,16 +169,10 @@ class MelEnergy(MelDiffusion):
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        encoder: options of the text encoder, the one that all models of texts have.
         schedule: the noise schedule.
-        num_steps: T, of the bound's terms and the most steps of a sampler of diffusion.
         time_sampler: how noise levels are drawn in training.
         net: options of the U-Net; each use costs its gradient too, two to three times `MelDDPM`'s.
-        duration_channels: width of the duration predictor.
-        speaker_channels: length of the speakers' vectors, where there are several.
-        noise: width of the noise in log-mel units.
-        optimizer: options of the optimiser.
-        ema_decay: decay of the averaged weights, or several, 0 for none.
+        **shared: what all of these models take, see `MelDiffusion`.
 
     Raises:
         InputError: for data without texts or without mels, and options that do not go together.
@@ -229,36 +198,27 @@ class MelEnergy(MelDiffusion):
         self,
         spec: DataSpec,
         *,
-        encoder: TextEncoder | dict | None = None,
         schedule: Literal[
             "cosine", "linear", "linear_continuous", "grad_tts", "cosine_discrete", "sigmoid", "linear_log_snr"
         ] = "grad_tts",
-        num_steps: int = 1000,
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
         net: UNet | dict | None = None,
-        duration_channels: int = 256,
-        speaker_channels: int = 64,
-        noise: float = 0.05,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.999,
+        **shared,
     ):
-        super().__init__(spec, noise=noise, num_steps=num_steps, variance="beta")
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        unet = self.make_unet(net, speaker_channels)
+        super().__init__(spec, net=net, **shared)
+        unet = self.make_unet()
         if not isinstance(unet.unet, UNet):
             raise InputError("model=mel_energy takes a U-Net: its scores are gradients of an energy, and the attention "
                              f"of a {type(unet.unet).__name__} can be differentiated once only")
         if unet.unet.checkpointing:
             raise InputError("model.net.checkpointing is not for model=mel_energy, whose scores are gradients already: "
                              "smaller batches (data.batch_size) take less memory")
-        field = Potential(unet)
-        denoiser = Denoiser(field, make_schedule(schedule, num_steps), V())
+        denoiser = Denoiser(Potential(unet), make_schedule(schedule, self.num_steps), V())
         trained = make_objective(
             "simple", denoiser, self.decoder, self.elbo.steps(denoiser.schedule), variance="beta",
             time_sampler=time_sampler,
         )
-        self.assemble(encoder, denoiser, duration_channels, speaker_channels, trained)
-        self.finish_setup(optimizer, ema_decay)
+        self.assemble_around(denoiser, trained)
 
     def compiled_parts(self) -> list[nn.Module]:
         """Nothing: compiled code has no second derivatives."""
