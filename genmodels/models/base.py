@@ -17,6 +17,7 @@ from genmodels.core.likelihood import Likelihood, breakdown
 from genmodels.core.processes import averaged, gather, rank_world, set_whole, shard, whole
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
+from genmodels.core.tensors import event_size
 from genmodels.data.base import OfLightning
 from genmodels.models.build import options_given
 from genmodels.models.optimizer import EMA, Optimizer, explain_failure, explain_nonfinite
@@ -59,6 +60,8 @@ class GenerativeModel(OfLightning, nn.Module):
     generates = True
     #: Whether it is conditioned on the class; a subclass sets it as its options and its data say.
     conditional = False
+    #: Probability that training hides the class.
+    cond_drop = 0.0
     #: Whether a conditional model also knows what holds for all classes, with `cond=None`.
     has_null_class = False
     #: Which of `SamplingOptions` its samples depend on, besides those that every model takes.
@@ -233,6 +236,30 @@ class GenerativeModel(OfLightning, nn.Module):
 
     def _cond(self, batch: Batch) -> Tensor | None:
         return batch.cond if self.conditional else None
+
+    def condition_on_class(self, wanted: bool, cond_drop: float = 0.0) -> None:
+        """Called in a subclass' constructor: condition on the class where the data have classes.
+
+        Raises:
+            ValueError: for a probability `cond_drop` of hiding the class that is not in [0, 1).
+        """
+        if not 0 <= cond_drop < 1:
+            raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
+        self.conditional, self.cond_drop = wanted and self.spec.num_classes is not None, cond_drop
+
+    def _hidden(self, cond: Tensor | None, generator: KeyedGenerator) -> Tensor | None:
+        """The classes, each replaced by the null class with probability `cond_drop` (Ho and Salimans 2022)."""
+        if cond is None or not self.cond_drop:
+            return cond
+        hidden = generator.child("condition").uniform((len(cond),), device=cond.device) < self.cond_drop
+        return torch.where(hidden, self.num_classes, cond)
+
+    def no_likelihood(self, batch: Batch, reason: str, weights: str | float) -> Likelihood:
+        """The answer of a model without a likelihood: NaN for each item, and the reason."""
+        nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
+        made = {"estimate": "none", "reason": reason, "weights": str(weights)}
+        return Likelihood(nats, "unnormalised", event_size(batch.x, batch.mask).long(), self.spec.levels, None, made,
+                          batch.item_index)
 
     def numbered(self, n: int, start: int) -> Tensor:
         """The numbers `start` .. `start + n - 1` of samples, (n,) int64 on this model's device.

@@ -39,7 +39,7 @@ from genmodels.models.optimizer import Optimizer
 from genmodels.nn import DiT, MLPDenoiser, UNet
 
 _LATENT_STEPS = 100  # of Heun between data and their latents, each way
-COMPARED = 1000  # held-out items, and as many samples, whose energy distance validation prints
+COMPARED = 1000  # held-out items, and as many samples, between which validation takes the energy distance
 #: How validation solves the ODE of a flow, and how many network evaluations of an item's value and divergence it
 #: spends at each place: a thousand items in the plane.
 _SOLVED, _SOLVED_ROWS = {"solver": "rk4", "steps": 12, "variable": "time"}, 3000
@@ -91,13 +91,11 @@ class DiffusionModel(GenerativeModel):
         self.save_hyperparameters(ignore=["spec"], logger=False)
         if num_steps < 2:
             raise ValueError(f"num_steps must be at least 2, got {num_steps}")
-        if not 0 <= cond_drop < 1:
-            raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
+        self.condition_on_class(class_conditional, cond_drop)
         if not noise >= 0:
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
         self.noise = noise if spec.mel is not None else 0.0
-        self.num_steps, self.cond_drop = num_steps, cond_drop
-        self.conditional = class_conditional and spec.num_classes is not None
+        self.num_steps = num_steps
         self.decoder: Decoder = Gaussian() if spec.levels is None else DiscretisedGaussian(spec.levels)
         self.register_buffer("location", torch.zeros(spec.event_shape))
         self.register_buffer("scale", torch.ones(spec.event_shape))
@@ -176,13 +174,6 @@ class DiffusionModel(GenerativeModel):
         """The batch as the network sees it, zero where it is padded."""
         return hide(self.encode(self._filled(batch, generator)), batch.mask)
 
-    def _hidden(self, cond: Tensor | None, generator: KeyedGenerator) -> Tensor | None:
-        """The condition with some of its classes hidden: replaced by the null class (Ho and Salimans 2022)."""
-        if cond is None or not self.cond_drop:
-            return cond
-        hide = generator.child("condition").uniform((len(cond),), device=cond.device) < self.cond_drop
-        return torch.where(hide, self.num_classes, cond)
-
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
@@ -215,9 +206,22 @@ class DiffusionModel(GenerativeModel):
         if len(first):
             self._pending.append(self.ode_likelihood(first, seed=self.seed, **_SOLVED).cpu())
 
+    @torch.no_grad()
+    def keep_samples(self, batch: Batch, *, steps: int | None = None, start: Tensor | None = None) -> None:
+        """In validation: keep items, and as many samples of their classes, from `start` or from noise keyed by item."""
+        if len(batch) == 0:
+            return
+        x0, options = self._entered(batch), SamplingOptions(steps=steps)
+        drawn = self.sampler(
+            self.sampler.plan(self.core.schedule, options), self.weights(), x0.shape, options,
+            KeyedGenerator(self.seed, batch.item_index, "validate"), cond=self._cond(batch), mask=batch.mask,
+            start=start, dtype=x0.dtype, device=x0.device,
+        ).x
+        self._pending.append(torch.stack([x0, hide(drawn, batch.mask)]).flatten(2).double().cpu())
+
     def log_energy_distance(self) -> None:
-        """Log the energy distance of the items and samples that validation has kept, each (2, n, D)."""
-        x, y = torch.cat(gather(self._pending), 1)[:, :COMPARED]
+        """Log the energy distance between the items and the samples of `keep_samples`, each (2, n, D)."""
+        x, y = torch.cat(gather(self._pending), 1)
         self._pending = []
         across, within = torch.cdist(x, y).mean(), (torch.pdist(x).mean() + torch.pdist(y).mean()) / 2
         self.figures["val/energy_distance"] = value = float(2 * (across - within))
@@ -402,14 +406,6 @@ class DiffusionModel(GenerativeModel):
 
     def _latent_times(self, steps: int) -> Tensor:
         return self.sampler.times(self.core.schedule, "dpmpp_2m", min(steps, self.num_steps))
-
-
-def no_likelihood(model: DiffusionModel, batch: Batch, reason: str, weights: str | float) -> Likelihood:
-    """What a model without a likelihood answers, one NaN for each item, and the reason."""
-    nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
-    made = {"estimate": "none", "reason": reason, "weights": str(weights)}
-    return Likelihood(nats, "unnormalised", event_size(batch.x, batch.mask).long(), model.spec.levels, None, made,
-                      batch.item_index)
 
 
 def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionModel:

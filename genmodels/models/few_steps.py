@@ -11,7 +11,6 @@ from genmodels.core.errors import InputError
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
-from genmodels.core.tensors import hide
 from genmodels.diffusion import Denoiser, Elbo, FlowMap
 from genmodels.diffusion.few_steps import (
     Consistency,
@@ -24,7 +23,7 @@ from genmodels.diffusion.few_steps import (
 from genmodels.diffusion.flow_matching import Coupling, CouplingName, PathName, make_path, velocity_of
 from genmodels.diffusion.weighting import WeightingName
 from genmodels.models.base import Loss
-from genmodels.models.diffusion import DiffusionModel, load_teacher, no_likelihood
+from genmodels.models.diffusion import COMPARED, DiffusionModel, load_teacher
 
 TimesName = Literal["uniform", "stratified", "antithetic", "logit_normal", "cosmap"]
 
@@ -195,17 +194,11 @@ class StepModel(DiffusionModel):
             batch: items in the data's own units.
             weights, seed: without effect.
         """
-        return no_likelihood(self, batch, f"a {self.family} has no velocity, hence no density of its samples", weights)
+        return self.no_likelihood(batch, f"a {self.family} has no velocity, hence no density of its samples", weights)
 
-    @torch.no_grad()
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Items of the validation split, and as many samples of their classes from noise keyed by item."""
-        x0 = self._entered(batch)
-        plan = self.sampler.plan(self.core.schedule, SamplingOptions(steps=self.usual_steps))
-        generator = KeyedGenerator(self.seed, batch.item_index, "validate")
-        drawn = self.sampler(plan, self.weights(), x0.shape, SamplingOptions(), generator, cond=self._cond(batch),
-                             mask=batch.mask, dtype=x0.dtype, device=x0.device).x
-        self._pending.append(torch.stack([x0, hide(drawn, batch.mask)]).flatten(2).double().cpu())
+        """The first items of the validation split, and as many samples by the usual steps."""
+        self.keep_samples(batch.rows(batch.item_index < COMPARED), steps=self.usual_steps)
 
     def on_validation_epoch_end(self) -> None:
         """Log the figure by which checkpoints are chosen."""

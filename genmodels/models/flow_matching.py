@@ -26,7 +26,7 @@ from genmodels.diffusion.flow_matching import (
 )
 from genmodels.models.base import Loss
 from genmodels.models.build import build
-from genmodels.models.diffusion import COMPARED, DiffusionModel, load_teacher, no_likelihood
+from genmodels.models.diffusion import COMPARED, DiffusionModel, load_teacher
 
 _REFLOW_STEPS, _ROWS = 20, 256  # of Heun from noise to data, for so many pairs at once
 _WITHOUT_NOISE = ("flow", "euler", "heun")  # samplers that follow the flow, whatever it starts from
@@ -220,18 +220,12 @@ class FlowMatchingModel(DiffusionModel):
         return found
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """As for every diffusion; from another data set items of the target and as many carried to it are kept."""
+        """As for every diffusion; from another data set the first items of the target and as many carried to it."""
         if self.spec.source is None:
             super().validation_step(batch, batch_idx)
-            return
-        batch = batch.rows(batch.item_index < COMPARED)
-        if len(batch):
-            x0 = self._entered(batch)
-            plan = self.sampler.plan(self.core.schedule, options := SamplingOptions())
-            drawn = self.sampler(
-                plan, self.weights(), x0.shape, options, KeyedGenerator(self.seed, batch.item_index, "validate"),
-                cond=self._cond(batch), start=self.encode_source(batch.source), dtype=x0.dtype, device=x0.device).x
-            self._pending.append(torch.stack([x0, drawn]).flatten(2).double().cpu())
+        else:
+            first = batch.rows(batch.item_index < COMPARED)
+            self.keep_samples(first, start=self.encode_source(first.source))
 
     def on_validation_epoch_end(self) -> None:
         """Log the figure that checkpoints are chosen by."""
@@ -253,5 +247,5 @@ class FlowMatchingModel(DiffusionModel):
         return super().log_likelihood if self.spec.source is None else self._no_log_likelihood
 
     def _no_log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
-        return no_likelihood(self, batch, f"a flow from {self.spec.source['name']} carries on a density that is not "
-                                          "known", weights)
+        reason = f"a flow from {self.spec.source['name']} carries on a density that is not known"
+        return self.no_likelihood(batch, reason, weights)

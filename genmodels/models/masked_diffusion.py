@@ -76,10 +76,8 @@ class MaskedDiffusionModel(GenerativeModel):
         one_of("masking", masking, MASKINGS)
         if width < 1 or num_steps < 2:
             raise ValueError(f"width = {width} must be at least 1, and num_steps = {num_steps} at least 2")
-        if not 0 <= cond_drop < 1:
-            raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
-        self.masking, self.num_steps, self.cond_drop = masking, num_steps, cond_drop
-        self.conditional = class_conditional and spec.num_classes is not None
+        self.condition_on_class(class_conditional, cond_drop)
+        self.masking, self.num_steps = masking, num_steps
         self.has_null_class = self.conditional and cond_drop > 0
         if not isinstance(net, nn.Module):
             usual = NETWORKS["mlp" if len(spec.event_shape) == 1 else "dit"]
@@ -90,10 +88,7 @@ class MaskedDiffusionModel(GenerativeModel):
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
         """The bound at one time per example, in bits/dim, some of the classes hidden."""
-        cond = self._cond(batch)
-        if cond is not None and self.cond_drop:
-            hide = generator.child("condition").uniform((len(cond),), device=cond.device) < self.cond_drop
-            cond = torch.where(hide, self.num_classes, cond)
+        cond = self._hidden(self._cond(batch), generator)
         t, _ = AntitheticTimes()(len(batch), generator.child("times"), *rank_world())
         nats = bound_terms(self.core, batch.x.long(), t, self.spec.levels, generator, cond=cond, masking=self.masking)
         bits = nats / (math.log(2) * self.spec.dims)

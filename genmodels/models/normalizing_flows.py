@@ -368,14 +368,13 @@ class TarFlow(FlowModel):
         **shared,
     ):
         super().__init__(spec, **shared)
-        if not 0 <= cond_drop < 1:
-            raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
+        self.condition_on_class(self.conditional, cond_drop)
         if not augment >= 0:
             raise ValueError(f"augment is a standard deviation, 0 or more, got {augment}")
         if augment and (spec.levels is None or self.preprocess != "centre"):
             raise ValueError(f"augment={augment} is for integers with model.preprocess=centre: noise leaves the range "
                              "in which a logit is defined")
-        self.cond_drop, self.augment = cond_drop, augment
+        self.augment = augment
         patch = (2 if len(spec.event_shape) == 3 else 1) if patch is None else patch
         self.decide(patch=patch)
         self.assemble(tarflow(
@@ -391,10 +390,7 @@ class TarFlow(FlowModel):
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
         """As of every flow, with some of the classes hidden; of noisy data their negative log-density per value."""
-        if self.conditional and self.cond_drop:
-            hidden = generator.child("condition").uniform((len(batch.cond),), device=batch.cond.device) < self.cond_drop
-            batch = replace(batch, cond=torch.where(hidden, self.num_classes, batch.cond))
-        return super().loss(batch, generator)
+        return super().loss(replace(batch, cond=self._hidden(self._cond(batch), generator)), generator)
 
     def log_likelihood(
         self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, importance_samples: int = 1,
@@ -408,10 +404,7 @@ class TarFlow(FlowModel):
         if not self.augment:
             return super().log_likelihood(batch, weights=weights, seed=seed, importance_samples=importance_samples,
                                           rows=rows)
-        made = {"estimate": "none", "reason": f"its density is that of data with noise of {self.augment}",
-                "weights": str(weights)}
-        nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
-        return Likelihood(nats, "unnormalised", self.spec.dims, self.spec.levels, None, made, batch.item_index)
+        return self.no_likelihood(batch, f"its density is that of data with noise of {self.augment}", weights)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The likelihood of the batch; with `augment` the negative log-density of noisy data, keyed by item."""

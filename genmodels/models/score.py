@@ -235,7 +235,7 @@ class ScoreModel(GenerativeModel):
         self.save_hyperparameters(ignore=["spec"], logger=False)
         noise_levels(2 * smallest if smallest > 0 else 1.0, smallest, ratio)  # refuses what makes no sense
         self.smallest, self.ratio, self.drawn = smallest, ratio, levels
-        self.conditional = class_conditional and spec.num_classes is not None
+        self.condition_on_class(class_conditional)
         network = make_network(net, spec.event_shape, self.num_classes)
         self.core = NoiseConditionalScore(NoiseConditionalNet(network))
         self.encoding = Encoding(spec, integers="unit", whitening=whitening)
@@ -295,16 +295,14 @@ class ScoreModel(GenerativeModel):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
-        """None: a score-based model has no energy whose integral could be taken; `ode_likelihood` goes another way.
+        """None: a score-based model has no energy to normalise; `ode_likelihood` follows its probability flow.
 
         Arguments:
             batch: items in the data's own units.
-            weights, seed: as for every model; they change nothing.
+            weights, seed: without effect.
         """
         reason = "a score-based model has no energy (ode=true follows its probability flow)"
-        made = {"estimate": "none", "reason": reason, "weights": str(weights)}
-        nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
-        return Likelihood(nats, "unnormalised", self.spec.dims, self.spec.levels, None, made, batch.item_index)
+        return self.no_likelihood(batch, reason, weights)
 
     def ode_likelihood(
         self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, **options

@@ -130,6 +130,21 @@ def test_validation_is_the_energy_distance_of_samples():
     assert abs(distances[0]) < 0.03 < 1 < distances[1]
 
 
+def test_the_figure_of_validation_does_not_depend_on_the_number_of_processes():
+    """It compares the first thousand items of the split, whichever process has them."""
+    plane = DataSpec("plane", (2,))
+    model = small(ConsistencyModel, plane, net={"hidden": 16, "depth": 1})
+    model.log = lambda *args, **kwargs: None
+    x = torch.linspace(0, 5, 2400).cumsum(0)[:, None].expand(-1, 2) / 1000
+    figures = []
+    for shares in ([slice(None)], [slice(0, None, 2), slice(1, None, 2)]):
+        for rows in shares:
+            model.validation_step(Batch(x[rows], index=torch.arange(2400)[rows]), 0)
+        model.on_validation_epoch_end()
+        figures.append(model.figures["val/energy_distance"])
+    assert abs(figures[0] - figures[1]) < 1e-6 * figures[0]
+
+
 def test_options_that_do_not_fit():
     with pytest.raises(ValueError, match="leave fourier out"):
         ShortcutModel(DIGITS, net=SMALL | {"fourier": [2]})
