@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from genmodels.core.checkpoint import present_name
-from genmodels.core.errors import InputError, nearest
+from genmodels.core.errors import InputError, require_known
 
 TARGET = "_target_"
 #: Networks of denoisers by the name that `model.net=` takes on the command line.
@@ -122,12 +122,7 @@ def options_given(made: Any, frame: FrameType) -> dict[str, Any]:
 
 def construct(cls: type, *args: Any, **options: Any) -> Any:
     """`cls(*args, **options)`, with an unknown option answered by the nearest known one."""
-    known = keywords(cls)
-    for key in options:
-        if key not in known:
-            near = nearest(key, known)
-            hint = f": did you mean {near!r}?" if near else f"; it takes {', '.join(known)}"
-            raise InputError(f"{cls.__name__} has no option {key!r}{hint}")
+    require_known(cls.__name__, options, keywords(cls))
     try:
         return cls(*args, **options)
     except InputError:

@@ -1,4 +1,4 @@
-"""Denoising diffusion (Ho, Jain, Abbeel 2020): trained on terms of the evidence lower bound, evaluated by all of it."""
+"""Denoising diffusion (Ho, Jain, Abbeel 2020): trained on single terms of the ELBO, evaluated by all of them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from genmodels.models.diffusion import DiffusionModel
 
 
 class DDPM(DiffusionModel):
-    """A diffusion model: noise is added in steps and a network learns to take it away.
+    """A diffusion model: noise is added in steps, and a network learns to remove it.
 
         x_t = alpha_t x_0 + sigma_t eps,    loss = E |target - net(x_t, log SNR)|^2   (objective `simple`)
-        -log p(x) <= KL(q(x_1|x)||N(0,I)) + sum_k KL(q(x_s|x_t,x)||p(x_s|x_t)) - E log p(x|x_0)   (what is reported)
+        -log p(x) <= KL(q(x_1|x)||N(0,I)) + sum_k KL(q(x_s|x_t,x)||p(x_s|x_t)) - E log p(x|x_0)   (reported)
 
     Integers 0..L-1 are mapped to [-1, 1] and the decoder gives their log-mass; continuous data are standardised by
     their training mean and standard deviation, whose volume is part of the density.

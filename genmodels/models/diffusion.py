@@ -40,8 +40,8 @@ from genmodels.nn import DiT, MLPDenoiser, UNet
 
 _LATENT_STEPS = 100  # of Heun between data and their latents, each way
 COMPARED = 1000  # held-out items, and as many samples, between which validation takes the energy distance
-#: How validation solves the ODE of a flow, and how many network evaluations of an item's value and divergence it
-#: spends at each place: a thousand items in the plane.
+#: How validation solves the ODE of a flow, and the network evaluations, one for the value and D for the divergence of
+#: each item, that it spends on a stage of the solver: a thousand items in the plane.
 _SOLVED, _SOLVED_ROWS = {"solver": "rk4", "steps": 12, "variable": "time"}, 3000
 
 
@@ -72,7 +72,7 @@ class DiffusionModel(GenerativeModel):
     #: The default sampler.
     usual_sampler = "dpmpp_2m"
     #: Whether validation on small continuous vectors solves the ODE: for families whose model is the flow. The bound is
-    #: that of a noisy sampler, which a small error of the velocity near the data costs far more than the flow.
+    #: that of a stochastic sampler, which a small error of the velocity near the data costs far more than the flow.
     validates_by_ode = False
 
     def __init__(
@@ -111,7 +111,7 @@ class DiffusionModel(GenerativeModel):
         return make_network(net, self.spec.event_shape, self.num_classes, learned_variance, estimate, two_times)
 
     def assemble(self, core: Denoiser, elbo: Elbo | None, objective: Objective) -> None:
-        """Called last in a family's constructor: the denoiser, its bound if it has one, and what it is trained by."""
+        """Called last in a family's constructor: the denoiser, its bound if it has one, and its objective."""
         self.core, self.objective, self.variance = core, objective, "beta" if elbo is None else elbo.variance
         if elbo is not None:
             self.elbo = elbo
@@ -123,14 +123,14 @@ class DiffusionModel(GenerativeModel):
         self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
     def _whole(self, rows: Tensor) -> tuple[Tensor, slice]:
-        """The rows of all processes in the order of the global batch, and which of them are those of this one."""
+        """The rows of all processes in the order of the global batch, and the slice of those of this process."""
         rank, world = rank_world()
         if world == 1:
             return rows, slice(None)
         return self.all_gather(rows).transpose(0, 1).flatten(0, 1), slice(rank, None, world)
 
     def sharded_networks(self) -> list[nn.Module]:
-        """The network; a learned schedule has weights outside of it."""
+        """The network; refused for a learned schedule, whose weights are outside of it."""
         if any(True for _ in self.core.schedule.parameters()):
             raise InputError("trainer.strategy=fsdp spreads the weights of the network: not with schedule=learned")
         return [self.core.net]
@@ -138,7 +138,7 @@ class DiffusionModel(GenerativeModel):
     # ---- between the data's units and the network's --------------------------------------------------------------
 
     def initialize(self, batch: Batch) -> None:
-        """Take mean and standard deviation of continuous training data, per scalar; integers have a fixed map."""
+        """Mean and standard deviation of continuous training data, per scalar; integers have a fixed map."""
         if self.spec.levels is None:
             mean, std = _moments(self._filled(batch).double(), batch.mask)
             if not bool((std > 0).all()):
@@ -165,7 +165,7 @@ class DiffusionModel(GenerativeModel):
         return x * self.scale + self.location
 
     def _filled(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
-        """Mels with their noise, by default the noise of their item; other data as they are."""
+        """Mels with noise, by default keyed by item; other data unchanged."""
         if self.noise == 0:
             return batch.x
         return with_noise(batch.x, self.noise, generator or KeyedGenerator(0, batch.item_index, "likelihood"))
@@ -188,7 +188,7 @@ class DiffusionModel(GenerativeModel):
         return Loss(bits.mean(), bits, out.parts, out.times)
 
     def on_before_optimizer_step(self, optimizer) -> None:
-        """As for every model; then, the loss being finite, a loss-aware time sampler learns of it."""
+        """As for every model, which stops at a non-finite loss; then a loss-aware time sampler learns from it."""
         super().on_before_optimizer_step(optimizer)
         self.objective.learn(self.all_gather)
 
@@ -197,7 +197,7 @@ class DiffusionModel(GenerativeModel):
         return {"draws": min(8, self.num_steps - 1)}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """The bound of every item; of a flow on small continuous vectors the ODE of the first ones."""
+        """The bound of every item; for flows of small continuous vectors the ODE likelihood of the first items."""
         spec = self.spec
         if not self.validates_by_ode or spec.levels is not None or spec.mel is not None or spec.dims > EXACT_UP_TO:
             super().validation_step(batch, batch_idx)
@@ -228,7 +228,7 @@ class DiffusionModel(GenerativeModel):
         self.log("val/energy_distance", value, rank_zero_only=False)
 
     def denoiser_and_cond(self, batch: Batch) -> tuple[Denoiser, Tensor | None]:
-        """The denoiser, and the condition that it sees with the noisy data of a batch."""
+        """The denoiser, and its condition for a batch."""
         return self.core, self._cond(batch)
 
     def log_likelihood(
@@ -298,12 +298,12 @@ class DiffusionModel(GenerativeModel):
 
     @property
     def has_null_class(self) -> bool:
-        """Whether training hid the class now and then, so that the model knows what holds for all classes."""
+        """Whether training hides the class at random, so that the model can also be used without a class."""
         return self.conditional and self.cond_drop > 0
 
     @torch.no_grad()
     def draw(self, options: SamplingOptions) -> Samples:
-        """Samples by any sampler of diffusion, freely, from a known part (`known`), or from an item (`edit`)."""
+        """Samples by any sampler of diffusion: free, around a known part (`known`), or from an item (`edit`)."""
         self._check_material(options)
         index, known, edit = self.numbered(options.n, options.start), options.known, options.edit
         denoiser, generator = self.weights(options.weights), KeyedGenerator(options.seed, index, "sample")
@@ -316,7 +316,7 @@ class DiffusionModel(GenerativeModel):
         seen = Trajectory(options.path, plan.steps, options.progress)
 
         def finished(x: Tensor) -> Tensor:
-            """x in the data's units, with what is known as it was given, and zero where there is no frame."""
+            """x in the data's units, with the known part as given, and silent beyond the last frame."""
             x = silent_beyond(self.decode(x), mask, self.spec)
             return x if known is None else torch.where(options.keep.to(x.device), known.to(x.device), x)
 
@@ -356,7 +356,7 @@ class DiffusionModel(GenerativeModel):
         if guidance != 1 and self.num_classes is None:
             raise InputError("guidance needs a model with classes: leave it out")
         if guidance != 1 and not self.has_null_class:
-            raise InputError("this model was trained with cond_drop=0, it knows no class that guidance could leave")
+            raise InputError("guidance needs a model trained with model.cond_drop above 0, and this one had 0")
         if guidance == 0 and cond is not None:
             raise InputError("guidance=0 draws without a class: leave cond out")
         from_item = options.known is not None or options.edit is not None
@@ -365,7 +365,7 @@ class DiffusionModel(GenerativeModel):
         return self.labels(cond, index)
 
     def _shape_of(self, size: list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
-        """The shape of events of such a size."""
+        """The event shape for a size."""
         channels, *space = self.spec.event_shape
         if size is None or list(size) == space:
             return self.spec.event_shape
@@ -374,15 +374,15 @@ class DiffusionModel(GenerativeModel):
             raise InputError(f"{like}, got {list(size)}")
         if self.spec.levels is None:
             raise InputError(
-                f"continuous data are standardised place by place: their size is {space}, not {list(size)}"
+                f"continuous data are standardised at each position: their size is {space}, not {list(size)}"
             )
         return channels, *size
 
-    # ---- latents: where the deterministic sampler starts ---------------------------------------------------------
+    # ---- latents: the start of the deterministic sampler ---------------------------------------------------------
 
     @torch.no_grad()
     def latents(self, batch: Batch, weights: str | float = "ema", steps: int = _LATENT_STEPS) -> Latents:
-        """The noise from which the probability-flow ODE leads to these data; without labels, under no class."""
+        """The noise from which the probability-flow ODE leads to these data; data without labels under no class."""
         x0, times = self.encode(batch.x), self._latent_times(steps)
         return Latents((invert(self.weights(weights), x0, times, cond=self._cond(batch)),))
 
@@ -390,14 +390,14 @@ class DiffusionModel(GenerativeModel):
     def from_latents(
         self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS
     ) -> Tensor:
-        """The data that latents stand for, in the data's own units; the inverse of `latents`."""
+        """The data of latents, in the data's own units; the inverse of `latents`."""
         return self.decode(self.follow(latents[0], cond, weights, steps))
 
     @torch.no_grad()
     def follow(
         self, noise: Tensor, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS
     ) -> Tensor:
-        """Where the probability-flow ODE leads from noise (B, *event), in the network's units, by steps of Heun."""
+        """The end of the probability-flow ODE from noise (B, *event), in the network's units, by steps of Heun."""
         generator = KeyedGenerator(0, torch.arange(len(noise), device=noise.device))
         return run_sampler(
             self.weights(weights), noise.shape, self._latent_times(steps), HeunSampler(), generator, cond=cond,
@@ -409,17 +409,17 @@ class DiffusionModel(GenerativeModel):
 
 
 def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionModel:
-    """The diffusion or flow matching of a checkpoint from which a model of the same data learns, on its device.
+    """The diffusion or flow-matching model of a checkpoint, on the device of a student of the same data.
 
     Arguments:
-        student: the model that learns.
-        option: its option that names the checkpoint.
+        student: the model that learns from it.
+        option: the student's option that names the checkpoint.
         path: the checkpoint.
 
     Raises:
         InputError: for another kind of model, other data or other classes.
     """
-    with torch.random.fork_rng():  # the numbers that training draws next must not depend on a teacher being built
+    with torch.random.fork_rng():  # building the teacher must not change the random numbers of training
         teacher, _ = load_model(path, device=str(student.device))
     if isinstance(teacher, DiffusionModel) and teacher.spec.source != student.spec.source:
         begins = [(model.spec.source or {"name": "noise"})["name"] for model in (teacher, student)]
@@ -428,7 +428,7 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
         raise InputError(f"{option}={path} holds a {teacher.family} of {tuple(teacher.spec.event_shape)}, not "
                          f"a diffusion or flow matching of {tuple(student.spec.event_shape)}")
     if student.conditional and teacher.num_classes != student.num_classes:
-        raise InputError(f"{option}={path} knows other classes: model.class_conditional=false leaves them out")
+        raise InputError(f"{option}={path} has other classes: model.class_conditional=false leaves them out")
     return teacher
 
 

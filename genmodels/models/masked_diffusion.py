@@ -23,18 +23,18 @@ from genmodels.nn import DiT, MLPDenoiser, UNet
 
 
 class MaskedDiffusionModel(GenerativeModel):
-    """A network that fills in masked integers; a sample begins as masks alone, and is filled in over some steps.
+    """A network that predicts masked integers; a sample starts fully masked and is unmasked over some steps.
 
         -log p(x) <= E_t [-alpha'(t) / (1 - alpha(t)) sum over masked of -log p(x_i | x_t)],   t uniform on [0, 1]
 
     Every scalar of integer data is a token with `levels` values, masked with probability 1 - alpha(t). Training
-    minimises the bound, at times spread evenly over each batch. Any part of an event can be kept and the rest drawn.
+    minimises the bound, at times spread evenly over each batch. Any part of an event can be given and the rest drawn.
 
     Arguments:
         spec: the data set this model is built for, of integers.
         masking: alpha(t): `linear`, 1 - t; `cosine`, 1 - sin(pi t/2); `quadratic`, 1 - t^2. The bound is the same for
-            all; training visits other shares of masked tokens more often.
-        width: channels for each scalar, in which its token enters and leaves the network.
+            all, but training sees some shares of masked tokens more often.
+        width: channels of the network's input and output for each token.
         num_steps: most steps of a sampler, and strata of the bound where all are taken.
         class_conditional: condition on the class where the data have classes.
         cond_drop: probability that training hides the class, which guidance needs; 0 for never.
@@ -154,7 +154,7 @@ class MaskedDiffusionModel(GenerativeModel):
         return Samples(x.to(kind), labels, index, made, seen.kept)
 
     def _begun(self, options: SamplingOptions) -> tuple[Tensor, dict]:
-        """The tokens that sampling begins from, all masked but for what is known."""
+        """The tokens at the start of sampling, all masked but the known ones."""
         x = torch.full((options.n, *self.spec.event_shape), self.spec.levels, device=self.device)
         known, keep = options.known, options.keep
         if known is None:

@@ -279,7 +279,7 @@ class ScoreModel(GenerativeModel):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The same loss of a validation batch under the averaged weights, its noise keyed by item."""
-        noise = KeyedGenerator(self.seed, batch.index, "validate")
+        noise = KeyedGenerator(self.seed, batch.item_index, "validate")
         with torch.no_grad():
             # Several levels for each item: one alone would make the figure jump from run to run.
             values = [self._per_example(self.weights(), batch, noise.at(k)) for k in range(4)]

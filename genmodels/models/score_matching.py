@@ -260,7 +260,7 @@ class ScoreMatched(GenerativeModel):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The figure of a validation batch under the averaged weights, keyed by item."""
-        noise = KeyedGenerator(self.seed, batch.index, "validate")
+        noise = KeyedGenerator(self.seed, batch.item_index, "validate")
         z = self.points(batch.x, noise)
         self._pending.append(self.score_matching(self.weights(), z, noise).cpu())
         if batch_idx == 0:

@@ -1,4 +1,4 @@
-"""What every model of texts and mels has in common: its encoder, its speakers, the texts it is asked for, its rows."""
+"""What all text-to-speech models have in common: text encoder, speakers, requests for texts, alignment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, at_least
+from genmodels.core.errors import InputError, at_least, refusals
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.utterances import padded_tokens
@@ -31,7 +31,7 @@ _LONGEST = 3600  # seconds of one text: an hour is a gigabyte
 
 
 def noise_rows(condition: TextCondition, takes: Sequence[int]) -> Tensor:
-    """Indices (B,) of keyed noise for texts: they depend on a text and on which of its takes it is, on nothing else.
+    """Indices (B,) of keyed noise for texts, which depend only on the text and the number of its take.
 
     Example:
         >>> mask = torch.tensor([[[1, 1, 0]], [[1, 1, 1]]]).bool()
@@ -45,7 +45,7 @@ def noise_rows(condition: TextCondition, takes: Sequence[int]) -> Tensor:
 
 
 def given_durations(condition: TextCondition, durations: Sequence[Sequence[int]], which: Sequence[int]) -> Tensor:
-    """Frames (B, N) of every token, as a user has listed them for each text; `which` text an item is.
+    """Frames (B, N) of every token, as the user lists them for each text; item k has text number `which[k]`.
 
     Raises:
         InputError: for lists of another length than the text, or with anything but whole numbers from 1 on.
@@ -65,7 +65,7 @@ def given_durations(condition: TextCondition, durations: Sequence[Sequence[int]]
 
 
 class TextReader:
-    """The way from text to tokens that a model was trained with.
+    """Maps texts to tokens as in training.
 
     Arguments:
         spec: the data the model was built for.
@@ -84,15 +84,13 @@ class TextReader:
         if spec.text is None:
             raise InputError(f"a model of {spec.name} was trained without texts: leave text out")
         self.spec, self.language = spec, spec.text["language"]
-        self.form = spec.text.get("form", "characters")  # checkpoints of before have no other
+        self.form = spec.text.get("form", "characters")  # older checkpoints have no other
         self.symbols = Symbols(tuple(spec.text["symbols"]), spec.text["blanks"], on_unknown)
 
     def normal_form(self, text: str) -> str:
         """The text as the model reads it, without marks."""
-        try:
+        with refusals():
             found = in_form(without_marks(text), self.form, self.language)
-        except ValueError as error:
-            raise InputError(str(error)) from error
         if self.symbols.on_unknown == "drop":
             unknown = self.symbols.unknown(found)
             found = " ".join("".join(c for c in found if c not in unknown).split())
@@ -103,24 +101,16 @@ class TextReader:
         normal = self.normal_form(text)
         if not any(c.isalpha() for c in normal):
             raise InputError(f"the text {text!r} has no letters that this model was trained on")
-        try:
+        with refusals():
             return self.symbols.encode(normal)
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(str(error)) from error
 
     def stretch(self, texts: Sequence[str]) -> Tensor | None:
-        """By how much longer each token is to last, (B, N), as marks `[slow]...[/slow]` say; None where there are none.
+        """Factors (B, N) on the length of each token from marks `[slow]...[/slow]`; None for texts without marks.
 
-        A blank goes with the symbol behind it.
+        A blank has the factor of the symbol after it.
         """
-        try:
+        with refusals():
             rows = [factors_of(text, self.normal_form) for text in texts]
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(str(error)) from error
         if all(factor == 1 for row in rows for factor in row):
             return None
         if self.symbols.blanks:
@@ -179,7 +169,7 @@ class TextRequest(NamedTuple):
         return speed if self.stretch is None else speed / self.stretch
 
     def durations(self, listed: Sequence[Sequence[int]] | None) -> Tensor | None:
-        """Frames (n, N) of every token as a user has listed them for each text; None for None."""
+        """Frames (n, N) of every token as the user lists them for each text; None for None."""
         return None if listed is None else given_durations(self.condition, listed, self.which)
 
 
@@ -187,7 +177,7 @@ def ask(
     spec: DataSpec, n: int, *, start: int = 0, text: str | Sequence[str] | None = None,
     speaker: int | str | None = None, on_unknown: Literal["error", "drop"] = "error",
 ) -> TextRequest:  # fmt: skip
-    """The texts of samples `start` .. `start + n - 1`, taken in turn; those that the data came with, if none are given.
+    """The texts of samples `start` .. `start + n - 1`, taken in turn; by default the examples of the data.
 
     Raises:
         ValueError: for n below 1.
@@ -204,7 +194,7 @@ def ask(
         raise ValueError(f"n must be at least 1, got {n}")
     texts = [text] if isinstance(text, str) else list(text or spec.text["examples"])
     if not texts:
-        raise InputError("this checkpoint carries no examples: give text=")
+        raise InputError("this checkpoint has no example texts: give text=")
     numbers = range(start, start + n)
     which = [k % len(texts) for k in numbers]
     reader, chosen = TextReader(spec, on_unknown), [texts[k] for k in which]
@@ -287,11 +277,11 @@ class TextModel(GenerativeModel):
         self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
     def keyed(self, batch: Batch, seed: int) -> tuple[Batch, KeyedGenerator]:
-        """A batch to be evaluated, of even lengths, and its noise, which is keyed by item."""
+        """A batch with even lengths, and its noise for evaluation, keyed by item."""
         return even_lengths(batch), KeyedGenerator(seed, batch.item_index, "likelihood")
 
     def dims_of(self, batch: Batch) -> Tensor:
-        """How many cells of each item are valid, (B,)."""
+        """The number of valid cells of each item, (B,)."""
         return batch.mask.sum((1, 2)) * self.spec.event_shape[0]
 
     # ---- samples ------------------------------------------------------------------------------------------------
@@ -307,10 +297,10 @@ class TextModel(GenerativeModel):
         x = silent_beyond(self.units.inverse(u), mask, self.spec)
         return Samples(x, asked.condition, asked.index, made, mask=mask, durations=durations)
 
-    # ---- what is seen of it while it trains ---------------------------------------------------------------------
+    # ---- pictures while training --------------------------------------------------------------------------------
 
     def seen_alignment(self, batch: Batch) -> Tensor:
-        """What a picture of the alignment shows of items of even lengths, (B, N, T)."""
+        """The alignment (B, N, T) that pictures show, of items with even lengths."""
         raise NotImplementedError
 
     def pictures(self) -> dict[str, Image.Image]:
@@ -321,7 +311,7 @@ class TextModel(GenerativeModel):
         if loader is None:
             return {}
         batch = even_lengths(next(iter(loader)).rows(slice(0, 3)).to(self.device))
-        self.core.eval()  # dropout would blur what has been learnt; the caller puts the mode back
+        self.core.eval()  # without dropout; the caller restores the mode
         return {"alignments": alignments(self.seen_alignment(batch), batch, self.spec)}
 
 
@@ -344,7 +334,7 @@ class AlignedModel(TextModel):
         return DurationPredictor(encoder.channels, hidden=self.duration_channels)
 
     def align(self, core: SpeakerEmbeddings, u: Tensor, batch: Batch) -> Aligned:
-        """Whitened mels against their texts.
+        """The alignment of whitened mels with their texts.
 
         Raises:
             InputError: for more tokens than frames, naming the items.
@@ -358,12 +348,12 @@ class AlignedModel(TextModel):
 
     @torch.no_grad()
     def aligned(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Aligned:
-        """Items against their texts: the best path, its durations, and the scores of all."""
+        """The alignment of items with their texts: the best path, its durations, the scores of all cells."""
         batch, noise = self.keyed(batch, seed)
         return self.align(self.weights(weights), self.units(batch, noise)[0], batch)
 
     def posterior(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Tensor:
-        """(B, N, T) probability that a frame belongs to a token, given mel and text: the gradient of the sum."""
+        """(B, N, T) probability that a frame belongs to a token given mel and text: the gradient of log p(x|text)."""
         batch = even_lengths(batch)
         scores = self.aligned(batch, weights, seed).scores.requires_grad_()
         with torch.enable_grad():
@@ -377,9 +367,9 @@ class AlignedModel(TextModel):
 
             e = 1/T [log p(x | own text) - log (1/K) sum_k p(x | text k)]
 
-        All K + 1 densities are sums over alignments, of the same mel with the same noise, so that what a recording
-        has apart from its text (the room, the voice, how well the flow knows it) has no part in e. A transcript
-        that is no better than those of other recordings has e near 0 or below.
+        All K + 1 densities are sums over alignments, of the same mel with the same noise, so that e does not depend on
+        the room, the voice or how well the model fits the recording. A transcript that fits no better than those of
+        other recordings has e near 0 or below.
 
         Arguments:
             batch: items in the data's own units.
@@ -408,10 +398,10 @@ class AlignedModel(TextModel):
     def frames_of(
         self, seconds: float | None, asked: TextRequest, durations: list[list[int]] | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The frames (n,) that hold so many seconds of sound, and the durations (n, N) given; None where None is asked.
+        """The numbers of frames (n,) of so many seconds, and the given durations (n, N); each None if not asked for.
 
         Raises:
-            InputError: for a time that is not positive, or one that durations do not come to.
+            InputError: for a time that is not positive, or that is not the sum of the durations.
         """
         given = asked.durations(durations)
         if seconds is None:
@@ -427,7 +417,7 @@ class AlignedModel(TextModel):
 
     @contextmanager
     def explained(self, condition: TextCondition, seconds: float | None) -> Iterator[None]:
-        """Turns what the decoder refuses into an InputError that names a time long enough."""
+        """Turns a ValueError of the decoder into an InputError that names a sufficient time."""
         try:
             yield
         except ValueError as error:
