@@ -356,7 +356,7 @@ class DiffusionModel(GenerativeModel):
         if guidance != 1 and self.num_classes is None:
             raise InputError("guidance needs a model with classes: leave it out")
         if guidance != 1 and not self.has_null_class:
-            raise InputError("guidance needs a model trained with model.cond_drop above 0, and this one had 0")
+            raise InputError("guidance needs a model trained with model.cond_drop above 0, not with cond_drop=0")
         if guidance == 0 and cond is not None:
             raise InputError("guidance=0 draws without a class: leave cond out")
         from_item = options.known is not None or options.edit is not None

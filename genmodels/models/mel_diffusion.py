@@ -1,4 +1,4 @@
-"""Mels as diffused around the mean that their texts give: what text-to-mel models of this kind have in common."""
+"""Diffusion of mels around the mean of their texts: what text-to-mel models of this kind have in common."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from genmodels.speech.glow_tts import Aligned, GlowTTS, Latent
 FINEST = 10.0  # log-SNR of the last level at most: 1/150 of the standard deviation of the data
 _NOISIEST = -12.0  # log-SNR of the first level at least: the noise is 400 times the standard deviation of the data
 _LEVELS = 50  # by default
-_FEWEST = 10  # levels; fewer leave noise of one level in the next
-_EACH = 2  # Langevin steps at each of them
-_STEP = 1.0  # step size over the squared noise level: a tenth of it, as is usual, needs ten times as many levels
+_FEWEST = 10  # levels; with fewer, noise of one level is left in the next
+_EACH = 2  # Langevin steps at each level
+_STEP = 1.0  # step size over the squared noise level; the usual 0.1 needs ten times as many levels
 
 
 class VarianceExplodingScore(NoiseConditionalScore):
-    """The scores of a denoiser as those of data with noise added and nothing scaled down, for annealed Langevin.
+    """The scores of a denoiser as scores of unscaled data with added noise (variance exploding), for annealed Langevin.
 
         y = x/alpha,   sigma_bar = sigma/alpha = exp(-lambda/2),   score(y) = -eps/sigma_bar
 
@@ -99,7 +99,7 @@ def sample_by_langevin(
     denoiser: Denoiser, levels: list[float], mean: Latent, cond: Tensor, generator: KeyedGenerator,
     temperature: float,
 ) -> tuple[Tensor, int]:
-    """What is drawn around the means from N(0, temperature^2 I) down, and the evaluations of the network it took."""
+    """Samples of u by annealed Langevin from N(0, temperature^2 I), and the number of network evaluations."""
     u = annealed_langevin(
         VarianceExplodingScore(denoiser, mean.mask), mean.z.shape, levels, generator, cond=cond, steps_per_level=_EACH,
         step=_STEP * levels[-1] ** 2, temperature=temperature, dtype=mean.z.dtype, device=mean.z.device,
@@ -111,12 +111,12 @@ _LANGEVIN = "annealed_langevin"
 
 
 class FrameConditionedUNet(nn.Module):
-    """A U-Net over frames conditioned on further channels: what the text says of each frame.
+    """A U-Net over frames with further input channels: the condition of each frame.
 
-    Sequences shorter than its levels take are padded, which changes nothing where the padding is masked.
+    Sequences that are too short for its levels are padded, and the padding is masked.
 
     Arguments:
-        unet: built with that many `extra_channels`; or a `DiT`, which takes sequences of any length.
+        unet: built with E `extra_channels`; or a `DiT`, which takes sequences of any length.
 
     Shapes: `x (B, C, T)`, `log_snr (B,)`, `cond (B, E, T)`, `mask (B, 1, T)`; the result is `(B, C, T)`, or `(B, 2 C,
         T)` for a U-Net with `double_output`.
@@ -136,12 +136,12 @@ class FrameConditionedUNet(nn.Module):
 
 
 class AlignedDenoiser(SpeakerEmbeddings):
-    """The aligner with its text encoder, the denoiser, and the vectors of the speakers.
+    """The aligner with its text encoder, the denoiser, and the speaker embeddings.
 
     Arguments:
         speakers, channels: see `SpeakerEmbeddings`.
-        tts: the aligner, of mels as they are.
-        denoiser: of what mels are beyond the mean of their texts.
+        tts: the aligner, of whitened mels.
+        denoiser: of mels minus the mean of their texts.
     """
 
     def __init__(self, speakers: int, channels: int, *, tts: GlowTTS, denoiser: Denoiser):
@@ -160,7 +160,7 @@ class AlignedDenoiser(SpeakerEmbeddings):
 
 
 class MelDiffusion(AlignedModel):
-    """A model of u = y - m, what a whitened mel is beyond the mean m of its text, by a denoiser at every noise level.
+    """A model of u = y - m, a whitened mel minus the mean m of its text, by a denoiser at every noise level.
 
     A subclass builds its denoiser around `self.make_unet()`, ends with `self.assemble_around(...)`, and names its
     `default_sampler`.
@@ -172,7 +172,7 @@ class MelDiffusion(AlignedModel):
         **shared: what all aligned models of texts take, see `AlignedModel`.
     """
 
-    #: The default sampler, and its steps and spacing where they are not those that it usually has.
+    #: The default sampler, and its steps and spacing where these are not the sampler's defaults.
     default_sampler: str
     default_steps: dict = {}
     samplers = (_LANGEVIN, *SAMPLERS)
@@ -205,15 +205,15 @@ class MelDiffusion(AlignedModel):
         """Called last in a subclass' constructor: encoder, aligner and durations around a denoiser, and its objective.
 
         Raises:
-            InputError: for an encoder that learns standard deviations, which nothing here reads.
+            InputError: for an encoder that learns standard deviations, which are not used here.
         """
         encoder = self.make_encoder()
         if encoder.learn_sigma:
             raise InputError(f"encoder.learn_sigma is for model=glow_tts: a {self.family} has noise of "
                              "standard deviation one")
-        # The aligner of Glow-TTS with nothing for a flow: it scores mels as they are.
-        nothing = Compose([], (self.spec.event_shape[0], None))
-        aligner = GlowTTS(encoder, nothing, self.make_durations(encoder))
+        # The aligner of Glow-TTS with the identity as its flow: it scores the whitened mels.
+        identity = Compose([], (self.spec.event_shape[0], None))
+        aligner = GlowTTS(encoder, identity, self.make_durations(encoder))
         core = AlignedDenoiser(len(self.spec.speakers), self.speaker_channels, tts=aligner, denoiser=denoiser)
         self.objective = objective
         if isinstance(objective.time_sampler, nn.Module):
@@ -221,13 +221,13 @@ class MelDiffusion(AlignedModel):
         self.assemble(core)
 
     def compiled_parts(self) -> list[nn.Module]:
-        """What torch.compile is applied to: the network."""
+        """The modules for torch.compile: the network."""
         return [self.core.denoiser.net.unet]
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def _around(self, core: AlignedDenoiser, u: Tensor, batch: Batch) -> tuple[Aligned, Tensor, Tensor]:
-        """The alignment of whitened mels, what they are beyond its mean, and the denoiser's condition."""
+        """The alignment of whitened mels, u around its mean, and the denoiser's condition."""
         aligned = self.align(core, u, batch)
         with torch.autocast(u.device.type, enabled=False):
             mean = aligned.mu @ aligned.path.to(aligned.mu.dtype)
@@ -249,7 +249,7 @@ class MelDiffusion(AlignedModel):
         return Loss(total.mean(), total, parts | {name: part.detach() for name, part in out.parts.items()}, out.times)
 
     def on_before_optimizer_step(self, optimizer) -> None:
-        """As for every model; then, the loss being finite, a loss-aware time sampler learns of it."""
+        """As for every model, which stops at a non-finite loss; then a loss-aware time sampler learns from it."""
         super().on_before_optimizer_step(optimizer)
         self.objective.learn(self.all_gather)
 
@@ -276,9 +276,9 @@ class MelDiffusion(AlignedModel):
             weights: `ema`, `raw`, or one of the decays kept.
             seed: seed of the noise, which is keyed by (seed, item, term, frame).
             alignment: `marginal`, a bound on the sum over all alignments through the best one and its prior; or `best`:
-                a bound on the density given the alignment that suits the mel best, which has seen it.
-            bound, draws, replicates: see `DDPM.log_likelihood`. The schedule of mels spends a third of its log-SNRs on
-                its first hundredth, where strata in time are noisy: the bound of `continuous` time has none.
+                a bound on the density given the best alignment, which depends on the mel.
+            bound, draws, replicates: see `DDPM.log_likelihood`. The schedule of mels passes a third of its log-SNRs in
+                the first hundredth of the time, where strata in time are noisy; the `continuous` bound has none.
             rows: most mels in one call of the network.
         """
         one_of("alignment", alignment, ("marginal", "best"))
@@ -302,7 +302,7 @@ class MelDiffusion(AlignedModel):
     ) -> Likelihood:
         """The log-likelihood of noisy mels by the probability-flow ODE around the mean of their best alignment.
 
-        Each mel is followed by itself at its own length, so that neither padding nor batch changes its steps.
+        Each mel is solved alone at its own length, so that neither padding nor batch changes its steps.
 
         Arguments:
             batch: items in the data's own units.
@@ -338,7 +338,7 @@ class MelDiffusion(AlignedModel):
         return result
 
     def _prior(self, alignment: str, batch: Batch) -> dict[str, Tensor]:
-        """-log of the prior of one alignment of each item, by the name of that part."""
+        """-log of the prior of one alignment of each item, as a named part of the bound."""
         if alignment == "best":
             return {}
         return {"alignment": log_paths(batch.cond.mask.sum((1, 2)), batch.mask.sum((1, 2))).double()}
@@ -349,7 +349,7 @@ class MelDiffusion(AlignedModel):
                 "given": given}
 
     def denoiser_and_cond(self, batch: Batch) -> tuple[Denoiser, Tensor]:
-        """The denoiser, and the condition it sees with the noisy data: the mean of every frame, and the speaker."""
+        """The denoiser, and its condition for a batch: the mean of every frame, and the speaker."""
         batch, noise = self.keyed(batch, 0)
         with torch.no_grad():
             return self.core.denoiser, self._around(self.core, self.units(batch, noise)[0], batch)[2]
@@ -360,11 +360,11 @@ class MelDiffusion(AlignedModel):
     def draw(self, options: SamplingOptions) -> Samples:
         """Mels of the texts in turn, by a sampler of diffusion or by annealed Langevin dynamics.
 
-        The noise depends on (seed, text, which of that text's samples it is) alone. `temperature` is the scale of all
-        noise around the text's mean. `steps` of annealed Langevin are noise levels, at least 10, with two steps at
-        each: 50, which makes standard deviations 8 % too large (200: 2 %, 20: 22 %).
-        With `known` the frames that `keep` names are given, and the others drawn; with `edit` sampling starts from a
-        mel with noise. Either has the length that `durations` come to.
+        The noise depends only on (seed, text, number of the text's sample). `temperature` scales all noise around the
+        mean of the text. `steps` of annealed Langevin are noise levels, at least 10, with two steps at each; 50, the
+        default, makes standard deviations 8 % too large (200: 2 %, 20: 22 %).
+        With `known` the frames of `keep` are given, and the others drawn; with `edit` sampling starts from a mel with
+        noise. Either has the total length of `durations`.
         """
         options = self._with_sampler(options)
         langevin = options.sampler == _LANGEVIN
@@ -405,7 +405,7 @@ class MelDiffusion(AlignedModel):
         return samples
 
     def _with_sampler(self, options: SamplingOptions) -> SamplingOptions:
-        """The options with the default sampler: to complete a mel `ddpm`, which the rounds of inpainting are for."""
+        """The options with the default sampler; to complete a mel it is `ddpm`, for which inpainting is defined."""
         if options.sampler is None and options.known is not None:
             return replace(options, sampler="ddpm")
         if options.sampler is None and options.edit is not None and self.default_sampler == _LANGEVIN:
@@ -420,7 +420,7 @@ class MelDiffusion(AlignedModel):
     def _from_mel(
         self, options: SamplingOptions, mean: Tensor, length: int
     ) -> tuple[SamplingOptions, Tensor | None, Tensor | None]:
-        """What is known and what is edited as u around the means (n, n_mels, T), and the options with a mask of T."""
+        """The options with a mask of T frames, then `known` and `edit` as u around the means (n, n_mels, T)."""
         given = {"known": options.known, "edit": options.edit}
         for name, mel in given.items():
             if mel is None:

@@ -1,4 +1,4 @@
-"""Text to mel by diffusion around the mean that the text gives, by flow matching, and by an energy."""
+"""Text to mel by diffusion around the mean of the text, by flow matching, and by an energy-based model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from genmodels.nn import UNet
 
 
 class MelDDPM(MelDiffusion):
-    """Text to mel by a diffusion model of what a mel is beyond the mean that its text gives.
+    """Text to mel by a diffusion model of the difference between a mel and the mean of its text.
 
         P_ij = log N(y_j; mu_i, I),  y the whitened noisy mel;    A* = the best monotonic alignment,  m_j = mu_A*(j)
         u = y - m,   u_t = alpha_t u + sigma_t eps,    at t = 1 the mel is N(m, temperature^2 I)
@@ -34,8 +34,8 @@ class MelDDPM(MelDiffusion):
         log p(x | text) >= bound(u | m) - log C(T-1, N-1) - D log s
 
     The shift by m has no volume, so a bound on log p(u | m) is one on log p(y | text, A*), and with the prior of that
-    one alignment, 1 / C(T-1, N-1), one on the sum over all of them: the quantity that `model=glow_tts` states. The
-    value without the prior is reported apart, since A* has seen the mel.
+    alignment, 1 / C(T-1, N-1), one on the sum over all alignments: the quantity that `model=glow_tts` states. The value
+    without the prior is reported separately, since A* depends on the mel.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
@@ -97,14 +97,14 @@ class MelDDPM(MelDiffusion):
 
 
 class MelFlowMatching(MelDiffusion):
-    """Text to mel by a flow from noise to what a mel is beyond the mean that its text gives.
+    """Text to mel by a flow from noise to the difference between a mel and the mean of its text.
 
         u = y - m as for `MelDDPM`,    u_t = alpha(t) u + sigma(t) eps,    du_t/dt = v(u_t, t | m)
         loss = E |alpha' u + sigma' eps - v(u_t, t | m)|^2 - sum P A* / (80 T) + mean (log d - log d_A*)^2
 
-    At t = 1 the mel is N(m, temperature^2 I); the lines are straight, so that a few steps of Euler lead to speech.
-    Matcha-TTS learns y itself, given m, from N(0, temperature^2 I), with sigma_min 1e-4. Encoder, aligner, durations,
-    bound and samplers are those of `MelDDPM`.
+    At t = 1 the mel is N(m, temperature^2 I); the paths are straight, so that a few Euler steps suffice. Matcha-TTS
+    learns y itself, given m, from N(0, temperature^2 I), with sigma_min 1e-4. Encoder, aligner, durations, bound and
+    samplers are those of `MelDDPM`.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
@@ -152,26 +152,26 @@ class MelFlowMatching(MelDiffusion):
 
 
 class MelEnergy(MelDiffusion):
-    """Text to mel by an energy of what a mel is beyond the mean that its text gives, at every noise level.
+    """Text to mel by an energy of the difference between a mel and the mean of its text, at every noise level.
 
         u = y - m as for `MelDDPM`,   u_t = alpha_t u + sigma_t eps
         E(u_t, t | m) = 1/2 |u_t|^2 + (alpha_t/sigma_t) sum u_t f(u_t, t, m),    f a U-Net
         loss = |eps + sigma_t grad E(u_t, t | m)|^2 - sum P A* / (80 T) + mean (log d - log d_A*)^2
 
     The first term is denoising score matching at the noise levels of the schedule, weighted by their variance; the
-    others are those of all aligned models of texts. The energies of different levels have no constant in common, so
-    that E alone gives no likelihood. What is stated is the bound of the diffusion that runs back along these scores:
+    others are those of all aligned models of texts. The energies of different levels have unrelated constants, so that
+    E alone gives no likelihood. Reported is the bound of the reverse diffusion with these scores:
 
         log p(x | text) >= bound(u | m) - log C(T-1, N-1) - D log s
 
-    `model=mel_ddpm` states the same of scores that are any field. Samples are drawn by annealed Langevin from N(m, I)
-    down, or by the samplers of diffusion.
+    `model=mel_ddpm` reports the same bound for scores that need not be gradients. Samples are drawn by annealed
+    Langevin from N(m, I), or by the samplers of diffusion.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
         schedule: the noise schedule.
         time_sampler: how noise levels are drawn in training.
-        net: options of the U-Net; each use costs its gradient too, two to three times `MelDDPM`'s.
+        net: options of the U-Net; each evaluation also takes its gradient, at two to three times the cost of `MelDDPM`.
         **shared: what all of these models take, see `MelDiffusion`.
 
     Raises:
@@ -228,14 +228,14 @@ class MelEnergy(MelDiffusion):
     def energies(
         self, batch: Batch, *, log_snr: float = FINEST, weights: str | float = "ema", seed: int = 0
     ) -> Tensor:
-        """(B,) E of what noisy mels are beyond the means of their best alignments, scaled down to a noise level.
+        """(B,) E of noisy mels around the means of their best alignments, scaled by alpha of a noise level.
 
-        The noise is that of the mel alone, of width `noise`; none of the level is added.
-        Differences between mels of one text, durations and level are those of -log p there; no others mean anything.
+        The noise is that of the mel, of width `noise`; no noise of the level is added. Only differences between mels of
+        the same text, durations and level are meaningful: they are those of -log p.
 
         Arguments:
             batch: items in the data's own units.
-            log_snr: the noise level whose energy is asked for.
+            log_snr: the noise level of the energy.
             weights, seed: see `log_likelihood`.
         """
         batch, noise = self.keyed(batch, seed)

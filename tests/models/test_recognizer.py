@@ -158,7 +158,7 @@ def test_what_makes_no_sense_is_refused():
         Recognizer(replace(texts.spec(), text=None))
     with pytest.raises(InputError, match="genmodels transcribe"):
         model().draw(SamplingOptions())
-    with pytest.raises(InputError, match="by=attention: this model has learned ctc"):
+    with pytest.raises(InputError, match="by=attention: this model has criterion=ctc"):
         model().log_likelihood(texts.batch(SIZES), by="attention")
     for options, said in (({"criterion": "ctc", "decoder": {"hidden": 8}}, "model.decoder is not for"),
                           ({"criterion": "attention", "decoder": {"delay": 2}}, "needs triggers"),
