@@ -306,4 +306,5 @@ def _arrange(files: Sequence[str]) -> tuple[Tensor | None, tuple[str, ...], Tens
     names = sorted({folder[0] for folder in folders if folder})
     if len(names) < 2 or not all(folders):
         return splits, (), None
-    return splits, tuple(names), torch.tensor([names.index(folder[0]) for folder in folders])
+    numbers = {name: number for number, name in enumerate(names)}
+    return splits, tuple(names), torch.tensor([numbers[folder[0]] for folder in folders])

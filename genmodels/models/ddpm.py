@@ -50,9 +50,6 @@ class DDPM(DiffusionModel):
         self_conditioning: the network also sees its last estimate of the data.
         **shared: what all diffusion models take, see `DiffusionModel`.
 
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
-
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
         >>> model = DDPM(spec, net={"channels": 8, "multipliers": [1, 2]}, num_steps=10)

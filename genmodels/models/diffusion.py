@@ -31,7 +31,7 @@ from genmodels.diffusion import sample as run_sampler
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, to_levels, to_unit
 from genmodels.diffusion.flow_matching import make_path
 from genmodels.diffusion.ode import EXACT_UP_TO
-from genmodels.models.base import GenerativeModel, Loss
+from genmodels.models.base import GenerativeModel, Loss, require_spread
 from genmodels.models.build import make_network
 from genmodels.models.checkpoint import load_model
 from genmodels.models.mels import frames_of, silent_beyond, with_noise
@@ -61,6 +61,9 @@ class DiffusionModel(GenerativeModel):
             `_target_` names (`model.net=dit`); or a module.
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
+
+    Raises:
+        ValueError: for options that do not fit together or do not fit the data.
     """
 
     samplers = tuple(SAMPLERS)
@@ -141,9 +144,7 @@ class DiffusionModel(GenerativeModel):
         """Mean and standard deviation of continuous training data, per scalar; integers have a fixed map."""
         if self.spec.levels is None:
             mean, std = _moments(self._filled(batch).double(), batch.mask)
-            if not bool((std > 0).all()):
-                column = self.spec.column(int((std <= 0).flatten().nonzero()[0, 0]))
-                raise InputError(f"column {column} of {self.spec.name} is constant and has no density: leave it out")
+            require_spread(self.spec, std)
             self.location.copy_(mean)
             self.scale.copy_(std)
 
@@ -427,6 +428,9 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
     if not isinstance(teacher, DiffusionModel) or teacher.spec.event_shape != student.spec.event_shape:
         raise InputError(f"{option}={path} holds a {teacher.family} of {tuple(teacher.spec.event_shape)}, not "
                          f"a diffusion or flow matching of {tuple(student.spec.event_shape)}")
+    if (teacher.spec.levels is None) != (student.spec.levels is None):
+        kinds = ["continuous" if model.spec.levels is None else "integer" for model in (teacher, student)]
+        raise InputError(f"{option}={path} was trained on {kinds[0]} data, and this model is for {kinds[1]} data")
     if student.conditional and teacher.num_classes != student.num_classes:
         raise InputError(f"{option}={path} has other classes: model.class_conditional=false leaves them out")
     return teacher

@@ -69,9 +69,6 @@ class ShortcutModel(FlowMapModel):
         time_sampler: how training draws its times, see `FlowMatchingModel`.
         **shared: what all flow maps take, see `FlowMapModel`.
 
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
-
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
         >>> model = ShortcutModel(spec, net={"channels": 8, "multipliers": [1, 2]})
@@ -105,9 +102,6 @@ class MeanFlowModel(FlowMapModel):
         mean, std: of the logits of the times.
         power: how strongly large errors are weighted down: 0 for the mean squared error, 1 for its logarithm.
         **shared: what all flow maps take, see `FlowMapModel`.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -220,9 +214,6 @@ class ConsistencyModel(StepModel):
         time_sampler: how training draws its times, see `FlowMatchingModel`.
         **shared: what all of these take, see `StepModel`.
 
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
-
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
         >>> model = ConsistencyModel(spec, net={"channels": 8, "multipliers": [1, 2]})
@@ -267,9 +258,6 @@ class ProgressiveModel(StepModel):
         weighting: of the noise levels, see `DDPM`.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
         **shared: what all of these take, see `StepModel`.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)

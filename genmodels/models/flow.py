@@ -58,6 +58,9 @@ class FlowModel(GenerativeModel):
         noise: width of the noise on mels, in log units, without which they have no density; other data have none.
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
+
+    Raises:
+        ValueError: for options that do not fit together or do not fit the data.
     """
 
     tolerates_tf32 = False

@@ -65,9 +65,6 @@ class FlowMatchingModel(DiffusionModel):
         reflow_pairs: number of pairs, drawn again whenever training starts or resumes; classes in turn.
         **shared: what all diffusion models take, see `DiffusionModel`.
 
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
-
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
         >>> model = FlowMatchingModel(spec, net={"channels": 8, "multipliers": [1, 2]})

@@ -170,6 +170,9 @@ class MelDiffusion(AlignedModel):
         num_steps: T, the number of steps of the bound, and the most that a sampler of diffusion takes.
         net: options of the U-Net, or of the class that `_target_` names (`model.net=dit`).
         **shared: what all aligned models of texts take, see `AlignedModel`.
+
+    Raises:
+        InputError: for data without texts or without mels, and options that do not go together.
     """
 
     #: The default sampler, and its steps and spacing where these are not the sampler's defaults.
@@ -371,8 +374,9 @@ class MelDiffusion(AlignedModel):
         asked = self.asked(options)
         noise, core = FrameKeyedGenerator(options.seed, asked.rows, "sample"), self.weights(options.weights)
         if langevin:
-            if any(value is not None for value in (options.spacing, options.eta, options.churn)):
-                raise InputError("spacing, eta and churn are options of the other samplers, not of annealed_langevin")
+            for name in ("spacing", "eta", "churn", "diffusion"):
+                if getattr(options, name) is not None:
+                    raise InputError(f"{name} is an option of the other samplers, not of annealed_langevin")
             levels = langevin_levels(core.schedule, options.steps)
             made = {"sampler": options.sampler, "steps": len(levels)}
         else:

@@ -16,7 +16,7 @@ from genmodels.energy import DivergenceGuard, ExactScoreMatching, SlicedScoreMat
 from genmodels.energy.losses import half_square
 from genmodels.flows.dequantize import UniformDequantize
 from genmodels.flows.scaling import Logit
-from genmodels.models.base import GenerativeModel
+from genmodels.models.base import GenerativeModel, require_spread
 
 #: Largest dimension for which a full covariance matrix is kept.
 MOST_PAIRS = 1024
@@ -87,9 +87,7 @@ class Encoding(nn.Module):
         # One number for all pixels, since networks for images share weights over positions.
         together = len(self.spec.event_shape) > 1
         location, std = (y.mean(), y.std()) if together else (y.mean(0), y.std(0))
-        if not bool((std > 0).all()):
-            column = self.spec.column(int((std <= 0).flatten().nonzero()[0, 0]))
-            raise InputError(f"column {column} of {self.spec.name} is constant and has no density: leave it out")
+        require_spread(self.spec, std)
         self.location.copy_(location)
         self.scale.copy_(std)
         if self.rotation is not None:

@@ -49,9 +49,6 @@ class MelDDPM(MelDiffusion):
         self_conditioning: the network also sees its last estimate of the data.
         **shared: what all of these models take, see `MelDiffusion`.
 
-    Raises:
-        InputError: for data without texts or without mels, and options that do not go together.
-
     Example:
         >>> from genmodels.speech.text import CHARACTERS
         >>> text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["hello"]}
@@ -113,9 +110,6 @@ class MelFlowMatching(MelDiffusion):
         time_sampler: how training draws its times.
         **shared: what all of these models take, see `MelDiffusion`.
 
-    Raises:
-        InputError: for data without texts or without mels, and options that do not go together.
-
     Source: Mehta et al., "Matcha-TTS: a fast TTS architecture with conditional flow matching", 2024, section 3.
 
     Example:
@@ -173,9 +167,6 @@ class MelEnergy(MelDiffusion):
         time_sampler: how noise levels are drawn in training.
         net: options of the U-Net; each evaluation also takes its gradient, at two to three times the cost of `MelDDPM`.
         **shared: what all of these models take, see `MelDiffusion`.
-
-    Raises:
-        InputError: for data without texts or without mels, and options that do not go together.
 
     Source: Song and Ermon 2019 (annealed Langevin); Salimans and Ho 2021 (energies of this form); Popov et al. 2021
     (the mean and the schedule).

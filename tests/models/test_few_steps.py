@@ -104,6 +104,9 @@ def test_teachers_of_another_kind_teach_and_those_of_other_data_do_not(tmp_path)
     other = written(small(FlowMatchingModel, DataSpec("other", (1, 4, 4), levels=17)), tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match=r"distill=.* holds a flow_matching of \(1, 4, 4\)"):
         ConsistencyModel(DIGITS, distill=other, net=SMALL).initialize(batch())
+    continuous = written(small(FlowMatchingModel, DataSpec("grey", (1, 8, 8))), tmp_path / "continuous.ckpt")
+    with pytest.raises(ValueError, match="distill=.* was trained on continuous data, and this model is for integer"):
+        ConsistencyModel(DIGITS, distill=continuous, net=SMALL, class_conditional=False).initialize(batch())
     with pytest.raises(ValueError, match="needs a teacher"):
         ProgressiveModel(DIGITS, net=SMALL)
 

@@ -149,7 +149,7 @@ def test_words_have_times():
     assert ends == sorted(ends) and ends[-1] <= 40 * 256 / 22050 + 1e-9
     frame = 2 * 256 / 22050
     assert all(second / frame == pytest.approx(round(second / frame)) for second in ends)
-    with pytest.raises(InputError, match="learned transducer"):
+    with pytest.raises(InputError, match="criterion=transducer"):
         model("transducer").times(whole, found)
 
 
