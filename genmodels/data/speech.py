@@ -349,6 +349,8 @@ def _split(items: list[Utterance], fractions: tuple[float, float, float], seed: 
         return rows
     # A split with a positive fraction has at least one item.
     wanted = [0.0 if rows[name] else max(f, 1 / len(keys)) * (f > 0) for name, f in zip(SPLITS, fractions, strict=True)]
+    if sum(wanted[1:]) > 1:  # one item for two splits: it stays in train, and the empty split is reported
+        wanted = [0.0, 0.0, 0.0]
     labels = [items[groups[key][0]].label for key in keys]
     classes = None if None in labels else torch.tensor(labels)
     parts = split_rows(classes, len(keys), (0.0, *wanted[1:]), seed)

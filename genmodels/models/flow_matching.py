@@ -185,6 +185,9 @@ class FlowMatchingModel(DiffusionModel):
         rows = torch.empty_like(index)
         for one in labels.cpu().unique():
             own, here = (classes == one).nonzero().flatten(), labels.cpu() == one
+            if len(own) == 0:
+                raise InputError(f"{self.spec.source['name']} has no items of class {int(one)} in its {split} split: "
+                                 "choose other classes by cond=, or give source=(N, *event)")
             rows[here] = own[index[here] % len(own)]
         return x[rows]
 

@@ -202,6 +202,7 @@ def stream_text(model: GlowTTS, text: str, *, chunk: int = 64, **options) -> Tex
         [8, 8, 6]
     """
     check_streams(model)
+    model.require_options(options)
     if chunk < 1:
         raise InputError(f"chunk is a number of frames, at least 1, got {chunk}")
     wanted = SamplingOptions(text=text, **options).with_default(temperature=model.default_temperature)
