@@ -21,7 +21,7 @@ from genmodels.energy import (
     quadrature,
     run_chains,
 )
-from genmodels.models.score_matching import covariance_shape
+from genmodels.models.score_matching import MOST_PAIRS
 
 #: Half-widths of the boxes of quadrature, in standard deviations of the data, from which the first is taken whose
 #: density at the edge is at most _EDGE.
@@ -93,9 +93,8 @@ def base_of(mean: Tensor, covariance: Tensor) -> GaussianBase:
 
 
 def unit_covariance(dims: int) -> Tensor:
-    """The covariance before initialisation."""
-    shape = covariance_shape(dims)
-    return torch.ones(shape, dtype=torch.float64) if len(shape) == 1 else torch.eye(dims, dtype=torch.float64)
+    """The covariance before initialisation, in the shape of `covariance_of`."""
+    return torch.ones(dims, dtype=torch.float64) if dims > MOST_PAIRS else torch.eye(dims, dtype=torch.float64)
 
 
 def inverse_mass(base: GaussianBase) -> Tensor:

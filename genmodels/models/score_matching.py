@@ -168,11 +168,6 @@ def covariance_of(z: Tensor) -> Tensor:
     return torch.cov(rows.T).reshape(rows.shape[1], rows.shape[1])
 
 
-def covariance_shape(dims: int) -> tuple[int, ...]:
-    """The shape of `covariance_of`."""
-    return (dims,) if dims > MOST_PAIRS else (dims, dims)
-
-
 _EXACT = 64  # dimensions up to which validation takes the exact loss
 _QUADRATURE = 2  # dimensions up to which validation computes log Z
 _PROBES = 10
