@@ -110,7 +110,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray | MappedArray]:
                 start = member.header_offset + 30 + int(lengths.sum())
                 array = MappedArray.of_npy(path, start)
                 if not array.dtype.hasobject and array.offset + array.nbytes != start + member.file_size:
-                    raise ValueError(f"the size of {name} is not the one that its header declares")
+                    raise ValueError(f"{name} is not the size that its header declares")
                 with archive.open(member) as file:  # compares the checksum, which mapping does not
                     while file.read(_BLOCK):
                         pass
