@@ -1,4 +1,4 @@
-"""Your own arrays: images or vectors from .npz, .npy or a text table."""
+"""Images or vectors from a file of arrays: .npz, .npy or a text table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
-from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, split_rows
+from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows
 from genmodels.data.loading import BatchDataset, TensorData
 
 _BLOCK = 2**22
@@ -110,7 +110,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray | MappedArray]:
                 start = member.header_offset + 30 + int(lengths.sum())
                 array = MappedArray.of_npy(path, start)
                 if not array.dtype.hasobject and array.offset + array.nbytes != start + member.file_size:
-                    raise ValueError(f"{name} has not the size that its header declares")
+                    raise ValueError(f"{name} is not the size that its header declares")
                 with archive.open(member) as file:  # compares the checksum, which mapping does not
                     while file.read(_BLOCK):
                         pass
@@ -179,9 +179,9 @@ def _fault(lines: dict[int, list[str]], heading: list[str]) -> str | None:
             return f", line {number} has {count}, where the table has {width} columns"
         for column, cell in enumerate(map(str.strip, cells)):
             if not _is_number(cell):
-                found = f"{cell!r} is no number" if cell else "the cell is empty"
-                return f"{_place(number, column, heading)}: {found}; a table holds numbers alone, complete it or " \
-                       "leave that column or line out"
+                found = f"{cell!r} is not a number" if cell else "the cell is empty"
+                return (f"{_place(number, column, heading)}: {found}; a table holds only numbers: complete it, or "
+                        "leave out that column or line")
     return None
 
 
@@ -265,13 +265,12 @@ class Arrays(DataModule):
         seed: int = 0,
     ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
-        check_fractions(val_fraction, test_fraction)
         check_choice("layout", layout, ("auto", "nchw", "nhwc"))
         if levels is not None and levels < 2:
             raise InputError(f"data.levels must be at least 2, got {levels}")
         self.file, self.labels = Path(data_root(file)), None if labels is None else Path(data_root(labels))
         self.layout, self.levels, self.flip = layout, levels, flip
-        self.fractions = (1 - val_fraction - test_fraction, val_fraction, test_fraction)
+        self.fractions = split_fractions(val_fraction, test_fraction)
 
     def load(self):
         """Read or map the file, determine the type of its items, check every value."""

@@ -22,11 +22,10 @@ _FAR = 1e4  # interquartile ranges from the median, beyond any heavy tail that c
 
 
 class OfLightning:
-    """A class with the methods that Lightning calls: it is Lightning's too, where Lightning is imported.
+    """Makes a class a subclass of Lightning's class `_lightning` too, but only where Lightning has been imported.
 
-    What only samples need not wait for that import, which takes longer than all others. An instance from before it
-    joins at the first `isinstance` that asks for more than its type, such as that of `Trainer.fit`. `_lightning` is the
-    name of Lightning's class.
+    Sampling need not wait for that import, which takes longer than all others. An instance made before the import
+    joins at the first `isinstance` that asks for more than its type, such as that of `Trainer.fit`.
     """
 
     _lightning: str
@@ -41,7 +40,7 @@ class OfLightning:
             return own
         vars(self).update(vars(_theirs(own)()) | vars(self))
         object.__dict__["__class__"].__set__(self, joined)
-        return type(own.__name__, (joined,), {})  # isinstance looks no further at an answer that is the type by now
+        return type(own.__name__, (joined,), {})  # isinstance ignores an answer that equals type(self), now `joined`
 
     def __reduce_ex__(self, protocol):
         own = type(self)
@@ -64,7 +63,7 @@ def _unpickled(cls: type, *arguments):
 
 @functools.cache
 def _both(cls: type, base: type) -> type:
-    # By its name it is the class itself, in headers, in messages and in pickles, whose reader makes the pair again.
+    # Named as the class itself in headers, messages and pickles; unpickling makes the pair again.
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_alone": cls}
     return type(cls.__name__, (cls, base), names)
 
@@ -91,12 +90,9 @@ class DataModule(OfLightning):
 
     def __init__(self, *, batch_size: int, num_workers: int, seed: int):
         super().__init__()
-        if batch_size < 1:
-            raise InputError(f"data.batch_size must be at least 1, got {batch_size}")
-        if num_workers < 0:
-            raise InputError(f"data.num_workers must be at least 0, got {num_workers}")
-        if seed < 0:
-            raise InputError(f"data.seed must be at least 0, got {seed}")
+        for key, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0), ("seed", seed, 0)):
+            if value < least:
+                raise InputError(f"data.{key} must be at least {least}, got {value}")
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
         self.order_seed = 0
         self._loaded: tuple[DataSpec, dict[str, BatchDataset]] | None = None
@@ -344,11 +340,20 @@ def data_root(root: str) -> str:
     return os.path.expanduser(os.path.expandvars(root))
 
 
-def check_fractions(val_fraction: float, test_fraction: float) -> None:
-    """Raise an InputError unless the fractions leave items for training."""
+def split_fractions(val_fraction: float, test_fraction: float) -> tuple[float, float, float]:
+    """The fractions of train, val and test.
+
+    Raises:
+        InputError: unless they leave items for training.
+
+    Example:
+        >>> split_fractions(0.25, 0.25)
+        (0.5, 0.25, 0.25)
+    """
     if not (val_fraction >= 0 and test_fraction >= 0 and val_fraction + test_fraction < 1):
         got = f"{val_fraction} and {test_fraction}"
         raise InputError(f"data.val_fraction and data.test_fraction must be >= 0 with a sum below 1, got {got}")
+    return 1 - val_fraction - test_fraction, val_fraction, test_fraction
 
 
 def check_choice(key: str, value, allowed: Sequence) -> None:

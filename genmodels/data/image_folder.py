@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import cache_folder, kind_of, write_whole
-from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, rows_of_splits
+from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, rows_of_splits, split_fractions
 from genmodels.data.loading import BatchDataset, TensorData
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jfif .bmp .gif .webp .tif .tiff .ppm .pgm .pbm .jp2".split())
@@ -96,7 +96,7 @@ def _reason(file: Path | BinaryIO, error: Exception) -> str:
 
 
 def in_threads(function: Callable, items: Sequence) -> list:
-    """[function(item) for item in items] in threads, which helps because decoding releases the interpreter lock."""
+    """[function(item) for item in items] in threads: decoding releases the interpreter lock."""
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
         return list(pool.map(function, items))
 
@@ -113,7 +113,7 @@ def find_problems(root: Path, files: Sequence[str], size: int, channels: int) ->
 
     def fault(name: str) -> str | None:
         result = try_decode(root / name, size, channels)
-        return result if isinstance(result, str) else None  # not the image: all of them may not fit in memory
+        return result if isinstance(result, str) else None  # without the images, which may not fit in memory
 
     for name, reason in zip(unknown, in_threads(fault, unknown), strict=True):
         known[name] = [*stamps[name], reason]
@@ -229,9 +229,8 @@ class ImageFolder(DataModule):
             raise InputError(f"data.size must be at least 1, got {size}")
         check_choice("channels", channels, (1, 3))
         check_choice("cache", cache, ("auto", "memory", "none"))
-        check_fractions(val_fraction, test_fraction)
         self.root, self.size, self.channels = Path(data_root(root)), size, channels
-        self.fractions = (1 - val_fraction - test_fraction, val_fraction, test_fraction)
+        self.fractions = split_fractions(val_fraction, test_fraction)
         self.skip_bad, self.cache, self.flip = skip_bad, cache, flip
 
     def load(self):
@@ -262,7 +261,7 @@ class ImageFolder(DataModule):
         return DataSpec(name, shape, 256, len(classes) or None, classes), splits
 
     def problems(self) -> list[str]:
-        """Every image that cannot be used, by name; else what the base class finds."""
+        """One line for each image that cannot be used; without any, the problems that the base class finds."""
         try:
             bad = self._examine()[2]
         except InputError as error:
@@ -270,7 +269,7 @@ class ImageFolder(DataModule):
         return [f"{self.root / name}: {reason}" for name, reason in bad.items()] or super().problems()
 
     def _examine(self) -> tuple[list[str], Tensor | None, dict[str, str]]:
-        """All files, the usable images where they are held in memory, and the others with the reason."""
+        """All files, the usable images if they are held in memory, and the unusable files with the reason."""
         if not self.root.is_dir():
             what = "is not a folder" if self.root.exists() else "does not exist"
             raise InputError(f"data.root={self.root} {what}: give a folder of images")
@@ -307,4 +306,5 @@ def _arrange(files: Sequence[str]) -> tuple[Tensor | None, tuple[str, ...], Tens
     names = sorted({folder[0] for folder in folders if folder})
     if len(names) < 2 or not all(folders):
         return splits, (), None
-    return splits, tuple(names), torch.tensor([names.index(folder[0]) for folder in folders])
+    numbers = {name: number for number, name in enumerate(names)}
+    return splits, tuple(names), torch.tensor([numbers[folder[0]] for folder in folders])

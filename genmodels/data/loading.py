@@ -71,11 +71,11 @@ class Augmented(Dataset):
 
     def __getitems__(self, request: tuple[int, Tensor]) -> Batch:
         epoch, positions = request
-        drawn = getattr(self.data, "drawn", None)  # what goes with an item may change from epoch to epoch
+        drawn = getattr(self.data, "drawn", None)  # of `Transported`: the source items change from epoch to epoch
         batch = self.data.__getitems__(positions) if drawn is None else drawn(positions, self.order_seed, epoch)
         if self.flip:
             pixels, turned = batch.x.numpy(), self._turned(epoch)[positions].numpy()
-            # numpy writes through to the batch; torch's `where` and index_put cost five times as much on bytes.
+            # numpy writes into the batch's memory; torch's `where` and index_put cost five times as much on bytes.
             pixels[turned] = pixels[turned][..., ::-1]
         return batch
 
@@ -152,10 +152,15 @@ class ResumableBatchSampler(Sampler):
     def __len__(self) -> int:
         return max(1, self.size // self.batch_size)
 
-    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        # A generator, because torch's loader makes iterators that it never uses.
+    def begin(self) -> tuple[int, int]:
+        """The epoch of the iteration that begins, and the number of its first batch."""
         epoch, first = (self.epoch, 0) if self._position is None else self._position
         self.epoch, self._position = epoch, None
+        return epoch, first
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        # A generator, because torch's loader makes iterators that it never uses.
+        epoch, first = self.begin()
         rank, world = self.processes()
         if self.batch_size % world:
             raise InputError(f"data.batch_size={self.batch_size} must be a multiple of the {world} processes")
@@ -191,7 +196,7 @@ class Loader(DataLoader):
     """torch's DataLoader over whole batches, which starts at the first request for a batch.
 
     Lightning makes the iterator before it sets the epoch, and workers would start prefetching immediately. Waiting for
-    the first `next` gives the same batches with any number of workers. `waited` are the seconds spent in all of them.
+    the first `next` gives the same batches with any number of workers. `waited` counts the seconds of waiting for them.
     """
 
     waited = 0.0
@@ -249,4 +254,4 @@ def _whole(batch: Batch) -> Batch:
 
 def _one_thread(worker: int) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal: the first ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the main one ends its workers

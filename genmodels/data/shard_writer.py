@@ -1,4 +1,4 @@
-"""The writing of tar shards: any data set, in WebDataset's format, resumable after a kill."""
+"""Writing any data set as tar shards in WebDataset's format, resumable after a kill."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from genmodels.data.tars import Storage, index_of, write_tar
 
 
 def encoded(batch: Batch, spec: DataSpec) -> dict[str, bytes]:
-    """The files of the one item of a batch: a PNG of images, else an array, with a text in one file; its class.
+    """The files of the only item of a batch: a PNG for an image, else an array, or a mel with its text; and its class.
 
     Example:
         >>> batch = Batch(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.tensor([3]))
@@ -122,7 +122,7 @@ def _items(module: DataModule, split: str, rows: Tensor, bar: tqdm) -> Iterator[
 
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Only one process writes into a folder; what a killed one has left unfinished is removed."""
+    """Lets only one process write into a folder, and removes unfinished files of a killed one."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = open_lock(out / ".lock")

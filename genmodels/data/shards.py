@@ -23,7 +23,7 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.files import cache_folder, checksum, write_whole
 from genmodels.data.arrays import ItemKind, kind_of_items
-from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, rows_of_splits
+from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, rows_of_splits, split_fractions
 from genmodels.data.image_folder import SPLIT_NAMES, in_threads, listed, try_decode
 from genmodels.data.loading import ResumableBatchSampler
 from genmodels.data.tars import Index, Storage, index_of, name_of
@@ -40,7 +40,7 @@ class ItemForm:
 
     Attributes:
         spec: of the data set.
-        arrays: what its arrays are, None for images that are brought to the size of `spec`.
+        arrays: kind of its arrays; None for images, which are resized to `spec`.
     """
 
     spec: DataSpec
@@ -89,13 +89,13 @@ def is_array(extension: str) -> bool:
 
 
 class ShardData(Dataset):
-    """A split of shards, of which a batch reads its own items.
+    """A split of shards; a batch reads only its own items.
 
     Arguments:
         storage: where the shards are.
         index: where each item is.
         rows: (M,) which items of the index form this split.
-        form: what they are.
+        form: how their bytes become tensors.
     """
 
     def __init__(self, storage: Storage, index: Index, rows: Tensor, form: ItemForm):
@@ -126,11 +126,11 @@ class ShardData(Dataset):
         return Batch(x, cond, mask, index)
 
     def frames(self) -> Tensor:
-        """(M,) lengths of mels with texts, which are in the index in place of classes."""
+        """(M,) lengths of mels with texts, which the index holds in place of classes."""
         return torch.from_numpy(self.index.items["label"][self.rows.numpy()].astype(np.int64))
 
     def _read(self, positions: Tensor, threads: bool = False) -> list:
-        """The items, or why they cannot be used; `threads` decode at once."""
+        """The items, or why they cannot be used, decoded in parallel with `threads`."""
         items = self.index.items[self.rows[positions].numpy()]
         places = zip(items["shard"].tolist(), items["start"].tolist(), items["size"].tolist(), strict=True)
         blocks = self.storage.ranges([(self.index.shards[shard], start, size) for shard, start, size in places])
@@ -151,7 +151,7 @@ class ShardData(Dataset):
         return f"{self.storage.path(shard)}: {name_of(self.storage, shard, int(item['start']))}:"
 
     def faults(self, name: str) -> dict[int, str]:
-        """What is wrong with the items that cannot be used, by position; `name` is that of the progress bar."""
+        """The reason for each item that cannot be used, by position; `name` labels the progress bar."""
         found = {}
         with progress_bar(desc=name, unit="item", total=len(self)) as bar:
             for rows in torch.arange(len(self)).split(_CHUNK):
@@ -164,7 +164,7 @@ class ShardData(Dataset):
 class Shards(DataModule):
     """Tar shards in WebDataset's format, on this machine or at an address of fsspec, that need not fit in memory.
 
-    Every item is read when a batch needs it; what is held is an index of 26 bytes an item. An item is an image (png,
+    Items are read when a batch needs them; memory holds an index of 26 bytes an item. An item is an image (png,
     jpg, ...) or an array (npy), with its class in a file `cls`. Shards whose names contain train, val (valid,
     validation) or test are these splits; a missing val or test is held out of train. Shards that `genmodels shards`
     wrote bring their own splits, classes, sizes and checksums.
@@ -179,8 +179,8 @@ class Shards(DataModule):
         layout: order of the axes of arrays that are images.
         levels: number of integer levels of arrays; null infers 256 for uint8 and 2 for booleans.
         val_fraction, test_fraction: share of the items held out where there is no such split.
-        skip_bad: leave out shards and items that cannot be used (with a warning) instead of stopping; items that
-            others wrote are all decoded once to know them.
+        skip_bad: leave out shards and items that cannot be used (with a warning) instead of stopping; shards of other
+            programs are decoded once to find them.
         flip: mirror training images at random.
         max_frames: largest number of frames per training batch of mels with texts; null for no limit.
         batch_size, num_workers, seed: see `DataModule`.
@@ -217,14 +217,13 @@ class Shards(DataModule):
                 raise InputError(f"data.{key} must be at least {least}, got {value}")
         check_choice("channels", channels, (1, 3, None))
         check_choice("layout", layout, ("auto", "nchw", "nhwc"))
-        check_fractions(val_fraction, test_fraction)
         self.root, self.storage_options, self.field, self.label = data_root(root), storage, field, label.lower()
         self.size, self.channels, self.layout, self.levels = size, channels, layout, levels
-        self.fractions = (1 - val_fraction - test_fraction, val_fraction, test_fraction)
+        self.fractions = split_fractions(val_fraction, test_fraction)
         self.skip_bad, self.flip, self.max_frames = skip_bad, flip, max_frames
 
     def load(self):
-        """Read the index, or make it, and check that every shard is there and whole."""
+        """Read or make the index, and check that every shard is there and complete."""
         storage = Storage(self.root, self.storage_options)
         record = read_record(storage)
         field, label = (self.field, self.label) if record is None else fields_of(DataSpec.from_dict(record["spec"]))
@@ -249,7 +248,7 @@ class Shards(DataModule):
         return form.spec, {split: ShardData(storage, index, chosen, form) for split, chosen in rows.items()}
 
     def _recorded(self, record: dict) -> ItemForm:
-        """What `genmodels shards` wrote down."""
+        """The form recorded by `genmodels shards`."""
         spec = DataSpec.from_dict(record["spec"])
         sizes = {"size": spec.event_shape[-1], "channels": spec.event_shape[0]} if spec.is_image else {}
         for key, value in {"levels": spec.levels, **sizes}.items():
@@ -259,7 +258,7 @@ class Shards(DataModule):
         return ItemForm(spec, ItemKind("as written", spec.levels))
 
     def _guessed(self, storage: Storage, index: Index) -> ItemForm:
-        """What the first item shows."""
+        """The form of shards of other programs, inferred from the first item."""
         labels, first = index.items["label"], index.items[0]
         where = f"{self.root}: {name_of(storage, index.shards[first['shard']], int(first['start']))}"
         classes = None
@@ -293,7 +292,7 @@ class Shards(DataModule):
         return BucketedBatchSampler(data.frames(), self.batch_size, self.max_frames, self.order_seed, self._processes)
 
     def problems(self) -> list[str]:
-        """One line for each shard whose checksum is wrong, and for each item without one that cannot be used."""
+        """One line for each shard with a wrong checksum; without checksums, for each item that cannot be used."""
         try:
             self.prepare()
         except (InputError, OSError) as error:
@@ -312,7 +311,7 @@ class Shards(DataModule):
 
 
 def without_damaged(storage: Storage, index: Index, form: ItemForm) -> Index:
-    """The index without the items that cannot be decoded; which these are is kept in the user's cache folder."""
+    """The index without the items that cannot be decoded, whose rows are kept in the user's cache folder."""
     digest = hashlib.sha256(f"{storage.address} {index.stamp} {form.spec.to_dict()}".encode()).hexdigest()
     place = cache_folder() / f"shards-damaged-{digest[:16]}.json"
     try:
@@ -329,7 +328,7 @@ def without_damaged(storage: Storage, index: Index, form: ItemForm) -> Index:
 
 
 def fields_of(spec: DataSpec) -> tuple[str | None, str]:
-    """The extensions that `genmodels shards` gives to items and to their classes, or to the lengths of spoken texts."""
+    """The extensions of items and of their classes in our shards, or of mels with texts and of their lengths."""
     return (None, "cls") if spec.text is None else ("npz", "frames")
 
 
@@ -354,7 +353,7 @@ def splits_of(shards: Sequence[str]) -> Tensor | None:
 
 
 def read_record(storage: Storage) -> dict | None:
-    """What `genmodels shards` wrote down about its shards, None if others made them.
+    """The record that `genmodels shards` wrote about its shards, None for shards of other programs.
 
     Raises:
         InputError: for shards that are not complete.

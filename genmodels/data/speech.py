@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, nearest, progress_bar
-from genmodels.data.base import SPLITS, DataModule, check_choice, check_fractions, data_root, split_rows
+from genmodels.core.errors import InputError, progress_bar, require_known
+from genmodels.data.base import SPLITS, DataModule, check_choice, data_root, split_fractions, split_rows
 from genmodels.data.clips import LAYOUTS, Clip, MelFiles, read_clips
 from genmodels.data.loading import BatchDataset
 from genmodels.data.utterances import BucketedBatchSampler, Utterance, Utterances
@@ -217,7 +217,6 @@ class Speech(DataModule):
         check_choice("on_unknown", on_unknown, ("drop", "error"))
         check_choice("symbols", symbols, FORMS)
         check_choice("statistics", statistics, ("global", "band"))
-        check_fractions(val_fraction, test_fraction)
         if max_seconds is not None and not max_seconds > 0:
             raise InputError(f"data.max_seconds must be above 0, got {max_seconds}")
         if rate is not None and rate < 1:
@@ -227,7 +226,7 @@ class Speech(DataModule):
         self.form, self.symbols = symbols, Symbols(table_of(symbols), blanks=blanks, on_unknown=on_unknown)
         self.speakers, self.statistics, self.max_seconds = speakers, statistics, max_seconds
         self.multiple = multiple or (8 if layout == "folder" else 2)
-        self.fractions = (1 - val_fraction - test_fraction, val_fraction, test_fraction)
+        self.fractions = split_fractions(val_fraction, test_fraction)
         self.allow_partial, self.skip_bad, self.max_frames = allow_partial, skip_bad, max_frames
         self._findings: list[Finding] | None = None
         if self.multiple < 1 or (max_frames is not None and max_frames < 1):
@@ -331,12 +330,7 @@ def mel_config(given: dict) -> MelConfig:
         >>> mel_config({"n_mels": 40}).n_mels
         40
     """
-    known = [field.name for field in fields(MelConfig)]
-    for key in given:
-        if key not in known:
-            near = nearest(key, known)
-            hint = f"did you mean {near!r}? " if near else ""
-            raise InputError(f"data.mel has no {key!r}: {hint}it takes {', '.join(known)}")
+    require_known("data.mel", given, [field.name for field in fields(MelConfig)])
     try:
         return MelConfig(**given)
     except (ValueError, TypeError) as error:
@@ -355,6 +349,8 @@ def _split(items: list[Utterance], fractions: tuple[float, float, float], seed: 
         return rows
     # A split with a positive fraction has at least one item.
     wanted = [0.0 if rows[name] else max(f, 1 / len(keys)) * (f > 0) for name, f in zip(SPLITS, fractions, strict=True)]
+    if sum(wanted[1:]) > 1:  # one item for two splits: it stays in train, and the empty split is reported
+        wanted = [0.0, 0.0, 0.0]
     labels = [items[groups[key][0]].label for key in keys]
     classes = None if None in labels else torch.tensor(labels)
     parts = split_rows(classes, len(keys), (0.0, *wanted[1:]), seed)

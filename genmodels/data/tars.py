@@ -1,11 +1,11 @@
-"""Tar files in WebDataset's format: where they are stored, and an index of their items, so that each is one read.
+"""Tar files in WebDataset's format: storage, and an index of their items, so that each item is one read.
 
 A shard is an uncompressed tar in which the files of an item follow one another and share a name up to its first dot:
-`000017.png`, `000017.cls`. What is read of it are an item's bytes, at an offset that the index knows.
+`000017.png`, `000017.cls`. An item is read at the offset in the index.
 
 The index is our own, because no library gives a global order over plain tars that a killed run resumes exactly: `wids`
-left WebDataset with version 1.0, copies every shard, and reads all headers of a shard again whenever its few open ones
-change; litdata and mosaicml-streaming read formats of their own. The addresses are those of fsspec, which torch needs.
+left WebDataset with version 1.0, copies every shard, and rereads the headers of a shard whenever it is opened again;
+litdata and mosaicml-streaming read only their own formats. Addresses are those of fsspec, which torch depends on.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Storage:
         return isinstance(self.system, LocalFileSystem)
 
     def path(self, name: str) -> str:
-        """Where a file is, for the file system."""
+        """The path of a file in its file system."""
         return f"{self.folder}/{name}"
 
     def __getstate__(self) -> dict:
@@ -179,7 +179,7 @@ class Index:
         shards: their names.
         kinds: the extensions of files that hold items.
         items: (N,) of type `ITEM`, in the order of shards, then of their files.
-        bad: shards that cannot be used, with the reason; `items` has nothing of them.
+        bad: shards that cannot be used, with the reason; their items are left out.
         stamp: changes when a shard does.
     """
 
@@ -358,7 +358,7 @@ def _places(storage: Storage) -> list[Path]:
 
 
 def _saved(storage: Storage, stamp: str) -> Index | None:
-    """The index of just these files, if there is one."""
+    """A saved index with this stamp, if there is one."""
     remote = None if storage.is_local else storage.whole(INDEX_NAME)
     for place in [*_places(storage), *([] if remote is None else [io.BytesIO(remote)])]:
         try:
@@ -383,7 +383,7 @@ def _save(storage: Storage, index: Index, stamp: str) -> None:
 
 
 def write_tar(file, items: Iterable[tuple[str, dict[str, bytes]]]) -> None:
-    """Write items, (key, content by extension), as a tar whose bytes depend on nothing else.
+    """Write items, (key, content by extension), as a tar whose bytes depend on these alone.
 
     Example:
         >>> file = io.BytesIO()

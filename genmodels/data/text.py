@@ -10,12 +10,12 @@ from torch import Tensor
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
-from genmodels.data.base import SPLITS, DataModule, check_fractions, data_root
+from genmodels.data.base import SPLITS, DataModule, data_root, split_fractions
 from genmodels.data.loading import TensorData
 
 
 def written(x: Tensor) -> str:
-    """The text of bytes (1, L); what is no UTF-8, as at the ends of a sequence, shows as the replacement character.
+    """The text of bytes (1, L); invalid UTF-8, as at the ends of a sequence, becomes the replacement character.
 
     Example:
         >>> written(spelt("to be"))
@@ -46,7 +46,7 @@ class TextFile(DataModule):
         length: bytes of a sequence.
         stride: bytes from the beginning of one training sequence to that of the next; None for `length`.
         val_fraction, test_fraction: shares of the file.
-        batch_size, num_workers, seed: see `DataModule`; nothing here is drawn.
+        batch_size, num_workers, seed: see `DataModule`; the splits do not depend on `seed`.
 
     Errors: InputError for a file that cannot be read, or too short for a sequence in every split.
 
@@ -76,12 +76,11 @@ class TextFile(DataModule):
         seed: int = 0,
     ):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
-        check_fractions(val_fraction, test_fraction)
         for key, value in (("length", length), ("stride", stride)):
             if value is not None and value < 1:
                 raise InputError(f"data.{key} must be at least 1, got {value}")
         self.file, self.length, self.stride = Path(data_root(file)), length, stride or length
-        self.fractions = val_fraction, test_fraction
+        self.fractions = split_fractions(val_fraction, test_fraction)
 
     def load(self):
         """Read the file and cut it."""
@@ -89,9 +88,9 @@ class TextFile(DataModule):
             read = np.fromfile(self.file, dtype=np.uint8)
         except OSError as error:
             raise InputError(f"data.file={self.file} cannot be read ({error.strerror}): name a text file") from None
-        sizes = [round(fraction * len(read)) for fraction in self.fractions]
-        sizes = [len(read) - sum(sizes), *sizes]
-        least = min(size for size, part in zip(sizes, (1.0, *self.fractions), strict=True) if part)
+        held_out = [round(fraction * len(read)) for fraction in self.fractions[1:]]
+        sizes = [len(read) - sum(held_out), *held_out]
+        least = min(size for size, fraction in zip(sizes, self.fractions, strict=True) if fraction)
         if least < self.length:
             raise InputError(f"data.file={self.file} has {len(read):,} bytes, its smallest split {least:,}: too few "
                              f"for sequences of data.length={self.length}; lower it, or give a longer text")

@@ -54,7 +54,7 @@ def _choice(n: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 def log_normal(x: Tensor, mean: Tensor | float, scale: float) -> Tensor:
-    """log N(x; mean, scale^2) of each number by itself, in nats.
+    """log N(x; mean, scale^2) of each number, in nats.
 
         -(x - mean)^2 / 2 scale^2 - log scale - 1/2 log 2 pi
 
@@ -390,7 +390,7 @@ class Toy(DataModule):
     """Independent draws from a density in the plane, float32 (2,); the DataSpec has its entropy in nats.
 
     Arguments:
-        set: which density.
+        set: name of the density.
         n_train, n_val, n_test: number of points of each split.
         batch_size, num_workers, seed: see `DataModule`; `seed` draws the points.
 
@@ -406,19 +406,8 @@ class Toy(DataModule):
         self,
         *,
         set: Literal[
-            "moons",
-            "moons_sharp",
-            "circles",
-            "rings",
-            "spirals",
-            "spirals_jittered",
-            "swiss_roll",
-            "pinwheel",
-            "checkerboard",
-            "8gaussians",
-            "25gaussians",
-            "sine",
-            "banana",
+            "moons", "moons_sharp", "circles", "rings", "spirals", "spirals_jittered", "swiss_roll", "pinwheel",
+            "checkerboard", "8gaussians", "25gaussians", "sine", "banana",
         ] = "moons",
         n_train: int = 50000,
         n_val: int = 10000,

@@ -1,4 +1,4 @@
-"""Two data sets, from the one of which a flow leads to the other."""
+"""Pairs of two data sets, for a flow from one to the other."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _IMAGES = {"digits": Digits, "mnist": MNIST, "fashion_mnist": FashionMNIST, "cif
 
 
 class Transported(Dataset):
-    """A split whose items each come with one of another data set.
+    """A split in which each item comes with an item of another data set, the source.
 
-    Which one is fixed where a split is read (`__getitems__`), and in training a pure function of (order_seed, epoch,
-    position): independent draws, so that batch size, processes and resuming do not change them.
+    `__getitems__` gives a fixed one. In training it is drawn anew in every epoch, as a pure function of (order_seed,
+    epoch, position), so that batch size, processes and resuming do not change it.
 
     Arguments:
-        target, source: where the flow leads to, and from.
+        target, source: the two splits; the flow leads from source to target.
         pools: rows of the source for each label of the target, or one pool for all.
         rows: rows of the target that form the split.
         labels: (N,) of the target's rows, where pools differ.
@@ -56,7 +56,7 @@ class Transported(Dataset):
         return self._batch(index, index)
 
     def drawn(self, positions: Tensor, order_seed: int, epoch: int) -> Batch:
-        """The items at these positions (B,) with those of the source that they are given in this epoch."""
+        """The items at these positions (B,) with the source items of this epoch."""
         if self._numbers is None or self._numbers[0] != (order_seed, epoch):
             generator = torch.Generator().manual_seed(seed_of(order_seed, "source", epoch))
             self._numbers = (order_seed, epoch), torch.randint(2**62, (len(self),), generator=generator)
@@ -74,13 +74,13 @@ class Transported(Dataset):
 
 
 class Transport(DataModule):
-    """Items of one data set, each with an item of another from which a flow shall lead to it.
+    """Items of one data set, each with an item of another, the start of a flow.
 
     Arguments:
         source, target: the two sets, of equal shape: `digits`, `mnist`, `fashion_mnist`, `cifar10`, or one of the
             two-dimensional sets of `data=toy`; in Python also data modules.
-        source_classes, target_classes: the classes that are taken of each; all by default.
-        same_class: give each item one of its own class, and keep the classes; else pairs are independent.
+        source_classes, target_classes: the classes used of each set; all by default.
+        same_class: pair items of equal class and keep the classes; else pairs are independent and have no class.
         root, download: of images, see `MNIST`.
         batch_size, num_workers, seed: see `DataModule`; `seed` is that of both sets.
 
@@ -130,7 +130,7 @@ class Transport(DataModule):
             end.fetch()
 
     def load(self):
-        """Both sets, and which items of the source go with those of the target."""
+        """Read both sets and pair their splits."""
         for end in self.ends:
             end.setup()
         source, target = (end.spec for end in self.ends)
@@ -173,7 +173,7 @@ class Transport(DataModule):
         return every[kept], labels[kept]
 
     def sources(self, split: Literal["train", "val", "test"]) -> Batch:
-        """All items of the source in a split, with their classes where those are kept."""
+        """All source items of a split, with their classes if these are kept."""
         whole = self.split(split)
         rows = torch.cat(whole.pools)
         batch = whole.source.__getitems__(rows)

@@ -53,7 +53,7 @@ class Utterances(Dataset):
 
     Arguments:
         items: the utterances.
-        multiple: lengths become a multiple of this by frames of silence, which count as data.
+        multiple: lengths are rounded up to a multiple of this by frames of silence, which count as data.
         length: frames of every batch; None for the longest item's, rounded up to a multiple of 64.
 
     Shapes: a batch has `x (B, n_mels, T)` and `mask (B, 1, T)`; `cond` is a `TextCondition`, or labels `(B,)`, or None.
@@ -98,7 +98,7 @@ def padded_mels(mels: Sequence[Tensor], lengths: Tensor, width: int | None = Non
     """Mels (n_mels, .) as one tensor (B, n_mels, T), padded with silence, and its mask (B, 1, T).
 
     Arguments:
-        mels: at most as long as `lengths` says; what is missing is silence that counts as data.
+        mels: each at most as long as its length; missing frames are silence that counts as data.
         lengths: (B,) frames of each.
         width: T; None for the longest, rounded up to a multiple of 64.
 
@@ -218,8 +218,7 @@ class BucketedBatchSampler(ResumableBatchSampler):
         return [made[k] for k in torch.randperm(len(made), generator=generator).tolist()]
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        epoch, first = (self.epoch, 0) if self._position is None else self._position
-        self.epoch, self._position = epoch, None
+        epoch, first = self.begin()
         rank, world = self.processes()
         for positions in self.batches(epoch)[first:]:
             shared = positions[: len(positions) - len(positions) % world]

@@ -13,7 +13,7 @@ import torch
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.files import open_lock
-from genmodels.data.base import DataModule, data_root, split_rows
+from genmodels.data.base import SPLITS, DataModule, data_root, split_rows
 from genmodels.data.loading import TensorData
 
 _TIMEOUT = 15.0  # seconds without an answer after which a server counts as unreachable
@@ -94,11 +94,8 @@ class _Vision(DataModule):
             labels[train] = torch.as_tensor(part.targets, dtype=torch.int64)
         share = self.held_out / len(x[True])
         train, val, _ = split_rows(labels[True], len(x[True]), (1 - share, share, 0.0), self.seed)
-        splits = {
-            "train": TensorData(x[True], labels[True], train),
-            "val": TensorData(x[True], labels[True], val),
-            "test": TensorData(x[False], labels[False]),
-        }
+        splits = {"train": TensorData(x[True], labels[True], train), "val": TensorData(x[True], labels[True], val),
+                  "test": TensorData(x[False], labels[False])}
         return DataSpec(self.name, tuple(x[True].shape[1:]), 256, 10, self.class_names), splits
 
 
@@ -138,10 +135,8 @@ class CIFAR10(_Vision):
     """CIFAR-10: 50,000 + 10,000 photographs, (3, 32, 32), 256 levels, 10 classes (Krizhevsky, 2009).
 
     Arguments:
-        root: folder that contains `cifar-10-batches-py/`.
-        download: download missing files.
         flip: mirror training items at random.
-        batch_size, num_workers, seed: see `DataModule`.
+        **shared: what all of torchvision's data sets take; `root` contains `cifar-10-batches-py/`.
     """
 
     name = "cifar10"
@@ -149,11 +144,8 @@ class CIFAR10(_Vision):
     layout = "cifar-10-batches-py/ (the unpacked cifar-10-python.tar.gz)"
     class_names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
-    def __init__(
-        self, *, root: str = "data", download: bool = True, flip: bool = True, batch_size: int = 128,
-        num_workers: int = 0, seed: int = 0,
-    ):  # fmt: skip
-        super().__init__(root=root, download=download, batch_size=batch_size, num_workers=num_workers, seed=seed)
+    def __init__(self, *, flip: bool = True, **shared):
+        super().__init__(**shared)
         self.flip = flip
 
 
@@ -217,5 +209,5 @@ class Digits(DataModule):
         x = torch.from_numpy(table.images).to(torch.uint8)[:, None]
         labels = torch.from_numpy(table.target).to(torch.int64)
         rows = split_rows(labels, len(x), (0.7, 0.1, 0.2), self.seed)
-        splits = {name: TensorData(x, labels, r) for name, r in zip(("train", "val", "test"), rows, strict=True)}
+        splits = {name: TensorData(x, labels, r) for name, r in zip(SPLITS, rows, strict=True)}
         return DataSpec("digits", (1, 8, 8), levels=17, num_classes=10), splits

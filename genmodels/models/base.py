@@ -17,6 +17,7 @@ from genmodels.core.likelihood import Likelihood, breakdown
 from genmodels.core.processes import averaged, gather, rank_world, set_whole, shard, whole
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import COMMON, Samples, SamplingOptions
+from genmodels.core.tensors import event_size
 from genmodels.data.base import OfLightning
 from genmodels.models.build import options_given
 from genmodels.models.optimizer import EMA, Optimizer, explain_failure, explain_nonfinite
@@ -24,9 +25,9 @@ from genmodels.models.optimizer import EMA, Optimizer, explain_failure, explain_
 
 @dataclass
 class Loss:
-    """What training minimises: `value ()`, its summands `per_example (B,)`, and named parts `(B,)` for the log.
+    """The training loss: `value ()`, `per_example (B,)`, and named `parts (B,)` for the log.
 
-    `times (B,)` are the noise levels where the family has them, so that a non-finite loss can name its own.
+    `times (B,)` are the noise levels, if the family has them, for the report of a non-finite loss.
     """
 
     value: Tensor
@@ -35,13 +36,28 @@ class Loss:
     times: Tensor | None = None
 
 
+def require_spread(spec: DataSpec, std: Tensor) -> None:
+    """Raise InputError for the first column of continuous data whose standard deviation is not positive.
+
+    Example:
+        >>> require_spread(DataSpec("table", (2,)), torch.tensor([1.0, 0.0]))
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: column 2 of table is constant and has no density: leave it out
+    """
+    constant = ~(std > 0)  # NaN of a single item too
+    if bool(constant.any()):
+        column = spec.column(int(constant.flatten().nonzero()[0, 0]))
+        raise InputError(f"column {column} of {spec.name} is constant and has no density: leave it out")
+
+
 class GenerativeModel(OfLightning, nn.Module):
     """A generative model of one family, with training, likelihood and sampling under one contract.
 
     A subclass sets `self.core` (the nn.Module that holds everything learned), calls `self.finish_setup(...)`, and
-    defines `loss`, `log_likelihood` and `sample`. Randomness is keyed by (seed, step, position), never global; the
-    data's units belong outside, preprocessing and its volume change inside. Where Lightning is imported, as in
-    training, a model is a LightningModule; one that only samples does not wait for that import.
+    defines `loss`, `log_likelihood` and `sample`. Randomness is keyed by (seed, step, position), never global. Batches
+    are in the data's own units; preprocessing and its volume change belong to the model. A model is a LightningModule
+    once Lightning is imported, as in training; sampling does not wait for that import.
 
     Arguments:
         spec: the data set this model is built for.
@@ -49,21 +65,23 @@ class GenerativeModel(OfLightning, nn.Module):
 
     _lightning = "LightningModule"
     family = "model"
-    #: Whether `trainer.compile=true` may let float32 products run in TF32; not where an inverse has to undo them.
+    #: Whether `trainer.compile=true` may compute float32 products in TF32; not if an inverse has to undo them.
     tolerates_tf32 = True
     #: Whether it is conditioned on texts; other models are refused data with them.
     takes_text = False
     #: Whether it may lead from another data set instead of noise; other models are refused such data.
     takes_source = False
-    #: Whether it makes samples of its data; one that does not has `transcripts`, texts to be shown while it trains.
+    #: Whether it generates samples of its data; a model that does not has `transcripts` to show during training.
     generates = True
-    #: Whether it is conditioned on the class; a subclass sets it as its options and its data say.
+    #: Whether it is conditioned on the class, see `condition_on_class`.
     conditional = False
-    #: Whether a conditional model also knows what holds for all classes, with `cond=None`.
+    #: Probability that training hides the class.
+    cond_drop = 0.0
+    #: Whether a conditional model can also be used without a class, with `cond=None`.
     has_null_class = False
     #: Which of `SamplingOptions` its samples depend on, besides those that every model takes.
     sampling_options: tuple[str, ...] = ()
-    #: What its option `sampler` may be; empty where any name is tried.
+    #: The values of its option `sampler`; empty if they are not restricted.
     samplers: tuple[str, ...] = ()
     #: The default temperature of samples.
     default_temperature = 1.0
@@ -102,9 +120,9 @@ class GenerativeModel(OfLightning, nn.Module):
         return next((weight.device for weight in self.parameters()), torch.device("cpu"))
 
     def decide(self, **options) -> None:
-        """Called in a subclass' constructor: options that were left open, as the data and other options decide them.
+        """Called in a subclass' constructor: the values of options whose defaults depend on data and other options.
 
-        They are kept with a run, so that it keeps its meaning when a default changes.
+        They are saved with a run, so that it keeps its meaning when a default changes.
         """
         self.decided |= options
         self.hparams.update(options)
@@ -146,12 +164,12 @@ class GenerativeModel(OfLightning, nn.Module):
         return self.draw(asked.with_default(temperature=self.default_temperature if asked.known is None else 1.0))
 
     def draw(self, options: SamplingOptions) -> Samples:
-        """The samples that `sample` is asked for: what a family defines."""
+        """The samples of `sample`, with checked options; defined by a family."""
         raise NotImplementedError
 
     @classmethod
     def own_options(cls) -> list[str]:
-        """The names of its sampling options, without the number, the start and the weights of every model."""
+        """The names of its sampling options, without `n`, `start` and `weights`, which every model takes."""
         if cls.sample is GenerativeModel.sample:
             return ["cond", "temperature", "seed", *cls.sampling_options]
         every = ("self", "n", "start", "weights")
@@ -159,7 +177,7 @@ class GenerativeModel(OfLightning, nn.Module):
 
     @classmethod
     def takes(cls, option: str) -> bool:
-        """Whether `sample` takes an option, by its name or, with a `sample` of one's own, as one of `**options`."""
+        """Whether `sample` takes an option, by its name or, if a subclass overrides `sample`, by `**options`."""
         if cls.sample is GenerativeModel.sample:
             return option in COMMON or option in cls.sampling_options
         known = inspect.signature(cls.sample).parameters
@@ -179,7 +197,7 @@ class GenerativeModel(OfLightning, nn.Module):
         return [getattr(self.core, "net", self.core)]
 
     def sharded_networks(self) -> list[nn.Module]:
-        """The networks, which hold all weights, that `trainer.strategy=fsdp` spreads over the processes."""
+        """The networks, holding all weights, that `trainer.strategy=fsdp` shards over the processes."""
         raise InputError(f"trainer.strategy=fsdp is for models that call their networks whole, not for {self.family}: "
                          f"{self.needs_whole_weights}; use trainer.strategy=ddp")
 
@@ -188,7 +206,7 @@ class GenerativeModel(OfLightning, nn.Module):
         return {}
 
     def pictures(self) -> dict[str, Image.Image]:
-        """Further pictures by name, drawn whenever samples are: what else there is to see of this model."""
+        """Further pictures of this model by name, drawn together with samples."""
         return {}
 
     def weights(self, which: str | float = "ema") -> nn.Module:
@@ -223,7 +241,7 @@ class GenerativeModel(OfLightning, nn.Module):
 
     @property
     def modelled(self) -> DataSpec:
-        """What its likelihoods are of: its data; of a recogniser, their texts."""
+        """The data of its likelihoods; for a recogniser those are the texts."""
         return self.spec
 
     @property
@@ -233,6 +251,30 @@ class GenerativeModel(OfLightning, nn.Module):
 
     def _cond(self, batch: Batch) -> Tensor | None:
         return batch.cond if self.conditional else None
+
+    def condition_on_class(self, wanted: bool, cond_drop: float = 0.0) -> None:
+        """Called in a subclass' constructor: condition on the class where the data have classes.
+
+        Raises:
+            ValueError: for a probability `cond_drop` of hiding the class that is not in [0, 1).
+        """
+        if not 0 <= cond_drop < 1:
+            raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
+        self.conditional, self.cond_drop = wanted and self.spec.num_classes is not None, cond_drop
+
+    def _hidden(self, cond: Tensor | None, generator: KeyedGenerator) -> Tensor | None:
+        """The classes, each replaced by the null class with probability `cond_drop` (Ho and Salimans 2022)."""
+        if cond is None or not self.cond_drop:
+            return cond
+        hidden = generator.child("condition").uniform((len(cond),), device=cond.device) < self.cond_drop
+        return torch.where(hidden, self.num_classes, cond)
+
+    def no_likelihood(self, batch: Batch, reason: str, weights: str | float) -> Likelihood:
+        """The answer of a model without a likelihood: NaN for each item, and the reason."""
+        nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
+        made = {"estimate": "none", "reason": reason, "weights": str(weights)}
+        return Likelihood(nats, "unnormalised", event_size(batch.x, batch.mask).long(), self.spec.levels, None, made,
+                          batch.item_index)
 
     def numbered(self, n: int, start: int) -> Tensor:
         """The numbers `start` .. `start + n - 1` of samples, (n,) int64 on this model's device.
@@ -246,17 +288,17 @@ class GenerativeModel(OfLightning, nn.Module):
     # ---- Lightning's hooks --------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """With `trainer.strategy=fsdp` each process keeps its share of weights, averages and the optimiser's state."""
+        """With `trainer.strategy=fsdp` shard weights, averages and the optimiser's state over the processes."""
         if self._device_mesh is not None:
             averages = [] if self.ema is None else list(self.ema.averages)
             shard(self.core, averages, self.sharded_networks(), self._device_mesh["data_parallel"])
 
     def on_validation_start(self) -> None:
-        """Processes have unlike numbers of batches: averages that are spread over them are whole meanwhile."""
+        """Gather sharded averages during validation, in which processes have different numbers of batches."""
         set_whole(self.weights("ema"), True)
 
     def on_validation_end(self) -> None:
-        """Averages are spread over the processes again."""
+        """Shard the averages again."""
         set_whole(self.weights("ema"), False)
 
     def training_generator(self, n: int) -> KeyedGenerator:
@@ -266,7 +308,7 @@ class GenerativeModel(OfLightning, nn.Module):
         return KeyedGenerator(self.seed, position, "train", step=self.batches_seen)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """One micro-batch: the loss under keyed noise; dropout too restarts from a key at every step."""
+        """One micro-batch: the loss under keyed noise; dropout is reseeded by a key at every step."""
         torch.manual_seed(seed_of(self.seed, "dropout", self.batches_seen))
         try:
             loss = self.loss(batch, self.training_generator(len(batch)))
@@ -275,7 +317,7 @@ class GenerativeModel(OfLightning, nn.Module):
         self.batches_seen += 1
         self.latest = (batch, loss)
         named = {"train/loss": loss.value} | {f"train/{k}": v.mean() for k, v in loss.parts.items()}
-        # One message for all of them; `sync_dist` sends two for each.
+        # One collective for all values; `sync_dist` takes two for each.
         values = averaged(torch.stack([value.detach().to(loss.value.dtype) for value in named.values()]))
         self.log_dict(dict(zip(named, values, strict=True)), batch_size=len(batch))
         return loss.value
@@ -331,7 +373,7 @@ class GenerativeModel(OfLightning, nn.Module):
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def header(self) -> dict:
-        """What a checkpoint says of itself: plain types, readable without torch."""
+        """The header of a checkpoint: plain types, readable without torch."""
         from genmodels import __version__
 
         described = {

@@ -1,4 +1,4 @@
-"""From configuration to objects: only classes that genmodels itself defines, unless the user trusts more."""
+"""From configuration to objects: only classes of genmodels, and of packages that the user trusts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from genmodels.core.checkpoint import present_name
-from genmodels.core.errors import InputError, nearest
+from genmodels.core.errors import InputError, require_known
 
 TARGET = "_target_"
 #: Networks of denoisers by the name that `model.net=` takes on the command line.
@@ -27,7 +27,7 @@ def locate(name: str, trust: Iterable[str] = ()) -> type:
     any function of the interpreter.
 
     Raises:
-        InputError: for a package that is not trusted, or a name that is not a class defined where it is said to be.
+        InputError: for a package that is not trusted, or a name that is not a class defined in its module.
 
     Example:
         >>> locate("genmodels.models.optimizer.Optimizer").__name__
@@ -56,7 +56,7 @@ def build(node: dict, *args: Any, trust: Iterable[str] = ()) -> Any:
     """The object that a configuration node describes: `{_target_: dotted.Class, option: value, ...}`.
 
     Raises:
-        InputError: for an option the class does not take (naming the nearest), or a value its constructor refuses.
+        InputError: for an unknown option (naming the nearest known one), or a value that the constructor refuses.
     """
     options = {key: value for key, value in node.items() if key != TARGET}
     if TARGET not in node:
@@ -65,12 +65,12 @@ def build(node: dict, *args: Any, trust: Iterable[str] = ()) -> Any:
 
 
 def make_network(options: dict | None, event_shape: tuple[int, ...], *args: Any) -> Any:
-    """The network of a denoiser: of the class that `_target_` names, else an MLP for vectors, a U-Net for the rest.
+    """The network of a denoiser: of the class `_target_`, by default an MLP for vectors and a U-Net for other data.
 
     Arguments:
         options: keyword options of the network, None for its defaults.
         event_shape: that of the data.
-        args: what follows it: number of classes, doubled output, further channels, two times.
+        args: the further arguments: number of classes, doubled output, extra channels, two times.
 
     Example:
         >>> type(make_network({TARGET: NETWORKS["dit"], "depth": 1}, (1, 8, 8))).__name__
@@ -81,7 +81,7 @@ def make_network(options: dict | None, event_shape: tuple[int, ...], *args: Any)
 
 
 def keywords(cls: type) -> list[str]:
-    """The keyword-only arguments of a class; those of its bases too where it hands further ones on to them.
+    """The keyword-only arguments of a class, and those of its bases if it passes `**` arguments on to them.
 
     Example:
         >>> from genmodels.models.normalizing_flows import Glow
@@ -110,7 +110,7 @@ def altered(cls: type, options: dict) -> list[str]:
 
 
 def options_given(made: Any, frame: FrameType) -> dict[str, Any]:
-    """The options of an object under construction: of the `__init__` in `frame`, and of those of its subclasses."""
+    """The options of an object under construction: those of the `__init__` in `frame` and of its subclasses."""
     found: dict[str, Any] = {}
     while frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is made:
         arguments = inspect.getargvalues(frame)
@@ -122,12 +122,7 @@ def options_given(made: Any, frame: FrameType) -> dict[str, Any]:
 
 def construct(cls: type, *args: Any, **options: Any) -> Any:
     """`cls(*args, **options)`, with an unknown option answered by the nearest known one."""
-    known = keywords(cls)
-    for key in options:
-        if key not in known:
-            near = nearest(key, known)
-            hint = f": did you mean {near!r}?" if near else f"; it takes {', '.join(known)}"
-            raise InputError(f"{cls.__name__} has no option {key!r}{hint}")
+    require_known(cls.__name__, options, keywords(cls))
     try:
         return cls(*args, **options)
     except InputError:

@@ -1,4 +1,4 @@
-"""A model from nothing but its checkpoint."""
+"""Writing and reading checkpoints, in one file or in parts, and the model of a checkpoint."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def write_checkpoint(path: str | Path, state: dict) -> None:
 
 
 def write_parts(path: str | Path, state: dict) -> None:
-    """Write `state` while weights are spread over processes: each writes its share of what is; called by all of them.
+    """Write `state` with sharded weights, called by all processes: each writes its shards as a part.
 
-    The file has empty tensors in their place, and the names of the parts in a folder beside it, each with its SHA-256.
-    They are tensors that `weights_only` reads; the index of torch.distributed.checkpoint is a pickle that may execute
-    anything. Parts have new names: until the file is in place, the one before stays as it was.
+    The file has empty tensors in their place, and the names of the parts in a folder next to it, each with its SHA-256.
+    Parts hold tensors that `weights_only` reads, whereas the index of torch.distributed.checkpoint is a pickle that may
+    execute anything. Parts have new names: until the file is in place, the previous checkpoint stays valid.
 
     Raises:
         RunError: as `write_checkpoint`.
@@ -80,7 +80,7 @@ def write_parts(path: str | Path, state: dict) -> None:
 
 
 def join_parts(path: str | Path) -> None:
-    """Make one plain file of a checkpoint in parts; nothing happens to another.
+    """Make one plain file of a checkpoint in parts; others are left unchanged.
 
     Raises:
         RunError: as `read_checkpoint`.
@@ -101,7 +101,7 @@ def _parts(state: Any) -> dict[str, str]:
 
 
 def _each(value: Any, change: Callable[[str, Any], Any], where: str = "") -> Any:
-    """A nested value with every leaf changed, given its place: keys and positions joined by slashes."""
+    """A nested value with each leaf replaced by `change(path, leaf)`; the path joins keys and positions by slashes."""
     prefix = f"{where}/" if where else ""
     if isinstance(value, dict):
         return {key: _each(item, change, f"{prefix}{key}") for key, item in value.items()}
@@ -111,7 +111,7 @@ def _each(value: Any, change: Callable[[str, Any], Any], where: str = "") -> Any
 
 
 def _taken(where: str, value: Any, shares: dict[str, torch.Tensor]) -> Any:
-    """An empty tensor in place of one that is spread over the processes, whose share is moved to `shares`."""
+    """An empty tensor in place of a sharded one, whose shard is moved to `shares`."""
     if not hasattr(value, "to_local"):
         return value
     shares[where] = own(value).cpu().clone()  # a copy, because it may lie within a larger storage
@@ -122,7 +122,7 @@ def _whole(path: str | Path, state: dict, map_location) -> dict:
     """A checkpoint with the tensors of its parts, joined along their first dimension, as FSDP2 has cut them.
 
     Raises:
-        RunError: for a part that is missing or is not the one that was written with it.
+        RunError: for a part that is missing or altered.
     """
     shares = []
     for name, digest in state["parts"].items():
@@ -167,7 +167,7 @@ def write_exported(path: str | Path, state: dict) -> None:
 
 
 def read_checkpoint(path: str | Path, *, map_location="cpu", mmap: bool = False) -> dict[str, Any]:
-    """Read a checkpoint after its checksum and its header have been tested; nothing in it is ever executed.
+    """Read a checkpoint after checking its checksum and its header; nothing in it is ever executed.
 
     Raises:
         RunError: for a missing, cut, altered, malformed or foreign file, one that holds more than tensors and plain
@@ -184,7 +184,7 @@ def read_checkpoint(path: str | Path, *, map_location="cpu", mmap: bool = False)
             state = _whole(path, state, map_location) if _parts(state) else state
     except RunError:
         raise
-    except Exception as error:  # a malformed pickle raises whatever it trips over
+    except Exception as error:  # a malformed pickle raises any exception
         found = re.search(r"GLOBAL (\S+)", str(error))
         if found or isinstance(error, pickle.UnpicklingError):
             what = f" ({found.group(1)})" if found else ""
@@ -206,7 +206,7 @@ def _nonfinite_weight(state: dict) -> str | None:
 
 
 def _mismatch(state: Any, header: dict, size: int) -> str | None:
-    """What of a checkpoint does not fit its header or the size of its file; None when all does."""
+    """The reason why a checkpoint does not fit its header or the size of its file; None if it does."""
     if not isinstance(state, dict) or state.get("genmodels") != header:
         return "its header is not the one that was saved with its weights"
     weights = state.get("state_dict")
@@ -237,9 +237,9 @@ def _size(path: str | Path, state: Any) -> int:
 
 
 def check_resumable(state: dict) -> None:
-    """Raise a ValueError where a checkpoint lacks what a run resumes from, or places it elsewhere than its header does.
+    """Raise a ValueError for a checkpoint without the state of training, or with another position than its header's.
 
-    Lightning starts from step 0 without a word where the record of its loops is missing.
+    Lightning silently starts from step 0 if the record of its loops is missing.
     """
     header = state["genmodels"]
     kinds = {"loops": dict, "callbacks": dict, "optimizer_states": list, "lr_schedulers": list, "epoch": int,
@@ -258,10 +258,10 @@ def check_resumable(state: dict) -> None:
 
 
 def read_resumable(path: str | Path, *, map_location="cpu", mmap: bool = False) -> dict[str, Any]:
-    """As `read_checkpoint`, of a checkpoint from which a run can go on.
+    """As `read_checkpoint`, of a checkpoint from which a run can resume.
 
     Raises:
-        RunError: also when it lacks what a run is resumed from.
+        RunError: also if it lacks the state of training.
     """
     state = read_checkpoint(path, map_location=map_location, mmap=mmap)
     try:
@@ -273,7 +273,7 @@ def read_resumable(path: str | Path, *, map_location="cpu", mmap: bool = False) 
 
 @contextmanager
 def restoring(path: Path | None, begun: Callable[[], bool]) -> Iterator[None]:
-    """Report in one line what Lightning refuses in a checkpoint whose contents do not fit, until training has begun.
+    """Report Lightning's errors about the contents of a checkpoint in one line, until training has begun.
 
     Raises:
         RunError: naming the file and the first line of the error.
@@ -291,8 +291,8 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-_SLACK = 2**28  # bytes of tensors that a model computes for itself, not held in its checkpoint
-_OVERHEAD = 2**14  # bytes that a parameter or a module takes by itself, about
+_SLACK = 2**28  # bytes of tensors of a model that are not in its checkpoint
+_OVERHEAD = 2**14  # approximate bytes of a parameter or module without its values
 
 
 def load_model(
@@ -311,7 +311,7 @@ def load_model(
             model = build(header["model"], DataSpec.from_dict(header["data"]), trust=trust)
     except (InputError, RunError) as error:
         raise type(error)(f"{path}: {error}") from error
-    except Exception as error:  # its options were written by anybody: constructors raise whatever they trip over
+    except Exception as error:  # constructors raise any exception for malformed options
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise RunError(f"{path}: no {header['model']['_target_']} can be built from its options ({reason})") from error
     if not isinstance(model, GenerativeModel):
@@ -331,7 +331,7 @@ def data_options(header: dict, path: str | Path) -> dict:
     """The configuration of the data that a checkpoint was trained on.
 
     Raises:
-        RunError: when it does not say.
+        RunError: if it has none.
     """
     options = header["config"].get("data")
     if not options:
@@ -341,9 +341,9 @@ def data_options(header: dict, path: str | Path) -> dict:
 
 @contextmanager
 def _no_larger_than(most: int) -> Iterator[None]:
-    """Stop the construction of a model that takes more memory than what is to be loaded into it, before it is filled.
+    """Stop the construction of a model that needs far more memory than its checkpoint, before the memory is filled.
 
-    A header of a few bytes may ask for terabytes; a tensor is registered before its memory is touched.
+    A header of a few bytes may describe terabytes; a tensor is registered before its memory is written.
     """
     taken = 0
 
@@ -370,7 +370,7 @@ def choose_device(name: str) -> torch.device:
         InputError: for a device that this machine does not have.
     """
     if name == "auto":
-        own = f":{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else ""  # each process has one of its own
+        own = f":{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else ""  # one device for each process
         return torch.device(f"cuda{own}" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)

@@ -1,14 +1,16 @@
-"""Denoising diffusion (Ho, Jain, Abbeel 2020): trained on terms of the evidence lower bound, evaluated by all of it."""
+"""Denoising diffusion (Ho, Jain, Abbeel 2020): trained on single terms of the ELBO, evaluated by all of them."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
 from genmodels.diffusion import (
     PARAMETERISATIONS,
     Denoiser,
     Elbo,
+    LevelSoftmax,
     default_ends,
     default_variance,
     make_objective,
@@ -16,15 +18,13 @@ from genmodels.diffusion import (
 )
 from genmodels.diffusion.schedule_discrete import ScheduleName
 from genmodels.models.diffusion import DiffusionModel
-from genmodels.models.optimizer import Optimizer
-from genmodels.nn import DiT, MLPDenoiser, UNet
 
 
 class DDPM(DiffusionModel):
-    """A diffusion model: noise is added in steps and a network learns to take it away.
+    """A diffusion model: noise is added in steps, and a network learns to remove it.
 
         x_t = alpha_t x_0 + sigma_t eps,    loss = E |target - net(x_t, log SNR)|^2   (objective `simple`)
-        -log p(x) <= KL(q(x_1|x)||N(0,I)) + sum_k KL(q(x_s|x_t,x)||p(x_s|x_t)) - E log p(x|x_0)   (what is reported)
+        -log p(x) <= KL(q(x_1|x)||N(0,I)) + sum_k KL(q(x_s|x_t,x)||p(x_s|x_t)) - E log p(x|x_0)   (reported)
 
     Integers 0..L-1 are mapped to [-1, 1] and the decoder gives their log-mass; continuous data are standardised by
     their training mean and standard deviation, whose volume is part of the density.
@@ -40,7 +40,6 @@ class DDPM(DiffusionModel):
         objective: `simple` (mean squared error), `vlb` (the bound itself), `hybrid` (simple, and the bound for learned
             variances) or `continuous` (the bound of infinitely many steps).
         weighting: of the noise levels in `simple` and `hybrid`: `none`, `min_snr`, `p2`, `edm` or `sigmoid`.
-        num_steps: T, the number of steps of the ancestral sampler and of the bound.
         time_sampler: how training draws its times: `uniform`, `stratified`, `antithetic`, or `loss_aware` (more often
             where the loss has been large).
         variance: variance of the reverse steps: `beta`, exact for Gaussian data; `beta_tilde`, exact for a single
@@ -49,17 +48,7 @@ class DDPM(DiffusionModel):
         decoder: how integers are read from the cleanest level: a Gaussian around the network's estimate, cut into
             levels (`gaussian`), or from the noisy data alone (`level_softmax`).
         self_conditioning: the network also sees its last estimate of the data.
-        class_conditional: condition on the class where the data have classes.
-        cond_drop: probability that training hides the class, so that the model also learns what holds for all of them,
-            which guidance needs; 0 for never.
-        noise: width of the noise on mels, in log units, without which they have no density; other data have none.
-        net: options of the network, a U-Net for images and sequences, a residual MLP for vectors, or of the class that
-            `_target_` names (`model.net=dit`); or a module.
-        optimizer: options of the optimiser.
-        ema_decay: decay of the averaged weights, or several, 0 for none.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
+        **shared: what all diffusion models take, see `DiffusionModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -80,35 +69,30 @@ class DDPM(DiffusionModel):
         parameterisation: Literal["eps", "x0", "v", "edm"] = "v",
         objective: Literal["simple", "vlb", "hybrid", "continuous"] = "simple",
         weighting: Literal["none", "min_snr", "p2", "edm", "sigmoid"] = "none",
-        num_steps: int = 1000,
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
         variance: Literal["beta", "beta_tilde", "learned"] | None = None,
         decoder: Literal["gaussian", "level_softmax"] = "gaussian",
         self_conditioning: bool = False,
-        class_conditional: bool = True,
-        cond_drop: float = 0.1,
-        noise: float = 0.05,
-        net: UNet | DiT | MLPDenoiser | dict | None = None,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.9999,
+        **shared,
     ):
-        super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise,
-                     decoder=decoder)
+        super().__init__(spec, **shared)
+        if decoder == "level_softmax":
+            if spec.levels is None:
+                raise InputError(f"decoder=level_softmax is for integers, and {spec.name} is continuous: use gaussian")
+            self.decoder = LevelSoftmax(spec.levels)
         variance = variance or default_variance(objective, spec.levels)
         if log_snr_ends is None:
             log_snr_ends = default_ends(schedule, self.decoder.finest_log_snr)
         self.decide(variance=variance, log_snr_ends=log_snr_ends)
         learned = variance == "learned"
         core = Denoiser(
-            self.network(net, learned_variance=learned, self_conditioning=self_conditioning),
-            make_schedule(schedule, num_steps, ends=log_snr_ends, zero_terminal_snr=zero_terminal_snr),
+            self.network(learned_variance=learned, self_conditioning=self_conditioning),
+            make_schedule(schedule, self.num_steps, ends=log_snr_ends, zero_terminal_snr=zero_terminal_snr),
             PARAMETERISATIONS[parameterisation](), learned_variance=learned, self_conditioning=self_conditioning,
         )
-        elbo = Elbo(self.decoder, num_steps, variance)
+        elbo = Elbo(self.decoder, self.num_steps, variance)
         trained = make_objective(
             objective, core, self.decoder, elbo.steps(core.schedule), variance=variance, weighting=weighting,
             time_sampler=time_sampler,
         )
-        self.assemble(core, elbo, trained, optimizer, ema_decay)
+        self.assemble(core, elbo, trained)

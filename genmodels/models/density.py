@@ -1,4 +1,4 @@
-"""Learned densities in the plane: on a grid next to the true ones, and their mass."""
+"""Kinds of models, and learned densities in the plane: their values on a grid, and their integral."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from genmodels.models.base import GenerativeModel
 
 
 def is_flow(model: GenerativeModel) -> bool:
-    """Whether the model is a normalizing flow: its core has a `flow`, whose layers can be looked at one by one.
+    """Whether the model is a normalizing flow: its core has a `flow` with a bijection.
 
     Example:
         >>> from genmodels.core.data import DataSpec
@@ -45,14 +45,14 @@ def is_masked_diffusion(model: GenerativeModel) -> bool:
 
 
 def is_energy(model: GenerativeModel) -> bool:
-    """Whether the model is an energy: its core has one, and the model can look for its constant."""
+    """Whether the model is energy-based: its core has an `energy`, and the model a `normaliser`."""
     return hasattr(model, "normaliser") and hasattr(model.core, "energy")
 
 
 _ROWS = 4096
 _CROWD, _DEPTH = 16, 40  # samples in a cell of an integral at most
 _NODES = 5  # points along each side of a cell
-_CELLS = 512  # cells looked at together
+_CELLS = 512  # cells in one call of the density
 
 
 def extent_of(points: Tensor, margin: float = 0.15) -> list[float]:
@@ -77,7 +77,7 @@ def midpoints(extent: list[float], size: int) -> tuple[Tensor, float]:
 
 
 def width_of(model) -> torch.dtype:
-    """The type of the numbers of a model: what it was trained in."""
+    """The floating-point type of a model's weights."""
     return next((p.dtype for p in model.core.parameters() if p.is_floating_point()), torch.float32)
 
 
@@ -100,8 +100,8 @@ def mass_of(
 ) -> tuple[float, float, int]:
     """The integral of a model's density over the plane, its error, and the points it took.
 
-    Cells are placed by `points` (N, 2), items of the data, and for a flow by 8,192 of its samples too; those of an
-    energy take long. `options` are those of the model's `log_likelihood`.
+    Cells are placed by `points` (N, 2), items of the data, and for a flow, which samples fast, by 8,192 samples too.
+    `options` are those of the model's `log_likelihood`.
     """
     if is_flow(model):
         samples = model.sample(8192, seed=seed, weights=weights)
@@ -138,7 +138,7 @@ def over_the_plane(
     low, size = _crowded(2 * along / (1 + (1 + 4 * along.square()).sqrt()))
     coarse, mass, doubt, seen = _masses(log_density, centre, axes, low, size), 0.0, 0.0, 0
     while len(low):
-        # Each cell against the four in it; the cells that are least in doubt are done with.
+        # Compare each cell with its four quarters, and finish the cells with the smallest changes.
         low, size = _quarters(low, size)
         fine = _masses(log_density, centre, axes, low, size).view(-1, 4)
         seen += fine.numel() * _NODES**2
@@ -155,14 +155,14 @@ def over_the_plane(
 
 
 def _crowded(samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Cells (corner, size) of the square (-1, 1)^2 with few samples each: no peak can hide between their points."""
+    """Cells (corner, size) of the square (-1, 1)^2 with few samples each, so that no peak lies between their points."""
     low, size = samples.new_full((1, 2), -1.0), samples.new_full((1,), 2.0)
     owner = torch.zeros(len(samples), dtype=torch.long, device=samples.device)
     for _ in range(_DEPTH):
         full = torch.bincount(owner, minlength=len(low)) > _CROWD
         if not bool(full.any()):
             break
-        # What is full becomes four cells, behind those that stay.
+        # Full cells are replaced by their quarters, after the cells that stay.
         index = torch.where(full, (~full).sum() + 4 * (full.cumsum(0) - 1), (~full).cumsum(0) - 1)
         upper = (samples >= low[owner] + size[owner, None] / 2).long()
         owner = index[owner] + torch.where(full[owner], 2 * upper[:, 0] + upper[:, 1], 0)
@@ -172,7 +172,7 @@ def _crowded(samples: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quarters(low: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """The four cells in each of some cells, one cell after the other."""
+    """The four quarters of each cell, cell by cell."""
     corners = torch.cartesian_prod(*[torch.arange(2.0, dtype=low.dtype, device=low.device)] * 2)
     return (low[:, None] + corners * size[:, None, None] / 2).flatten(0, 1), (size / 2).repeat_interleave(4)
 

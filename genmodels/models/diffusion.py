@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.data import Batch, Latents
+from genmodels.core.data import Batch, DataSpec, Latents
 from genmodels.core.errors import InputError, require_finite_rows
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
@@ -28,26 +28,42 @@ from genmodels.diffusion import (
     invert,
 )
 from genmodels.diffusion import sample as run_sampler
-from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
+from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, to_levels, to_unit
 from genmodels.diffusion.flow_matching import make_path
 from genmodels.diffusion.ode import EXACT_UP_TO
-from genmodels.models.base import GenerativeModel, Loss
+from genmodels.models.base import GenerativeModel, Loss, require_spread
 from genmodels.models.build import make_network
 from genmodels.models.checkpoint import load_model
 from genmodels.models.mels import frames_of, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
+from genmodels.nn import DiT, MLPDenoiser, UNet
 
 _LATENT_STEPS = 100  # of Heun between data and their latents, each way
-COMPARED = 1000  # held-out items, and as many samples, whose energy distance validation prints
-#: How validation solves the ODE of a flow, and how many network evaluations of an item's value and divergence it
-#: spends at each place: a thousand items in the plane.
+COMPARED = 1000  # held-out items, and as many samples, between which validation takes the energy distance
+#: How validation solves the ODE of a flow, and the network evaluations, one for the value and D for the divergence of
+#: each item, that it spends on a stage of the solver: a thousand items in the plane.
 _SOLVED, _SOLVED_ROWS = {"solver": "rk4", "steps": 12, "variable": "time"}, 3000
 
 
 class DiffusionModel(GenerativeModel):
-    """A denoiser on a path from data to noise; a family writes the constructor: its options, denoiser and objective.
+    """A denoiser on a path from data to noise; a family adds its options, its denoiser and its objective.
 
-    The constructor calls `prepare`, makes the denoiser of `network`, and ends with `assemble`.
+    The constructor of a family builds its denoiser around `self.network()` and ends with `self.assemble(...)`.
+
+    Arguments:
+        spec: the data set this model is built for.
+        num_steps: T, the number of steps of the bound, and the most that a sampler takes.
+        class_conditional: condition on the class where the data have classes.
+        cond_drop: probability that training hides the class, so that the model also learns the data of all classes,
+            which guidance needs; 0 for never.
+        noise: width of the noise on mels, in log units, without which they have no density; other data have none.
+        net: options of the network, a U-Net for images and sequences, a residual MLP for vectors, or of the class that
+            `_target_` names (`model.net=dit`); or a module.
+        optimizer: options of the optimiser.
+        ema_decay: decay of the averaged weights, or several, 0 for none.
+
+    Raises:
+        ValueError: for options that do not fit together or do not fit the data.
     """
 
     samplers = tuple(SAMPLERS)
@@ -59,48 +75,46 @@ class DiffusionModel(GenerativeModel):
     #: The default sampler.
     usual_sampler = "dpmpp_2m"
     #: Whether validation on small continuous vectors solves the ODE: for families whose model is the flow. The bound is
-    #: that of a noisy sampler, which a small error of the velocity near the data costs far more than the flow.
+    #: that of a stochastic sampler, which a small error of the velocity near the data costs far more than the flow.
     validates_by_ode = False
 
-    def prepare(
-        self, *, num_steps: int, cond_drop: float, class_conditional: bool, noise: float,
-        decoder: Literal["gaussian", "level_softmax"] = "gaussian",
-    ) -> None:
-        """Check and keep the options that every family has; see `DDPM`."""
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        num_steps: int = 1000,
+        class_conditional: bool = True,
+        cond_drop: float = 0.1,
+        noise: float = 0.05,
+        net: UNet | DiT | MLPDenoiser | dict | None = None,
+        optimizer: Optimizer | dict | None = None,
+        ema_decay: float | list[float] = 0.9999,
+    ):
+        super().__init__(spec)
+        self.save_hyperparameters(ignore=["spec"], logger=False)
         if num_steps < 2:
             raise ValueError(f"num_steps must be at least 2, got {num_steps}")
-        if not 0 <= cond_drop < 1:
-            raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
+        self.condition_on_class(class_conditional, cond_drop)
         if not noise >= 0:
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
-        self.noise = noise if self.spec.mel is not None else 0.0
-        self.num_steps, self.cond_drop = num_steps, cond_drop
-        self.conditional = class_conditional and self.spec.num_classes is not None
-        self.decoder = self._decoder(decoder)
-        self.register_buffer("location", torch.zeros(self.spec.event_shape))
-        self.register_buffer("scale", torch.ones(self.spec.event_shape))
-
-    def _decoder(self, name: str) -> Decoder:
-        if name == "level_softmax" and self.spec.levels is None:
-            raise InputError(f"decoder=level_softmax is for integers, and {self.spec.name} is continuous: use gaussian")
-        kind = LevelSoftmax if name == "level_softmax" else DiscretisedGaussian
-        return Gaussian() if self.spec.levels is None else kind(self.spec.levels)
+        self.noise = noise if spec.mel is not None else 0.0
+        self.num_steps = num_steps
+        self.decoder: Decoder = Gaussian() if spec.levels is None else DiscretisedGaussian(spec.levels)
+        self.register_buffer("location", torch.zeros(spec.event_shape))
+        self.register_buffer("scale", torch.ones(spec.event_shape))
 
     def network(
-        self, net: nn.Module | dict | None, *, learned_variance: bool = False, self_conditioning: bool = False,
-        two_times: bool = False,
+        self, *, learned_variance: bool = False, self_conditioning: bool = False, two_times: bool = False
     ) -> nn.Module:
-        """The network of these options, as `make_network` builds it; a module as it is."""
+        """The network of the option `net`, as `make_network` builds it; a module as it is."""
+        net = self.hparams["net"]
         if isinstance(net, nn.Module):
             return net
         estimate = self.spec.event_shape[0] if self_conditioning else 0
         return make_network(net, self.spec.event_shape, self.num_classes, learned_variance, estimate, two_times)
 
-    def assemble(
-        self, core: Denoiser, elbo: Elbo | None, objective: Objective, optimizer: Optimizer | dict | None,
-        ema_decay: float | list[float],
-    ) -> None:
-        """Called last in a family's constructor: the denoiser, its bound if it has one, and what it is trained by."""
+    def assemble(self, core: Denoiser, elbo: Elbo | None, objective: Objective) -> None:
+        """Called last in a family's constructor: the denoiser, its bound if it has one, and its objective."""
         self.core, self.objective, self.variance = core, objective, "beta" if elbo is None else elbo.variance
         if elbo is not None:
             self.elbo = elbo
@@ -109,17 +123,17 @@ class DiffusionModel(GenerativeModel):
         self.sampler = DiffusionSampler(
             self.num_steps, self.variance, clip=None if self.spec.levels is None else "static", null=self.num_classes,
             name=self.usual_sampler)
-        self.finish_setup(optimizer, ema_decay)
+        self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
     def _whole(self, rows: Tensor) -> tuple[Tensor, slice]:
-        """The rows of all processes in the order of the global batch, and which of them are those of this one."""
+        """The rows of all processes in the order of the global batch, and the slice of those of this process."""
         rank, world = rank_world()
         if world == 1:
             return rows, slice(None)
         return self.all_gather(rows).transpose(0, 1).flatten(0, 1), slice(rank, None, world)
 
     def sharded_networks(self) -> list[nn.Module]:
-        """The network; a learned schedule has weights outside of it."""
+        """The network; refused for a learned schedule, whose weights are outside of it."""
         if any(True for _ in self.core.schedule.parameters()):
             raise InputError("trainer.strategy=fsdp spreads the weights of the network: not with schedule=learned")
         return [self.core.net]
@@ -127,12 +141,10 @@ class DiffusionModel(GenerativeModel):
     # ---- between the data's units and the network's --------------------------------------------------------------
 
     def initialize(self, batch: Batch) -> None:
-        """Take mean and standard deviation of continuous training data, per scalar; integers have a fixed map."""
+        """Mean and standard deviation of continuous training data, per scalar; integers have a fixed map."""
         if self.spec.levels is None:
             mean, std = _moments(self._filled(batch).double(), batch.mask)
-            if not bool((std > 0).all()):
-                column = self.spec.column(int((std <= 0).flatten().nonzero()[0, 0]))
-                raise InputError(f"column {column} of {self.spec.name} is constant and has no density: leave it out")
+            require_spread(self.spec, std)
             self.location.copy_(mean)
             self.scale.copy_(std)
 
@@ -154,7 +166,7 @@ class DiffusionModel(GenerativeModel):
         return x * self.scale + self.location
 
     def _filled(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
-        """Mels with their noise, by default the noise of their item; other data as they are."""
+        """Mels with noise, by default keyed by item; other data unchanged."""
         if self.noise == 0:
             return batch.x
         return with_noise(batch.x, self.noise, generator or KeyedGenerator(0, batch.item_index, "likelihood"))
@@ -162,13 +174,6 @@ class DiffusionModel(GenerativeModel):
     def _entered(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
         """The batch as the network sees it, zero where it is padded."""
         return hide(self.encode(self._filled(batch, generator)), batch.mask)
-
-    def _hidden(self, cond: Tensor | None, generator: KeyedGenerator) -> Tensor | None:
-        """The condition with some of its classes hidden: replaced by the null class (Ho and Salimans 2022)."""
-        if cond is None or not self.cond_drop:
-            return cond
-        hide = generator.child("condition").uniform((len(cond),), device=cond.device) < self.cond_drop
-        return torch.where(hide, self.num_classes, cond)
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
@@ -184,7 +189,7 @@ class DiffusionModel(GenerativeModel):
         return Loss(bits.mean(), bits, out.parts, out.times)
 
     def on_before_optimizer_step(self, optimizer) -> None:
-        """As for every model; then, the loss being finite, a loss-aware time sampler learns of it."""
+        """As for every model, which stops at a non-finite loss; then a loss-aware time sampler learns from it."""
         super().on_before_optimizer_step(optimizer)
         self.objective.learn(self.all_gather)
 
@@ -193,7 +198,7 @@ class DiffusionModel(GenerativeModel):
         return {"draws": min(8, self.num_steps - 1)}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """The bound of every item; of a flow on small continuous vectors the ODE of the first ones."""
+        """The bound of every item; for flows of small continuous vectors the ODE likelihood of the first items."""
         spec = self.spec
         if not self.validates_by_ode or spec.levels is not None or spec.mel is not None or spec.dims > EXACT_UP_TO:
             super().validation_step(batch, batch_idx)
@@ -202,16 +207,29 @@ class DiffusionModel(GenerativeModel):
         if len(first):
             self._pending.append(self.ode_likelihood(first, seed=self.seed, **_SOLVED).cpu())
 
+    @torch.no_grad()
+    def keep_samples(self, batch: Batch, *, steps: int | None = None, start: Tensor | None = None) -> None:
+        """In validation: keep items, and as many samples of their classes, from `start` or from noise keyed by item."""
+        if len(batch) == 0:
+            return
+        x0, options = self._entered(batch), SamplingOptions(steps=steps)
+        drawn = self.sampler(
+            self.sampler.plan(self.core.schedule, options), self.weights(), x0.shape, options,
+            KeyedGenerator(self.seed, batch.item_index, "validate"), cond=self._cond(batch), mask=batch.mask,
+            start=start, dtype=x0.dtype, device=x0.device,
+        ).x
+        self._pending.append(torch.stack([x0, hide(drawn, batch.mask)]).flatten(2).double().cpu())
+
     def log_energy_distance(self) -> None:
-        """Log the energy distance of the items and samples that validation has kept, each (2, n, D)."""
-        x, y = torch.cat(gather(self._pending), 1)[:, :COMPARED]
+        """Log the energy distance between the items and the samples of `keep_samples`, each (2, n, D)."""
+        x, y = torch.cat(gather(self._pending), 1)
         self._pending = []
         across, within = torch.cdist(x, y).mean(), (torch.pdist(x).mean() + torch.pdist(y).mean()) / 2
         self.figures["val/energy_distance"] = value = float(2 * (across - within))
         self.log("val/energy_distance", value, rank_zero_only=False)
 
     def denoiser_and_cond(self, batch: Batch) -> tuple[Denoiser, Tensor | None]:
-        """The denoiser, and the condition that it sees with the noisy data of a batch."""
+        """The denoiser, and its condition for a batch."""
         return self.core, self._cond(batch)
 
     def log_likelihood(
@@ -281,12 +299,12 @@ class DiffusionModel(GenerativeModel):
 
     @property
     def has_null_class(self) -> bool:
-        """Whether training hid the class now and then, so that the model knows what holds for all classes."""
+        """Whether training hides the class at random, so that the model can also be used without a class."""
         return self.conditional and self.cond_drop > 0
 
     @torch.no_grad()
     def draw(self, options: SamplingOptions) -> Samples:
-        """Samples by any sampler of diffusion, freely, from a known part (`known`), or from an item (`edit`)."""
+        """Samples by any sampler of diffusion: free, around a known part (`known`), or from an item (`edit`)."""
         self._check_material(options)
         index, known, edit = self.numbered(options.n, options.start), options.known, options.edit
         denoiser, generator = self.weights(options.weights), KeyedGenerator(options.seed, index, "sample")
@@ -299,7 +317,7 @@ class DiffusionModel(GenerativeModel):
         seen = Trajectory(options.path, plan.steps, options.progress)
 
         def finished(x: Tensor) -> Tensor:
-            """x in the data's units, with what is known as it was given, and zero where there is no frame."""
+            """x in the data's units, with the known part as given, and silent beyond the last frame."""
             x = silent_beyond(self.decode(x), mask, self.spec)
             return x if known is None else torch.where(options.keep.to(x.device), known.to(x.device), x)
 
@@ -339,7 +357,7 @@ class DiffusionModel(GenerativeModel):
         if guidance != 1 and self.num_classes is None:
             raise InputError("guidance needs a model with classes: leave it out")
         if guidance != 1 and not self.has_null_class:
-            raise InputError("this model was trained with cond_drop=0, it knows no class that guidance could leave")
+            raise InputError("guidance needs a model trained with model.cond_drop above 0, not with cond_drop=0")
         if guidance == 0 and cond is not None:
             raise InputError("guidance=0 draws without a class: leave cond out")
         from_item = options.known is not None or options.edit is not None
@@ -348,7 +366,7 @@ class DiffusionModel(GenerativeModel):
         return self.labels(cond, index)
 
     def _shape_of(self, size: list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
-        """The shape of events of such a size."""
+        """The event shape for a size."""
         channels, *space = self.spec.event_shape
         if size is None or list(size) == space:
             return self.spec.event_shape
@@ -357,15 +375,15 @@ class DiffusionModel(GenerativeModel):
             raise InputError(f"{like}, got {list(size)}")
         if self.spec.levels is None:
             raise InputError(
-                f"continuous data are standardised place by place: their size is {space}, not {list(size)}"
+                f"continuous data are standardised at each position: their size is {space}, not {list(size)}"
             )
         return channels, *size
 
-    # ---- latents: where the deterministic sampler starts ---------------------------------------------------------
+    # ---- latents: the start of the deterministic sampler ---------------------------------------------------------
 
     @torch.no_grad()
     def latents(self, batch: Batch, weights: str | float = "ema", steps: int = _LATENT_STEPS) -> Latents:
-        """The noise from which the probability-flow ODE leads to these data; without labels, under no class."""
+        """The noise from which the probability-flow ODE leads to these data; data without labels under no class."""
         x0, times = self.encode(batch.x), self._latent_times(steps)
         return Latents((invert(self.weights(weights), x0, times, cond=self._cond(batch)),))
 
@@ -373,14 +391,14 @@ class DiffusionModel(GenerativeModel):
     def from_latents(
         self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS
     ) -> Tensor:
-        """The data that latents stand for, in the data's own units; the inverse of `latents`."""
+        """The data of latents, in the data's own units; the inverse of `latents`."""
         return self.decode(self.follow(latents[0], cond, weights, steps))
 
     @torch.no_grad()
     def follow(
         self, noise: Tensor, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS
     ) -> Tensor:
-        """Where the probability-flow ODE leads from noise (B, *event), in the network's units, by steps of Heun."""
+        """The end of the probability-flow ODE from noise (B, *event), in the network's units, by steps of Heun."""
         generator = KeyedGenerator(0, torch.arange(len(noise), device=noise.device))
         return run_sampler(
             self.weights(weights), noise.shape, self._latent_times(steps), HeunSampler(), generator, cond=cond,
@@ -391,26 +409,18 @@ class DiffusionModel(GenerativeModel):
         return self.sampler.times(self.core.schedule, "dpmpp_2m", min(steps, self.num_steps))
 
 
-def no_likelihood(model: DiffusionModel, batch: Batch, reason: str, weights: str | float) -> Likelihood:
-    """What a model without a likelihood answers, one NaN for each item, and the reason."""
-    nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
-    made = {"estimate": "none", "reason": reason, "weights": str(weights)}
-    return Likelihood(nats, "unnormalised", event_size(batch.x, batch.mask).long(), model.spec.levels, None, made,
-                      batch.item_index)
-
-
 def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionModel:
-    """The diffusion or flow matching of a checkpoint from which a model of the same data learns, on its device.
+    """The diffusion or flow-matching model of a checkpoint, on the device of a student of the same data.
 
     Arguments:
-        student: the model that learns.
-        option: its option that names the checkpoint.
+        student: the model that learns from it.
+        option: the student's option that names the checkpoint.
         path: the checkpoint.
 
     Raises:
         InputError: for another kind of model, other data or other classes.
     """
-    with torch.random.fork_rng():  # the numbers that training draws next must not depend on a teacher being built
+    with torch.random.fork_rng():  # building the teacher must not change the random numbers of training
         teacher, _ = load_model(path, device=str(student.device))
     if isinstance(teacher, DiffusionModel) and teacher.spec.source != student.spec.source:
         begins = [(model.spec.source or {"name": "noise"})["name"] for model in (teacher, student)]
@@ -418,8 +428,11 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
     if not isinstance(teacher, DiffusionModel) or teacher.spec.event_shape != student.spec.event_shape:
         raise InputError(f"{option}={path} holds a {teacher.family} of {tuple(teacher.spec.event_shape)}, not "
                          f"a diffusion or flow matching of {tuple(student.spec.event_shape)}")
+    if (teacher.spec.levels is None) != (student.spec.levels is None):
+        kinds = ["continuous" if model.spec.levels is None else "integer" for model in (teacher, student)]
+        raise InputError(f"{option}={path} was trained on {kinds[0]} data, and this model is for {kinds[1]} data")
     if student.conditional and teacher.num_classes != student.num_classes:
-        raise InputError(f"{option}={path} knows other classes: model.class_conditional=false leaves them out")
+        raise InputError(f"{option}={path} has other classes: model.class_conditional=false leaves them out")
     return teacher
 
 

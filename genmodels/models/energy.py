@@ -1,4 +1,4 @@
-"""Energy models trained by score matching: a density without its constant, whose score is that of the data."""
+"""Energy-based models trained by score matching: unnormalised densities."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ _FIT_ROWS = 8192  # training items that the last weights of a deep kernel are so
 
 
 class EnergyModel(ScoreMatched):
-    """An energy model: a network gives -log p up to a constant, and score matching trains it without that constant.
+    """An energy-based model: a network gives -log p up to a constant, which score matching does not need.
 
         p(x) = exp(-E(z)) / Z |det dz/dx|,   s = -grad E,   loss = E[v^T (grad s) v + 1/2 |s|^2]   (`sliced_vr`)
 
-    z is what `Encoding` makes of the data; losses are in units of z. Z is found afterwards: by quadrature in one and
-    two dimensions, else by annealed importance sampling, with a bracket.
+    z is the data after `Encoding`; losses are in units of z. Z is estimated afterwards: by quadrature in one and two
+    dimensions, else by annealed importance sampling, with a bracket.
 
     Arguments:
         spec: the data set this model is built for.
         network: kind of the network; `auto` is `mlp` for vectors, `conv` for images and sequences.
         net: options of the network.
-        loss: what is minimised; `contrastive` is a baseline, and no score loss.
+        loss: training loss; `contrastive` (contrastive divergence) is a baseline that is not a score-matching loss.
         objective: options of the loss.
-        noise: standard deviation of Gaussian noise that training adds to z: the density of the data with it is fitted.
+        noise: standard deviation of Gaussian noise that training adds to z; the density of the noisy data is fitted.
         alpha: margin of the logit of dequantised integers.
         whitening: continuous data are standardised (`scale`), or made white (`pca`).
         gaps: fill the gaps of columns that take few values with uniform noise.
@@ -136,7 +136,7 @@ class EnergyModel(ScoreMatched):
         return DeepKernelLoss(loss=found) if self.kind == "deep_kernel" else found
 
     def _forget(self) -> None:
-        """What was computed from other weights."""
+        """Drop the cached results of former weights."""
         self._settled: dict = {}
         self._normalisers: dict = {}
         self._samplers: dict = {}
@@ -145,7 +145,7 @@ class EnergyModel(ScoreMatched):
 
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
-        """Scale, mean and covariance of training data; refuses data on which score matching diverges."""
+        """Scale, mean and covariance of training data; data on which score matching diverges are refused."""
         noise = KeyedGenerator(self.seed, torch.arange(len(batch)), "initialize")
         self.encoding.fit(batch.x, noise)
         z = self.points(batch.x, noise)
@@ -160,7 +160,7 @@ class EnergyModel(ScoreMatched):
             self._take_points(z)
 
     def _take_points(self, z: Tensor) -> None:
-        """Inducing points and the rows that the last weights are fitted on, spread evenly over the data."""
+        """Choose the inducing points and the rows for fitting the last weights, spread evenly over the data."""
         chosen = spread_rows(len(z), min(len(z), _FIT_ROWS))
         self.fit_rows[: len(chosen)] = z[chosen]
         self.fit_count.fill_(len(chosen))
@@ -173,7 +173,7 @@ class EnergyModel(ScoreMatched):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def weights(self, which: str | float = "ema") -> nn.Module:
-        """The core with averaged or raw weights; the last weights of a deep kernel are solved for when first needed."""
+        """The core with averaged or raw weights; the last weights of a deep kernel are fitted at their first use."""
         core = super().weights(which)
         if self.kind == "deep_kernel" and self._settled.get(which) != self.batches_seen:
             rows = self.fit_rows[: int(self.fit_count)]
@@ -193,12 +193,12 @@ class EnergyModel(ScoreMatched):
         return Loss(value, per_example)
 
     def on_fit_start(self) -> None:
-        """Chains of one process only."""
+        """Refuse contrastive divergence on several processes."""
         if isinstance(self.objective, ContrastiveDivergence) and self.trainer.world_size > 1:
             raise InputError("loss=contrastive keeps one buffer of chains: train it on one process, trainer.devices=1")
 
     def energies(self, z: Tensor) -> Tensor | None:
-        """(B,) energies that the guard watches; a deep kernel's last weights are not known during training."""
+        """(B,) energies for the divergence guard; None for a deep kernel, whose last weights are fitted later."""
         return None if self.kind == "deep_kernel" else self.core.energy(z)
 
     # ---- likelihood ---------------------------------------------------------------------------------------------
@@ -240,15 +240,15 @@ class EnergyModel(ScoreMatched):
         densities: int = 1000,
         rows: int = 1024,
     ) -> Likelihood:
-        """The log-density of continuous data, or a lower bound on the log-mass of integers, as far as log Z is known.
+        """The log-density of continuous data, or a lower bound on the log-mass of integers, up to the error of log Z.
 
         Arguments:
             batch: items in the data's own units.
             weights: `ema`, `raw`, or one of the decays kept.
             seed: seed of all noise.
             importance_samples: K dequantisations of each item; the bound rises with K.
-            normaliser: how log Z is found; `auto` is quadrature in one and two dimensions, else annealed importance
-                sampling; `none` leaves the energy alone, which cannot be compared.
+            normaliser: estimate of log Z; `auto` is quadrature in one and two dimensions, else annealed importance
+                sampling; `none` gives the energy alone, which cannot be compared.
             chains: number of chains of annealed importance sampling.
             densities: number of densities between its base and the model.
             rows: most rows in one pass through the network.
@@ -271,17 +271,17 @@ class EnergyModel(ScoreMatched):
             made |= {"importance_samples": importance_samples, "dequantisation": "uniform"}
         made |= {"gaps": "filled"} if self.encoding.gap is not None else {}
         made |= {"weights": str(weights), "seed": seed}
-        # The error of log Z is common to all items: it stands in `made`, where no mean over items makes it small.
+        # All items share the error of log Z: it is in `made`, since a mean over items does not reduce it.
         return Likelihood(nats, found.kind, self.spec.dims, self.spec.levels, stderr, made, index)
 
     # ---- samples ------------------------------------------------------------------------------------------------
 
     @outside_inference()
     def draw(self, options: SamplingOptions) -> Samples:
-        """Samples, each the end of a chain of its own.
+        """Samples, the ends of independent chains.
 
         `sampler` is `annealed` (the default), from a broad Gaussian to the model by HMC moves, or `hmc`, `mala`, `ula`
-        at the model itself, half of their steps a warm-up. `steps` are densities in between, or moves: 100 (annealed),
+        at the model, with half of their steps as warm-up. `steps` are intermediate densities, or moves: 100 (annealed),
         200 (hmc), 1000 (mala, ula).
         """
         options = options.with_default(sampler="annealed")

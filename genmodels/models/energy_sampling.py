@@ -1,4 +1,4 @@
-"""Samples of an energy model: one chain for each, annealed from a broad normal density or run at the model itself."""
+"""Samples and log Z of an energy-based model: chains annealed from a broad Gaussian, or run at the model."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from genmodels.energy import (
     quadrature,
     run_chains,
 )
-from genmodels.models.score_matching import covariance_shape
+from genmodels.models.score_matching import MOST_PAIRS
 
-#: Half-widths of the boxes that are tried until nothing is left outside, in standard deviations of the data.
+#: Half-widths of the boxes of quadrature, in standard deviations of the data, from which the first is taken whose
+#: density at the edge is at most _EDGE.
 _BOXES = (8.0, 12.0, 18.0, 27.0, 40.0)
 _EDGE = 1e-9
-_BROAD = 2.0  # the base has so many times the covariance of the data
+_BROAD = 2.0  # covariance of the base over that of the data
 
 
 @dataclass(frozen=True)
 class Normaliser:
-    """What is known of log Z.
+    """An estimate of log Z.
 
     Arguments:
-        log_z: its value; 0 where there is none.
-        kind: the kind of likelihood it leaves: `exact`, `ais` or `unnormalised`.
-        made: how it was made, plain values; `reason` where there is none.
+        log_z: its value, 0 if there is none.
+        kind: the kind of the resulting likelihood: `exact`, `ais` or `unnormalised`.
+        made: how it was computed, plain values; the `reason` if there is none.
     """
 
     log_z: float
@@ -83,7 +84,7 @@ def by_annealing(
 
 
 def base_of(mean: Tensor, covariance: Tensor) -> GaussianBase:
-    """The broad normal density of the data: twice their covariance, all of it or its diagonal."""
+    """The base of annealing: a Gaussian with twice the covariance (D, D), or variances (D,), of the data."""
     if covariance.dim() == 1:
         covariance = covariance.diag()
     covariance = _BROAD * covariance
@@ -92,9 +93,8 @@ def base_of(mean: Tensor, covariance: Tensor) -> GaussianBase:
 
 
 def unit_covariance(dims: int) -> Tensor:
-    """The covariance before any data have been seen."""
-    shape = covariance_shape(dims)
-    return torch.ones(shape, dtype=torch.float64) if len(shape) == 1 else torch.eye(dims, dtype=torch.float64)
+    """The covariance before initialisation, in the shape of `covariance_of`."""
+    return torch.ones(dims, dtype=torch.float64) if dims > MOST_PAIRS else torch.eye(dims, dtype=torch.float64)
 
 
 def inverse_mass(base: GaussianBase) -> Tensor:
@@ -130,7 +130,7 @@ class Tempered(EnergyFunction):
 
 
 def check_tempering(inverse_temperature: float, temperature: float = 1.0) -> None:
-    """Raise a ValueError unless p^beta exists, or where the factor of other families' noise was asked for.
+    """Raise a ValueError for an inverse temperature that is not positive, or a temperature other than 1.
 
     Example:
         >>> check_tempering(1.0, temperature=0.5)
@@ -148,25 +148,26 @@ inverse_temperature=beta (what was p^(1/T) by temperature=0.5 is inverse_tempera
 
 
 class Sampler:
-    """One way to draw from an energy.
+    """A sampler of an energy.
 
-    Chains multiply rounding errors, and a product of matrices rounds differently for another number of rows: 1e-16
-    becomes 1 in some fifty moves. So chains compute in float64 where the device has it and keep their positions, and
-    the acceptances that step sizes follow, in float32, which drops such a difference before it grows (one in 10^8 lies
-    where it is kept): a sample is the same in any batch. `annealed` takes one HMC move at each density between base and
-    model, with step sizes from a pilot run of chains of its own. The others are chains at the model itself, the first
-    half of them a warm-up: they find the modes they start near, and keep to them.
+    `annealed` takes one HMC move at each density between base and model, with step sizes from a pilot run of further
+    chains. The others are chains at the model, whose first half is a warm-up: they stay in the modes they start near.
+
+    A matrix product rounds differently for another number of rows, and chains amplify such differences from 1e-16 to 1
+    in some fifty moves. Therefore chains compute in float64, if the device has it, and round positions, and the
+    acceptances by which step sizes adapt, to float32 after each move, which removes the difference (but for one in
+    10^8): a sample is the same in any batch.
 
     Arguments:
         model: the energy, in units of standard deviations of the data.
-        base: the broad normal density where all chains begin.
+        base: the broad Gaussian from which all chains start.
         name: `annealed`, `hmc`, `mala` or `ula`.
-        steps: densities in between, or moves; None for the default of each.
-        step_size: first step size, None for the default of each; it adapts, except for `ula`.
+        steps: intermediate densities, or moves; None for the sampler's default.
+        step_size: first step size, None for the sampler's default; it adapts, except for `ula`.
         inverse_temperature: beta of the density p^beta.
 
     Raises:
-        ValueError: for values that make no sense.
+        ValueError: for values out of range.
     """
 
     def __init__(
@@ -189,9 +190,9 @@ class Sampler:
     def __call__(
         self, n: int, generator: KeyedGenerator, callback: Callable[[int, Tensor], None]
     ) -> tuple[Tensor, dict]:
-        """(n, *event) samples, one for each row of the generator, and what is known of them."""
+        """(n, *event) samples, one for each row of the generator, and statistics of their chains."""
         with torch.no_grad():
-            return (self._annealed if self.name == "annealed" else self._straight)(n, generator, callback)
+            return (self._annealed if self.name == "annealed" else self._at_the_model)(n, generator, callback)
 
     def _annealed(self, n: int, generator: KeyedGenerator, callback) -> tuple[Tensor, dict]:
         if self._path is None:
@@ -204,7 +205,7 @@ class Sampler:
         evaluations = n * (1 + self.steps * self.kernel.leapfrog_steps)
         return run.x, {"acceptance": run.acceptance, "evaluations": evaluations, "started": _STARTED}
 
-    def _straight(self, n: int, generator: KeyedGenerator, callback) -> tuple[Tensor, dict]:
+    def _at_the_model(self, n: int, generator: KeyedGenerator, callback) -> tuple[Tensor, dict]:
         start = Start(self.base.sample(n, generator.at(0), dtype=self.dtype), _STARTED)
         warm_up = self.steps // 2
         kept = self.steps - warm_up

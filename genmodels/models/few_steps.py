@@ -1,4 +1,4 @@
-"""Generation in one to four steps: networks that lead along the flow from noise to data in long steps."""
+"""Generation in one to four steps: shortcut models, mean flows, consistency models, progressive distillation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from genmodels.core.errors import InputError
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
-from genmodels.core.tensors import hide
 from genmodels.diffusion import Denoiser, Elbo, FlowMap
 from genmodels.diffusion.few_steps import (
     Consistency,
@@ -24,38 +23,42 @@ from genmodels.diffusion.few_steps import (
 from genmodels.diffusion.flow_matching import Coupling, CouplingName, PathName, make_path, velocity_of
 from genmodels.diffusion.weighting import WeightingName
 from genmodels.models.base import Loss
-from genmodels.models.diffusion import DiffusionModel, load_teacher, no_likelihood
-from genmodels.models.optimizer import Optimizer
-from genmodels.nn import DiT, MLPDenoiser, UNet
+from genmodels.models.diffusion import COMPARED, DiffusionModel, load_teacher
 
 TimesName = Literal["uniform", "stratified", "antithetic", "logit_normal", "cosmap"]
 
 
 class FlowMapModel(DiffusionModel):
-    """A flow map along the straight path, x_s = x_t - (t - s) u(x_t, t, s); a family writes its options and objective.
+    """A flow map along the straight path, x_s = x_t - (t - s) u(x_t, t, s); a family adds its objective.
 
-    For s = t it contains a velocity, so that the bound and the likelihood by the ODE are those of flow matching. They
-    belong to the samples that many steps of this velocity make, not to those of a few long steps.
+    For s = t it is a velocity, so that the bound and the likelihood by the ODE are those of flow matching. They belong
+    to the samples that many steps of this velocity make, not to those of a few long steps.
+
+    Arguments:
+        spec: the data set this model is built for.
+        coupling: how items are paired with noise: `independent`, or by minibatch optimal transport, `ot` or `sinkhorn`.
+        **shared: what all diffusion models take, see `DiffusionModel`; the network takes two times.
     """
 
     validates_by_ode = True
     usual_sampler = "flow_map"
-    #: What `sweeps=[steps]` of an evaluation compares.
+    #: The numbers of steps that `sweeps=[steps]` of an evaluation compares.
     swept_steps = (1, 2, 4, 20)
 
-    def assemble_map(
-        self, objective: FlowMapMatching, net: UNet | DiT | MLPDenoiser | dict | None,
-        optimizer: Optimizer | dict | None, ema_decay: float | list[float],
-    ) -> None:
-        """Called last in a family's constructor, after `prepare`."""
-        core = FlowMap(self.network(net, two_times=True))
+    def __init__(self, spec: DataSpec, *, coupling: CouplingName = "independent", **shared):
+        super().__init__(spec, **shared)
+        self.coupling = Coupling(coupling, whole=self._whole)
+
+    def assemble_map(self, objective: FlowMapMatching) -> None:
+        """Called last in a family's constructor."""
+        core = FlowMap(self.network(two_times=True))
         objective.check(core)
         elbo = Elbo(self.decoder, self.num_steps, "beta" if self.spec.levels is None else "beta_tilde")
-        self.assemble(core, elbo, objective, optimizer, ema_decay)
+        self.assemble(core, elbo, objective)
 
 
 class ShortcutModel(FlowMapModel):
-    """A shortcut model (Frans et al. 2025): flow matching, and steps that do what two of half their length do.
+    """A shortcut model (Frans et al. 2025): flow matching, and steps that equal two steps of half their length.
 
         u(x_t, t, t) learns eps - x_0,    u(x_t, t, t - 2d) learns the mean of two steps of length d = 1/2, 1/4, ..
 
@@ -63,12 +66,8 @@ class ShortcutModel(FlowMapModel):
         spec: the data set this model is built for.
         share: probability that an item learns a step rather than the velocity.
         finest: number M of shortest steps from noise to data, a power of two; a step of 1/M is the velocity itself.
-        coupling, time_sampler: see `FlowMatchingModel`; any coupling has a velocity, hence a flow map.
-        num_steps: T, the number of steps of the bound, and the most of a sampler.
-        class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`; the network takes two times.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
+        time_sampler: how training draws its times, see `FlowMatchingModel`.
+        **shared: what all flow maps take, see `FlowMapModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -85,22 +84,11 @@ class ShortcutModel(FlowMapModel):
         *,
         share: float = 0.25,
         finest: int = 128,
-        coupling: CouplingName = "independent",
         time_sampler: TimesName = "antithetic",
-        num_steps: int = 1000,
-        class_conditional: bool = True,
-        cond_drop: float = 0.1,
-        noise: float = 0.05,
-        net: UNet | DiT | MLPDenoiser | dict | None = None,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.9999,
+        **shared,
     ):
-        super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
-        pairs = Coupling(coupling, whole=self._whole)
-        objective = Shortcut(pairs, share=share, finest=finest, time_sampler=time_sampler)
-        self.assemble_map(objective, net, optimizer, ema_decay)
+        super().__init__(spec, **shared)
+        self.assemble_map(Shortcut(self.coupling, share=share, finest=finest, time_sampler=time_sampler))
 
 
 class MeanFlowModel(FlowMapModel):
@@ -110,15 +98,10 @@ class MeanFlowModel(FlowMapModel):
 
     Arguments:
         spec: the data set this model is built for.
-        share: probability that an item learns between two times, and not the velocity at one.
+        share: probability that an item learns between two times rather than the velocity at one.
         mean, std: of the logits of the times.
-        power: how much large errors count for less, see `MeanFlow`: 0 for the mean squared error, 1 for its logarithm.
-        coupling: see `FlowMatchingModel`; any coupling has a velocity, hence a flow map.
-        num_steps: T, the number of steps of the bound, and the most of a sampler.
-        class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`; the network takes two times.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
+        power: how strongly large errors are weighted down: 0 for the mean squared error, 1 for its logarithm.
+        **shared: what all flow maps take, see `FlowMapModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -137,49 +120,43 @@ class MeanFlowModel(FlowMapModel):
         mean: float = -0.4,
         std: float = 1.0,
         power: float = 1.0,
-        coupling: CouplingName = "independent",
-        num_steps: int = 1000,
-        class_conditional: bool = True,
-        cond_drop: float = 0.1,
-        noise: float = 0.05,
-        net: UNet | DiT | MLPDenoiser | dict | None = None,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.9999,
+        **shared,
     ):
-        super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
-        pairs = Coupling(coupling, whole=self._whole)
-        objective = MeanFlow(pairs, share=share, mean=mean, std=std, power=power)
-        self.assemble_map(objective, net, optimizer, ema_decay)
+        super().__init__(spec, **shared)
+        self.assemble_map(MeanFlow(self.coupling, share=share, mean=mean, std=std, power=power))
 
 
 class StepModel(DiffusionModel):
-    """A denoiser that is made for few steps and is no mean of the data given x_t: it has no velocity, no likelihood.
+    """A denoiser made for few steps, which is not the mean of the data given x_t: no velocity, no likelihood.
 
-    A family writes its options, `objective` and `usual_steps`; `distill` is its teacher's checkpoint, or None. A
-    student begins with its teacher's weights where these fit and mean the same. Validation prints the energy distance
-    of samples by the usual steps, 2 E|x - y| - E|x - x'| - E|y - y'|, in the network's units.
+    A family adds its objective and `usual_steps`. A student starts from its teacher's weights where these fit and mean
+    the same. Validation prints the energy distance of samples by the usual steps, 2 E|x - y| - E|x - x'| - E|y - y'|,
+    in the network's units.
+
+    Arguments:
+        spec: the data set this model is built for.
+        path: `linear`, `cosine`, or a noise schedule of `DDPM` by its name after `vp_`.
+        distill: checkpoint of the teacher, a diffusion or flow matching.
+        **shared: what all diffusion models take, see `DiffusionModel`.
     """
 
     swept_steps = (1, 2, 4, 20)
     usual_steps = 1
-    distill: str | None = None
 
-    def assemble_steps(
-        self, objective: Consistency | ProgressiveDistillation, path: PathName,
-        net: UNet | DiT | MLPDenoiser | dict | None, optimizer: Optimizer | dict | None,
-        ema_decay: float | list[float],
-    ) -> None:
-        """Called last in a family's constructor, after `prepare`."""
-        followed = make_path(path, self.num_steps)
-        core = Denoiser(self.network(net), followed, velocity_of(followed))
+    def __init__(self, spec: DataSpec, *, path: PathName = "linear", distill: str | None = None, **shared):
+        super().__init__(spec, **shared)
+        self.distill = distill
+
+    def assemble_steps(self, objective: Consistency | ProgressiveDistillation) -> None:
+        """Called last in a family's constructor."""
+        path = make_path(self.hparams["path"], self.num_steps)
+        core = Denoiser(self.network(), path, velocity_of(path))
         objective.check(core)
-        self.assemble(core, None, objective, optimizer, ema_decay)
+        self.assemble(core, None, objective)
 
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
-        """As for every model; a student takes its teacher's scale of the data, and its weights if they fit."""
+        """As for every model; a student takes over its teacher's scale of the data, and its weights if they fit."""
         super().initialize(batch)
         if self.distill is None:
             return
@@ -209,22 +186,16 @@ class StepModel(DiffusionModel):
 
         Arguments:
             batch: items in the data's own units.
-            weights, seed: as for every model; they change nothing.
+            weights, seed: without effect.
         """
-        return no_likelihood(self, batch, f"a {self.family} has no velocity, hence no density of its samples", weights)
+        return self.no_likelihood(batch, f"a {self.family} has no velocity, hence no density of its samples", weights)
 
-    @torch.no_grad()
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Items of the validation split, and as many samples of their classes from noise keyed by item."""
-        x0 = self._entered(batch)
-        plan = self.sampler.plan(self.core.schedule, SamplingOptions(steps=self.usual_steps))
-        generator = KeyedGenerator(self.seed, batch.item_index, "validate")
-        drawn = self.sampler(plan, self.weights(), x0.shape, SamplingOptions(), generator, cond=self._cond(batch),
-                             mask=batch.mask, dtype=x0.dtype, device=x0.device).x
-        self._pending.append(torch.stack([x0, hide(drawn, batch.mask)]).flatten(2).double().cpu())
+        """The first items of the validation split, and as many samples by the usual steps."""
+        self.keep_samples(batch.rows(batch.item_index < COMPARED), steps=self.usual_steps)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the figure that checkpoints are chosen by."""
+        """Log the figure by which checkpoints are chosen."""
         self.log_energy_distance()
 
 
@@ -235,18 +206,13 @@ class ConsistencyModel(StepModel):
 
     Arguments:
         spec: the data set this model is built for.
-        path: see `FlowMatchingModel`.
-        distill: a checkpoint of a diffusion or flow matching whose trajectories are learned; by default they are made
-            of pairs of data and noise alone (consistency training).
+        distill: checkpoint of a diffusion or flow matching whose trajectories are learned; by default they are made of
+            pairs of data and noise alone (consistency training).
         weighting: of the distances, `ict`, `ect` or `none`; see `Consistency`.
         huber: c of the pseudo-Huber distance over the square root of the number of scalars.
-        stages: how often s comes nearer to t, in equal parts of the training.
+        stages: equal parts of the training, in each of which s is closer to t.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
-        num_steps: T, the most steps of a sampler.
-        class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
+        **shared: what all of these take, see `StepModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -262,26 +228,14 @@ class ConsistencyModel(StepModel):
         self,
         spec: DataSpec,
         *,
-        path: PathName = "linear",
-        distill: str | None = None,
         weighting: ConsistencyWeighting = "ict",
         huber: float = 0.00054,
         stages: int = 8,
         time_sampler: TimesName = "antithetic",
-        num_steps: int = 1000,
-        class_conditional: bool = True,
-        cond_drop: float = 0.1,
-        noise: float = 0.05,
-        net: UNet | DiT | MLPDenoiser | dict | None = None,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.9999,
+        **shared,
     ):
-        super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
-        self.distill = distill
-        objective = Consistency(weighting=weighting, huber=huber, stages=stages, time_sampler=time_sampler)
-        self.assemble_steps(objective, path, net, optimizer, ema_decay)
+        super().__init__(spec, **shared)
+        self.assemble_steps(Consistency(weighting=weighting, huber=huber, stages=stages, time_sampler=time_sampler))
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
         """The distance of two estimates at one time per example, at the stage of this step."""
@@ -291,25 +245,19 @@ class ConsistencyModel(StepModel):
 
 
 class ProgressiveModel(StepModel):
-    """A student whose N steps do what those of a diffusion or flow-matching checkpoint do (Salimans and Ho 2022).
+    """Progressive distillation (Salimans and Ho 2022): a student whose N steps replace more steps of its teacher.
 
         f(x_t, t) learns the x_0 whose DDIM step from t to t - 1/N ends where the teacher's steps end
 
-    A chain of runs, each the teacher of the next, halves the steps until one is left.
+    Repeated with each student as the teacher of the next, it halves the steps until one is left.
 
     Arguments:
         spec: the data set this model is built for.
-        distill: the teacher's checkpoint.
-        steps: N.
-        teacher_steps: of the teacher in one step of the student.
-        path: see `FlowMatchingModel`; the student's steps are equal in its time.
+        steps: N, equal in the time of the path.
+        teacher_steps: steps of the teacher in one of the student.
         weighting: of the noise levels, see `DDPM`.
         time_sampler: how training draws its times, see `FlowMatchingModel`.
-        num_steps: T, the most steps of a sampler.
-        class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
+        **shared: what all of these take, see `StepModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -325,31 +273,20 @@ class ProgressiveModel(StepModel):
         self,
         spec: DataSpec,
         *,
-        distill: str | None = None,
         steps: int = 4,
         teacher_steps: int = 2,
-        path: PathName = "linear",
         weighting: WeightingName = "none",
         time_sampler: TimesName = "antithetic",
-        num_steps: int = 1000,
-        class_conditional: bool = True,
-        cond_drop: float = 0.1,
-        noise: float = 0.05,
-        net: UNet | DiT | MLPDenoiser | dict | None = None,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.9999,
+        **shared,
     ):
-        super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        if distill is None:
+        super().__init__(spec, **shared)
+        if self.distill is None:
             raise InputError("progressive distillation needs a teacher: model.distill=<checkpoint of a diffusion or "
                              "flow matching>")
-        self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
-        self.distill, self.usual_steps = distill, steps
-        objective = ProgressiveDistillation(None, steps=steps, teacher_steps=teacher_steps, weighting=weighting,
-                                            time_sampler=time_sampler)
-        self.assemble_steps(objective, path, net, optimizer, ema_decay)
+        self.usual_steps = steps
+        self.assemble_steps(ProgressiveDistillation(None, steps=steps, teacher_steps=teacher_steps,
+                                                    weighting=weighting, time_sampler=time_sampler))
 
     def draw(self, options: SamplingOptions) -> Samples:
-        """As for every diffusion, by N steps where nobody says."""
+        """As for every diffusion model, by default in N steps."""
         return super().draw(options.with_default(steps=self.usual_steps) if options.sampler is None else options)

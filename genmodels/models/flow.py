@@ -42,8 +42,8 @@ class FlowModel(GenerativeModel):
         log p(x) = log N(f(x)) + log |det df/dx|                                  continuous data, exact
         log p(x) >= E_q(u|x) [log p((x + u) / L) - D log L - log q(u|x)]          integers 0..L-1, a lower bound
 
-    Integers are dequantised, then mapped by a logit or only centred; continuous data are standardised. All of that is
-    part of the model, and its volume part of the likelihood. A subclass builds its bijection and calls `assemble`.
+    Integers are dequantised, then mapped by a logit or only centred; continuous data are standardised. These maps are
+    part of the model, and their volume is part of the likelihood. A subclass builds its bijection and calls `assemble`.
 
     Arguments:
         spec: the data set this model is built for.
@@ -58,6 +58,9 @@ class FlowModel(GenerativeModel):
         noise: width of the noise on mels, in log units, without which they have no density; other data have none.
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
+
+    Raises:
+        ValueError: for options that do not fit together or do not fit the data.
     """
 
     tolerates_tf32 = False
@@ -93,7 +96,6 @@ class FlowModel(GenerativeModel):
         if not noise >= 0:
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
         self.noise = noise if spec.mel is not None else 0.0
-        self._finish = (optimizer, ema_decay)
         self._probe: Batch | None = None
 
     @property
@@ -111,7 +113,7 @@ class FlowModel(GenerativeModel):
         whole = Compose([first, bijection], shape)
         classes = {"num_classes": self.spec.num_classes} if self.base == "class" else {}
         self.core = self.around(Flow(whole, BASES[self.base](whole.shape_after, **classes)))
-        self.finish_setup(*self._finish)
+        self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
     def around(self, flow: Flow) -> ContinuousFlow | DiscreteFlow:
         """A flow with the noise that it is trained on, by the kind of the data."""
@@ -136,7 +138,7 @@ class FlowModel(GenerativeModel):
         self.assemble(bijection if len(shape) == 1 else Compose([Flatten(shape), bijection], shape))
 
     def _in_own_width(self, x: Tensor) -> Tensor:
-        """Continuous data in the precision that the flow was trained in; integers as they are."""
+        """Continuous data in the precision of the weights; integers unchanged."""
         if not x.is_floating_point():
             return x
         return x.to(next((p.dtype for p in self.core.parameters()), x.dtype))
@@ -170,7 +172,7 @@ class FlowModel(GenerativeModel):
                              "millionth of its mean) and has no density: leave it out")
 
     def _mention_thin_data(self, batch: Batch) -> None:
-        """Say of vectors in which columns repeat or depend on each other that their likelihood has no upper bound."""
+        """Print a warning for vectors with repeated or dependent columns, whose likelihood has no upper bound."""
         if len(self.spec.event_shape) != 1 or rank_world()[0] > 0:
             return
         try:
@@ -181,11 +183,11 @@ class FlowModel(GenerativeModel):
                   "end, and the number says little")
 
     def compiled_parts(self) -> list[torch.nn.Module]:
-        """What torch.compile is applied to: the density, map and base in one piece, not the noise around it."""
+        """The modules for torch.compile: the density (map and base), without the noise around it."""
         return [self.core.flow]
 
     def _filled(self, batch: Batch, generator: KeyedGenerator) -> Batch:
-        """Mels with their noise; other data as they are."""
+        """Mels with their noise; other data unchanged."""
         if self.noise == 0:
             return batch
         return replace(batch, x=with_noise(batch.x, self.noise, generator))
@@ -246,13 +248,12 @@ class FlowModel(GenerativeModel):
         labels = self.labels(options.cond, index)
         noise = KeyedGenerator(options.seed, index, "sample")
         mask = frames_of(options.lengths, index, self.spec)
-        given = {} if mask is None else {"mask": mask}
         with torch.no_grad():
             core, outside = self.weights(options.weights), None
             if self.spec.levels is None:
-                x = core.sample(options.n, labels, temperature=temperature, generator=noise, **given)
+                x = core.sample(options.n, labels, temperature=temperature, generator=noise, mask=mask)
             else:
-                v = core.points(options.n, labels, temperature=temperature, generator=noise, **given)
+                v = core.points(options.n, labels, temperature=temperature, generator=noise, mask=mask)
                 x, outside = core.quantise(v), core.dequantize.outside(v)
         made = {"sampler": "inverse", "seed": options.seed, "weights": str(options.weights), "temperature": temperature}
         return Samples(silent_beyond(self._units(x), mask, self.spec), labels, index, made, mask=mask, outside=outside)
@@ -286,7 +287,7 @@ class FlowModel(GenerativeModel):
             self._probe = batch.rows(slice(0, 16))
 
     def on_validation_epoch_end(self) -> None:
-        """Log the likelihood and the monitor's figures; name the first layer that loses what went through it."""
+        """Log the likelihood and the monitor's figures; name the first layer with a large round-trip error."""
         super().on_validation_epoch_end()
         health = self.examine(self._probe)
         self._probe = None

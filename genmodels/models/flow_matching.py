@@ -1,4 +1,4 @@
-"""Flow matching (Lipman et al. 2023; rectified flow, Liu et al. 2023): the velocity of a path from data to noise."""
+"""Flow matching (Lipman et al. 2023; rectified flow, Liu et al. 2023): learning the velocity from noise to data."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ from genmodels.diffusion.flow_matching import (
 )
 from genmodels.models.base import Loss
 from genmodels.models.build import build
-from genmodels.models.diffusion import COMPARED, DiffusionModel, load_teacher, no_likelihood
-from genmodels.models.optimizer import Optimizer
-from genmodels.nn import DiT, MLPDenoiser, UNet
+from genmodels.models.diffusion import COMPARED, DiffusionModel, load_teacher
 
 _REFLOW_STEPS, _ROWS = 20, 256  # of Heun from noise to data, for so many pairs at once
-_WITHOUT_NOISE = ("flow", "euler", "heun")  # samplers that follow the flow, whatever it starts from
+_WITHOUT_NOISE = ("flow", "euler", "heun")  # samplers that follow the flow from any start
 
 
 class Pairs(NamedTuple):
@@ -47,12 +45,12 @@ class FlowMatchingModel(DiffusionModel):
 
         x_t = alpha(t) x_0 + sigma(t) eps,    loss = E |alpha' x_0 + sigma' eps - v(x_t, t)|^2,    dx_t/dt = v(x_t, t)
 
-    With data whose items come with those of another set (`data=transport`) eps is an encoded item of that set, and the
-    flow leads from one to the other. Then there is no score, no likelihood, and no sampler with noise: samples start
-    from held-out items of the source, and validation prints their energy distance to held-out items of the target.
+    With pairs of two data sets (`data=transport`) eps is an encoded item of the source, and the flow leads from one set
+    to the other. Then there is no score, no likelihood, and no stochastic sampler: samples start from held-out items of
+    the source, and validation prints their energy distance to held-out items of the target.
 
-    The same network is a denoiser, v, x0, eps and score being views of one prediction: samplers, guidance, inpainting,
-    editing, the evidence lower bound and the likelihood by the ODE are those of `DDPM`.
+    The network is also a denoiser, since v, x0, eps and score are views of one prediction: samplers, guidance,
+    inpainting, editing, the evidence lower bound and the likelihood by the ODE are those of `DDPM`.
 
     Arguments:
         spec: the data set this model is built for.
@@ -60,16 +58,12 @@ class FlowMatchingModel(DiffusionModel):
             `DDPM` by its name after `vp_`.
         sigma_min: noise that `linear` leaves at t = 0.
         coupling: how items are paired with noise: `independent`, or minibatch optimal transport, exact (`ot`) or
-            entropic (`sinkhorn`, for batches of thousands); where the model is conditioned, for each class by itself.
+            entropic (`sinkhorn`, for batches of thousands); in a conditional model within each class.
         time_sampler: how training draws its times: those of `DDPM`, `logit_normal` or `cosmap`.
-        reflow: a checkpoint of this family or of `DDPM`: instead of the data its own pairs of noise and the data that
-            its flow leads to are learned (Liu et al. 2023), whose straighter paths need fewer steps.
-        reflow_pairs: how many pairs are drawn, anew whenever training begins or is resumed; classes in turn.
-        num_steps: T, the number of steps of the bound, and the most of a sampler.
-        class_conditional, cond_drop, noise, net, optimizer, ema_decay: see `DDPM`.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
+        reflow: a checkpoint of this family or of `DDPM`: train on pairs of noise and the sample to which its flow leads
+            (Liu et al. 2023) instead of the data; their straighter paths need fewer steps.
+        reflow_pairs: number of pairs, drawn again whenever training starts or resumes; classes in turn.
+        **shared: what all diffusion models take, see `DiffusionModel`.
 
     Example:
         >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
@@ -95,27 +89,19 @@ class FlowMatchingModel(DiffusionModel):
         ] = "antithetic",
         reflow: str | None = None,
         reflow_pairs: int = 4096,
-        num_steps: int = 1000,
-        class_conditional: bool = True,
-        cond_drop: float = 0.1,
-        noise: float = 0.05,
-        net: UNet | DiT | MLPDenoiser | dict | None = None,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.9999,
+        **shared,
     ):
-        super().__init__(spec)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        self.prepare(num_steps=num_steps, cond_drop=cond_drop, class_conditional=class_conditional, noise=noise)
+        super().__init__(spec, **shared)
         # Along noise schedules velocities may have no bound: at SNR 0 alpha' of some is infinite.
         self.usual_sampler = "dpmpp_2m" if path.startswith("vp_") else "flow"
-        followed = make_path(path, num_steps, sigma_min=sigma_min)
+        followed = make_path(path, self.num_steps, sigma_min=sigma_min)
         kind = Denoiser if spec.source is None else BetweenData
-        core = kind(self.network(net), followed, velocity_of(followed))
+        core = kind(self.network(), followed, velocity_of(followed))
         self.coupling = Coupling(coupling, whole=self._whole)
         objective = FlowMatching(self.coupling, time_sampler=time_sampler)
         objective.check(core)
-        elbo = Elbo(self.decoder, num_steps, "beta" if spec.levels is None else "beta_tilde")
-        self.assemble(core, elbo if spec.source is None else None, objective, optimizer, ema_decay)
+        elbo = Elbo(self.decoder, self.num_steps, "beta" if spec.levels is None else "beta_tilde")
+        self.assemble(core, elbo if spec.source is None else None, objective)
         if spec.source is not None:
             if path.startswith("vp_"):
                 raise InputError(f"path={path} keeps some of the data at t = 1: from other data take linear or cosine")
@@ -132,7 +118,7 @@ class FlowMatchingModel(DiffusionModel):
     # ---- reflow -------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """The squared error of the velocity at one time per example: on the batch, or on as many pairs of `reflow`."""
+        """The squared error of the velocity at one time per example, on the batch or on as many pairs of `reflow`."""
         if self.reflow is None and self.spec.source is None:
             return super().loss(batch, generator)
         if self.reflow is None:
@@ -150,7 +136,7 @@ class FlowMatchingModel(DiffusionModel):
 
     @torch.no_grad()
     def _drawn(self) -> Pairs:
-        """The pairs of the checkpoint, in this network's units: the same ones for one seed."""
+        """The pairs of the checkpoint `reflow`, in this network's units; a function of the seed."""
         teacher = load_teacher(self, "reflow", self.reflow)
         index = torch.arange(self.reflow_pairs, device=self.device)
         cond = teacher.labels(None, index)
@@ -167,7 +153,7 @@ class FlowMatchingModel(DiffusionModel):
         noise = noise if self.spec.source is None else own
         return Pairs(x0, noise.to(x0), cond if self.conditional else None)
 
-    # ---- another data set in place of noise -----------------------------------------------------------------------
+    # ---- another data set in place of noise ---------------------------------------------------------------------
 
     def initialize(self, batch: Batch) -> None:
         """As for every model; the source is standardised by its own moments."""
@@ -178,14 +164,14 @@ class FlowMatchingModel(DiffusionModel):
             self.source_scale.copy_(x.std(0))
 
     def encode_source(self, x: Tensor) -> Tensor:
-        """Items of the source in their own units to the network's: [-1, 1] for integers, standardised otherwise."""
+        """Items of the source in the network's units: [-1, 1] for integers, standardised otherwise."""
         levels, x = self.spec.source["levels"], x.to(self.device)
         if levels is not None:
             return to_unit(x, levels).to(self.location.dtype)
         return (x.to(self.location.dtype) - self.source_location) / self.source_scale
 
     def _items(self, split: str, index: Tensor, labels: Tensor | None) -> Tensor:
-        """(n, *event) items of the source in the data that this model was trained on, of these classes where kept."""
+        """(n, *event) items of the source, from the data of training, of the classes `labels` if these are kept."""
         if split not in self._held_out:
             config = self.run_config.get("data")
             if not config:
@@ -199,6 +185,9 @@ class FlowMatchingModel(DiffusionModel):
         rows = torch.empty_like(index)
         for one in labels.cpu().unique():
             own, here = (classes == one).nonzero().flatten(), labels.cpu() == one
+            if len(own) == 0:
+                raise InputError(f"{self.spec.source['name']} has no items of class {int(one)} in its {split} split: "
+                                 "choose other classes by cond=, or give source=(N, *event)")
             rows[here] = own[index[here] % len(own)]
         return x[rows]
 
@@ -213,7 +202,7 @@ class FlowMatchingModel(DiffusionModel):
         return options.source[index.cpu() % len(options.source)]
 
     def draw(self, options: SamplingOptions) -> Samples:
-        """As for every diffusion; from another data set number k is its item number k carried along the flow."""
+        """As for every diffusion model; from another data set sample k is its item k carried along the flow."""
         if self.spec.source is None:
             if options.source is not None:
                 raise InputError("source is for a model whose flow starts from other data (data=transport)")
@@ -231,21 +220,15 @@ class FlowMatchingModel(DiffusionModel):
         return found
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """As for every diffusion; from another data set items of the target and as many carried to it are kept."""
+        """As for every diffusion model; from another data set keep the first items, and as many samples."""
         if self.spec.source is None:
             super().validation_step(batch, batch_idx)
-            return
-        batch = batch.rows(batch.item_index < COMPARED)
-        if len(batch):
-            x0 = self._entered(batch)
-            plan = self.sampler.plan(self.core.schedule, options := SamplingOptions())
-            drawn = self.sampler(
-                plan, self.weights(), x0.shape, options, KeyedGenerator(self.seed, batch.item_index, "validate"),
-                cond=self._cond(batch), start=self.encode_source(batch.source), dtype=x0.dtype, device=x0.device).x
-            self._pending.append(torch.stack([x0, drawn]).flatten(2).double().cpu())
+        else:
+            first = batch.rows(batch.item_index < COMPARED)
+            self.keep_samples(first, start=self.encode_source(first.source))
 
     def on_validation_epoch_end(self) -> None:
-        """Log the figure that checkpoints are chosen by."""
+        """Log the figure by which checkpoints are chosen."""
         if self.spec.source is None:
             super().on_validation_epoch_end()
         else:
@@ -253,16 +236,16 @@ class FlowMatchingModel(DiffusionModel):
 
     @property
     def ode_likelihood(self):
-        """That of every diffusion; from another data set there is none."""
+        """That of every diffusion model; none from another data set, whose density is not known."""
         if self.spec.source is not None:
             raise AttributeError(f"{self.spec.source['name']} has no density that a flow could carry on")
         return super().ode_likelihood
 
     @property
     def log_likelihood(self):
-        """That of every diffusion; from another data set none, and why."""
+        """That of every diffusion model; from another data set none, with the reason."""
         return super().log_likelihood if self.spec.source is None else self._no_log_likelihood
 
     def _no_log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
-        return no_likelihood(self, batch, f"a flow from {self.spec.source['name']} carries on a density that is not "
-                                          "known", weights)
+        reason = f"a flow from {self.spec.source['name']} carries on a density that is not known"
+        return self.no_likelihood(batch, reason, weights)

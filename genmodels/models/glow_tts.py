@@ -15,7 +15,6 @@ from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.mels import even_lengths
-from genmodels.models.optimizer import Optimizer
 from genmodels.models.text_model import AlignedModel, SpeakerEmbeddings
 from genmodels.nn.attention_block import AttentionKind
 from genmodels.nn.condition import Condition
@@ -23,7 +22,6 @@ from genmodels.speech.alignment import log_mean_over_paths
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
 from genmodels.speech.glow_tts import mel_decoder
 from genmodels.speech.streaming import reach, stream_latent
-from genmodels.speech.text_encoder import TextEncoder
 
 
 class GlowTTS(AlignedModel):
@@ -33,23 +31,18 @@ class GlowTTS(AlignedModel):
         loss = -(sum P A* + log |det df/du|) / (80 T) + mean (log d - log d_A*)^2
         log p(x | text) = log sum_A exp(sum P A) - log C(T-1, N-1) + log |det df/du| - D log s
 
-    What is reported is the last line, the density of the mel with uniform noise of width `noise` under a uniform prior
-    of all alignments. The one along A* has seen the mel and is reported apart.
+    Reported is the last line, the density of the mel with uniform noise of width `noise` under a uniform prior over all
+    alignments. The density along A*, which depends on the mel, is reported separately.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        encoder: options of the text encoder.
         steps: steps of the flow.
         hidden, depth, kernel_size, dropout: of the networks in its couplings.
         groups: size of the matrices that mix channels.
-        attention: attention block in the couplings' networks; with `xl_chunks` and `local_dense` mels can be streamed.
+        attention: attention block in the couplings' networks; `xl_chunks` and `local_dense` allow streaming.
         heads: heads of that block.
-        duration_channels: width of the duration predictor.
-        speaker_channels: length of the speakers' vectors, where there are several.
-        noise: width of the noise in log-mel units.
         memory: `store` activations for the backward pass, or recompute them through the `inverse`.
-        optimizer: options of the optimiser.
-        ema_decay: decay of the averaged weights, or several, 0 for none.
+        **shared: what all aligned models of texts take, see `AlignedModel`.
 
     Raises:
         InputError: for data without texts or without mels.
@@ -72,7 +65,6 @@ class GlowTTS(AlignedModel):
         self,
         spec: DataSpec,
         *,
-        encoder: TextEncoder | dict | None = None,
         steps: int = 12,
         hidden: int = 192,
         depth: int = 4,
@@ -81,36 +73,30 @@ class GlowTTS(AlignedModel):
         groups: int = 4,
         attention: AttentionKind = "none",
         heads: int = 2,
-        duration_channels: int = 256,
-        speaker_channels: int = 64,
-        noise: float = 0.05,
         memory: Literal["store", "inverse"] = "store",
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.999,
+        **shared,
     ):
-        super().__init__(spec, noise=noise)
+        super().__init__(spec, **shared)
         at_least(1, steps=steps, hidden=hidden, depth=depth)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        speakers, n_mels = len(spec.speakers), spec.event_shape[0]
-        width = speaker_channels if speakers else 0
-        reader = self.make_encoder(encoder, speaker_channels)
+        width = self.speaker_channels if spec.speakers else 0
+        encoder = self.make_encoder()
         decoder = mel_decoder(
-            n_mels, steps=steps, hidden=hidden, depth=depth, kernel_size=kernel_size, dropout=dropout, groups=groups,
-            attention=attention, heads=heads, cond=Condition("vector", width) if width else None, memory=memory,
+            spec.event_shape[0], steps=steps, hidden=hidden, depth=depth, kernel_size=kernel_size, dropout=dropout,
+            groups=groups, attention=attention, heads=heads, cond=Condition("vector", width) if width else None,
+            memory=memory,
         )
-        flow = SpeakingFlow(reader, decoder, self.make_durations(reader, duration_channels))
-        self.core = SpeakerEmbeddings(speakers, speaker_channels, tts=flow)
-        self.finish_setup(optimizer, ema_decay)
+        flow = SpeakingFlow(encoder, decoder, self.make_durations(encoder))
+        self.assemble(SpeakerEmbeddings(len(spec.speakers), self.speaker_channels, tts=flow))
 
     def compiled_parts(self) -> list[nn.Module]:
-        """What torch.compile is applied to: the flow's map."""
+        """The modules for torch.compile: the flow's map."""
         return [self.core.tts.decoder]
 
     @torch.no_grad()
     def initialize(self, batch: Batch) -> None:
         """Activation normalisation from training mels, layer by layer; averages start from the same weights."""
         batch = even_lengths(batch)
-        u, _ = self.units(batch, KeyedGenerator(self.seed, batch.index, "initialize"))
+        u, _ = self.units(batch, KeyedGenerator(self.seed, batch.item_index, "initialize"))
         flow = self.core.tts
         flow.decoder.initialize(u, self.core.voice(batch.cond) if flow.decoder.uses_cond else None, batch.mask)
         for average in self.ema.averages if self.ema is not None else ():
@@ -142,7 +128,7 @@ class GlowTTS(AlignedModel):
             batch: items in the data's own units.
             weights: `ema`, `raw`, or one of the decays kept.
             seed: seed of the noise, which is keyed by (seed, item, frame).
-            alignment: `marginal`, or `best`: along the alignment that suits the mel best, an upper bound.
+            alignment: `marginal`, or `best`: along the best alignment of the mel, an upper bound.
         """
         one_of("alignment", alignment, ("marginal", "best"))
         batch, noise = self.keyed(batch, seed)
@@ -175,9 +161,9 @@ class GlowTTS(AlignedModel):
 
 
 class TextStream(NamedTuple):
-    """The synthesis of a text: tokens and their frames, known at once, and the pieces `(n_mels, chunk)` of its mel.
+    """The synthesis of a text: its tokens and their durations, and the pieces `(n_mels, chunk)` of its mel.
 
-    A piece is computed when it is asked for; `made` says how, as of `Samples`.
+    A piece is computed when it is requested; `made` is that of `Samples`.
     """
 
     tokens: list[int]
@@ -187,9 +173,9 @@ class TextStream(NamedTuple):
 
 
 def check_streams(model: GenerativeModel) -> None:
-    """Raise an InputError for a model whose mels are not made piece by piece."""
+    """Raise an InputError for a model that cannot make its mels in pieces."""
     if not isinstance(model, GlowTTS):
-        raise InputError(f"stream: a {model.family} has no mel to give before it is whole; model=glow_tts has")
+        raise InputError(f"stream: a {model.family} makes its mels whole, not in pieces: use model=glow_tts")
 
 
 @torch.no_grad()
@@ -197,12 +183,12 @@ def stream_text(model: GlowTTS, text: str, *, chunk: int = 64, **options) -> Tex
     """One text by `model.sample` with the same options, its mel in pieces.
 
     Arguments:
-        model: one whose decoder looks a bounded number of frames far.
+        model: one whose decoder has a bounded receptive field.
         chunk: frames of a piece; the last one may be shorter.
-        options: as `model.sample` takes them; `start` says which of the text's samples.
+        options: those of `model.sample`; `start` is the number of the text's sample.
 
     Raises:
-        InputError: for a model that cannot be streamed, a chunk below 1, and what `sample` refuses.
+        InputError: for a model that cannot be streamed, a chunk below 1, and options that `sample` refuses.
 
     Example:
         >>> from genmodels.core.data import DataSpec
@@ -216,6 +202,7 @@ def stream_text(model: GlowTTS, text: str, *, chunk: int = 64, **options) -> Tex
         [8, 8, 6]
     """
     check_streams(model)
+    model.require_options(options)
     if chunk < 1:
         raise InputError(f"chunk is a number of frames, at least 1, got {chunk}")
     wanted = SamplingOptions(text=text, **options).with_default(temperature=model.default_temperature)

@@ -23,21 +23,24 @@ from genmodels.nn import DiT, MLPDenoiser, UNet
 
 
 class MaskedDiffusionModel(GenerativeModel):
-    """A network that fills in masked integers; a sample begins as masks alone, and is filled in over some steps.
+    """A network that predicts masked integers; a sample starts fully masked and is unmasked over some steps.
 
         -log p(x) <= E_t [-alpha'(t) / (1 - alpha(t)) sum over masked of -log p(x_i | x_t)],   t uniform on [0, 1]
 
     Every scalar of integer data is a token with `levels` values, masked with probability 1 - alpha(t). Training
-    minimises the bound, at times spread evenly over each batch. Any part of an event can be kept and the rest drawn.
+    minimises the bound, at times spread evenly over each batch. Any part of an event can be given and the rest drawn.
 
     Arguments:
         spec: the data set this model is built for, of integers.
         masking: alpha(t): `linear`, 1 - t; `cosine`, 1 - sin(pi t/2); `quadratic`, 1 - t^2. The bound is the same for
-            all; training visits other shares of masked tokens more often.
-        width: channels for each scalar, in which its token enters and leaves the network.
+            all, but training sees some shares of masked tokens more often.
+        width: channels of the network's input and output for each token.
         num_steps: most steps of a sampler, and strata of the bound where all are taken.
-        class_conditional, cond_drop, optimizer, ema_decay: see `DDPM`.
-        net: the network's options, a `DiT` by default, an MLP for vectors.
+        class_conditional: condition on the class where the data have classes.
+        cond_drop: probability that training hides the class, which guidance needs; 0 for never.
+        net: options of the network, by default a `DiT`, for vectors an MLP; or a module.
+        optimizer: options of the optimiser.
+        ema_decay: decay of the averaged weights, or several, 0 for none.
 
     Raises:
         ValueError: for options out of range, or continuous data.
@@ -73,10 +76,8 @@ class MaskedDiffusionModel(GenerativeModel):
         one_of("masking", masking, MASKINGS)
         if width < 1 or num_steps < 2:
             raise ValueError(f"width = {width} must be at least 1, and num_steps = {num_steps} at least 2")
-        if not 0 <= cond_drop < 1:
-            raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
-        self.masking, self.num_steps, self.cond_drop = masking, num_steps, cond_drop
-        self.conditional = class_conditional and spec.num_classes is not None
+        self.condition_on_class(class_conditional, cond_drop)
+        self.masking, self.num_steps = masking, num_steps
         self.has_null_class = self.conditional and cond_drop > 0
         if not isinstance(net, nn.Module):
             usual = NETWORKS["mlp" if len(spec.event_shape) == 1 else "dit"]
@@ -87,10 +88,7 @@ class MaskedDiffusionModel(GenerativeModel):
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
         """The bound at one time per example, in bits/dim, some of the classes hidden."""
-        cond = self._cond(batch)
-        if cond is not None and self.cond_drop:
-            hide = generator.child("condition").uniform((len(cond),), device=cond.device) < self.cond_drop
-            cond = torch.where(hide, self.num_classes, cond)
+        cond = self._hidden(self._cond(batch), generator)
         t, _ = AntitheticTimes()(len(batch), generator.child("times"), *rank_world())
         nats = bound_terms(self.core, batch.x.long(), t, self.spec.levels, generator, cond=cond, masking=self.masking)
         bits = nats / (math.log(2) * self.spec.dims)
@@ -156,7 +154,7 @@ class MaskedDiffusionModel(GenerativeModel):
         return Samples(x.to(kind), labels, index, made, seen.kept)
 
     def _begun(self, options: SamplingOptions) -> tuple[Tensor, dict]:
-        """The tokens that sampling begins from, all masked but for what is known."""
+        """The tokens at the start of sampling, all masked but the known ones."""
         x = torch.full((options.n, *self.spec.event_shape), self.spec.levels, device=self.device)
         known, keep = options.known, options.keep
         if known is None:

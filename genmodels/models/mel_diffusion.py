@@ -1,4 +1,4 @@
-"""Mels as diffused around the mean that their texts give: what text-to-mel models of this kind have in common."""
+"""Diffusion of mels around the mean of their texts: what text-to-mel models of this kind have in common."""
 
 from __future__ import annotations
 
@@ -37,18 +37,17 @@ from genmodels.models.text_model import AlignedModel, SpeakerEmbeddings
 from genmodels.nn import DiT, UNet
 from genmodels.speech.alignment import log_paths, path_of
 from genmodels.speech.glow_tts import Aligned, GlowTTS, Latent
-from genmodels.speech.text_encoder import TextEncoder
 
 FINEST = 10.0  # log-SNR of the last level at most: 1/150 of the standard deviation of the data
 _NOISIEST = -12.0  # log-SNR of the first level at least: the noise is 400 times the standard deviation of the data
 _LEVELS = 50  # by default
-_FEWEST = 10  # levels; fewer leave noise of one level in the next
-_EACH = 2  # Langevin steps at each of them
-_STEP = 1.0  # step size over the squared noise level: a tenth of it, as is usual, needs ten times as many levels
+_FEWEST = 10  # levels; with fewer, noise of one level is left in the next
+_EACH = 2  # Langevin steps at each level
+_STEP = 1.0  # step size over the squared noise level; the usual 0.1 needs ten times as many levels
 
 
 class VarianceExplodingScore(NoiseConditionalScore):
-    """The scores of a denoiser as those of data with noise added and nothing scaled down, for annealed Langevin.
+    """The scores of a denoiser as scores of unscaled data with added noise (variance exploding), for annealed Langevin.
 
         y = x/alpha,   sigma_bar = sigma/alpha = exp(-lambda/2),   score(y) = -eps/sigma_bar
 
@@ -100,7 +99,7 @@ def sample_by_langevin(
     denoiser: Denoiser, levels: list[float], mean: Latent, cond: Tensor, generator: KeyedGenerator,
     temperature: float,
 ) -> tuple[Tensor, int]:
-    """What is drawn around the means from N(0, temperature^2 I) down, and the evaluations of the network it took."""
+    """Samples of u by annealed Langevin from N(0, temperature^2 I), and the number of network evaluations."""
     u = annealed_langevin(
         VarianceExplodingScore(denoiser, mean.mask), mean.z.shape, levels, generator, cond=cond, steps_per_level=_EACH,
         step=_STEP * levels[-1] ** 2, temperature=temperature, dtype=mean.z.dtype, device=mean.z.device,
@@ -112,12 +111,12 @@ _LANGEVIN = "annealed_langevin"
 
 
 class FrameConditionedUNet(nn.Module):
-    """A U-Net over frames conditioned on further channels: what the text says of each frame.
+    """A U-Net over frames with further input channels: the condition of each frame.
 
-    Sequences shorter than its levels take are padded, which changes nothing where the padding is masked.
+    Sequences that are too short for its levels are padded, and the padding is masked.
 
     Arguments:
-        unet: built with that many `extra_channels`; or a `DiT`, which takes sequences of any length.
+        unet: built with E `extra_channels`; or a `DiT`, which takes sequences of any length.
 
     Shapes: `x (B, C, T)`, `log_snr (B,)`, `cond (B, E, T)`, `mask (B, 1, T)`; the result is `(B, C, T)`, or `(B, 2 C,
         T)` for a U-Net with `double_output`.
@@ -137,12 +136,12 @@ class FrameConditionedUNet(nn.Module):
 
 
 class AlignedDenoiser(SpeakerEmbeddings):
-    """The aligner with its text encoder, the denoiser, and the vectors of the speakers.
+    """The aligner with its text encoder, the denoiser, and the speaker embeddings.
 
     Arguments:
         speakers, channels: see `SpeakerEmbeddings`.
-        tts: the aligner, of mels as they are.
-        denoiser: of what mels are beyond the mean of their texts.
+        tts: the aligner, of whitened mels.
+        denoiser: of mels minus the mean of their texts.
     """
 
     def __init__(self, speakers: int, channels: int, *, tts: GlowTTS, denoiser: Denoiser):
@@ -161,18 +160,22 @@ class AlignedDenoiser(SpeakerEmbeddings):
 
 
 class MelDiffusion(AlignedModel):
-    """A model of u = y - m, what a whitened mel is beyond the mean m of its text, by a denoiser at every noise level.
+    """A model of u = y - m, a whitened mel minus the mean m of its text, by a denoiser at every noise level.
 
-    A subclass builds its denoiser in `__init__` (`assemble`) and names its `default_sampler`.
+    A subclass builds its denoiser around `self.make_unet()`, ends with `self.assemble_around(...)`, and names its
+    `default_sampler`.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        noise: width of the noise in log-mel units.
-        num_steps: T of the discrete-time terms.
-        variance: of the reverse kernel.
+        num_steps: T, the number of steps of the bound, and the most that a sampler of diffusion takes.
+        net: options of the U-Net, or of the class that `_target_` names (`model.net=dit`).
+        **shared: what all aligned models of texts take, see `AlignedModel`.
+
+    Raises:
+        InputError: for data without texts or without mels, and options that do not go together.
     """
 
-    #: The default sampler, and its steps and spacing where they are not those that it usually has.
+    #: The default sampler, and its steps and spacing where these are not the sampler's defaults.
     default_sampler: str
     default_steps: dict = {}
     samplers = (_LANGEVIN, *SAMPLERS)
@@ -182,50 +185,52 @@ class MelDiffusion(AlignedModel):
         "diffusion", "known", "keep", "rounds", "edit", "strength",
     )  # fmt: skip
 
-    def __init__(self, spec: DataSpec, *, noise: float, num_steps: int, variance: str):
-        super().__init__(spec, noise=noise)
+    def __init__(self, spec: DataSpec, *, num_steps: int = 1000, net: UNet | DiT | dict | None = None, **shared):
+        super().__init__(spec, **shared)
         if num_steps < 2:
             raise InputError(f"num_steps must be at least 2, got {num_steps}")
-        self.num_steps, self.variance, self.decoder = num_steps, variance, Gaussian()
-        self.elbo = Elbo(self.decoder, num_steps, variance)
-        self.sampler = DiffusionSampler(num_steps, variance)
+        self.num_steps, self.decoder = num_steps, Gaussian()
+        self.set_variance("beta")
 
-    def make_unet(self, options: dict | None, speaker_channels: int, further: int = 0) -> FrameConditionedUNet:
-        """The network of these options, which sees the mean of every frame, the speaker, and `further` channels."""
-        n_mels = self.spec.event_shape[0]
-        extra = n_mels + (speaker_channels if self.spec.speakers else 0) + further
+    def set_variance(self, variance: str) -> None:
+        """Choose the variance of the reverse steps, `beta` by default, before the network is made."""
+        self.variance = variance
+        self.elbo = Elbo(self.decoder, self.num_steps, variance)
+        self.sampler = DiffusionSampler(self.num_steps, variance)
+
+    def make_unet(self, further: int = 0) -> FrameConditionedUNet:
+        """The network of the option `net`, which sees the mean of every frame, the speaker, and `further` channels."""
+        extra = self.spec.event_shape[0] + (self.speaker_channels if self.spec.speakers else 0) + further
         learned = self.variance == "learned"
-        return FrameConditionedUNet(make_network(options, self.spec.event_shape, None, learned, extra))
+        return FrameConditionedUNet(make_network(self.hparams["net"], self.spec.event_shape, None, learned, extra))
 
-    def assemble(
-        self, encoder: TextEncoder | dict | None, denoiser: Denoiser, duration_channels: int, speaker_channels: int,
-        objective: Objective,
-    ) -> None:
-        """The core, encoder, aligner and durations around a denoiser, and the objective of that denoiser.
+    def assemble_around(self, denoiser: Denoiser, objective: Objective) -> None:
+        """Called last in a subclass' constructor: encoder, aligner and durations around a denoiser, and its objective.
 
         Raises:
-            InputError: for an encoder that learns standard deviations, which nothing here reads.
+            InputError: for an encoder that learns standard deviations, which are not used here.
         """
-        reader = self.make_encoder(encoder, speaker_channels)
-        if reader.learn_sigma:
+        encoder = self.make_encoder()
+        if encoder.learn_sigma:
             raise InputError(f"encoder.learn_sigma is for model=glow_tts: a {self.family} has noise of "
                              "standard deviation one")
-        # The aligner of Glow-TTS with nothing for a flow: it scores mels as they are.
-        nothing = Compose([], (self.spec.event_shape[0], None))
-        aligner = GlowTTS(reader, nothing, self.make_durations(reader, duration_channels))
-        self.core = AlignedDenoiser(len(self.spec.speakers), speaker_channels, tts=aligner, denoiser=denoiser)
+        # The aligner of Glow-TTS with the identity as its flow: it scores the whitened mels.
+        identity = Compose([], (self.spec.event_shape[0], None))
+        aligner = GlowTTS(encoder, identity, self.make_durations(encoder))
+        core = AlignedDenoiser(len(self.spec.speakers), self.speaker_channels, tts=aligner, denoiser=denoiser)
         self.objective = objective
-        if isinstance(self.objective.time_sampler, nn.Module):
-            self.time_sampler = self.objective.time_sampler  # registered, so that checkpoints hold its history
+        if isinstance(objective.time_sampler, nn.Module):
+            self.time_sampler = objective.time_sampler  # registered, so that checkpoints hold its history
+        self.assemble(core)
 
     def compiled_parts(self) -> list[nn.Module]:
-        """What torch.compile is applied to: the network."""
+        """The modules for torch.compile: the network."""
         return [self.core.denoiser.net.unet]
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def _around(self, core: AlignedDenoiser, u: Tensor, batch: Batch) -> tuple[Aligned, Tensor, Tensor]:
-        """The alignment of whitened mels, what they are beyond its mean, and the denoiser's condition."""
+        """The alignment of whitened mels, u around its mean, and the denoiser's condition."""
         aligned = self.align(core, u, batch)
         with torch.autocast(u.device.type, enabled=False):
             mean = aligned.mu @ aligned.path.to(aligned.mu.dtype)
@@ -247,7 +252,7 @@ class MelDiffusion(AlignedModel):
         return Loss(total.mean(), total, parts | {name: part.detach() for name, part in out.parts.items()}, out.times)
 
     def on_before_optimizer_step(self, optimizer) -> None:
-        """As for every model; then, the loss being finite, a loss-aware time sampler learns of it."""
+        """As for every model, which stops at a non-finite loss; then a loss-aware time sampler learns from it."""
         super().on_before_optimizer_step(optimizer)
         self.objective.learn(self.all_gather)
 
@@ -274,9 +279,9 @@ class MelDiffusion(AlignedModel):
             weights: `ema`, `raw`, or one of the decays kept.
             seed: seed of the noise, which is keyed by (seed, item, term, frame).
             alignment: `marginal`, a bound on the sum over all alignments through the best one and its prior; or `best`:
-                a bound on the density given the alignment that suits the mel best, which has seen it.
-            bound, draws, replicates: see `DDPM.log_likelihood`. The schedule of mels spends a third of its log-SNRs on
-                its first hundredth, where strata in time are noisy: the bound of `continuous` time has none.
+                a bound on the density given the best alignment, which depends on the mel.
+            bound, draws, replicates: see `DDPM.log_likelihood`. The schedule of mels passes a third of its log-SNRs in
+                the first hundredth of the time, where strata in time are noisy; the `continuous` bound has none.
             rows: most mels in one call of the network.
         """
         one_of("alignment", alignment, ("marginal", "best"))
@@ -300,7 +305,7 @@ class MelDiffusion(AlignedModel):
     ) -> Likelihood:
         """The log-likelihood of noisy mels by the probability-flow ODE around the mean of their best alignment.
 
-        Each mel is followed by itself at its own length, so that neither padding nor batch changes its steps.
+        Each mel is solved alone at its own length, so that neither padding nor batch changes its steps.
 
         Arguments:
             batch: items in the data's own units.
@@ -336,7 +341,7 @@ class MelDiffusion(AlignedModel):
         return result
 
     def _prior(self, alignment: str, batch: Batch) -> dict[str, Tensor]:
-        """-log of the prior of one alignment of each item, by the name of that part."""
+        """-log of the prior of one alignment of each item, as a named part of the bound."""
         if alignment == "best":
             return {}
         return {"alignment": log_paths(batch.cond.mask.sum((1, 2)), batch.mask.sum((1, 2))).double()}
@@ -347,7 +352,7 @@ class MelDiffusion(AlignedModel):
                 "given": given}
 
     def denoiser_and_cond(self, batch: Batch) -> tuple[Denoiser, Tensor]:
-        """The denoiser, and the condition it sees with the noisy data: the mean of every frame, and the speaker."""
+        """The denoiser, and its condition for a batch: the mean of every frame, and the speaker."""
         batch, noise = self.keyed(batch, 0)
         with torch.no_grad():
             return self.core.denoiser, self._around(self.core, self.units(batch, noise)[0], batch)[2]
@@ -358,19 +363,20 @@ class MelDiffusion(AlignedModel):
     def draw(self, options: SamplingOptions) -> Samples:
         """Mels of the texts in turn, by a sampler of diffusion or by annealed Langevin dynamics.
 
-        The noise depends on (seed, text, which of that text's samples it is) alone. `temperature` is the scale of all
-        noise around the text's mean. `steps` of annealed Langevin are noise levels, at least 10, with two steps at
-        each: 50, which makes standard deviations 8 % too large (200: 2 %, 20: 22 %).
-        With `known` the frames that `keep` names are given, and the others drawn; with `edit` sampling starts from a
-        mel with noise. Either has the length that `durations` come to.
+        The noise depends only on (seed, text, number of the text's sample). `temperature` scales all noise around the
+        mean of the text. `steps` of annealed Langevin are noise levels, at least 10, with two steps at each; 50, the
+        default, makes standard deviations 8 % too large (200: 2 %, 20: 22 %).
+        With `known` the frames of `keep` are given, and the others drawn; with `edit` sampling starts from a mel with
+        noise. Either has the total length of `durations`.
         """
         options = self._with_sampler(options)
         langevin = options.sampler == _LANGEVIN
         asked = self.asked(options)
         noise, core = FrameKeyedGenerator(options.seed, asked.rows, "sample"), self.weights(options.weights)
         if langevin:
-            if any(value is not None for value in (options.spacing, options.eta, options.churn)):
-                raise InputError("spacing, eta and churn are options of the other samplers, not of annealed_langevin")
+            for name in ("spacing", "eta", "churn", "diffusion"):
+                if getattr(options, name) is not None:
+                    raise InputError(f"{name} is an option of the other samplers, not of annealed_langevin")
             levels = langevin_levels(core.schedule, options.steps)
             made = {"sampler": options.sampler, "steps": len(levels)}
         else:
@@ -403,7 +409,7 @@ class MelDiffusion(AlignedModel):
         return samples
 
     def _with_sampler(self, options: SamplingOptions) -> SamplingOptions:
-        """The options with the default sampler: to complete a mel `ddpm`, which the rounds of inpainting are for."""
+        """The options with the default sampler; to complete a mel it is `ddpm`, for which inpainting is defined."""
         if options.sampler is None and options.known is not None:
             return replace(options, sampler="ddpm")
         if options.sampler is None and options.edit is not None and self.default_sampler == _LANGEVIN:
@@ -418,7 +424,7 @@ class MelDiffusion(AlignedModel):
     def _from_mel(
         self, options: SamplingOptions, mean: Tensor, length: int
     ) -> tuple[SamplingOptions, Tensor | None, Tensor | None]:
-        """What is known and what is edited as u around the means (n, n_mels, T), and the options with a mask of T."""
+        """The options with a mask of T frames, then `known` and `edit` as u around the means (n, n_mels, T)."""
         given = {"known": options.known, "edit": options.edit}
         for name, mel in given.items():
             if mel is None:

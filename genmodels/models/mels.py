@@ -1,4 +1,4 @@
-"""Between log-mels and the numbers that a model sees: noise that gives them a density, one scale, and its volume."""
+"""Log-mels as input of models: noise that gives them a density, whitening and its volume, lengths and masks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def with_noise(x: Tensor, width: float, generator: KeyedGenerator) -> Tensor:
 
         x + w (u - 1/2),    u uniform on (0, 1)
 
-    Mels are cut off at log 1e-5, so one value has probability of its own and a density could grow there without bound.
-    That of the noisy mel cannot: in nats per cell, -log p is at least log w in the mean.
+    Mels are clipped at log 1e-5, a value with positive probability, at which a density could grow without bound. That
+    of the noisy mel cannot: the mean of -log p is at least log w nats per cell.
 
     Example:
         >>> keyed = KeyedGenerator(0, torch.arange(1), "train")
@@ -81,7 +81,7 @@ class MelUnits(nn.Module):
 
 
 def even_lengths(batch: Batch) -> Batch:
-    """The batch with lengths that a squeeze by two divides; frames that are added are silence, and count as data.
+    """The batch with even lengths, for a squeeze by two; the added frames are silence and count as data.
 
     Example:
         >>> longer = even_lengths(Batch(torch.zeros(1, 2, 3), mask=torch.ones(1, 1, 3, dtype=torch.bool)))
@@ -100,7 +100,7 @@ def even_lengths(batch: Batch) -> Batch:
 
 
 def alone(batch: Batch, k: int) -> Batch:
-    """Item k of mels with texts by itself, without padding.
+    """Item k of mels with texts as a batch, without padding.
 
     Example:
         >>> said = TextCondition(torch.ones(1, 3).long(), torch.tensor([[[True, True, False]]]))
@@ -115,10 +115,10 @@ def alone(batch: Batch, k: int) -> Batch:
 
 
 def frames_of(lengths: list[int] | None, index: Tensor, spec: DataSpec) -> Tensor | None:
-    """The mask (n, 1, T) of samples of these lengths, in turn; of mels that of their usual length, if None.
+    """The mask (n, 1, T) of samples of these lengths, in turn; without lengths, for mels, that of their usual length.
 
     Raises:
-        ValueError: for data that are no sequences, or lengths that these do not have.
+        ValueError: for data that are not sequences, or lengths out of range.
 
     Example:
         >>> spec = DataSpec("digits", (80, 4), statistics={"frames": 2}, mel={})

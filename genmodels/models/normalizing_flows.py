@@ -46,9 +46,6 @@ class RealNVP(FlowModel):
         heads: heads of that block.
         **shared: what all flows take, see `FlowModel`.
 
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
-
     Example:
         >>> model = RealNVP(DataSpec("points", (2,)), hidden=16, ema_decay=0)
         >>> model.family
@@ -104,13 +101,10 @@ class Glow(FlowModel):
         coupling: element-wise transform of the couplings.
         scale: form of an affine coupling's scale: bounded (`tanh`), or the published `sigmoid`.
         linear: parameterisation of the 1x1 convolutions.
-        learned_prior: whether channels that leave early are standardised by a network of those that stay.
+        learned_prior: whether factored-out channels are standardised by a network of the remaining ones.
         attention: attention block in the coupling networks, `none` for none.
         heads: heads of that block.
         **shared: what all flows take, see `FlowModel`.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
 
     Example:
         >>> import torch
@@ -149,7 +143,7 @@ class Glow(FlowModel):
 class NSF(FlowModel):
     """A neural spline flow: monotone rational-quadratic splines, in couplings or autoregressive, for vectors.
 
-    Images are taken as vectors of their pixels: their networks know nothing of neighbours.
+    Images are flattened to vectors of pixels, and the networks ignore their geometry.
 
         z_2 = spline(x_2; net(x_1)),   or   z_i = spline(x_i; net(x_1 .. x_{i-1}))
 
@@ -159,15 +153,12 @@ class NSF(FlowModel):
         kind: `coupling` (one pass in both directions) or `autoregressive` (D passes to sample).
         transform: `spline`, or `affine`; affine and autoregressive is MAF.
         bins: bins K of a spline.
-        bound: splines act on [-bound, bound] and leave the rest alone.
+        bound: splines act on [-bound, bound] and are the identity outside.
         hidden: width of the networks.
         depth: hidden layers, or residual blocks of two layers each with `residual`.
         residual: residual networks.
-        mix: what stands before every layer: `none`, a learned linear map (`lu`), or `actnorm`.
+        mix: map before every layer: `none`, a learned linear map (`lu`), or `actnorm`.
         **shared: what all flows take, see `FlowModel`.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
 
     Example:
         >>> NSF(DataSpec("points", (2,)), layers=2, bins=4).family
@@ -201,7 +192,7 @@ class NSF(FlowModel):
 class MAF(FlowModel):
     """A masked autoregressive flow: every number standardised by networks of those before it, for vectors.
 
-    Images are taken as vectors of their pixels, line by line.
+    Images are flattened to vectors of pixels, row by row.
 
         z_i = (x_i - m_i(x_1 .. x_{i-1})) exp(-alpha_i(x_1 .. x_{i-1}))
 
@@ -213,11 +204,8 @@ class MAF(FlowModel):
         hidden: width of the networks.
         depth: hidden layers, or residual blocks of two layers each with `residual`.
         residual: residual networks.
-        mix: what stands before every layer: `none`, a learned linear map (`lu`), or `actnorm`.
+        mix: map before every layer: `none`, a learned linear map (`lu`), or `actnorm`.
         **shared: what all flows take, see `FlowModel`.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
 
     Example:
         >>> MAF(DataSpec("points", (2,)), layers=2).family
@@ -255,17 +243,14 @@ class Jet(FlowModel):
         spec: the data set this model is built for.
         patch: positions along every side of a patch.
         couplings: number of couplings of each level.
-        spatial: every how many-th coupling is one of positions instead of channels; 0 for none.
-        levels: number of scales; after each but the last half of the channels leave.
+        spatial: every `spatial`-th coupling is between positions instead of channels; 0 for none.
+        levels: number of scales; after each but the last, half of the channels are factored out.
         width: width of the tokens.
         depth: layers of each network.
         heads: heads of each attention.
         expansion: hidden width of the perceptrons over the width of the tokens.
         attention: kind of attention, an entry of `ATTENTION`.
         **shared: what all flows take, see `FlowModel`.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
 
     Example:
         >>> Jet(DataSpec("digits", (1, 8, 8), levels=17), couplings=2, width=16, depth=1, heads=2).family
@@ -297,7 +282,7 @@ class Jet(FlowModel):
         ))  # fmt: skip
 
 
-#: What `sampler=` may be: tokens found together (None for all), and where their iteration stops.
+#: The values of `sampler=`: tokens that are solved together (None for all), and the tolerance of their iteration.
 SAMPLERS = {
     "sequential": Decoding(),
     "gauss_seidel": Decoding(tokens=16, tolerance=1e-3),
@@ -306,14 +291,14 @@ SAMPLERS = {
 
 
 class TarFlow(FlowModel):
-    """A flow of causal transformers over patches, each reading in the order opposite to the last.
+    """A flow of causal transformers over patches, in alternating order.
 
         z_i = (x_i - m_i) e^-a_i,   (m, a)_i = net_k(x_1 .. x_{i-1}),   k = 1 .. blocks;   log |det| = -sum a
 
-    It has two uses that exclude one another. Trained on dequantised integers it states a bound on their likelihood.
-    With `augment` it is trained on data with Gaussian noise, and its samples are denoised by its own score; then it
-    has a density of noisy data only, and no likelihood is reported. A density takes one pass, a sample one step for
-    each token of each block, or a few sweeps over all tokens (`sampler=jacobi`).
+    Trained on dequantised integers it gives a bound on their likelihood. With `augment` it is trained on data with
+    Gaussian noise instead, and its samples are denoised by its score; then it has a density of noisy data only, and no
+    likelihood is reported. A density takes one pass, a sample one step for each token of each block, or a few sweeps
+    over all tokens (`sampler=jacobi`).
 
     Arguments:
         spec: the data set this model is built for.
@@ -331,11 +316,8 @@ class TarFlow(FlowModel):
         patches: squares of neighbours (`near`), or pixels far apart (`far`), for images.
         dropout: probability of dropping a value of a branch.
         cond_drop: probability that training hides the class, which guidance needs; 0 for never.
-        augment: standard deviation of the noise, for data that fill [-1, 1], in the second use; 0 for the first.
+        augment: standard deviation of the noise, for data in [-1, 1]; 0 for dequantisation instead.
         **shared: what all flows take, see `FlowModel`.
-
-    Raises:
-        ValueError: for options that do not fit together or do not fit the data.
 
     Example:
         >>> model = TarFlow(DataSpec("digits", (1, 8, 8), levels=17), blocks=2, width=16, depth=1, heads=2)
@@ -368,14 +350,13 @@ class TarFlow(FlowModel):
         **shared,
     ):
         super().__init__(spec, **shared)
-        if not 0 <= cond_drop < 1:
-            raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
+        self.condition_on_class(self.conditional, cond_drop)
         if not augment >= 0:
             raise ValueError(f"augment is a standard deviation, 0 or more, got {augment}")
         if augment and (spec.levels is None or self.preprocess != "centre"):
             raise ValueError(f"augment={augment} is for integers with model.preprocess=centre: noise leaves the range "
                              "in which a logit is defined")
-        self.cond_drop, self.augment = cond_drop, augment
+        self.augment = augment
         patch = (2 if len(spec.event_shape) == 3 else 1) if patch is None else patch
         self.decide(patch=patch)
         self.assemble(tarflow(
@@ -390,17 +371,14 @@ class TarFlow(FlowModel):
             super().around(flow))
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """As of every flow, with some of the classes hidden; of noisy data their negative log-density per value."""
-        if self.conditional and self.cond_drop:
-            hidden = generator.child("condition").uniform((len(batch.cond),), device=batch.cond.device) < self.cond_drop
-            batch = replace(batch, cond=torch.where(hidden, self.num_classes, batch.cond))
-        return super().loss(batch, generator)
+        """As for every flow, with hidden classes; with `augment` the negative log-density per value of noisy data."""
+        return super().loss(replace(batch, cond=self._hidden(self._cond(batch), generator)), generator)
 
     def log_likelihood(
         self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, importance_samples: int = 1,
         rows: int = 1024,
     ) -> Likelihood:
-        """See `FlowModel.log_likelihood`; with `augment` none, for a density of noisy data is none of the data.
+        """See `FlowModel.log_likelihood`; none with `augment`, which gives a density of noisy data only.
 
         Arguments:
             batch, weights, seed, importance_samples, rows: see `FlowModel.log_likelihood`.
@@ -408,10 +386,7 @@ class TarFlow(FlowModel):
         if not self.augment:
             return super().log_likelihood(batch, weights=weights, seed=seed, importance_samples=importance_samples,
                                           rows=rows)
-        made = {"estimate": "none", "reason": f"its density is that of data with noise of {self.augment}",
-                "weights": str(weights)}
-        nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
-        return Likelihood(nats, "unnormalised", self.spec.dims, self.spec.levels, None, made, batch.item_index)
+        return self.no_likelihood(batch, f"its density is that of data with noise of {self.augment}", weights)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The likelihood of the batch; with `augment` the negative log-density of noisy data, keyed by item."""
@@ -423,7 +398,7 @@ class TarFlow(FlowModel):
             self._pending[-1] = replace(self._pending[-1], nats=nats.double().cpu())
 
     def log_validation(self, result: Likelihood) -> None:
-        """As of every flow; with `augment` nats per value of noisy data, by which checkpoints are chosen."""
+        """As for every flow; with `augment` nats per value of noisy data, by which checkpoints are chosen."""
         if not self.augment:
             super().log_validation(result)
             return
@@ -434,8 +409,8 @@ class TarFlow(FlowModel):
     def draw(self, options: SamplingOptions) -> Samples:
         """Samples by the inverse, `sequential` (exact), `gauss_seidel` (16 tokens together) or `jacobi` (all together).
 
-        The latter two iterate until no value moves by more than 0.001; the default is sequential. `guidance` needs a
-        model of classes.
+        The latter two iterate until no value changes by more than 0.001; the default is sequential. `guidance` needs a
+        class-conditional model.
         """
         options = options.with_default(sampler="sequential")
         one_of("sampler", options.sampler, SAMPLERS)

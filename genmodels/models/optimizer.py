@@ -1,4 +1,4 @@
-"""The optimiser, its learning-rate schedule and gradient clipping, as plain options; why a step cannot be made."""
+"""Options of the optimiser, averaged weights, and the explanation of a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class EMA(nn.Module):
 
         w_ema <- r w_ema + (1 - r) w,   r = min(decay, (1 + n) / (10 + n)),   n = number of steps taken
 
-    The warm-up of r lets short runs forget their initial weights. Buffers are copied. The averages are ordinary
-    submodules, so a checkpoint holds them and they are always in evaluation mode.
+    The warm-up of r lets short runs forget their initial weights. Buffers are copied. The averages are submodules, so
+    that checkpoints hold them, and always in evaluation mode.
 
     Arguments:
         source: the module to average.
@@ -185,7 +185,7 @@ def explain_nonfinite(model, batch, loss) -> str:
         with torch.no_grad(), _first_nonfinite(model.core) as layers:
             model.loss(batch, model.training_generator(len(batch)))
     except Exception:
-        # What a second pass raises is not the fault to report: it only names fewer layers.
+        # An error in this second pass is not the one to report; then no layer is named.
         pass
     finally:
         model.batches_seen += 1

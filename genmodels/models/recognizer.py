@@ -42,7 +42,7 @@ _SHOWN = 8  # texts written while training
 def characters(batch: Batch) -> tuple[Tensor, Tensor]:
     """The texts of a batch as classes `(B, N)`, 0 beyond their ends, and their lengths `(B,)`.
 
-    Padding and blanks of the table are left out: class k is its symbol k + 1, and class 0 is free for a blank.
+    Padding and blanks of the table of symbols are left out: class k is symbol k + 1, and class 0 is the blank of CTC.
 
     Example:
         >>> from genmodels.core.data import TextCondition
@@ -64,11 +64,11 @@ Criterion = Literal["ctc", "transducer", "attention", "joint"]
 
 
 class RecognizerCore(nn.Module):
-    """The encoder of a recogniser, and what makes probabilities of texts out of its frames; None for what is not used.
+    """The encoder of a recogniser, and the criteria that turn its frames into probabilities of texts.
 
     Arguments:
         net: the encoder.
-        ctc, transducer, decoder: see `genmodels.speech.criteria` and `genmodels.speech.criteria`.
+        ctc, transducer, decoder: see `genmodels.speech.criteria`; None if not used.
     """
 
     def __init__(
@@ -86,26 +86,26 @@ class Recognizer(GenerativeModel):
         attention    p(y | h) = prod_u p(y_u | y_<u, h)
         joint        loss = -w log p_ctc - (1 - w) log p_attention
 
-    All three are exact. The likelihood is one of texts, in bits per character, and stands in tables with those of mels,
-    ranked apart; the model makes no samples of mels, but transcripts: `transcribe`.
+    All three are exact. The likelihood is that of texts, in bits per character, which tables rank separately from those
+    of mels; the model has transcripts (`transcribe`) instead of samples.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        criterion: what is learned: `ctc`, `transducer`, `attention` or `joint`.
+        criterion: `ctc`, `transducer`, `attention` or `joint`.
         net: options of the encoder.
         transducer: options of the transducer.
         decoder: options of the attention decoder; its `delay` needs `joint`, which has triggers.
         ctc_weight: w of `joint`, in training and for ranking the texts of a search.
-        smoothing: share of the attention decoder's targets that is spread over all classes (label smoothing).
-        sampled: probability that in training the attention decoder reads the character it foresaw, not the true one.
-        mwer: length of the lists on which the expected number of wrong words is minimised, 0 for none; for models that
-            are trained already, or with a small learning rate.
-        mwer_keep: weight of the usual loss next to it.
+        smoothing: label smoothing of the attention decoder, the share of its targets spread over all classes.
+        sampled: probability that in training the attention decoder reads its own prediction, not the true character.
+        mwer: length of the lists for minimum word error rate training, 0 for none; for models that are already trained,
+            or with a small learning rate.
+        mwer_keep: weight of the usual loss in it.
         optimizer: options of the optimiser.
         ema_decay: decay of the averaged weights, or several, 0 for none.
 
     Raises:
-        InputError: for data without texts or without mels, and options that make no sense.
+        InputError: for data without texts or without mels, and options out of range.
 
     Example:
         >>> from genmodels.speech.text import CHARACTERS
@@ -177,7 +177,7 @@ class Recognizer(GenerativeModel):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def encode(self, batch: Batch, core: RecognizerCore) -> tuple[Tensor, Tensor]:
-        """The frames `(B, C, T)` of an encoder for a batch, and how many there are, `(B,)`."""
+        """The frames `(B, C, T)` of the encoder for a batch, and their numbers `(B,)`."""
         index = batch.item_index
         u, _ = self.units(batch, KeyedGenerator(0, index, "units"))  # its noise has width 0
         h, mask = core.net(u, batch.mask)
@@ -185,7 +185,7 @@ class Recognizer(GenerativeModel):
         return h, frames
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """Nats per character; with `mwer` the expected number of wrong words, and a share of these.
+        """Nats per character; with `mwer` the expected number of wrong words plus `mwer_keep` times these.
 
         Raises:
             InputError: for a text that has more characters than its mel has frames, naming the item.
@@ -221,7 +221,7 @@ class Recognizer(GenerativeModel):
         return found
 
     def _expected_errors(self, batch: Batch, h: Tensor, frames: Tensor) -> Tensor:
-        """Wrong words expected over the texts that a search finds, less those of their mean, (B,)."""
+        """The expected number of wrong words over the texts of a search, relative to their mean, (B,)."""
         with torch.no_grad():
             lists = self._searched(self.core, h, frames, Search(beam=self.mwer))
         said = self.said(batch)
@@ -251,7 +251,7 @@ class Recognizer(GenerativeModel):
     def _log_prob(
         self, core: RecognizerCore, h: Tensor, frames: Tensor, y: Tensor, counts: Tensor, by: str | None
     ) -> Tensor:
-        """log p of texts (B,) by one of the criteria, that of attention for None where there are two."""
+        """log p of texts (B,) by one of the criteria; of two, by attention unless `by` is `ctc`."""
         if core.transducer is not None:
             return core.transducer.log_prob(h, frames, y, counts)
         if core.decoder is None or by == "ctc":
@@ -275,15 +275,14 @@ class Recognizer(GenerativeModel):
             batch: items in the data's own units.
             weights: `ema`, `raw`, or one of the decays kept.
             seed: unused, nothing is drawn.
-            by: of a `joint` model which of the two; the attention decoder, whose probability includes that of the end,
-                by default.
+            by: criterion of a `joint` model, by default `attention`, whose probability includes that of the end.
 
         Raises:
-            InputError: for what the model has not learned.
+            InputError: for a criterion that the model does not have.
         """
         core = self.weights(weights)
         if (by == "ctc" and core.ctc is None) or (by == "attention" and core.decoder is None):
-            raise InputError(f"by={by}: this model has learned {self.criterion}")
+            raise InputError(f"by={by}: this model has criterion={self.criterion}")
         y, counts = characters(batch)
         nats = self._log_prob(core, *self.encode(batch, core), y, counts, by)
         made = {"estimate": by or self.criterion, "weights": str(weights), "given": "mel"}
@@ -296,7 +295,7 @@ class Recognizer(GenerativeModel):
         """The texts of mels, for each the most probable first.
 
         Arguments:
-            batch: mels in the data's own units; texts that come with them are not looked at.
+            batch: mels in the data's own units; their texts are not used.
             how: beam, language model, length normalisation; greedy for None.
             weights: `ema`, `raw`, or one of the decays kept.
         """
@@ -314,7 +313,7 @@ class Recognizer(GenerativeModel):
         return [self._rescored(core.ctc, h[k : k + 1], frames[k : k + 1], found) for k, found in enumerate(lists)]
 
     def _rescored(self, ctc: CTC, h: Tensor, frames: Tensor, found: list[Hypothesis]) -> list[Hypothesis]:
-        """A list of texts by the weighted sum of both scores."""
+        """A list of texts, sorted by the weighted sum of both scores."""
         counts = torch.tensor([len(one.tokens) for one in found], device=h.device)
         y = padded_tokens([one.tokens or (0,) for one in found])[0].to(h.device)
         scores = ctc.log_prob(h.expand(len(found), -1, -1), frames.expand(len(found)), y, counts).tolist()
@@ -325,10 +324,10 @@ class Recognizer(GenerativeModel):
 
     @torch.no_grad()
     def stream(self, batch: Batch, *, weights: str | float = "ema") -> Iterator[str]:
-        """What is heard of one mel after every chunk of it, by CTC; the last is what `transcribe` finds.
+        """The transcript of one mel after every chunk, by CTC; the last is that of `transcribe`.
 
         Raises:
-            InputError: for a model without CTC, or an attention that sees the whole.
+            InputError: for a model without CTC, or an encoder that cannot stream.
         """
         core = self.weights(weights)
         if core.ctc is None or core.net.chunk is None:
@@ -349,7 +348,7 @@ class Recognizer(GenerativeModel):
         """
         core = self.weights(weights)
         if core.ctc is None:
-            raise InputError(f"times come from the paths of CTC, and this model has learned {self.criterion}")
+            raise InputError(f"times come from the paths of CTC, and this model has criterion={self.criterion}")
         spans = ctc_alignment(core.ctc.log_probs(self.encode(batch, core)[0])[0], found.tokens)
         second = core.net.subsampling * self.spec.mel["hop"] / self.spec.mel["sample_rate"]
         words: list[tuple[str, float, float]] = []
@@ -366,20 +365,19 @@ class Recognizer(GenerativeModel):
         return self.symbols.decode([k + 1 for k in found.tokens])
 
     def said(self, batch: Batch) -> list[str]:
-        """The texts that come with a batch, in characters."""
+        """The reference texts of a batch, in characters."""
         y, counts = characters(batch)
         return [self.symbols.decode((row[:n] + 1).tolist()) for row, n in zip(y, counts.tolist(), strict=True)]
 
     def draw(self, options: SamplingOptions) -> Samples:
-        """A recogniser makes no mels.
+        """A recogniser has no samples.
 
         Raises:
             InputError: always.
         """
-        raise InputError("a recognizer has no samples, it writes down what is said: genmodels transcribe ckpt=... "
-                         "files")
+        raise InputError("a recognizer has no samples but transcripts: genmodels transcribe ckpt=... files")
 
-    # ---- what is seen of it while it trains ---------------------------------------------------------------------
+    # ---- validation ---------------------------------------------------------------------------------------------
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The likelihood of a validation batch under the averaged weights, and the edits of its transcripts."""
@@ -395,16 +393,21 @@ class Recognizer(GenerativeModel):
         self.log("val/cer", self.figures["val/cer"], rank_zero_only=False)
 
     def transcripts(self) -> str:
-        """What is said in a few validation items, and what is heard."""
+        """The texts of a few validation items, and their transcripts."""
         loader = self.trainer.val_dataloaders
         batch = next(iter(loader)).rows(slice(0, _SHOWN)).to(self.device)
-        self.core.eval()  # the caller puts the mode back
+        self.core.eval()  # the caller restores the mode
         pairs = zip(self.said(batch), self.transcribe(batch), strict=True)
         return "\n\n".join(f"said:  {said}\nheard: {self.written(found[0])}" for said, found in pairs)
 
 
 class TrainedRecogniser:
-    """A recogniser of this package as a function of sound and rate, by a search with so many texts.
+    """A trained recogniser as a function of sound and sample rate.
+
+    Arguments:
+        ckpt: its checkpoint.
+        device: `auto`, `cpu`, ...
+        beam: number of texts that the search keeps.
 
     Raises:
         InputError: for a checkpoint of another family.

@@ -52,7 +52,7 @@ SAMPLERS = {
     "predictor_corrector": _LevelSampler(predictor_corrector, 200, 2),
     "annealed_langevin": _LevelSampler(annealed_langevin, 40, _EACH),
 }
-_FEW = 16  # dimensions up to which a corrector harms: lengths of scores vary too much there
+_FEW = 16  # dimensions up to which the corrector is left out: norms of scores vary too much there
 
 
 class _Tempered(nn.Module):
@@ -83,7 +83,7 @@ def sample_levels(
 ) -> tuple[Tensor, int]:
     """(samples like `shape`, evaluations of the network), by `steps` levels that fall geometrically.
 
-    It ends with the mean of the clean data given the last point; `callback(number, x)` is called `steps` times.
+    The last step is to the mean of the clean data given the last point; `callback(number, x)` is called `steps` times.
 
     Example:
         >>> exact = NoiseConditionalScore(lambda x, sigma, cond=None: (3 - x) / sigma[:, None] ** 2)  # data: 3
@@ -179,7 +179,7 @@ class ScoreAsDenoiser(nn.Module):
         return Prediction(eps, sigma, x0=lambda: x0, eps=lambda: eps, v=lambda: alpha * eps - sigma * x0)
 
 
-_ITEMS = 4096  # items among which the largest distance is sought
+_ITEMS = 4096  # items between which the largest distance is taken
 
 
 class ScoreModel(GenerativeModel):
@@ -189,14 +189,14 @@ class ScoreModel(GenerativeModel):
         loss = E 1/2 sigma^2 |s(z + sigma n, sigma) + n/sigma|^2
 
     z is the data in the unit range (integers, dequantised) or standardised. The levels fall geometrically from the
-    largest distance between two items. The field need not be the gradient of anything: there is no energy, and the
-    only likelihood is that of its probability-flow ODE (`ode_likelihood`).
+    largest distance between two items. The scores need not be gradients: there is no energy, and the only likelihood is
+    that of the probability-flow ODE (`ode_likelihood`).
 
     Arguments:
         spec: the data set this model is built for.
         smallest: the smallest noise level.
-        ratio: most by which neighbouring levels differ.
-        levels: whether a step draws `one` level for each item, or computes `all`.
+        ratio: largest ratio of neighbouring levels.
+        levels: whether a training step draws `one` level for each item, or takes `all`.
         class_conditional: condition on the class where the data have classes.
         net: options of the network, a U-Net for images and sequences, a residual MLP for vectors, or of the class that
             `_target_` names (`model.net=dit`).
@@ -233,9 +233,9 @@ class ScoreModel(GenerativeModel):
     ):
         super().__init__(spec)
         self.save_hyperparameters(ignore=["spec"], logger=False)
-        noise_levels(2 * smallest if smallest > 0 else 1.0, smallest, ratio)  # refuses what makes no sense
+        noise_levels(2 * smallest if smallest > 0 else 1.0, smallest, ratio)  # checks both options
         self.smallest, self.ratio, self.drawn = smallest, ratio, levels
-        self.conditional = class_conditional and spec.num_classes is not None
+        self.condition_on_class(class_conditional)
         network = make_network(net, spec.event_shape, self.num_classes)
         self.core = NoiseConditionalScore(NoiseConditionalNet(network))
         self.encoding = Encoding(spec, integers="unit", whitening=whitening)
@@ -248,7 +248,7 @@ class ScoreModel(GenerativeModel):
         return noise_levels(float(self.largest), self.smallest, self.ratio)
 
     def compiled_parts(self) -> list[nn.Module]:
-        """The network alone: noise levels are not worth compiling."""
+        """The modules for torch.compile: the network."""
         return [self.core.network.network]
 
     def sharded_networks(self) -> list[nn.Module]:
@@ -279,14 +279,14 @@ class ScoreModel(GenerativeModel):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The same loss of a validation batch under the averaged weights, its noise keyed by item."""
-        noise = KeyedGenerator(self.seed, batch.index, "validate")
+        noise = KeyedGenerator(self.seed, batch.item_index, "validate")
         with torch.no_grad():
-            # Several levels for each item: one alone would make the figure jump from run to run.
+            # Four levels for each item: with one the figure would vary too much.
             values = [self._per_example(self.weights(), batch, noise.at(k)) for k in range(4)]
         self._pending.append(torch.stack(values).mean(0).cpu() / self.spec.dims)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the figure that checkpoints are chosen by."""
+        """Log the figure by which checkpoints are chosen."""
         value = float(torch.cat(gather(self._pending)).double().mean())
         self._pending = []
         self.log("val/denoising", value, rank_zero_only=False)
@@ -295,16 +295,14 @@ class ScoreModel(GenerativeModel):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
-        """None: a score-based model has no energy whose integral could be taken; `ode_likelihood` goes another way.
+        """None: a score-based model has no energy to normalise; `ode_likelihood` follows its probability flow.
 
         Arguments:
             batch: items in the data's own units.
-            weights, seed: as for every model; they change nothing.
+            weights, seed: without effect.
         """
         reason = "a score-based model has no energy (ode=true follows its probability flow)"
-        made = {"estimate": "none", "reason": reason, "weights": str(weights)}
-        nats = torch.full((len(batch),), float("nan"), dtype=torch.float64, device=batch.x.device)
-        return Likelihood(nats, "unnormalised", self.spec.dims, self.spec.levels, None, made, batch.item_index)
+        return self.no_likelihood(batch, reason, weights)
 
     def ode_likelihood(
         self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, **options
@@ -366,7 +364,7 @@ class ScoreModel(GenerativeModel):
         return Samples(x, labels, index, made, seen.kept, outside=outside)
 
     def pictures(self) -> dict[str, Image.Image]:
-        """In the plane: the score at the smallest noise level, and the exact one where it is known."""
+        """For data in the plane: the score at the smallest noise level, and the exact score if it is known."""
         if self.spec.event_shape != (2,) or self.spec.levels is not None or self.encoding.rotation is not None:
             return {}
         core = self.weights().at(self.smallest)

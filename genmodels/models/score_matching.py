@@ -1,4 +1,4 @@
-"""What models trained by score matching have in common: encoded data, guards, and the figure that checkpoints go by."""
+"""What models trained by score matching have in common: encoding of the data, divergence guard, validation."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from genmodels.energy import DivergenceGuard, ExactScoreMatching, SlicedScoreMat
 from genmodels.energy.losses import half_square
 from genmodels.flows.dequantize import UniformDequantize
 from genmodels.flows.scaling import Logit
-from genmodels.models.base import GenerativeModel
+from genmodels.models.base import GenerativeModel, require_spread
 
-#: Beyond this a matrix between all pairs of scalars is not kept.
+#: Largest dimension for which a full covariance matrix is kept.
 MOST_PAIRS = 1024
 
 
 class Encoding(nn.Module):
-    """The way from data to the numbers that a score is learned of, and back.
+    """The map between data and the variables z whose score is learned.
 
         integers 0..L-1    v = (x + u) / L,   y = logit(alpha + (1 - 2 alpha) v)  or  y = v
         continuous data    y = x, or x + g u where a column takes values g apart
@@ -31,16 +31,15 @@ class Encoding(nn.Module):
 
         log p(x) = log p(z) + log |det dz/dx|,    for integers a lower bound of their log-mass, in the mean over u
 
-    W is one number for images and sequences (neighbouring pixels stay alike), one for each column of vectors, or the
-    matrix that makes the training data white (`pca`). With `integers="unit"` they stay in [0, 1].
+    W is one number for images and sequences, one for each column of vectors, or the matrix that makes the training data
+    white (`pca`). With `integers="unit"` integers stay in [0, 1].
 
     Arguments:
         spec: the data set.
         integers: map of dequantised integers, `logit` or `unit`.
         alpha: the logit's margin.
         whitening: `scale` or `pca`.
-        gaps: whether columns of continuous data that take few values are filled with uniform noise as wide as their
-            median gap.
+        gaps: whether columns of continuous data with few distinct values get uniform noise as wide as their median gap.
 
     Shapes: `forward(x (B, *event), generator)` to `(z (B, *event), log |det dz/dx| (B,))`; `decode(z)` to data.
     Errors: InputError for options that do not fit the data, columns that are constant.
@@ -85,12 +84,10 @@ class Encoding(nn.Module):
         if self.fixed:
             return
         y = self._continuous(x, generator)[0].double()
-        # One number for all pixels: what is learned of one place holds at the next.
+        # One number for all pixels, since networks for images share weights over positions.
         together = len(self.spec.event_shape) > 1
         location, std = (y.mean(), y.std()) if together else (y.mean(0), y.std(0))
-        if not bool((std > 0).all()):
-            column = self.spec.column(int((std <= 0).flatten().nonzero()[0, 0]))
-            raise InputError(f"column {column} of {self.spec.name} is constant and has no density: leave it out")
+        require_spread(self.spec, std)
         self.location.copy_(location)
         self.scale.copy_(std)
         if self.rotation is not None:
@@ -108,7 +105,7 @@ class Encoding(nn.Module):
         return z, volume + self._affine_volume()
 
     def decode(self, z: Tensor) -> Tensor:
-        """The data that z stands for; integers are those of the cell."""
+        """The data of z; for integers the level of the cell."""
         v = self._points(z)
         if self.dequantize is None:
             return v
@@ -146,7 +143,7 @@ class Encoding(nn.Module):
 
 
 def _median_gap(column: Tensor) -> Tensor:
-    """The median distance between neighbouring values that occur; 0 where nearly all values differ.
+    """The median distance between neighbouring distinct values; 0 where nearly all values differ.
 
     Example:
         >>> float(_median_gap(torch.tensor([1.0, 1.5, 1.5, 2.0, 1.0, 2.5])))
@@ -171,13 +168,8 @@ def covariance_of(z: Tensor) -> Tensor:
     return torch.cov(rows.T).reshape(rows.shape[1], rows.shape[1])
 
 
-def covariance_shape(dims: int) -> tuple[int, ...]:
-    """The shape of `covariance_of`."""
-    return (dims,) if dims > MOST_PAIRS else (dims, dims)
-
-
 _EXACT = 64  # dimensions up to which validation takes the exact loss
-_QUADRATURE = 2  # dimensions up to which validation knows log Z
+_QUADRATURE = 2  # dimensions up to which validation computes log Z
 _PROBES = 10
 _GUARD_EVERY = 10
 
@@ -185,10 +177,10 @@ _GUARD_EVERY = 10
 class ScoreMatched(GenerativeModel):
     """A model whose core has an energy and is trained by score matching, in units z of its encoding.
 
-    Validation takes the exact loss up to 64 dimensions and ten fixed projections beyond, whatever loss trains, so that
-    runs compare; in one and two dimensions, where log Z is cheap, the likelihood is logged too. It logs what tells
-    early that an energy goes wrong: the spread of the energies, the mean length of the scores, the trace of their
-    Jacobian, and the loss on held-out over that on training data.
+    Validation takes the exact loss up to 64 dimensions and ten fixed projections beyond, for every training loss, so
+    that runs can be compared; in one and two dimensions, where log Z is cheap, the likelihood is logged too. So are
+    early signs of divergence: the spread of the energies, the mean norm of the scores, the trace of their Jacobian, and
+    the ratio of the loss on held-out and on training data.
 
     Arguments:
         spec: the data set this model is built for.
@@ -209,14 +201,14 @@ class ScoreMatched(GenerativeModel):
         self._likelihoods: list[Likelihood] = []
 
     def points(self, x: Tensor, generator: KeyedGenerator) -> Tensor:
-        """z as training sees it, noise included."""
+        """z with the noise of training."""
         z, _ = self.encoding(x, generator.child("encode"))
         if self.noise:
             z = z + self.noise * generator.child("noise").normal(z.shape, dtype=z.dtype, device=z.device)
         return z
 
     def energies(self, z: Tensor) -> Tensor | None:
-        """(B,) energies that the guard watches, None where training does not know them."""
+        """(B,) energies for the divergence guard, None if they are not available in training."""
         return self.core.energy(z)
 
     def compiled_parts(self) -> list[nn.Module]:
@@ -226,13 +218,13 @@ class ScoreMatched(GenerativeModel):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """One micro-batch; stops where the energy runs away."""
+        """One micro-batch; stops when the energy diverges."""
         step = self.batches_seen
         some = batch.rows(slice(0, 32))
         noise = self.training_generator(len(some))
         value = super().training_step(batch, batch_idx)
         _, loss = self.latest
-        if len(loss.per_example) < len(batch):  # so that an error names the right item
+        if len(loss.per_example) < len(batch):  # of a deep kernel; so that an error names the right item
             self.latest = (batch.rows(slice(len(batch) - len(loss.per_example), None)), loss)
         if step % _GUARD_EVERY == 0:
             with torch.no_grad():
@@ -241,7 +233,7 @@ class ScoreMatched(GenerativeModel):
         return value
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """The header, and how long the energy has been large."""
+        """The header, and the state of the divergence guard."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["energy_guard"] = self.guard.large
 
@@ -253,14 +245,14 @@ class ScoreMatched(GenerativeModel):
     # ---- validation ---------------------------------------------------------------------------------------------
 
     def score_matching(self, core: nn.Module, z: Tensor, generator: KeyedGenerator) -> Tensor:
-        """(B,) the figure: the exact loss up to 64 dimensions, else ten projections with reduced variance."""
+        """(B,) the loss of validation: exact up to 64 dimensions, else ten projections with reduced variance."""
         loss = ExactScoreMatching() if self.spec.dims <= _EXACT else SlicedScoreMatchingVR(projections=_PROBES)
         with torch.no_grad():
             return loss(core, z, generator.child("figure")).detach()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """The figure of a validation batch under the averaged weights, keyed by item."""
-        noise = KeyedGenerator(self.seed, batch.index, "validate")
+        """The loss of a validation batch under the averaged weights, keyed by item."""
+        noise = KeyedGenerator(self.seed, batch.item_index, "validate")
         z = self.points(batch.x, noise)
         self._pending.append(self.score_matching(self.weights(), z, noise).cpu())
         if batch_idx == 0:
@@ -269,7 +261,7 @@ class ScoreMatched(GenerativeModel):
             self._likelihoods += self._likelihood(batch)
 
     def _likelihood(self, batch: Batch) -> list[Likelihood]:
-        """The likelihood of a batch as far as log Z is known; an energy that does not fall off yet has none."""
+        """The likelihood of a batch if log Z is finite, which it need not be early in training."""
         try:
             found = self.log_likelihood(batch, seed=self.seed).cpu()
         except RunError:
@@ -277,7 +269,7 @@ class ScoreMatched(GenerativeModel):
         return [] if found.kind == "unnormalised" or len(found.nonfinite) else [found]
 
     def on_validation_epoch_end(self) -> None:
-        """Log the figure, and what else is monitored."""
+        """Log the loss of validation, by which checkpoints are chosen, and the monitor's figures."""
         value = float(torch.cat(gather(self._pending)).double().mean())
         self._pending = []
         self.log("val/score_matching", value, rank_zero_only=False)

@@ -9,48 +9,43 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, refusals
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.models.base import Loss
 from genmodels.models.build import construct
 from genmodels.models.mels import even_lengths
-from genmodels.models.optimizer import Optimizer
 from genmodels.models.text_model import SpeakerEmbeddings, TextModel
 from genmodels.speech.measures import read_faults, words_of_tokens
 from genmodels.speech.tacotron import AttentionKind, Decoded, Synthesised
 from genmodels.speech.tacotron import Tacotron as Decoder
 from genmodels.speech.text import Symbols
-from genmodels.speech.text_encoder import TextEncoder
 
 _FRAMES_A_SYMBOL, _FRAMES_MORE = 20, 100
 
 
 class Tacotron(TextModel):
-    """Text to mel frame by frame, by an LSTM that looks at the text: what parallel models are compared with.
+    """Text to mel frame by frame, by an LSTM with attention to the text: the baseline for parallel models.
 
         p(x_t | x_<t, text) = prod_c exp(-|u_tc - m_tc| / b_c) / 2 b_c s,    u the whitened noisy mel
         loss = -(1 / 80 T) sum_t log p(x_t | x_<t, text) + cross-entropy of the stop
 
-    The prenet drops half of its units at all times, so that the density is a mean over these draws; what is reported
-    is log p for one draw of each item, by Jensen's inequality a lower bound in expectation. It is the density given the
-    number of frames, as that of `model=glow_tts` is: the stop does not count.
+    The prenet drops half of its units in sampling too, so that the density is a mean over these draws. Reported is
+    log p for one draw of each item, by Jensen's inequality a lower bound in expectation. It is the density given the
+    number of frames, as for `model=glow_tts`, without the probability of the stop.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        encoder: options of the text encoder, the one that all models of texts have.
         attention: of the decoder to the text: `location`; `location_previous` without the sum of earlier weights;
             `additive`, `scaled_dot`, `hard` or `local_monotonic`.
         hidden: width of the LSTM cells.
-        prenet, dropout: width of the prenet's layers, and how often a unit of them is dropped.
-        postnet: channels of the network that refines a finished mel, 0 for none; it has no part in the
-            likelihood, which is that of the frames as they come.
-        checkpointing: recompute the decoder in the backward pass, 64 frames at a time, instead of storing its inside.
-        speaker_channels: length of the speakers' vectors, where there are several.
-        noise: width of the noise in log-mel units.
-        optimizer: options of the optimiser.
-        ema_decay: decay of the averaged weights, or several, 0 for none.
+        prenet, dropout: width of the prenet's layers, and the probability of dropping one of their units.
+        postnet: channels of the network that refines a finished mel, 0 for none; the likelihood is that of the frames
+            before it.
+        checkpointing: recompute the decoder in the backward pass, 64 frames at a time, instead of storing its
+            activations.
+        **shared: what all models of texts take, see `TextModel`.
 
     Raises:
         InputError: for data without texts or without mels, and options that the decoder refuses.
@@ -72,25 +67,18 @@ class Tacotron(TextModel):
         self,
         spec: DataSpec,
         *,
-        encoder: TextEncoder | dict | None = None,
         attention: AttentionKind = "location",
         hidden: int = 1024,
         prenet: int = 256,
         dropout: float = 0.5,
         postnet: int = 0,
         checkpointing: bool = False,
-        speaker_channels: int = 64,
-        noise: float = 0.05,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.999,
+        **shared,
     ):
-        super().__init__(spec, noise=noise)
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        reader = self.make_encoder(encoder, speaker_channels)
-        decoder = construct(Decoder, reader, attention=attention, hidden=hidden, prenet=prenet, dropout=dropout,
-                            postnet=postnet, checkpointing=checkpointing)
-        self.core = SpeakerEmbeddings(len(spec.speakers), speaker_channels, tacotron=decoder)
-        self.finish_setup(optimizer, ema_decay)
+        super().__init__(spec, **shared)
+        decoder = construct(Decoder, self.make_encoder(), attention=attention, hidden=hidden, prenet=prenet,
+                            dropout=dropout, postnet=postnet, checkpointing=checkpointing)
+        self.assemble(SpeakerEmbeddings(len(spec.speakers), self.speaker_channels, tacotron=decoder))
 
     def compiled_parts(self) -> list[nn.Module]:
         """What torch.compile is applied to: the text encoder; the loop over frames is not unrolled."""
@@ -99,9 +87,7 @@ class Tacotron(TextModel):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
-        """Nats per cell of the noisy mel, each frame from the true ones before it, the stop's cross-entropy, and the
-        distance of what the post-net makes of it, where there is one.
-        """
+        """Nats per cell of the noisy mel by teacher forcing, cross-entropy of the stop, and the error of a post-net."""
         batch = even_lengths(batch)
         u, volume = self.units(batch, generator)
         condition = self.forced(self.core, u, batch, generator)
@@ -115,7 +101,7 @@ class Tacotron(TextModel):
         return Loss(total.mean(), total, {name: part.detach() for name, part in parts.items()})
 
     def forced(self, core: SpeakerEmbeddings, u: Tensor, batch: Batch, generator: KeyedGenerator) -> Decoded:
-        """Every frame of whitened mels from the true ones before it."""
+        """Teacher forcing: every frame of whitened mels from the true ones before it."""
         condition = batch.cond
         memory = core.tacotron.remember(condition.tokens, condition.mask, core.voice(condition))
         return core.tacotron(u, memory, generator, batch.mask)
@@ -139,10 +125,10 @@ class Tacotron(TextModel):
         return Likelihood(nats, "lower_bound", self.dims_of(batch), None, None, made, generator.index)
 
     def draw(self, options: SamplingOptions) -> Samples:
-        """Mels of the texts in turn, each until it stops by itself; the temperature scales the frames' noise.
+        """Mels of the texts in turn, each until the model predicts its stop; the temperature scales the frames' noise.
 
-        Mels that are broken off at `max_frames` are named in a warning and counted in `made`. `speed`, `seconds` and
-        `durations` are refused: an autoregressive model decides the length by itself.
+        A warning names mels that are broken off at `max_frames`, and `made` lists them. `speed`, `seconds` and
+        `durations` are refused: an autoregressive model predicts the length.
         """
         refused = [name for name, given in (("speed", options.speed != 1), ("seconds", options.seconds is not None),
                                             ("durations", options.durations is not None)) if given]  # fmt: skip
@@ -154,17 +140,15 @@ class Tacotron(TextModel):
         noise, condition = KeyedGenerator(options.seed, asked.rows, "sample"), asked.condition
         most = options.max_frames or _FRAMES_A_SYMBOL * (condition.tokens > 1).sum(1) + _FRAMES_MORE
         core = self.weights(options.weights)
-        try:
+        with refusals():
             drawn = core.tacotron.sample(condition.tokens, condition.mask, core.voice(condition), generator=noise,
-                                          temperature=options.temperature, max_frames=most)
-        except ValueError as error:
-            raise InputError(str(error)) from error
+                                         temperature=options.temperature, max_frames=most)
         broken_off = asked.index[~drawn.stopped].tolist()
         if broken_off:
             logging.getLogger(__name__).warning(
                 "%d of %d mels did not come to a stop and were broken off (samples %s)", len(broken_off), options.n,
                 ", ".join(map(str, broken_off[:8])))
-        # The token that the attention looked at, frame by frame; it may skip some, and come back to others.
+        # The token with the largest attention weight of each frame; tokens may be skipped or repeated.
         looked = one_hot(drawn.weights.argmax(1), condition.tokens.shape[1]) * drawn.mask.mT
         made = {"sampler": "autoregressive", "seed": options.seed, "weights": str(options.weights),
                 "temperature": options.temperature, "not_stopped": broken_off,
@@ -172,7 +156,7 @@ class Tacotron(TextModel):
         return self.as_samples(drawn.mel, drawn.mask, looked.sum(1), asked, made)
 
     def _read(self, condition: TextCondition, drawn: Synthesised) -> list[list[int]]:
-        """Words of each text that the attention never looked at, and that it came back to."""
+        """The numbers of words of each text that the attention skipped, and that it repeated."""
         symbols = Symbols(tuple(self.spec.text["symbols"]), self.spec.text["blanks"])
         found = []
         rows = zip(condition.tokens, condition.mask[:, 0], drawn.weights, drawn.mask, strict=True)
@@ -182,15 +166,15 @@ class Tacotron(TextModel):
             found.append(list(read_faults(looked, words_of_tokens(own, symbols))))
         return found
 
-    # ---- what is seen of it while it trains ---------------------------------------------------------------------
+    # ---- pictures while training --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def attended(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Tensor:
-        """Where the attention looked at every frame of items, (B, N, T), fed with the true frames."""
+        """The attention weights (B, N, T) of items by teacher forcing."""
         batch, generator = self.keyed(batch, seed)
         u, _ = self.units(batch, generator)
         return self.forced(self.weights(weights), u, batch, generator).weights
 
     def seen_alignment(self, batch: Batch) -> Tensor:
-        """Where the attention looked."""
+        """The attention weights."""
         return self.attended(batch)

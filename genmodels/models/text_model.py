@@ -1,4 +1,4 @@
-"""What every model of texts and mels has in common: its encoder, its speakers, the texts it is asked for, its rows."""
+"""What all text-to-speech models have in common: text encoder, speakers, requests for texts, alignment."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, at_least
+from genmodels.core.errors import InputError, at_least, refusals
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.utterances import padded_tokens
 from genmodels.models.base import GenerativeModel
 from genmodels.models.build import construct
 from genmodels.models.mels import MelUnits, even_lengths, silent_beyond
+from genmodels.models.optimizer import Optimizer
 from genmodels.speech.alignment import forward_sum
 from genmodels.speech.glow_tts import Aligned
 from genmodels.speech.text import Symbols, factors_of, in_form, without_marks
@@ -30,7 +31,7 @@ _LONGEST = 3600  # seconds of one text: an hour is a gigabyte
 
 
 def noise_rows(condition: TextCondition, takes: Sequence[int]) -> Tensor:
-    """Indices (B,) of keyed noise for texts: they depend on a text and on which of its takes it is, on nothing else.
+    """Indices (B,) of keyed noise for texts, which depend only on the text and the number of its take.
 
     Example:
         >>> mask = torch.tensor([[[1, 1, 0]], [[1, 1, 1]]]).bool()
@@ -44,7 +45,7 @@ def noise_rows(condition: TextCondition, takes: Sequence[int]) -> Tensor:
 
 
 def given_durations(condition: TextCondition, durations: Sequence[Sequence[int]], which: Sequence[int]) -> Tensor:
-    """Frames (B, N) of every token, as a user has listed them for each text; `which` text an item is.
+    """Frames (B, N) of every token, as the user lists them for each text; item k has text number `which[k]`.
 
     Raises:
         InputError: for lists of another length than the text, or with anything but whole numbers from 1 on.
@@ -64,7 +65,7 @@ def given_durations(condition: TextCondition, durations: Sequence[Sequence[int]]
 
 
 class TextReader:
-    """The way from text to tokens that a model was trained with.
+    """Maps texts to tokens as in training.
 
     Arguments:
         spec: the data the model was built for.
@@ -83,15 +84,13 @@ class TextReader:
         if spec.text is None:
             raise InputError(f"a model of {spec.name} was trained without texts: leave text out")
         self.spec, self.language = spec, spec.text["language"]
-        self.form = spec.text.get("form", "characters")  # checkpoints of before have no other
+        self.form = spec.text.get("form", "characters")  # older checkpoints have no other
         self.symbols = Symbols(tuple(spec.text["symbols"]), spec.text["blanks"], on_unknown)
 
     def normal_form(self, text: str) -> str:
         """The text as the model reads it, without marks."""
-        try:
+        with refusals():
             found = in_form(without_marks(text), self.form, self.language)
-        except ValueError as error:
-            raise InputError(str(error)) from error
         if self.symbols.on_unknown == "drop":
             unknown = self.symbols.unknown(found)
             found = " ".join("".join(c for c in found if c not in unknown).split())
@@ -102,24 +101,16 @@ class TextReader:
         normal = self.normal_form(text)
         if not any(c.isalpha() for c in normal):
             raise InputError(f"the text {text!r} has no letters that this model was trained on")
-        try:
+        with refusals():
             return self.symbols.encode(normal)
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(str(error)) from error
 
     def stretch(self, texts: Sequence[str]) -> Tensor | None:
-        """By how much longer each token is to last, (B, N), as marks `[slow]...[/slow]` say; None where there are none.
+        """Factors (B, N) on the length of each token from marks `[slow]...[/slow]`; None for texts without marks.
 
-        A blank goes with the symbol behind it.
+        A blank has the factor of the symbol after it.
         """
-        try:
+        with refusals():
             rows = [factors_of(text, self.normal_form) for text in texts]
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(str(error)) from error
         if all(factor == 1 for row in rows for factor in row):
             return None
         if self.symbols.blanks:
@@ -178,7 +169,7 @@ class TextRequest(NamedTuple):
         return speed if self.stretch is None else speed / self.stretch
 
     def durations(self, listed: Sequence[Sequence[int]] | None) -> Tensor | None:
-        """Frames (n, N) of every token as a user has listed them for each text; None for None."""
+        """Frames (n, N) of every token as the user lists them for each text; None for None."""
         return None if listed is None else given_durations(self.condition, listed, self.which)
 
 
@@ -186,7 +177,7 @@ def ask(
     spec: DataSpec, n: int, *, start: int = 0, text: str | Sequence[str] | None = None,
     speaker: int | str | None = None, on_unknown: Literal["error", "drop"] = "error",
 ) -> TextRequest:  # fmt: skip
-    """The texts of samples `start` .. `start + n - 1`, taken in turn; those that the data came with, if none are given.
+    """The texts of samples `start` .. `start + n - 1`, taken in turn; by default the examples of the data.
 
     Raises:
         ValueError: for n below 1.
@@ -203,7 +194,7 @@ def ask(
         raise ValueError(f"n must be at least 1, got {n}")
     texts = [text] if isinstance(text, str) else list(text or spec.text["examples"])
     if not texts:
-        raise InputError("this checkpoint carries no examples: give text=")
+        raise InputError("this checkpoint has no example texts: give text=")
     numbers = range(start, start + n)
     which = [k % len(texts) for k in numbers]
     reader, chosen = TextReader(spec, on_unknown), [texts[k] for k in which]
@@ -245,7 +236,11 @@ class TextModel(GenerativeModel):
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
+        encoder: options of the text encoder.
+        speaker_channels: length of the speakers' vectors, where there are several.
         noise: width of the noise in log-mel units.
+        optimizer: options of the optimiser.
+        ema_decay: decay of the averaged weights, or several, 0 for none.
 
     Raises:
         InputError: for data without texts or without mels.
@@ -253,24 +248,40 @@ class TextModel(GenerativeModel):
 
     takes_text = True
 
-    def __init__(self, spec: DataSpec, *, noise: float):
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        encoder: TextEncoder | dict | None = None,
+        speaker_channels: int = 64,
+        noise: float = 0.05,
+        optimizer: Optimizer | dict | None = None,
+        ema_decay: float | list[float] = 0.999,
+    ):
         super().__init__(spec)
+        self.save_hyperparameters(ignore=["spec"], logger=False)
         if spec.text is None:
             raise InputError(f"{spec.name} has no texts: model={self.family} is for data=speech with texts")
         self.units = MelUnits(spec, noise=noise)
+        self.speaker_channels = speaker_channels
 
-    def make_encoder(self, options: TextEncoder | dict | None, speaker_channels: int) -> TextEncoder:
-        """The text encoder of these options, conditioned on the speaker where there are several."""
-        speakers = speaker_channels if self.spec.speakers else 0
-        return construct(
-            TextEncoder, len(self.spec.text["symbols"]), self.spec.event_shape[0], speakers, **(options or {}))
+    def make_encoder(self) -> TextEncoder:
+        """The text encoder, conditioned on the speaker where there are several."""
+        speakers = self.speaker_channels if self.spec.speakers else 0
+        return construct(TextEncoder, len(self.spec.text["symbols"]), self.spec.event_shape[0], speakers,
+                         **(self.hparams["encoder"] or {}))
+
+    def assemble(self, core: nn.Module) -> None:
+        """Called last in a subclass' constructor."""
+        self.core = core
+        self.finish_setup(self.hparams["optimizer"], self.hparams["ema_decay"])
 
     def keyed(self, batch: Batch, seed: int) -> tuple[Batch, KeyedGenerator]:
-        """A batch to be evaluated, of even lengths, and its noise, which is keyed by item."""
+        """A batch with even lengths, and its noise for evaluation, keyed by item."""
         return even_lengths(batch), KeyedGenerator(seed, batch.item_index, "likelihood")
 
     def dims_of(self, batch: Batch) -> Tensor:
-        """How many cells of each item are valid, (B,)."""
+        """The number of valid cells of each item, (B,)."""
         return batch.mask.sum((1, 2)) * self.spec.event_shape[0]
 
     # ---- samples ------------------------------------------------------------------------------------------------
@@ -286,10 +297,10 @@ class TextModel(GenerativeModel):
         x = silent_beyond(self.units.inverse(u), mask, self.spec)
         return Samples(x, asked.condition, asked.index, made, mask=mask, durations=durations)
 
-    # ---- what is seen of it while it trains ---------------------------------------------------------------------
+    # ---- pictures while training --------------------------------------------------------------------------------
 
     def seen_alignment(self, batch: Batch) -> Tensor:
-        """What a picture of the alignment shows of items of even lengths, (B, N, T)."""
+        """The alignment (B, N, T) that pictures show, of items with even lengths."""
         raise NotImplementedError
 
     def pictures(self) -> dict[str, Image.Image]:
@@ -300,20 +311,30 @@ class TextModel(GenerativeModel):
         if loader is None:
             return {}
         batch = even_lengths(next(iter(loader)).rows(slice(0, 3)).to(self.device))
-        self.core.eval()  # dropout would blur what has been learnt; the caller puts the mode back
+        self.core.eval()  # without dropout; the caller restores the mode
         return {"alignments": alignments(self.seen_alignment(batch), batch, self.spec)}
 
 
 class AlignedModel(TextModel):
-    """A model of texts whose `core.tts` aligns mels by a monotonic search and predicts how long tokens last."""
+    """A model of texts whose `core.tts` aligns mels by a monotonic search and predicts how long tokens last.
 
-    def make_durations(self, encoder: TextEncoder, hidden: int) -> DurationPredictor:
+    Arguments:
+        spec: the data set this model is built for, mels with texts.
+        duration_channels: width of the duration predictor.
+        **shared: what all models of texts take, see `TextModel`.
+    """
+
+    def __init__(self, spec: DataSpec, *, duration_channels: int = 256, **shared):
+        super().__init__(spec, **shared)
+        self.duration_channels = duration_channels
+
+    def make_durations(self, encoder: TextEncoder) -> DurationPredictor:
         """The predictor of durations that belongs to a text encoder."""
-        at_least(1, duration_channels=hidden)
-        return DurationPredictor(encoder.channels, hidden=hidden)
+        at_least(1, duration_channels=self.duration_channels)
+        return DurationPredictor(encoder.channels, hidden=self.duration_channels)
 
     def align(self, core: SpeakerEmbeddings, u: Tensor, batch: Batch) -> Aligned:
-        """Whitened mels against their texts.
+        """The alignment of whitened mels with their texts.
 
         Raises:
             InputError: for more tokens than frames, naming the items.
@@ -327,12 +348,12 @@ class AlignedModel(TextModel):
 
     @torch.no_grad()
     def aligned(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Aligned:
-        """Items against their texts: the best path, its durations, and the scores of all."""
+        """The alignment of items with their texts: the best path, its durations, the scores of all cells."""
         batch, noise = self.keyed(batch, seed)
         return self.align(self.weights(weights), self.units(batch, noise)[0], batch)
 
     def posterior(self, batch: Batch, weights: str | float = "ema", seed: int = 0) -> Tensor:
-        """(B, N, T) probability that a frame belongs to a token, given mel and text: the gradient of the sum."""
+        """(B, N, T) probability that a frame belongs to a token given mel and text: the gradient of log p(x|text)."""
         batch = even_lengths(batch)
         scores = self.aligned(batch, weights, seed).scores.requires_grad_()
         with torch.enable_grad():
@@ -346,9 +367,9 @@ class AlignedModel(TextModel):
 
             e = 1/T [log p(x | own text) - log (1/K) sum_k p(x | text k)]
 
-        All K + 1 densities are sums over alignments, of the same mel with the same noise, so that what a recording
-        has apart from its text (the room, the voice, how well the flow knows it) has no part in e. A transcript
-        that is no better than those of other recordings has e near 0 or below.
+        All K + 1 densities are sums over alignments, of the same mel with the same noise, so that e does not depend on
+        the room, the voice or how well the model fits the recording. A transcript that fits no better than those of
+        other recordings has e near 0 or below.
 
         Arguments:
             batch: items in the data's own units.
@@ -377,10 +398,10 @@ class AlignedModel(TextModel):
     def frames_of(
         self, seconds: float | None, asked: TextRequest, durations: list[list[int]] | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The frames (n,) that hold so many seconds of sound, and the durations (n, N) given; None where None is asked.
+        """The numbers of frames (n,) of so many seconds, and the given durations (n, N); each None if not asked for.
 
         Raises:
-            InputError: for a time that is not positive, or one that durations do not come to.
+            InputError: for a time that is not positive, or that is not the sum of the durations.
         """
         given = asked.durations(durations)
         if seconds is None:
@@ -396,7 +417,7 @@ class AlignedModel(TextModel):
 
     @contextmanager
     def explained(self, condition: TextCondition, seconds: float | None) -> Iterator[None]:
-        """Turns what the decoder refuses into an InputError that names a time long enough."""
+        """Turns a ValueError of the decoder into an InputError that names a sufficient time."""
         try:
             yield
         except ValueError as error:

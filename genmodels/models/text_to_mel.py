@@ -1,4 +1,4 @@
-"""Text to mel by diffusion around the mean that the text gives, by flow matching, and by an energy."""
+"""Text to mel by diffusion around the mean of the text, by flow matching, and by an energy-based model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from genmodels.diffusion.flow_matching import FlowMatching, PathName, make_path,
 from genmodels.diffusion.schedule_discrete import ScheduleName
 from genmodels.energy import Potential
 from genmodels.models.mel_diffusion import FINEST, MelDiffusion
-from genmodels.models.optimizer import Optimizer
-from genmodels.nn import DiT, UNet
-from genmodels.speech.text_encoder import TextEncoder
+from genmodels.nn import UNet
 
 
 class MelDDPM(MelDiffusion):
-    """Text to mel by a diffusion model of what a mel is beyond the mean that its text gives.
+    """Text to mel by a diffusion model of the difference between a mel and the mean of its text.
 
         P_ij = log N(y_j; mu_i, I),  y the whitened noisy mel;    A* = the best monotonic alignment,  m_j = mu_A*(j)
         u = y - m,   u_t = alpha_t u + sigma_t eps,    at t = 1 the mel is N(m, temperature^2 I)
@@ -36,23 +34,20 @@ class MelDDPM(MelDiffusion):
         log p(x | text) >= bound(u | m) - log C(T-1, N-1) - D log s
 
     The shift by m has no volume, so a bound on log p(u | m) is one on log p(y | text, A*), and with the prior of that
-    one alignment, 1 / C(T-1, N-1), one on the sum over all of them: the quantity that `model=glow_tts` states. The
-    value without the prior is reported apart, since A* has seen the mel.
+    alignment, 1 / C(T-1, N-1), one on the sum over all alignments: the quantity that `model=glow_tts` states. The value
+    without the prior is reported separately, since A* depends on the mel.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        encoder: options of the text encoder, the one that all models of texts have.
-        schedule, zero_terminal_snr, parameterisation, objective, weighting, num_steps, time_sampler, variance,
-            self_conditioning: see `DDPM`.
-        net: options of the U-Net, or of the class that `_target_` names (`model.net=dit`).
-        duration_channels: width of the duration predictor.
-        speaker_channels: length of the speakers' vectors, where there are several.
-        noise: width of the noise in log-mel units.
-        optimizer: options of the optimiser.
-        ema_decay: decay of the averaged weights, or several, 0 for none.
-
-    Raises:
-        InputError: for data without texts or without mels, and options that do not go together.
+        schedule: the noise schedule.
+        zero_terminal_snr: change the schedule so that no signal is left at t = 1.
+        parameterisation: what the network predicts, see `DDPM`.
+        objective: what is minimised, see `DDPM`.
+        weighting: of the noise levels in `simple` and `hybrid`.
+        time_sampler: how training draws its times.
+        variance: variance of the reverse steps; by default `learned` with `hybrid`, else `beta`.
+        self_conditioning: the network also sees its last estimate of the data.
+        **shared: what all of these models take, see `MelDiffusion`.
 
     Example:
         >>> from genmodels.speech.text import CHARACTERS
@@ -71,31 +66,23 @@ class MelDDPM(MelDiffusion):
         self,
         spec: DataSpec,
         *,
-        encoder: TextEncoder | dict | None = None,
         schedule: ScheduleName = "grad_tts",
         zero_terminal_snr: bool = False,
         parameterisation: Literal["eps", "x0", "v", "edm"] = "v",
         objective: Literal["simple", "vlb", "hybrid", "continuous"] = "simple",
         weighting: Literal["none", "min_snr", "p2", "edm", "sigmoid"] = "none",
-        num_steps: int = 1000,
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
         variance: Literal["beta", "beta_tilde", "learned"] | None = None,
         self_conditioning: bool = False,
-        net: UNet | DiT | dict | None = None,
-        duration_channels: int = 256,
-        speaker_channels: int = 64,
-        noise: float = 0.05,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.999,
+        **shared,
     ):
-        super().__init__(spec, noise=noise, num_steps=num_steps,
-                         variance=variance or default_variance(objective, None))
-        self.save_hyperparameters(ignore=["spec"], logger=False)
+        super().__init__(spec, **shared)
+        self.set_variance(variance or default_variance(objective, None))
         self.decide(variance=self.variance)
-        unet = self.make_unet(net, speaker_channels, spec.event_shape[0] if self_conditioning else 0)
         denoiser = Denoiser(
-            unet, make_schedule(schedule, num_steps, finest=self.decoder.finest_log_snr,
-                                zero_terminal_snr=zero_terminal_snr),
+            self.make_unet(spec.event_shape[0] if self_conditioning else 0),
+            make_schedule(schedule, self.num_steps, finest=self.decoder.finest_log_snr,
+                          zero_terminal_snr=zero_terminal_snr),
             PARAMETERISATIONS[parameterisation](), learned_variance=self.variance == "learned",
             self_conditioning=self_conditioning,
         )
@@ -103,34 +90,25 @@ class MelDDPM(MelDiffusion):
             objective, denoiser, self.decoder, self.elbo.steps(denoiser.schedule), variance=self.variance,
             weighting=weighting, time_sampler=time_sampler,
         )
-        self.assemble(encoder, denoiser, duration_channels, speaker_channels, trained)
-        self.finish_setup(optimizer, ema_decay)
+        self.assemble_around(denoiser, trained)
 
 
 class MelFlowMatching(MelDiffusion):
-    """Text to mel by a flow from noise to what a mel is beyond the mean that its text gives.
+    """Text to mel by a flow from noise to the difference between a mel and the mean of its text.
 
         u = y - m as for `MelDDPM`,    u_t = alpha(t) u + sigma(t) eps,    du_t/dt = v(u_t, t | m)
         loss = E |alpha' u + sigma' eps - v(u_t, t | m)|^2 - sum P A* / (80 T) + mean (log d - log d_A*)^2
 
-    At t = 1 the mel is N(m, temperature^2 I); the lines are straight, so that a few steps of Euler lead to speech.
-    Matcha-TTS learns y itself, given m, from N(0, temperature^2 I), with sigma_min 1e-4. Encoder, aligner, durations,
-    bound and samplers are those of `MelDDPM`.
+    At t = 1 the mel is N(m, temperature^2 I); the paths are straight, so that a few Euler steps suffice. Matcha-TTS
+    learns y itself, given m, from N(0, temperature^2 I), with sigma_min 1e-4. Encoder, aligner, durations, bound and
+    samplers are those of `MelDDPM`.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        encoder: options of the text encoder, the one that all models of texts have.
-        path, sigma_min, time_sampler: see `FlowMatchingModel`.
-        num_steps: T, the number of steps of the bound, and the most of a sampler.
-        net: options of the U-Net, or of the class that `_target_` names (`model.net=dit`).
-        duration_channels: width of the duration predictor.
-        speaker_channels: length of the speakers' vectors, where there are several.
-        noise: width of the noise in log-mel units.
-        optimizer: options of the optimiser.
-        ema_decay: decay of the averaged weights, or several, 0 for none.
-
-    Raises:
-        InputError: for data without texts or without mels, and options that do not go together.
+        path: `linear`, `cosine`, or a noise schedule of `DDPM` by its name after `vp_`.
+        sigma_min: noise that `linear` leaves at t = 0.
+        time_sampler: how training draws its times.
+        **shared: what all of these models take, see `MelDiffusion`.
 
     Source: Mehta et al., "Matcha-TTS: a fast TTS architecture with conditional flow matching", 2024, section 3.
 
@@ -152,61 +130,43 @@ class MelFlowMatching(MelDiffusion):
         self,
         spec: DataSpec,
         *,
-        encoder: TextEncoder | dict | None = None,
         path: PathName = "linear",
         sigma_min: float = 0.0,
         time_sampler: Literal[
             "uniform", "stratified", "antithetic", "loss_aware", "logit_normal", "cosmap"
         ] = "antithetic",
-        num_steps: int = 1000,
-        net: UNet | DiT | dict | None = None,
-        duration_channels: int = 256,
-        speaker_channels: int = 64,
-        noise: float = 0.05,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.999,
+        **shared,
     ):
-        super().__init__(spec, noise=noise, num_steps=num_steps, variance="beta")
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        followed = make_path(path, num_steps, sigma_min=sigma_min)
-        denoiser = Denoiser(self.make_unet(net, speaker_channels), followed, velocity_of(followed))
+        super().__init__(spec, **shared)
+        followed = make_path(path, self.num_steps, sigma_min=sigma_min)
+        denoiser = Denoiser(self.make_unet(), followed, velocity_of(followed))
         objective = FlowMatching(time_sampler=time_sampler)
         objective.check(denoiser)
-        self.assemble(encoder, denoiser, duration_channels, speaker_channels, objective)
-        self.finish_setup(optimizer, ema_decay)
+        self.assemble_around(denoiser, objective)
 
 
 class MelEnergy(MelDiffusion):
-    """Text to mel by an energy of what a mel is beyond the mean that its text gives, at every noise level.
+    """Text to mel by an energy of the difference between a mel and the mean of its text, at every noise level.
 
         u = y - m as for `MelDDPM`,   u_t = alpha_t u + sigma_t eps
         E(u_t, t | m) = 1/2 |u_t|^2 + (alpha_t/sigma_t) sum u_t f(u_t, t, m),    f a U-Net
         loss = |eps + sigma_t grad E(u_t, t | m)|^2 - sum P A* / (80 T) + mean (log d - log d_A*)^2
 
     The first term is denoising score matching at the noise levels of the schedule, weighted by their variance; the
-    others are those of all aligned models of texts. The energies of different levels have no constant in common, so
-    that E alone gives no likelihood. What is stated is the bound of the diffusion that runs back along these scores:
+    others are those of all aligned models of texts. The energies of different levels have unrelated constants, so that
+    E alone gives no likelihood. Reported is the bound of the reverse diffusion with these scores:
 
         log p(x | text) >= bound(u | m) - log C(T-1, N-1) - D log s
 
-    `model=mel_ddpm` states the same of scores that are any field. Samples are drawn by annealed Langevin from N(m, I)
-    down, or by the samplers of diffusion.
+    `model=mel_ddpm` reports the same bound for scores that need not be gradients. Samples are drawn by annealed
+    Langevin from N(m, I), or by the samplers of diffusion.
 
     Arguments:
         spec: the data set this model is built for, mels with texts.
-        encoder: options of the text encoder, the one that all models of texts have.
         schedule: the noise schedule.
-        num_steps: T, of the bound's terms and the most steps of a sampler of diffusion.
         time_sampler: how noise levels are drawn in training.
-        net: options of the U-Net; each use costs its gradient too, two to three times `MelDDPM`'s.
-        duration_channels: width of the duration predictor.
-        speaker_channels: length of the speakers' vectors, where there are several.
-        noise: width of the noise in log-mel units.
-        optimizer: options of the optimiser.
-        ema_decay: decay of the averaged weights, or several, 0 for none.
-
-    Raises:
-        InputError: for data without texts or without mels, and options that do not go together.
+        net: options of the U-Net; each evaluation also takes its gradient, at two to three times the cost of `MelDDPM`.
+        **shared: what all of these models take, see `MelDiffusion`.
 
     Source: Song and Ermon 2019 (annealed Langevin); Salimans and Ho 2021 (energies of this form); Popov et al. 2021
     (the mean and the schedule).
@@ -229,36 +189,27 @@ class MelEnergy(MelDiffusion):
         self,
         spec: DataSpec,
         *,
-        encoder: TextEncoder | dict | None = None,
         schedule: Literal[
             "cosine", "linear", "linear_continuous", "grad_tts", "cosine_discrete", "sigmoid", "linear_log_snr"
         ] = "grad_tts",
-        num_steps: int = 1000,
         time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
         net: UNet | dict | None = None,
-        duration_channels: int = 256,
-        speaker_channels: int = 64,
-        noise: float = 0.05,
-        optimizer: Optimizer | dict | None = None,
-        ema_decay: float | list[float] = 0.999,
+        **shared,
     ):
-        super().__init__(spec, noise=noise, num_steps=num_steps, variance="beta")
-        self.save_hyperparameters(ignore=["spec"], logger=False)
-        unet = self.make_unet(net, speaker_channels)
+        super().__init__(spec, net=net, **shared)
+        unet = self.make_unet()
         if not isinstance(unet.unet, UNet):
             raise InputError("model=mel_energy takes a U-Net: its scores are gradients of an energy, and the attention "
                              f"of a {type(unet.unet).__name__} can be differentiated once only")
         if unet.unet.checkpointing:
             raise InputError("model.net.checkpointing is not for model=mel_energy, whose scores are gradients already: "
                              "smaller batches (data.batch_size) take less memory")
-        field = Potential(unet)
-        denoiser = Denoiser(field, make_schedule(schedule, num_steps), V())
+        denoiser = Denoiser(Potential(unet), make_schedule(schedule, self.num_steps), V())
         trained = make_objective(
             "simple", denoiser, self.decoder, self.elbo.steps(denoiser.schedule), variance="beta",
             time_sampler=time_sampler,
         )
-        self.assemble(encoder, denoiser, duration_channels, speaker_channels, trained)
-        self.finish_setup(optimizer, ema_decay)
+        self.assemble_around(denoiser, trained)
 
     def compiled_parts(self) -> list[nn.Module]:
         """Nothing: compiled code has no second derivatives."""
@@ -268,14 +219,14 @@ class MelEnergy(MelDiffusion):
     def energies(
         self, batch: Batch, *, log_snr: float = FINEST, weights: str | float = "ema", seed: int = 0
     ) -> Tensor:
-        """(B,) E of what noisy mels are beyond the means of their best alignments, scaled down to a noise level.
+        """(B,) E of noisy mels around the means of their best alignments, scaled by alpha of a noise level.
 
-        The noise is that of the mel alone, of width `noise`; none of the level is added.
-        Differences between mels of one text, durations and level are those of -log p there; no others mean anything.
+        The noise is that of the mel, of width `noise`; no noise of the level is added. Only differences between mels of
+        the same text, durations and level are meaningful: they are those of -log p.
 
         Arguments:
             batch: items in the data's own units.
-            log_snr: the noise level whose energy is asked for.
+            log_snr: the noise level of the energy.
             weights, seed: see `log_likelihood`.
         """
         batch, noise = self.keyed(batch, seed)

@@ -104,7 +104,7 @@ def test_options_of_sampling_reach_the_model_or_are_refused(ckpt, tmp_path, caps
                           ({"sampler": "unipc", "eta": 1.0}, "eta is an option of sampler=ddim")):
         with pytest.raises(InputError, match=reason):
             run(ckpt=diffusion, text="Abc.", **wrong)
-    with pytest.raises(InputError, match="stream: a mel_ddpm has no mel to give before it is whole"):
+    with pytest.raises(InputError, match="stream: a mel_ddpm makes its mels whole"):
         run(ckpt=diffusion, text="Abc.", stream=True, steps=2)
 
 

@@ -13,6 +13,9 @@ from genmodels.cli.signatures import target
 
 REAL = [
     "genmodels.models.ddpm.DDPM",
+    "genmodels.models.few_steps.ProgressiveModel",
+    "genmodels.models.normalizing_flows.Glow",
+    "genmodels.models.text_to_mel.MelEnergy",
     "genmodels.models.optimizer.Optimizer",
     "genmodels.nn.UNet",
     "genmodels.nn.MLPDenoiser",
@@ -26,11 +29,21 @@ REAL = [
 ]
 
 
+def python_parameters(found) -> list[inspect.Parameter]:
+    """The keyword-only parameters of a class or function; before them those that a class passes on to its bases."""
+    levels = []
+    for one in [base.__init__ for base in found.__mro__] if inspect.isclass(found) else [found]:
+        parameters = inspect.signature(one).parameters.values()
+        levels.append({p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY})
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return list({name: p for level in reversed(levels) for name, p in level.items()}.values())
+
+
 def agrees_with_python(dotted: str, keys: dict) -> None:
     """The keys read from source are the keyword-only parameters, in order, with equal defaults."""
     place, _, name = dotted.rpartition(".")
-    parameters = inspect.signature(getattr(importlib.import_module(place), name)).parameters.values()
-    expected = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    expected = python_parameters(getattr(importlib.import_module(place), name))
     assert list(keys) == [p.name for p in expected]
     for parameter in expected:
         default = keys[parameter.name].default
@@ -66,7 +79,14 @@ def test_check_catches_a_wrong_default():
         agrees_with_python("genmodels.nn.MLPDenoiser", keys)
 
 
-@pytest.mark.parametrize("dotted", REAL)
+def chosen_by_name() -> list[str]:
+    """The classes of all models and data sets that `model=` and `data=` choose."""
+    configs = signatures.ROOT.parent / "configs"
+    files = sorted(path for group in ("model", "data") for path in (configs / group).iterdir())
+    return [line.split()[1] for path in files for line in path.read_text().splitlines() if line.startswith("_target_:")]
+
+
+@pytest.mark.parametrize("dotted", sorted({*REAL, *chosen_by_name()}))
 def test_every_key_says_what_it_means_and_of_what_type_it_is(dotted):
     silent = [key.name for key in target(dotted).keys.values() if not key.meaning or key.annotation is None]
     assert silent == []

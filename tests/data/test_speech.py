@@ -230,6 +230,12 @@ def test_equal_texts_stay_in_one_split(tmp_path):
     assert [len(t) for t in texts] == [2, 1, 1] and len(set().union(*texts)) == 4
 
 
+def test_a_single_recording_is_too_few(tmp_path):
+    data = Speech(root=str(ljspeech(tmp_path / "d", good(1))), layout="ljspeech")
+    with pytest.raises(InputError, match="the val split is empty, .* there is 1 in all"):
+        data.prepare()
+
+
 @pytest.mark.parametrize("options", [{}, {"max_frames": 2000}])
 def test_every_item_once_an_epoch_and_the_order_is_a_function_of_seed_and_epoch(options):
     frames = torch.randint(50, 800, (101,), generator=torch.Generator().manual_seed(0))

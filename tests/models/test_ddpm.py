@@ -143,6 +143,12 @@ def test_a_constant_column_is_refused():
         model.initialize(Batch(torch.tensor([[1.0, 2.0, 3.0], [2.0, 2.0, 4.0]])))
 
 
+@pytest.mark.filterwarnings("ignore:std:UserWarning")
+def test_a_single_continuous_item_is_refused():
+    with pytest.raises(ValueError, match="column 1 of v is constant"):
+        small(DataSpec("v", (3,), levels=None)).initialize(Batch(torch.tensor([[1.0, 2.0, 3.0]])))
+
+
 def test_the_likelihood_does_not_depend_on_the_batch():
     model, items = small(), batch()
     whole = model.log_likelihood(items)

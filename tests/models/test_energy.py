@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import pytorch_lightning  # noqa: F401  models have a `trainer` once Lightning is imported
 import torch
 
 from genmodels.core.data import Batch, DataSpec

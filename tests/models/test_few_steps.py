@@ -104,6 +104,9 @@ def test_teachers_of_another_kind_teach_and_those_of_other_data_do_not(tmp_path)
     other = written(small(FlowMatchingModel, DataSpec("other", (1, 4, 4), levels=17)), tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match=r"distill=.* holds a flow_matching of \(1, 4, 4\)"):
         ConsistencyModel(DIGITS, distill=other, net=SMALL).initialize(batch())
+    continuous = written(small(FlowMatchingModel, DataSpec("grey", (1, 8, 8))), tmp_path / "continuous.ckpt")
+    with pytest.raises(ValueError, match="distill=.* was trained on continuous data, and this model is for integer"):
+        ConsistencyModel(DIGITS, distill=continuous, net=SMALL, class_conditional=False).initialize(batch())
     with pytest.raises(ValueError, match="needs a teacher"):
         ProgressiveModel(DIGITS, net=SMALL)
 
@@ -128,6 +131,21 @@ def test_validation_is_the_energy_distance_of_samples():
         model.on_validation_epoch_end()
         distances.append(model.figures["val/energy_distance"])
     assert abs(distances[0]) < 0.03 < 1 < distances[1]
+
+
+def test_the_figure_of_validation_does_not_depend_on_the_number_of_processes():
+    """It compares the first thousand items of the split, whichever process has them."""
+    plane = DataSpec("plane", (2,))
+    model = small(ConsistencyModel, plane, net={"hidden": 16, "depth": 1})
+    model.log = lambda *args, **kwargs: None
+    x = torch.linspace(0, 5, 2400).cumsum(0)[:, None].expand(-1, 2) / 1000
+    figures = []
+    for shares in ([slice(None)], [slice(0, None, 2), slice(1, None, 2)]):
+        for rows in shares:
+            model.validation_step(Batch(x[rows], index=torch.arange(2400)[rows]), 0)
+        model.on_validation_epoch_end()
+        figures.append(model.figures["val/energy_distance"])
+    assert abs(figures[0] - figures[1]) < 1e-6 * figures[0]
 
 
 def test_options_that_do_not_fit():

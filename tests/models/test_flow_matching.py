@@ -263,6 +263,15 @@ def test_the_flow_between_two_gaussians_is_the_exact_map():
     assert torch.equal(found.source[2], start[0]) and found.made["sampler"] == "flow"
 
 
+def test_a_class_without_items_to_start_from_is_named():
+    spec = DataSpec("from_a_to_b", (2,), num_classes=2, source={"name": "a", "levels": None})
+    model = small(spec=spec, net={"hidden": 16, "depth": 1})
+    model._held_out["test"] = Batch(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
+    assert model.sample(2, cond=0).x.shape == (2, 2)
+    with pytest.raises(ValueError, match="a has no items of class 1 in its test split: choose other classes"):
+        model.sample(2)
+
+
 def unit_velocity(exact, x_t, log_snr):
     t = exact.schedule.time_of(log_snr)
     return exact(x_t / exact.schedule.scale(t)[:, None], t).velocity

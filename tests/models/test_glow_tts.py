@@ -18,7 +18,7 @@ from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.data.speech import Speech
 from genmodels.data.utterances import FLOOR
 from genmodels.models import glow_tts
-from genmodels.models.glow_tts import GlowTTS
+from genmodels.models.glow_tts import GlowTTS, stream_text
 from genmodels.models.mels import MelUnits, alone, with_noise
 from genmodels.models.text_model import TextReader
 from genmodels.speech.text import Symbols
@@ -61,6 +61,11 @@ def test_both_alignments_are_labelled_and_in_order():
     assert marginal.dims.tolist() == [N_MELS * t for t in (10, 14, 6)]
     with pytest.raises(ValueError, match="one of marginal, best"):
         found.log_likelihood(data, alignment="viterbi")
+
+
+def test_streams_refuse_the_options_that_samples_refuse():
+    with pytest.raises(InputError, match="glow_tts has no sampling option 'guidance'"):
+        stream_text(model(), "a cab", guidance=2.0)
 
 
 def test_the_scale_of_the_data_is_in_the_density():

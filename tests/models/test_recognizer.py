@@ -149,7 +149,7 @@ def test_words_have_times():
     assert ends == sorted(ends) and ends[-1] <= 40 * 256 / 22050 + 1e-9
     frame = 2 * 256 / 22050
     assert all(second / frame == pytest.approx(round(second / frame)) for second in ends)
-    with pytest.raises(InputError, match="learned transducer"):
+    with pytest.raises(InputError, match="criterion=transducer"):
         model("transducer").times(whole, found)
 
 
@@ -158,7 +158,7 @@ def test_what_makes_no_sense_is_refused():
         Recognizer(replace(texts.spec(), text=None))
     with pytest.raises(InputError, match="genmodels transcribe"):
         model().draw(SamplingOptions())
-    with pytest.raises(InputError, match="by=attention: this model has learned ctc"):
+    with pytest.raises(InputError, match="by=attention: this model has criterion=ctc"):
         model().log_likelihood(texts.batch(SIZES), by="attention")
     for options, said in (({"criterion": "ctc", "decoder": {"hidden": 8}}, "model.decoder is not for"),
                           ({"criterion": "attention", "decoder": {"delay": 2}}, "needs triggers"),

@@ -105,6 +105,12 @@ def test_gradients_are_there_when_nobody_asks_for_any():
     assert torch.allclose(outside, inside) and not inside.requires_grad and drawn.isfinite().all()
 
 
+@pytest.mark.parametrize("name, value", [("spacing", "karras"), ("eta", 1.0), ("churn", 1.0), ("diffusion", "sine")])
+def test_annealed_langevin_refuses_options_of_other_samplers(name, value):
+    with pytest.raises(ValueError, match=f"{name} is an option of the other samplers, not of annealed_langevin"):
+        model().sample(1, text="a cab", steps=10, **{name: value})
+
+
 def test_energies_grow_away_from_the_mean_and_know_no_padding():
     found, data = model(), even_lengths(batch())
     together = found.energies(data)
