@@ -83,6 +83,7 @@ def run(
     from genmodels.core.random import seed_of
 
     datamodule = build(data, trust=trust or [])
+    processes = 1
     if isinstance(options.devices, int) and options.devices > 0:
         processes = options.devices * options.num_nodes
         if datamodule.batch_size % processes:
@@ -90,6 +91,10 @@ def run(
     datamodule.order_seed = seed
     datamodule.prepare_data()
     datamodule.setup("fit")
+    held_out = len(datamodule.split("val"))
+    if processes > held_out:
+        raise InputError(f"{datamodule.spec.name} has {held_out} validation items, fewer than the {processes} "
+                         "processes that are to share them: start fewer, or hold out more")
     torch.manual_seed(seed_of(seed, "weights"))
     network = build(model, datamodule.spec, trust=trust or [])
     whole = Schema("genmodels.cli.train.run", trust=trust or []).complete

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from genmodels.core.data import Batch, Latents
 from genmodels.core.errors import InputError, require_finite_rows
+from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
 from genmodels.core.random import KeyedGenerator
@@ -61,6 +62,10 @@ class DiffusionModel(GenerativeModel):
     #: Whether validation on small continuous vectors solves the ODE: for families whose model is the flow. The bound is
     #: that of a noisy sampler, which a small error of the velocity near the data costs far more than the flow.
     validates_by_ode = False
+    #: Whether its predictions are means of the data given x_t, and so contain the velocity of a flow.
+    has_velocity = True
+    #: Families without a velocity from which it learns all the same.
+    learns_from: tuple[str, ...] = ()
 
     def prepare(
         self, *, num_steps: int, cond_drop: float, class_conditional: bool, noise: float,
@@ -405,13 +410,14 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
     Arguments:
         student: the model that learns.
         option: its option that names the checkpoint.
-        path: the checkpoint.
+        path: the checkpoint, as `ckpt=` of the commands takes it: a run folder too.
 
     Raises:
-        InputError: for another kind of model, other data or other classes.
+        InputError: for another kind of model, other data or other classes, or a student that would ask for no class
+            where the teacher has learned none.
     """
     with torch.random.fork_rng():  # the numbers that training draws next must not depend on a teacher being built
-        teacher, _ = load_model(path, device=str(student.device))
+        teacher, _ = load_model(located(path), device=str(student.device))
     if isinstance(teacher, DiffusionModel) and teacher.spec.source != student.spec.source:
         begins = [(model.spec.source or {"name": "noise"})["name"] for model in (teacher, student)]
         raise InputError(f"{option}={path} begins at {begins[0]}, and this model at {begins[1]}")
@@ -420,6 +426,13 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
                          f"a diffusion or flow matching of {tuple(student.spec.event_shape)}")
     if student.conditional and teacher.num_classes != student.num_classes:
         raise InputError(f"{option}={path} knows other classes: model.class_conditional=false leaves them out")
+    if not teacher.has_velocity and teacher.family not in student.learns_from:
+        raise InputError(f"{option}={path} holds a {teacher.family}, which has no velocity to follow: take a diffusion "
+                         "or flow matching")
+    asks_for_none = option == "distill" and not (student.conditional and student.cond_drop == 0)
+    if teacher.conditional and not teacher.has_null_class and asks_for_none:
+        raise InputError(f"{option}={path} was trained with cond_drop=0 and knows no class that could be left out: "
+                         "give model.class_conditional=true model.cond_drop=0")
     return teacher
 
 

@@ -162,6 +162,7 @@ class StepModel(DiffusionModel):
     of samples by the usual steps, 2 E|x - y| - E|x - x'| - E|y - y'|, in the network's units.
     """
 
+    has_velocity = False
     swept_steps = (1, 2, 4, 20)
     usual_steps = 1
     distill: str | None = None
@@ -319,6 +320,7 @@ class ProgressiveModel(StepModel):
     """
 
     family = "progressive"
+    learns_from = ("progressive",)
     usual_sampler = "flow_map"
 
     def __init__(

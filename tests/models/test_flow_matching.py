@@ -302,6 +302,12 @@ def test_validation_between_data_sets_is_an_energy_distance():
         assert (shift == 0) == (abs(model.figures["val/energy_distance"]) < 0.02)
 
 
+def test_a_constant_source_is_refused():
+    x = torch.randn(9, 2, generator=torch.Generator().manual_seed(3))
+    with pytest.raises(ValueError, match="the source, is constant"):
+        transporting().initialize(Batch(x, source=torch.cat([x[:, :1], torch.ones(9, 1)], 1)))
+
+
 def test_what_needs_noise_is_refused_between_data_sets():
     model = transporting()
     assert not hasattr(model, "ode_likelihood") and not hasattr(model, "elbo")
