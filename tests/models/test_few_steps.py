@@ -123,7 +123,8 @@ def test_teachers_without_a_velocity_teach_steps_of_their_own_kind_alone(tmp_pat
     teacher = written(small(FlowMatchingModel), tmp_path / "teacher.ckpt")
     steps = written(small(ProgressiveModel, distill=teacher), tmp_path / "steps.ckpt")
     ProgressiveModel(DIGITS, distill=steps, net=SMALL, steps=2).initialize(batch())
-    for kind, path in ((ConsistencyModel, of_consistency), (ConsistencyModel, steps), (ProgressiveModel, of_consistency)):
+    refused = ((ConsistencyModel, of_consistency), (ConsistencyModel, steps), (ProgressiveModel, of_consistency))
+    for kind, path in refused:
         with pytest.raises(ValueError, match="has no velocity to follow"):
             kind(DIGITS, distill=path, net=SMALL).initialize(batch())
     student = FlowMatchingModel(DIGITS, net=SMALL, reflow=of_consistency, reflow_pairs=4)
