@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, Latents
-from genmodels.core.errors import InputError, require_finite_rows
+from genmodels.core.errors import InputError, one_of, require_finite_rows
 from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
@@ -30,7 +30,7 @@ from genmodels.diffusion import (
 )
 from genmodels.diffusion import sample as run_sampler
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, LevelSoftmax, to_levels, to_unit
-from genmodels.diffusion.flow_matching import make_path
+from genmodels.diffusion.flow_matching import PATHS, make_path
 from genmodels.diffusion.ode import EXACT_UP_TO
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import make_network
@@ -296,6 +296,7 @@ class DiffusionModel(GenerativeModel):
         index, known, edit = self.numbered(options.n, options.start), options.known, options.edit
         denoiser, generator = self.weights(options.weights), KeyedGenerator(options.seed, index, "sample")
         if options.along is not None:
+            one_of("along", options.along, PATHS)
             denoiser = OnPath(denoiser, make_path(options.along, self.num_steps))
         plan = self.sampler.plan(denoiser.schedule, options)
         labels, shape = self._labels(options, index), (options.n, *self._shape_of(options.size))

@@ -81,7 +81,7 @@ def test_a_ddpm_is_sampled_as_a_flow_and_the_other_way_round():
         here = model.sample(5, sampler="heun", steps=300, along=own).x
         there = model.sample(5, sampler="heun", steps=300, along=other)
         assert (here - there.x).abs().max() < 0.02 and there.made["along"] == other
-    with pytest.raises(ValueError, match="path must be one of linear"):
+    with pytest.raises(ValueError, match="along must be one of linear"):
         model.sample(1, along="straight")
 
 
@@ -189,6 +189,8 @@ def test_options_that_do_not_fit():
         FlowMatchingModel(DIGITS, net=SMALL, path="cosine", sigma_min=0.1)
     with pytest.raises(ValueError, match="coupling must be one of"):
         FlowMatchingModel(DIGITS, net=SMALL, coupling="exact")
+    with pytest.raises(ValueError, match="along must be one of linear, cosine, vp_linear"):
+        small().sample(1, along="straight")
 
 
 def validated(model, x):
