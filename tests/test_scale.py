@@ -339,6 +339,18 @@ def test_spread_weights_are_those_of_one_process(alone, tmp_path):
 
 
 @pytest.mark.slow
+def test_spread_weights_serve_the_ode_of_a_validation(tmp_path):
+    """Every eighth item is solved twice, and one process of two has all of those: backward passes are unlike often."""
+    words = ["model=flow_matching", "model.net.hidden=8", "data.n_train=300", "data.n_val=60", "data.batch_size=20",
+             "trainer.max_steps=2", "trainer.validate_every_n_steps=1", "trainer.sample_every_n_steps=0"]
+    found = ended([begin(tmp_path, *words, "trainer.devices=2", f"trainer.strategy={each}", f"run_dir={each}")
+                   for each in ("ddp", "fsdp")])
+    assert [code for code, *_ in found] == [0, 0], found
+    values = [read_header(tmp_path / each / "last.ckpt")["figures"]["val/nll"] for each in ("ddp", "fsdp")]
+    assert abs(values[0] - values[1]) < 1e-5
+
+
+@pytest.mark.slow
 def test_a_run_of_two_processes_goes_on_with_four(alone, tmp_path):
     run = begin(tmp_path, "run_dir=run", "trainer.devices=2")
     wait_for_step(tmp_path / "run/last.ckpt", 5, [run])

@@ -155,7 +155,7 @@ def run(
 
 
 def _data(node: dict, options: TrainerOptions, seed: int, trust: list[str]) -> DataModule:
-    datamodule = build(node, trust=trust)
+    datamodule, processes = build(node, trust=trust), 1
     if isinstance(options.devices, int) and options.devices > 0:
         processes = options.devices * options.num_nodes
         if datamodule.batch_size % processes:
@@ -163,6 +163,10 @@ def _data(node: dict, options: TrainerOptions, seed: int, trust: list[str]) -> D
     datamodule.order_seed = seed
     datamodule.prepare_data()
     datamodule.setup("fit")
+    held_out = len(datamodule.split("val"))
+    if processes > held_out:
+        raise InputError(f"{datamodule.spec.name} has {held_out} validation items, fewer than the {processes} "
+                         "processes that are to share them: start fewer, or hold out more")
     return datamodule
 
 

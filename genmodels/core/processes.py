@@ -274,6 +274,8 @@ def set_whole(module: nn.Module, wanted: bool) -> None:
     for part in module.modules():
         if hasattr(part, "set_reshard_after_forward"):
             part.set_reshard_after_forward(not wanted, recurse=False)
+            part.set_reshard_after_backward(not wanted, recurse=False)  # a divergence is a backward pass too
+            part.set_requires_gradient_sync(not wanted, recurse=False)
             part.unshard() if wanted else part.reshard()
 
 

@@ -68,6 +68,10 @@ def write_shards(module: DataModule, out: Path, items: int, source: dict, progre
 
     Returns the record that was written.
     """
+    if module.spec.source is not None:
+        source = module.spec.source["name"]
+        raise InputError(f"{module.spec.name}: its items get those of {source} anew in every epoch, which shards do "
+                         "not hold; write shards of sets that stand for themselves")
     spec, sizes = module.spec, {split: len(module.split(split)) for split in SPLITS}
     record = {"genmodels": __version__, "spec": spec.to_dict(), "source": source, "items": sizes, "per_shard": items}
     record = json.loads(json.dumps(record))

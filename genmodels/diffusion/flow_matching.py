@@ -24,6 +24,8 @@ PathName = Literal[
     "vp_sigmoid", "vp_linear_log_snr",
 ]  # fmt: skip
 
+PATHS = ("linear", "cosine", *(f"vp_{schedule}" for schedule in SCHEDULES if schedule != "learned"))
+
 
 def make_path(name: PathName, num_steps: int, *, sigma_min: float = 0.0) -> Path:
     """The path of a name: `linear`, `cosine` (alpha = cos(pi t/2), sigma = sin(pi t/2)), or `vp_` and a noise schedule.
@@ -38,7 +40,7 @@ def make_path(name: PathName, num_steps: int, *, sigma_min: float = 0.0) -> Path
         >>> make_path("cosine", 10).alpha_sigma(torch.tensor(1 / 3))[1]  # sin(pi/6)
         tensor(0.5000, dtype=torch.float64)
     """
-    one_of("path", name, ["linear", "cosine", *(f"vp_{schedule}" for schedule in SCHEDULES if schedule != "learned")])
+    one_of("path", name, PATHS)
     if sigma_min and name != "linear":
         raise InputError(f"sigma_min is for path=linear: {name} has its own noise at t = 0")
     if name == "linear":

@@ -322,8 +322,8 @@ class FidelityStage:
             self._show(self._drawn(min(_SHOWN, n)))
             return
         network, items = feature_network(self.frame)
-        drawn = self._drawn(max(n, _SHOWN), "copies")
-        self._show(drawn)
+        drawn = self._drawn(n, "copies")
+        self._show(drawn if n >= _SHOWN else self._drawn(_SHOWN))  # further ones are shown, and compared with nothing
         real, other = self._real(n)
         scale = self._scale(network, items, real, other)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec, Latents
-from genmodels.core.errors import InputError, require_finite_rows
+from genmodels.core.errors import InputError, one_of, require_finite_rows
+from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
 from genmodels.core.random import KeyedGenerator
@@ -29,7 +30,7 @@ from genmodels.diffusion import (
 )
 from genmodels.diffusion import sample as run_sampler
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, to_levels, to_unit
-from genmodels.diffusion.flow_matching import make_path
+from genmodels.diffusion.flow_matching import PATHS, make_path
 from genmodels.diffusion.ode import EXACT_UP_TO
 from genmodels.models.base import GenerativeModel, Loss, require_spread
 from genmodels.models.build import make_network
@@ -77,6 +78,10 @@ class DiffusionModel(GenerativeModel):
     #: Whether validation on small continuous vectors solves the ODE: for families whose model is the flow. The bound is
     #: that of a stochastic sampler, which a small error of the velocity near the data costs far more than the flow.
     validates_by_ode = False
+    #: Whether its predictions are means of the data given x_t, and so contain the velocity of a flow.
+    has_velocity = True
+    #: Families without a velocity from which it learns all the same.
+    learns_from: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -309,6 +314,7 @@ class DiffusionModel(GenerativeModel):
         index, known, edit = self.numbered(options.n, options.start), options.known, options.edit
         denoiser, generator = self.weights(options.weights), KeyedGenerator(options.seed, index, "sample")
         if options.along is not None:
+            one_of("along", options.along, PATHS)
             denoiser = OnPath(denoiser, make_path(options.along, self.num_steps))
         plan = self.sampler.plan(denoiser.schedule, options)
         labels, shape = self._labels(options, index), (options.n, *self._shape_of(options.size))
@@ -415,13 +421,14 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
     Arguments:
         student: the model that learns from it.
         option: the student's option that names the checkpoint.
-        path: the checkpoint.
+        path: the checkpoint, as `ckpt=` of the commands takes it: a run folder too.
 
     Raises:
-        InputError: for another kind of model, other data or other classes.
+        InputError: for another kind of model, other data or other classes, or a student that would ask for no class
+            where the teacher has learned none.
     """
     with torch.random.fork_rng():  # building the teacher must not change the random numbers of training
-        teacher, _ = load_model(path, device=str(student.device))
+        teacher, _ = load_model(located(path), device=str(student.device))
     if isinstance(teacher, DiffusionModel) and teacher.spec.source != student.spec.source:
         begins = [(model.spec.source or {"name": "noise"})["name"] for model in (teacher, student)]
         raise InputError(f"{option}={path} begins at {begins[0]}, and this model at {begins[1]}")
@@ -433,6 +440,13 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
         raise InputError(f"{option}={path} was trained on {kinds[0]} data, and this model is for {kinds[1]} data")
     if student.conditional and teacher.num_classes != student.num_classes:
         raise InputError(f"{option}={path} has other classes: model.class_conditional=false leaves them out")
+    if not teacher.has_velocity and teacher.family not in student.learns_from:
+        raise InputError(f"{option}={path} holds a {teacher.family}, which has no velocity to follow: take a diffusion "
+                         "or flow-matching model")
+    asks_for_none = option == "distill" and not (student.conditional and student.cond_drop == 0)
+    if teacher.conditional and not teacher.has_null_class and asks_for_none:
+        raise InputError(f"{option}={path} was trained with cond_drop=0 and so has no output without a class: "
+                         "give model.class_conditional=true model.cond_drop=0")
     return teacher
 
 

@@ -140,6 +140,7 @@ class StepModel(DiffusionModel):
         **shared: what all diffusion models take, see `DiffusionModel`.
     """
 
+    has_velocity = False
     swept_steps = (1, 2, 4, 20)
     usual_steps = 1
 
@@ -267,6 +268,7 @@ class ProgressiveModel(StepModel):
     """
 
     family = "progressive"
+    learns_from = ("progressive",)
     usual_sampler = "flow_map"
 
     def __init__(

@@ -160,6 +160,8 @@ class FlowMatchingModel(DiffusionModel):
         super().initialize(batch)
         if self.spec.source is not None and self.spec.source["levels"] is None:
             x = batch.source.double()
+            if not bool((x.std(0) > 0).all()):
+                raise InputError(f"a scalar of {self.spec.source['name']}, the source, is constant: leave it out")
             self.source_location.copy_(x.mean(0))
             self.source_scale.copy_(x.std(0))
 

@@ -169,6 +169,8 @@ class MaskedDiffusionModel(GenerativeModel):
         core, scale = self.weights(options.weights), options.guidance
         if scale != 1 and not self.has_null_class:
             raise InputError("guidance needs a model with classes that was trained with model.cond_drop above 0")
+        if scale == 0 and options.cond is not None:
+            raise InputError("guidance=0 draws without a class: leave cond out")
         if self.has_null_class and options.cond is None and (scale == 0 or (scale == 1 and options.known is not None)):
             return None, core
         if scale == 1:

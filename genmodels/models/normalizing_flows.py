@@ -422,4 +422,4 @@ class TarFlow(FlowModel):
             found = super().draw(options)
             found.made.update(sampler=options.sampler, evaluations=sum(block.sweeps for block in blocks))
         found.made.update({"guidance": options.guidance} if options.guidance != 1 else {})
-        return found
+        return found if options.guidance else replace(found, cond=None)

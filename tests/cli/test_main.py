@@ -52,6 +52,15 @@ def test_batch_size_is_named_as_the_command_has_it():
     assert "reduce batch_size" in cli.explain("sample", MemoryError())[0]
 
 
+def test_fewer_validation_items_than_processes_are_refused_before_anything_starts(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "model=nsf", "data=toy", "data.n_val=3", "trainer.devices=4", "trainer.accelerator=cpu"]
+    assert cli.main(words) == 2
+    printed = capsys.readouterr().err
+    assert "3 validation items, fewer than the 4 processes" in printed and printed.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture
 def fake_train(monkeypatch):
     """`genmodels train` with a run that only notes what it was given."""

@@ -23,6 +23,7 @@ from genmodels.data.shard_writer import encoded, write_shards
 from genmodels.data.shards import RECORD, Shards
 from genmodels.data.speech import Speech
 from genmodels.data.toy import Toy
+from genmodels.data.transport import Transport
 from genmodels.data.vision import Digits
 
 
@@ -158,6 +159,13 @@ def test_other_data_in_the_same_folder_are_refused(tmp_path):
         with pytest.raises(InputError, match=f"holds shards of other data .{said}"):
             write_shards(module, out, items, source)
     assert bytes_of(out) == before
+
+
+def test_items_that_come_with_others_are_refused(tmp_path):
+    """Shards of data=transport would be without the source, and no model could be trained on them."""
+    with pytest.raises(InputError, match="get those of toy_moons anew in every epoch"):
+        write_shards(Transport(source="moons", target="banana").prepare(), tmp_path / "out", 100, {})
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_shard_is_not_recorded_as_whole(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,16 @@ def test_samples_of_a_wrong_part_are_seen(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(sample_quality, "draw_parts", lambda model, options, parts, **more: drawn(
         model, options, [range(0, len(part)) for part in parts], **more))  # every process begins at the first sample
     assert not agree(alone, in_two(tmp_path / "two", figures, checkpoint)[0])
+
+
+def test_fewer_samples_may_be_compared_than_are_shown(checkpoint):
+    """The closest pairs are of the samples that are compared, whatever stands nearer to training items among others."""
+    request = replace(REQUEST, samples=9, force=True)
+    evaluation = Evaluation(Opened.open(checkpoint, request), Cache(None), ranks=Ranks())
+    evaluation.fidelity.run()
+    shown, near = evaluation.arrays["samples_x"], evaluation.arrays["neighbours_x"]
+    assert evaluation.report.fidelity.n == 9 and len(shown) == 64 and len(near) == 8
+    assert all(bool((shown[:9] == one).all(1).any()) for one in near)
 
 
 def test_what_was_finished_before_a_kill_is_not_computed_again(checkpoint, tmp_path, monkeypatch):

@@ -111,6 +111,40 @@ def test_teachers_of_another_kind_teach_and_those_of_other_data_do_not(tmp_path)
         ProgressiveModel(DIGITS, net=SMALL)
 
 
+def test_a_teacher_may_be_a_run_folder(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    written(small(FlowMatchingModel), folder / "best.ckpt")
+    student = ConsistencyModel(DIGITS, distill=str(folder), net=SMALL)
+    student.initialize(batch())
+    assert student.loss(batch(), KeyedGenerator(0, torch.arange(6), "train")).value.isfinite()
+
+
+def test_teachers_without_a_velocity_teach_steps_of_their_own_kind_alone(tmp_path):
+    """Estimates of a consistency model are ends of trajectories: following them as means leads nowhere."""
+    of_consistency = written(small(ConsistencyModel), tmp_path / "consistency.ckpt")
+    teacher = written(small(FlowMatchingModel), tmp_path / "teacher.ckpt")
+    steps = written(small(ProgressiveModel, distill=teacher), tmp_path / "steps.ckpt")
+    ProgressiveModel(DIGITS, distill=steps, net=SMALL, steps=2).initialize(batch())
+    refused = ((ConsistencyModel, of_consistency), (ConsistencyModel, steps), (ProgressiveModel, of_consistency))
+    for kind, path in refused:
+        with pytest.raises(ValueError, match="has no velocity to follow"):
+            kind(DIGITS, distill=path, net=SMALL).initialize(batch())
+    student = FlowMatchingModel(DIGITS, net=SMALL, reflow=of_consistency, reflow_pairs=4)
+    with pytest.raises(ValueError, match="has no velocity to follow"):
+        student.loss(batch(), KeyedGenerator(0, torch.arange(6), "train"))
+
+
+def test_a_teacher_is_not_asked_for_a_class_that_it_has_not_learned(tmp_path):
+    path = written(small(FlowMatchingModel, cond_drop=0.0), tmp_path / "teacher.ckpt")
+    for options in ({}, {"class_conditional": False}):
+        with pytest.raises(ValueError, match="knows no class that could be left out"):
+            ConsistencyModel(DIGITS, distill=path, net=SMALL, **options).initialize(batch())
+    ConsistencyModel(DIGITS, distill=path, net=SMALL, cond_drop=0.0).initialize(batch())
+    FlowMatchingModel(DIGITS, net=SMALL, reflow=path, reflow_pairs=4).loss(
+        batch(), KeyedGenerator(0, torch.arange(6), "train"))
+
+
 def test_without_a_velocity_there_is_no_likelihood():
     model = small(ConsistencyModel)
     found = model.log_likelihood(batch())

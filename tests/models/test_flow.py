@@ -235,3 +235,17 @@ def test_temperatures_are_checked(temperature):
 def test_options_that_are_left_open_are_decided():
     assert Glow(DIGITS, steps=1, hidden=8).decided == {"levels": 2}
     assert RealNVP(PLANE, couplings=2).decided == {"hidden": 256, "depth": 2}
+
+
+def test_the_monitor_of_several_processes_looks_at_the_items_of_one(monkeypatch):
+    """Of two processes that share the items in turn each takes half of the first sixteen."""
+    torch.manual_seed(0)
+    model = NSF(PLANE, layers=1, hidden=8)
+    whole = Batch(torch.randn(60, 2), index=torch.arange(60))
+    model.initialize(whole)
+    seen = []
+    for rank in range(2):
+        monkeypatch.setattr("genmodels.models.flow.rank_world", lambda rank=rank: (rank, 2))
+        model.validation_step(whole.rows(torch.arange(rank, 60, 2)), 0)
+        seen += model._probe.index.tolist()
+    assert sorted(seen) == list(range(16))

@@ -81,7 +81,7 @@ def test_a_ddpm_is_sampled_as_a_flow_and_the_other_way_round():
         here = model.sample(5, sampler="heun", steps=300, along=own).x
         there = model.sample(5, sampler="heun", steps=300, along=other)
         assert (here - there.x).abs().max() < 0.02 and there.made["along"] == other
-    with pytest.raises(ValueError, match="path must be one of linear"):
+    with pytest.raises(ValueError, match="along must be one of linear"):
         model.sample(1, along="straight")
 
 
@@ -189,6 +189,8 @@ def test_options_that_do_not_fit():
         FlowMatchingModel(DIGITS, net=SMALL, path="cosine", sigma_min=0.1)
     with pytest.raises(ValueError, match="coupling must be one of"):
         FlowMatchingModel(DIGITS, net=SMALL, coupling="exact")
+    with pytest.raises(ValueError, match="along must be one of linear, cosine, vp_linear"):
+        small().sample(1, along="straight")
 
 
 def validated(model, x):
@@ -309,6 +311,12 @@ def test_validation_between_data_sets_is_an_energy_distance():
         model.validation_step(Batch(x + shift, index=torch.arange(400), source=x.flip(0)), 0)
         model.on_validation_epoch_end()
         assert (shift == 0) == (abs(model.figures["val/energy_distance"]) < 0.02)
+
+
+def test_a_constant_source_is_refused():
+    x = torch.randn(9, 2, generator=torch.Generator().manual_seed(3))
+    with pytest.raises(ValueError, match="the source, is constant"):
+        transporting().initialize(Batch(x, source=torch.cat([x[:, :1], torch.ones(9, 1)], 1)))
 
 
 def test_what_needs_noise_is_refused_between_data_sets():

@@ -121,3 +121,5 @@ def test_options_that_do_not_fit():
         small().sample(1, keep=torch.ones(1, 8, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match="guidance needs"):
         small(cond_drop=0.0).sample(1, guidance=2.0)
+    with pytest.raises(ValueError, match="guidance=0 draws without a class"):
+        small().sample(1, guidance=0.0, cond=3)

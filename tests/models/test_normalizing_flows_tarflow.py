@@ -77,6 +77,7 @@ def test_guidance_strengthens_the_class():
     plain, guided, none = (model.sample(4, guidance=g, cond=3).x for g in (1.0, 3.0, 0.0))
     assert not torch.equal(plain, guided) and not torch.equal(plain, none)
     assert torch.equal(none, model.sample(4, guidance=0.0, cond=7).x)  # without any class
+    assert model.sample(4, guidance=0.0).cond is None
 
 
 def test_training_hides_some_classes():
