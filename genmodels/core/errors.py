@@ -222,17 +222,20 @@ def terminal(stream: TextIO) -> bool:
 
 
 class _Lines:
-    """A stream on which every state of a bar is a line of its own."""
+    """A stream on which every state of a bar is a line of its own; the last one is not repeated when the bar ends."""
 
     encoding = "utf-8"
 
     def __init__(self, stream: TextIO):
-        self.stream = stream
+        self.stream, self._count = stream, ""
 
     def write(self, text: str) -> None:
         """A line, without what moves a cursor."""
-        if text := text.strip():
+        text = text.strip()
+        count = text.partition(" [")[0]  # without times, which may differ
+        if text and count != self._count:
             self.stream.write(text + "\n")
+            self._count = count
 
     def flush(self) -> None:
         """Write what waits."""
