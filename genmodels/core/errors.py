@@ -252,5 +252,6 @@ def progress_bar(iterable: Iterable | None = None, **options) -> tqdm:
     from tqdm import tqdm
 
     if not terminal(sys.stderr):
+        options = {"miniters": 1} | options  # or tqdm's monitor repeats a line a step earlier
         options |= {"file": _Lines(sys.stderr), "ncols": 0, "delay": 30, "mininterval": 30, "maxinterval": 30}
     return tqdm(iterable, **options)

@@ -33,7 +33,8 @@ def test_the_last_line_in_a_file_stands_once(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
     monkeypatch.setattr("sys.stderr", stream := io.StringIO())
-    with progress_bar(total=2, desc="items", miniters=1) as bar:
+    with progress_bar(total=2, desc="items") as bar:
+        assert bar.miniters == 1 and not bar.dynamic_miniters  # else tqdm's monitor prints lines of its own
         for name in ("a", "b"):
             clock[0] += 40.0
             bar.set_postfix_str(name, refresh=False)
