@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import os
+import pkgutil
 import re
 import shlex
 import string
@@ -279,6 +280,18 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in ("CHANGELOG.md", "migration.md")], ids=name)
+def test_what_a_page_names_exists(page):
+    """Modules and classes by their dotted names, and files of the tests; the pages left out name what has moved."""
+    text = page.read_text(encoding="utf-8")
+    for dotted in sorted(set(re.findall(r"\bgenmodels(?:\.[A-Za-z_]\w*)+", text))):
+        assert pkgutil.resolve_name(dotted) is not None
+    files = {file.name for file in (REPOSITORY / "tests").rglob("*.py")}
+    assert set(re.findall(r"\btest_\w+\.py", text)) <= files
+    for file in re.findall(r"\b(?:tests|benchmarks|genmodels)/[\w/]+\.py", text):
+        assert (REPOSITORY / file).exists(), file
+
+
 def test_links_lead_somewhere_and_every_page_is_in_the_navigation():
     for page in PAGES:
         for link in _LINK.findall(page.read_text(encoding="utf-8")):
@@ -289,7 +302,8 @@ def test_links_lead_somewhere_and_every_page_is_in_the_navigation():
                 assert anchor in anchors(target.read_text(encoding="utf-8")), f"{name(page)}: {link}"
     site = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r": ([\w/]+\.md)$", site, re.MULTILINE)) - {"reference/commands.md"}
-    assert listed == {str(page.relative_to(REPOSITORY / "docs")) for page in PAGES if "docs" in page.parts}
+    assert listed == {str(page.relative_to(REPOSITORY / "docs")) for page in PAGES
+                      if page.is_relative_to(REPOSITORY / "docs")}
     assert yaml.safe_load(site)["docs_dir"] == "docs"
 
 

@@ -401,6 +401,7 @@ BAD = [
     ("train", ["model._target_=os.system"], 2, "not a class of genmodels"),
     ("sample", [], 2, "ckpt"),
     ("sample", ["ckpt=nowhere.ckpt"], 1, "no such checkpoint"),
+    ("sample", ["ckpt=nowhere"], 1, "nowhere: no such checkpoint or run folder"),
     ("sample", ["ckpt=RUN", "n=0"], 2, "n must be at least 1"),
     ("sample", ["ckpt=RUN", "n=many"], 2, "n must be an integer"),
     ("sample", ["ckpt=RUN", "cond=10"], 2, "0..9"),

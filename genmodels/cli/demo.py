@@ -325,7 +325,8 @@ def _inpainting(gr, model: gm.Model) -> None:
     with gr.Row():
         with gr.Column():
             brush = gr.Brush(_LARGE // 6, ["#e04040"], color_mode="fixed")
-            editor = gr.ImageEditor(type="pil", label="Paint over what is to be drawn anew", brush=brush, layers=False,
+            gr.Markdown("Paint over what is to be drawn anew")  # not the label, which the tools would hide in part
+            editor = gr.ImageEditor(type="pil", show_label=False, brush=brush, layers=False,
                                     transforms=(), sources=("upload", "clipboard"), format="png",
                                     canvas_size=(2 * _LARGE, 2 * _LARGE))
             _choice(gr, model, editor)

@@ -233,6 +233,8 @@ def verify(path: str | Path) -> None:
         if runs:
             missing = "" if path.is_dir() else f"{path}: no such checkpoint; "
             raise RunError(f"{missing}{wanted.parent} contains {len(runs)} runs: choose one, such as {runs[-1]}")
+        if not path.is_dir() and path.suffix != ".ckpt":  # nothing is said of the folder that it would be in
+            raise RunError(f"{path}: no such checkpoint or run folder")
         what = "no such checkpoint" if wanted == path else "it holds neither best.ckpt nor last.ckpt"
         raise RunError(f"{path}: {what}{_last_good(wanted)}")
     try:

@@ -238,17 +238,20 @@ def terminal(stream: TextIO) -> bool:
 
 
 class _Lines:
-    """A stream on which every state of a bar is a new line."""
+    """A stream on which every state of a bar is a new line; the last one is not repeated when the bar ends."""
 
     encoding = "utf-8"
 
     def __init__(self, stream: TextIO):
-        self.stream = stream
+        self.stream, self._count = stream, ""
 
     def write(self, text: str) -> None:
         """Write a line, without control characters of the cursor."""
-        if text := text.strip():
+        text = text.strip()
+        count = text.partition(" [")[0]  # without times, which may differ
+        if text and count != self._count:
             self.stream.write(text + "\n")
+            self._count = count
 
     def flush(self) -> None:
         """Flush the stream."""
@@ -265,5 +268,6 @@ def progress_bar(iterable: Iterable | None = None, **options) -> tqdm:
     from tqdm import tqdm
 
     if not terminal(sys.stderr):
+        options = {"miniters": 1} | options  # or tqdm's monitor repeats a line a step earlier
         options |= {"file": _Lines(sys.stderr), "ncols": 0, "delay": 30, "mininterval": 30, "maxinterval": 30}
     return tqdm(iterable, **options)

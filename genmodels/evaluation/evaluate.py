@@ -224,6 +224,8 @@ class Evaluation:
             self.fidelity.check()
         if self.frame.request.wants("audit"):
             require_texts(self.opened)
+        if self.frame.request.wants("ood"):
+            self.other_data.check()
         self.report.references = self._references()
         try:
             for name, stage in stages.items():
@@ -276,7 +278,7 @@ class Evaluation:
             with progress_bar(desc=f"checks of {model.family}", unit="check") as bar:
 
                 def watch(name: str) -> None:
-                    bar.set_postfix_str(name)
+                    bar.set_postfix_str(name, refresh=False)
                     bar.update()
 
                 checks = [check.to_dict() for check in verify_checkpoint(subject, watch)]

@@ -55,15 +55,16 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
     if "inpaint" not in batches:
         return found, []
     known, mask = batches["inpaint"].x[0], str(named["mask"])
+    inpainted = f"item {named['inpaint']}" if str(named["inpaint"]).isdigit() else named["inpaint"]
     if spec.is_image:
-        keep, what = read_mask(mask, spec, "mask"), f"pixels of {named['inpaint']}, where {mask} is white"
+        keep, what = read_mask(mask, spec, "mask"), f"pixels of {inpainted}, where {mask} is white"
     elif len(spec.event_shape) != 2:
         raise InputError(f"inpaint keeps a part of an image, a mel or a text; events here are {spec.event_shape}")
     elif spec.encoding is not None:
         known, keep = template(known, mask, spec)
-        what = f"bytes of {named['inpaint']}"
+        what = f"bytes of {inpainted}"
     else:
-        keep, what = read_range(mask, known.shape[1], "mask"), f"frames of {named['inpaint']}, but {mask}"
+        keep, what = read_range(mask, known.shape[1], "mask"), f"frames of {inpainted}, but {mask}"
     return found | {"known": known, "keep": keep}, [f"kept {int(keep.sum())} of {keep.numel()} {what}"]
 
 

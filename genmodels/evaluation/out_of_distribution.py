@@ -218,6 +218,11 @@ class OtherDataStage:
     def __init__(self, frame: Frame, likelihood: LikelihoodStage):
         self.frame, self.likelihood = frame, likelihood
 
+    def check(self) -> None:
+        """Open them: one that is missing or does not fit is an error before the likelihoods, which may take long."""
+        for name in self.frame.request.ood:
+            other_of(self.frame, name)
+
     def run(self) -> None:
         """The likelihood of each of them."""
         line, _ = self.likelihood.of_first_line()

@@ -313,7 +313,7 @@ class Steps:
         """Metrics behind the bar."""
         self._progress.update(self._task, shown=" ".join(f"{key} {value}" for key, value in shown.items()))
 
-    def set_description(self, text: str) -> None:
+    def set_description(self, text: str, refresh: bool = False) -> None:
         """The description before the bar."""
         self._progress.update(self._task, description=text)
 
@@ -377,13 +377,13 @@ class StepBar(ProgressBar):
     def on_validation_start(self, trainer, pl_module) -> None:
         """Show that a validation runs."""
         if self._bar is not None and not trainer.sanity_checking:
-            self._bar.set_description("validating")
+            self._bar.set_description("validating", refresh=False)
 
     def on_validation_end(self, trainer, pl_module) -> None:
         """Back to training, and on a terminal a line with the metrics."""
         if self._bar is None:
             return
-        self._bar.set_description("training")
+        self._bar.set_description("training", refresh=False)
         if isinstance(self._bar, Steps):
             found = "  ".join(f"{name} {value}" for name, value in figures_of(pl_module).items())
             self._bar.line(f"step {trainer.global_step:>6}  {found}")

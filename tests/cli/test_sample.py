@@ -56,7 +56,7 @@ def test_inpainting_keeps_what_the_mask_shows_white(folder, capsys):
     run(ckpt=str(folder), inpaint=3, mask=str(folder / "mask.png"), n=3, steps=4, rounds=2, out=str(out))
     x = np.load(out)["x"]
     assert (x[:, :, :, :4] == item(3)[None, :, :, :4]).all() and (x[:, :, :, 4:] != item(3)[None, :, :, 4:]).any()
-    assert "kept 32 of 64 pixels of 3" in capsys.readouterr().out and "cond" not in np.load(out)
+    assert "kept 32 of 64 pixels of item 3" in capsys.readouterr().out and "cond" not in np.load(out)
     picture = folder / "in.png"
     run(ckpt=str(folder), inpaint=3, mask=str(folder / "mask.png"), n=2, steps=4, rounds=2, cond=7, out=str(picture))
     with Image.open(picture) as image:

@@ -26,3 +26,19 @@ def test_progress_in_a_file_is_plain_lines(monkeypatch):
         if plain:
             shown = [line.partition(" [")[0] for line in lines]
             assert shown == ["items:  38% 3/8", "items:  75% 6/8", "items: 100% 8/8"]
+
+
+def test_the_last_line_in_a_file_stands_once(monkeypatch):
+    """A bar that ends in the state of its last line does not repeat it."""
+    clock = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
+    monkeypatch.setattr("sys.stderr", stream := io.StringIO())
+    with progress_bar(total=2, desc="items") as bar:
+        assert bar.miniters == 1 and not bar.dynamic_miniters  # else tqdm's monitor prints lines of its own
+        for name in ("a", "b"):
+            clock[0] += 40.0
+            bar.set_postfix_str(name, refresh=False)
+            bar.update()
+            clock[0] += 1.0
+    lines = [line.partition(" [")[0] for line in stream.getvalue().splitlines()]
+    assert lines == ["items:  50% 1/2", "items: 100% 2/2"]

@@ -340,6 +340,14 @@ def digits(tmp_path_factory) -> Path:
     return folder
 
 
+def test_other_data_that_are_missing_are_said_before_the_likelihoods(digits, tmp_path, monkeypatch):
+    from genmodels.evaluation.likelihood import LikelihoodStage
+
+    monkeypatch.setattr(LikelihoodStage, "run", lambda stage: pytest.fail("the likelihoods were computed first"))
+    _, err = evaluate(f"ckpt={digits}", "ood=arrays", "ood_data.file=nowhere.npz", "device=cpu", cwd=tmp_path, code=2)
+    assert err.count("\n") == 1 and "nowhere.npz does not exist" in err
+
+
 def test_everything_of_one_model(digits, tmp_path):
     out, _ = evaluate(f"ckpt={digits}", "ood=[noise,shuffled]", "sweeps=[temperature]", "importance_samples=4",
                       f"out={tmp_path}/r.json", cwd=tmp_path)
