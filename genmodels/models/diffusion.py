@@ -16,7 +16,7 @@ from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions, Trajectory
-from genmodels.core.tensors import event_size, event_sum, hide, spread
+from genmodels.core.tensors import event_size, event_sum, hide
 from genmodels.diffusion import (
     SAMPLERS,
     Denoiser,
@@ -35,7 +35,7 @@ from genmodels.diffusion.ode import EXACT_UP_TO
 from genmodels.models.base import GenerativeModel, Loss, require_spread
 from genmodels.models.build import make_network
 from genmodels.models.checkpoint import load_model
-from genmodels.models.mels import frames_of, silent_beyond, with_noise
+from genmodels.models.mels import frames_of, moments, silent_beyond, with_noise
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import DiT, MLPDenoiser, UNet
 
@@ -148,7 +148,7 @@ class DiffusionModel(GenerativeModel):
     def initialize(self, batch: Batch) -> None:
         """Mean and standard deviation of continuous training data, per scalar; integers have a fixed map."""
         if self.spec.levels is None:
-            mean, std = _moments(self._filled(batch).double(), batch.mask)
+            mean, std = moments(self._filled(batch).double(), batch.mask)
             require_spread(self.spec, std)
             self.location.copy_(mean)
             self.scale.copy_(std)
@@ -448,15 +448,3 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
         raise InputError(f"{option}={path} was trained with cond_drop=0 and so has no output without a class: "
                          "give model.class_conditional=true model.cond_drop=0")
     return teacher
-
-
-def _moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of every scalar, or of the valid ones of each channel, broadcastable to the event."""
-    if mask is None:
-        return x.mean(0), x.std(0)
-    axes = [0, *range(2, x.dim())]
-    valid = spread(mask, x).expand_as(x)
-    count = valid.sum(axes, keepdim=True)
-    mean = hide(x, mask).sum(axes, keepdim=True) / count
-    variance = hide((x - mean).square(), mask).sum(axes, keepdim=True) / (count - 1).clamp(min=1)
-    return mean[0], variance.sqrt()[0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator, uniform
-from genmodels.core.tensors import hide
+from genmodels.core.tensors import hide, spread
 
 #: Default width of the noise, in log units.
 NOISE = 0.05
@@ -138,3 +138,15 @@ def frames_of(lengths: list[int] | None, index: Tensor, spec: DataSpec) -> Tenso
 def silent_beyond(x: Tensor, mask: Tensor | None, spec: DataSpec) -> Tensor:
     """Samples with silence (of other sequences: zeros) where the mask is False."""
     return x if mask is None else x.masked_fill(~mask, math.log(1e-5) if spec.mel is not None else 0.0)
+
+
+def moments(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of every scalar, or of the valid ones of each channel, broadcastable to the event."""
+    if mask is None:
+        return x.mean(0), x.std(0)
+    axes = [0, *range(2, x.dim())]
+    valid = spread(mask, x).expand_as(x)
+    count = valid.sum(axes, keepdim=True)
+    mean = hide(x, mask).sum(axes, keepdim=True) / count
+    variance = hide((x - mean).square(), mask).sum(axes, keepdim=True) / (count - 1).clamp(min=1)
+    return mean[0], variance.sqrt()[0]
