@@ -80,7 +80,7 @@ def test_kinds_in_words(annotation, text):
 
 
 def test_classes_of_the_package_are_nodes_and_those_of_torch_are_no_choice():
-    module = load("genmodels.models.ddpm")
+    module = load("genmodels.models.diffusion")
     assert [str(k) for k in kinds(ast.parse("UNet | MLPDenoiser | None", mode="eval").body, module)] == [
         "keys of UNet", "keys of MLPDenoiser", "null"]  # fmt: skip
     assert [str(k) for k in kinds(ast.parse("torch.Tensor | None", mode="eval").body, module)] == ["null"]
