@@ -13,6 +13,7 @@ from genmodels.flows.bijection import Bijection, Freeze, Inverse, per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.linear import Flip
 from genmodels.flows.multiscale import FactorOut, MultiScale
+from genmodels.flows.scaling import ActNorm, Shift
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import ConvNet
@@ -449,3 +450,18 @@ def test_interpolation_keeps_the_norm():
 def test_interpolation_needs_like_shapes():
     with pytest.raises(ValueError, match="different shapes"):
         drawn(1).interpolate(Latents((torch.zeros(1, 3, 2),)), 0.5)
+
+
+def test_initialisation_computes_every_layer_once_however_deep_it_is_nested():
+    calls = []
+
+    class Counted(Shift):
+        def _forward(self, x, cond, mask):
+            calls.append(1)
+            return super()._forward(x, cond, mask)
+
+    counted = Counted(torch.zeros(2))
+    stage = Compose([Compose([Compose([counted, ActNorm(2)], (2, 2, 2))], (2, 2, 2))], (2, 2, 2))
+    flow = MultiScale([stage], [], (2, 2, 2))
+    flow.initialize(torch.randn(8, 2, 2, 2, generator=torch.Generator().manual_seed(0)))
+    assert len(calls) == 1 and not list(flow.uninitialized())

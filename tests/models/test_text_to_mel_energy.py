@@ -237,7 +237,8 @@ def test_speakers_by_name():
 
 @pytest.mark.parametrize("wrong, reason", [
     ({"sampler": "rk4"}, "sampler"), ({"steps": 9}, "steps must be at least 10 noise levels"),
-    ({"sampler": "ddim", "steps": 13}, "steps must lie in 1..12"), ({"eta": 0.5}, "eta is an option of the other samplers"),
+    ({"sampler": "ddim", "steps": 13}, "steps must lie in 1..12"),
+    ({"eta": 0.5}, "eta is an option of the other samplers"),
     ({"temperature": -1.0}, "temperature"), ({"temperature": math.nan}, "temperature must be a finite number"),
     ({"seconds": 0.01}, "at least 7 frames"),
 ])  # fmt: skip
