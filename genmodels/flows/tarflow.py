@@ -15,6 +15,7 @@ from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Bijection, Shape, as_shape, fits, per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.elementwise import ElementTransform, LogisticMixture, MeanScale
+from genmodels.flows.linear import Permute
 from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.attention_block import AttentionKind, Site
@@ -58,13 +59,15 @@ class MetaBlock(Bijection):
         by default z_i = (x_i - m_i) e^-a_i,   (m, a)_1 = 0,   log |det| = -sum a
         x_i = f^-1(z_i; p_i), one position after the other with cached keys and values
 
-    a is bounded as in `MeanScale`; a `LogisticMixture` can have several modes. Positions are in row-major order, or its
-    reverse. The last layer of the network starts at zero, so training starts with p_0, the start of the transform, by
-    default the identity. The network may run in half precision, the transform does not.
+    a is bounded as in `MeanScale`; a `LogisticMixture` can have several modes. Positions are in row-major order, or any
+    other, or its reverse. The last layer of the network starts at zero, so training starts with p_0, the start of the
+    transform, by default the identity. The network may run in half precision, the transform does not.
 
     Arguments:
         event_shape: (C, H, W), or (C, T) with T or None for sequences of any length.
         reverse: whether the order of the positions is reversed.
+        order: the order in which positions are read, `Permute(index)` of their row-major numbers; row-major if None.
+            Not for open lengths and masks. Relative attention counts in this order.
         width, depth, heads, expansion, attention, dropout: see `TokenTransformer`; the attention is causal.
         places: whether learned position embeddings are added to the tokens; not for open lengths.
         transform: the elementwise map f, `MeanScale` if None; built for a single channel it serves all.
@@ -94,6 +97,7 @@ class MetaBlock(Bijection):
         event_shape: Shape,
         *,
         reverse: bool = False,
+        order: Permute | None = None,
         width: int = 128,
         depth: int = 2,
         heads: int = 4,
@@ -113,6 +117,10 @@ class MetaBlock(Bijection):
             raise ValueError(f"a meta-block is conditioned on labels, not on {cond}")
         self.channels, self.reverse, self.uses_cond = channels, reverse, cond is not None
         self.length = None if None in space else torch.Size(space).numel()
+        if order is not None and order.channels != self.length:
+            raise ValueError(f"order={order.index.tolist()} is of {order.channels} positions, not of the "
+                             f"{self.length or 'open length'} of {self.event_shape}")
+        self.read = order
         self.transform = MeanScale() if transform is None else transform
         self.exact_inverse = self.transform.exact_inverse
         start = self.transform.start(channels).flatten()
@@ -133,8 +141,8 @@ class MetaBlock(Bijection):
         """The position in the order of each value of the flattened event; None for an open length."""
         if self.length is None:
             return None
-        turns = torch.arange(self.length)
-        return (turns.flip(0) if self.reverse else turns).repeat(self.channels)
+        turns = torch.arange(self.length) if self.read is None else self.read.inverse_index
+        return (self.length - 1 - turns if self.reverse else turns).repeat(self.channels)
 
     def out_shape(self, shape: Shape) -> Shape:
         if not fits(self.event_shape, shape):
@@ -206,22 +214,28 @@ class MetaBlock(Bijection):
 
     def _tokens(self, x: Tensor) -> Tensor:
         """(B, N, C) in the order of the layer."""
-        tokens = x.flatten(2).mT
+        return self._in_order(x.flatten(2).mT)
+
+    def _in_order(self, tokens: Tensor) -> Tensor:
+        tokens = tokens if self.read is None else tokens[:, self.read.index]
         return tokens.flip(1) if self.reverse else tokens
 
     def _event(self, tokens: Tensor, like: Tensor) -> Tensor:
         tokens = tokens.flip(1) if self.reverse else tokens
+        tokens = tokens if self.read is None else tokens[:, self.read.inverse_index]
         return tokens.mT.reshape(like.shape)
 
     def _turned(self, mask: Tensor | None) -> Tensor | None:
         """The mask in the order of the layer."""
+        if mask is not None and self.read is not None:
+            raise ValueError(f"{type(self).__name__}: an order of {self.length} positions is for events without a mask")
         return mask.flip(-1) if mask is not None and self.reverse else mask
 
     def _added(self, cond: Tensor | None, rows: int, count: int) -> Tensor | None:
         """The embedding of position and class, (B or 1, N, width), if any."""
         parts = []
         if self.places is not None:
-            parts.append((self.places.flip(0) if self.reverse else self.places)[None])
+            parts.append(self._in_order(self.places[None]))
         if self.classes is not None:
             parts.append(self.classes(cond)[:, None].expand(-1, count, -1))
         return sum(parts[1:], parts[0]) if parts else None
@@ -264,6 +278,7 @@ def tarflow(
     transform: Literal["affine", "mixture"] = "affine",
     components: int = 8,
     patches: Literal["near", "far"] = "near",
+    order: Literal["rows", "rows_columns", "random"] = "rows",
     cond: Condition | None = None,
     memory: Literal["store", "inverse"] = "store",
 ) -> Compose:
@@ -279,6 +294,8 @@ def tarflow(
         components: number of components of a mixture.
         patches: squares of neighbours (`near`), or one pixel of each of patch^2 parts of the image (`far`), which are
             more nearly independent given earlier tokens, as a meta-block assumes.
+        order: how images are read: row by row; by rows, then columns, in each pair of meta-blocks in turn; in an order
+            drawn for each pair. The second of a pair reads backwards what the first reads forwards.
         memory: `store`, or `inverse` to store only the input of each meta-block and recompute its activations.
 
     Errors: ValueError for sides that `patch` does not divide, no block, and whatever a meta-block refuses.
@@ -299,15 +316,24 @@ def tarflow(
                          f"blocks = {blocks} and patch = {patch}")  # fmt: skip
     one_of("transform", transform, ("affine", "mixture"))
     one_of("patches", patches, ("near", "far"))
+    one_of("order", order, ("rows", "rows_columns", "random"))
     if patches == "far" and len(shape) == 2:
         raise ValueError("patches=far is for images: frames of a sequence that lie apart have no common length")
     cut = Squeeze1d(patch) if len(shape) == 2 else Squeeze2d(patch, order="channel" if patches == "near" else "far")
     squeeze = [cut] if patch > 1 else []
     inside = squeeze[0].out_shape(shape) if squeeze else shape
     inside = (inside[0], None) if len(shape) == 2 else inside  # sequences may be shorter than the longest
+    if len(shape) == 2 and order != "rows":
+        raise ValueError(f"order={order} is for images: a sequence is read forwards and backwards")
+    positions = torch.arange(torch.Size(inside[1:]).numel()) if len(shape) == 3 else None
+    reads: list[Permute | None] = [None]
+    if order == "rows_columns":
+        reads = [None, Permute(positions.view(inside[1:]).T.flatten())]
+    elif order == "random":
+        reads = [Permute.random(len(positions)) for _ in range(0, blocks, 2)]
     layers = [
-        MetaBlock(inside, reverse=number % 2 == 1, width=width, depth=depth, heads=heads, expansion=expansion,
-                  attention=attention, places=places, dropout=dropout, cond=cond,
+        MetaBlock(inside, reverse=number % 2 == 1, order=reads[number // 2 % len(reads)], width=width, depth=depth,
+                  heads=heads, expansion=expansion, attention=attention, places=places, dropout=dropout, cond=cond,
                   transform=MeanScale() if transform == "affine" else LogisticMixture(1, components=components))
         for number in range(blocks)
     ]  # fmt: skip

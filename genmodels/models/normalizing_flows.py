@@ -314,6 +314,7 @@ class TarFlow(FlowModel):
             data with modes and slower to invert.
         components: of a mixture.
         patches: squares of neighbours (`near`), or pixels far apart (`far`), for images.
+        order: of the tokens of an image: `rows`, `rows_columns` in turn, or `random`, one for each pair of meta-blocks.
         dropout: probability of dropping a value of a branch.
         cond_drop: probability that training hides the class, which guidance needs; 0 for never.
         augment: standard deviation of the noise, for data in [-1, 1]; 0 for dequantisation instead.
@@ -344,6 +345,7 @@ class TarFlow(FlowModel):
         transform: Literal["affine", "mixture"] = "affine",
         components: int = 8,
         patches: Literal["near", "far"] = "near",
+        order: Literal["rows", "rows_columns", "random"] = "rows",
         dropout: float = 0.0,
         cond_drop: float = 0.1,
         augment: float = 0.0,
@@ -362,7 +364,7 @@ class TarFlow(FlowModel):
         self.assemble(tarflow(
             spec.event_shape, patch=patch, blocks=blocks, width=width, depth=depth, heads=heads, expansion=expansion,
             attention=attention, places=places, transform=transform, components=components, patches=patches,
-            dropout=dropout, cond=self.condition, memory=self.memory,
+            order=order, dropout=dropout, cond=self.condition, memory=self.memory,
         ))  # fmt: skip
 
     def around(self, flow: Flow) -> ContinuousFlow | DiscreteFlow:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from genmodels.flows.bijection import Bijection
+from genmodels.flows.linear import Permute
 from genmodels.flows.tarflow import Decoding, MetaBlock, decoding, tarflow
 from genmodels.nn.attention import Slots
 from genmodels.nn.condition import Condition
@@ -34,10 +35,19 @@ def latents(shape=(2, 3, 3), batch=3):
     return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(2), dtype=DOUBLE)
 
 
+def mixed():
+    return Permute([4, 0, 8, 2, 6, 1, 7, 3, 5])
+
+
+def reading(block: MetaBlock) -> list[int]:
+    """The numbers of the positions in the order in which a block reads them."""
+    order = list(range(block.length)) if block.read is None else block.read.index.tolist()
+    return order[::-1] if block.reverse else order
+
+
 def inverse_by_loop(block: MetaBlock, z, cond=None, guidance=1.0):
     """x_i = z_i exp(a_i) + m_i, one position after the other, each from the whole network without any cache."""
-    turns = range(z[0, 0].numel())
-    order = list(reversed(turns)) if block.reverse else list(turns)
+    order = reading(block)
     x = torch.zeros_like(z).flatten(2)
     none = None if cond is None else torch.full_like(cond, block.classes.num_embeddings - 1)
     for i, place in enumerate(order):
@@ -52,7 +62,8 @@ def inverse_by_loop(block: MetaBlock, z, cond=None, guidance=1.0):
 
 
 CASES = [{}, {"reverse": True}, {"attention": "xl"}, {"attention": "shaw", "places": False}, {"attention": "t5"},
-         {"cond": LABELS}, {"cond": LABELS, "reverse": True}]  # fmt: skip
+         {"cond": LABELS}, {"cond": LABELS, "reverse": True}, {"order": mixed()},
+         {"order": mixed(), "reverse": True}]  # fmt: skip
 
 
 def error_of_the_cache(options, guidance=1.0):
@@ -99,15 +110,14 @@ def test_backwards_is_forwards_on_the_event_turned_round():
 def blocks_of_the_jacobian(block, x):
     """(N, C, N, C) dz/dx of one example with tokens in the order of reading, and its log-determinant as stated."""
     jacobian = torch.autograd.functional.jacobian(lambda v: block(v[None])[0][0].flatten(1).T, x)  # (N, C, *event)
-    jacobian = jacobian.flatten(3).mT  # (N, C, N, C)
-    if block.reverse:
-        jacobian = jacobian.flip(0, 2)
+    jacobian = jacobian.flatten(3).mT[reading(block)][:, :, reading(block)]  # (N, C, N, C)
     return jacobian, block(x[None])[1]
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_the_jacobian_is_block_triangular_with_diagonal_blocks(reverse):
-    block, x = block_of(reverse=reverse), latents()[0]
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"order": mixed()}, {"order": mixed(), "reverse": True}])
+def test_the_jacobian_is_block_triangular_with_diagonal_blocks(options):
+    block, x = block_of(**options), latents()[0]
+    assert [block.order.view(2, 9)[1, place] for place in reading(block)] == list(range(9))
     jacobian, logdet = blocks_of_the_jacobian(block, x)
     count, channels = jacobian.shape[:2]
     own = torch.eye(channels, dtype=torch.bool)
@@ -125,7 +135,33 @@ def test_mutant_without_the_shift_by_one_is_caught(monkeypatch):
 
     monkeypatch.setattr(MetaBlock, "_params", unshifted)
     with pytest.raises(AssertionError):
-        test_the_jacobian_is_block_triangular_with_diagonal_blocks(False)
+        test_the_jacobian_is_block_triangular_with_diagonal_blocks({})
+
+
+def test_an_order_that_forgets_its_inverse_is_caught():
+    wrong = mixed()
+    wrong.inverse_index = wrong.index
+    with pytest.raises(AssertionError):
+        test_the_jacobian_is_block_triangular_with_diagonal_blocks({"order": wrong})
+
+
+def test_orders_of_images():
+    def orders(order, blocks=4):
+        flow = tarflow((1, 4, 6), blocks=blocks, order=order, **TINY)
+        return [reading(block) for block in flow.modules() if isinstance(block, MetaBlock)]
+
+    rows, columns = [0, 1, 2, 3, 4, 5], [0, 3, 1, 4, 2, 5]
+    assert orders("rows") == [rows, rows[::-1], rows, rows[::-1]]
+    assert orders("rows_columns") == [rows, rows[::-1], columns, columns[::-1]]
+    torch.manual_seed(0)
+    first, back, second, _ = orders("random")
+    assert sorted(first) == rows and back == first[::-1] and second != first
+    flow, other = (tarflow((1, 4, 6), blocks=2, order="random", **TINY) for _ in range(2))
+    other.load_state_dict(flow.state_dict())  # the orders are saved, so that a loaded flow is the same map
+    x = torch.randn(2, 1, 4, 6)
+    flow.initialize(x)
+    other.load_state_dict(shaken(flow).float().state_dict())
+    assert torch.equal(flow(x)[0], other.eval()(x)[0])
 
 
 def mass_of_two_tokens(block: Bijection) -> float:
@@ -244,6 +280,12 @@ def test_recomputing_keeps_one_event_for_each_meta_block():
     (lambda: tarflow((1, 7, 8)), r"a patch that divides the sides of \(1, 7, 8\), got blocks = 6 and patch = 2"),
     (lambda: tarflow((1, 8, 8), blocks=0), "at least one block"),
     (lambda: tarflow((2, 8), patch=2, patches="far"), "patches=far is for images"),
+    (lambda: tarflow((2, 8), order="random"), "order=random is for images"),
+    (lambda: tarflow((1, 8, 8), order="spiral"), "order"),
+    (lambda: MetaBlock((1, 4, 4), order=mixed()), "order=.* is of 9 positions, not of the 16"),
+    (lambda: MetaBlock((2, None), order=mixed()), "order=.* is of 9 positions, not of the open length"),
+    (lambda: block_of((2, 9), order=mixed())(latents((2, 9)), mask=torch.ones(3, 1, 9, dtype=torch.bool)),
+     "order of 9 positions is for events without a mask"),
     (lambda: tarflow((1, 8, 8), transform="cubic"), "transform"),
     (lambda: MetaBlock((1, 4, 4), attention="nystrom"), "'nystrom' has no causal form"),
     (lambda: MetaBlock((1, 4, 4), cond=Condition("map", 2)), "conditioned on labels"),
