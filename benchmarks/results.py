@@ -64,6 +64,15 @@ RUNS = {
                    "model.net.channels=[16,16,32,32]", "model.loss=denoising", "model.objective.sigma=0.3",
                    "model.ema_decay=0.99"],
     },
+    "mnist-half-hour": {
+        "realnvp": ["model=realnvp", "data=mnist"],
+        "glow": ["model=glow", "data=mnist"],
+        "nsf": ["model=nsf", "data=mnist"],
+        "flow++": ["model=glow", "data=mnist", "model.coupling=mixture", "model.attention=rope2d", "model.steps=4",
+                   "model.hidden=64"],
+        "jet": ["model=jet", "data=mnist"],
+        "tarflow": ["model=tarflow", "data=mnist"],
+    },
 }
 #: What is said to `genmodels evaluate`.
 EVALUATION = {
@@ -71,6 +80,7 @@ EVALUATION = {
                "importance_samples=[1,64]", "chains=64", "densities=300", "samples=200",
                "stages=[likelihood,fidelity,cost]"],
     "8gaussians": ["ode=true", "draws=100", "samples=500", "stages=[likelihood,fidelity,cost]"],
+    "mnist-half-hour": ["importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
     "mnist": ["ode=false", "importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
     "mnist-minutes": ["limit=256", "ode=true", "ode_options.divergence=hutchinson", "ode_options.tolerance=1e-3",
                       "importance_samples=[1,8]", "draws=150", "chains=32", "densities=300", "samples=128",
