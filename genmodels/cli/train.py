@@ -128,10 +128,10 @@ def run(
         logging.getLogger("genmodels").info("started with %s", config)
         for line in parts.attention_paths(network.core, device):
             logging.getLogger("genmodels").info("attention %s", line)
-        start = time.monotonic()
+        start = time.monotonic(), time.process_time()
         if lock is not None:
             ended.callback(lambda: checkpointing.saved_step is not None
-                           and parts.add_training_time(folder, time.monotonic() - start))
+                           and parts.add_training_time(folder, *_since(*start)))
         with (restoring(path, lambda: checkpointing.saved_step is not None),
               watched(lambda: getattr(lightning.strategy.launcher, "procs", []))):
             lightning.fit(
@@ -150,8 +150,13 @@ def run(
         validated = lightning.should_stop or (every and steps % min(every, steps) == 0)
         if not validated or not network.figures or done == steps:  # figures of a checkpoint lack their errors
             lightning.validate(network, datamodule.val_dataloader(), verbose=False)
-        parts.conclude(network, folder, time.monotonic() - start, speed.line(lightning))
+        parts.conclude(network, folder, *_since(*start), speed.line(lightning))
         return Outcome(parts.figures_of(network), metric_of(network), lightning.global_step, str(folder))
+
+
+def _since(start: float, cpu_start: float) -> tuple[float, float]:
+    """Seconds and CPU seconds of this process since."""
+    return time.monotonic() - start, time.process_time() - cpu_start
 
 
 def _data(node: dict, options: TrainerOptions, seed: int, trust: list[str]) -> DataModule:

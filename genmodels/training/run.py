@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -115,19 +115,20 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
     return folder
 
 
-def add_training_time(folder: Path, seconds: float) -> None:
-    """Add to the training time in training.json; not stored in checkpoints, which must not depend on it."""
-    place = folder / "training.json"
+def add_training_time(folder: Path, seconds: float, cpu_seconds: float) -> None:
+    """Add to the training times in training.json; not stored in checkpoints, which must not depend on them."""
+    spent = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+    times = {which: training_time(folder, which) + more for which, more in spent.items()}
     try:
-        write_text(place, json.dumps({"seconds": training_time(folder) + seconds}))
+        write_text(folder / "training.json", json.dumps(times))
     except RunError as error:
         logging.getLogger("genmodels").warning("%s", error)
 
 
-def training_time(folder: Path) -> float:
-    """Seconds of training in this folder, over all resumes; 0 if unknown."""
+def training_time(folder: Path, which: Literal["seconds", "cpu_seconds"] = "seconds") -> float:
+    """Seconds of training in this folder, or CPU seconds of the process, over all resumes; 0 if unknown."""
     try:
-        return float(json.loads((folder / "training.json").read_text())["seconds"])
+        return float(json.loads((folder / "training.json").read_text())[which])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0.0
 
@@ -244,10 +245,11 @@ def say(*lines: str) -> None:
     _say(lines, lines)
 
 
-def conclude(model: GenerativeModel, folder: Path, seconds: float, speed: str | None) -> None:
+def conclude(model: GenerativeModel, folder: Path, seconds: float, cpu_seconds: float, speed: str | None) -> None:
     """Print the end of a run: time, speed, metrics and the next commands; on a terminal the former as a table."""
     result, *commands = summary(model, folder)
-    lines = [f"trained in {seconds:.0f} s", *([speed] if speed else []), result, *commands]
+    lines = [f"trained in {seconds:.0f} s, {cpu_seconds:.0f} s of CPU time", *([speed] if speed else []), result,
+             *commands]
     _say(lines, commands, table=[("step", str(model.trainer.global_step)), *best_of(folder),
                                  *figures_of(model).items(), ("trained in", str(timedelta(seconds=round(seconds)))),
                                  *([("speed", speed.partition(":")[2].strip())] if speed else [])])

@@ -107,9 +107,9 @@ def test_a_pipe_is_no_checkpoint_to_resume():
 
 def test_the_time_of_training_adds_up_over_resumes(tmp_path):
     assert run.training_time(tmp_path) == 0
-    run.add_training_time(tmp_path, 2.5)
-    run.add_training_time(tmp_path, 4.0)
-    assert run.training_time(tmp_path) == 6.5
+    run.add_training_time(tmp_path, 2.5, 1.0)
+    run.add_training_time(tmp_path, 4.0, 3.0)
+    assert run.training_time(tmp_path) == 6.5 and run.training_time(tmp_path, "cpu_seconds") == 4.0
     (tmp_path / "training.json").write_text("{")
     assert run.training_time(tmp_path) == 0
 
