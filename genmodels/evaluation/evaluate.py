@@ -21,11 +21,10 @@ from genmodels.evaluation import cost
 from genmodels.evaluation.checkpoint import Frame, Opened
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.likelihood import LikelihoodStage
-from genmodels.evaluation.out_of_distribution import OtherDataStage
+from genmodels.evaluation.out_of_distribution import OtherDataStage, audit, picture_of_audit, require_texts
 from genmodels.evaluation.report import Drift, Layer, Reference, Report, SamplingCost
 from genmodels.evaluation.sample_quality import FidelityStage
 from genmodels.evaluation.samples import draw
-from genmodels.evaluation.speech import audit, picture_of_audit, require_texts
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
 from genmodels.models.mels import NOISE, even_lengths, with_noise
