@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 
 from genmodels.core.likelihood import SingleValues, value_of
 from genmodels.speech.measures import AlignmentShape
-from genmodels.speech.recognition import ErrorBin, Recognition
+from genmodels.speech.recognition import Recognition, Transcription
 from genmodels.verification.check import Check
 
 
@@ -242,7 +242,10 @@ class OtherData:
 
 @dataclass(kw_only=True)
 class SpeechFigures:
-    """Synthesised texts against recordings: distortion in dB, lengths, failures, seconds of work and of sound."""
+    """Synthesised texts against recordings: distortion in dB, lengths, failures, seconds of work and of sound.
+
+    `played` are the first texts, whose synthesis k is the array `sound_k`, and whose vocoded recording `vocoded_k`.
+    """
 
     utterances: int
     mcd_mel13: float
@@ -255,17 +258,7 @@ class SpeechFigures:
     duration_error: float | None = None
     alignment: AlignmentShape | None = None
     recognition: Recognition | Skipped | None = None
-
-
-@dataclass(kw_only=True)
-class Transcription:
-    """Recognition of recordings: CER by length of the text and, last, over all; WER; transcripts."""
-
-    search: str
-    wer: float
-    curve: list[ErrorBin]
-    heard: list[str]
-    real_time_factor: float
+    played: list[str] = field(default_factory=list)
 
 
 @dataclass

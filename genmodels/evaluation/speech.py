@@ -18,7 +18,7 @@ from genmodels.evaluation.report import Skipped, SpeechFigures, Transcription, U
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.mels import even_lengths
 from genmodels.models.recognizer import TrainedRecogniser
-from genmodels.speech.audio import MelConfig, read_wav
+from genmodels.speech.audio import MelConfig, read_wav, sixteen_bits
 from genmodels.speech.decoding import Search
 from genmodels.speech.measures import (
     AlignmentShape,
@@ -41,10 +41,11 @@ from genmodels.speech.recognition import (
     word_edits,
 )
 from genmodels.speech.text import Symbols, ready
-from genmodels.speech.vocoder import GriffinLim
+from genmodels.speech.vocoder import FLOOR, GriffinLim
 
 _UTTERANCES = 16  # texts synthesised by default
 _HEARD = 20.0  # seconds of recordings recognised by default, three times: synthesised, vocoded, and as recorded
+_PLAYED, _CLASSES, _LONGEST = 3, 10, 10.0  # texts, or classes, whose sound is in the page; seconds of each at most
 
 
 def speech_of(frame: Frame) -> SpeechFigures:
@@ -58,16 +59,23 @@ def speech_of(frame: Frame) -> SpeechFigures:
         texts = _texts(batch, opened.spec.text)
         synthesised, seconds, outcomes = _synthesised(opened, batch, texts)
         found = _against_recordings(opened, batch, synthesised, seconds, outcomes)
+        heard = _heard(opened, batch) if request.samples == "auto" else len(batch)
+        sounds = _vocoded(opened, batch, synthesised, max(heard, _PLAYED))
         if recogniser is not None:
-            heard = slice(0, _heard(opened, batch) if request.samples == "auto" else len(batch))
-            found.recognition = _recognised(opened, batch.rows(heard), texts[heard], synthesised[heard], recogniser)
-        return asdict(found)
+            waves = {name: some[:heard] for name, some in sounds.items()}
+            found.recognition = _recognised(opened, texts[:heard], waves, recogniser)
+        found.played, rate = texts[:_PLAYED], opened.spec.mel["sample_rate"]
+        arrays = {f"{kind}_{k}": playable(wave, rate) for kind, some in zip(("sound", "vocoded"), sounds.values(),
+                  strict=True) for k, wave in enumerate(some[:_PLAYED])}
+        return {"figures": asdict(found), "arrays": arrays}
 
     settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None,
                 "all_heard": request.samples != "auto"}
     settings |= {} if request.recognizer is None else {"by": recogniser.name}
     settings |= {key: value for key in ("sampler", "steps") if (value := getattr(request, key)) is not None}
-    found = frame.once("speech", settings, compute)
+    done = frame.once("speech", settings, compute)
+    frame.arrays |= done["arrays"]
+    found = done["figures"]
     shape, heard = found["alignment"], found["recognition"]
     return SpeechFigures(**found | {
         "alignment": shape and AlignmentShape(**shape),
@@ -186,17 +194,48 @@ def _own(batch: Batch, k: int) -> Tensor:
     return batch.x[k, :, : int(batch.mask[k].sum())]
 
 
+def _vocoded(opened: Opened, batch: Batch, synthesised: Sequence[dict], count: int) -> dict[str, list[Tensor]]:
+    """The sound of the first synthesised mels, and of the recordings' mels, by the same vocoder."""
+    vocoder = GriffinLim(MelConfig(**opened.spec.mel))
+    return {"model": [vocoder(one["mel"]) for one in synthesised[:count]],
+            "recordings' mels vocoded": [vocoder(_own(batch, k)) for k in range(min(count, len(batch)))]}
+
+
+def playable(wave: Tensor, rate: int) -> Tensor:
+    """The first ten seconds of sound (N,) as int16; empty where it is not finite, as of a mel louder than any sound.
+
+    Example:
+        >>> playable(torch.zeros(99), 8).shape, playable(torch.full((9,), torch.inf), 8).shape
+        (torch.Size([80]), torch.Size([0]))
+    """
+    wave = wave[: round(_LONGEST * rate)]
+    return sixteen_bits(wave if bool(wave.isfinite().all()) else wave[:0])[0]
+
+
+def sounds_by_class(x: Tensor, cond: Tensor | None, spec: DataSpec) -> dict[str, Tensor]:
+    """Sound of mels (n, n_mels, T): the first of each class, ten at most; without classes the first three.
+
+    The sound of row k is `sound_k`, by Griffin-Lim; frames of silence at the end are left out.
+    """
+    labels = list(range(min(len(x), _PLAYED))) if cond is None else cond.tolist()
+    vocoder = GriffinLim(MelConfig(**spec.mel))
+    found = {}
+    for label in sorted(set(labels[: len(x)]))[:_CLASSES]:
+        row = labels.index(label)
+        sounding = (x[row] > FLOOR + 1e-4).any(0).nonzero().flatten().tolist() or [0]
+        mel = x[row, :, : sounding[-1] + 1].float()
+        wave = vocoder(mel) if bool(mel.isfinite().all()) else mel[0]
+        found[f"sound_{row}"] = playable(wave, vocoder.config.sample_rate)
+    return found
+
+
 def _recognised(
-    opened: Opened, batch: Batch, texts: Sequence[str], synthesised: Sequence[dict], recogniser: Recogniser
+    opened: Opened, texts: Sequence[str], sounds: dict[str, list[Tensor]], recogniser: Recogniser
 ) -> Recognition:
     """CER and WER of the model, with toplines: recordings, and their mels by the same vocoder."""
-    config = MelConfig(**opened.spec.mel)
-    vocoder, rate = GriffinLim(config), config.sample_rate
-    sounds = {"model": [vocoder(one["mel"]) for one in synthesised],
-              "recordings' mels vocoded": [vocoder(_own(batch, k)) for k in range(len(batch))]}
-    recordings = _recordings(opened, len(batch))
+    rate, recordings = opened.spec.mel["sample_rate"], _recordings(opened, len(texts))
     if recordings is not None:
-        sounds["recordings"] = [read_wav(path, rate)[0] for path in recordings]
+        sounds = sounds | {"recordings": [read_wav(path, rate)[0] for path in recordings]}
     heard = {name: [recogniser(wave, rate) for wave in progress_bar(waves, desc=f"heard: {name}")]
              for name, waves in sounds.items()}
     edits = {name: [character_edits(*pair) for pair in zip(texts, found, strict=True)] for name, found in heard.items()}
@@ -277,6 +316,7 @@ def audit_notes(rows: list[Utterance]) -> list[str]:
     """The least likely utterances, and those with the least evidence for their texts, for the notes below a table.
 
     Example:
+        >>> from genmodels.evaluation.report import Token
         >>> audit_notes([Utterance(rank=1, index=4, frames=90, nats_per_dim=1.5, z=2.25, name="a.wav", text="a cab",
         ...                        evidence=0.5, longest=Token("c", 2, 31))])[1]
         '  1. 1.500 nats/dim, z +2.25, 90 frames, longest "c" with 31, evidence +0.50: a.wav "a cab"'

@@ -105,15 +105,27 @@ def write_wav(path: str | Path | BinaryIO, wave: Tensor, sample_rate: int) -> fl
     """
     from scipy.io import wavfile
 
+    samples, factor = sixteen_bits(wave)
+    wavfile.write(path, sample_rate, samples.numpy())
+    return factor
+
+
+def sixteen_bits(wave: Tensor) -> tuple[Tensor, float]:
+    """Sound (N,) as int16, and the factor by which sound beyond full scale was scaled down, else 1.
+
+    Errors: ValueError for another shape, or sound that is not finite.
+
+    Example:
+        >>> sixteen_bits(torch.tensor([0.5, -2.0]))
+        (tensor([  8192, -32767], dtype=torch.int16), 0.5)
+    """
     if wave.dim() != 1:
         raise ValueError(f"sound to write has shape (N,), got {tuple(wave.shape)}")
     if not bool(wave.isfinite().all()):
         raise ValueError(f"sound to write is finite, but {int((~wave.isfinite()).sum())} of {len(wave)} values are not")
     peak = float(wave.abs().max()) if len(wave) else 0.0
     factor = 1.0 if peak <= 1 else 1 / peak
-    samples = (wave.detach().double().cpu() * (factor * (2**15 - 1))).round().to(torch.int16)
-    wavfile.write(path, sample_rate, samples.numpy())
-    return factor
+    return (wave.detach().double().cpu() * (factor * (2**15 - 1))).round().to(torch.int16), factor
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from genmodels.core.data import DataSpec
 from genmodels.data.speech import Speech
 from genmodels.evaluation import speech as speech_stage
 from genmodels.evaluation.checkpoint import Opened, Request
@@ -88,8 +89,8 @@ def test_recognition_is_under_its_toplines(data, monkeypatch):
 
     # It understands what it knows, and of all else nothing.
     known = {float(speech_stage._own(batch, k)[:, 0].sum()): text for k, text in enumerate(texts)}
-    found = speech_stage._recognised(
-        own, batch, texts, synthesised, lambda wave, rate: known.get(float(wave[0]), ""))
+    sounds = speech_stage._vocoded(own, batch, synthesised, COUNT)
+    found = speech_stage._recognised(own, texts, sounds, lambda wave, rate: known.get(float(wave[0]), ""))
     whole = found.curve[-1]
     assert whole.toplines["recordings' mels vocoded"].value < whole.rate.value
     assert whole.toplines["recordings"].value == 1  # waves, which are not among the sums
@@ -101,12 +102,57 @@ def test_figures_are_the_same_from_the_cache(data, monkeypatch, tmp_path):
     own, cache = opened(data), Cache(tmp_path)
     monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (lambda wave, rate: "", ""))
     monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
-    frame = SimpleNamespace(opened=own, request=own.request,
+    frame = SimpleNamespace(opened=own, request=own.request, arrays={},
                             once=lambda stage, settings, compute: cache.get("speech") or cache.put("speech", compute()))
     first, again = speech_stage.speech_of(frame), speech_stage.speech_of(frame)
     assert plain(first) == plain(again) and plain(again)["recognition"]["curve"][-1]["rate"]["value"] == 1
     assert speech_stage.speech_notes(first) == speech_stage.speech_notes(again)
     assert "topline, recordings: 100.0 %" in speech_stage.speech_notes(again)[-3]
+
+
+def test_the_page_has_the_sound_of_a_few_texts(data, monkeypatch, tmp_path):
+    """The beginning of the same sound as is recognised, in 16 bits; of the cache too."""
+    own, cache = opened(data), Cache(tmp_path)
+    monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (None, "none"))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.mean(0) / 12)
+    monkeypatch.setattr(speech_stage, "_PLAYED", 2)
+    monkeypatch.setattr(speech_stage, "_LONGEST", 0.01)
+    for _ in range(2):
+        frame = SimpleNamespace(opened=own, request=own.request, arrays={}, once=lambda stage, settings, compute:
+                                cache.get("speech") or cache.put("speech", compute()))
+        found = speech_stage.speech_of(frame)
+        assert found.played == [item.text for item in data.split("test").items[:2]]
+        assert sorted(frame.arrays) == ["sound_0", "sound_1", "vocoded_0", "vocoded_1"]
+        batch = own.evaluated(2)
+        for k in range(2):
+            whole = speech_stage._own(batch, k).mean(0) / 12
+            expected = (whole * 32767).round().to(torch.int16)[: round(0.01 * 22050)]
+            assert torch.equal(frame.arrays[f"sound_{k}"], expected)  # the parrot says what was recorded
+            assert torch.equal(frame.arrays[f"vocoded_{k}"], expected)
+
+
+def test_the_first_sample_of_each_class_is_heard(monkeypatch):
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Reversed(config))
+    floor = float(torch.tensor(1e-5).log())
+    x = torch.full((5, 3, 6), floor)
+    for k in range(5):
+        x[k, :, : k + 2] = -0.1 * k
+    x[3] = torch.nan
+    spec = DataSpec("spoken_digits", (3, 6), mel={"sample_rate": 8000, "hop": 2, "n_fft": 16, "n_mels": 3,
+                                                  "f_max": 4000.0}, num_classes=4)
+    found = speech_stage.sounds_by_class(x, torch.tensor([2, 0, 2, 1, 3]), spec)
+    assert {key: len(wave) for key, wave in found.items()} == {"sound_1": 3, "sound_3": 0, "sound_0": 2, "sound_4": 6}
+    assert set(speech_stage.sounds_by_class(x, None, spec)) == {"sound_0", "sound_1", "sound_2"}
+
+
+class Reversed:
+    """A vocoder of one sample for each frame."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def __call__(self, mel):
+        return mel[0].flip(0)
 
 
 def test_what_is_recognised_by_default_is_not_taken_for_all_of_it(data, monkeypatch, tmp_path):
@@ -117,8 +163,9 @@ def test_what_is_recognised_by_default_is_not_taken_for_all_of_it(data, monkeypa
     cache, heard = Cache(tmp_path), []
     for samples in ("auto", COUNT):
         own = replace(opened(data), request=Request(samples=samples))
-        frame = SimpleNamespace(opened=own, request=own.request, once=lambda stage, settings, compute: cache.get(
-            key_of(**settings)) or cache.put(key_of(**settings), compute()))
+        frame = SimpleNamespace(opened=own, request=own.request, arrays={},
+                                once=lambda stage, settings, compute: cache.get(key_of(**settings))
+                                or cache.put(key_of(**settings), compute()))
         heard.append(len(speech_stage.speech_of(frame).recognition.heard))
     assert heard == [2, COUNT]
 
