@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, is_dataclass
 
 from genmodels.core.likelihood import SingleValues, value_of
-from genmodels.speech.measures import AlignmentShape
+from genmodels.speech.measures import AlignmentShape, Pitch, SpokenAt
 from genmodels.speech.recognition import Recognition, Transcription
 from genmodels.verification.check import Check
 
@@ -244,7 +244,8 @@ class OtherData:
 class SpeechFigures:
     """Synthesised texts against recordings: distortion in dB, lengths, failures, seconds of work and of sound.
 
-    `played` are the first texts, whose synthesis k is the array `sound_k`, and whose vocoded recording `vocoded_k`.
+    `first_audio` are the median seconds from a text to its first sound, in chunks if `streamed`. `played` are the first
+    texts, whose synthesis k is the array `sound_k`, and whose vocoded recording `vocoded_k`.
     """
 
     utterances: int
@@ -258,6 +259,9 @@ class SpeechFigures:
     duration_error: float | None = None
     alignment: AlignmentShape | None = None
     recognition: Recognition | Skipped | None = None
+    pitch: Pitch | Skipped | None = None
+    first_audio: float | None = None
+    streamed: bool = False
     played: list[str] = field(default_factory=list)
 
 
@@ -395,6 +399,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     scale: Scale | None = None
     speech: SpeechFigures | None = None
+    spoken_at: list[SpokenAt] | None = None
     transcription: Transcription | None = None
     audit: list[Utterance] | None = None
     partial: bool | None = None

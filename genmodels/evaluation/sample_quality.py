@@ -30,8 +30,8 @@ from genmodels.evaluation.fidelity import (
 )
 from genmodels.evaluation.out_of_distribution import ALTERATIONS
 from genmodels.evaluation.report import Fidelity, Measures, Neighbours, SampleFacts, Scale, Skipped, Sweep
-from genmodels.evaluation.samples import draw_parts, parts_of
-from genmodels.evaluation.speech import sounds_by_class, speech_of, transcription_of
+from genmodels.evaluation.samples import draw_parts, parts_of, sounds_by_class
+from genmodels.evaluation.speech import speech_of, transcription_of
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
 

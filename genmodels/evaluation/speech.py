@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,15 +18,20 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, progress_bar, refusals
 from genmodels.evaluation.checkpoint import Frame, Opened, Request
 from genmodels.evaluation.report import Skipped, SpeechFigures, Transcription, Utterance
+from genmodels.evaluation.samples import playable
 from genmodels.models.checkpoint import weights_of
+from genmodels.models.glow_tts import stream_text
 from genmodels.models.mels import even_lengths
 from genmodels.models.recognizer import TrainedRecogniser
-from genmodels.speech.audio import MelConfig, read_wav, sixteen_bits
+from genmodels.speech.audio import MelConfig, log_pitch, read_wav
 from genmodels.speech.decoding import Search
 from genmodels.speech.measures import (
     AlignmentShape,
     Outcome,
+    Pitch,
+    SpokenAt,
     alignment_shape,
+    compared_pitch,
     duration_error,
     failures_per_100,
     mcd_mel13,
@@ -40,12 +48,16 @@ from genmodels.speech.recognition import (
     pooled,
     word_edits,
 )
+from genmodels.speech.streaming import stream_sound
 from genmodels.speech.text import Symbols, ready
-from genmodels.speech.vocoder import FLOOR, GriffinLim
+from genmodels.speech.vocoder import GriffinLim, phases
 
 _UTTERANCES = 16  # texts synthesised by default
 _HEARD = 20.0  # seconds of recordings recognised by default, three times: synthesised, vocoded, and as recorded
-_PLAYED, _CLASSES, _LONGEST = 3, 10, 10.0  # texts, or classes, whose sound is in the page; seconds of each at most
+_VOCODED = "recordings' mels vocoded"
+_NO_PITCH = "it needs librosa: pip install 'genmodels[speech]'"
+_TEMPERATURES, _STEPS = (0.0, 0.333, 0.667, 1.0), (2, 4, 10, 20)  # of sweeps
+_PLAYED = 3  # texts whose sound is in the page
 
 
 def speech_of(frame: Frame) -> SpeechFigures:
@@ -53,6 +65,7 @@ def speech_of(frame: Frame) -> SpeechFigures:
     opened, request = frame.opened, frame.request
     count = min(opened.items, _UTTERANCES if request.samples == "auto" else request.samples)
     recogniser, reason = _recogniser(request, opened.spec.text)
+    audible = find_spec("librosa") is not None
 
     def compute() -> dict:
         batch = opened.evaluated(count)
@@ -61,6 +74,11 @@ def speech_of(frame: Frame) -> SpeechFigures:
         found = _against_recordings(opened, batch, synthesised, seconds, outcomes)
         heard = _heard(opened, batch) if request.samples == "auto" else len(batch)
         sounds = _vocoded(opened, batch, synthesised, max(heard, _PLAYED))
+        if audible:
+            some = slice(0, heard)
+            true = _tracks(opened, sounds[_VOCODED][some])
+            found.pitch = _pitch(opened, batch, synthesised[some], sounds["model"][some], true)
+        found.first_audio, found.streamed = _first_audio(opened, batch.rows(slice(0, _PLAYED)), texts[:_PLAYED])
         if recogniser is not None:
             waves = {name: some[:heard] for name, some in sounds.items()}
             found.recognition = _recognised(opened, texts[:heard], waves, recogniser)
@@ -70,7 +88,7 @@ def speech_of(frame: Frame) -> SpeechFigures:
         return {"figures": asdict(found), "arrays": arrays}
 
     settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None,
-                "all_heard": request.samples != "auto"}
+                "all_heard": request.samples != "auto", "pitch": audible}
     settings |= {} if request.recognizer is None else {"by": recogniser.name}
     settings |= {key: value for key in ("sampler", "steps") if (value := getattr(request, key)) is not None}
     done = frame.once("speech", settings, compute)
@@ -79,6 +97,7 @@ def speech_of(frame: Frame) -> SpeechFigures:
     shape, heard = found["alignment"], found["recognition"]
     return SpeechFigures(**found | {
         "alignment": shape and AlignmentShape(**shape),
+        "pitch": (found["pitch"] and Pitch(**found["pitch"])) if audible else Skipped(_NO_PITCH),
         "recognition": Recognition(**heard | {"curve": [ErrorBin.from_dict(part) for part in heard["curve"]]})
         if heard else Skipped(reason),
     })
@@ -139,18 +158,28 @@ def _texts(batch: Batch, text: dict) -> list[str]:
     return [ready(symbols.decode(tokens[valid].tolist()), form) for tokens, valid in rows]
 
 
-def _synthesised(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[dict], list[float], list[Outcome]]:
-    """The mel of each text, synthesised alone, with the seconds it took and its outcome."""
-    request, model = opened.request, opened.model
-    options = {"seed": request.seed, "weights": weights_of(request.ema)}
-    if request.temperature != 1:  # otherwise the default of the model, which for speech is below 1
-        options["temperature"] = request.temperature
-    options |= opened.sampler_options()
+def _options(opened: Opened) -> dict:
+    """The options of synthesis."""
+    request = opened.request
+    # A temperature of 1 is the default of the model, which for speech is below 1.
+    warm = {} if request.temperature == 1 else {"temperature": request.temperature}
+    return {"seed": request.seed, "weights": weights_of(request.ema), **warm, **opened.sampler_options()}
+
+
+def _asked(batch: Batch, texts: Sequence[str]) -> list[tuple[str, int | None]]:
+    """Each text with its speaker."""
     speakers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
+    return list(zip(texts, speakers, strict=True))
+
+
+def _synthesised(
+    opened: Opened, batch: Batch, texts: Sequence[str], **given
+) -> tuple[list[dict], list[float], list[Outcome]]:
+    """The mel of each text, synthesised alone, with its seconds and its outcome; `given` are further options."""
+    model, options, asked = opened.model, _options(opened) | given, _asked(batch, texts)
     with refusals():
-        model.sample(1, speakers[0], text=texts[0], **options)  # a warm-up, which is not timed
+        model.sample(1, asked[0][1], text=texts[0], **options)  # a warm-up, which is not timed
     synthesised, seconds, outcomes = [], [], []
-    asked = list(zip(texts, speakers, strict=True))
     for k, (text, speaker) in enumerate(progress_bar(asked, desc=f"{model.family} synthesis", unit="text")):
         began = time.monotonic()
         drawn = model.sample(1, speaker, text=text, **options)
@@ -198,35 +227,67 @@ def _vocoded(opened: Opened, batch: Batch, synthesised: Sequence[dict], count: i
     """The sound of the first synthesised mels, and of the recordings' mels, by the same vocoder."""
     vocoder = GriffinLim(MelConfig(**opened.spec.mel))
     return {"model": [vocoder(one["mel"]) for one in synthesised[:count]],
-            "recordings' mels vocoded": [vocoder(_own(batch, k)) for k in range(min(count, len(batch)))]}
+            _VOCODED: [vocoder(_own(batch, k)) for k in range(min(count, len(batch)))]}
 
 
-def playable(wave: Tensor, rate: int) -> Tensor:
-    """The first ten seconds of sound (N,) as int16; empty where it is not finite, as of a mel louder than any sound.
-
-    Example:
-        >>> playable(torch.zeros(99), 8).shape, playable(torch.full((9,), torch.inf), 8).shape
-        (torch.Size([80]), torch.Size([0]))
-    """
-    wave = wave[: round(_LONGEST * rate)]
-    return sixteen_bits(wave if bool(wave.isfinite().all()) else wave[:0])[0]
+def _tracks(opened: Opened, waves: Sequence[Tensor]) -> list[np.ndarray]:
+    """The pitch of every frame of sounds by `_vocoded`; of sound that is not finite none."""
+    config = MelConfig(**opened.spec.mel)
+    silent = [torch.where(wave.isfinite().all(), wave, 0) for wave in progress_bar(waves, desc="pitch")]
+    return [log_pitch(wave, config, config.frames(len(wave))) for wave in silent]
 
 
-def sounds_by_class(x: Tensor, cond: Tensor | None, spec: DataSpec) -> dict[str, Tensor]:
-    """Sound of mels (n, n_mels, T): the first of each class, ten at most; without classes the first three.
+def _pitch(
+    opened: Opened, batch: Batch, synthesised: Sequence[dict], waves: Sequence[Tensor], true: Sequence[np.ndarray]
+) -> Pitch:
+    """The pitch of synthesised texts against that of their vocoded recordings."""
+    mels, recorded = [one["mel"] for one in synthesised], [_own(batch, k) for k in range(len(synthesised))]
+    return compared_pitch(mels, recorded, _tracks(opened, waves), true)
 
-    The sound of row k is `sound_k`, by Griffin-Lim; frames of silence at the end are left out.
-    """
-    labels = list(range(min(len(x), _PLAYED))) if cond is None else cond.tolist()
-    vocoder = GriffinLim(MelConfig(**spec.mel))
-    found = {}
-    for label in sorted(set(labels[: len(x)]))[:_CLASSES]:
-        row = labels.index(label)
-        sounding = (x[row] > FLOOR + 1e-4).any(0).nonzero().flatten().tolist() or [0]
-        mel = x[row, :, : sounding[-1] + 1].float()
-        wave = vocoder(mel) if bool(mel.isfinite().all()) else mel[0]
-        found[f"sound_{row}"] = playable(wave, vocoder.config.sample_rate)
-    return found
+
+def _first_audio(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[float, bool]:
+    """The median seconds from a text to the first of its sound by Griffin-Lim, and whether it came in chunks."""
+    vocoder, options, waited = GriffinLim(MelConfig(**opened.spec.mel)), _options(opened), []
+    for text, speaker in _asked(batch, texts):
+        began, pieces = time.monotonic(), None
+        if vocoder.config.padding == "hifigan":
+            with suppress(InputError):  # of models that make their mels whole
+                pieces = stream_text(opened.model, text, cond=speaker, **options).pieces
+        if pieces is None:
+            vocoder(opened.model.sample(1, speaker, text=text, **options).x[0].cpu())
+        else:
+            next(stream_sound(vocoder, pieces, phases(opened.request.seed)))
+        waited.append(time.monotonic() - began)
+    return median(waited), pieces is not None
+
+
+def spoken_at(frame: Frame, key: str) -> list[SpokenAt] | None:
+    """Distortion, length and pitch of the synthesis at several values of `key`; None for an option it does not have."""
+    opened, values = frame.opened, {"temperature": _TEMPERATURES, "steps": _STEPS}[key]
+    if not opened.model.generates or not opened.model.takes(key):
+        return None
+    audible = find_spec("librosa") is not None
+
+    def compute() -> dict:
+        whole = opened.evaluated(min(opened.items, _UTTERANCES))
+        batch = whole.rows(slice(0, _heard(opened, whole)))
+        texts, found, recorded = _texts(batch, opened.spec.text), [], None
+        for value in values:
+            synthesised, _, outcomes = _synthesised(opened, batch, texts, **{key: value})
+            pitch = None
+            if audible:
+                sounds = _vocoded(opened, batch, synthesised, len(batch))
+                recorded = _tracks(opened, sounds[_VOCODED]) if recorded is None else recorded
+                pitch = _pitch(opened, batch, synthesised, sounds["model"], recorded)
+            distortion = [mcd_mel13(one["mel"], _own(batch, k)) for k, one in enumerate(synthesised)]
+            found.append(asdict(SpokenAt(
+                key, value, len(batch), sum(distortion) / len(batch),
+                sum(o.length_ratio for o in outcomes) / len(outcomes), pitch)))
+        return {"found": found}
+
+    done = frame.once("spoken_at", {"key": key, "values": list(values), "pitch": audible,
+                                    **frame.sampling_settings()}, compute)
+    return [SpokenAt(**one | {"pitch": one["pitch"] and Pitch(**one["pitch"])}) for one in done["found"]]
 
 
 def _recognised(
@@ -270,6 +331,13 @@ def speech_notes(found: SpeechFigures) -> list[str]:
              f"{found.length_ratio:.2f} of the recordings', real-time factor {found.real_time_factor:.3f}"
              + ("" if found.duration_error is None else f", durations off by {found.duration_error:.2f} frames"),
              f"failures in 100: {failures}"]
+    if found.first_audio is not None:
+        lines.append(f"first audio after {found.first_audio:.2f} s, "
+                     + ("in chunks of 64 frames" if found.streamed else "when the whole text is synthesised"))
+    if isinstance(found.pitch, Skipped):
+        lines.append(f"pitch was not measured: {found.pitch.skipped}")
+    elif found.pitch is not None:
+        lines.append(_pitch_note(found.pitch))
     if found.alignment is not None:
         shape = found.alignment
         lines.append(f"alignments: {100 * shape.off_diagonal:.1f} % of the text from the diagonal, entropy "
@@ -284,6 +352,25 @@ def speech_notes(found: SpeechFigures) -> list[str]:
                  + "".join(f"; topline, {name}: {_interval(part)}" for name, part in whole.toplines.items()))
     return lines + [f"CER less that of {name}: {_interval(part)}" + ("" if part.claimed else ", too little to claim")
                     for name, part in whole.differences.items()]
+
+
+def _pitch_note(found: Pitch) -> str:
+    """The pitch in words.
+
+    Example:
+        >>> _pitch_note(Pitch(1.5, 0.25, 2.0, 3.0))
+        'log F0: RMSE 1.50 semitones, spread 2.00 (recordings 3.00); voiced unlike the recording in 25 % of pairs'
+    """
+    values = (found.rmse, found.spread, found.recorded)
+    rmse, spread, recorded = ("unknown" if value is None else f"{value:.2f}" for value in values)
+    return (f"log F0: RMSE {rmse} semitones, spread {spread} (recordings {recorded}); voiced unlike the recording in "
+            f"{100 * found.voicing:.0f} % of pairs")
+
+
+def spoken_at_notes(found: Sequence[SpokenAt]) -> list[str]:
+    """The metrics at each value of an option, for the notes below a table."""
+    return [f"{one.key} {one.value:g}, {one.utterances} texts: distortion {one.mcd_mel13:.2f} dB, length "
+            f"{one.length_ratio:.2f}" + ("" if one.pitch is None else f", {_pitch_note(one.pitch)}") for one in found]
 
 
 def transcription_note(found: Transcription) -> str:

@@ -1,4 +1,4 @@
-"""Audio files, resampling, and log-mel-spectrograms."""
+"""Audio files, resampling, log-mel-spectrograms, and pitch."""
 
 from __future__ import annotations
 
@@ -291,3 +291,30 @@ def fourier(wave: Tensor, config: MelConfig) -> Tensor:
     window = torch.hann_window(config.n_fft, dtype=wave.dtype, device=wave.device)
     bins = torch.stft(padded, config.n_fft, config.hop, window=window, center=False, return_complex=True)
     return bins.reshape(*wave.shape[:-1], *bins.shape[1:])
+
+
+_LOWEST, _HIGHEST = 60.0, 500.0  # Hz, of voices
+
+
+def log_pitch(wave: Tensor, config: MelConfig, frames: int) -> np.ndarray:
+    """The fundamental frequency of each frame of a mel in semitones above 1 Hz, 12 log2 F0, (T,); NaN where unvoiced.
+
+    By pYIN between 60 and 500 Hz in steps of a tenth of a semitone.
+
+    Arguments:
+        wave: the sound of the mel.
+        config: its settings.
+        frames: T.
+
+    Errors: ValueError if librosa is not installed.
+    Source: Mauch and Dixon 2014 (pYIN).
+    """
+    try:
+        from librosa import pyin
+    except ImportError as error:
+        raise ValueError("the pitch needs librosa: pip install 'genmodels[speech]'") from error
+    window = 2 ** math.ceil(math.log2(config.sample_rate / 25))  # two periods of the lowest pitch, and more
+    found, _, _ = pyin(wave.detach().double().cpu().numpy(), fmin=_LOWEST, fmax=_HIGHEST, sr=config.sample_rate,
+                       frame_length=window, hop_length=config.hop)
+    found = 12 * np.log2(found[:frames])
+    return np.pad(found, (0, frames - len(found)), constant_values=np.nan)

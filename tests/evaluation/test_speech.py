@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from genmodels.core.data import DataSpec
 from genmodels.data.speech import Speech
 from genmodels.evaluation import speech as speech_stage
 from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.features import Cache, key_of
 from genmodels.evaluation.report import Skipped, SpeechFigures, plain
 from genmodels.models.base import Samples
+from genmodels.models.glow_tts import GlowTTS
 from genmodels.speech.alignment import Alignment
+from genmodels.speech.measures import compared_pitch
 
 COUNT = 3
 
@@ -40,6 +42,22 @@ class Parrot:
 
     def aligned(self, batch, weights, seed):
         return Alignment(batch.cond.mask[:, 0].long(), batch.cond.mask, torch.zeros(len(batch)))
+
+
+class Sums:
+    """A vocoder of one sample for each frame, the sum of its bands times a scale."""
+
+    def __init__(self, config, scale: float = 1.0):
+        self.config, self.scale = config, scale
+
+    def __call__(self, mel, generator=None, *, first_frame=0):
+        return mel.sum(-2).flatten() * self.scale
+
+
+@pytest.fixture(autouse=True)
+def no_librosa(monkeypatch):
+    """The pitch is measured where a test says how."""
+    monkeypatch.setattr(speech_stage, "find_spec", lambda name: None)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +101,7 @@ def test_recognition_is_under_its_toplines(data, monkeypatch):
     own = opened(data)
     batch = own.evaluated(COUNT)
     texts = speech_stage._texts(batch, own.spec.text)
-    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config))
     synthesised = speech_stage._synthesised(own, batch, texts)[0]
     synthesised[0]["mel"] = synthesised[0]["mel"] + 1.0
 
@@ -101,7 +119,7 @@ def test_recognition_is_under_its_toplines(data, monkeypatch):
 def test_figures_are_the_same_from_the_cache(data, monkeypatch, tmp_path):
     own, cache = opened(data), Cache(tmp_path)
     monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (lambda wave, rate: "", ""))
-    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config))
     frame = SimpleNamespace(opened=own, request=own.request, arrays={},
                             once=lambda stage, settings, compute: cache.get("speech") or cache.put("speech", compute()))
     first, again = speech_stage.speech_of(frame), speech_stage.speech_of(frame)
@@ -114,9 +132,9 @@ def test_the_page_has_the_sound_of_a_few_texts(data, monkeypatch, tmp_path):
     """The beginning of the same sound as is recognised, in 16 bits; of the cache too."""
     own, cache = opened(data), Cache(tmp_path)
     monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (None, "none"))
-    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.mean(0) / 12)
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config, 1 / (80 * 12)))
     monkeypatch.setattr(speech_stage, "_PLAYED", 2)
-    monkeypatch.setattr(speech_stage, "_LONGEST", 0.01)
+    monkeypatch.setattr("genmodels.evaluation.samples._LONGEST", 0.01)
     for _ in range(2):
         frame = SimpleNamespace(opened=own, request=own.request, arrays={}, once=lambda stage, settings, compute:
                                 cache.get("speech") or cache.put("speech", compute()))
@@ -125,40 +143,16 @@ def test_the_page_has_the_sound_of_a_few_texts(data, monkeypatch, tmp_path):
         assert sorted(frame.arrays) == ["sound_0", "sound_1", "vocoded_0", "vocoded_1"]
         batch = own.evaluated(2)
         for k in range(2):
-            whole = speech_stage._own(batch, k).mean(0) / 12
+            whole = speech_stage._own(batch, k).sum(0) / (80 * 12)
             expected = (whole * 32767).round().to(torch.int16)[: round(0.01 * 22050)]
             assert torch.equal(frame.arrays[f"sound_{k}"], expected)  # the parrot says what was recorded
             assert torch.equal(frame.arrays[f"vocoded_{k}"], expected)
 
 
-def test_the_first_sample_of_each_class_is_heard(monkeypatch):
-    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Reversed(config))
-    floor = float(torch.tensor(1e-5).log())
-    x = torch.full((5, 3, 6), floor)
-    for k in range(5):
-        x[k, :, : k + 2] = -0.1 * k
-    x[3] = torch.nan
-    spec = DataSpec("spoken_digits", (3, 6), mel={"sample_rate": 8000, "hop": 2, "n_fft": 16, "n_mels": 3,
-                                                  "f_max": 4000.0}, num_classes=4)
-    found = speech_stage.sounds_by_class(x, torch.tensor([2, 0, 2, 1, 3]), spec)
-    assert {key: len(wave) for key, wave in found.items()} == {"sound_1": 3, "sound_3": 0, "sound_0": 2, "sound_4": 6}
-    assert set(speech_stage.sounds_by_class(x, None, spec)) == {"sound_0", "sound_1", "sound_2"}
-
-
-class Reversed:
-    """A vocoder of one sample for each frame."""
-
-    def __init__(self, config):
-        self.config = config
-
-    def __call__(self, mel):
-        return mel[0].flip(0)
-
-
 def test_what_is_recognised_by_default_is_not_taken_for_all_of_it(data, monkeypatch, tmp_path):
     """By default only 20 seconds are recognised; as many texts asked for by number are recognised all."""
     monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (lambda wave, rate: "", ""))
-    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config))
     monkeypatch.setattr(speech_stage, "_HEARD", 0.1)
     cache, heard = Cache(tmp_path), []
     for samples in ("auto", COUNT):
@@ -191,3 +185,65 @@ def test_notes_say_what_is_missing(data):
     lines = speech_stage.speech_notes(replace(figures(opened(data)), recognition=Skipped("no recogniser")))
     assert "mcd_mel13" in lines[0] and "durations off by 0.00" in lines[0]
     assert lines[-1] == "CER was not measured: no recogniser"
+
+
+class Singer(Parrot):
+    """A parrot whose first bands get louder by the temperature; a little by itself."""
+
+    generates = True
+
+    def sample(self, n, cond=None, *, temperature=0.25, **options):
+        found = super().sample(n, cond, **options)
+        found.x[:, :4] += temperature
+        return found
+
+    def takes(self, key):
+        return key == "temperature"
+
+
+def in_bands(wave, config, frames):
+    """A pitch of as many semitones as the sums of `Sums` are above those of the recording, where these are even."""
+    whole = wave.numpy().astype(float)
+    return np.where(np.arange(len(whole)) % 2 == 0, whole, np.nan)
+
+
+def test_the_pitch_is_that_of_the_vocoded_sound(data, monkeypatch):
+    monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (None, "none"))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config))
+    monkeypatch.setattr(speech_stage, "find_spec", lambda name: True)
+    monkeypatch.setattr(speech_stage, "log_pitch", in_bands)
+    own = Opened(None, Singer(data), {}, data, Request(samples=COUNT), COUNT)
+    frame = SimpleNamespace(opened=own, request=own.request, arrays={}, once=lambda stage, settings, compute: compute(),
+                            sampling_settings=dict)
+    found = speech_stage.speech_of(frame)
+    batch = own.evaluated(COUNT)
+    mels = [speech_stage._own(batch, k) for k in range(COUNT)]
+    sung = [mel + 0.25 * (torch.arange(80) < 4)[:, None] for mel in mels]
+    tracks = [[in_bands(one.sum(0), None, 0) for one in some] for some in (sung, mels)]
+    assert found.pitch == compared_pitch(sung, mels, *tracks)
+    assert found.first_audio > 0 and not found.streamed
+    assert any(line.startswith("log F0: RMSE 1.00 semitones") for line in speech_stage.speech_notes(found))
+    swept = speech_stage.spoken_at(frame, "temperature")
+    assert [one.value for one in swept] == [0.0, 0.333, 0.667, 1.0] and swept[0].mcd_mel13 == 0
+    assert [one.pitch.rmse for one in swept] == pytest.approx([4 * one.value for one in swept], abs=1e-3)
+    assert "temperature 0.333, 3 texts: distortion" in speech_stage.spoken_at_notes(swept)[1]
+    assert speech_stage.spoken_at(frame, "steps") is None
+
+
+def test_pitch_that_cannot_be_measured_is_said(data, monkeypatch):
+    monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (None, "none"))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config))
+    own = opened(data)
+    frame = SimpleNamespace(opened=own, request=own.request, arrays={}, once=lambda stage, settings, compute: compute())
+    words = "pitch was not measured: it needs librosa: pip install 'genmodels[speech]'"
+    assert words in speech_stage.speech_notes(speech_stage.speech_of(frame))
+
+
+def test_the_first_audio_of_a_stream_comes_before_the_end(data):
+    """Glow-TTS in chunks waits for the frames that the first needs; a parrot for all."""
+    model = GlowTTS(data.spec, encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1).eval()
+    own = Opened(None, model, {}, data, Request(), COUNT)
+    batch = own.evaluated(2)
+    waited, streamed = speech_stage._first_audio(own, batch, speech_stage._texts(batch, own.spec.text))
+    assert streamed and 0 < waited < 60
+    assert not speech_stage._first_audio(opened(data), batch, speech_stage._texts(batch, own.spec.text))[1]
