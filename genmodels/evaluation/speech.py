@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,9 +23,9 @@ from genmodels.evaluation.samples import playable
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.glow_tts import stream_text
 from genmodels.models.mels import even_lengths
-from genmodels.models.recognizer import TrainedRecogniser
+from genmodels.models.recognizer import TrainedRecogniser, language_of
 from genmodels.speech.audio import MelConfig, log_pitch, read_wav
-from genmodels.speech.decoding import Search
+from genmodels.speech.decoding import Search, oracle
 from genmodels.speech.measures import (
     AlignmentShape,
     Outcome,
@@ -106,25 +107,37 @@ def speech_of(frame: Frame) -> SpeechFigures:
 def transcription_of(frame: Frame) -> Transcription:
     """The transcripts of the evaluated items by a recogniser, compared with their texts."""
     opened, request, model = frame.opened, frame.request, frame.opened.model
-    how, search = Search(beam=request.beam), "greedy" if request.beam == 1 else f"beam {request.beam}"
+    search, read = "greedy" if request.beam == 1 else f"beam {request.beam}", None
+    if request.lm is not None:
+        weight = 0.3 if request.lm_weight is None else request.lm_weight
+        search += f", {'rescored by' if request.rescore else 'with'} {Path(request.lm).name}, weight {weight:g}"
+        read = language_of(model, request.lm)
 
     def compute() -> dict:
+        how = Search(beam=request.beam)
+        if read is not None:
+            how = Search(beam=request.beam, language=read, weight=weight, rescore=request.rescore)
         loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
-        pairs, frames, began = {}, 0, time.monotonic()
+        pairs, best, frames, began = {}, [], 0, time.monotonic()
         for batch in progress_bar(loader, desc=f"{model.family} transcribes {request.split}", unit="batch"):
             found = model.transcribe(batch.to(model.device), how, weights=weights_of(request.ema))
-            heard = (model.written(one[0]) for one in found)
-            pairs |= dict(zip(batch.index.tolist(), zip(model.said(batch), heard, strict=True), strict=True))
+            heard, said = (model.written(one[0]) for one in found), model.said(batch)
+            pairs |= dict(zip(batch.index.tolist(), zip(said, heard, strict=True), strict=True))
+            best += [oracle(text, [model.written(one) for one in some[: request.nbest]])
+                     for text, some in zip(said, found, strict=True)]
             frames += int(batch.mask.sum())
         took = time.monotonic() - began
         pairs = [pairs[k] for k in sorted(pairs)]
         return asdict(Transcription(
             search=search, wer=pooled(word_edits(*pair) for pair in pairs).rate, heard=[heard for _, heard in pairs],
             curve=error_curve([character_edits(*pair) for pair in pairs], seed=request.seed),
-            real_time_factor=took / _seconds(frames, opened.spec),
+            real_time_factor=took / _seconds(frames, opened.spec), nbest=request.nbest,
+            oracle_wer=pooled(best).rate if request.nbest > 1 else None,
         ))
 
-    found = frame.once("transcription", {"search": search}, compute)
+    settings = {"search": search} | ({} if request.nbest == 1 else {"nbest": request.nbest})
+    settings |= {} if request.lm is None else {"lm": hashlib.sha256(Path(request.lm).read_bytes()).hexdigest()}
+    found = frame.once("transcription", settings, compute)
     return Transcription(**found | {"curve": [ErrorBin.from_dict(part) for part in found["curve"]]})
 
 
@@ -376,8 +389,9 @@ def spoken_at_notes(found: Sequence[SpokenAt]) -> list[str]:
 def transcription_note(found: Transcription) -> str:
     """The metrics of a recogniser in a line, for the notes below a table."""
     whole = found.curve[-1]
+    best = "" if found.oracle_wer is None else f" ({100 * found.oracle_wer:.1f} % of the best of {found.nbest} texts)"
     return (f"CER of {whole.utterances} recordings, {found.search} search: {_interval(whole.rate)}; WER "
-            f"{100 * found.wer:.1f} %; real-time factor {found.real_time_factor:.3f}")
+            f"{100 * found.wer:.1f} %{best}; real-time factor {found.real_time_factor:.3f}")
 
 
 def _interval(part: Interval) -> str:

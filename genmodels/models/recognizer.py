@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor, nn
 
 from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, check_number, one_of
+from genmodels.core.errors import InputError, check_number, one_of, refusals
 from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
-from genmodels.data.utterances import padded_tokens
+from genmodels.data.utterances import characters, padded_tokens
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import altered, construct
 from genmodels.models.checkpoint import load_model
@@ -27,6 +28,7 @@ from genmodels.speech.audio import MelConfig, log_mel, resample
 from genmodels.speech.criteria import CTC, AttentionDecoder, Transducer, cross_entropy, least_frames
 from genmodels.speech.decoding import (
     Hypothesis,
+    NGram,
     Search,
     collapsed,
     ctc_alignment,
@@ -34,29 +36,9 @@ from genmodels.speech.decoding import (
     expected_errors,
 )
 from genmodels.speech.recognition import Edits, character_edits, pooled, word_edits
-from genmodels.speech.text import Symbols
+from genmodels.speech.text import Symbols, in_form
 
 _SHOWN = 8  # texts written while training
-
-
-def characters(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The texts of a batch as classes `(B, N)`, 0 beyond their ends, and their lengths `(B,)`.
-
-    Padding and blanks of the table of symbols are left out: class k is symbol k + 1, and class 0 is the blank of CTC.
-
-    Example:
-        >>> from genmodels.core.data import TextCondition
-        >>> said = TextCondition(torch.tensor([[1, 5, 1, 3, 1], [1, 7, 1, 0, 0]]), torch.ones(2, 1, 5).bool())
-        >>> characters(Batch(torch.zeros(2, 1, 1), said))
-        (tensor([[4, 2],
-                [6, 0]]), tensor([2, 1]))
-    """
-    tokens = batch.cond.tokens
-    said = (tokens > 1) & batch.cond.mask[:, 0]
-    counts = said.sum(1)
-    order = (~said).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
-    beyond = torch.arange(order.shape[1], device=tokens.device) >= counts[:, None]
-    return (tokens.gather(1, order) - 1).masked_fill(beyond, 0), counts
 
 
 #: What `model.criterion=` may be.
@@ -303,11 +285,12 @@ class Recognizer(GenerativeModel):
         return self._searched(core, *self.encode(batch, core), how or Search())
 
     def _searched(self, core: RecognizerCore, h: Tensor, frames: Tensor, how: Search) -> list[list[Hypothesis]]:
+        search = how.first_pass()
         if core.decoder is None:
-            return (core.ctc or core.transducer).search(h, frames, how)
+            return [how.second_pass(found) for found in (core.ctc or core.transducer).search(h, frames, search)]
         log_probs = None if core.ctc is None else core.ctc.log_probs(h)
         triggers = None if core.decoder.delay is None else ctc_triggers(log_probs, frames)
-        lists = core.decoder.search(h, frames, how, triggers)
+        lists = [how.second_pass(found, how.length) for found in core.decoder.search(h, frames, search, triggers)]
         if core.ctc is None or how.beam == 1:
             return lists
         return [self._rescored(core.ctc, h[k : k + 1], frames[k : k + 1], found) for k, found in enumerate(lists)]
@@ -427,3 +410,23 @@ class TrainedRecogniser:
         heard = resample(wave.detach().double().cpu(), sample_rate, self.config.sample_rate).float()
         mel = Batch(log_mel(heard, self.config)[None].to(self.model.device))
         return self.model.written(self.model.transcribe(mel, self.how)[0][0])
+
+
+def language_of(model: Recognizer, file: str, order: int = 6) -> NGram:
+    """A language model of the lines of a file, in the symbols of a recogniser.
+
+    Raises:
+        InputError: for a file that cannot be read, or has no text.
+    """
+    try:
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"lm={file} cannot be read: {error}") from None
+    text, number = model.spec.text, {symbol: k for k, symbol in enumerate(model.symbols.table)}
+    with refusals():
+        normal = [in_form(line, text.get("form", "characters"), text["language"]) for line in lines
+                  if any(c.isalpha() for c in line)]
+        texts = [[number[c] - 1 for c in line if c in number] for line in normal]
+        if not texts:
+            raise InputError(f"lm={file} has no line with letters")
+        return NGram(texts, len(number) - 1, order=order)

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,17 +94,21 @@ class Search:
         beam: number of texts that are kept.
         language: a language model, or None.
         weight: of its log-probabilities (shallow fusion).
+        rescore: rank the texts of a search without the language model with it afterwards (n-best rescoring), which
+            calls it for these texts alone; shallow fusion if False.
         length: exponent of the normalisation of `beam_search`, from 0 for none to 1.
         symbols: maximum number of characters that a transducer emits at a frame.
         least: characters with a lower log-probability are skipped at a frame of CTC.
 
     Errors: ValueError for a beam below 1 or numbers out of range.
-    Source: length normalisation: Wu et al. 2016, equation 14; shallow fusion: Gulcehre et al. 2015, section 4.1.
+    Source: length normalisation: Wu et al. 2016, equation 14; shallow fusion: Gulcehre et al. 2015, section 4.1;
+        rescoring of an n-best list: Ostendorf et al. 1991.
     """
 
     beam: int = 1
     language: NGram | None = None
     weight: float = 0.3
+    rescore: bool = False
     length: float = 0.0
     symbols: int = 3
     least: float = -9.0
@@ -128,6 +132,22 @@ class Search:
         """The language model's contribution to the score of a finished text."""
         end = 0.0 if self.language is None else self.weight * float(self.language.log_probs(text)[BLANK])
         return self.fused(text) + end
+
+    def first_pass(self) -> Search:
+        """The options of the search itself: with `rescore` without the language model."""
+        return replace(self, language=None, rescore=False, _fused={}) if self.rescore else self
+
+    def second_pass(self, found: list[Hypothesis], length: float = 0.0) -> list[Hypothesis]:
+        """The texts of a search, best first; with `rescore` by the scores that shallow fusion gives them.
+
+        Arguments:
+            found: of a search by `first_pass`.
+            length: the exponent by which their scores were divided.
+        """
+        if not self.rescore or self.language is None:
+            return found
+        scores = [Hypothesis(text, score + self.ended(text) / _divisor(len(text), length)) for text, score in found]
+        return sorted(scores, key=lambda one: one.score, reverse=True)
 
     def ranked(self, item: tuple[tuple[int, ...], float]) -> float:
         """The score of an unfinished text, from a pair of the text and its log-probability."""
@@ -247,13 +267,13 @@ def beam_search(
         log_probs, state = step(tokens, state)
         longer, places = {}, {text: place for place, text in enumerate(alive)}
         for (text, score), row in zip(alive.items(), log_probs.double().tolist(), strict=True):
-            ends.append(Hypothesis(text, (score + row[BLANK] + how.ended(text)) / _divisor(length, how)))
+            ends.append(Hypothesis(text, (score + row[BLANK] + how.ended(text)) / _divisor(length, how.length)))
             longer |= {(*text, k): score + p for k, p in enumerate(row) if k != BLANK}
         ends = heapq.nlargest(how.beam, ends, key=lambda one: one.score)
         alive = dict(how.best(longer))
         if length == longest or not alive:
             break
-        most = max(map(how.ranked, alive.items())) / _divisor(longest, how)
+        most = max(map(how.ranked, alive.items())) / _divisor(longest, how.length)
         if len(ends) == how.beam and ends[-1].score >= most:
             break
         state = _rows(state, torch.tensor([places[text[:-1]] for text in alive], device=device))
@@ -261,8 +281,8 @@ def beam_search(
     return [one for one in ends if one.score > -math.inf]
 
 
-def _divisor(length: int, how: Search) -> float:
-    return ((5 + length) / 6) ** how.length
+def _divisor(characters: int, length: float) -> float:
+    return ((5 + characters) / 6) ** length
 
 
 def _rows(state: Any, chosen: Tensor) -> Any:

@@ -9,11 +9,16 @@ import pytest
 import genmodels as gm
 from genmodels.cli.main import main
 from genmodels.core.errors import InputError
+from genmodels.core.files import located
+from genmodels.data.speech import Speech
 from genmodels.evaluation.checkpoint import Request
 from genmodels.evaluation.speech import _recogniser
+from genmodels.models.checkpoint import load_model
 from genmodels.models.glow_tts import GlowTTS
-from genmodels.models.recognizer import Recognizer
+from genmodels.models.recognizer import Recognizer, language_of
 from genmodels.speech.audio import read_wav
+from genmodels.speech.decoding import Search
+from genmodels.speech.recognition import pooled, word_edits
 from tests.cli.test_say import checkpoint
 from tests.speech.test_audio import CLIPS
 
@@ -45,6 +50,12 @@ def test_a_language_model_and_times_and_streams(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("So it is.\n\nIn being comparatively modern.\n")
     assert main(["transcribe", f"ckpt={ckpt}", FILES[0], "beam=2", f"lm={tmp_path}/book.txt", "lm_weight=0.5"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
+    scores = []
+    for more in ([], ["rescore=true"]):
+        words = [f"ckpt={ckpt}", FILES[0], "beam=4", "nbest=4", f"lm={tmp_path}/book.txt", *more]
+        assert main(["transcribe", *words]) == 0
+        scores.append([float(line.split(": ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()])
+    assert scores[0][0] >= scores[1][0] and scores[1] == sorted(scores[1], reverse=True)
     assert main(["transcribe", f"ckpt={ckpt}", FILES[0], "times=true"]) == 0
     first, *words = capsys.readouterr().out.splitlines()
     assert [word.split()[2] for word in words] == first.removeprefix(f"{FILES[0]}: ").split()
@@ -56,6 +67,7 @@ def test_a_language_model_and_times_and_streams(tmp_path, capsys):
     ([FILES[0], "lm=book.txt"], "give beam=8 too"), ([FILES[0], "lm=nowhere.txt", "beam=2"], "cannot be read"),
     ([FILES[0], "stream=true"], "stream is for"), ([], "name the recordings"),
     (["nowhere.wav"], "nowhere.wav: there is no such file"),
+    ([FILES[0], "rescore=true"], "give lm= too"),
     ([FILES[0], "nbest=2"], "nbest must lie in 1..beam"), ([FILES[0], "beams=3"], "did you mean 'beam'"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(words, said, ckpt, capsys):
@@ -97,3 +109,31 @@ def test_an_evaluation_has_bits_and_errors_of_characters(ckpt, tmp_path, capsys)
     nats = [row["nats_per_dim"] for row in report["audit"]]
     assert len(nats) == 4 and nats == sorted(nats, reverse=True)
     assert not report["failed"] and {check["status"] for check in report["checks"]} == {"passed"}
+
+
+def test_an_evaluation_has_the_best_of_a_list_and_a_language_model(ckpt, tmp_path, capsys):
+    """The oracle WER against the lists of the search, one by one; with a language model as in transcribe."""
+    (tmp_path / "book.txt").write_text("So it is.\n\nIn being comparatively modern.\n")
+    run = ["evaluate", f"ckpt={ckpt}", f"out={tmp_path}/report.json", "cache=false", "device=cpu", "beam=4",
+           "stages=[likelihood,fidelity]"]
+    assert main([*run, "nbest=4"]) == 0
+    assert "% of the best of 4 texts)" in capsys.readouterr().out
+    found = json.loads((tmp_path / "report.json").read_text())["transcription"]
+    model, batch = load_model(located(ckpt))[0], Speech().prepare().split("test").__getitems__([0, 1, 2, 3])
+    lists = model.transcribe(batch, Search(beam=4))
+    best = [min((word_edits(said, model.written(one)) for one in some), key=lambda e: e.total)
+            for said, some in zip(model.said(batch), lists, strict=True)]
+    assert found["oracle_wer"] == pytest.approx(pooled(best).rate) and found["nbest"] == 4
+    assert found["oracle_wer"] <= found["wer"]
+    heard = []
+    for more in ([], ["rescore=true"]):
+        assert main([*run, f"lm={tmp_path}/book.txt", "lm_weight=2", *more]) == 0
+        words = "rescored by" if more else "with"
+        assert f"beam 4, {words} book.txt, weight 2 search" in capsys.readouterr().out
+        heard.append(json.loads((tmp_path / "report.json").read_text())["transcription"]["heard"])
+    language = language_of(model, tmp_path / "book.txt")
+    for own, rescore in zip(heard, (False, True), strict=True):
+        how = Search(beam=4, language=language, weight=2.0, rescore=rescore)
+        assert own == [model.written(one[0]) for one in model.transcribe(batch, how)]
+    for words, said in ((["nbest=5"], "nbest must lie in 1..beam"), (["rescore=true"], "give lm= too")):
+        assert main([*run, *words]) == 2 and said in capsys.readouterr().err
