@@ -24,7 +24,8 @@ class Hearing:
     Arguments:
         beam: texts kept in the search; 1 takes the most probable character of every frame.
         nbest: texts for each file, the most probable first, with their log-probabilities; at most `beam`.
-        lm: a file of texts, one per line, from which a character language model for the search is made.
+        lm: a file of texts, one per line, from which a character language model for the search is made; or a checkpoint
+            of model=language_model.
         lm_order: order n of its n-grams.
         lm_weight: weight of its log-probabilities, 0.3 by default.
         rescore: search without the language model and rank the texts that are found with it; false for a search with it

@@ -65,7 +65,8 @@ class Request:
         recognizer: a trained recogniser (model=recognizer) for synthesised texts, instead of PocketSphinx.
         beam: texts kept in the search of a trained recogniser; 1 takes the most probable character of every frame.
         nbest: of a recogniser, also the WER of the best of so many texts of the search (oracle WER); at most `beam`.
-        lm: a language model for the search of a recogniser, as in transcribe; needs a beam.
+        lm: a language model for the search of a recogniser, as in transcribe: a file of texts, or a checkpoint; needs a
+            beam.
         lm_weight: weight of its log-probabilities, 0.3 by default.
         rescore: rank the texts of a search without the language model with it, instead of a search with it.
         checks: default (at most a minute) or full.

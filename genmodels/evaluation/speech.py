@@ -17,6 +17,7 @@ from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, progress_bar, refusals
+from genmodels.core.files import located
 from genmodels.evaluation.checkpoint import Frame, Opened, Request
 from genmodels.evaluation.report import Skipped, SpeechFigures, Transcription, Utterance
 from genmodels.evaluation.samples import playable
@@ -110,7 +111,7 @@ def transcription_of(frame: Frame) -> Transcription:
     search, read = "greedy" if request.beam == 1 else f"beam {request.beam}", None
     if request.lm is not None:
         weight = 0.3 if request.lm_weight is None else request.lm_weight
-        search += f", {'rescored by' if request.rescore else 'with'} {Path(request.lm).name}, weight {weight:g}"
+        search += f", {'rescored by' if request.rescore else 'with'} {request.lm}, weight {weight:g}"
         read = language_of(model, request.lm)
 
     def compute() -> dict:
@@ -136,7 +137,7 @@ def transcription_of(frame: Frame) -> Transcription:
         ))
 
     settings = {"search": search} | ({} if request.nbest == 1 else {"nbest": request.nbest})
-    settings |= {} if request.lm is None else {"lm": hashlib.sha256(Path(request.lm).read_bytes()).hexdigest()}
+    settings |= {} if request.lm is None else {"lm": hashlib.sha256(located(request.lm).read_bytes()).hexdigest()}
     found = frame.once("transcription", settings, compute)
     return Transcription(**found | {"curve": [ErrorBin.from_dict(part) for part in found["curve"]]})
 

@@ -27,6 +27,7 @@ from genmodels.nn.transformer import SpeechEncoder
 from genmodels.speech.audio import MelConfig, log_mel, resample
 from genmodels.speech.criteria import CTC, AttentionDecoder, Transducer, cross_entropy, least_frames
 from genmodels.speech.decoding import (
+    ByteLanguage,
     Hypothesis,
     NGram,
     Search,
@@ -412,12 +413,20 @@ class TrainedRecogniser:
         return self.model.written(self.model.transcribe(mel, self.how)[0][0])
 
 
-def language_of(model: Recognizer, file: str, order: int = 6) -> NGram:
-    """A language model of the lines of a file, in the symbols of a recogniser.
+def language_of(model: Recognizer, file: str, order: int = 6) -> NGram | ByteLanguage:
+    """A language model in the symbols of a recogniser: of the lines of a file, or a checkpoint of one.
 
     Raises:
-        InputError: for a file that cannot be read, or has no text.
+        InputError: for a file that cannot be read, or has no text, and a checkpoint of another family.
     """
+    path = located(file)
+    if str(file).startswith("hf://") or path.suffix in (".ckpt", ".safetensors"):
+        read, header = load_model(path, device=str(model.device))
+        if not hasattr(read, "reader"):
+            raise InputError(f"lm={file} holds a {header['family']}: train one by model=language_model data=text")
+        table = [ord("\n"), *(ord(symbol) if len(symbol) == 1 else -1 for symbol in model.symbols.table[2:])]
+        with refusals():
+            return ByteLanguage(read.reader(), table, longest=read.spec.dims)
     try:
         lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -84,6 +84,63 @@ class NGram:
         return sum(float(self.log_probs(text[:n])[k]) for n, k in enumerate((*text, BLANK)))
 
 
+class ByteLanguage:
+    """A language model of bytes as one of the characters of a recogniser, each text a line of its own.
+
+        p(k | y) = q(b_k | newline b_y) / sum_j q(b_j | newline b_y),    b_0 = newline, the end of a text
+
+    Arguments:
+        step: `step(bytes, state) -> (log q (n, 256) of the byte after each of n new ones, state)`; the state is None at
+            the beginning, where the first row is for the first byte.
+        table: the byte of every class.
+        longest: bytes of the sequences that the model has learned from, at least 2; of longer texts it reads the end.
+
+    Errors: ValueError for a number that is no byte.
+
+    Example:
+        >>> even = ByteLanguage(lambda read, state: (torch.zeros(len(read) + 1, 256), None), [10, 97, 98], longest=64)
+        >>> [round(math.exp(p), 2) for p in even.log_probs((1,))]
+        [0.33, 0.33, 0.33]
+    """
+
+    _STATES, _TEXTS = 128, 100_000  # kept: states are large
+
+    def __init__(self, step: Callable, table: Sequence[int], *, longest: int):
+        if not all(0 <= byte < 256 for byte in table):
+            raise ValueError("a language model of bytes needs a byte for every character")
+        self._step, self._table, self._longest = step, list(table), longest
+        self._known: dict[tuple[int, ...], np.ndarray] = {}
+        self._states: dict[tuple[int, ...], Any] = {}
+
+    def log_probs(self, before: Sequence[int]) -> np.ndarray:
+        """log p of every class (V,) after a text."""
+        text = tuple(before)
+        if text not in self._known:
+            if len(self._known) >= self._TEXTS:
+                self._known.clear()
+            if text and text[:-1] in self._states and len(text) + 2 <= self._longest:
+                rows, state = self._step([self._table[text[-1]]], self._states[text[:-1]])
+            else:
+                rows, state = self._step(self._bytes(text), None)
+            while len(self._states) >= self._STATES:
+                del self._states[next(iter(self._states))]
+            self._states[text], self._known[text] = state, self._of_classes(rows[-1:])[0]
+        return self._known[text]
+
+    def log_prob(self, text: Sequence[int]) -> float:
+        """log p of a whole text, its end included."""
+        if len(text) + 2 > self._longest:
+            return sum(float(self.log_probs(text[:n])[k]) for n, k in enumerate((*text, BLANK)))
+        rows = self._of_classes(self._step(self._bytes(text), None)[0][1:])
+        return sum(float(row[k]) for row, k in zip(rows, (*text, BLANK), strict=True))
+
+    def _bytes(self, text: Sequence[int]) -> list[int]:
+        return [self._table[k] for k in (BLANK, *text)][1 - self._longest :]
+
+    def _of_classes(self, rows: Tensor) -> np.ndarray:
+        return rows[:, self._table].double().log_softmax(-1).numpy()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """The options of a search.
@@ -106,7 +163,7 @@ class Search:
     """
 
     beam: int = 1
-    language: NGram | None = None
+    language: NGram | ByteLanguage | None = None
     weight: float = 0.3
     rescore: bool = False
     length: float = 0.0

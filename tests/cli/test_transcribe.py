@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 import genmodels as gm
 from genmodels.cli.main import main
+from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.files import located
 from genmodels.data.speech import Speech
 from genmodels.evaluation.checkpoint import Request
 from genmodels.evaluation.speech import _recogniser
-from genmodels.models.checkpoint import load_model
+from genmodels.models.checkpoint import load_model, write_checkpoint
 from genmodels.models.glow_tts import GlowTTS
+from genmodels.models.masked_diffusion import LanguageModel
 from genmodels.models.recognizer import Recognizer, language_of
 from genmodels.speech.audio import read_wav
 from genmodels.speech.decoding import Search
@@ -61,6 +64,30 @@ def test_a_language_model_and_times_and_streams(tmp_path, capsys):
     assert [word.split()[2] for word in words] == first.removeprefix(f"{FILES[0]}: ").split()
     assert main(["transcribe", f"ckpt={ckpt}", FILES[0], "stream=true"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == first
+
+
+def test_a_language_model_from_a_checkpoint(ckpt, tmp_path, capsys):
+    """Scores with and without differ by its weighted log-probability; a checkpoint of another family is refused."""
+    torch.manual_seed(0)
+    net = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8}
+    model = LanguageModel(DataSpec("text", (1, 64), levels=256, encoding="utf-8"), net=net, ema_decay=0.0)
+    state = {"state_dict": model.state_dict()}
+    model.on_save_checkpoint(state)
+    write_checkpoint(tmp_path / "lm.ckpt", state)
+    words = ["transcribe", f"ckpt={ckpt}", FILES[0], "beam=4", "nbest=4"]
+    found = []
+    for more in ([], [f"lm={tmp_path}/lm.ckpt", "lm_weight=0.5", "rescore=true"]):
+        assert main([*words, *more]) == 0
+        lines = [line.removeprefix(f"{FILES[0]}: ") for line in capsys.readouterr().out.splitlines()]
+        found.append({line.partition(" ")[2]: float(line.split()[0]) for line in lines})
+    recogniser = load_model(located(ckpt))[0]
+    own = language_of(recogniser, f"{tmp_path}/lm.ckpt")
+    for text, score in found[1].items():
+        tokens = [recogniser.symbols.table.index(c) - 1 for c in text]
+        assert score == pytest.approx(found[0][text] + 0.5 * own.log_prob(tokens), abs=0.011)
+    assert main([*words, f"lm={tmp_path}/lm.ckpt"]) == 0
+    assert main([*words, f"lm={ckpt}/best.ckpt"]) == 2
+    assert "holds a recognizer: train one by model=language_model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, said", [
@@ -129,7 +156,7 @@ def test_an_evaluation_has_the_best_of_a_list_and_a_language_model(ckpt, tmp_pat
     for more in ([], ["rescore=true"]):
         assert main([*run, f"lm={tmp_path}/book.txt", "lm_weight=2", *more]) == 0
         words = "rescored by" if more else "with"
-        assert f"beam 4, {words} book.txt, weight 2 search" in capsys.readouterr().out
+        assert f"beam 4, {words} {tmp_path}/book.txt, weight 2 search" in capsys.readouterr().out
         heard.append(json.loads((tmp_path / "report.json").read_text())["transcription"]["heard"])
     language = language_of(model, tmp_path / "book.txt")
     for own, rescore in zip(heard, (False, True), strict=True):
