@@ -19,13 +19,13 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.utterances import characters, padded_tokens
 from genmodels.models.base import GenerativeModel, Loss
-from genmodels.models.build import altered, construct
+from genmodels.models.build import NETWORKS, TARGET, altered, build, construct
 from genmodels.models.checkpoint import load_model
 from genmodels.models.mels import MelUnits
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn.transformer import SpeechEncoder
 from genmodels.speech.audio import MelConfig, log_mel, resample
-from genmodels.speech.criteria import CTC, AttentionDecoder, Transducer, cross_entropy, least_frames
+from genmodels.speech.criteria import CTC, AttentionDecoder, PyramidalLSTM, Transducer, cross_entropy, least_frames
 from genmodels.speech.decoding import (
     ByteLanguage,
     Hypothesis,
@@ -55,8 +55,9 @@ class RecognizerCore(nn.Module):
     """
 
     def __init__(
-        self, net: SpeechEncoder, ctc: CTC | None, transducer: Transducer | None, decoder: AttentionDecoder | None
-    ):
+        self, net: SpeechEncoder | PyramidalLSTM, ctc: CTC | None, transducer: Transducer | None,
+        decoder: AttentionDecoder | None,
+    ):  # fmt: skip
         super().__init__()
         self.net, self.ctc, self.transducer, self.decoder = net, ctc, transducer, decoder
 
@@ -75,7 +76,8 @@ class Recognizer(GenerativeModel):
     Arguments:
         spec: the data set this model is built for, mels with texts.
         criterion: `ctc`, `transducer`, `attention` or `joint`.
-        net: options of the encoder.
+        net: options of the encoder, a `SpeechEncoder`, or of the class that `_target_` names (`model.net=pyramid`: the
+            LSTMs of LAS).
         transducer: options of the transducer.
         decoder: options of the attention decoder; its `delay` needs `joint`, which has triggers.
         ctc_weight: w of `joint`, in training and for ranking the texts of a search.
@@ -108,7 +110,7 @@ class Recognizer(GenerativeModel):
         spec: DataSpec,
         *,
         criterion: Criterion = "ctc",
-        net: SpeechEncoder | dict | None = None,
+        net: SpeechEncoder | PyramidalLSTM | dict | None = None,
         transducer: Transducer | dict | None = None,
         decoder: AttentionDecoder | dict | None = None,
         ctc_weight: float = 0.3,
@@ -135,8 +137,11 @@ class Recognizer(GenerativeModel):
         self.mwer, self.mwer_keep = mwer, mwer_keep
         self.units = MelUnits(spec, noise=0.0)
         self.symbols = Symbols(tuple(spec.text["symbols"]), blanks=False)
-        if not isinstance(net, SpeechEncoder):
-            net = construct(SpeechEncoder, spec.event_shape[0], **(net or {}))
+        if not isinstance(net, nn.Module):
+            net = {TARGET: "genmodels.nn.transformer.SpeechEncoder", **(net or {})}
+            if net[TARGET] in (NETWORKS[name] for name in ("dit", "mlp", "unet")):
+                raise InputError(f"{net[TARGET]} is a denoiser: model={self.family} takes model.net=pyramid, or none")
+            net = build(net, spec.event_shape[0])
         sizes = (net.channels, len(self.symbols) - 1)
         ctc = CTC(*sizes) if criterion in ("ctc", "joint") else None
         made = {}
@@ -229,7 +234,7 @@ class Recognizer(GenerativeModel):
             raise InputError(
                 f"item {int(batch.item_index[k])} of {self.spec.name} needs {int(needed[k])} frames for its "
                 f"{int(counts[k])} characters, and has {int(frames[k])} of {factor} frames of its mel: "
-                f"{'use model.net.subsampling=2, or ' if factor == 4 else ''}leave it out of the data")
+                f"{'use model.net.subsampling=2, or ' if factor > 2 else ''}leave it out of the data")
 
     def _log_prob(
         self, core: RecognizerCore, h: Tensor, frames: Tensor, y: Tensor, counts: Tensor, by: str | None
