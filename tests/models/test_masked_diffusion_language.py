@@ -17,6 +17,8 @@ from genmodels.models.masked_diffusion import LanguageModel
 from genmodels.speech import text_encoder
 from genmodels.speech.decoding import ByteLanguage, Search, ctc_beam
 from genmodels.speech.text_encoder import TokenTransformer
+from genmodels.verification.check import Options
+from genmodels.verification.checkpoints import verify
 
 SMALL = {"channels": 8, "depth": 2, "heads": 2, "hidden": 16, "dropout": 0.0}
 
@@ -92,6 +94,12 @@ def test_other_data_and_kinds_of_attention_are_refused():
         LanguageModel(DataSpec("digits", (1, 8, 8), levels=17))
     with pytest.raises(InputError, match="no causal form"):
         small(attention="nystrom")
+
+
+def test_the_checks_of_whole_models_hold():
+    report = verify(small().float(), small, every().rows(slice(0, 9)), None, Options(randomise=True))
+    names = {check.name: check.status for whole in report.wholes for check in whole.checks}
+    assert "sample 3 alone and in a batch" in names and set(names.values()) == {"passed"}
 
 
 def test_it_learns_and_a_checkpoint_holds_it(tmp_path):
