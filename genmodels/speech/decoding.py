@@ -203,7 +203,9 @@ class Search:
         """
         if not self.rescore or self.language is None:
             return found
-        scores = [Hypothesis(text, score + self.ended(text) / _divisor(len(text), length)) for text, score in found]
+        weight, read = self.weight, self.language  # each text at once, not character by character as `ended`
+        scores = [Hypothesis(text, score + weight * read.log_prob(text) / _divisor(len(text), length))
+                  for text, score in found]
         return sorted(scores, key=lambda one: one.score, reverse=True)
 
     def ranked(self, item: tuple[tuple[int, ...], float]) -> float:
