@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from genmodels.core.checkpoint import verify
@@ -13,9 +12,9 @@ from genmodels.core.errors import InputError, refusals
 from genmodels.core.files import located
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
+from genmodels.models.recognizer import language_of
 from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav
-from genmodels.speech.decoding import NGram, Search
-from genmodels.speech.text import in_form
+from genmodels.speech.decoding import Search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +24,12 @@ class Hearing:
     Arguments:
         beam: texts kept in the search; 1 takes the most probable character of every frame.
         nbest: texts for each file, the most probable first, with their log-probabilities; at most `beam`.
-        lm: a file of texts, one per line, from which a character language model for the search is made.
+        lm: a file of texts, one per line, from which a character language model for the search is made; or a checkpoint
+            of model=language_model.
         lm_order: order n of its n-grams.
         lm_weight: weight of its log-probabilities, 0.3 by default.
+        rescore: search without the language model and rank the texts that are found with it; false for a search with it
+            (shallow fusion).
         length: exponent of the length normalisation of attention decoders, 0 (none, the default) to 1.
         times: also when every word begins and ends, in seconds; for models with CTC.
     """
@@ -37,6 +39,7 @@ class Hearing:
     lm: str | None = None
     lm_order: int = 6
     lm_weight: float | None = None
+    rescore: bool = False
     length: float | None = None
     times: bool = False
 
@@ -47,6 +50,8 @@ class Hearing:
             raise InputError(f"lm={self.lm} needs a beam search: give beam=8 too")
         if self.lm_weight is not None and self.lm is None:
             raise InputError(f"lm_weight={self.lm_weight} needs lm=: give both")
+        if self.rescore and self.lm is None:
+            raise InputError("rescore=true ranks texts by a language model: give lm= too")
 
 
 class Transcript(NamedTuple):
@@ -114,7 +119,7 @@ def heard(model: GenerativeModel, files: list[str], how: Hearing, weights: str |
     """
     mels = recordings(model, files)
     language = None if how.lm is None else language_of(model, how.lm, how.lm_order)
-    own = {"weight": how.lm_weight, "length": how.length, "language": language}
+    own = {"weight": how.lm_weight, "length": how.length, "language": language, "rescore": how.rescore}
     with refusals():
         search = Search(beam=how.beam, **{key: value for key, value in own.items() if value is not None})
     for name, mel in mels:
@@ -130,26 +135,6 @@ def recordings(model: GenerativeModel, files: list[str]) -> list[tuple[str, Batc
     if not hasattr(model, "transcribe"):
         raise InputError(f"the checkpoint holds a {model.family}: transcribe is for model=recognizer")
     return [(name, recorded(name, model.spec.mel).to(model.device)) for name in files]
-
-
-def language_of(model: GenerativeModel, file: str, order: int) -> NGram:
-    """A language model of the lines of a file, in the symbols of a recogniser.
-
-    Raises:
-        InputError: for a file that cannot be read, or has no text.
-    """
-    try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"lm={file} cannot be read: {error}") from None
-    text, number = model.spec.text, {symbol: k for k, symbol in enumerate(model.symbols.table)}
-    with refusals():
-        normal = [in_form(line, text.get("form", "characters"), text["language"]) for line in lines
-                  if any(c.isalpha() for c in line)]
-        texts = [[number[c] - 1 for c in line if c in number] for line in normal]
-        if not texts:
-            raise InputError(f"lm={file} has no line with letters")
-        return NGram(texts, len(number) - 1, order=order)
 
 
 def recorded(name: str, mel: dict) -> Batch:

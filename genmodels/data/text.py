@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, refusals
 from genmodels.data.base import SPLITS, DataModule, data_root, split_fractions
 from genmodels.data.loading import TensorData
+from genmodels.speech.text import in_form
 
 
 def written(x: Tensor) -> str:
@@ -45,6 +46,8 @@ class TextFile(DataModule):
         file: a text in UTF-8.
         length: bytes of a sequence.
         stride: bytes from the beginning of one training sequence to that of the next; None for `length`.
+        spoken: read each line in the normal form of speech (lower case, numbers in words) without those that have no
+            letter, for language models of recognisers.
         val_fraction, test_fraction: shares of the file.
         batch_size, num_workers, seed: see `DataModule`; the splits do not depend on `seed`.
 
@@ -69,6 +72,7 @@ class TextFile(DataModule):
         file: str,
         length: int = 256,
         stride: int | None = None,
+        spoken: bool = False,
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
         batch_size: int = 32,
@@ -79,7 +83,7 @@ class TextFile(DataModule):
         for key, value in (("length", length), ("stride", stride)):
             if value is not None and value < 1:
                 raise InputError(f"data.{key} must be at least 1, got {value}")
-        self.file, self.length, self.stride = Path(data_root(file)), length, stride or length
+        self.file, self.length, self.stride, self.spoken = Path(data_root(file)), length, stride or length, spoken
         self.fractions = split_fractions(val_fraction, test_fraction)
 
     def load(self):
@@ -88,6 +92,8 @@ class TextFile(DataModule):
             read = np.fromfile(self.file, dtype=np.uint8)
         except OSError as error:
             raise InputError(f"data.file={self.file} cannot be read ({error.strerror}): name a text file") from None
+        if self.spoken:
+            read = np.frombuffer(self._normal(read.tobytes()), dtype=np.uint8).copy()
         held_out = [round(fraction * len(read)) for fraction in self.fractions[1:]]
         sizes = [len(read) - sum(held_out), *held_out]
         least = min(size for size, fraction in zip(sizes, self.fractions, strict=True) if fraction)
@@ -100,3 +106,9 @@ class TextFile(DataModule):
             x = part.unfold(0, self.length, step) if len(part) >= self.length else part[:0].view(0, self.length)
             splits[name] = TensorData(x[:, None])
         return DataSpec("text", (1, self.length), levels=256, encoding="utf-8"), splits
+
+    def _normal(self, read: bytes) -> bytes:
+        lines = read.decode("utf-8-sig", errors="replace").splitlines()
+        with refusals():
+            normal = [in_form(line, "characters", "en") for line in lines if any(c.isalpha() for c in line)]
+        return "".join(f"{line}\n" for line in normal).encode()

@@ -226,3 +226,23 @@ class BucketedBatchSampler(ResumableBatchSampler):
                 raise InputError(f"a batch of {len(positions)} items cannot be shared by {world} processes: set "
                                  "data.batch_size so that the last batch is larger, or data.max_frames higher")
             yield epoch, shared[rank::world]
+
+
+def characters(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The texts of a batch as classes `(B, N)`, 0 beyond their ends, and their lengths `(B,)`.
+
+    Padding and blanks of the table of symbols are left out: class k is symbol k + 1, and class 0 is the blank of CTC.
+
+    Example:
+        >>> from genmodels.core.data import TextCondition
+        >>> said = TextCondition(torch.tensor([[1, 5, 1, 3, 1], [1, 7, 1, 0, 0]]), torch.ones(2, 1, 5).bool())
+        >>> characters(Batch(torch.zeros(2, 1, 1), said))
+        (tensor([[4, 2],
+                [6, 0]]), tensor([2, 1]))
+    """
+    tokens = batch.cond.tokens
+    said = (tokens > 1) & batch.cond.mask[:, 0]
+    counts = said.sum(1)
+    order = (~said).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
+    beyond = torch.arange(order.shape[1], device=tokens.device) >= counts[:, None]
+    return (tokens.gather(1, order) - 1).masked_fill(beyond, 0), counts

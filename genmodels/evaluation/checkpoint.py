@@ -64,6 +64,11 @@ class Request:
         audit: rank the utterances of a split, the least likely first, to find wrong transcripts and damaged clips.
         recognizer: a trained recogniser (model=recognizer) for synthesised texts, instead of PocketSphinx.
         beam: texts kept in the search of a trained recogniser; 1 takes the most probable character of every frame.
+        nbest: of a recogniser, also the WER of the best of so many texts of the search (oracle WER); at most `beam`.
+        lm: a language model for the search of a recogniser, as in transcribe: a file of texts, or a checkpoint; needs a
+            beam.
+        lm_weight: weight of its log-probabilities, 0.3 by default.
+        rescore: rank the texts of a search without the language model with it, instead of a search with it.
         checks: default (at most a minute) or full.
         rank: rank lines within each kind of likelihood, or across kinds, with a note on how each kind may err.
         batch_size: items per batch.
@@ -105,6 +110,10 @@ class Request:
     audit: bool = False
     recognizer: str | None = None
     beam: int = 1
+    nbest: int = 1
+    lm: str | None = None
+    lm_weight: float | None = None
+    rescore: bool = False
     checks: Literal["default", "full"] = "default"
     rank: Literal["kind", "across"] = "kind"
     batch_size: int = 256
@@ -126,7 +135,7 @@ class Request:
             if getattr(self, key) is None:
                 object.__setattr__(self, key, empty)
         counts = ("batch_size", "processes", "limit", "replicates", "draws", "samples", "steps", "chains", "densities",
-                  "beam")
+                  "beam", "nbest")
         values = [(key, getattr(self, key)) for key in counts]
         for key, value in values + [("importance_samples", k) for k in self.importance_samples or ()]:
             least = 2 if key in ("replicates", "samples", "chains") else 1  # the error of a mean needs two
@@ -135,6 +144,12 @@ class Request:
         if self.importance_samples is not None and not self.importance_samples:
             raise InputError("importance_samples=[] names no number: give for example importance_samples=[1,64]")
         check_temperature(self.temperature)
+        if self.nbest > self.beam:
+            raise InputError(f"nbest must lie in 1..beam, got {self.nbest} with beam={self.beam}")
+        if self.lm is not None and self.beam == 1:
+            raise InputError(f"lm={self.lm} needs a beam search: give beam=8 too")
+        if self.lm is None and (self.rescore or self.lm_weight is not None):
+            raise InputError("rescore and lm_weight are for a language model: give lm= too")
         if self.ood_data and not self.ood:
             raise InputError("ood_data holds options of another data set: say which by ood=<name>")
 

@@ -21,11 +21,11 @@ from genmodels.evaluation import cost
 from genmodels.evaluation.checkpoint import Frame, Opened
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.likelihood import LikelihoodStage
-from genmodels.evaluation.out_of_distribution import OtherDataStage
+from genmodels.evaluation.out_of_distribution import OtherDataStage, audit, picture_of_audit, require_texts
 from genmodels.evaluation.report import Drift, Layer, Reference, Report, SamplingCost
 from genmodels.evaluation.sample_quality import FidelityStage
 from genmodels.evaluation.samples import draw
-from genmodels.evaluation.speech import audit, picture_of_audit, require_texts
+from genmodels.evaluation.speech import spoken_at
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
 from genmodels.models.mels import NOISE, even_lengths, with_noise
@@ -219,7 +219,7 @@ class Evaluation:
         """
         stages = {"likelihood": self.likelihood.run, "audit": self.audit, "ood": self.other_data.run,
                   "fidelity": self.fidelity.run, "cost": self.cost, "checks": self.checks,
-                  "sweeps": self.fidelity.sweeps}
+                  "sweeps": self.sweeps}
         if self.frame.request.wants("fidelity"):
             self.fidelity.check()
         if self.frame.request.wants("audit"):
@@ -252,6 +252,16 @@ class Evaluation:
         picture = picture_of_audit(self.opened, self.report.audit)
         if picture is not None:
             self.pictures["audit"] = picture
+
+    def sweeps(self) -> None:
+        """Samples, or the synthesis of texts, at several numbers of steps or temperatures."""
+        if self.opened.spec.text is None:
+            return self.fidelity.sweeps()
+        for key in self.frame.request.sweeps:
+            found = spoken_at(self.frame, key)
+            if found is None:
+                self.report.warnings.append(f"no sweep over {key}: a {self.opened.model.family} has no such option")
+            self.report.spoken_at = [*(self.report.spoken_at or []), *(found or [])]
 
     def cost(self) -> None:
         """Network evaluations, samples per second, latency and memory on this device."""

@@ -3,6 +3,8 @@
 A high likelihood does not mean that an item is like the training data: models of images often give images of other data
 sets a higher one (Nalisnick et al. 2019, "Do deep generative models know what they don't know?"). Two more scores,
 typicality and likelihood less complexity, correct for this in part.
+
+The audit of speech finds the utterances of a split that fit it, or their own texts, least.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, nearest
+from genmodels.core.errors import InputError, nearest, progress_bar
 from genmodels.core.likelihood import Likelihood, unpacked
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.data.base import DataModule
 from genmodels.data.loading import TensorData
-from genmodels.evaluation.checkpoint import Frame, fits
+from genmodels.evaluation.checkpoint import Frame, Opened, fits
 from genmodels.evaluation.likelihood import LikelihoodStage, Line, batches_of, in_one
-from genmodels.evaluation.report import OtherData
+from genmodels.evaluation.report import OtherData, Token, Utterance
+from genmodels.evaluation.speech import suspects, transcription_of
 from genmodels.evaluation.table import SCORES
+from genmodels.models.checkpoint import weights_of
+from genmodels.plots.images import alignments
 
 
 def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
@@ -263,3 +268,135 @@ class OtherDataStage:
         """The first `count` items of the split."""
         loader = data.loader(self.frame.request.split, 4096, torch.arange(count))
         return torch.cat([batch.x for batch in loader])
+
+
+_DRAWN = 3  # alignments in the picture
+_TOGETHER = 8  # utterances in a batch
+_AGAINST = 8  # texts of other utterances that each text is compared with
+
+
+def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
+    """The evaluated utterances, ordered by log-likelihood per dimension, the lowest first.
+
+    Arguments:
+        likelihood: of these utterances, in index order.
+
+    `z` compares an utterance with those of its length (`against_length`); `evidence`, of models with alignments, its
+    text with those of other utterances, in nats per frame. A recogniser ranks by log-likelihood per character, and
+    adds its transcripts.
+
+    Raises:
+        InputError: for data without texts.
+    """
+    opened = frame.opened
+    require_texts(opened)
+    nll = -likelihood.nats.double() / likelihood.dims.double()
+    heard = None if opened.model.generates else transcription_of(frame).heard
+    frames = likelihood.dims.double() / (opened.spec.event_shape[0] if heard is None else 1)
+    scores = against_length(nll, frames)
+    durations = None
+    if heard is None:
+        durations = frame.once("audit", {"against": _AGAINST}, lambda: {"durations": _durations(opened)})["durations"]
+    items = getattr(opened.datamodule.split(opened.request.split), "items", None)
+    rows = []
+    for rank, k in enumerate(nll.nan_to_num(nan=torch.inf).argsort(descending=True, stable=True).tolist(), 1):
+        rows.append(Utterance(
+            rank=rank, index=int(likelihood.index[k]), frames=int(frames[k]), nats_per_dim=float(nll[k]),
+            z=None if scores is None else float(scores[k]),
+            **({} if items is None else {"name": items[k].name, "text": items[k].text}),
+            **({} if heard is None else {"heard": heard[k]}),
+            **({} if durations is None else durations[k] | {"longest": Token(**durations[k]["longest"])}),
+        ))
+    if any(row.evidence is not None for row in rows):
+        for rank, row in enumerate(suspects(rows), 1):
+            row.rank_by_evidence = rank
+    return rows
+
+
+def require_texts(opened: Opened) -> None:
+    """Raise an InputError for data without texts."""
+    if opened.spec.text is None:
+        raise InputError(f"audit: {opened.spec.name} has no texts that could be wrong")
+
+
+def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:
+    """Residuals of values from their regression on log length, in standard deviations.
+
+        z_k = (v_k - a - b log T_k)/s,    a, b by least squares,    s^2 = sum_k (v_k - a - b log T_k)^2/(n - 2)
+
+    Values that are not finite are left out of the fit. Short clips have relatively more silence, and differ from long
+    ones even with correct transcripts. For utterances of equal length b is 0.
+
+    Shapes: `nll (n,)`, `frames (n,)`; the scores are `(n,)`, or None for fewer than three finite values, or values that
+    all lie on a line.
+
+    Example:
+        >>> against_length(torch.tensor([1.0, 1.0, 4.0, 1.0, 1.0]).double(), torch.full((5,), 9.0)).round(decimals=2)
+        tensor([-0.3900, -0.3900,  1.5500, -0.3900, -0.3900], dtype=torch.float64)
+    """
+    usable = nll.isfinite()
+    x, y = frames.double().log(), nll.double()
+    if int(usable.sum()) < 3:
+        return None
+    middle, mean = x[usable].mean(), y[usable].mean()
+    spread = (x[usable] - middle).square().sum()
+    slope = ((x - middle) * (y - mean))[usable].sum() / spread if float(spread) > 1e-12 else 0.0
+    rest = y - mean - slope * (x - middle)
+    std = (rest[usable].square().sum() / (int(usable.sum()) - 2)).sqrt()
+    return rest / std if float(std) > 1e-12 else None
+
+
+def _durations(opened: Opened) -> list[dict] | None:
+    """The durations of each utterance's tokens and the evidence for its text; None for a model without alignments."""
+    if not hasattr(opened.model, "aligned"):
+        return None
+    model, request, found, texts = opened.model, opened.request, {}, {}
+
+    def batches(what: str):
+        loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
+        return progress_bar(loader, desc=f"{model.family} {what}", unit="batch")
+
+    for batch in batches(f"aligns {request.split}"):
+        aligned = model.aligned(batch.to(model.device), weights_of(request.ema), request.seed)
+        rows = zip(batch.index.tolist(), batch.cond.tokens, batch.cond.mask[:, 0], batch.mask.sum((1, 2)).tolist(),
+                   aligned.durations.cpu(), strict=True)
+        for index, tokens, valid, frames, durations in rows:
+            texts[index] = tokens[valid].tolist(), frames
+            symbols, durations = [opened.spec.text["symbols"][t] for t in texts[index][0]], durations[valid].tolist()
+            longest = max(range(len(durations)), key=durations.__getitem__)
+            found[index] = {"tokens": symbols, "durations": durations, "longest": {
+                "token": symbols[longest], "position": longest, "frames": durations[longest]}}
+    for batch in batches("tries other texts"):
+        others = [neighbours(texts, index) for index in batch.index.tolist()]
+        known = [k for k, other in enumerate(others) if other]
+        if known:
+            part = batch.rows(torch.tensor(known)).to(model.device)
+            values = model.evidence(part, [others[k] for k in known], weights_of(request.ema), request.seed)
+            for index, value in zip(part.index.tolist(), values.tolist(), strict=True):
+                found[index]["evidence"] = value
+    return [found[index] for index in sorted(found)]
+
+
+def neighbours(texts: dict[int, tuple[list[int], int]], index: int, count: int = _AGAINST) -> list[list[int]]:
+    """The texts of other utterances nearest in length to that of one, with no more tokens than it has frames.
+
+    Arguments:
+        texts: (tokens, frames) of every utterance.
+
+    Example:
+        >>> neighbours({0: ([5, 6], 9), 1: ([5, 6], 9), 2: ([7], 9), 3: ([1] * 10, 30), 4: ([8, 9, 9], 9)}, 0)
+        [[7], [8, 9, 9]]
+    """
+    own, frames = texts[index]
+    others = {tuple(tokens) for tokens, _ in texts.values() if len(tokens) <= frames} - {tuple(own)}
+    return [list(text) for text in sorted(others, key=lambda text: (abs(len(text) - len(own)), text))[:count]]
+
+
+@torch.no_grad()
+def picture_of_audit(opened: Opened, rows: list[Utterance]) -> Image.Image | None:
+    """The alignments of the first `suspects`; None for a model without alignments."""
+    if not hasattr(opened.model, "posterior"):
+        return None
+    index, request = torch.tensor([row.index for row in suspects(rows)[:_DRAWN]]), opened.request
+    batch = next(iter(opened.datamodule.loader(request.split, len(index), index))).to(opened.model.device)
+    return alignments(opened.model.posterior(batch, weights_of(request.ema), request.seed), batch, opened.spec)

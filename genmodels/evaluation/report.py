@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field, fields, is_dataclass
 
 from genmodels.core.likelihood import SingleValues, value_of
-from genmodels.speech.measures import AlignmentShape
-from genmodels.speech.recognition import ErrorBin, Recognition
+from genmodels.speech.measures import AlignmentShape, Pitch, SpokenAt
+from genmodels.speech.recognition import Recognition, Transcription
 from genmodels.verification.check import Check
 
 
@@ -242,7 +242,11 @@ class OtherData:
 
 @dataclass(kw_only=True)
 class SpeechFigures:
-    """Synthesised texts against recordings: distortion in dB, lengths, failures, seconds of work and of sound."""
+    """Synthesised texts against recordings: distortion in dB, lengths, failures, seconds of work and of sound.
+
+    `first_audio` are the median seconds from a text to its first sound, in chunks if `streamed`. `played` are the first
+    texts, whose synthesis k is the array `sound_k`, and whose vocoded recording `vocoded_k`.
+    """
 
     utterances: int
     mcd_mel13: float
@@ -255,17 +259,10 @@ class SpeechFigures:
     duration_error: float | None = None
     alignment: AlignmentShape | None = None
     recognition: Recognition | Skipped | None = None
-
-
-@dataclass(kw_only=True)
-class Transcription:
-    """Recognition of recordings: CER by length of the text and, last, over all; WER; transcripts."""
-
-    search: str
-    wer: float
-    curve: list[ErrorBin]
-    heard: list[str]
-    real_time_factor: float
+    pitch: Pitch | Skipped | None = None
+    first_audio: float | None = None
+    streamed: bool = False
+    played: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -402,6 +399,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     scale: Scale | None = None
     speech: SpeechFigures | None = None
+    spoken_at: list[SpokenAt] | None = None
     transcription: Transcription | None = None
     audit: list[Utterance] | None = None
     partial: bool | None = None

@@ -30,7 +30,7 @@ from genmodels.evaluation.fidelity import (
 )
 from genmodels.evaluation.out_of_distribution import ALTERATIONS
 from genmodels.evaluation.report import Fidelity, Measures, Neighbours, SampleFacts, Scale, Skipped, Sweep
-from genmodels.evaluation.samples import draw_parts, parts_of
+from genmodels.evaluation.samples import draw_parts, parts_of, sounds_by_class
 from genmodels.evaluation.speech import speech_of, transcription_of
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
@@ -384,10 +384,10 @@ class FidelityStage:
         return self.frame.once_by_all("samples", settings, all_samples, sample_parts, n, options, measured)
 
     def _show(self, samples: dict) -> None:
-        shown = None if self.frame.opened.spec.event_shape == (2,) else _SHOWN
-        for key in ("x", "cond", "index"):
-            if samples[key] is not None:
-                self.frame.arrays[f"samples_{key}"] = samples[key][:shown]
+        spec = self.frame.opened.spec
+        shown = None if spec.event_shape == (2,) else _SHOWN
+        kept = {f"samples_{key}": samples[key][:shown] for key in ("x", "cond", "index") if samples[key] is not None}
+        self.frame.arrays |= kept | ({} if spec.mel is None else sounds_by_class(samples["x"], samples["cond"], spec))
         self.frame.report.samples = SampleFacts(
             x="samples_x", cond=None if samples["cond"] is None else "samples_cond", index="samples_index",
             made=samples["made"], outside=share_outside(samples["outside"]),

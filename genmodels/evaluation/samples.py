@@ -320,6 +320,42 @@ def write_sounds(samples, spec: DataSpec, target: Path) -> list[str]:
     return silent
 
 
+_LONGEST, _CLASSES = 10.0, 10  # seconds of sound, and classes, in report.html
+
+
+def playable(wave: Tensor, rate: int) -> Tensor:
+    """The first ten seconds of sound (N,) as int16; empty where it is not finite, as of a mel louder than any sound.
+
+    Example:
+        >>> playable(torch.zeros(99), 8).shape, playable(torch.full((9,), torch.inf), 8).shape
+        (torch.Size([80]), torch.Size([0]))
+    """
+    from genmodels.speech.audio import sixteen_bits
+
+    wave = wave[: round(_LONGEST * rate)]
+    return sixteen_bits(wave if bool(wave.isfinite().all()) else wave[:0])[0]
+
+
+def sounds_by_class(x: Tensor, cond: Tensor | None, spec: DataSpec) -> dict[str, Tensor]:
+    """The sound of mels (n, n_mels, T): the first of each class, ten at most; without classes the first three.
+
+    The sound of row k is `sound_k`, by Griffin-Lim; frames of silence at the end are left out.
+    """
+    from genmodels.speech.audio import MelConfig
+    from genmodels.speech.vocoder import FLOOR, GriffinLim
+
+    labels = list(range(min(len(x), 3))) if cond is None else cond.tolist()
+    vocoder = GriffinLim(MelConfig(**spec.mel))
+    found = {}
+    for label in sorted(set(labels[: len(x)]))[:_CLASSES]:
+        row = labels.index(label)
+        sounding = (x[row] > FLOOR + 1e-4).any(0).nonzero().flatten().tolist() or [0]
+        mel = x[row, :, : sounding[-1] + 1].float()
+        wave = vocoder(mel) if bool(mel.isfinite().all()) else mel[0]
+        found[f"sound_{row}"] = playable(wave, vocoder.config.sample_rate)
+    return found
+
+
 def evenly_changing(path: Tensor, frames: int) -> Tensor:
     """Indices of the frames (steps, n, *event) to show, so that the change between neighbours is even.
 

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, progress_bar, refusals
-from genmodels.core.likelihood import Likelihood
+from genmodels.core.files import located
 from genmodels.evaluation.checkpoint import Frame, Opened, Request
-from genmodels.evaluation.report import Skipped, SpeechFigures, Token, Transcription, Utterance
+from genmodels.evaluation.report import Skipped, SpeechFigures, Transcription, Utterance
+from genmodels.evaluation.samples import playable
 from genmodels.models.checkpoint import weights_of
+from genmodels.models.glow_tts import stream_text
 from genmodels.models.mels import even_lengths
-from genmodels.models.recognizer import TrainedRecogniser
-from genmodels.plots.images import alignments
-from genmodels.speech.audio import MelConfig, read_wav
-from genmodels.speech.decoding import Search
+from genmodels.models.recognizer import TrainedRecogniser, language_of
+from genmodels.speech.audio import MelConfig, log_pitch, read_wav
+from genmodels.speech.decoding import Search, oracle
 from genmodels.speech.measures import (
     AlignmentShape,
     Outcome,
+    Pitch,
+    SpokenAt,
     alignment_shape,
+    compared_pitch,
     duration_error,
     failures_per_100,
     mcd_mel13,
@@ -43,11 +50,16 @@ from genmodels.speech.recognition import (
     pooled,
     word_edits,
 )
+from genmodels.speech.streaming import stream_sound
 from genmodels.speech.text import Symbols, ready
-from genmodels.speech.vocoder import GriffinLim
+from genmodels.speech.vocoder import GriffinLim, phases
 
 _UTTERANCES = 16  # texts synthesised by default
 _HEARD = 20.0  # seconds of recordings recognised by default, three times: synthesised, vocoded, and as recorded
+_VOCODED = "recordings' mels vocoded"
+_NO_PITCH = "it needs librosa: pip install 'genmodels[speech]'"
+_TEMPERATURES, _STEPS = (0.0, 0.333, 0.667, 1.0), (2, 4, 10, 20)  # of sweeps
+_PLAYED = 3  # texts whose sound is in the page
 
 
 def speech_of(frame: Frame) -> SpeechFigures:
@@ -55,25 +67,39 @@ def speech_of(frame: Frame) -> SpeechFigures:
     opened, request = frame.opened, frame.request
     count = min(opened.items, _UTTERANCES if request.samples == "auto" else request.samples)
     recogniser, reason = _recogniser(request, opened.spec.text)
+    audible = find_spec("librosa") is not None
 
     def compute() -> dict:
         batch = opened.evaluated(count)
         texts = _texts(batch, opened.spec.text)
         synthesised, seconds, outcomes = _synthesised(opened, batch, texts)
         found = _against_recordings(opened, batch, synthesised, seconds, outcomes)
+        heard = _heard(opened, batch) if request.samples == "auto" else len(batch)
+        sounds = _vocoded(opened, batch, synthesised, max(heard, _PLAYED))
+        if audible:
+            some = slice(0, heard)
+            true = _tracks(opened, sounds[_VOCODED][some])
+            found.pitch = _pitch(opened, batch, synthesised[some], sounds["model"][some], true)
+        found.first_audio, found.streamed = _first_audio(opened, batch.rows(slice(0, _PLAYED)), texts[:_PLAYED])
         if recogniser is not None:
-            heard = slice(0, _heard(opened, batch) if request.samples == "auto" else len(batch))
-            found.recognition = _recognised(opened, batch.rows(heard), texts[heard], synthesised[heard], recogniser)
-        return asdict(found)
+            waves = {name: some[:heard] for name, some in sounds.items()}
+            found.recognition = _recognised(opened, texts[:heard], waves, recogniser)
+        found.played, rate = texts[:_PLAYED], opened.spec.mel["sample_rate"]
+        arrays = {f"{kind}_{k}": playable(wave, rate) for kind, some in zip(("sound", "vocoded"), sounds.values(),
+                  strict=True) for k, wave in enumerate(some[:_PLAYED])}
+        return {"figures": asdict(found), "arrays": arrays}
 
     settings = {"n": count, "temperature": request.temperature, "recogniser": recogniser is not None,
-                "all_heard": request.samples != "auto"}
+                "all_heard": request.samples != "auto", "pitch": audible}
     settings |= {} if request.recognizer is None else {"by": recogniser.name}
     settings |= {key: value for key in ("sampler", "steps") if (value := getattr(request, key)) is not None}
-    found = frame.once("speech", settings, compute)
+    done = frame.once("speech", settings, compute)
+    frame.arrays |= done["arrays"]
+    found = done["figures"]
     shape, heard = found["alignment"], found["recognition"]
     return SpeechFigures(**found | {
         "alignment": shape and AlignmentShape(**shape),
+        "pitch": (found["pitch"] and Pitch(**found["pitch"])) if audible else Skipped(_NO_PITCH),
         "recognition": Recognition(**heard | {"curve": [ErrorBin.from_dict(part) for part in heard["curve"]]})
         if heard else Skipped(reason),
     })
@@ -82,25 +108,37 @@ def speech_of(frame: Frame) -> SpeechFigures:
 def transcription_of(frame: Frame) -> Transcription:
     """The transcripts of the evaluated items by a recogniser, compared with their texts."""
     opened, request, model = frame.opened, frame.request, frame.opened.model
-    how, search = Search(beam=request.beam), "greedy" if request.beam == 1 else f"beam {request.beam}"
+    search, read = "greedy" if request.beam == 1 else f"beam {request.beam}", None
+    if request.lm is not None:
+        weight = 0.3 if request.lm_weight is None else request.lm_weight
+        search += f", {'rescored by' if request.rescore else 'with'} {request.lm}, weight {weight:g}"
+        read = language_of(model, request.lm)
 
     def compute() -> dict:
+        how = Search(beam=request.beam)
+        if read is not None:
+            how = Search(beam=request.beam, language=read, weight=weight, rescore=request.rescore)
         loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
-        pairs, frames, began = {}, 0, time.monotonic()
+        pairs, best, frames, began = {}, [], 0, time.monotonic()
         for batch in progress_bar(loader, desc=f"{model.family} transcribes {request.split}", unit="batch"):
             found = model.transcribe(batch.to(model.device), how, weights=weights_of(request.ema))
-            heard = (model.written(one[0]) for one in found)
-            pairs |= dict(zip(batch.index.tolist(), zip(model.said(batch), heard, strict=True), strict=True))
+            heard, said = (model.written(one[0]) for one in found), model.said(batch)
+            pairs |= dict(zip(batch.index.tolist(), zip(said, heard, strict=True), strict=True))
+            best += [oracle(text, [model.written(one) for one in some[: request.nbest]])
+                     for text, some in zip(said, found, strict=True)]
             frames += int(batch.mask.sum())
         took = time.monotonic() - began
         pairs = [pairs[k] for k in sorted(pairs)]
         return asdict(Transcription(
             search=search, wer=pooled(word_edits(*pair) for pair in pairs).rate, heard=[heard for _, heard in pairs],
             curve=error_curve([character_edits(*pair) for pair in pairs], seed=request.seed),
-            real_time_factor=took / _seconds(frames, opened.spec),
+            real_time_factor=took / _seconds(frames, opened.spec), nbest=request.nbest,
+            oracle_wer=pooled(best).rate if request.nbest > 1 else None,
         ))
 
-    found = frame.once("transcription", {"search": search}, compute)
+    settings = {"search": search} | ({} if request.nbest == 1 else {"nbest": request.nbest})
+    settings |= {} if request.lm is None else {"lm": hashlib.sha256(located(request.lm).read_bytes()).hexdigest()}
+    found = frame.once("transcription", settings, compute)
     return Transcription(**found | {"curve": [ErrorBin.from_dict(part) for part in found["curve"]]})
 
 
@@ -134,18 +172,28 @@ def _texts(batch: Batch, text: dict) -> list[str]:
     return [ready(symbols.decode(tokens[valid].tolist()), form) for tokens, valid in rows]
 
 
-def _synthesised(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[list[dict], list[float], list[Outcome]]:
-    """The mel of each text, synthesised alone, with the seconds it took and its outcome."""
-    request, model = opened.request, opened.model
-    options = {"seed": request.seed, "weights": weights_of(request.ema)}
-    if request.temperature != 1:  # otherwise the default of the model, which for speech is below 1
-        options["temperature"] = request.temperature
-    options |= opened.sampler_options()
+def _options(opened: Opened) -> dict:
+    """The options of synthesis."""
+    request = opened.request
+    # A temperature of 1 is the default of the model, which for speech is below 1.
+    warm = {} if request.temperature == 1 else {"temperature": request.temperature}
+    return {"seed": request.seed, "weights": weights_of(request.ema), **warm, **opened.sampler_options()}
+
+
+def _asked(batch: Batch, texts: Sequence[str]) -> list[tuple[str, int | None]]:
+    """Each text with its speaker."""
     speakers = [None] * len(texts) if batch.cond.speaker is None else batch.cond.speaker.tolist()
+    return list(zip(texts, speakers, strict=True))
+
+
+def _synthesised(
+    opened: Opened, batch: Batch, texts: Sequence[str], **given
+) -> tuple[list[dict], list[float], list[Outcome]]:
+    """The mel of each text, synthesised alone, with its seconds and its outcome; `given` are further options."""
+    model, options, asked = opened.model, _options(opened) | given, _asked(batch, texts)
     with refusals():
-        model.sample(1, speakers[0], text=texts[0], **options)  # a warm-up, which is not timed
+        model.sample(1, asked[0][1], text=texts[0], **options)  # a warm-up, which is not timed
     synthesised, seconds, outcomes = [], [], []
-    asked = list(zip(texts, speakers, strict=True))
     for k, (text, speaker) in enumerate(progress_bar(asked, desc=f"{model.family} synthesis", unit="text")):
         began = time.monotonic()
         drawn = model.sample(1, speaker, text=text, **options)
@@ -189,17 +237,80 @@ def _own(batch: Batch, k: int) -> Tensor:
     return batch.x[k, :, : int(batch.mask[k].sum())]
 
 
+def _vocoded(opened: Opened, batch: Batch, synthesised: Sequence[dict], count: int) -> dict[str, list[Tensor]]:
+    """The sound of the first synthesised mels, and of the recordings' mels, by the same vocoder."""
+    vocoder = GriffinLim(MelConfig(**opened.spec.mel))
+    return {"model": [vocoder(one["mel"]) for one in synthesised[:count]],
+            _VOCODED: [vocoder(_own(batch, k)) for k in range(min(count, len(batch)))]}
+
+
+def _tracks(opened: Opened, waves: Sequence[Tensor]) -> list[np.ndarray]:
+    """The pitch of every frame of sounds by `_vocoded`; of sound that is not finite none."""
+    config = MelConfig(**opened.spec.mel)
+    silent = [torch.where(wave.isfinite().all(), wave, 0) for wave in progress_bar(waves, desc="pitch")]
+    return [log_pitch(wave, config, config.frames(len(wave))) for wave in silent]
+
+
+def _pitch(
+    opened: Opened, batch: Batch, synthesised: Sequence[dict], waves: Sequence[Tensor], true: Sequence[np.ndarray]
+) -> Pitch:
+    """The pitch of synthesised texts against that of their vocoded recordings."""
+    mels, recorded = [one["mel"] for one in synthesised], [_own(batch, k) for k in range(len(synthesised))]
+    return compared_pitch(mels, recorded, _tracks(opened, waves), true)
+
+
+def _first_audio(opened: Opened, batch: Batch, texts: Sequence[str]) -> tuple[float, bool]:
+    """The median seconds from a text to the first of its sound by Griffin-Lim, and whether it came in chunks."""
+    vocoder, options, waited = GriffinLim(MelConfig(**opened.spec.mel)), _options(opened), []
+    for text, speaker in _asked(batch, texts):
+        began, pieces = time.monotonic(), None
+        if vocoder.config.padding == "hifigan":
+            with suppress(InputError):  # of models that make their mels whole
+                pieces = stream_text(opened.model, text, cond=speaker, **options).pieces
+        if pieces is None:
+            vocoder(opened.model.sample(1, speaker, text=text, **options).x[0].cpu())
+        else:
+            next(stream_sound(vocoder, pieces, phases(opened.request.seed)))
+        waited.append(time.monotonic() - began)
+    return median(waited), pieces is not None
+
+
+def spoken_at(frame: Frame, key: str) -> list[SpokenAt] | None:
+    """Distortion, length and pitch of the synthesis at several values of `key`; None for an option it does not have."""
+    opened, values = frame.opened, {"temperature": _TEMPERATURES, "steps": _STEPS}[key]
+    if not opened.model.generates or not opened.model.takes(key):
+        return None
+    audible = find_spec("librosa") is not None
+
+    def compute() -> dict:
+        whole = opened.evaluated(min(opened.items, _UTTERANCES))
+        batch = whole.rows(slice(0, _heard(opened, whole)))
+        texts, found, recorded = _texts(batch, opened.spec.text), [], None
+        for value in values:
+            synthesised, _, outcomes = _synthesised(opened, batch, texts, **{key: value})
+            pitch = None
+            if audible:
+                sounds = _vocoded(opened, batch, synthesised, len(batch))
+                recorded = _tracks(opened, sounds[_VOCODED]) if recorded is None else recorded
+                pitch = _pitch(opened, batch, synthesised, sounds["model"], recorded)
+            distortion = [mcd_mel13(one["mel"], _own(batch, k)) for k, one in enumerate(synthesised)]
+            found.append(asdict(SpokenAt(
+                key, value, len(batch), sum(distortion) / len(batch),
+                sum(o.length_ratio for o in outcomes) / len(outcomes), pitch)))
+        return {"found": found}
+
+    done = frame.once("spoken_at", {"key": key, "values": list(values), "pitch": audible,
+                                    **frame.sampling_settings()}, compute)
+    return [SpokenAt(**one | {"pitch": one["pitch"] and Pitch(**one["pitch"])}) for one in done["found"]]
+
+
 def _recognised(
-    opened: Opened, batch: Batch, texts: Sequence[str], synthesised: Sequence[dict], recogniser: Recogniser
+    opened: Opened, texts: Sequence[str], sounds: dict[str, list[Tensor]], recogniser: Recogniser
 ) -> Recognition:
     """CER and WER of the model, with toplines: recordings, and their mels by the same vocoder."""
-    config = MelConfig(**opened.spec.mel)
-    vocoder, rate = GriffinLim(config), config.sample_rate
-    sounds = {"model": [vocoder(one["mel"]) for one in synthesised],
-              "recordings' mels vocoded": [vocoder(_own(batch, k)) for k in range(len(batch))]}
-    recordings = _recordings(opened, len(batch))
+    rate, recordings = opened.spec.mel["sample_rate"], _recordings(opened, len(texts))
     if recordings is not None:
-        sounds["recordings"] = [read_wav(path, rate)[0] for path in recordings]
+        sounds = sounds | {"recordings": [read_wav(path, rate)[0] for path in recordings]}
     heard = {name: [recogniser(wave, rate) for wave in progress_bar(waves, desc=f"heard: {name}")]
              for name, waves in sounds.items()}
     edits = {name: [character_edits(*pair) for pair in zip(texts, found, strict=True)] for name, found in heard.items()}
@@ -234,6 +345,13 @@ def speech_notes(found: SpeechFigures) -> list[str]:
              f"{found.length_ratio:.2f} of the recordings', real-time factor {found.real_time_factor:.3f}"
              + ("" if found.duration_error is None else f", durations off by {found.duration_error:.2f} frames"),
              f"failures in 100: {failures}"]
+    if found.first_audio is not None:
+        lines.append(f"first audio after {found.first_audio:.2f} s, "
+                     + ("in chunks of 64 frames" if found.streamed else "when the whole text is synthesised"))
+    if isinstance(found.pitch, Skipped):
+        lines.append(f"pitch was not measured: {found.pitch.skipped}")
+    elif found.pitch is not None:
+        lines.append(_pitch_note(found.pitch))
     if found.alignment is not None:
         shape = found.alignment
         lines.append(f"alignments: {100 * shape.off_diagonal:.1f} % of the text from the diagonal, entropy "
@@ -250,11 +368,31 @@ def speech_notes(found: SpeechFigures) -> list[str]:
                     for name, part in whole.differences.items()]
 
 
+def _pitch_note(found: Pitch) -> str:
+    """The pitch in words.
+
+    Example:
+        >>> _pitch_note(Pitch(1.5, 0.25, 2.0, 3.0))
+        'log F0: RMSE 1.50 semitones, spread 2.00 (recordings 3.00); voiced unlike the recording in 25 % of pairs'
+    """
+    values = (found.rmse, found.spread, found.recorded)
+    rmse, spread, recorded = ("unknown" if value is None else f"{value:.2f}" for value in values)
+    return (f"log F0: RMSE {rmse} semitones, spread {spread} (recordings {recorded}); voiced unlike the recording in "
+            f"{100 * found.voicing:.0f} % of pairs")
+
+
+def spoken_at_notes(found: Sequence[SpokenAt]) -> list[str]:
+    """The metrics at each value of an option, for the notes below a table."""
+    return [f"{one.key} {one.value:g}, {one.utterances} texts: distortion {one.mcd_mel13:.2f} dB, length "
+            f"{one.length_ratio:.2f}" + ("" if one.pitch is None else f", {_pitch_note(one.pitch)}") for one in found]
+
+
 def transcription_note(found: Transcription) -> str:
     """The metrics of a recogniser in a line, for the notes below a table."""
     whole = found.curve[-1]
+    best = "" if found.oracle_wer is None else f" ({100 * found.oracle_wer:.1f} % of the best of {found.nbest} texts)"
     return (f"CER of {whole.utterances} recordings, {found.search} search: {_interval(whole.rate)}; WER "
-            f"{100 * found.wer:.1f} %; real-time factor {found.real_time_factor:.3f}")
+            f"{100 * found.wer:.1f} %{best}; real-time factor {found.real_time_factor:.3f}")
 
 
 def _interval(part: Interval) -> str:
@@ -268,136 +406,7 @@ def _interval(part: Interval) -> str:
 
 
 _SHOWN = 10  # utterances in the notes below a table
-_DRAWN = 3  # alignments in the picture
 _TOGETHER = 8  # utterances in a batch
-_AGAINST = 8  # texts of other utterances that each text is compared with
-
-
-def audit(frame: Frame, likelihood: Likelihood) -> list[Utterance]:
-    """The evaluated utterances, ordered by log-likelihood per dimension, the lowest first.
-
-    Arguments:
-        likelihood: of these utterances, in index order.
-
-    `z` compares an utterance with those of its length (`against_length`); `evidence`, of models with alignments, its
-    text with those of other utterances, in nats per frame. A recogniser ranks by log-likelihood per character, and
-    adds its transcripts.
-
-    Raises:
-        InputError: for data without texts.
-    """
-    opened = frame.opened
-    require_texts(opened)
-    nll = -likelihood.nats.double() / likelihood.dims.double()
-    heard = None if opened.model.generates else transcription_of(frame).heard
-    frames = likelihood.dims.double() / (opened.spec.event_shape[0] if heard is None else 1)
-    scores = against_length(nll, frames)
-    durations = None
-    if heard is None:
-        durations = frame.once("audit", {"against": _AGAINST}, lambda: {"durations": _durations(opened)})["durations"]
-    items = getattr(opened.datamodule.split(opened.request.split), "items", None)
-    rows = []
-    for rank, k in enumerate(nll.nan_to_num(nan=torch.inf).argsort(descending=True, stable=True).tolist(), 1):
-        rows.append(Utterance(
-            rank=rank, index=int(likelihood.index[k]), frames=int(frames[k]), nats_per_dim=float(nll[k]),
-            z=None if scores is None else float(scores[k]),
-            **({} if items is None else {"name": items[k].name, "text": items[k].text}),
-            **({} if heard is None else {"heard": heard[k]}),
-            **({} if durations is None else durations[k] | {"longest": Token(**durations[k]["longest"])}),
-        ))
-    if any(row.evidence is not None for row in rows):
-        for rank, row in enumerate(suspects(rows), 1):
-            row.rank_by_evidence = rank
-    return rows
-
-
-def require_texts(opened: Opened) -> None:
-    """Raise an InputError for data without texts."""
-    if opened.spec.text is None:
-        raise InputError(f"audit: {opened.spec.name} has no texts that could be wrong")
-
-
-def against_length(nll: Tensor, frames: Tensor) -> Tensor | None:
-    """Residuals of values from their regression on log length, in standard deviations.
-
-        z_k = (v_k - a - b log T_k)/s,    a, b by least squares,    s^2 = sum_k (v_k - a - b log T_k)^2/(n - 2)
-
-    Values that are not finite are left out of the fit. Short clips have relatively more silence, and differ from long
-    ones even with correct transcripts. For utterances of equal length b is 0.
-
-    Shapes: `nll (n,)`, `frames (n,)`; the scores are `(n,)`, or None for fewer than three finite values, or values that
-    all lie on a line.
-
-    Example:
-        >>> against_length(torch.tensor([1.0, 1.0, 4.0, 1.0, 1.0]).double(), torch.full((5,), 9.0)).round(decimals=2)
-        tensor([-0.3900, -0.3900,  1.5500, -0.3900, -0.3900], dtype=torch.float64)
-    """
-    usable = nll.isfinite()
-    x, y = frames.double().log(), nll.double()
-    if int(usable.sum()) < 3:
-        return None
-    middle, mean = x[usable].mean(), y[usable].mean()
-    spread = (x[usable] - middle).square().sum()
-    slope = ((x - middle) * (y - mean))[usable].sum() / spread if float(spread) > 1e-12 else 0.0
-    rest = y - mean - slope * (x - middle)
-    std = (rest[usable].square().sum() / (int(usable.sum()) - 2)).sqrt()
-    return rest / std if float(std) > 1e-12 else None
-
-
-def _durations(opened: Opened) -> list[dict] | None:
-    """The durations of each utterance's tokens and the evidence for its text; None for a model without alignments."""
-    if not hasattr(opened.model, "aligned"):
-        return None
-    model, request, found, texts = opened.model, opened.request, {}, {}
-
-    def batches(what: str):
-        loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
-        return progress_bar(loader, desc=f"{model.family} {what}", unit="batch")
-
-    for batch in batches(f"aligns {request.split}"):
-        aligned = model.aligned(batch.to(model.device), weights_of(request.ema), request.seed)
-        rows = zip(batch.index.tolist(), batch.cond.tokens, batch.cond.mask[:, 0], batch.mask.sum((1, 2)).tolist(),
-                   aligned.durations.cpu(), strict=True)
-        for index, tokens, valid, frames, durations in rows:
-            texts[index] = tokens[valid].tolist(), frames
-            symbols, durations = [opened.spec.text["symbols"][t] for t in texts[index][0]], durations[valid].tolist()
-            longest = max(range(len(durations)), key=durations.__getitem__)
-            found[index] = {"tokens": symbols, "durations": durations, "longest": {
-                "token": symbols[longest], "position": longest, "frames": durations[longest]}}
-    for batch in batches("tries other texts"):
-        others = [neighbours(texts, index) for index in batch.index.tolist()]
-        known = [k for k, other in enumerate(others) if other]
-        if known:
-            part = batch.rows(torch.tensor(known)).to(model.device)
-            values = model.evidence(part, [others[k] for k in known], weights_of(request.ema), request.seed)
-            for index, value in zip(part.index.tolist(), values.tolist(), strict=True):
-                found[index]["evidence"] = value
-    return [found[index] for index in sorted(found)]
-
-
-def neighbours(texts: dict[int, tuple[list[int], int]], index: int, count: int = _AGAINST) -> list[list[int]]:
-    """The texts of other utterances nearest in length to that of one, with no more tokens than it has frames.
-
-    Arguments:
-        texts: (tokens, frames) of every utterance.
-
-    Example:
-        >>> neighbours({0: ([5, 6], 9), 1: ([5, 6], 9), 2: ([7], 9), 3: ([1] * 10, 30), 4: ([8, 9, 9], 9)}, 0)
-        [[7], [8, 9, 9]]
-    """
-    own, frames = texts[index]
-    others = {tuple(tokens) for tokens, _ in texts.values() if len(tokens) <= frames} - {tuple(own)}
-    return [list(text) for text in sorted(others, key=lambda text: (abs(len(text) - len(own)), text))[:count]]
-
-
-@torch.no_grad()
-def picture_of_audit(opened: Opened, rows: list[Utterance]) -> Image.Image | None:
-    """The alignments of the first `suspects`; None for a model without alignments."""
-    if not hasattr(opened.model, "posterior"):
-        return None
-    index, request = torch.tensor([row.index for row in suspects(rows)[:_DRAWN]]), opened.request
-    batch = next(iter(opened.datamodule.loader(request.split, len(index), index))).to(opened.model.device)
-    return alignments(opened.model.posterior(batch, weights_of(request.ema), request.seed), batch, opened.spec)
 
 
 def suspects(rows: list[Utterance]) -> list[Utterance]:
@@ -409,6 +418,7 @@ def audit_notes(rows: list[Utterance]) -> list[str]:
     """The least likely utterances, and those with the least evidence for their texts, for the notes below a table.
 
     Example:
+        >>> from genmodels.evaluation.report import Token
         >>> audit_notes([Utterance(rank=1, index=4, frames=90, nats_per_dim=1.5, z=2.25, name="a.wav", text="a cab",
         ...                        evidence=0.5, longest=Token("c", 2, 31))])[1]
         '  1. 1.500 nats/dim, z +2.25, 90 frames, longest "c" with 31, evidence +0.50: a.wav "a cab"'

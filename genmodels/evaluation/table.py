@@ -13,7 +13,7 @@ from torch import Tensor
 from genmodels.core.errors import InputError
 from genmodels.core.likelihood import with_error
 from genmodels.evaluation.report import DataFacts, Fidelity, LikelihoodLine, Reference, Report, Scale, Skipped
-from genmodels.evaluation.speech import audit_notes, speech_notes, transcription_note
+from genmodels.evaluation.speech import audit_notes, speech_notes, spoken_at_notes, transcription_note
 from genmodels.verification.check import FAILED, NOT_VERIFIED, PASSED
 
 COLUMNS = ["", "model", "parameters", "step", "weights", "value", "unit", "kind", "how", "rank", "Fréchet",
@@ -372,6 +372,7 @@ def _on_model(report: Report) -> list[str]:
         notes.append(f"samples were not compared: {fidelity.skipped}")
     if report.speech is not None:
         notes += speech_notes(report.speech)
+    notes += spoken_at_notes(report.spoken_at or [])
     if report.transcription is not None:
         notes.append(transcription_note(report.transcription))
     if isinstance(fidelity, Fidelity):

@@ -12,10 +12,11 @@ from genmodels.core.checkpoint import present_name
 from genmodels.core.errors import InputError, require_known
 
 TARGET = "_target_"
-#: Networks of denoisers by the name that `model.net=` takes on the command line.
+#: Networks of denoisers, and an encoder of recognisers, by the name that `model.net=` takes on the command line.
 NETWORKS = {
     "dit": "genmodels.nn.dit.DiT",
     "mlp": "genmodels.nn.perceptron.MLPDenoiser",
+    "pyramid": "genmodels.speech.criteria.PyramidalLSTM",
     "unet": "genmodels.nn.unet.UNet",
 }
 

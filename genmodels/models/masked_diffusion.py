@@ -1,8 +1,9 @@
-"""Masked discrete diffusion (MD4, Shi et al. 2024; MDLM, Sahoo et al. 2024): integers as tokens that are masked."""
+"""Models of tokens: masked discrete diffusion (MD4, Shi et al. 2024; MDLM, Sahoo et al. 2024), and a language model."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +12,24 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import rank_world
-from genmodels.core.random import KeyedGenerator
+from genmodels.core.random import KeyedGenerator, uniform
 from genmodels.core.samples import Samples, SamplingOptions, Trajectory
 from genmodels.diffusion.denoiser import TokenDenoiser
-from genmodels.diffusion.masked import MASKINGS, MaskingName, Predictor, bound_terms, masked_bound, unmask
+from genmodels.diffusion.masked import (
+    MASKINGS,
+    MaskingName,
+    Predictor,
+    bound_terms,
+    draw_tokens,
+    masked_bound,
+    unmask,
+)
 from genmodels.diffusion.weighting import AntitheticTimes
 from genmodels.models.base import GenerativeModel, Loss
-from genmodels.models.build import NETWORKS, TARGET, make_network
+from genmodels.models.build import NETWORKS, TARGET, construct, make_network
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn import DiT, MLPDenoiser, UNet
+from genmodels.speech.text_encoder import TokenTransformer
 
 
 class MaskedDiffusionModel(GenerativeModel):
@@ -180,3 +190,102 @@ class MaskedDiffusionModel(GenerativeModel):
             return torch.lerp(core(tokens), core(tokens, cond), scale).log_softmax(-1)
 
         return self.labels(options.cond, index), guided
+
+
+class LanguageModel(GenerativeModel):
+    """A causal transformer of the bytes of a text, each predicted from those before it.
+
+        log p(x) = sum_i log p(x_i | x_1, ..., x_{i-1})
+
+    The likelihood is exact. Samples are drawn byte by byte; a beginning can be given. A recogniser can search with it,
+    `genmodels transcribe lm=<checkpoint>`.
+
+    Arguments:
+        spec: the data set this model is built for, of bytes of text.
+        net: options of the network.
+        optimizer: options of the optimiser.
+        ema_decay: decay of the averaged weights, or several, 0 for none.
+
+    Raises:
+        InputError: for other data.
+
+    Example:
+        >>> spec = DataSpec("text", (1, 8), levels=256, encoding="utf-8")
+        >>> LanguageModel(spec, net={"channels": 16, "depth": 1, "heads": 2}).eval().sample(2).x.shape
+        torch.Size([2, 1, 8])
+    """
+
+    family = "language_model"
+    sampling_options = ("known", "keep")
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        net: TokenTransformer | dict | None = None,
+        optimizer: Optimizer | dict | None = None,
+        ema_decay: float | list[float] = 0.999,
+    ):
+        super().__init__(spec)
+        self.save_hyperparameters(ignore=["spec"], logger=False)
+        if spec.encoding is None:
+            raise InputError(f"model={self.family} is for data=text, not for {spec.name}: use model=masked_diffusion")
+        self.core = net if isinstance(net, nn.Module) else construct(TokenTransformer, spec.levels, **(net or {}))
+        self.finish_setup(optimizer, ema_decay)
+
+    def _nats(self, core: TokenTransformer, batch: Batch) -> Tensor:
+        tokens = batch.x.flatten(1).long()
+        return core(tokens).gather(2, tokens[..., None])[..., 0].sum(1)
+
+    def loss(self, batch: Batch, generator: KeyedGenerator) -> Loss:
+        """Bits per character."""
+        bits = -self._nats(self.core, batch) / (math.log(2) * self.spec.dims)
+        return Loss(bits.mean(), bits)
+
+    @torch.no_grad()
+    def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
+        """log p of sequences, exact.
+
+        Arguments:
+            batch: items in the data's own units.
+            weights: `ema`, `raw`, or one of the decays kept.
+            seed: unused, nothing is drawn.
+        """
+        made = {"estimate": "product of conditionals", "weights": str(weights)}
+        return Likelihood(self._nats(self.weights(weights), batch), "exact", self.spec.dims, self.spec.levels, None,
+                          made, batch.item_index)
+
+    @torch.no_grad()
+    def draw(self, options: SamplingOptions) -> Samples:
+        """Samples byte by byte; the temperature divides log-probabilities, 0 for modes.
+
+        Raises:
+            InputError: for known bytes that are not a beginning.
+        """
+        core, index, length = self.weights(options.weights), self.numbered(options.n, options.start), self.spec.dims
+        kept = 0 if options.keep is None else int(options.keep.sum())
+        if kept and not bool(options.keep.flatten()[:kept].all()):
+            raise InputError("a language model continues a beginning: inpaint='Once upon' mask=_; gaps are filled by "
+                             "model=masked_diffusion")
+        values = uniform((options.n, length), KeyedGenerator(options.seed, index, "sample"), device=self.device)
+        found = torch.zeros(options.n, length, dtype=torch.int64, device=self.device)
+        if kept:
+            found[:, :kept] = options.known.flatten()[:kept].to(found)
+        log_p, state = core.extend(found[:, :kept])
+        for place in range(kept, length):
+            found[:, place] = draw_tokens(log_p[:, -1], values[:, place], options.temperature)
+            log_p, state = core.extend(found[:, place : place + 1], state)
+        made = {"sampler": "ancestral", "seed": options.seed, "weights": str(options.weights),
+                "temperature": options.temperature} | ({"kept": kept} if kept else {})
+        return Samples(found.view(options.n, *self.spec.event_shape).to(torch.uint8), None, index, made)
+
+    def reader(self, weights: str | float = "ema") -> Callable:
+        """The function `step` of `genmodels.speech.decoding.ByteLanguage`."""
+        core = self.weights(weights).eval()
+
+        @torch.no_grad()
+        def step(read: list[int], state: tuple | None) -> tuple[Tensor, tuple]:
+            log_p, state = core.extend(torch.tensor([read], dtype=torch.int64, device=self.device), state)
+            return log_p[0].cpu(), state
+
+        return step

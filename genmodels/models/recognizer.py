@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -10,23 +11,25 @@ from torch import Tensor, nn
 
 from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, check_number, one_of
+from genmodels.core.errors import InputError, check_number, one_of, refusals
 from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
-from genmodels.data.utterances import padded_tokens
+from genmodels.data.utterances import characters, padded_tokens
 from genmodels.models.base import GenerativeModel, Loss
-from genmodels.models.build import altered, construct
+from genmodels.models.build import NETWORKS, TARGET, altered, build, construct
 from genmodels.models.checkpoint import load_model
 from genmodels.models.mels import MelUnits
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn.transformer import SpeechEncoder
 from genmodels.speech.audio import MelConfig, log_mel, resample
-from genmodels.speech.criteria import CTC, AttentionDecoder, Transducer, cross_entropy, least_frames
+from genmodels.speech.criteria import CTC, AttentionDecoder, PyramidalLSTM, Transducer, cross_entropy, least_frames
 from genmodels.speech.decoding import (
+    ByteLanguage,
     Hypothesis,
+    NGram,
     Search,
     collapsed,
     ctc_alignment,
@@ -34,29 +37,9 @@ from genmodels.speech.decoding import (
     expected_errors,
 )
 from genmodels.speech.recognition import Edits, character_edits, pooled, word_edits
-from genmodels.speech.text import Symbols
+from genmodels.speech.text import Symbols, in_form
 
 _SHOWN = 8  # texts written while training
-
-
-def characters(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The texts of a batch as classes `(B, N)`, 0 beyond their ends, and their lengths `(B,)`.
-
-    Padding and blanks of the table of symbols are left out: class k is symbol k + 1, and class 0 is the blank of CTC.
-
-    Example:
-        >>> from genmodels.core.data import TextCondition
-        >>> said = TextCondition(torch.tensor([[1, 5, 1, 3, 1], [1, 7, 1, 0, 0]]), torch.ones(2, 1, 5).bool())
-        >>> characters(Batch(torch.zeros(2, 1, 1), said))
-        (tensor([[4, 2],
-                [6, 0]]), tensor([2, 1]))
-    """
-    tokens = batch.cond.tokens
-    said = (tokens > 1) & batch.cond.mask[:, 0]
-    counts = said.sum(1)
-    order = (~said).long().argsort(dim=1, stable=True)[:, : int(counts.max())]
-    beyond = torch.arange(order.shape[1], device=tokens.device) >= counts[:, None]
-    return (tokens.gather(1, order) - 1).masked_fill(beyond, 0), counts
 
 
 #: What `model.criterion=` may be.
@@ -72,8 +55,9 @@ class RecognizerCore(nn.Module):
     """
 
     def __init__(
-        self, net: SpeechEncoder, ctc: CTC | None, transducer: Transducer | None, decoder: AttentionDecoder | None
-    ):
+        self, net: SpeechEncoder | PyramidalLSTM, ctc: CTC | None, transducer: Transducer | None,
+        decoder: AttentionDecoder | None,
+    ):  # fmt: skip
         super().__init__()
         self.net, self.ctc, self.transducer, self.decoder = net, ctc, transducer, decoder
 
@@ -92,7 +76,8 @@ class Recognizer(GenerativeModel):
     Arguments:
         spec: the data set this model is built for, mels with texts.
         criterion: `ctc`, `transducer`, `attention` or `joint`.
-        net: options of the encoder.
+        net: options of the encoder, a `SpeechEncoder`, or of the class that `_target_` names (`model.net=pyramid`: the
+            LSTMs of LAS).
         transducer: options of the transducer.
         decoder: options of the attention decoder; its `delay` needs `joint`, which has triggers.
         ctc_weight: w of `joint`, in training and for ranking the texts of a search.
@@ -125,7 +110,7 @@ class Recognizer(GenerativeModel):
         spec: DataSpec,
         *,
         criterion: Criterion = "ctc",
-        net: SpeechEncoder | dict | None = None,
+        net: SpeechEncoder | PyramidalLSTM | dict | None = None,
         transducer: Transducer | dict | None = None,
         decoder: AttentionDecoder | dict | None = None,
         ctc_weight: float = 0.3,
@@ -152,8 +137,11 @@ class Recognizer(GenerativeModel):
         self.mwer, self.mwer_keep = mwer, mwer_keep
         self.units = MelUnits(spec, noise=0.0)
         self.symbols = Symbols(tuple(spec.text["symbols"]), blanks=False)
-        if not isinstance(net, SpeechEncoder):
-            net = construct(SpeechEncoder, spec.event_shape[0], **(net or {}))
+        if not isinstance(net, nn.Module):
+            net = {TARGET: "genmodels.nn.transformer.SpeechEncoder", **(net or {})}
+            if net[TARGET] in (NETWORKS[name] for name in ("dit", "mlp", "unet")):
+                raise InputError(f"{net[TARGET]} is a denoiser: model={self.family} takes model.net=pyramid, or none")
+            net = build(net, spec.event_shape[0])
         sizes = (net.channels, len(self.symbols) - 1)
         ctc = CTC(*sizes) if criterion in ("ctc", "joint") else None
         made = {}
@@ -246,7 +234,7 @@ class Recognizer(GenerativeModel):
             raise InputError(
                 f"item {int(batch.item_index[k])} of {self.spec.name} needs {int(needed[k])} frames for its "
                 f"{int(counts[k])} characters, and has {int(frames[k])} of {factor} frames of its mel: "
-                f"{'use model.net.subsampling=2, or ' if factor == 4 else ''}leave it out of the data")
+                f"{'use model.net.subsampling=2, or ' if factor > 2 else ''}leave it out of the data")
 
     def _log_prob(
         self, core: RecognizerCore, h: Tensor, frames: Tensor, y: Tensor, counts: Tensor, by: str | None
@@ -303,11 +291,12 @@ class Recognizer(GenerativeModel):
         return self._searched(core, *self.encode(batch, core), how or Search())
 
     def _searched(self, core: RecognizerCore, h: Tensor, frames: Tensor, how: Search) -> list[list[Hypothesis]]:
+        search = how.first_pass()
         if core.decoder is None:
-            return (core.ctc or core.transducer).search(h, frames, how)
+            return [how.second_pass(found) for found in (core.ctc or core.transducer).search(h, frames, search)]
         log_probs = None if core.ctc is None else core.ctc.log_probs(h)
         triggers = None if core.decoder.delay is None else ctc_triggers(log_probs, frames)
-        lists = core.decoder.search(h, frames, how, triggers)
+        lists = [how.second_pass(found, how.length) for found in core.decoder.search(h, frames, search, triggers)]
         if core.ctc is None or how.beam == 1:
             return lists
         return [self._rescored(core.ctc, h[k : k + 1], frames[k : k + 1], found) for k, found in enumerate(lists)]
@@ -427,3 +416,31 @@ class TrainedRecogniser:
         heard = resample(wave.detach().double().cpu(), sample_rate, self.config.sample_rate).float()
         mel = Batch(log_mel(heard, self.config)[None].to(self.model.device))
         return self.model.written(self.model.transcribe(mel, self.how)[0][0])
+
+
+def language_of(model: Recognizer, file: str, order: int = 6) -> NGram | ByteLanguage:
+    """A language model in the symbols of a recogniser: of the lines of a file, or a checkpoint of one.
+
+    Raises:
+        InputError: for a file that cannot be read, or has no text, and a checkpoint of another family.
+    """
+    path = located(file)
+    if str(file).startswith("hf://") or path.suffix in (".ckpt", ".safetensors"):
+        read, header = load_model(path, device=str(model.device))
+        if not hasattr(read, "reader"):
+            raise InputError(f"lm={file} holds a {header['family']}: train one by model=language_model data=text")
+        table = [ord("\n"), *(ord(symbol) if len(symbol) == 1 else -1 for symbol in model.symbols.table[2:])]
+        with refusals():
+            return ByteLanguage(read.reader(), table, longest=read.spec.dims)
+    try:
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"lm={file} cannot be read: {error}") from None
+    text, number = model.spec.text, {symbol: k for k, symbol in enumerate(model.symbols.table)}
+    with refusals():
+        normal = [in_form(line, text.get("form", "characters"), text["language"]) for line in lines
+                  if any(c.isalpha() for c in line)]
+        texts = [[number[c] - 1 for c in line if c in number] for line in normal]
+        if not texts:
+            raise InputError(f"lm={file} has no line with letters")
+        return NGram(texts, len(number) - 1, order=order)

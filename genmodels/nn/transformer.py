@@ -31,6 +31,7 @@ class TransformerLayer(nn.Module):
         window: largest distance with relative vectors, for the kinds of Shaw; None for their default, 4 or 16.
         dropout: probability of dropping a value, or an attention weight where the kind has dropout.
         attention: entry of `ATTENTION` for sequences, `none` for none.
+        causal: whether the attention is to the past alone; with a kernel of one position the layer is.
 
     Shapes: `x (B, C, T)` to the same, `mask (B, 1, T)` bool, True = valid: the result is zero outside it.
     Errors: ValueError for an even kernel, heads that do not divide the channels, an unknown attention, a window for an
@@ -52,6 +53,7 @@ class TransformerLayer(nn.Module):
         window: int | None = None,
         dropout: float = 0.1,
         attention: AttentionKind = "shaw_zero",
+        causal: bool = False,
     ):
         super().__init__()
         at_least(1, channels=channels, heads=heads, hidden=hidden, kernel_size=kernel_size)
@@ -59,7 +61,7 @@ class TransformerLayer(nn.Module):
             raise ValueError(f"kernel_size = {kernel_size} must be odd, so that the length stays")
         if window is not None and not attention.startswith("shaw"):
             raise ValueError(f"window = {window} is for attention = shaw, shaw_shared and shaw_zero, not {attention}")
-        mechanism = make_mechanism(attention, channels, heads, Site(1, None, dropout, window))
+        mechanism = make_mechanism(attention, channels, heads, Site(1, None, dropout, window, causal))
         self.norm_1 = None if mechanism is None else ChannelNorm(channels)
         self.norm_2 = ChannelNorm(channels)
         self.attention = mechanism

@@ -16,6 +16,7 @@ from genmodels.report.parts import (
     Model,
     Pictures,
     Sheet,
+    Sound,
     Styled,
     Text,
     address,
@@ -25,11 +26,13 @@ from genmodels.report.parts import (
     number,
     percent,
     sheet,
+    sound_address,
     tiles,
     with_error,
 )
 
 _SHOWN, _WRITTEN = 64, 8
+_RECORDED = "recording, vocoded"
 _CURVES = {"frechet": "Fr\u00e9chet distance", "kernel": "kernel distance", "precision": "precision",
            "recall": "recall", "samples_per_second": "samples per second"}
 
@@ -54,6 +57,32 @@ def samples(models: list[Model]) -> list:
             note = _numbered(index, len(x)) + recipe
             figures.append(figure([points], title, "", "", field=_around(models), note=note))
     return figures
+
+
+def sound(models: list[Model]) -> list[Listing]:
+    """What models of speech say: a row for each text or class, a column for each model, and vocoded recordings."""
+    rows: dict[str, dict[str, Sound | str]] = {}
+    for model in models:
+        report = model.report
+        if report.data.mel is None:
+            continue
+        cond, names = model.array("samples_cond"), report.data.class_names
+        for k in sorted(int(key.removeprefix("sound_")) for key in model.arrays if key.startswith("sound_")):
+            words = f"sample {k}" if cond is None else str(names[cond[k]] if names else cond[k])
+            words = words if report.speech is None else report.speech.played[k]
+            row = rows.setdefault(words, {})
+            for kind, column in (("sound", model.name), ("vocoded", _RECORDED)):
+                samples = model.array(f"{kind}_{k}")
+                if samples is not None:
+                    address = sound_address(samples, report.data.mel["sample_rate"])
+                    row[column] = Sound(address, f"{column}: {words}")
+                elif kind == "sound":
+                    row[column] = "louder than any sound"
+    if not rows:
+        return []
+    columns = [model.name for model in models] + [_RECORDED]
+    listed = [[words, *(row.get(column, "") for column in columns)] for words, row in rows.items()]
+    return [Listing(["what is said", *columns], [(None, listed)], "Sound by Griffin-Lim, at most ten seconds")]
 
 
 def _around(models: list[Model]) -> Field:

@@ -1,4 +1,4 @@
-"""Audio files, resampling, and log-mel-spectrograms."""
+"""Audio files, resampling, log-mel-spectrograms, and pitch."""
 
 from __future__ import annotations
 
@@ -105,15 +105,27 @@ def write_wav(path: str | Path | BinaryIO, wave: Tensor, sample_rate: int) -> fl
     """
     from scipy.io import wavfile
 
+    samples, factor = sixteen_bits(wave)
+    wavfile.write(path, sample_rate, samples.numpy())
+    return factor
+
+
+def sixteen_bits(wave: Tensor) -> tuple[Tensor, float]:
+    """Sound (N,) as int16, and the factor by which sound beyond full scale was scaled down, else 1.
+
+    Errors: ValueError for another shape, or sound that is not finite.
+
+    Example:
+        >>> sixteen_bits(torch.tensor([0.5, -2.0]))
+        (tensor([  8192, -32767], dtype=torch.int16), 0.5)
+    """
     if wave.dim() != 1:
         raise ValueError(f"sound to write has shape (N,), got {tuple(wave.shape)}")
     if not bool(wave.isfinite().all()):
         raise ValueError(f"sound to write is finite, but {int((~wave.isfinite()).sum())} of {len(wave)} values are not")
     peak = float(wave.abs().max()) if len(wave) else 0.0
     factor = 1.0 if peak <= 1 else 1 / peak
-    samples = (wave.detach().double().cpu() * (factor * (2**15 - 1))).round().to(torch.int16)
-    wavfile.write(path, sample_rate, samples.numpy())
-    return factor
+    return (wave.detach().double().cpu() * (factor * (2**15 - 1))).round().to(torch.int16), factor
 
 
 @dataclass(frozen=True)
@@ -279,3 +291,30 @@ def fourier(wave: Tensor, config: MelConfig) -> Tensor:
     window = torch.hann_window(config.n_fft, dtype=wave.dtype, device=wave.device)
     bins = torch.stft(padded, config.n_fft, config.hop, window=window, center=False, return_complex=True)
     return bins.reshape(*wave.shape[:-1], *bins.shape[1:])
+
+
+_LOWEST, _HIGHEST = 60.0, 500.0  # Hz, of voices
+
+
+def log_pitch(wave: Tensor, config: MelConfig, frames: int) -> np.ndarray:
+    """The fundamental frequency of each frame of a mel in semitones above 1 Hz, 12 log2 F0, (T,); NaN where unvoiced.
+
+    By pYIN between 60 and 500 Hz in steps of a tenth of a semitone.
+
+    Arguments:
+        wave: the sound of the mel.
+        config: its settings.
+        frames: T.
+
+    Errors: ValueError if librosa is not installed.
+    Source: Mauch and Dixon 2014 (pYIN).
+    """
+    try:
+        from librosa import pyin
+    except ImportError as error:
+        raise ValueError("the pitch needs librosa: pip install 'genmodels[speech]'") from error
+    window = 2 ** math.ceil(math.log2(config.sample_rate / 25))  # two periods of the lowest pitch, and more
+    found, _, _ = pyin(wave.detach().double().cpu().numpy(), fmin=_LOWEST, fmax=_HIGHEST, sr=config.sample_rate,
+                       frame_length=window, hop_length=config.hop)
+    found = 12 * np.log2(found[:frames])
+    return np.pad(found, (0, frames - len(found)), constant_values=np.nan)

@@ -1,18 +1,19 @@
-"""Likelihoods of texts given frames: CTC, the transducer (RNN-T), attention decoders (listen, attend and spell)."""
+"""Likelihoods of texts given frames: CTC, the transducer (RNN-T), and LAS: its listener and attention decoders."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import ctc_loss, pad
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from genmodels.core.errors import at_least
 from genmodels.core.random import Dropout, Generator, uniform
-from genmodels.core.tensors import wide
+from genmodels.core.tensors import hide, wide
 from genmodels.nn.attention import Keys
 from genmodels.speech.decoding import BLANK, Hypothesis, Search, beam_search, ctc_beam, ctc_greedy, plus
 from genmodels.speech.tacotron import AttentionKind, make_attention
@@ -190,6 +191,57 @@ class Transducer(nn.Module):
                     break  # neither these nor their continuations would be kept
             kept = dict(how.best(done))
         return how.finished(kept)
+
+
+class PyramidalLSTM(nn.Module):
+    """The listener of LAS: an encoder of bidirectional LSTMs, each after the first at half the rate of that below.
+
+        h^0 = BLSTM(x),    h^j_i = BLSTM(h^{j-1}_{2i}, h^{j-1}_{2i+1}),    j = 1, ..., log2 subsampling
+
+    It reads the whole utterance, so that it cannot be streamed.
+
+    Arguments:
+        n_mels: channels of the mel.
+        channels: of h, half of them from each direction; even.
+        subsampling: frames of the mel for each of h, 2, 4 or 8.
+        dropout: of the input of every layer after the first, and of h.
+
+    Shapes: `x (B, n_mels, T)` with `mask (B, 1, T)` to `(B, C, ceil(T / subsampling))` with the mask of these; padding
+        has no influence.
+    Errors: ValueError for an odd number of channels, or another factor.
+    Source: Chan et al. 2016 (LAS), section 3.1.
+
+    Example:
+        >>> h, _ = PyramidalLSTM(4, channels=6, subsampling=8)(torch.zeros(1, 4, 9))
+        >>> h.shape
+        torch.Size([1, 6, 2])
+    """
+
+    chunk = None  # of streams, as of `SpeechEncoder`
+
+    def __init__(
+        self, n_mels: int, *, channels: int = 256, subsampling: Literal[2, 4, 8] = 4, dropout: float = 0.1
+    ):
+        super().__init__()
+        at_least(1, n_mels=n_mels, channels=channels)
+        if channels % 2 or subsampling not in (2, 4, 8):
+            raise ValueError(f"channels must be even and subsampling 2, 4 or 8, got {channels} and {subsampling}")
+        self.channels, self.subsampling = channels, subsampling
+        widths = [n_mels, *[2 * channels] * (subsampling.bit_length() - 1)]
+        self.layers = nn.ModuleList(
+            nn.LSTM(width, channels // 2, batch_first=True, bidirectional=True) for width in widths)
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        h, valid = hide(x, mask).mT, x.new_ones(len(x), 1, x.shape[2]).bool() if mask is None else mask
+        for number, layer in enumerate(self.layers):
+            if number:
+                h = pad(h, (0, 0, 0, h.shape[1] % 2))
+                h, valid = self.dropout(h).unflatten(1, (-1, 2)).flatten(2), valid[..., ::2]
+            # Packed, so that the backward direction begins at the end of each utterance.
+            packed = pack_padded_sequence(h, valid.sum((1, 2)).cpu(), batch_first=True, enforce_sorted=False)
+            h, _ = pad_packed_sequence(layer(packed)[0], batch_first=True, total_length=valid.shape[2])
+        return self.dropout(h).mT, None if mask is None else valid
 
 
 class Heard(NamedTuple):

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,6 +84,63 @@ class NGram:
         return sum(float(self.log_probs(text[:n])[k]) for n, k in enumerate((*text, BLANK)))
 
 
+class ByteLanguage:
+    """A language model of bytes as one of the characters of a recogniser, each text a line of its own.
+
+        p(k | y) = q(b_k | newline b_y) / sum_j q(b_j | newline b_y),    b_0 = newline, the end of a text
+
+    Arguments:
+        step: `step(bytes, state) -> (log q (n, 256) of the byte after each of n new ones, state)`; the state is None at
+            the beginning, where the first row is for the first byte.
+        table: the byte of every class.
+        longest: bytes of the sequences that the model has learned from, at least 2; of longer texts it reads the end.
+
+    Errors: ValueError for a number that is no byte.
+
+    Example:
+        >>> even = ByteLanguage(lambda read, state: (torch.zeros(len(read) + 1, 256), None), [10, 97, 98], longest=64)
+        >>> [round(math.exp(p), 2) for p in even.log_probs((1,))]
+        [0.33, 0.33, 0.33]
+    """
+
+    _STATES, _TEXTS = 128, 100_000  # kept: states are large
+
+    def __init__(self, step: Callable, table: Sequence[int], *, longest: int):
+        if not all(0 <= byte < 256 for byte in table):
+            raise ValueError("a language model of bytes needs a byte for every character")
+        self._step, self._table, self._longest = step, list(table), longest
+        self._known: dict[tuple[int, ...], np.ndarray] = {}
+        self._states: dict[tuple[int, ...], Any] = {}
+
+    def log_probs(self, before: Sequence[int]) -> np.ndarray:
+        """log p of every class (V,) after a text."""
+        text = tuple(before)
+        if text not in self._known:
+            if len(self._known) >= self._TEXTS:
+                self._known.clear()
+            if text and text[:-1] in self._states and len(text) + 2 <= self._longest:
+                rows, state = self._step([self._table[text[-1]]], self._states[text[:-1]])
+            else:
+                rows, state = self._step(self._bytes(text), None)
+            while len(self._states) >= self._STATES:
+                del self._states[next(iter(self._states))]
+            self._states[text], self._known[text] = state, self._of_classes(rows[-1:])[0]
+        return self._known[text]
+
+    def log_prob(self, text: Sequence[int]) -> float:
+        """log p of a whole text, its end included."""
+        if len(text) + 2 > self._longest:
+            return sum(float(self.log_probs(text[:n])[k]) for n, k in enumerate((*text, BLANK)))
+        rows = self._of_classes(self._step(self._bytes(text), None)[0][1:])
+        return sum(float(row[k]) for row, k in zip(rows, (*text, BLANK), strict=True))
+
+    def _bytes(self, text: Sequence[int]) -> list[int]:
+        return [self._table[k] for k in (BLANK, *text)][1 - self._longest :]
+
+    def _of_classes(self, rows: Tensor) -> np.ndarray:
+        return rows[:, self._table].double().log_softmax(-1).numpy()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """The options of a search.
@@ -94,17 +151,21 @@ class Search:
         beam: number of texts that are kept.
         language: a language model, or None.
         weight: of its log-probabilities (shallow fusion).
+        rescore: rank the texts of a search without the language model with it afterwards (n-best rescoring), which
+            calls it for these texts alone; shallow fusion if False.
         length: exponent of the normalisation of `beam_search`, from 0 for none to 1.
         symbols: maximum number of characters that a transducer emits at a frame.
         least: characters with a lower log-probability are skipped at a frame of CTC.
 
     Errors: ValueError for a beam below 1 or numbers out of range.
-    Source: length normalisation: Wu et al. 2016, equation 14; shallow fusion: Gulcehre et al. 2015, section 4.1.
+    Source: length normalisation: Wu et al. 2016, equation 14; shallow fusion: Gulcehre et al. 2015, section 4.1;
+        rescoring of an n-best list: Ostendorf et al. 1991.
     """
 
     beam: int = 1
-    language: NGram | None = None
+    language: NGram | ByteLanguage | None = None
     weight: float = 0.3
+    rescore: bool = False
     length: float = 0.0
     symbols: int = 3
     least: float = -9.0
@@ -128,6 +189,24 @@ class Search:
         """The language model's contribution to the score of a finished text."""
         end = 0.0 if self.language is None else self.weight * float(self.language.log_probs(text)[BLANK])
         return self.fused(text) + end
+
+    def first_pass(self) -> Search:
+        """The options of the search itself: with `rescore` without the language model."""
+        return replace(self, language=None, rescore=False, _fused={}) if self.rescore else self
+
+    def second_pass(self, found: list[Hypothesis], length: float = 0.0) -> list[Hypothesis]:
+        """The texts of a search, best first; with `rescore` by the scores that shallow fusion gives them.
+
+        Arguments:
+            found: of a search by `first_pass`.
+            length: the exponent by which their scores were divided.
+        """
+        if not self.rescore or self.language is None:
+            return found
+        weight, read = self.weight, self.language  # each text at once, not character by character as `ended`
+        scores = [Hypothesis(text, score + weight * read.log_prob(text) / _divisor(len(text), length))
+                  for text, score in found]
+        return sorted(scores, key=lambda one: one.score, reverse=True)
 
     def ranked(self, item: tuple[tuple[int, ...], float]) -> float:
         """The score of an unfinished text, from a pair of the text and its log-probability."""
@@ -247,13 +326,13 @@ def beam_search(
         log_probs, state = step(tokens, state)
         longer, places = {}, {text: place for place, text in enumerate(alive)}
         for (text, score), row in zip(alive.items(), log_probs.double().tolist(), strict=True):
-            ends.append(Hypothesis(text, (score + row[BLANK] + how.ended(text)) / _divisor(length, how)))
+            ends.append(Hypothesis(text, (score + row[BLANK] + how.ended(text)) / _divisor(length, how.length)))
             longer |= {(*text, k): score + p for k, p in enumerate(row) if k != BLANK}
         ends = heapq.nlargest(how.beam, ends, key=lambda one: one.score)
         alive = dict(how.best(longer))
         if length == longest or not alive:
             break
-        most = max(map(how.ranked, alive.items())) / _divisor(longest, how)
+        most = max(map(how.ranked, alive.items())) / _divisor(longest, how.length)
         if len(ends) == how.beam and ends[-1].score >= most:
             break
         state = _rows(state, torch.tensor([places[text[:-1]] for text in alive], device=device))
@@ -261,8 +340,8 @@ def beam_search(
     return [one for one in ends if one.score > -math.inf]
 
 
-def _divisor(length: int, how: Search) -> float:
-    return ((5 + length) / 6) ** how.length
+def _divisor(characters: int, length: float) -> float:
+    return ((5 + characters) / 6) ** length
 
 
 def _rows(state: Any, chosen: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Metrics of synthesised speech: durations, alignments, skipped words, failures, real-time factor, distortion."""
+"""Metrics of synthesised speech: durations, alignments, skipped words, failures, speed, distortion, pitch."""
 
 from __future__ import annotations
 
@@ -297,9 +297,31 @@ def dynamic_time_warping(costs: np.ndarray) -> Warping:
         >>> dynamic_time_warping(np.array([[0.0, 9.0, 9.0], [0.0, 1.0, 5.0], [9.0, 9.0, 0.0]]))
         Warping(total=1.0, steps=3)
     """
+    return _warped(costs)[0]
+
+
+def warping_path(costs: np.ndarray) -> np.ndarray:
+    """The cells (n, 2) of the path of `dynamic_time_warping`, from the first to the last.
+
+    Example:
+        >>> warping_path(np.array([[0.0, 9.0, 9.0], [0.0, 1.0, 5.0], [9.0, 9.0, 0.0]])).tolist()
+        [[0, 0], [1, 1], [2, 2]]
+    """
+    steps = _warped(costs)[1]
+    cells = [(costs.shape[0] - 1, costs.shape[1] - 1)]
+    while cells[-1] != (0, 0):
+        i, j = cells[-1]
+        back = steps[i, j]  # 0: both, 1: a row, 2: a column
+        cells.append((i - (back < 2), j - (back != 1)))
+    return np.array(cells[::-1])
+
+
+def _warped(costs: np.ndarray) -> tuple[Warping, np.ndarray]:
+    """The cheapest path, and the step (T, S) that leads to each cell."""
     if costs.ndim != 2 or costs.size == 0 or not np.isfinite(costs).all():
         raise ValueError(f"costs are a finite table (T, S), got {costs.shape}")
     rows, columns = costs.shape
+    came = np.zeros((rows, columns), dtype=np.int8)
     # Cell (i, j) is element i of diagonal i + j; every diagonal starts with a border of infinity.
     before = [np.full(rows + 1, np.inf), np.full(rows + 1, np.inf)]
     steps = [np.zeros(rows + 1, dtype=np.int64), np.zeros(rows + 1, dtype=np.int64)]
@@ -313,10 +335,12 @@ def dynamic_time_warping(costs: np.ndarray) -> Warping:
             sums = np.stack([before[0][i], before[1][i], before[1][i + 1]])
             counts = np.stack([steps[0][i], steps[1][i], steps[1][i + 1]])
             best = sums.min(0)
-            count = np.where(sums == best, counts, np.iinfo(np.int64).max).min(0)
+            counts = np.where(sums == best, counts, np.iinfo(np.int64).max)
+            count = counts.min(0)
+            came[i, diagonal - i] = counts.argmin(0)
         here[i + 1], taken[i + 1] = best + costs[i, diagonal - i], count + 1
         before, steps = [before[1], here], [steps[1], taken]
-    return Warping(float(before[1][rows]), int(steps[1][rows]))
+    return Warping(float(before[1][rows]), int(steps[1][rows])), came
 
 
 def mcd_mel13(mel: Tensor, reference: Tensor) -> float:
@@ -339,10 +363,81 @@ def mcd_mel13(mel: Tensor, reference: Tensor) -> float:
         >>> mcd_mel13(mel, mel), mcd_mel13(mel.repeat_interleave(2, 1), mel)
         (0.0, 0.0)
     """
+    path = dynamic_time_warping(_distortions(mel, reference))
+    return path.total / path.steps
+
+
+def _distortions(mel: Tensor, reference: Tensor) -> np.ndarray:
+    """The distortion in dB of every pair of frames (T, S)."""
     if mel.shape[:1] != reference.shape[:1]:
         raise ValueError(f"the mels have {mel.shape[0]} and {reference.shape[0]} bands")
     one, other = mel_cepstrum(mel), mel_cepstrum(reference)
     # Explicit differences instead of an expanded square, so that equal frames have a distance of exactly 0.
-    distances = np.stack([np.sqrt(np.square(frame - other).sum(1)) for frame in one])
-    path = dynamic_time_warping(_DECIBELS * distances)
-    return path.total / path.steps
+    return _DECIBELS * np.stack([np.sqrt(np.square(frame - other).sum(1)) for frame in one])
+
+
+@dataclass(frozen=True)
+class Pitch:
+    """Log F0 of synthesised utterances, compared with that of recordings.
+
+    Attributes:
+        rmse: root mean square difference in semitones, of pairs of voiced frames; None without one.
+        voicing: share of pairs of which one frame is voiced and the other is not.
+        spread, recorded: standard deviation of log F0 within utterances, in semitones: synthesised, and of the
+            recordings; None without a voiced frame.
+    """
+
+    rmse: float | None
+    voicing: float
+    spread: float | None
+    recorded: float | None
+
+
+def compared_pitch(
+    mels: Sequence[Tensor], references: Sequence[Tensor], own: Sequence[np.ndarray], true: Sequence[np.ndarray]
+) -> Pitch:
+    """The pitch of utterances against that of recordings, aligned by the path of `mcd_mel13`.
+
+        rmse^2 = mean over pairs (i, j) of voiced frames of (12 log2 F_i/F'_j)^2
+
+    Arguments:
+        mels, references: log-mels of each utterance, and of its recording.
+        own, true: their pitch, from `log_pitch`.
+
+    Errors: ValueError for no utterances, and what `mcd_mel13` refuses.
+
+    Example:
+        >>> mel = torch.randn(80, 3, generator=torch.Generator().manual_seed(0))
+        >>> compared_pitch([mel], [mel], [np.array([80.0, np.nan, 84.0])], [np.array([81.0, 80.0, 85.0])]).rmse
+        1.0
+    """
+    if not mels:
+        raise ValueError("there are no utterances to compare the pitch of")
+    squares, unlike, pairs = [], 0, 0
+    for mel, reference, mine, given in zip(mels, references, own, true, strict=True):
+        i, j = warping_path(_distortions(mel, reference)).T
+        difference = mine[i] - given[j]
+        squares.append(np.square(difference[np.isfinite(difference)]))
+        unlike, pairs = unlike + int((np.isnan(mine[i]) != np.isnan(given[j])).sum()), pairs + len(i)
+    whole = np.concatenate(squares)
+    rmse = float(np.sqrt(whole.mean())) if len(whole) else None
+    return Pitch(rmse, unlike / pairs, _spread(own), _spread(true))
+
+
+def _spread(tracks: Sequence[np.ndarray]) -> float | None:
+    """The standard deviation of the voiced frames of utterances, each about its own mean."""
+    voiced = [track[np.isfinite(track)] for track in tracks]
+    centred = [track - track.mean() for track in voiced if len(track)]
+    return float(np.sqrt(np.square(np.concatenate(centred)).mean())) if centred else None
+
+
+@dataclass(frozen=True)
+class SpokenAt:
+    """Metrics of texts synthesised at one value of an option of sampling."""
+
+    key: str
+    value: float
+    utterances: int
+    mcd_mel13: float
+    length_ratio: float
+    pitch: Pitch | None

@@ -265,6 +265,22 @@ class Recognition:
     heard: list[str]
 
 
+@dataclass(kw_only=True)
+class Transcription:
+    """Recognition of recordings: CER by length of the text and, last, over all; WER; transcripts.
+
+    `oracle_wer` is that of the best of `nbest` texts of the search.
+    """
+
+    search: str
+    wer: float
+    curve: list[ErrorBin]
+    heard: list[str]
+    real_time_factor: float
+    nbest: int = 1
+    oracle_wer: float | None = None
+
+
 def error_curve(
     edits: Sequence[Edits], toplines: Mapping[str, Sequence[Edits]] | None = None, *,
     lengths: Sequence[int] | None = None, width: int = 40, draws: int = 2000, seed: int = 0,

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import conv1d, pad
 
 from genmodels.core.random import Generator
 from genmodels.flows.bijection import Bijection, Inverse
@@ -18,6 +19,7 @@ from genmodels.flows.linear import GroupedLinear, InvertibleLinear
 from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze1d
 from genmodels.nn.attention import Attention, LocalDenseSynthesizer
+from genmodels.nn.condition import modulate
 from genmodels.nn.coupling_networks import WaveNet
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.glow_tts import GlowTTS, Latent
@@ -84,12 +86,97 @@ def _own_reach(layer: Bijection) -> tuple[int, int]:
     raise ValueError(f"a decoder with a {type(layer).__name__} cannot be streamed: how far it looks is not known")
 
 
+class WaveNetStream:
+    """A WaveNet without attention over a sequence in pieces: every position is computed once.
+
+    Convolution i of reach r_i keeps r_i inputs before the next position, and those that wait for the r_i after them, so
+    that the output lags by the sum of the r_i. At the ends it sees zeros, as the padding of the whole.
+
+    Arguments:
+        net: the network.
+        cond: as of the network.
+
+    Example:
+        >>> net = WaveNet(2, 2, hidden=4, depth=2, kernel_size=3)
+        >>> pieces = WaveNetStream(net)
+        >>> [pieces.push(torch.zeros(1, 2, 5), last).shape[2] for last in (False, False, True)]
+        [3, 5, 7]
+    """
+
+    def __init__(self, net: WaveNet, cond: Tensor | None = None):
+        self.net, self.cond = net, cond
+        self.held: list[Tensor | None] = [None] * len(net.gates)
+
+    def push(self, x: Tensor, last: bool = False) -> Tensor:
+        """The output at the positions that are known after a new piece `(B, C, n)`; after the `last` one, at all."""
+        net = self.net
+        x, modulations = net.enter(x, self.cond, None)
+        h = net.stem(x)
+        both = torch.cat([h, torch.zeros_like(h)], 1)  # the residual stream and the sum of skips
+        for number, (gate, branch) in enumerate(zip(net.gates, [*net.branches, net.last], strict=True)):
+            reach, width = gate.padding[0], net.hidden
+            before = both.new_zeros(len(both), 2 * width, reach) if self.held[number] is None else self.held[number]
+            known = torch.cat([before, both], 2)
+            seen = pad(known[:, :width], (0, reach if last else 0))
+            ready = max(0, seen.shape[2] - 2 * reach)
+            self.held[number], both = known[..., ready:], known[..., reach : reach + ready]
+            if not ready:
+                continue
+            found = conv1d(seen, gate.weight, gate.bias, dilation=gate.dilation)
+            value, opened = modulate(found, modulations[number]).chunk(2, dim=1)
+            u = branch(net.dropout(value.tanh() * opened.sigmoid()))
+            both = both + (torch.cat([torch.zeros_like(u), u], 1) if branch is net.last else u)
+        return net.leave(both[:, net.hidden :], None) if both.shape[2] else x.new_zeros(len(x), net.out_channels, 0)
+
+
+class CouplingStream:
+    """The inverse of a coupling over a sequence in pieces, see `WaveNetStream`."""
+
+    def __init__(self, layer: Coupling, cond: Tensor | None = None):
+        self.layer, self.waiting = layer, None
+        self.params = WaveNetStream(layer.net, cond if layer.uses_cond else None)
+
+    def push(self, z: Tensor, last: bool = False) -> Tensor:
+        """The event at the positions that are known after a new piece; after the `last` one, at all."""
+        layer, seen = self.layer, self.layer.split.take(z)[0]
+        params = self.params.push(seen, last).to(z.dtype)
+        waiting = z if self.waiting is None else torch.cat([self.waiting, z], 2)
+        now, self.waiting = waiting[..., : params.shape[2]], waiting[..., params.shape[2] :]
+        seen, changed, squares = layer.split.take(now)
+        params = params.view(len(z), layer.transform.params_per_dim, layer.split.changed, now.shape[2])
+        found, log_derivative = layer.transform.inverse(changed, params)
+        return layer.split.put(seen, found, log_derivative, squares)[0]
+
+
+class DecoderStream:
+    """The inverse of a flow over sequences in pieces, whose couplings keep their states.
+
+    Arguments:
+        decoder: the flow, its networks without attention.
+        cond: vectors of the speakers, (B, K).
+    """
+
+    def __init__(self, decoder: Compose, cond: Tensor | None = None):
+        self.layers = [CouplingStream(layer, cond) if isinstance(layer, Coupling) else layer
+                       for layer in reversed(decoder.layers)]
+
+    def push(self, z: Tensor, last: bool = False) -> Tensor:
+        """Frames `(B, C, n)` that are known after a new piece of latents; after the `last` one, all that are left."""
+        nothing = z[:, :, :0]
+        for layer in self.layers:
+            if not z.shape[2]:  # nothing is known yet; the last piece brings at least itself through every layer
+                return nothing
+            z = layer.push(z, last) if isinstance(layer, CouplingStream) else layer.inverse(z)[0]
+        return z
+
+
 @torch.no_grad()
 def stream_decoder(decoder: Compose, z: Tensor, cond: Tensor | None = None, *, chunk: int = 64) -> Iterator[Tensor]:
-    """Latents decoded in chunks, each with the context that it depends on.
+    """Latents decoded in chunks, as soon as the latents that they depend on are read.
 
-    The concatenated chunks equal `decoder.inverse(z)`. The cost of a chunk is that of its frames and of the context on
-    both sides.
+    The concatenated chunks equal `decoder.inverse(z)`. The layers keep their states, so that the first chunk costs its
+    frames and those of the context after it, and the others their frames alone. With attention in the networks every
+    chunk is decoded anew with the context on both sides.
 
     Arguments:
         decoder: the flow from mels to latents.
@@ -111,6 +198,18 @@ def stream_decoder(decoder: Compose, z: Tensor, cond: Tensor | None = None, *, c
         raise ValueError(f"a chunk has one frame at least, got {chunk}")
     context, multiple = reach(decoder)
     length = z.shape[2]
+    couplings = [layer for layer in decoder.layers if isinstance(layer, Coupling)]
+    if all(layer.net.attention is None for layer in couplings):
+        states, ready, read = DecoderStream(decoder, cond), None, 0
+        for start in range(0, length, chunk):
+            end = min(start + chunk, length)
+            until = min(length, -(-(end + context) // multiple) * multiple)
+            if until > read:
+                piece = states.push(z[:, :, read:until], until == length)
+                ready, read = piece if ready is None else torch.cat([ready, piece], 2), until
+            yield ready[:, :, : end - start]
+            ready = ready[:, :, end - start :]
+        return
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
         first = max(0, start - context) // multiple * multiple

@@ -409,5 +409,6 @@ FAMILIES = [
     Family("energy-based models (core.energy)", is_energy, verify_energy_model),
     Family("score-based models (sigmas)", lambda model: hasattr(model, "sigmas"), verify_score_model),
     Family("consistency models and students", lambda model: isinstance(model, StepModel), verify_score_model),
+    Family("language models (reader)", lambda model: hasattr(model, "reader"), verify_score_model),
     Family("flows from other data (spec.source)", lambda model: model.spec.source is not None, verify_score_model),
 ]

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 import genmodels as gm
 from genmodels.cli.main import main
+from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
+from genmodels.core.files import located
+from genmodels.data.speech import Speech
 from genmodels.evaluation.checkpoint import Request
 from genmodels.evaluation.speech import _recogniser
+from genmodels.models.checkpoint import load_model, write_checkpoint
 from genmodels.models.glow_tts import GlowTTS
-from genmodels.models.recognizer import Recognizer
+from genmodels.models.masked_diffusion import LanguageModel
+from genmodels.models.recognizer import Recognizer, language_of
 from genmodels.speech.audio import read_wav
+from genmodels.speech.decoding import Search
+from genmodels.speech.recognition import pooled, word_edits
 from tests.cli.test_say import checkpoint
 from tests.speech.test_audio import CLIPS
 
@@ -45,6 +53,12 @@ def test_a_language_model_and_times_and_streams(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("So it is.\n\nIn being comparatively modern.\n")
     assert main(["transcribe", f"ckpt={ckpt}", FILES[0], "beam=2", f"lm={tmp_path}/book.txt", "lm_weight=0.5"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
+    scores = []
+    for more in ([], ["rescore=true"]):
+        words = [f"ckpt={ckpt}", FILES[0], "beam=4", "nbest=4", f"lm={tmp_path}/book.txt", *more]
+        assert main(["transcribe", *words]) == 0
+        scores.append([float(line.split(": ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()])
+    assert scores[0][0] >= scores[1][0] and scores[1] == sorted(scores[1], reverse=True)
     assert main(["transcribe", f"ckpt={ckpt}", FILES[0], "times=true"]) == 0
     first, *words = capsys.readouterr().out.splitlines()
     assert [word.split()[2] for word in words] == first.removeprefix(f"{FILES[0]}: ").split()
@@ -52,10 +66,35 @@ def test_a_language_model_and_times_and_streams(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == first
 
 
+def test_a_language_model_from_a_checkpoint(ckpt, tmp_path, capsys):
+    """Scores with and without differ by its weighted log-probability; a checkpoint of another family is refused."""
+    torch.manual_seed(0)
+    net = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8}
+    model = LanguageModel(DataSpec("text", (1, 64), levels=256, encoding="utf-8"), net=net, ema_decay=0.0)
+    state = {"state_dict": model.state_dict()}
+    model.on_save_checkpoint(state)
+    write_checkpoint(tmp_path / "lm.ckpt", state)
+    words = ["transcribe", f"ckpt={ckpt}", FILES[0], "beam=4", "nbest=4"]
+    found = []
+    for more in ([], [f"lm={tmp_path}/lm.ckpt", "lm_weight=0.5", "rescore=true"]):
+        assert main([*words, *more]) == 0
+        lines = [line.removeprefix(f"{FILES[0]}: ") for line in capsys.readouterr().out.splitlines()]
+        found.append({line.partition(" ")[2]: float(line.split()[0]) for line in lines})
+    recogniser = load_model(located(ckpt))[0]
+    own = language_of(recogniser, f"{tmp_path}/lm.ckpt")
+    for text, score in found[1].items():
+        tokens = [recogniser.symbols.table.index(c) - 1 for c in text]
+        assert score == pytest.approx(found[0][text] + 0.5 * own.log_prob(tokens), abs=0.011)
+    assert main([*words, f"lm={tmp_path}/lm.ckpt"]) == 0
+    assert main([*words, f"lm={ckpt}/best.ckpt"]) == 2
+    assert "holds a recognizer: train one by model=language_model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words, said", [
     ([FILES[0], "lm=book.txt"], "give beam=8 too"), ([FILES[0], "lm=nowhere.txt", "beam=2"], "cannot be read"),
     ([FILES[0], "stream=true"], "stream is for"), ([], "name the recordings"),
     (["nowhere.wav"], "nowhere.wav: there is no such file"),
+    ([FILES[0], "rescore=true"], "give lm= too"),
     ([FILES[0], "nbest=2"], "nbest must lie in 1..beam"), ([FILES[0], "beams=3"], "did you mean 'beam'"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(words, said, ckpt, capsys):
@@ -97,3 +136,31 @@ def test_an_evaluation_has_bits_and_errors_of_characters(ckpt, tmp_path, capsys)
     nats = [row["nats_per_dim"] for row in report["audit"]]
     assert len(nats) == 4 and nats == sorted(nats, reverse=True)
     assert not report["failed"] and {check["status"] for check in report["checks"]} == {"passed"}
+
+
+def test_an_evaluation_has_the_best_of_a_list_and_a_language_model(ckpt, tmp_path, capsys):
+    """The oracle WER against the lists of the search, one by one; with a language model as in transcribe."""
+    (tmp_path / "book.txt").write_text("So it is.\n\nIn being comparatively modern.\n")
+    run = ["evaluate", f"ckpt={ckpt}", f"out={tmp_path}/report.json", "cache=false", "device=cpu", "beam=4",
+           "stages=[likelihood,fidelity]"]
+    assert main([*run, "nbest=4"]) == 0
+    assert "% of the best of 4 texts)" in capsys.readouterr().out
+    found = json.loads((tmp_path / "report.json").read_text())["transcription"]
+    model, batch = load_model(located(ckpt))[0], Speech().prepare().split("test").__getitems__([0, 1, 2, 3])
+    lists = model.transcribe(batch, Search(beam=4))
+    best = [min((word_edits(said, model.written(one)) for one in some), key=lambda e: e.total)
+            for said, some in zip(model.said(batch), lists, strict=True)]
+    assert found["oracle_wer"] == pytest.approx(pooled(best).rate) and found["nbest"] == 4
+    assert found["oracle_wer"] <= found["wer"]
+    heard = []
+    for more in ([], ["rescore=true"]):
+        assert main([*run, f"lm={tmp_path}/book.txt", "lm_weight=2", *more]) == 0
+        words = "rescored by" if more else "with"
+        assert f"beam 4, {words} {tmp_path}/book.txt, weight 2 search" in capsys.readouterr().out
+        heard.append(json.loads((tmp_path / "report.json").read_text())["transcription"]["heard"])
+    language = language_of(model, tmp_path / "book.txt")
+    for own, rescore in zip(heard, (False, True), strict=True):
+        how = Search(beam=4, language=language, weight=2.0, rescore=rescore)
+        assert own == [model.written(one[0]) for one in model.transcribe(batch, how)]
+    for words, said in ((["nbest=5"], "nbest must lie in 1..beam"), (["rescore=true"], "give lm= too")):
+        assert main([*run, *words]) == 2 and said in capsys.readouterr().err

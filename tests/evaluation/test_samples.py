@@ -14,7 +14,7 @@ from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.evaluation.features import Cache
-from genmodels.evaluation.samples import Drawing, draw, draw_together, write_folder
+from genmodels.evaluation.samples import Drawing, draw, draw_together, sounds_by_class, write_folder
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.normalizing_flows import Glow, RealNVP
@@ -178,3 +178,27 @@ def test_single_files_of_two_processes_are_those_of_one(tmp_path):
     assert asked == [6, 7] and "of which 9 were there" in lines[0]
     assert folder(Ranks(), tmp_path / "b", seed=4)[0] == list(range(2, 13))
     assert folder(Ranks(), tmp_path / "b", seed=4)[0] == []
+
+
+def test_the_first_sample_of_each_class_is_heard(monkeypatch):
+    monkeypatch.setattr("genmodels.speech.vocoder.GriffinLim", lambda config: Reversed(config))
+    floor = float(torch.tensor(1e-5).log())
+    x = torch.full((5, 3, 6), floor)
+    for k in range(5):
+        x[k, :, : k + 2] = -0.1 * k
+    x[3] = torch.nan
+    spec = DataSpec("spoken_digits", (3, 6), mel={"sample_rate": 8000, "hop": 2, "n_fft": 16, "n_mels": 3,
+                                                  "f_max": 4000.0}, num_classes=4)
+    found = sounds_by_class(x, torch.tensor([2, 0, 2, 1, 3]), spec)
+    assert {key: len(wave) for key, wave in found.items()} == {"sound_1": 3, "sound_3": 0, "sound_0": 2, "sound_4": 6}
+    assert set(sounds_by_class(x, None, spec)) == {"sound_0", "sound_1", "sound_2"}
+
+
+class Reversed:
+    """A vocoder of one sample for each frame."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def __call__(self, mel):
+        return mel[0].flip(0)

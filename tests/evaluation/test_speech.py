@@ -1,4 +1,4 @@
-"""The audit ranks by likelihood, and scores against length as a straight line says."""
+"""Synthesised and recognised texts compared with recordings."""
 
 from __future__ import annotations
 
@@ -9,192 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError
-from genmodels.core.likelihood import Likelihood
 from genmodels.data.speech import Speech
-from genmodels.data.utterances import padded_tokens
-from genmodels.evaluation import speech as module
 from genmodels.evaluation import speech as speech_stage
 from genmodels.evaluation.checkpoint import Opened, Request
 from genmodels.evaluation.features import Cache, key_of
 from genmodels.evaluation.report import Skipped, SpeechFigures, plain
-from genmodels.evaluation.speech import against_length, audit, audit_notes, neighbours, picture_of_audit
 from genmodels.models.base import Samples
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.speech.alignment import Alignment
-from genmodels.speech.text import CHARACTERS
-
-SIZES = [(3, 9), (5, 14), (2, 6), (4, 22), (6, 30)]
-
-
-def spec() -> DataSpec:
-    text = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab"]}
-    return DataSpec("speech", (6, 64), mel={"sample_rate": 22050, "hop": 256}, statistics={"mean": -5.0, "std": 2.0},
-                    text=text)
-
-
-class Utterances:
-    """A data module of a few random mels, given in batches whose order is not that of the items."""
-
-    layout = None
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(0)
-        self.mels = [-5 + (5 - k) * torch.randn(6, t, generator=generator) for k, (_, t) in enumerate(SIZES)]
-        self.tokens = [[2 + (k + i) % 20 for i in range(n)] for k, (n, _) in enumerate(SIZES)]
-
-    def split(self, name):
-        items = [SimpleNamespace(name=f"{k}.wav", text=f"text {k}") for k in range(len(SIZES))]
-        return type("Split", (list,), {"items": items})(items)
-
-    def loader(self, split, size, indices):
-        order = indices.tolist()[::-1]
-        for first in range(0, len(order), size):
-            rows = order[first : first + size]
-            longest = max(self.mels[k].shape[1] for k in rows)
-            x = torch.full((len(rows), 6, longest), -11.5)
-            for row, k in zip(x, rows, strict=True):
-                row[:, : self.mels[k].shape[1]] = self.mels[k]
-            mask = torch.stack([torch.arange(longest) < self.mels[k].shape[1] for k in rows])[:, None]
-            tokens, valid = padded_tokens([self.tokens[k] for k in rows])
-            yield Batch(x, TextCondition(tokens, valid), mask, torch.tensor(rows))
-
-
-def of_all(opened: Opened) -> Likelihood:
-    loader = opened.datamodule.loader("test", 2, torch.arange(opened.items))
-    return Likelihood.concatenate([opened.model.log_likelihood(batch) for batch in loader]).in_index_order()
-
-
-@pytest.fixture(scope="module")
-def frame():
-    torch.manual_seed(0)
-    model = GlowTTS(spec(), encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1,
-                    duration_channels=8).eval()
-    opened = Opened(None, model, {}, Utterances(), Request(audit=True, batch_size=2), len(SIZES))
-    return SimpleNamespace(opened=opened, once=lambda stage, settings, compute: compute())
-
-
-def test_the_ranking_is_by_likelihood_and_tells_durations(frame):
-    likelihood = of_all(frame.opened)
-    rows = audit(frame, likelihood)
-    # Each utterance alone, by the model itself.
-    alone = {}
-    for k in range(len(SIZES)):
-        (batch,) = frame.opened.datamodule.loader("test", 1, torch.tensor([k]))
-        found = frame.opened.model.log_likelihood(batch)
-        alone[k] = float(-found.nats / found.dims)
-        said = frame.opened.model.aligned(batch).durations[0].tolist()
-        (row,) = [row for row in rows if row.index == k]
-        assert row.nats_per_dim == pytest.approx(alone[k], rel=1e-4)
-        assert row.durations == said and row.frames == sum(said) == SIZES[k][1] + SIZES[k][1] % 2
-        assert row.longest.frames == max(said) == said[row.longest.position]
-        assert row.tokens == [CHARACTERS[t] for t in frame.opened.datamodule.tokens[k]]
-        assert (row.name, row.text) == (f"{k}.wav", f"text {k}")
-    assert [row.index for row in rows] == sorted(alone, key=alone.get, reverse=True)
-    assert [row.rank for row in rows] == [1, 2, 3, 4, 5]
-    by_nats = likelihood.nats.argsort().tolist()
-    assert [row.index for row in rows] != by_nats  # nats not divided by dimensions rank by length
-    assert f"{rows[0].index}.wav" in audit_notes(rows)[1] and len(audit_notes(rows)) == 12
-    assert picture_of_audit(frame.opened, rows).width > 300
-
-
-def test_the_evidence_for_texts_is_that_of_the_model(frame):
-    """Each utterance against all others here, whose texts are shorter than its sound; the least first in the notes."""
-    rows = audit(frame, of_all(frame.opened))
-    data = frame.opened.datamodule
-    for row in rows:
-        k = row.index
-        (batch,) = data.loader("test", 1, torch.tensor([k]))
-        others = [tokens for j, tokens in enumerate(data.tokens) if j != k and len(tokens) <= row.frames]
-        assert row.evidence == pytest.approx(float(frame.opened.model.evidence(batch, [others])), abs=1e-5)
-    notes = audit_notes(rows)[7:]
-    least = min(rows, key=lambda row: row.evidence)
-    assert f"{least.name} " in notes[0] and len(notes) == len(rows)
-    assert [row.name for row in rows] != [line.split(": ")[1].split()[0] for line in notes]
-
-
-def test_texts_to_compare_with_are_near_in_length_and_others():
-    said = {k: ([k + 1] * (k + 1), 40) for k in range(20)} | {20: ([11] * 11, 40), 21: ([9] * 41, 50)}
-    found = neighbours(said, 10, count=4)  # item 20 says the same as item 10
-    assert found == [[10] * 10, [12] * 12, [9] * 9, [13] * 13]
-    assert all(len(text) <= 40 for text in neighbours(said, 10, count=99)) and len(neighbours(said, 10, count=99)) == 19
-    assert neighbours({0: ([1], 5)}, 0) == []
-
-
-def test_scores_are_those_of_a_line_fitted_by_numpy():
-    generator = np.random.default_rng(0)
-    frames = generator.integers(20, 900, 40).astype(float)
-    values = 1.2 - 0.1 * np.log(frames) + 0.05 * generator.standard_normal(40)
-    values[7] += 0.6
-    slope, level = np.polyfit(np.log(frames), values, 1)
-    rest = values - level - slope * np.log(frames)
-    expected = rest / np.sqrt((rest**2).sum() / 38)
-    found = against_length(torch.tensor(values), torch.tensor(frames))
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-9)
-    assert int(found.argmax()) == 7 and float(found[7]) > 4
-    # Length alone is no fault: what lies on the line is not far from it, whatever its value.
-    assert abs(float(found[int(frames.argmin())])) < 2.5
-    wrong = (values - values.mean()) / values.std(ddof=2)
-    assert np.abs(wrong - expected).max() > 0.1  # scores that forget length are seen
-
-
-def test_scores_without_enough_to_say():
-    three = torch.tensor([10.0, 20.0, 30.0])
-    assert against_length(torch.tensor([1.0, 2.0]), three[:2]) is None
-    assert against_length(torch.tensor([1.0, torch.inf, 2.0]), three) is None
-    assert against_length(torch.ones(3), three) is None
-    found = against_length(torch.tensor([1.0, 2.0, 1.5, torch.inf]), torch.tensor([10.0, 20.0, 30.0, 40.0]))
-    assert found[:3].isfinite().all() and found[3] == torch.inf
-
-
-def test_data_without_texts_are_refused():
-    model = SimpleNamespace(spec=DataSpec("digits", (1, 8, 8), levels=17))
-    with pytest.raises(InputError, match="audit: digits has no texts"):
-        audit(SimpleNamespace(opened=Opened(None, model, {}, None, Request(), 1)), None)
-
-
-def test_a_model_without_alignments_has_no_durations(frame, monkeypatch):
-    likelihood = of_all(frame.opened)
-    monkeypatch.setattr(module, "_durations", lambda opened: None)
-    rows = audit(frame, likelihood)
-    assert rows[0].durations is None and "longest" not in audit_notes(rows)[1]
-
-
-class Clerk:
-    """A recogniser that writes how long a mel is and, as the text, how many characters are said."""
-
-    generates, family, spec, device = False, "recognizer", spec(), torch.device("cpu")
-
-    def said(self, batch):
-        return ["a" * int(n) for n in batch.cond.mask.sum((1, 2))]
-
-    def transcribe(self, batch, how, weights):
-        assert how.beam == 3
-        return [["b" * int(n)] for n in batch.mask.sum((1, 2))]
-
-    def written(self, found):
-        return found
-
-
-def test_a_recogniser_says_what_it_heard_in_each_utterance(frame):
-    opened = Opened(None, Clerk(), {}, Utterances(), Request(audit=True, beam=3), len(SIZES))
-    counts = torch.tensor([n for n, _ in SIZES])
-    nats = -torch.tensor([3.0, 30.0, 4.0, 40.0, 1.0])
-    likelihood = Likelihood(nats, "exact", counts, 36, None, {}, torch.arange(len(SIZES)))
-    clerk = SimpleNamespace(opened=opened, once=frame.once, request=opened.request)
-    rows = audit(clerk, likelihood)
-    assert [row.index for row in rows] == [3, 1, 2, 0, 4]
-    # A mutant that takes transcripts in the order of the batches fails here.
-    assert all((len(row.heard), row.frames) == SIZES[row.index][::-1] for row in rows)
-    assert "10.000 nats/character" in audit_notes(rows)[1] and f'heard "{"b" * 22}"' in audit_notes(rows)[1]
-    assert len(audit_notes(rows)) == 1 + len(SIZES)
-
-
-def test_it_is_done_when_asked_for():
-    assert Request(audit=True).wants("audit") and Request(audit=True, stages=["cost"]).wants("audit")
-    assert not Request().wants("audit")
-
+from genmodels.speech.measures import compared_pitch
 
 COUNT = 3
 
@@ -219,6 +42,22 @@ class Parrot:
 
     def aligned(self, batch, weights, seed):
         return Alignment(batch.cond.mask[:, 0].long(), batch.cond.mask, torch.zeros(len(batch)))
+
+
+class Sums:
+    """A vocoder of one sample for each frame, the sum of its bands times a scale."""
+
+    def __init__(self, config, scale: float = 1.0):
+        self.config, self.scale = config, scale
+
+    def __call__(self, mel, generator=None, *, first_frame=0):
+        return mel.sum(-2).flatten() * self.scale
+
+
+@pytest.fixture(autouse=True)
+def no_librosa(monkeypatch):
+    """The pitch is measured where a test says how."""
+    monkeypatch.setattr(speech_stage, "find_spec", lambda name: None)
 
 
 @pytest.fixture(scope="module")
@@ -262,14 +101,14 @@ def test_recognition_is_under_its_toplines(data, monkeypatch):
     own = opened(data)
     batch = own.evaluated(COUNT)
     texts = speech_stage._texts(batch, own.spec.text)
-    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config))
     synthesised = speech_stage._synthesised(own, batch, texts)[0]
     synthesised[0]["mel"] = synthesised[0]["mel"] + 1.0
 
     # It understands what it knows, and of all else nothing.
     known = {float(speech_stage._own(batch, k)[:, 0].sum()): text for k, text in enumerate(texts)}
-    found = speech_stage._recognised(
-        own, batch, texts, synthesised, lambda wave, rate: known.get(float(wave[0]), ""))
+    sounds = speech_stage._vocoded(own, batch, synthesised, COUNT)
+    found = speech_stage._recognised(own, texts, sounds, lambda wave, rate: known.get(float(wave[0]), ""))
     whole = found.curve[-1]
     assert whole.toplines["recordings' mels vocoded"].value < whole.rate.value
     assert whole.toplines["recordings"].value == 1  # waves, which are not among the sums
@@ -280,8 +119,8 @@ def test_recognition_is_under_its_toplines(data, monkeypatch):
 def test_figures_are_the_same_from_the_cache(data, monkeypatch, tmp_path):
     own, cache = opened(data), Cache(tmp_path)
     monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (lambda wave, rate: "", ""))
-    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
-    frame = SimpleNamespace(opened=own, request=own.request,
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config))
+    frame = SimpleNamespace(opened=own, request=own.request, arrays={},
                             once=lambda stage, settings, compute: cache.get("speech") or cache.put("speech", compute()))
     first, again = speech_stage.speech_of(frame), speech_stage.speech_of(frame)
     assert plain(first) == plain(again) and plain(again)["recognition"]["curve"][-1]["rate"]["value"] == 1
@@ -289,16 +128,38 @@ def test_figures_are_the_same_from_the_cache(data, monkeypatch, tmp_path):
     assert "topline, recordings: 100.0 %" in speech_stage.speech_notes(again)[-3]
 
 
+def test_the_page_has_the_sound_of_a_few_texts(data, monkeypatch, tmp_path):
+    """The beginning of the same sound as is recognised, in 16 bits; of the cache too."""
+    own, cache = opened(data), Cache(tmp_path)
+    monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (None, "none"))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config, 1 / (80 * 12)))
+    monkeypatch.setattr(speech_stage, "_PLAYED", 2)
+    monkeypatch.setattr("genmodels.evaluation.samples._LONGEST", 0.01)
+    for _ in range(2):
+        frame = SimpleNamespace(opened=own, request=own.request, arrays={}, once=lambda stage, settings, compute:
+                                cache.get("speech") or cache.put("speech", compute()))
+        found = speech_stage.speech_of(frame)
+        assert found.played == [item.text for item in data.split("test").items[:2]]
+        assert sorted(frame.arrays) == ["sound_0", "sound_1", "vocoded_0", "vocoded_1"]
+        batch = own.evaluated(2)
+        for k in range(2):
+            whole = speech_stage._own(batch, k).sum(0) / (80 * 12)
+            expected = (whole * 32767).round().to(torch.int16)[: round(0.01 * 22050)]
+            assert torch.equal(frame.arrays[f"sound_{k}"], expected)  # the parrot says what was recorded
+            assert torch.equal(frame.arrays[f"vocoded_{k}"], expected)
+
+
 def test_what_is_recognised_by_default_is_not_taken_for_all_of_it(data, monkeypatch, tmp_path):
     """By default only 20 seconds are recognised; as many texts asked for by number are recognised all."""
     monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (lambda wave, rate: "", ""))
-    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: lambda mel: mel.sum(0))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config))
     monkeypatch.setattr(speech_stage, "_HEARD", 0.1)
     cache, heard = Cache(tmp_path), []
     for samples in ("auto", COUNT):
         own = replace(opened(data), request=Request(samples=samples))
-        frame = SimpleNamespace(opened=own, request=own.request, once=lambda stage, settings, compute: cache.get(
-            key_of(**settings)) or cache.put(key_of(**settings), compute()))
+        frame = SimpleNamespace(opened=own, request=own.request, arrays={},
+                                once=lambda stage, settings, compute: cache.get(key_of(**settings))
+                                or cache.put(key_of(**settings), compute()))
         heard.append(len(speech_stage.speech_of(frame).recognition.heard))
     assert heard == [2, COUNT]
 
@@ -324,3 +185,65 @@ def test_notes_say_what_is_missing(data):
     lines = speech_stage.speech_notes(replace(figures(opened(data)), recognition=Skipped("no recogniser")))
     assert "mcd_mel13" in lines[0] and "durations off by 0.00" in lines[0]
     assert lines[-1] == "CER was not measured: no recogniser"
+
+
+class Singer(Parrot):
+    """A parrot whose first bands get louder by the temperature; a little by itself."""
+
+    generates = True
+
+    def sample(self, n, cond=None, *, temperature=0.25, **options):
+        found = super().sample(n, cond, **options)
+        found.x[:, :4] += temperature
+        return found
+
+    def takes(self, key):
+        return key == "temperature"
+
+
+def in_bands(wave, config, frames):
+    """A pitch of as many semitones as the sums of `Sums` are above those of the recording, where these are even."""
+    whole = wave.numpy().astype(float)
+    return np.where(np.arange(len(whole)) % 2 == 0, whole, np.nan)
+
+
+def test_the_pitch_is_that_of_the_vocoded_sound(data, monkeypatch):
+    monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (None, "none"))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config))
+    monkeypatch.setattr(speech_stage, "find_spec", lambda name: True)
+    monkeypatch.setattr(speech_stage, "log_pitch", in_bands)
+    own = Opened(None, Singer(data), {}, data, Request(samples=COUNT), COUNT)
+    frame = SimpleNamespace(opened=own, request=own.request, arrays={}, once=lambda stage, settings, compute: compute(),
+                            sampling_settings=dict)
+    found = speech_stage.speech_of(frame)
+    batch = own.evaluated(COUNT)
+    mels = [speech_stage._own(batch, k) for k in range(COUNT)]
+    sung = [mel + 0.25 * (torch.arange(80) < 4)[:, None] for mel in mels]
+    tracks = [[in_bands(one.sum(0), None, 0) for one in some] for some in (sung, mels)]
+    assert found.pitch == compared_pitch(sung, mels, *tracks)
+    assert found.first_audio > 0 and not found.streamed
+    assert any(line.startswith("log F0: RMSE 1.00 semitones") for line in speech_stage.speech_notes(found))
+    swept = speech_stage.spoken_at(frame, "temperature")
+    assert [one.value for one in swept] == [0.0, 0.333, 0.667, 1.0] and swept[0].mcd_mel13 == 0
+    assert [one.pitch.rmse for one in swept] == pytest.approx([4 * one.value for one in swept], abs=1e-3)
+    assert "temperature 0.333, 3 texts: distortion" in speech_stage.spoken_at_notes(swept)[1]
+    assert speech_stage.spoken_at(frame, "steps") is None
+
+
+def test_pitch_that_cannot_be_measured_is_said(data, monkeypatch):
+    monkeypatch.setattr(speech_stage, "_recogniser", lambda request, text: (None, "none"))
+    monkeypatch.setattr(speech_stage, "GriffinLim", lambda config: Sums(config))
+    own = opened(data)
+    frame = SimpleNamespace(opened=own, request=own.request, arrays={}, once=lambda stage, settings, compute: compute())
+    words = "pitch was not measured: it needs librosa: pip install 'genmodels[speech]'"
+    assert words in speech_stage.speech_notes(speech_stage.speech_of(frame))
+
+
+def test_the_first_audio_of_a_stream_comes_before_the_end(data):
+    """Glow-TTS in chunks waits for the frames that the first needs; a parrot for all."""
+    model = GlowTTS(data.spec, encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1).eval()
+    own = Opened(None, model, {}, data, Request(), COUNT)
+    batch = own.evaluated(2)
+    waited, streamed = speech_stage._first_audio(own, batch, speech_stage._texts(batch, own.spec.text))
+    assert streamed and 0 < waited < 60
+    assert not speech_stage._first_audio(opened(data), batch, speech_stage._texts(batch, own.spec.text))[1]

@@ -13,6 +13,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import SamplingOptions
 from genmodels.data.utterances import padded_tokens
+from genmodels.models.build import NETWORKS
 from genmodels.models.mels import alone
 from genmodels.models.recognizer import Recognizer, characters
 from genmodels.speech.decoding import Hypothesis, Search
@@ -31,7 +32,8 @@ CRITERIA = {
 
 def model(criterion: str = "ctc", net: dict | None = None, **options) -> Recognizer:
     torch.manual_seed(0)
-    net = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8, "convolution": 3, "dropout": 0.0, **(net or {})}
+    if net is None or "_target_" not in net:
+        net = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8, "convolution": 3, "dropout": 0.0, **(net or {})}
     own = {**CRITERIA[criterion], **options}
     return texts.scattered(Recognizer(texts.spec(), criterion=criterion, net=net, **own))
 
@@ -52,6 +54,19 @@ def item_error(recognizer: Recognizer) -> float:
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_an_item_is_itself_in_a_batch(criterion):
     assert item_error(model(criterion)) < 1e-4
+
+
+PYRAMID = {"_target_": NETWORKS["pyramid"], "channels": 8, "dropout": 0.0, "subsampling": 2}
+
+
+def test_the_listener_of_las_encodes_and_is_no_stream():
+    recognizer = model("joint", net=PYRAMID)
+    assert item_error(recognizer) < 1e-4
+    with pytest.raises(InputError, match="stream is for"):
+        next(recognizer.stream(texts.batch(SIZES)))
+    with pytest.raises(InputError, match="use model.net.subsampling=2, or leave it out"):
+        short = model(net=PYRAMID | {"subsampling": 8})
+        short.loss(texts.batch(SIZES), KeyedGenerator(0, torch.arange(3), "train"))
 
 
 def test_an_encoder_that_sees_padding_is_noticed(monkeypatch):
@@ -156,6 +171,8 @@ def test_words_have_times():
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(InputError, match="has no texts"):
         Recognizer(replace(texts.spec(), text=None))
+    with pytest.raises(InputError, match="is a denoiser: model=recognizer takes model.net=pyramid"):
+        model(net={"_target_": NETWORKS["unet"]})
     with pytest.raises(InputError, match="genmodels transcribe"):
         model().draw(SamplingOptions())
     with pytest.raises(InputError, match="by=attention: this model has criterion=ctc"):

@@ -142,16 +142,19 @@ def worst_difference(found: MelDDPM, **options) -> float:
 @pytest.mark.parametrize("options", [
     {"bound": "discrete"}, {"bound": "discrete", "draws": 5}, {"alignment": "best", "draws": 5},
 ])  # fmt: skip
-def test_likelihood_in_a_batch_is_that_alone(options, monkeypatch):
-    found = model()
+@pytest.mark.parametrize("made", [{}, {"objective": "hybrid"}], ids=["beta", "learned"])
+def test_likelihood_in_a_batch_is_that_alone(made, options, monkeypatch):
+    found = model(**made)
+    assert found.variance == ("learned" if made else "beta")
     assert worst_difference(found, **options) < 1e-5
     # Noise that depends on how long an item is padded is caught.
     monkeypatch.setattr(mel_diffusion, "FrameKeyedGenerator", KeyedGenerator)
     assert worst_difference(found, **options) > 1e-3
 
 
-def test_each_item_has_its_own_loss_whatever_the_padding_holds():
-    found, data = model(time_sampler="uniform"), batch()
+@pytest.mark.parametrize("objective", ["simple", "hybrid"])
+def test_each_item_has_its_own_loss_whatever_the_padding_holds(objective):
+    found, data = model(time_sampler="uniform", objective=objective), batch()
     together = found.loss(data, KeyedGenerator(0, data.index, "train", 3))
     filled = batch()
     filled.x[~filled.mask.expand_as(filled.x)] = 77.0
@@ -162,7 +165,25 @@ def test_each_item_has_its_own_loss_whatever_the_padding_holds():
         assert one.per_example[0].item() == pytest.approx(together.per_example[k].item(), abs=1e-5)
     parts = together.parts
     total = parts["encoder_nll_per_dim"] + parts["duration"] + parts["mse"]
-    assert torch.allclose(total, together.per_example.detach(), atol=1e-5)
+    same = torch.allclose(total.double(), together.per_example.detach().double(), atol=1e-5)
+    assert same == (objective == "simple")
+
+
+def test_a_learned_variance_changes_the_discrete_bound_and_not_the_other(monkeypatch):
+    found, data = model(objective="hybrid"), batch()
+    options = {"draws": 5, "weights": "raw"}
+    before = {bound: found.log_likelihood(data, bound=bound, **options).nats for bound in ("discrete", "continuous")}
+    predict = found.core.denoiser.at_log_snr
+
+    def narrower(*args):
+        prediction = predict(*args)
+        prediction.nu = prediction.nu - 0.5
+        return prediction
+
+    monkeypatch.setattr(found.core.denoiser, "at_log_snr", narrower)
+    after = {bound: found.log_likelihood(data, bound=bound, **options).nats for bound in before}
+    assert torch.equal(after["continuous"], before["continuous"])
+    assert not torch.allclose(after["discrete"], before["discrete"])
 
 
 def test_a_sample_is_the_same_alone_in_a_batch_and_later():

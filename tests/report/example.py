@@ -32,6 +32,7 @@ from genmodels.evaluation.report import (
     SamplingCost,
     Scale,
     Skipped,
+    SpeechFigures,
     Sweep,
 )
 from genmodels.evaluation.table import Table, make_table
@@ -147,6 +148,40 @@ def measures(frechet: float, kernel: float) -> dict:
     """Measures of samples with their errors."""
     return {"n": 359, "frechet": frechet, "frechet_error": 0.1 * frechet, "kernel": kernel, "kernel_error": 0.004,
             "precision": 0.8, "precision_error": 0.021, "recall": 0.7, "recall_error": 0.024}
+
+
+def of_speech(hostile: str = "") -> tuple[Table, list[dict]]:
+    """A table of two text-to-mel models with the sound of two texts; one sample is too loud."""
+    spoken = replace(DIGITS, name="speech", items=2, event_shape=[80, 40], levels=None, units="the data's own",
+                     mel={"sample_rate": 8000, "hop": 64}, num_classes=None, class_names=[])
+    reports, arrays = [], []
+    for number, family in enumerate(("glow_tts", "mel_ddpm")):
+        nats = np.array([-900.0, -1000.0 - number])
+        own = {f"{kind}_{k}": (3000 * np.sin(np.arange(4000) * (k + 1) / (9 - number))).astype(np.int16)
+               for kind in ("sound", "vocoded") for k in range(2)}
+        if number:
+            own["sound_1"] = own["sound_1"][:0]
+        speech = SpeechFigures(utterances=2, mcd_mel13=9.0, mcd_each=[8.0, 10.0], length_ratio=1.0, seconds=[0.1, 0.1],
+                               failures_per_100={"any": 0.0}, real_time_factor=0.1, sound=[1.0, 1.0],
+                               recognition=Skipped("no recogniser"), played=["turn right" + hostile, "turn left"])
+        reports.append(Report(
+            created="", name="", genmodels=MACHINE, checkpoint=checkpoint(family), config={}, data=spoken,
+            speech=speech, likelihood=[line("exact", "density", "", nats, "nats_0", nll=900.0, nll_per_dim=0.3)],
+        ))
+        arrays.append(own | {"nats_0": nats})
+    return make_table(reports, arrays), arrays
+
+
+def of_spoken_digits() -> tuple[Table, list[dict]]:
+    """A model of mels by class, with the sound of the first sample of each of three classes."""
+    spoken = replace(DIGITS, name="spoken_digits", items=3, event_shape=[80, 40], levels=None, num_classes=3,
+                     units="the data's own", mel={"sample_rate": 8000, "hop": 64}, class_names=["no", "yes", "stop"])
+    nats = np.array([-900.0, -950.0, -1000.0])
+    own = {"nats_0": nats, "samples_cond": np.arange(6) % 3, "samples_index": np.arange(6),
+           **{f"sound_{k}": np.full(800, 100 * (k + 1), dtype=np.int16) for k in range(3)}}
+    report = Report(created="", name="", genmodels=MACHINE, checkpoint=checkpoint("ddpm"), config={}, data=spoken,
+                    likelihood=[line("exact", "density", "", nats, "nats_0", nll=900.0, nll_per_dim=0.3)])
+    return make_table([report], [own]), [own]
 
 
 def of_points() -> tuple[Table, list[dict]]:

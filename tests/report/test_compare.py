@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import html.parser
+import io
 import json
 import math
 import re
+import time
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.io import wavfile
 
 from genmodels.core.likelihood import SingleValues, with_error
 from genmodels.evaluation.report import Profile
@@ -45,7 +49,8 @@ def test_where_reports_go():
 HOSTILE = "\"'><script>alert(1)</script><img src=http://evil.example/x.png onerror=alert(1)>&amp;\x00"
 TABLES = {
     "digits": example.of_digits, "points": example.of_points, "hostile": lambda: example.of_digits(HOSTILE),
-    "long names": lambda: example.of_digits("_" + "x" * 150),
+    "long names": lambda: example.of_digits("_" + "x" * 150), "speech": example.of_speech,
+    "hostile speech": lambda: example.of_speech(HOSTILE),
 }  # fmt: skip
 
 
@@ -244,7 +249,7 @@ STICKING_OUT = """(width => [...document.querySelectorAll('body *')].filter(e =>
     && e.getBoundingClientRect().right > width + 1).map(e => e.outerHTML.slice(0, 80)))"""
 
 
-@pytest.mark.parametrize("name", ["digits", "points", "long names"])
+@pytest.mark.parametrize("name", ["digits", "points", "long names", "speech"])
 def test_in_a_browser_nothing_overflows_nothing_is_requested_nothing_complains(browser, tmp_path, name):
     page = tmp_path / "report.html"
     page.write_text(page_of(name), encoding="utf-8")
@@ -254,6 +259,48 @@ def test_in_a_browser_nothing_overflows_nothing_is_requested_nothing_complains(b
         assert browser.value(f"{STICKING_OUT}({width})") == []
         assert browser.complaints() == [] and browser.requests() == [page.as_uri()]
     assert browser.value("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+
+
+def heard(attributes: dict) -> tuple[int, np.ndarray]:
+    head, _, coded = attributes["src"].partition(",")
+    assert head == "data:audio/wav;base64"
+    return wavfile.read(io.BytesIO(base64.b64decode(coded, validate=True)))
+
+
+def test_sound_of_the_page_is_that_of_the_arrays():
+    """A row for each text: both models, then the recording; what cannot be played is said."""
+    _, arrays = example.of_speech()
+    reader = Reader(page_of("speech"))
+    found = reader.all("audio")
+    assert [one["aria-label"] for one in found] == [
+        "glow_tts: turn right", "mel_ddpm: turn right", "recording, vocoded: turn right", "glow_tts: turn left",
+        "recording, vocoded: turn left"]
+    expected = [arrays[0]["sound_0"], arrays[1]["sound_0"], arrays[1]["vocoded_0"], arrays[0]["sound_1"],
+                arrays[1]["vocoded_1"]]  # fmt: skip
+    for one, samples in zip(found, expected, strict=True):
+        rate, same = heard(one)
+        assert rate == 8000 and np.array_equal(same, samples) and "controls" in one
+    assert "louder than any sound" in page_of("speech") and "media-src data:" in reader.all("meta")[1]["content"]
+    assert not Reader(page_of("points")).all("audio") and "Griffin-Lim" not in page_of("points")
+
+
+def test_samples_of_classes_are_played_by_class():
+    table, arrays = example.of_spoken_digits()
+    found = Reader(render(table, arrays)).all("audio")
+    assert [one["aria-label"] for one in found] == ["ddpm: no", "ddpm: yes", "ddpm: stop"]
+    assert [int(heard(one)[1][0]) for one in found] == [100, 200, 300]
+
+
+def test_the_browser_plays_the_sound(browser, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text(page_of("speech"), encoding="utf-8")
+    browser.open(page, 768)
+    lengths = "[...document.querySelectorAll('audio')].map(a => a.duration)"
+    for _ in range(50):
+        if all(found := browser.value(lengths)):
+            break
+        time.sleep(0.1)
+    assert found == [0.5] * 5 and browser.complaints() == []
 
 
 def test_the_browser_obeys_the_reader(browser, tmp_path):

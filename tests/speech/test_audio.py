@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from genmodels.speech.audio import (
     MelConfig,
     filter_bank,
     log_mel,
+    log_pitch,
     read_wav,
     resample,
     slaney_hz,
@@ -217,3 +220,28 @@ def test_bad_settings_and_sound():
     with pytest.raises(ValueError, match="float32 or float64"):
         log_mel(torch.zeros(1000, dtype=torch.int16))
     assert MelConfig().differences(replace(MelConfig(), hop=200)) == ["hop: 256 and 200"]
+
+
+def test_the_pitch_of_tones():
+    """Five harmonics of a known frequency, with a pause of noise: to two steps, and nothing in the pause."""
+    pytest.importorskip("librosa")
+    for config, hertz in ((MelConfig(), 110.0), (MelConfig(sample_rate=16000, hop=320), 233.0),
+                          (MelConfig(sample_rate=8000, n_fft=512, hop=128, f_max=4000.0, n_mels=40), 180.0)):
+        time = torch.arange(config.sample_rate, dtype=torch.float64) / config.sample_rate
+        wave = sum(torch.sin(2 * math.pi * hertz * k * time) / k for k in range(1, 6)) / 4
+        pause = slice(config.sample_rate // 2, None)
+        generator = torch.Generator().manual_seed(0)
+        wave[pause] = 0.1 * torch.randn(len(wave[pause]), generator=generator, dtype=torch.float64)
+        frames = config.frames(len(wave))
+        found = log_pitch(wave, config, frames)
+        assert found.shape == (frames,)
+        inside = found[5 : frames // 2 - 5]
+        assert np.abs(inside - 12 * math.log2(hertz)).max() < 0.2
+        assert np.isnan(found[frames // 2 + 5 :]).mean() > 0.9
+        assert np.isnan(log_pitch(torch.zeros(config.sample_rate), config, frames)).all()
+
+
+def test_pitch_without_librosa_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "librosa", None)
+    with pytest.raises(ValueError, match=r"the pitch needs librosa: pip install 'genmodels\[speech\]'"):
+        log_pitch(torch.zeros(9000), MelConfig(), 35)

@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from genmodels.speech.criteria import AttentionDecoder, cross_entropy
+from genmodels.speech import criteria
+from genmodels.speech.criteria import AttentionDecoder, PyramidalLSTM, cross_entropy
 from genmodels.speech.decoding import Search
 from genmodels.speech.tacotron import AttentionKind
 from tests.speech.test_criteria_transducer import every_text
@@ -126,3 +127,68 @@ def test_what_makes_no_sense_is_refused():
                           ({"hidden": 0}, "hidden")):
         with pytest.raises(ValueError, match=said):
             AttentionDecoder(4, 3, **options)
+
+
+def listener(**options) -> PyramidalLSTM:
+    torch.manual_seed(0)
+    return PyramidalLSTM(5, **{"channels": 6, "dropout": 0.0, **options}).double().eval()
+
+
+def by_cells(layer: torch.nn.LSTM, x: torch.Tensor) -> torch.Tensor:
+    """A bidirectional LSTM (T, C) frame by frame, from the equations of its gates."""
+    both = []
+    for suffix, order in (("", 1), ("_reverse", -1)):
+        w, u, b, c = (getattr(layer, name + suffix) for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0",
+                                                                 "bias_hh_l0"))
+        h = cell = torch.zeros(layer.hidden_size, dtype=x.dtype)
+        found = []
+        for frame in x.unbind()[::order]:
+            enter, forget, new, leave = (w @ frame + b + u @ h + c).chunk(4)
+            cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
+            h = leave.sigmoid() * cell.tanh()
+            found.append(h)
+        both.append(torch.stack(found[::order]))
+    return torch.cat(both, 1)
+
+
+def listener_error(net: PyramidalLSTM) -> float:
+    """The largest difference of the items of a padded batch from each alone, frame by frame."""
+    lengths = (21, 8, 1)
+    x = torch.randn(3, 5, 21, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = (torch.arange(21) < torch.tensor(lengths)[:, None])[:, None]
+    h, valid = net(x.masked_fill(~mask, 1e4), mask)
+    assert valid.sum(2).flatten().tolist() == [-(-n // net.subsampling) for n in lengths]
+    assert float(h.masked_fill(valid, 0).abs().max()) == 0 and h.shape[2] == -(-21 // net.subsampling)
+    errors = []
+    for k, n in enumerate(lengths):
+        own = by_cells(net.layers[0], x[k, :, :n].T)
+        for layer in net.layers[1:]:
+            rows = torch.cat([own, own.new_zeros(len(own) % 2, own.shape[1])])
+            own = by_cells(layer, torch.cat([rows[::2], rows[1::2]], 1))
+        errors.append(float((h[k, :, : len(own)].T - own).abs().max()))
+        alone, nothing = net(x[k : k + 1, :, :n])
+        assert nothing is None
+        torch.testing.assert_close(alone[0].T, own)
+    return max(errors)
+
+
+@pytest.mark.parametrize("subsampling", [2, 4, 8])
+def test_the_listener_of_las_is_its_equations_whatever_the_padding(subsampling):
+    net = listener(subsampling=subsampling)
+    assert len(net.layers) == 1 + math.log2(subsampling)
+    with torch.no_grad():
+        assert listener_error(net) < 1e-12
+
+
+def test_a_listener_that_reads_padding_is_noticed(monkeypatch):
+    pack = criteria.pack_padded_sequence
+    monkeypatch.setattr(criteria, "pack_padded_sequence", lambda h, lengths, **options: pack(
+        h, torch.full_like(lengths, h.shape[1]), **options))
+    with torch.no_grad(), pytest.raises(AssertionError):
+        listener_error(listener())
+
+
+def test_a_listener_that_makes_no_sense_is_refused():
+    for options in ({"channels": 7}, {"subsampling": 3}):
+        with pytest.raises(ValueError, match="channels must be even and subsampling 2, 4 or 8"):
+            listener(**options)

@@ -14,6 +14,7 @@ from genmodels.speech import decoding
 from genmodels.speech.decoding import (
     NGram,
     Search,
+    beam_search,
     collapsed,
     ctc_alignment,
     ctc_beam,
@@ -103,6 +104,30 @@ def test_fusion_ranks_all_texts_by_both():
     scores = {text: math.log(p) + 0.7 * model.log_prob(text) for text, p in truth.items()}
     assert {one.tokens: one.score for one in found} == pytest.approx(scores, abs=1e-10)
     assert found[0].tokens == max(scores, key=scores.get)
+
+
+def attention_lists(how: Search) -> list:
+    """Texts of up to four characters by a model that only counts characters."""
+    steps = rows(6, 3, 7)
+
+    def step(tokens, state):
+        return steps[int(state[0, 0])].expand(len(tokens), 3), state + 1
+
+    return beam_search(step, torch.zeros(1, 1, dtype=torch.int64), how, longest=4)
+
+
+@pytest.mark.parametrize("length", [0.0, 0.6])
+def test_rescoring_in_a_wide_beam_is_fusion(length):
+    """A search that drops nothing finds every text; the order of the two does not matter then."""
+    options = {"beam": 1000, "least": -math.inf, "language": language(), "weight": 0.7, "length": length}
+    fused, later = Search(**options), Search(**options, rescore=True)
+    for search, by in ((lambda how: ctc_beam(rows(5, 3), how), 0.0), (attention_lists, length)):
+        found = later.second_pass(search(later.first_pass()), by)
+        expected = search(fused)
+        assert [one.tokens for one in found] == [one.tokens for one in expected]
+        assert [one.score for one in found] == pytest.approx([one.score for one in expected], abs=1e-10)
+        assert [one.score for one in search(later.first_pass())] != [one.score for one in expected]
+    assert fused.second_pass(expected) is expected  # nothing is added twice
 
 
 def test_the_alignment_is_the_best_of_all_paths():

@@ -1,4 +1,4 @@
-"""Mel-cepstral distortion: its path against all paths, what it must not see, and what it must."""
+"""Mel-cepstral distortion and pitch: the path against all paths, what they must not see, and what they must."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from genmodels.speech.measures import (
     Outcome,
     RealTimeFactor,
     alignment_shape,
+    compared_pitch,
     duration_error,
     dynamic_time_warping,
     failures_per_100,
@@ -22,6 +23,7 @@ from genmodels.speech.measures import (
     mel_cepstrum,
     read_faults,
     real_time_factor,
+    warping_path,
     words_of_tokens,
 )
 from genmodels.speech.recognition import WordFaults, spoken_form
@@ -53,6 +55,9 @@ def test_the_path_is_the_best_of_all(whole):
                 assert found.total == pytest.approx(total, abs=1e-12)
                 assert found.steps == min(n for s, n in sums if s <= total + 1e-12)
                 assert dynamic_time_warping(costs.T) == pytest.approx(found)
+                cells = warping_path(costs)
+                assert cells.tolist() in [p.tolist() for p in every] and len(cells) == found.steps
+                assert costs[cells[:, 0], cells[:, 1]].sum() == pytest.approx(found.total, abs=1e-12)
 
 
 def mel(frames: int = 30, seed: int = 0) -> torch.Tensor:
@@ -199,3 +204,37 @@ def test_the_shape_of_alignments_against_loops():
     # Padding that counts is seen.
     everywhere = torch.ones_like(frames)
     assert alignment_shape(p, durations, text, everywhere).entropy != pytest.approx(found.entropy, abs=1e-3)
+
+
+def test_pitch_against_loops():
+    """Every pair of frames on the path of the distortion, one after the other; what is unvoiced has no pitch."""
+    draw = np.random.default_rng(0)
+    mels = [(mel(9, seed=k), mel(7 + k, seed=k + 5)) for k in range(3)]
+    own, true = ([draw.normal(80, 3, m[which].shape[1]) for m in mels] for which in (0, 1))
+    for track in (*own, *true):
+        track[draw.random(len(track)) < 0.3] = np.nan
+    own[2][:] = np.nan
+    squares, unlike, pairs = [], 0, 0
+    for k, (one, other) in enumerate(mels):
+        costs = np.array([[math.dist(a, b) for b in mel_cepstrum(other)] for a in mel_cepstrum(one)])
+        for i, j in warping_path(costs):
+            f, g = own[k][i], true[k][j]
+            pairs, unlike = pairs + 1, unlike + (math.isnan(f) != math.isnan(g))
+            if not math.isnan(f) and not math.isnan(g):
+                squares.append((f - g) ** 2)
+    found = compared_pitch([m[0] for m in mels], [m[1] for m in mels], own, true)
+    assert found.rmse == pytest.approx(math.sqrt(sum(squares) / len(squares))) and found.voicing == unlike / pairs
+    for spread, tracks in ((found.spread, own[:2]), (found.recorded, true)):
+        voiced = [track[~np.isnan(track)] for track in tracks]
+        total = sum(((track - track.mean()) ** 2).sum() for track in voiced)
+        assert spread == pytest.approx(math.sqrt(total / sum(map(len, voiced))))
+    silent = compared_pitch([mels[0][0]], [mels[0][1]], [own[2]], [true[0]])
+    assert silent.rmse is None and silent.spread is None and silent.recorded > 0
+    with pytest.raises(ValueError, match="no utterances"):
+        compared_pitch([], [], [], [])
+
+
+def test_the_pitch_of_an_octave_is_twelve_semitones():
+    x, track = mel(20), np.linspace(70, 90, 20)
+    found = compared_pitch([x.repeat_interleave(2, 1)], [x], [track.repeat(2) + 12], [track])  # slower by half
+    assert found.rmse == pytest.approx(12) and found.voicing == 0

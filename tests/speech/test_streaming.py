@@ -17,7 +17,16 @@ from genmodels.nn.coupling_networks import WaveNet
 from genmodels.speech import streaming
 from genmodels.speech.audio import MelConfig, log_mel
 from genmodels.speech.glow_tts import GlowTTS, mel_decoder
-from genmodels.speech.streaming import Reach, collect, reach, stream, stream_decoder, stream_sound
+from genmodels.speech.streaming import (
+    DecoderStream,
+    Reach,
+    WaveNetStream,
+    collect,
+    reach,
+    stream,
+    stream_decoder,
+    stream_sound,
+)
 from genmodels.speech.text_encoder import DurationPredictor, TextEncoder
 from genmodels.speech.vocoder import GriffinLim
 from tests.speech.test_audio import speechlike
@@ -79,14 +88,59 @@ def test_autograd_sees_no_farther(steps, depth, kernel_size):
 
 
 def test_a_shorter_context_is_seen(monkeypatch):
+    """With states a chunk is then too short; without them, as with attention, it is another."""
     flow, z = decoder(), torch.randn(1, 4, 50, dtype=torch.float64)
     whole, _ = flow.inverse(z)
     monkeypatch.setattr(streaming, "reach", lambda decoder: Reach(6, 2))
-    assert (torch.cat(list(stream_decoder(flow, z, chunk=8)), 2) - whole).abs().max() > 1e-6
+    assert next(stream_decoder(flow, z, chunk=8)).shape[2] < 8
+    attending = decoder(attention="local_dense")
+    expected, _ = attending.inverse(z)
+    assert (torch.cat(list(stream_decoder(attending, z, chunk=8)), 2) - expected).abs().max() > 1e-6
     # Pieces that begin between the frames of a pair are another squeeze.
     monkeypatch.setattr(streaming, "reach", lambda decoder: Reach(9, 1))
-    with pytest.raises(ValueError, match="divisible by 2"):
-        list(stream_decoder(flow, z, chunk=8))
+    for one in (flow, attending):
+        with pytest.raises(ValueError, match="divisible by 2"):
+            list(stream_decoder(one, z, chunk=8))
+
+
+def pieces_error(flow: Compose, z: torch.Tensor, size: int) -> float:
+    states, parts = DecoderStream(flow), z.split(size, 2)
+    found = [states.push(part, part is parts[-1]) for part in parts]
+    return float((torch.cat(found, 2) - flow.inverse(z)[0]).abs().max())
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_states_are_the_context(depth, monkeypatch):
+    """Pieces of any even size, also such of which at first nothing is known."""
+    flow, z = decoder(depth=depth, kernel_size=5), torch.randn(2, 4, 60, dtype=torch.float64)
+    for size in (2, 6, 34, 60):
+        with torch.no_grad():
+            assert pieces_error(flow, z, size) < 1e-10
+    assert DecoderStream(flow).push(z[:, :, :2]).shape == (2, 4, 0)
+    push = WaveNetStream.push
+
+    def forgets(self, x, last=False):
+        self.held = [None if held is None else torch.cat([0 * held[..., :1], held[..., 1:]], 2) for held in self.held]
+        return push(self, x, last)
+
+    monkeypatch.setattr(WaveNetStream, "push", forgets)
+    with torch.no_grad():
+        assert pieces_error(flow, z, 34) > 1e-6  # a lost frame is seen
+
+
+def test_every_position_is_computed_once(monkeypatch):
+    """The frames that the couplings' networks see in all: those of the text, where contexts were six times as many."""
+    flow, z = decoder(steps=3, depth=2, kernel_size=5), torch.randn(1, 4, 200, dtype=torch.float64)
+    seen = []
+    for layer in flow.layers:
+        if isinstance(layer, Coupling):
+            layer.net.stem.register_forward_pre_hook(lambda module, given: seen.append(given[0].shape[2]))
+    list(stream_decoder(flow, z, chunk=10))
+    assert sum(seen) == 3 * 200 // 2
+    seen.clear()
+    for start in range(0, 200, 10):  # each chunk with the context of 24 frames on both sides
+        flow.inverse(z[:, :, max(0, start - 24) : start + 34])
+    assert sum(seen) > 5 * 3 * 200 // 2
 
 
 @pytest.mark.parametrize(("attention", "expected"), [("xl_chunks", Reach(132, 32)), ("local_dense", Reach(36, 2))])
