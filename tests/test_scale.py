@@ -374,7 +374,7 @@ def test_a_compiled_network_on_two_processes(tmp_path):
 
 
 def test_spread_weights_are_refused_where_weights_have_to_be_whole():
-    for name in ("glow", "energy", "glow_tts"):
+    for name in ("glow", "energy", "energy at every level", "glow_tts"):
         with pytest.raises(InputError, match="trainer.strategy=fsdp is for models that call their networks whole"):
             MODELS[name]().sharded_networks()
     with pytest.raises(InputError, match="schedule=learned"):
