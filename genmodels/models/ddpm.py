@@ -121,7 +121,10 @@ class EnergyDDPM(DiffusionModel):
 
     Arguments:
         spec: the data set this model is built for.
-        schedule, log_snr_ends, weighting, time_sampler: see `DDPM`.
+        schedule: noise schedule; `cosine` is the continuous one with log-SNR in [-15, 15].
+        log_snr_ends: log-SNR at t = 0 and at t = 1 of `cosine` and `linear_log_snr`; their own by default.
+        weighting: of the noise levels: `none`, `min_snr`, `p2`, `edm` or `sigmoid`.
+        time_sampler: how training draws its times, see `DDPM`.
         variance: variance of the reverse steps, `beta` (by default for continuous data) or `beta_tilde`.
         net: options of the network, a U-Net for images and sequences, a residual MLP for vectors; each evaluation also
             takes its gradient, at two to three times the cost of `DDPM`.
