@@ -179,7 +179,7 @@ class DiffusionImportanceSampling:
 
     E[w] = Z (2 pi)^{-D/2}, whatever the energies are; with the scores of one diffusion and many steps w is constant.
     For N chains, in expectation, log mean w is below log Z, and log of the mean over N chains and one more that runs
-    from a draw of the model to noise is above it.
+    from a draw of the model to noise is above it. Both share the N chains, so that they are no independent checks.
 
     Arguments:
         steps: K, the number of noise levels.
