@@ -60,9 +60,7 @@ RUNS = {
                  "model.objective=hybrid", "model.variance=learned", "model.ema_decay=0.99"],
         "score": ["model=score", "data=mnist", "data.batch_size=32", "trainer.max_steps=2000",
                   "model.net.channels=16", "model.ema_decay=0.99"],
-        "energy": ["model=energy", "data=mnist", "data.batch_size=32", "trainer.max_steps=2000",
-                   "model.net.channels=[16,16,32,32]", "model.loss=denoising", "model.objective.sigma=0.3",
-                   "model.ema_decay=0.99"],
+        "energy_ddpm": ["model=energy_ddpm", "data=mnist"],
     },
     "mnist-half-hour": {
         "realnvp": ["model=realnvp", "data=mnist"],

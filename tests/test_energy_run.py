@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+import genmodels as gm
+from genmodels.cli.compose import composer
 from genmodels.cli.main import main
 from genmodels.core.checkpoint import read_header
+from genmodels.core.data import Batch
 from genmodels.core.errors import RunError
 from genmodels.models.checkpoint import read_checkpoint
 from genmodels.training.callbacks import Checkpointing
@@ -117,12 +120,40 @@ def test_a_score_model_draws_and_says_why_it_has_no_likelihood(here, capsys):
     assert row["kind"] == "unnormalised" and row["bits_per_dim"] is None
 
 
+def test_an_energy_of_images_at_every_level_is_a_diffusion_model_with_energies(here, capsys):
+    net = ["model.net.channels=8", "model.net.attention_at=[]", "model.num_steps=20"]
+    genmodels("train", "model=energy_ddpm", *net, *QUICK, "run_dir=run")
+    for sampler in ("dpmpp_2m", "ddpm"):
+        words = ["ckpt=run", f"sampler={sampler}", "steps=4", "cond=3"]
+        genmodels("sample", *words, "n=3", "guidance=2", f"out={sampler}.npz", f"path={sampler}.gif", "frames=2")
+        genmodels("sample", *words, "n=1", "start=2", "guidance=2", "out=one.npz")
+        many, one = np.load(f"{sampler}.npz")["x"].astype(int), np.load("one.npz")["x"].astype(int)
+        assert np.abs(many[2] - one[0]).max() <= 1
+    genmodels("evaluate", "ckpt=run", "stages=[likelihood,checks]", "limit=20", "draws=4", "ode=true",
+              "ode_options.divergence=hutchinson", "ode_options.solver=heun", "ode_options.steps=2")
+    rows = report("report_first20.json")["likelihood"]
+    assert [row["kind"] for row in rows] == ["lower_bound", "ode"]  # the density of noisy data is in no line
+    capsys.readouterr()
+    genmodels("verify", "ckpt=run", "progress=false")
+    assert "NoiseLevels, an energy" in capsys.readouterr().out
+    model = gm.load("run").network
+    items = Batch(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.arange(4))
+    assert model.energies(items).shape == (4,) and model.partition(3, chains=16, steps=50).log_z > 0
+
+
+def test_model_energy_of_mnist_is_the_energy_at_every_level():
+    with composer("train") as hydra:
+        one, other = (hydra.compose([f"model={name}", "data=mnist"]) for name in ("energy", "energy_ddpm"))
+    assert one == other and one["model"]["_target_"].endswith("EnergyDDPM")
+
+
 @pytest.mark.parametrize("words", [
     PLANE, [*PLANE, "model.loss=contrastive", "model.objective.steps=2", "model.objective.size=100"],
     ["model=energy", *SMALL, "model.network=deep_kernel", "~model.net.hidden", "~model.net.activation",
      "~model.net.input_gain", "model.net.inducing=10"],
     ["model=score", *SMALL, "model.net.hidden=16"],
-], ids=["energy", "contrastive", "deep kernel", "score"])
+    ["model=energy_ddpm", *SMALL, "model.net.hidden=16", "model.num_steps=20"],
+], ids=["energy", "contrastive", "deep kernel", "score", "energy at every level"])
 def test_resumed_is_as_never_stopped(here, words):
     words = [*words, *QUICK, "checkpoint.every_n_steps=3"]
     genmodels("train", *words, "run_dir=whole")

@@ -22,7 +22,7 @@ from genmodels.energy import kernel_fit
 from genmodels.models.base import GenerativeModel
 from genmodels.models.build import NETWORKS
 from genmodels.models.checkpoint import load_model, read_checkpoint
-from genmodels.models.ddpm import DDPM
+from genmodels.models.ddpm import DDPM, EnergyDDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.few_steps import ConsistencyModel, MeanFlowModel, ShortcutModel
 from genmodels.models.flow_matching import FlowMatchingModel
@@ -70,6 +70,7 @@ MODELS = {
     "energy": lambda: EnergyModel(PLANE, net={"hidden": [16, 16]}),
     "energy of images": lambda: EnergyModel(DIGITS, net={"channels": [8, 8]}),
     "deep kernel": lambda: EnergyModel(PLANE, network="deep_kernel", net={"inducing": 5}),
+    "energy at every level": lambda: EnergyDDPM(DIGITS, net=MELS),
     "score": lambda: ScoreModel(DIGITS, net=MELS),
     "score, all levels": lambda: ScoreModel(PLANE, net={"hidden": 16, "depth": 1}, levels="all", ratio=4),
     "glow_tts": lambda: GlowTTS(texts.spec(), **SPEECH, steps=2, hidden=8, depth=1, dropout=0.2, duration_channels=8),
@@ -373,7 +374,7 @@ def test_a_compiled_network_on_two_processes(tmp_path):
 
 
 def test_spread_weights_are_refused_where_weights_have_to_be_whole():
-    for name in ("glow", "energy", "glow_tts"):
+    for name in ("glow", "energy", "energy at every level", "glow_tts"):
         with pytest.raises(InputError, match="trainer.strategy=fsdp is for models that call their networks whole"):
             MODELS[name]().sharded_networks()
     with pytest.raises(InputError, match="schedule=learned"):

@@ -125,7 +125,7 @@ def graphs_of(model: GenerativeModel, weights: str | float = "ema") -> list[Grap
         times = {"t": torch.linspace(0.3, 0.9, _ROWS), "until": torch.linspace(0.0, 0.2, _ROWS)}
         return [Graph("", "velocity: x at time until is x - (t - until) velocity, x = (1 - t) data + t noise",
                       Function(_velocity, core), {"x": x, **times, **classes}, ("velocity",))]
-    if isinstance(core, Denoiser):
+    if isinstance(core, Denoiser) and not hasattr(core.net, "energy"):
         log_snr = {"log_snr": torch.linspace(-3.0, 3.0, _ROWS)}
         return [Graph("", "x0 and eps of x = sqrt(sigmoid(log_snr)) x0 + sqrt(sigmoid(-log_snr)) eps"
                       + ("" if spec.levels is None else f", x0 = 2 level / {spec.levels - 1} - 1"),

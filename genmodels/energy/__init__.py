@@ -14,7 +14,9 @@ from genmodels.energy.chains import (
 from genmodels.energy.denoising import (
     ContrastiveDivergence,
     DenoisingScoreMatching,
+    DiffusionImportanceSampling,
     MultiScaleDenoising,
+    NoiseLevels,
     largest_distance,
     noise_levels,
 )
@@ -95,6 +97,7 @@ __all__ = [
     "DeepKernel",
     "DeepKernelLoss",
     "DenoisingScoreMatching",
+    "DiffusionImportanceSampling",
     "DivergenceGuard",
     "DoubleWell",
     "DualAveraging",
@@ -111,6 +114,7 @@ __all__ = [
     "Move",
     "MultiScaleDenoising",
     "NoiseConditionalScore",
+    "NoiseLevels",
     "NormalMixture",
     "Point",
     "Potential",

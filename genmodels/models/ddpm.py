@@ -1,23 +1,34 @@
-"""Denoising diffusion (Ho, Jain, Abbeel 2020): trained on single terms of the ELBO, evaluated by all of them."""
+"""Denoising diffusion (Ho, Jain, Abbeel 2020), with a free network or with an energy at every noise level."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from genmodels.core.data import DataSpec
+import torch
+from torch import Tensor, nn
+
+from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
+from genmodels.core.random import KeyedGenerator
+from genmodels.core.tensors import outside_inference
 from genmodels.diffusion import (
     PARAMETERISATIONS,
     Denoiser,
     Elbo,
     LevelSoftmax,
+    V,
+    alpha_sigma,
     default_ends,
     default_variance,
     make_objective,
     make_schedule,
 )
 from genmodels.diffusion.schedule_discrete import ScheduleName
+from genmodels.energy import DiffusionImportanceSampling, LogPartition, NoiseLevels, Potential
 from genmodels.models.diffusion import DiffusionModel
+from genmodels.nn import MLPDenoiser, UNet
+
+LEVEL = 4.0  # log-SNR of energies by default: noise of an eighth of the largest value
 
 
 class DDPM(DiffusionModel):
@@ -96,3 +107,125 @@ class DDPM(DiffusionModel):
             time_sampler=time_sampler,
         )
         self.assemble(core, elbo, trained)
+
+
+class EnergyDDPM(DiffusionModel):
+    """An energy-based model at every noise level of a diffusion, by denoising score matching.
+
+        x_t = alpha_t x_0 + sigma_t eps,   E(x_t, t) = 1/2 |x_t|^2 + (alpha_t/sigma_t) sum x_t f(x_t, t),   f a U-Net
+        loss = E |v - grad sum x_t f|^2 = E |eps + sigma_t grad E|^2 / alpha_t^2,   v = alpha_t eps - sigma_t x_0
+
+    A diffusion model whose scores are gradients: samplers, guidance, edits, the bound and the probability flow are
+    those of `DDPM`. The energies of different noise levels have unrelated constants, so that the bound uses scores
+    alone; `partition` estimates log Z of one level through the others.
+
+    Arguments:
+        spec: the data set this model is built for.
+        schedule: noise schedule; `cosine` is the continuous one with log-SNR in [-15, 15].
+        log_snr_ends: log-SNR at t = 0 and at t = 1 of `cosine` and `linear_log_snr`; their own by default.
+        weighting: of the noise levels: `none`, `min_snr`, `p2`, `edm` or `sigmoid`.
+        time_sampler: how training draws its times, see `DDPM`.
+        variance: variance of the reverse steps, `beta` (by default for continuous data) or `beta_tilde`.
+        net: options of the network, a U-Net for images and sequences, a residual MLP for vectors; each evaluation also
+            takes its gradient, at two to three times the cost of `DDPM`.
+        **shared: what all diffusion models take, see `DiffusionModel`.
+
+    Raises:
+        InputError: for a network that cannot be differentiated twice, or activations that are recomputed.
+
+    Source: Salimans and Ho 2021, "Should EBMs model the energy or the score?", section 3.
+
+    Example:
+        >>> spec = DataSpec("digits", (1, 8, 8), levels=17)
+        >>> model = EnergyDDPM(spec, net={"channels": 8, "multipliers": [1, 2]}, num_steps=10)
+        >>> model.sample(2, steps=3).x.shape
+        torch.Size([2, 1, 8, 8])
+        >>> model.energies(Batch(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)), log_snr=0.0).round()  # 1/2 |x|^2 so far
+        tensor([16., 16.])
+    """
+
+    family = "energy_ddpm"
+    tolerates_tf32 = False  # second derivatives
+    needs_whole_weights = "its loss takes second derivatives, for which the weights have to be whole"
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        *,
+        schedule: Literal["cosine", "linear", "linear_continuous", "cosine_discrete", "sigmoid",
+                          "linear_log_snr"] = "cosine",
+        log_snr_ends: list[float] | None = None,
+        weighting: Literal["none", "min_snr", "p2", "edm", "sigmoid"] = "none",
+        time_sampler: Literal["uniform", "stratified", "antithetic", "loss_aware"] = "antithetic",
+        variance: Literal["beta", "beta_tilde"] | None = None,
+        net: UNet | MLPDenoiser | dict | None = None,
+        **shared,
+    ):
+        super().__init__(spec, net=net, **shared)
+        network = self.network()
+        if not isinstance(network, UNet | MLPDenoiser):
+            raise InputError(f"model=energy_ddpm takes a U-Net or an MLP: the attention of a {type(network).__name__} "
+                             "can be differentiated once only")
+        if network.checkpointing:
+            raise InputError("model.net.checkpointing is not for model=energy_ddpm, whose scores are gradients "
+                             "already: smaller batches (data.batch_size) take less memory")
+        variance = variance or default_variance("simple", spec.levels)
+        if log_snr_ends is None:
+            log_snr_ends = default_ends(schedule, self.decoder.finest_log_snr)
+        self.decide(variance=variance, log_snr_ends=log_snr_ends)
+        core = Denoiser(Potential(network), make_schedule(schedule, self.num_steps, ends=log_snr_ends), V())
+        elbo = Elbo(self.decoder, self.num_steps, variance)
+        trained = make_objective("simple", core, self.decoder, elbo.steps(core.schedule), variance=variance,
+                                 weighting=weighting, time_sampler=time_sampler)
+        self.assemble(core, elbo, trained)
+
+    def compiled_parts(self) -> list[nn.Module]:
+        """Nothing: compiled code has no second derivatives."""
+        return []
+
+    def sharded_networks(self) -> list[nn.Module]:
+        """Refused, see `needs_whole_weights`."""
+        return super(DiffusionModel, self).sharded_networks()
+
+    # ---- energies -----------------------------------------------------------------------------------------------
+
+    def level(self, log_snr: float, weights: str | float = "ema") -> NoiseLevels:
+        """The energy of x_t at one noise level, in the network's units."""
+        return NoiseLevels(self.weights(weights).net, log_snr)
+
+    @torch.no_grad()
+    def energies(self, batch: Batch, *, log_snr: float = LEVEL, weights: str | float = "ema") -> Tensor:
+        """(B,) E of items, scaled by alpha of a noise level, of which no noise is added.
+
+        Only differences between items of the same class and level have a meaning: they are those of -log p.
+
+        Arguments:
+            batch: items in the data's own units.
+            log_snr: the noise level.
+            weights: `ema`, `raw`, or one of the decays kept.
+        """
+        alpha, _ = alpha_sigma(torch.tensor(log_snr, dtype=torch.float64))
+        return self.level(log_snr, weights).energy(float(alpha) * self._entered(batch), self._cond(batch))
+
+    @outside_inference()
+    def partition(
+        self, cond: int | str | None = None, *, log_snr: float = LEVEL, weights: str | float = "ema", seed: int = 0,
+        chains: int = 512, steps: int = 100,
+    ) -> LogPartition:
+        """log Z of the energy of one noise level in the network's units, between two bounds.
+
+        exp(-E)/Z is a density of noisy data: it is no likelihood of the data, which `log_likelihood` bounds.
+
+        Arguments:
+            cond: the class, None for no class.
+            log_snr: the noise level.
+            weights: `ema`, `raw`, or one of the decays kept.
+            seed: seed of the chains.
+            chains: number of chains in each direction, all in one call of the network.
+            steps: number of noise levels from N(0, I) to this one, and calls of the network in each direction.
+        """
+        keyed = KeyedGenerator(seed, torch.arange(chains, device=self.device), "log Z")
+        labels = None if cond is None else self.labels(cond, keyed.index)
+        return DiffusionImportanceSampling(steps=steps)(
+            self.level(log_snr, weights), self.spec.event_shape, keyed, chains=chains, cond=labels,
+            dtype=self.location.dtype)

@@ -292,17 +292,19 @@ def _verify_flow(*given) -> Findings:
 def verify_diffusion(
     model: GenerativeModel, fresh: Callable[[], GenerativeModel], batch: Batch, initial: Batch | None, options: Options
 ) -> Findings:
-    """The checks of its noise schedule, denoiser and default samplers, then those of the whole model."""
-    from genmodels.verification.densities import check_schedule  # evaluation needs none of it
+    """The checks of its noise schedule, denoiser, energy if any and default samplers, then of the whole model."""
+    from genmodels.verification.densities import check_energy, check_schedule  # evaluation needs none of it
     from genmodels.verification.diffusion import check_denoiser, check_sampler
 
     _begin(model, initial)
     denoiser, cond = model.denoiser_and_cond(batch)
     drawn = {"draws": min(_DRAWN["draws"], model.num_steps - 1), "replicates": _DRAWN["replicates"]}
     shape = tuple(batch.x.shape[1:]) if model.spec.text is None else (model.spec.event_shape[0], cond.shape[2])
+    energy = [] if not hasattr(model, "level") else [
+        ("energy", lambda: check_energy(model.level(0.0, "raw"), shape, seed=options.seed))]
     return _one_by_one(options, [
         ("schedule", lambda: check_schedule(denoiser.schedule)),
-        ("denoiser", lambda: check_denoiser(denoiser, shape, cond=cond, seed=options.seed)),
+        ("denoiser", lambda: check_denoiser(denoiser, shape, cond=cond, seed=options.seed)), *energy,
         ("DPM-Solver++", lambda: check_sampler(DPMSolverPP2MSampler())),
         ("DDPM", lambda: check_sampler(DDPMSampler())),
         ("model", lambda: _of_model(model, batch, options, drawn)),

@@ -12,7 +12,7 @@ from torch import nn
 from genmodels.cli.export import Function, Graph, _parity, export, graphs_of
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError
-from genmodels.models.ddpm import DDPM
+from genmodels.models.ddpm import DDPM, EnergyDDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.few_steps import MeanFlowModel
 from genmodels.models.glow_tts import GlowTTS
@@ -100,8 +100,9 @@ def test_what_each_family_gives():
 
 def test_what_cannot_be_exported_says_why(tmp_path):
     energy = EnergyModel(PLANE)
-    with pytest.raises(InputError, match="gradients of the network .* out=model.safetensors"):
-        export(energy, energy.header(), tmp_path / "energy.onnx")
+    for model in (energy, EnergyDDPM(PLANE)):
+        with pytest.raises(InputError, match="gradients of the network .* out=model.safetensors"):
+            export(model, model.header(), tmp_path / "energy.onnx")
     with pytest.raises(InputError, match="end it in .safetensors"):
         export(energy, energy.header(), tmp_path / "energy.pth")
 

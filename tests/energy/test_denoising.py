@@ -1,4 +1,4 @@
-"""Denoising: its limit, the mean over noise levels, the levels themselves."""
+"""Denoising: its limit, the mean over noise levels, the levels themselves and their energies."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import pytest
 import torch
 
 from genmodels.core.random import KeyedGenerator
+from genmodels.diffusion import alpha_sigma
 from genmodels.energy import (
     DenoisingScoreMatching,
+    DiffusionImportanceSampling,
     ExactScoreMatching,
     MultiScaleDenoising,
     NoiseConditionalScore,
+    NoiseLevels,
     NormalMixture,
+    Potential,
     Quadratic,
     largest_distance,
     noise_levels,
 )
+from genmodels.energy.denoising import _Step
 
 A = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
 
@@ -120,3 +125,93 @@ def test_errors():
         MultiScaleDenoising(sigmas=())
     with pytest.raises(ValueError, match="one of one, all"):
         MultiScaleDenoising(sigmas=(1.0,), levels="some")
+
+
+# ---- the energies of all noise levels --------------------------------------------------------------------------------
+
+MEAN, SPREAD, CLEANEST = torch.tensor([1.5, -0.5, 0.0], dtype=torch.float64), 0.3, 5.0
+
+
+class OfGaussian(torch.nn.Module):
+    """f whose `Potential` is that of data N(m, s^2 I):  E = (|x - alpha m|^2 - |alpha m|^2)/(2 var),
+    var = (alpha s)^2 + sigma^2."""
+
+    def forward(self, x, log_snr, cond):
+        alpha, sigma = (value[:, None] for value in alpha_sigma(log_snr))
+        variance = (alpha * SPREAD) ** 2 + sigma**2
+        return -sigma * (0.5 * alpha * (SPREAD**2 - 1) * x + MEAN) / variance
+
+
+def moments_at(log_snr: float) -> tuple[torch.Tensor, float]:
+    alpha, sigma = alpha_sigma(torch.tensor(log_snr).double())
+    return alpha * MEAN, float((alpha * SPREAD) ** 2 + sigma**2)
+
+
+def test_the_energy_of_every_level_is_that_of_a_gaussian_and_the_score_its_gradient():
+    model, x = NoiseLevels(Potential(OfGaussian()), CLEANEST), torch.randn(4, 3, generator=seeded()).double()
+    path = model.path(4)
+    assert [level.log_snr for level in path] == [-8.0, -4.75, -1.5, 1.75, 5.0]
+    for level in path:
+        mean, variance = moments_at(level.log_snr)
+        exact = 0.5 * ((x - mean).square().sum(1) - mean.square().sum()) / variance
+        assert torch.allclose(level.energy(x), exact) and torch.allclose(level.score(x), (mean - x) / variance)
+        other = NoiseLevels(level.network, level.log_snr + 0.1)  # of another level it is not
+        assert not torch.allclose(other.energy(x), exact)
+
+
+def log_z_of_the_gaussian(scale: float = 1.0, steps: int = 40, chains: int = 400):
+    """The estimate, with energies that are `scale` times too large at all levels but the last, and the truth."""
+
+    class Scaled(Potential):
+        def energy(self, x, log_snr, cond=None, mask=None):
+            return (scale if float(log_snr[0]) < CLEANEST else 1.0) * super().energy(x, log_snr, cond, mask)
+
+    mean, variance = moments_at(CLEANEST)
+    truth = 1.5 * math.log(2 * math.pi * variance) + 0.5 * float(mean.square().sum()) / variance
+    draws = mean + variance**0.5 * torch.randn(chains, 3, generator=seeded(5), dtype=torch.float64)
+    sampling = DiffusionImportanceSampling(steps=steps)
+    found = sampling(NoiseLevels(Scaled(OfGaussian()), CLEANEST), (3,), seeded(), chains=chains, samples=draws,
+                     dtype=torch.float64)
+    return found, truth
+
+
+def lies_between(found, truth):
+    assert abs(found.log_z - truth) < 4 * found.stderr and found.upper > truth - 4 * found.upper_stderr
+    assert found.least < truth < found.most and found.reverse == "exact"
+
+
+@pytest.mark.parametrize("scale, width, ess", [(1.0, 0.05, 300), (1.1, 0.2, 100)])
+def test_log_z_lies_between_both_directions_even_if_the_levels_do_not_fit_together(scale, width, ess):
+    found, truth = log_z_of_the_gaussian(scale)
+    lies_between(found, truth)
+    assert found.width < width and found.ess > ess
+
+
+def without_the_noising_kernel(self, x, x_next, mean):
+    return 0.5 * ((x_next - mean) / self.spread).square().sum(1) + self.spread.log().sum()
+
+
+def score_forgotten(self, x, score):
+    return x / self.r
+
+
+@pytest.mark.parametrize("name, wrong", [("log_ratio", without_the_noising_kernel)])
+def test_check_catches_wrong_weights(name, wrong, monkeypatch):
+    monkeypatch.setattr(_Step, name, wrong)
+    with pytest.raises(AssertionError):
+        lies_between(*log_z_of_the_gaussian())
+
+
+def test_steps_without_the_score_have_few_chains_that_count(monkeypatch):
+    right = log_z_of_the_gaussian()[0].ess
+    monkeypatch.setattr(_Step, "mean", score_forgotten)
+    assert log_z_of_the_gaussian()[0].ess < 0.05 * right
+
+
+def test_without_exact_draws_the_reverse_chains_start_at_the_forward_ones():
+    model = NoiseLevels(Potential(OfGaussian()).float(), CLEANEST)
+    keyed = KeyedGenerator(0, torch.arange(200), "log Z")
+    found = DiffusionImportanceSampling(steps=20, tune=64)(model, (3,), keyed, chains=200, dtype=torch.float64)
+    assert found.reverse == "approximate" and found.least < log_z_of_the_gaussian()[1] < found.most
+    again = DiffusionImportanceSampling(steps=20, tune=64)(model, (3,), keyed, chains=200, dtype=torch.float64)
+    assert again == found
