@@ -28,6 +28,8 @@ def limit_threads() -> None:
 
 limit_threads()
 os.environ.setdefault("MPLBACKEND", "Agg")  # no windows
+# numba, where it is installed: a process that has used OpenMP for its loops cannot be forked, as some tests do.
+os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")
 os.environ["WANDB__SAVE_REQUIREMENTS"] = "false"  # W&B would read all installed packages at every run
 # Each of the many processes that tests start would compile the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
