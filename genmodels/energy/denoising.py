@@ -217,7 +217,15 @@ class DiffusionImportanceSampling:
             samples: (B, *event) exact draws of the model; None draws from the forward chains, by their weights.
             cond: (B, ...) condition, of all chains the same.
             dtype: of the points; weights are float64.
+
+        Raises:
+            InputError: for fewer than two chains, or a level as noisy as the first of the path.
         """
+        if chains < 2:
+            raise InputError(f"chains = {chains} must be at least 2: the spread of their weights is the standard error")
+        if not model.log_snr > _NOISIEST:
+            raise InputError(f"log_snr = {model.log_snr:g} must be above {_NOISIEST:g}, where the chains start from "
+                             "noise")  # fmt: skip
         pilot, given = generator, None if cond is None else cond[:1].expand(self.tune, *cond.shape[1:])
         if isinstance(generator, KeyedGenerator):
             index = torch.arange(self.tune, device=generator.index.device)

@@ -374,10 +374,12 @@ def _pitch_note(found: Pitch) -> str:
     Example:
         >>> _pitch_note(Pitch(1.5, 0.25, 2.0, 3.0))
         'log F0: RMSE 1.50 semitones, spread 2.00 (recordings 3.00); voiced unlike the recording in 25 % of pairs'
+        >>> _pitch_note(Pitch(None, 0.5, None, 3.0))  # no pair is voiced on both sides
+        'log F0: RMSE unknown, spread unknown (recordings 3.00); voiced unlike the recording in 50 % of pairs'
     """
-    values = (found.rmse, found.spread, found.recorded)
-    rmse, spread, recorded = ("unknown" if value is None else f"{value:.2f}" for value in values)
-    return (f"log F0: RMSE {rmse} semitones, spread {spread} (recordings {recorded}); voiced unlike the recording in "
+    rmse = "unknown" if found.rmse is None else f"{found.rmse:.2f} semitones"
+    spread, recorded = ("unknown" if value is None else f"{value:.2f}" for value in (found.spread, found.recorded))
+    return (f"log F0: RMSE {rmse}, spread {spread} (recordings {recorded}); voiced unlike the recording in "
             f"{100 * found.voicing:.0f} % of pairs")
 
 
@@ -389,9 +391,9 @@ def spoken_at_notes(found: Sequence[SpokenAt]) -> list[str]:
 
 def transcription_note(found: Transcription) -> str:
     """The metrics of a recogniser in a line, for the notes below a table."""
-    whole = found.curve[-1]
+    whole, (search, comma, language) = found.curve[-1], found.search.partition(", ")
     best = "" if found.oracle_wer is None else f" ({100 * found.oracle_wer:.1f} % of the best of {found.nbest} texts)"
-    return (f"CER of {whole.utterances} recordings, {found.search} search: {_interval(whole.rate)}; WER "
+    return (f"CER of {whole.utterances} recordings, {search} search{comma}{language}: {_interval(whole.rate)}; WER "
             f"{100 * found.wer:.1f} %{best}; real-time factor {found.real_time_factor:.3f}")
 
 

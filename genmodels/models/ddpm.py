@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ from genmodels.models.diffusion import DiffusionModel
 from genmodels.nn import MLPDenoiser, UNet
 
 LEVEL = 4.0  # log-SNR of energies by default: noise of an eighth of the largest value
+_ROUNDING = 1e-6  # of the ends of a schedule
 
 
 class DDPM(DiffusionModel):
@@ -190,7 +192,16 @@ class EnergyDDPM(DiffusionModel):
     # ---- energies -----------------------------------------------------------------------------------------------
 
     def level(self, log_snr: float, weights: str | float = "ema") -> NoiseLevels:
-        """The energy of x_t at one noise level, in the network's units."""
+        """The energy of x_t at one noise level, in the network's units.
+
+        Raises:
+            InputError: for a level that is not on the schedule, of which the network has learned nothing.
+        """
+        first = torch.tensor([1.0, 1 / self.num_steps, 0.0], dtype=torch.float64)
+        least, most, clean = self.core.schedule.log_snr(first).tolist()
+        most = clean if math.isfinite(clean) else most  # without noise at t = 0: the first step
+        if not least - _ROUNDING <= log_snr <= most + _ROUNDING:
+            raise InputError(f"log_snr = {log_snr:g} is outside of the schedule, {least:g} to {most:g}")
         return NoiseLevels(self.weights(weights).net, log_snr)
 
     @torch.no_grad()
@@ -203,6 +214,9 @@ class EnergyDDPM(DiffusionModel):
             batch: items in the data's own units.
             log_snr: the noise level.
             weights: `ema`, `raw`, or one of the decays kept.
+
+        Raises:
+            InputError: for a level that is not on the schedule.
         """
         alpha, _ = alpha_sigma(torch.tensor(log_snr, dtype=torch.float64))
         return self.level(log_snr, weights).energy(float(alpha) * self._entered(batch), self._cond(batch))
@@ -223,7 +237,13 @@ class EnergyDDPM(DiffusionModel):
             seed: seed of the chains.
             chains: number of chains in each direction, all in one call of the network.
             steps: number of noise levels from N(0, I) to this one, and calls of the network in each direction.
+
+        Raises:
+            InputError: for a class that does not exist, a level that is not on the schedule or noisier than a log-SNR
+                of -8, or fewer than two chains or steps.
         """
+        if chains < 2:
+            raise InputError(f"chains = {chains} must be at least 2")
         keyed = KeyedGenerator(seed, torch.arange(chains, device=self.device), "log Z")
         labels = None if cond is None else self.labels(cond, keyed.index)
         return DiffusionImportanceSampling(steps=steps)(

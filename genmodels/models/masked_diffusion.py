@@ -261,8 +261,10 @@ class LanguageModel(GenerativeModel):
 
         Raises:
             InputError: for known bytes that are not a beginning.
+            ValueError: for a class, of which texts have none.
         """
         core, index, length = self.weights(options.weights), self.numbered(options.n, options.start), self.spec.dims
+        labels = self.labels(options.cond, index)  # None: texts have no classes
         kept = 0 if options.keep is None else int(options.keep.sum())
         if kept and not bool(options.keep.flatten()[:kept].all()):
             raise InputError("a language model continues a beginning: inpaint='Once upon' mask=_; gaps are filled by "
@@ -277,7 +279,7 @@ class LanguageModel(GenerativeModel):
             log_p, state = core.extend(found[:, place : place + 1], state)
         made = {"sampler": "ancestral", "seed": options.seed, "weights": str(options.weights),
                 "temperature": options.temperature} | ({"kept": kept} if kept else {})
-        return Samples(found.view(options.n, *self.spec.event_shape).to(torch.uint8), None, index, made)
+        return Samples(found.view(options.n, *self.spec.event_shape).to(torch.uint8), labels, index, made)
 
     def reader(self, weights: str | float = "ema") -> Callable:
         """The function `step` of `genmodels.speech.decoding.ByteLanguage`."""

@@ -118,6 +118,8 @@ def choose_folder(root: Path, name: str, run_dir: str | None) -> Path:
 def add_training_time(folder: Path, seconds: float, cpu_seconds: float) -> None:
     """Add to the training times in training.json; not stored in checkpoints, which must not depend on them."""
     spent = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+    if training_time(folder) and not training_time(folder, "cpu_seconds"):
+        del spent["cpu_seconds"]  # of a run whose first part was not measured: unknown
     times = {which: training_time(folder, which) + more for which, more in spent.items()}
     try:
         write_text(folder / "training.json", json.dumps(times))

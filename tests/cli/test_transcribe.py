@@ -156,7 +156,7 @@ def test_an_evaluation_has_the_best_of_a_list_and_a_language_model(ckpt, tmp_pat
     for more in ([], ["rescore=true"]):
         assert main([*run, f"lm={tmp_path}/book.txt", "lm_weight=2", *more]) == 0
         words = "rescored by" if more else "with"
-        assert f"beam 4, {words} {tmp_path}/book.txt, weight 2 search" in capsys.readouterr().out
+        assert f"beam 4 search, {words} {tmp_path}/book.txt, weight 2:" in capsys.readouterr().out
         heard.append(json.loads((tmp_path / "report.json").read_text())["transcription"]["heard"])
     language = language_of(model, tmp_path / "book.txt")
     for own, rescore in zip(heard, (False, True), strict=True):

@@ -165,6 +165,30 @@ def test_the_partition_function_of_a_class():
         found.partition(10)
 
 
+@pytest.mark.parametrize("log_snr", [-15.1, 15.1, 100.0, math.nan, math.inf])
+def test_a_level_that_is_not_on_the_schedule_is_refused(log_snr):
+    found = model(PLANE, log_snr_ends=[15.0, -15.0])
+    for call in (lambda: found.energies(Batch(torch.zeros(2, 2)), log_snr=log_snr),
+                 lambda: found.partition(log_snr=log_snr, chains=8, steps=3)):
+        with pytest.raises(InputError, match="outside of the schedule, -15 to 15"):
+            call()
+    assert found.energies(Batch(torch.zeros(2, 2)), log_snr=15.0).shape == (2,)  # the ends are on it
+    discrete = model(PLANE, schedule="cosine_discrete")  # without noise at t = 0
+    with pytest.raises(InputError, match="outside of the schedule"):
+        discrete.partition(log_snr=100.0, chains=8, steps=3)
+
+
+@pytest.mark.parametrize("options, reason", [
+    ({"log_snr": -9.0}, "must be above -8"),
+    ({"log_snr": -8.0}, "must be above -8"),
+    ({"chains": 1}, "chains = 1 must be at least 2"),
+    ({"chains": -3}, "chains = -3 must be at least 2"),
+])  # fmt: skip
+def test_a_partition_function_without_a_path_or_chains_is_refused(options, reason):
+    with pytest.raises(InputError, match=reason):
+        model(PLANE).partition(**{"chains": 8, "steps": 3} | options)
+
+
 @pytest.mark.parametrize("options, reason", [
     ({"net": {"_target_": "genmodels.nn.dit.DiT", "depth": 1}}, "a U-Net or an MLP"),
     ({"net": SMALL | {"checkpointing": True}}, "model.net.checkpointing"),

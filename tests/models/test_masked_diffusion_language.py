@@ -89,6 +89,11 @@ def test_a_beginning_is_continued_and_a_gap_refused():
         model.sample(1, known=known, keep=~keep)
 
 
+def test_a_class_of_texts_is_refused():
+    with pytest.raises(ValueError, match="this model is unconditional: leave cond out"):
+        small().sample(1, cond=[1])
+
+
 def test_other_data_and_kinds_of_attention_are_refused():
     with pytest.raises(InputError, match="is for data=text, not for digits"):
         LanguageModel(DataSpec("digits", (1, 8, 8), levels=17))

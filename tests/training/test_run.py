@@ -110,6 +110,9 @@ def test_the_time_of_training_adds_up_over_resumes(tmp_path):
     run.add_training_time(tmp_path, 2.5, 1.0)
     run.add_training_time(tmp_path, 4.0, 3.0)
     assert run.training_time(tmp_path) == 6.5 and run.training_time(tmp_path, "cpu_seconds") == 4.0
+    (tmp_path / "training.json").write_text('{"seconds": 9.0}')  # begun before CPU time was measured
+    run.add_training_time(tmp_path, 1.0, 1.0)
+    assert run.training_time(tmp_path) == 10.0 and run.training_time(tmp_path, "cpu_seconds") == 0.0  # unknown
     (tmp_path / "training.json").write_text("{")
     assert run.training_time(tmp_path) == 0
 
