@@ -254,6 +254,7 @@ def conclude(model: GenerativeModel, folder: Path, seconds: float, cpu_seconds: 
              *commands]
     _say(lines, commands, table=[("step", str(model.trainer.global_step)), *best_of(folder),
                                  *figures_of(model).items(), ("trained in", str(timedelta(seconds=round(seconds)))),
+                                 ("CPU time", str(timedelta(seconds=round(cpu_seconds)))),
                                  *([("speed", speed.partition(":")[2].strip())] if speed else [])])
 
 
