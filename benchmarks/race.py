@@ -1,8 +1,9 @@
 """Quality for equal compute, side by side with peers: the same data, batches and number of parameters, one thread each.
 
-    pip install normflows nflows denoising-diffusion-pytorch diffusers torchcfm
+    pip install normflows nflows denoising-diffusion-pytorch diffusers torchcfm torchebm
     python benchmarks/race.py glow --seconds 900 --root ~/data --out runs/race [--items 1000] [--samples 1000]
     python benchmarks/race.py glow realnvp --out runs/race --picture race.png    # more races; those that are done stay
+    python benchmarks/race.py score_matching --seconds 60 --root ~/uci --data winequality-white.csv
 
 The contestants of a race take turns, each in a process of its own: to 25 % of the budget, to 50 %, to the end. The
 budget is CPU seconds of training: batches, noise, loss, backward, optimiser, building and initialisation, not imports
@@ -13,6 +14,9 @@ Parameters agree within 5 %. Flows have Adam at 1e-3 throughout; the others what
 a decay. A peer's flow gives log p(v) of v = (x + u)/256, u uniform, hence 8 - log2 p(v)/D bits/dim, as ours does;
 before a race its density is compared with its base and autograd's determinant, on 4 x 4 pixels. A peer's diffusion
 network is trained by its own loss and put in the place of ours, on its own schedule, for our bound and our sampler.
+
+Score matching runs on the white columns of a UCI table, split and filled as in uci_energy.py, with one network for all,
+batches of 100 and Adam at 1e-3; in the place of bits/dim stands the exact score-matching loss of the test rows.
 """
 
 from __future__ import annotations
@@ -30,18 +34,21 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from uci_energy import read, split
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.vision import MNIST, FashionMNIST
 from genmodels.diffusion.schedule_discrete import DiscreteSchedule
+from genmodels.energy import Energy, ExactScoreMatching, SlicedScoreMatchingVR
 from genmodels.evaluation.features import Cache, Items, network_for
 from genmodels.evaluation.fidelity import frechet_with_error
 from genmodels.models.base import GenerativeModel
 from genmodels.models.ddpm import DDPM
 from genmodels.models.flow_matching import FlowMatchingModel
 from genmodels.models.normalizing_flows import Glow, RealNVP
+from genmodels.nn.energy_nets import EnergyMLP
 
 DATA = {"mnist": MNIST, "fashion_mnist": FashionMNIST}
 SHARES = (0.25, 0.5, 1.0)
@@ -52,7 +59,7 @@ SMALL = DataSpec("pixels", (1, 4, 4), levels=256)  # on which a peer's density i
 
 @dataclass
 class Contestant:
-    """What is trained, and how it is used: `loss(batch, key)`, `bits(batch)` of each item, `draw(n, start)`.
+    """What is trained, and how it is used: `loss(batch, key)`, `bits(batch)` of each item, `draw(n, start)` or None.
 
     `model` holds all that is learned and averaged, `begin` takes the first batch, `after` the number of a step that is
     done, `clip` bounds the gradient, the rate rises in `warmup` steps; `density(v)` is a flow's (latents, log p).
@@ -62,7 +69,7 @@ class Contestant:
     optimizer: torch.optim.Optimizer
     loss: Callable[[Batch, KeyedGenerator], Tensor]
     bits: Callable[[Batch], Tensor]
-    draw: Callable[[int, int], Tensor]
+    draw: Callable[[int, int], Tensor] | None = None
     begin: Callable[[Batch], None] = lambda batch: None
     after: Callable[[int], None] = lambda step: None
     clip: float = math.inf
@@ -239,6 +246,33 @@ def torchcfm_flow_matching(spec: DataSpec) -> Contestant:
     return in_place_of_ours(model, unet, torch.optim.Adam(unet.parameters()), loss)
 
 
+def energy_of(spec: DataSpec, loss_of: Callable[[Energy], Callable[[Tensor, KeyedGenerator], Tensor]]) -> Contestant:
+    """A perceptron of three hidden layers as energy, trained by `loss_of(energy)(x, key)`."""
+    model, exact = Energy(EnergyMLP(spec.event_shape, hidden=(128,) * 3)), ExactScoreMatching()
+    loss = loss_of(model)
+    return Contestant(model, torch.optim.Adam(model.parameters(), lr=1e-3), lambda batch, key: loss(batch.x, key),
+                      lambda batch: exact(model, batch.x).detach())  # fmt: skip
+
+
+def our_sliced(model: Energy) -> Callable[[Tensor, KeyedGenerator], Tensor]:
+    """The sliced loss with variance reduction, one direction."""
+    loss = SlicedScoreMatchingVR()
+    return lambda x, key: loss(model, x, key).mean()
+
+
+def torchebm_sliced(model: Energy, projections: int) -> Callable[[Tensor, KeyedGenerator], Tensor]:
+    """The sliced loss of torchebm on the same network."""
+    from torchebm.core import BaseModel
+    from torchebm.losses import SlicedScoreMatching
+
+    class Same(BaseModel):
+        def forward(self, x: Tensor) -> Tensor:
+            return model.network(x)
+
+    loss = SlicedScoreMatching(Same(), n_projections=projections)
+    return lambda x, key: loss(x)
+
+
 REALNVP = {"layout": ["squeeze", "channel*4", "split", "squeeze", "channel*4"], "hidden": 64, "depth": 2}
 DIFFUSION = {"net": UNET, "class_conditional": False, "ema_decay": 0.999}
 #: The batch and the contestants of each race, ours first.
@@ -255,6 +289,10 @@ RACES: dict[str, tuple[int, dict[str, Callable[[DataSpec], Contestant]]]] = {
         "denoising-diffusion-pytorch": lucidrains_ddpm, "diffusers": diffusers_ddpm}),
     "flow_matching": (64, {
         "genmodels": lambda spec: ours(FlowMatchingModel(spec, **DIFFUSION)), "torchcfm": torchcfm_flow_matching}),
+    "score_matching": (100, {
+        "genmodels": lambda spec: energy_of(spec, our_sliced),
+        "torchebm": lambda spec: energy_of(spec, lambda model: torchebm_sliced(model, 1)),
+        "torchebm, its 5 directions": lambda spec: energy_of(spec, lambda model: torchebm_sliced(model, 5))}),
 }  # fmt: skip
 
 
@@ -277,17 +315,26 @@ def density_error(build: Callable[[DataSpec], Contestant]) -> float:
     return float(torch.stack(errors).abs().max())
 
 
+def prepared(given: argparse.Namespace, size: int) -> tuple[DataSpec, Batch, Batch]:
+    """What a race runs on: its description, training and test items."""
+    if given.data in DATA:
+        data = DATA[given.data](root=given.root, download=False, batch_size=size).prepare()
+        return data.spec, *(next(iter(data.loader(name, 60_000))) for name in ("train", "test"))
+    rows = split(read(Path(given.root) / given.data), given.seed, "training")
+    train, test = (Batch(rows[name], None, index=torch.arange(len(rows[name]))) for name in ("train", "test"))
+    return DataSpec("table", tuple(train.x.shape[1:])), train, test
+
+
 def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
     """Train one contestant to its next mark and evaluate it there; `file` holds what is known of it."""
     torch.set_num_threads(1)
     size, contestants = RACES[race]
-    data = DATA[given.data](root=given.root, download=False, batch_size=size).prepare()
-    train, test = (next(iter(data.loader(split, 60_000))) for split in ("train", "test"))
+    spec, train, test = prepared(given, size)
     known = json.loads(file.read_text()) if file.exists() else {"curve": [], "marks": [], "skipped": 0}
     step = len(known["curve"])
     torch.manual_seed(given.seed)
     began = time.process_time()
-    contestant = contestants[name](data.spec)
+    contestant = contestants[name](spec)
     spent = known["curve"][-1][0] if step else time.process_time() - began
     if step:
         state = torch.load(file.with_suffix(".pt"), weights_only=True)
@@ -299,7 +346,7 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
         began = time.process_time()
         index = torch.arange(size) + step * size
         chosen = (KeyedGenerator(given.seed, index, "race").uniform((size,)) * len(train.x)).long()
-        batch = Batch(train.x[chosen], train.cond[chosen], index=chosen)
+        batch = Batch(train.x[chosen], None if train.cond is None else train.cond[chosen], index=chosen)
         if step == 0:
             contestant.begin(batch)
         for group, rate in zip(contestant.optimizer.param_groups, rates, strict=True):
@@ -315,7 +362,7 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
         spent, step = spent + time.process_time() - began, step + 1
         known["skipped"] += not finite
         known["curve"].append([round(spent, 3), float(loss.detach()) if finite else None])
-    known["marks"].append({"seconds": spent, "steps": step, **evaluated(contestant, data.spec, train, test, given)})
+    known["marks"].append({"seconds": spent, "steps": step, **evaluated(contestant, spec, train, test, given)})
     known["parameters"] = sum(p.numel() for group in contestant.optimizer.param_groups for p in group["params"])
     torch.save({"model": contestant.model.state_dict(), "optimizer": contestant.optimizer.state_dict(),
                 "noise": torch.get_rng_state()}, file.with_suffix(".pt"))  # fmt: skip
@@ -324,14 +371,18 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
 
 def evaluated(contestant: Contestant, spec: DataSpec, train: Batch, test: Batch, given: argparse.Namespace) -> dict:
     """Bits/dim of the first test items, and the Frechet distance of as many samples as items, with standard errors."""
-    parts = torch.arange(given.items).split(250)
-    values = torch.cat([contestant.bits(Batch(test.x[p], test.cond[p], index=p)) for p in parts]).double()
+    parts = torch.arange(min(given.items, len(test.x))).split(250)
+    values = torch.cat([contestant.bits(Batch(test.x[p], None if test.cond is None else test.cond[p], index=p))
+                        for p in parts]).double()  # fmt: skip
+    likelihood = {"bits": float(values.mean()), "bits_se": float(values.std()) / math.sqrt(len(values)),
+                  "items": len(values)}  # fmt: skip
+    if contestant.draw is None:
+        return likelihood
     cache = Cache(given.out / "features")
     features = network_for(Items(spec, train.x, test.x, train.cond, test.cond, spec.name, cache))
     drawn = torch.cat([contestant.draw(min(250, given.samples - k), k) for k in range(0, given.samples, 250)])
     distance = frechet_with_error(features(drawn), features(test.x[: given.samples]))
-    return {"bits": float(values.mean()), "bits_se": float(values.std()) / math.sqrt(len(values)), "items": len(values),
-            "frechet": distance.value, "frechet_se": distance.error, "samples": given.samples}
+    return likelihood | {"frechet": distance.value, "frechet_se": distance.error, "samples": given.samples}
 
 
 def run(given: argparse.Namespace, race: str) -> dict[str, dict]:
@@ -361,8 +412,9 @@ def run(given: argparse.Namespace, race: str) -> dict[str, dict]:
 def row(race: str, name: str, known: dict, number: int) -> str:
     """A line of the table, with standard errors."""
     mark = known["marks"][number]
+    distance = f"{mark['frechet']:.2f} ({mark['frechet_se']:.2f})" if "frechet" in mark else ""
     return (f"| {race} | {name} | {known['parameters']:,} | {mark['seconds']:.0f} | {mark['steps']} | "
-            f"{mark['bits']:.4f} ({mark['bits_se']:.4f}) | {mark['frechet']:.2f} ({mark['frechet_se']:.2f}) |")
+            f"{mark['bits']:.4f} ({mark['bits_se']:.4f}) | {distance} |")
 
 
 def picture(races: dict[str, dict[str, dict]], path: Path) -> None:
@@ -394,7 +446,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("races", nargs="+", choices=list(RACES))
     parser.add_argument("--seconds", type=float, default=900.0, help="CPU seconds of training for each contestant")
-    parser.add_argument("--data", default="mnist", choices=list(DATA))
+    parser.add_argument("--data", default="mnist", help="mnist, fashion_mnist, or the file of a UCI table")
     parser.add_argument("--root", default="data", help="folder of the data")
     parser.add_argument("--out", type=Path, default=Path("runs/race"))
     parser.add_argument("--items", type=int, default=10_000, help="test items, the first ones")
@@ -409,7 +461,7 @@ def main() -> None:
         turn(given, given.races[0], given.turn, given.file)
         return
     found = {race: run(given, race) for race in given.races}
-    print("| race | contestant | parameters | CPU seconds | steps | bits/dim | Fréchet distance |\n" + "|---" * 7 + "|")
+    print("| race | contestant | parameters | CPU seconds | steps | bits/dim or exact loss | Fréchet distance |\n" + "|---" * 7 + "|")
     for race, contestants in found.items():
         for name, known in contestants.items():
             for number in range(len(known["marks"])):
