@@ -461,7 +461,8 @@ def main() -> None:
         turn(given, given.races[0], given.turn, given.file)
         return
     found = {race: run(given, race) for race in given.races}
-    print("| race | contestant | parameters | CPU seconds | steps | bits/dim or exact loss | Fréchet distance |\n" + "|---" * 7 + "|")
+    print("| race | contestant | parameters | CPU seconds | steps | bits/dim or exact loss | Fréchet distance |")
+    print("|---" * 7 + "|")
     for race, contestants in found.items():
         for name, known in contestants.items():
             for number in range(len(known["marks"])):
