@@ -80,7 +80,7 @@ class Recognizer(GenerativeModel):
             LSTMs of LAS).
         transducer: options of the transducer.
         decoder: options of the attention decoder; its `delay` needs `joint`, which has triggers.
-        ctc_weight: w of `joint`, in training and for ranking the texts of a search.
+        ctc_weight: w of `joint`, in training and for ranking the texts that a search by CTC proposes.
         smoothing: label smoothing of the attention decoder, the share of its targets spread over all classes.
         sampled: probability that in training the attention decoder reads its own prediction, not the true character.
         mwer: length of the lists for minimum word error rate training, 0 for none; for models that are already trained,
@@ -294,21 +294,23 @@ class Recognizer(GenerativeModel):
         search = how.first_pass()
         if core.decoder is None:
             return [how.second_pass(found) for found in (core.ctc or core.transducer).search(h, frames, search)]
-        log_probs = None if core.ctc is None else core.ctc.log_probs(h)
-        triggers = None if core.decoder.delay is None else ctc_triggers(log_probs, frames)
-        lists = [how.second_pass(found, how.length) for found in core.decoder.search(h, frames, search, triggers)]
-        if core.ctc is None or how.beam == 1:
-            return lists
-        return [self._rescored(core.ctc, h[k : k + 1], frames[k : k + 1], found) for k, found in enumerate(lists)]
+        if core.ctc is None or core.decoder.delay is not None:
+            triggers = None if core.ctc is None else ctc_triggers(core.ctc.log_probs(h), frames)
+            return [how.second_pass(found, how.length) for found in core.decoder.search(h, frames, search, triggers)]
+        lists = [how.second_pass(found) for found in core.ctc.search(h, frames, search)]
+        return [self._rescored(core, h[k : k + 1], frames[k : k + 1], found) for k, found in enumerate(lists)]
 
-    def _rescored(self, ctc: CTC, h: Tensor, frames: Tensor, found: list[Hypothesis]) -> list[Hypothesis]:
-        """A list of texts, sorted by the weighted sum of both scores."""
+    def _rescored(
+        self, core: RecognizerCore, h: Tensor, frames: Tensor, found: list[Hypothesis]
+    ) -> list[Hypothesis]:
+        """The texts of a search by CTC, best first by w log p(CTC) + (1 - w) log p(decoder) + the language model."""
+        if len(found) == 1:
+            return found
         counts = torch.tensor([len(one.tokens) for one in found], device=h.device)
         y = padded_tokens([one.tokens or (0,) for one in found])[0].to(h.device)
-        scores = ctc.log_prob(h.expand(len(found), -1, -1), frames.expand(len(found)), y, counts).tolist()
-        w = self.ctc_weight
-        both = [Hypothesis(one.tokens, (1 - w) * one.score + w * score)
-                for one, score in zip(found, scores, strict=True)]
+        many = h.expand(len(found), -1, -1), frames.expand(len(found)), y, counts
+        gain = (1 - self.ctc_weight) * (core.decoder.log_prob(*many) - core.ctc.log_prob(*many))
+        both = [Hypothesis(one.tokens, one.score + more) for one, more in zip(found, gain.tolist(), strict=True)]
         return sorted(both, key=lambda one: one.score, reverse=True)
 
     @torch.no_grad()

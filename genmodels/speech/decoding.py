@@ -301,6 +301,9 @@ def beam_search(
 ) -> list[Hypothesis]:  # fmt: skip
     """The most probable texts of an autoregressive model, best first.
 
+    A text ends where its end is one of the `beam` best continuations of all texts, so that a beam of 1 is greedy: the
+    total score alone prefers short texts, above all after label smoothing.
+
     Arguments:
         step: `step(tokens (K,), state) -> (log_probs (K, V), state)`; the first token, and the end, are class 0.
         state: before the first step, with K = 1: tensors with K rows, in tuples.
@@ -324,12 +327,17 @@ def beam_search(
     tokens = torch.tensor([BLANK], device=device)
     for length in range(longest + 1):
         log_probs, state = step(tokens, state)
-        longer, places = {}, {text: place for place, text in enumerate(alive)}
+        longer, places, finals = {}, {text: place for place, text in enumerate(alive)}, {}
         for (text, score), row in zip(alive.items(), log_probs.double().tolist(), strict=True):
-            ends.append(Hypothesis(text, (score + row[BLANK] + how.ended(text)) / _divisor(length, how.length)))
+            finals[text] = score + row[BLANK] + how.ended(text)
             longer |= {(*text, k): score + p for k, p in enumerate(row) if k != BLANK}
-        ends = heapq.nlargest(how.beam, ends, key=lambda one: one.score)
         alive = dict(how.best(longer))
+        if length < longest:
+            scores = [*finals.values(), *map(how.ranked, alive.items())]
+            least = min(heapq.nlargest(how.beam, scores))
+            finals = {text: score for text, score in finals.items() if score >= least}
+        ends += [Hypothesis(text, score / _divisor(length, how.length)) for text, score in finals.items()]
+        ends = heapq.nlargest(how.beam, ends, key=lambda one: one.score)
         if length == longest or not alive:
             break
         most = max(map(how.ranked, alive.items())) / _divisor(longest, how.length)

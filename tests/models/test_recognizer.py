@@ -123,9 +123,30 @@ def test_it_learns_what_is_said_and_writes_it_down(criterion):
         assert [recognizer.written(one[0]) for one in found] == recognizer.said(whole)
     best = found[1][0]
     nats = recognizer.log_likelihood(whole, weights="raw").nats
-    if criterion == "joint":
-        nats = 0.7 * nats + 0.3 * recognizer.log_likelihood(whole, weights="raw", by="ctc").nats
     assert best.score == pytest.approx(float(nats[1]), abs=1e-2)
+
+
+def rescoring_error(recognizer: Recognizer) -> float:
+    """How far the scores of a joint model's search are from w log p(CTC) + (1 - w) log p(decoder), w = 0.3."""
+    whole, core, errors = texts.batch(FEW), recognizer.core.eval(), []
+    h, frames = recognizer.encode(whole, core)
+    for k, (found, proposed) in enumerate(zip(recognizer.transcribe(whole, Search(beam=6), weights="raw"),
+                                              core.ctc.search(h, frames, Search(beam=6)), strict=True)):  # fmt: skip
+        assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
+        first = dict(proposed)
+        assert set(first) == {one.tokens for one in found}
+        for text, score in found:
+            one = h[k : k + 1], frames[k : k + 1], *padded_tokens([text])[0:1], torch.tensor([len(text)])
+            ctc, decoder = (float(part.log_prob(*one).detach()) for part in (core.ctc, core.decoder))
+            errors.append(abs(score - (first[text] - ctc) - 0.3 * ctc - 0.7 * decoder))
+    return max(errors)
+
+
+def test_a_joint_search_weighs_both():
+    recognizer = model("joint", decoder={"hidden": 8, "dropout": 0.0})
+    assert rescoring_error(recognizer) < 1e-4
+    recognizer.ctc_weight = 0.7  # what a swap of the weights would do
+    assert rescoring_error(recognizer) > 1e-2
 
 
 def test_a_transducer_learns():

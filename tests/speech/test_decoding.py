@@ -116,6 +116,18 @@ def attention_lists(how: Search) -> list:
     return beam_search(step, torch.zeros(1, 1, dtype=torch.int64), how, longest=4)
 
 
+def test_a_beam_of_one_is_greedy():
+    """Smoothed labels leave 0.02 for the end at each of thirty characters, more than the whole text has."""
+    right = [1 + k % 4 for k in range(30)] + [0]
+    smooth = torch.full((31, 5), 0.02).index_fill(1, torch.tensor(4), 0.1)
+    log_probs = smooth.scatter(1, torch.tensor(right)[:, None], 0.84).log()
+    for longest, expected in ((40, right[:-1]), (7, right[:7])):
+        found = beam_search(lambda tokens, state: (log_probs[state], state + 1), torch.zeros(1, dtype=torch.int64),
+                            Search(), longest=longest)  # fmt: skip
+        assert list(found[0].tokens) == expected
+    assert float(log_probs[0, 0]) > float(log_probs[range(31), right].sum())  # the empty text is more probable
+
+
 @pytest.mark.parametrize("length", [0.0, 0.6])
 def test_rescoring_in_a_wide_beam_is_fusion(length):
     """A search that drops nothing finds every text; the order of the two does not matter then."""
