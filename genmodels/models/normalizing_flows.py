@@ -378,7 +378,7 @@ class TarFlow(FlowModel):
 
     def log_likelihood(
         self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, importance_samples: int = 1,
-        rows: int = 1024,
+        rows: int | None = None,
     ) -> Likelihood:
         """See `FlowModel.log_likelihood`; none with `augment`, which gives a density of noisy data only.
 
