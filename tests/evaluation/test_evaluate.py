@@ -348,6 +348,14 @@ def test_other_data_that_are_missing_are_said_before_the_likelihoods(digits, tmp
     assert err.count("\n") == 1 and "nowhere.npz does not exist" in err
 
 
+def test_other_data_against_a_single_item(digits, tmp_path):
+    out, _ = evaluate(f"ckpt={digits}", "ood=noise", "limit=1", "stages=[likelihood]", f"out={tmp_path}/r.json",
+                      cwd=tmp_path)
+    found = report(tmp_path / "r.json")["ood"][0]
+    assert found["auroc"] is not None and list(found["scores"]) == ["less_complexity"]
+    assert found["said"].endswith("no typicality, which needs two test items") and "nan" not in out
+
+
 def test_everything_of_one_model(digits, tmp_path):
     out, _ = evaluate(f"ckpt={digits}", "ood=[noise,shuffled]", "sweeps=[temperature]", "importance_samples=4",
                       f"out={tmp_path}/r.json", cwd=tmp_path)
