@@ -272,9 +272,7 @@ class DiffusionModel(GenerativeModel):
             found.stderr, made, index, parts=parts, profile=profile,
         )
 
-    def ode_likelihood(
-        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, **options
-    ) -> Likelihood:
+    def ode_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, **options) -> Likelihood:
         """The log-likelihood by the probability-flow ODE, from the noise level of the bound's reconstruction.
 
         Arguments:
@@ -391,24 +389,26 @@ class DiffusionModel(GenerativeModel):
     def latents(self, batch: Batch, weights: str | float = "ema", steps: int = _LATENT_STEPS) -> Latents:
         """The noise from which the probability-flow ODE leads to these data; data without labels under no class."""
         x0, times = self.encode(batch.x), self._latent_times(steps)
-        return Latents((invert(self.weights(weights), x0, times, cond=self._cond(batch)),))
+        return Latents((invert(self.weights(weights), x0, times, cond=self._cond(batch), mask=batch.mask),))
 
     @torch.no_grad()
     def from_latents(
-        self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS
+        self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        """The data of latents, in the data's own units; the inverse of `latents`."""
-        return self.decode(self.follow(latents[0], cond, weights, steps))
+        """The data of latents, in the data's own units; the inverse of `latents`, where `mask` was that of the data."""
+        return self.decode(self.follow(latents[0], cond, weights, steps, mask))
 
     @torch.no_grad()
     def follow(
-        self, noise: Tensor, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS
+        self, noise: Tensor, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """The end of the probability-flow ODE from noise (B, *event), in the network's units, by steps of Heun."""
         generator = KeyedGenerator(0, torch.arange(len(noise), device=noise.device))
         return run_sampler(
             self.weights(weights), noise.shape, self._latent_times(steps), HeunSampler(), generator, cond=cond,
-            dtype=noise.dtype, device=noise.device, start=noise,
+            mask=mask, dtype=noise.dtype, device=noise.device, start=noise,
         ).x
 
     def _latent_times(self, steps: int) -> Tensor:
