@@ -161,7 +161,15 @@ def check_options(models: Sequence[Opened]) -> None:
     request = models[0].request
     known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
     known |= {name for name in ("sampler", "steps") if any(opened.model.takes(name) for opened in models)}
+    if any(not opened.model.generates for opened in models):
+        known |= {"beam", "nbest", "lm"}
+    if any(opened.model.generates and opened.spec.text is not None for opened in models):
+        known |= {"recognizer"} | ({"beam"} if request.recognizer is not None else set())
     given = [
+        ("recognizer", "recognizer", "text-to-speech models", request.recognizer is not None),
+        ("nbest", "nbest", "recognisers", request.nbest > 1),
+        ("lm", "lm", "recognisers", request.lm is not None),
+        ("beam", "beam", "recognisers, and with recognizer= for text-to-speech models", request.beam > 1),
         ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
         ("bound", "bound", "diffusion bounds", request.bound != "auto"),
         (", ".join(request.partition), "normaliser", "energies", bool(request.partition)),
