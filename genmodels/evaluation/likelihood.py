@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, progress_bar
+from genmodels.core.errors import InputError, RunError, an, progress_bar
 from genmodels.core.likelihood import Likelihood, SingleValues, packed, unpacked
 from genmodels.data.base import DataModule
 from genmodels.data.toy import density
@@ -199,7 +199,7 @@ def check_options(models: Sequence[Opened]) -> None:
 
 
 def _nobody(name: str, families: str, models: Sequence[Opened]) -> InputError:
-    held = ", ".join(f"{opened.path} holds a {opened.model.family}" for opened in models)
+    held = ", ".join(f"{opened.path} holds {an(opened.model.family)}" for opened in models)
     return InputError(f"{name} is for {families}: {held}")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, an
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.tensors import outside_inference
 from genmodels.diffusion import (
@@ -168,8 +168,8 @@ class EnergyDDPM(DiffusionModel):
         super().__init__(spec, net=net, **shared)
         network = self.network()
         if not isinstance(network, UNet | MLPDenoiser):
-            raise InputError(f"model=energy_ddpm takes a U-Net or an MLP: the attention of a {type(network).__name__} "
-                             "can be differentiated once only")
+            raise InputError(f"model=energy_ddpm takes a U-Net or an MLP: the attention of "
+                             f"{an(type(network).__name__)} can be differentiated once only")
         if network.checkpointing:
             raise InputError("model.net.checkpointing is not for model=energy_ddpm, whose scores are gradients "
                              "already: smaller batches (data.batch_size) take less memory")

@@ -165,6 +165,11 @@ def test_the_partition_function_of_a_class():
         found.partition(10)
 
 
+def test_data_that_it_does_not_take_are_refused_in_good_english():
+    with pytest.raises(InputError, match="and an energy_ddpm is not conditioned on texts"):
+        EnergyDDPM(DataSpec("speech", (80, 64), text={"symbols": ["a"]}))
+
+
 LEVELS = torch.zeros(2, *DIGITS.event_shape, dtype=torch.uint8)
 
 
