@@ -162,8 +162,14 @@ def _one_at_a_time(root: Path, before: set[Path]):
     lock = root / ".download-lock"
     with contextlib.ExitStack() as held:
         while fcntl is not None:
-            root.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # whoever had the lock removed it, perhaps with the folder
+            # Whoever had the lock may remove it at any moment, and the folder with it: then from the beginning.
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+            except FileExistsError:
+                if os.path.lexists(root) and not root.is_dir():
+                    raise
+                continue
+            with contextlib.suppress(FileNotFoundError):
                 file = held.enter_context(open_lock(lock))
                 fcntl.flock(file, fcntl.LOCK_EX)
                 if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
