@@ -22,7 +22,7 @@ from torch import Tensor
 from genmodels.core import samples as core
 from genmodels.core.checkpoint import origin
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, Interrupted, refusals, require_known
+from genmodels.core.errors import InputError, Interrupted, an, refusals, require_known
 from genmodels.core.files import check_writable, located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.samples import USUAL_NUMBER, SamplingOptions, require_partners
@@ -227,7 +227,7 @@ class Model:
         known = inspect.signature(self.network.log_likelihood).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             own = [name for name in known if name not in ("batch", "weights", "seed")]
-            require_known(f"the likelihood of a {self.family}", options, own)
+            require_known(f"the likelihood of {an(self.family)}", options, own)
         from genmodels.evaluation.checkpoint import Request
 
         batch, rows = self._batch(x, cond), batch_size or Request.batch_size

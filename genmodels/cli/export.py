@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, an
 from genmodels.core.files import check_writable, located, write_whole
 from genmodels.diffusion import Denoiser
 from genmodels.diffusion.denoiser import FlowMap, TokenDenoiser
@@ -130,8 +130,8 @@ def graphs_of(model: GenerativeModel, weights: str | float = "ema") -> list[Grap
         return [Graph("", "x0 and eps of x = sqrt(sigmoid(log_snr)) x0 + sqrt(sigmoid(-log_snr)) eps"
                       + ("" if spec.levels is None else f", x0 = 2 level / {spec.levels - 1} - 1"),
                       Function(_ends, core), {"x": x, **log_snr, **classes}, ("x0", "eps"))]
-    raise InputError(f"a {model.family} has no function to export but its weights: its samples follow gradients of the "
-                     "network or a loop over earlier draws; out=model.safetensors holds all of it")
+    raise InputError(f"{an(model.family)} has no function to export but its weights: its samples follow gradients of "
+                     "the network or a loop over earlier draws; out=model.safetensors holds all of it")
 
 
 def _ends(core: Denoiser, x: Tensor, log_snr: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -171,8 +171,8 @@ def _both_ways(model: GenerativeModel, flow: Flow, points: Tensor, classes: dict
 
 def _spoken(model: GenerativeModel, core: nn.Module) -> list[Graph]:
     if not isinstance(model, GlowTTS):
-        raise InputError(f"a {model.family} makes a mel in a loop whose length its text decides, which no graph holds: "
-                         "out=model.safetensors holds all of it, and glow_tts can be exported")
+        raise InputError(f"{an(model.family)} makes a mel in a loop whose length its text decides, which no graph "
+                         "holds: out=model.safetensors holds all of it, and glow_tts can be exported")
     if core.embedding is not None:
         raise InputError("a glow_tts of several speakers is not exported: only models of one voice are")
     tokens = torch.arange(1, 7)[None] % len(model.spec.text["symbols"])

@@ -9,7 +9,7 @@ from typing import Literal
 
 from genmodels.core.checkpoint import origin, verify
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, an
 from genmodels.core.files import cache_folder, check_writable, located, place_of
 from genmodels.core.processes import Ranks
 from genmodels.core.random import seed_of
@@ -104,7 +104,7 @@ def run(
     group = Ranks()
     model, header = load_model(ckpt_path, device=device, trust=trust or [])
     if not model.generates:
-        raise InputError(f"{ckpt_path} holds a {header['family']}, which has no samples: genmodels transcribe "
+        raise InputError(f"{ckpt_path} holds {an(header['family'])}, which has no samples: genmodels transcribe "
                          f"ckpt={ckpt} files")
     made = origin(ckpt_path, header)
     manner = {"durations": durations, "pause": pause, "vocoder": vocoder}
@@ -128,7 +128,7 @@ def run(
     only |= {key: options.get(key) for key in ("text", "speed", "seconds", "on_unknown")}
     unused = [key for key, value in only.items() if value is not None]
     if unused:
-        raise InputError(f"{unused[0]} is for text-to-speech models: {ckpt_path} holds a {header['family']}")
+        raise InputError(f"{unused[0]} is for text-to-speech models: {ckpt_path} holds {an(header['family'])}")
     n, seed, start = asked.n, asked.seed, asked.start
     given = {field.name: options.get(field.name) for field in fields(SamplingOptions)}
     temperature = given.pop("temperature")
@@ -225,7 +225,7 @@ def between(model, ends: list, frames: int, ema, data):
     from genmodels.evaluation.materials import interpolate  # an option of `run` has the same name
 
     if not hasattr(model, "latents"):
-        raise InputError(f"interpolate is for flows and diffusion models: this is a {model.family}")
+        raise InputError(f"interpolate is for flows and diffusion models: this is {an(model.family)}")
     if not (model.spec.is_image and model.spec.levels):
         raise InputError(f"interpolate shows images; these data have events of shape {model.spec.event_shape}")
     if len(ends) != 2:

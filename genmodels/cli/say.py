@@ -343,8 +343,8 @@ def stream_texts(
             found.append(one)
             sound = "" if vocoder is None else f", first audio after {whole.first_packet:.3f} s"
             latency, size = kept[0][0] - began, kept[0][1].shape[1]
-            lines.append(f"first chunk of the mel ({size} frames) after {latency:.3f} s{sound}, the last after "
-                         f"{whole.seconds:.3f} s")
+            lines.append(f"first chunk of the mel ({size} frame{'s' * (size != 1)}) after {latency:.3f} s{sound}, "
+                         f"the last after {whole.seconds:.3f} s")
     return found, lines
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from genmodels.core.checkpoint import verify
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, refusals
+from genmodels.core.errors import InputError, an, refusals
 from genmodels.core.files import located
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
@@ -133,7 +133,7 @@ def heard(model: GenerativeModel, files: list[str], how: Hearing, weights: str |
 def recordings(model: GenerativeModel, files: list[str]) -> list[tuple[str, Batch]]:
     """Recordings as mels; all are read before the first is recognised, so that errors come first."""
     if not hasattr(model, "transcribe"):
-        raise InputError(f"the checkpoint holds a {model.family}: transcribe is for model=recognizer")
+        raise InputError(f"the checkpoint holds {an(model.family)}: transcribe is for model=recognizer")
     return [(name, recorded(name, model.spec.mel).to(model.device)) for name in files]
 
 

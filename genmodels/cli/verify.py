@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, RunError, refusals
+from genmodels.core.errors import InputError, RunError, an, refusals
 from genmodels.core.files import located, place_of, write_text
 from genmodels.core.random import seed_of
 from genmodels.verification import attention as mechanisms
@@ -218,7 +218,7 @@ def _own(
     if not any(hasattr(made, name) for name in _KINDS):
         return _own_bijection(maker, what, shape, options, cond, how)
     if not isinstance(made, nn.Module):
-        raise InputError(f"{what} makes a {type(made).__name__}, not a torch module")
+        raise InputError(f"{what} makes {an(type(made).__name__)}, not a torch module")
     if hasattr(made, "log_snr"):
         _without("a noise schedule", shape, cond)
         return Findings([check_schedule(made)])
@@ -248,7 +248,7 @@ def _own_bijection(
     def make() -> nn.Module:
         made = _made(maker, what, **options)
         if not isinstance(made, nn.Module) or not callable(getattr(made, "inverse", None)):
-            raise InputError(f"{what} makes a {type(made).__name__}, not a module with forward and inverse")
+            raise InputError(f"{what} makes {an(type(made).__name__)}, not a module with forward and inverse")
         return made
 
     torch.manual_seed(how.seed)
@@ -317,7 +317,7 @@ def own_attention(
     def make(**more: Any) -> nn.Module:
         made = _made(maker, what, dim, heads, **{**sizes, **more})
         if not isinstance(made, nn.Module):
-            raise InputError(f"{what} makes a {type(made).__name__}, not a module (x, mask) -> y")
+            raise InputError(f"{what} makes {an(type(made).__name__)}, not a module (x, mask) -> y")
         return made
 
     longest = inspect.signature(maker).parameters.get("max_len")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import InputError, printable
+from genmodels.core.errors import InputError, an, printable
 
 Rows = TypeVar("Rows", bound="_Rows")
 
@@ -205,10 +205,10 @@ class DataSpec:
     def require(self, family: str, *, text: bool, source: bool) -> None:
         """Raise an InputError for data with texts, or with another data set as source, if a family takes none."""
         if self.text is not None and not text:
-            raise InputError(f"{self.name} has mels of unlike length with texts, and a {family} is not conditioned on "
-                             "texts: use model=glow_tts, or clips in a folder for each class (data=spoken_digits)")
+            raise InputError(f"{self.name} has mels of unlike length with texts, and {an(family)} is not conditioned "
+                             "on texts: use model=glow_tts, or clips in a folder for each class (data=spoken_digits)")
         if self.source is not None and not source:
-            raise InputError(f"{self.name} begins at another data set, and a {family} at noise: use "
+            raise InputError(f"{self.name} begins at another data set, and {an(family)} at noise: use "
                              "model=flow_matching, or the target alone")
 
     def check(self, batch: Batch) -> None:

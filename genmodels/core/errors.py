@@ -138,6 +138,16 @@ def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
     return found[0] if found else None
 
 
+def an(name: str) -> str:
+    """The name with its article, by its first letter.
+
+    Example:
+        >>> an("energy"), an("ddpm")
+        ('an energy', 'a ddpm')
+    """
+    return f"{'an' if name[:1].lower() in tuple('aeiou') else 'a'} {name}"
+
+
 def require_known(owner: str, given: Iterable[str], known: Iterable[str], kind: str = "option") -> None:
     """Raise InputError for the first name that is not one of those known, with the nearest of these.
 

@@ -57,6 +57,21 @@ def write_text(path: str | Path, text: str) -> None:
     write_whole(path, lambda file: file.write(text), mode="w")
 
 
+def append_text(path: str | Path, text: str) -> None:
+    """Add text to the end of a file, and wait until it is on the disk.
+
+    Raises:
+        RunError: if that fails; a part of the text may have been added.
+    """
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _explain(error, Path(path)) from error
+
+
 def checksum(file, length: int | None = None) -> str:
     """SHA-256 of the rest of a file, or of its next `length` bytes.
 

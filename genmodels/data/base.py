@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import DataSpec, require_continuous
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, an
 from genmodels.core.processes import rank_world
 from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, SequentialBatches, training_loader
 
@@ -125,7 +125,7 @@ class DataModule(OfLightning):
         spec, splits = self.load()
         for name in SPLITS:
             if not hasattr(splits[name], "__getitems__"):
-                raise InputError(f"data {spec.name}: the {name} split is a {type(splits[name]).__name__}, which "
+                raise InputError(f"data {spec.name}: the {name} split is {an(type(splits[name]).__name__)}, which "
                                  "gives no batches: return TensorData(x) of genmodels.data.loading, or the like")
             if len(splits[name]) == 0:
                 items = sum(len(split) for split in splits.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import socket
 import sys
 from pathlib import Path
@@ -72,14 +73,13 @@ class _Vision(DataModule):
         timeout = socket.getdefaulttimeout()
         socket.setdefaulttimeout(_TIMEOUT)
         try:
-            with _one_at_a_time(root), _quiet():
+            with _one_at_a_time(root, before), _quiet():
                 self._open(train=True, download=True)
         except Exception as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise InputError(f"{self.name} could not be downloaded ({reason}): {self._advice()}") from None
         finally:
             socket.setdefaulttimeout(timeout)
-            _remove_empty(root, before)
 
     def load(self):
         """Both files in memory; validation is a stratified part of the training file."""
@@ -150,21 +150,39 @@ class CIFAR10(_Vision):
 
 
 @contextlib.contextmanager
-def _one_at_a_time(root: Path):
-    """Only one of several processes downloads: the others wait and then find the files."""
+def _one_at_a_time(root: Path, before: set[Path]):
+    """Only one of several processes downloads: the others wait and then find the files.
+
+    Folders that are empty afterwards are removed, but for those `before`.
+    """
     try:
         import fcntl
     except ImportError:  # not on Windows
-        yield
-        return
-    root.mkdir(parents=True, exist_ok=True)
+        fcntl = None
     lock = root / ".download-lock"
-    with open_lock(lock) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as held:
+        while fcntl is not None:
+            # Whoever had the lock may remove it at any moment, and the folder with it: then from the beginning.
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+            except FileExistsError:
+                if os.path.lexists(root) and not root.is_dir():
+                    raise
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                file = held.enter_context(open_lock(lock))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+                    break
         try:
             yield
-        finally:
+        finally:  # while the lock is held, so that nothing is removed under a process that begins
+            for folder in root.glob("*"):
+                _remove_empty(folder, before)
             lock.unlink(missing_ok=True)
+            if root not in before:
+                with contextlib.suppress(OSError):  # it has files, or another process begins in it
+                    root.rmdir()
 
 
 @contextlib.contextmanager

@@ -13,10 +13,11 @@ from torch import Tensor
 from genmodels.core.errors import InputError, one_of
 from genmodels.core.random import Generator, KeyedGenerator, at_step, normal
 from genmodels.core.samples import SamplingOptions
+from genmodels.core.tensors import hide
 from genmodels.diffusion.guidance import GuidedDenoiser, ThresholdedDenoiser
 from genmodels.diffusion.path import Path, alpha_sigma, q_sample, renoise
 from genmodels.diffusion.samplers import SAMPLERS, HeunSampler
-from genmodels.diffusion.sampling import SPACINGS, Sampler, SampleResult, log_snrs, sample
+from genmodels.diffusion.sampling import SPACINGS, Counted, Sampler, SampleResult, log_snrs, sample
 
 
 def times_from(times: Tensor, first: float) -> Tensor:
@@ -50,7 +51,8 @@ def noised_start(schedule: Path, x0: Tensor, t: float, generator: Generator) -> 
 
 @torch.no_grad()
 def invert(
-    denoiser, x0: Tensor, times: Tensor, *, sampler: Sampler | None = None, cond: Tensor | None = None
+    denoiser, x0: Tensor, times: Tensor, *, sampler: Sampler | None = None, cond: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """The latents of data, from which a deterministic sampler leads back to them.
 
@@ -62,6 +64,7 @@ def invert(
         times: the decreasing times of the sampler, with the clean end.
         sampler: a sampler without memory or noise; Heun by default.
         cond: the condition under which x0 is encoded and decoded.
+        mask: (B, 1, T) of sequences, True = valid; the latents are zero elsewhere.
 
     Example:
         >>> from genmodels.diffusion import CosineSchedule, GaussianDenoiser, HeunSampler, sample, uniform_log_snr
@@ -75,10 +78,10 @@ def invert(
     rising = times.detach().to("cpu", torch.float64).flip(0)
     rising = rising[rising > 0]
     alpha, _ = alpha_sigma(denoiser.schedule.log_snr(rising[:1]))
-    x = x0 * alpha.to(x0)
+    x, masked = hide(x0, mask) * alpha.to(x0), Counted(denoiser, mask)
     for t, s in zip(rising[:-1], rising[1:], strict=True):
-        x, _ = sampler(denoiser, x, t, s, None, None, cond)
-    return x
+        x, _ = sampler(masked, x, t, s, None, None, cond)
+    return hide(x, mask)
 
 
 class Inpainting:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.errors import InputError, require_finite_rows
+from genmodels.core.tensors import event_mean, event_size, event_sum, spread
 from genmodels.diffusion.parameterisation import X0, Prediction
 
 
@@ -117,9 +118,17 @@ class GuidedDenoiser(AlteredDenoiser):
         if self.rescale == 0:
             return guided
         x0, target = guided.x0, prediction.x0.chunk(2)[0]
-        ratio = target.flatten(1).std(1) / x0.flatten(1).std(1)
+        ratio = _deviation(target, mask) / _deviation(x0, mask)
         factor = (1 + self.rescale * (ratio - 1)).reshape(w.shape)
         return X0().to_prediction(x0 * factor, x, log_snr, nu)
+
+
+def _deviation(x: Tensor, mask: Tensor | None) -> Tensor:
+    """(B,) the standard deviation over the valid scalars of each example."""
+    if mask is None:
+        return x.flatten(1).std(1)
+    mean = event_mean(x, mask).reshape(-1, *[1] * (x.dim() - 1))
+    return (event_sum((x - mean).square(), mask) / (event_size(x, mask) - 1).to(x.dtype)).sqrt()
 
 
 Threshold = Callable[[Tensor], Tensor]
@@ -135,8 +144,10 @@ def static(x0: Tensor) -> Tensor:
     return x0.clamp(-1, 1)
 
 
-def dynamic(x0: Tensor, percentile: float = 0.995) -> Tensor:
+def dynamic(x0: Tensor, percentile: float = 0.995, mask: Tensor | None = None) -> Tensor:
     """Clip to [-s, s] and divide by s, where s is a percentile of |x_0| in each example, at least 1.
+
+    With `mask (B, 1, T)` of sequences it is a percentile of the valid frames.
 
     Source: Saharia et al., "Photorealistic text-to-image diffusion models", 2022, section 2.3.
 
@@ -145,7 +156,11 @@ def dynamic(x0: Tensor, percentile: float = 0.995) -> Tensor:
         tensor([[-1.0000,  0.5000],
                 [ 0.5000, -0.5000]])
     """
-    s = torch.quantile(x0.flatten(1).abs(), percentile, dim=1).clamp(min=1).reshape(-1, *[1] * (x0.dim() - 1))
+    if mask is None:
+        s = torch.quantile(x0.flatten(1).abs(), percentile, dim=1)
+    else:
+        s = torch.nanquantile(x0.masked_fill(~spread(mask, x0), math.nan).flatten(1).abs(), percentile, dim=1)
+    s = s.clamp(min=1).reshape(-1, *[1] * (x0.dim() - 1))
     return x0.clamp(-s, s) / s
 
 
@@ -181,5 +196,6 @@ class ThresholdedDenoiser(AlteredDenoiser):
 
     def forward(self, x: Tensor, t: Tensor, cond: Tensor | None, mask: Tensor | None, **estimate: Tensor) -> Prediction:
         prediction = self.denoiser(x, t, cond, mask, **estimate)
-        x0 = self.threshold(require_finite_rows(prediction.x0))
+        x0 = require_finite_rows(prediction.x0)
+        x0 = dynamic(x0, mask=mask) if self.threshold is dynamic else self.threshold(x0)
         return X0().to_prediction(x0, x, self.schedule.log_snr(t), prediction.nu)

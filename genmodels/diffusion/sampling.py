@@ -78,7 +78,7 @@ class SampleResult:
     evaluations: int
 
 
-class _Counted:
+class Counted:
     """A denoiser that counts its calls and passes the mask of the sequences to each."""
 
     def __init__(self, denoiser, mask: Tensor | None):
@@ -138,7 +138,7 @@ def sample(
     if times.dim() != 1 or len(times) < 2 or bool((times.diff() >= 0).any()) or times[0] > 1 or times[-1] < 0:
         raise InputError("the times of a sampler must decrease within [0, 1], at least two of them")
     check_temperature(temperature)
-    counted = _Counted(denoiser, mask)
+    counted = Counted(denoiser, mask)
     if start is None:
         x = temperature * normal(shape, at_step(generator, 0), dtype=dtype, device=device)
     else:

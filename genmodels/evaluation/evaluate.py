@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import Interrupted, progress_bar
+from genmodels.core.errors import Interrupted, an, progress_bar
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
@@ -260,7 +260,7 @@ class Evaluation:
         for key in self.frame.request.sweeps:
             found = spoken_at(self.frame, key)
             if found is None:
-                self.report.warnings.append(f"no sweep over {key}: a {self.opened.model.family} has no such option")
+                self.report.warnings.append(f"no sweep over {key}: {an(self.opened.model.family)} has no such option")
             self.report.spoken_at = [*(self.report.spoken_at or []), *(found or [])]
 
     def cost(self) -> None:

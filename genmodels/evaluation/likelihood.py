@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, progress_bar
+from genmodels.core.errors import InputError, RunError, an, progress_bar
 from genmodels.core.likelihood import Likelihood, SingleValues, packed, unpacked
 from genmodels.data.base import DataModule
 from genmodels.data.toy import density
@@ -161,7 +161,15 @@ def check_options(models: Sequence[Opened]) -> None:
     request = models[0].request
     known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
     known |= {name for name in ("sampler", "steps") if any(opened.model.takes(name) for opened in models)}
+    if any(not opened.model.generates for opened in models):
+        known |= {"beam", "nbest", "lm"}
+    if any(opened.model.generates and opened.spec.text is not None for opened in models):
+        known |= {"recognizer"} | ({"beam"} if request.recognizer is not None else set())
     given = [
+        ("recognizer", "recognizer", "text-to-speech models", request.recognizer is not None),
+        ("nbest", "nbest", "recognisers", request.nbest > 1),
+        ("lm", "lm", "recognisers", request.lm is not None),
+        ("beam", "beam", "recognisers, and with recognizer= for text-to-speech models", request.beam > 1),
         ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
         ("bound", "bound", "diffusion bounds", request.bound != "auto"),
         (", ".join(request.partition), "normaliser", "energies", bool(request.partition)),
@@ -191,7 +199,7 @@ def check_options(models: Sequence[Opened]) -> None:
 
 
 def _nobody(name: str, families: str, models: Sequence[Opened]) -> InputError:
-    held = ", ".join(f"{opened.path} holds a {opened.model.family}" for opened in models)
+    held = ", ".join(f"{opened.path} holds {an(opened.model.family)}" for opened in models)
     return InputError(f"{name} is for {families}: {held}")
 
 

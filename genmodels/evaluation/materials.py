@@ -12,7 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, an
 from genmodels.core.files import kind_of
 from genmodels.data.base import DataModule
 from genmodels.data.text import spelt
@@ -39,7 +39,7 @@ def material(model, header: dict, named: dict, ckpt_path: Path, trust: list[str]
     if asked is None:
         return {}, []
     if "known" not in model.own_options():
-        raise InputError(f"{asked} is for diffusion models: {ckpt_path} holds a {header['family']}")
+        raise InputError(f"{asked} is for diffusion models: {ckpt_path} holds {an(header['family'])}")
     spec, data = model.spec, data_of(header, ckpt_path, trust)
 
     def item(key: str) -> Batch:

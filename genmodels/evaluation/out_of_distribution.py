@@ -62,7 +62,7 @@ def typicality(nats: Tensor, reference: Tensor | None = None) -> Tensor:
 
     Arguments:
         nats: log-likelihoods (N,).
-        reference: those that are averaged; None for all other items of `nats`.
+        reference: those that are averaged; None for all other items of `nats`, of which there must be some.
 
     Source: Nalisnick et al. 2019, "Detecting out-of-distribution inputs to deep generative models using typicality".
 
@@ -70,6 +70,8 @@ def typicality(nats: Tensor, reference: Tensor | None = None) -> Tensor:
         >>> typicality(torch.tensor([-4.0, -1.0]), torch.tensor([-3.0, -5.0]))
         tensor([-0., -3.], dtype=torch.float64)
     """
+    if reference is None and len(nats) == 1:
+        raise InputError("the typicality of a single item needs others that it is compared with")
     nats = nats.double()
     mean = (nats.sum() - nats) / (len(nats) - 1) if reference is None else reference.double().mean()
     return -(nats - mean).abs()
@@ -255,12 +257,15 @@ class OtherDataStage:
         area, error = auroc(inside, outside)
         mean_in, mean_out = (one.mean_bits_per_dim() if unit.startswith("bits") else -one.mean_nats()
                              for one in (own, found))
-        scores = {"typicality": auroc(typicality(inside), typicality(outside, inside))}
+        scores = {}
+        if len(inside) > 1:
+            scores["typicality"] = auroc(typicality(inside), typicality(outside, inside))
         if spec.levels and spec.mel is None:
             own_items = self._items(self.frame.opened.datamodule, len(inside))
             scores["less_complexity"] = auroc(
                 less_complexity(inside, own_items), less_complexity(outside, self._items(other, len(outside))))
         others = [f"{SCORES[key]} {value:.3f} +- {se:.3f}" for key, (value, se) in scores.items()]
+        others += [] if len(inside) > 1 else ["no typicality, which needs two test items"]
         said = "; ".join([sentence(name, area, error, found.kind), *others])
         return OtherData(**entry, auroc=area, se=error, mean_in=mean_in, mean_out=mean_out, scores=scores, said=said)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, an
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.core.samples import Samples
 from genmodels.data.utterances import joined
@@ -428,7 +428,7 @@ class FidelityStage:
         model = self.frame.opened.model
         refused = key == "temperature" and "inverse_temperature" in model.own_options()
         if refused or not model.takes(key):
-            self.frame.report.warnings.append(f"no sweep over {key}: a {model.family} has no such option")
+            self.frame.report.warnings.append(f"no sweep over {key}: {an(model.family)} has no such option")
             return
         values = _TEMPERATURES
         if key == "steps":

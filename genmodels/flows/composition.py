@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from genmodels.core.errors import an
 from genmodels.flows.bijection import Bijection, Freeze, Inverse, Shape, Step, as_shape, joined
 from genmodels.flows.replay import Autocast, DriftGauge, LayerInput, Noise, Walk, hooks_at_rest
 
@@ -42,7 +43,7 @@ class Compose(Bijection):
         for number, layer in enumerate(layers):
             # Not by class: a compiled bijection is no Bijection, but acts like one.
             if isinstance(layer, type) or not hasattr(layer, "out_shape"):
-                kind = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
+                kind = f"the class {layer.__name__}" if isinstance(layer, type) else an(type(layer).__name__)
                 raise TypeError(f"Compose takes bijections (see Bijection), but layer {number} is {kind}")
         self.layers = nn.ModuleList(layers)
         self.event_shape = as_shape(event_shape)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.errors import an
 from genmodels.core.tensors import hide
 from genmodels.flows.bijection import Bijection, Shape, per_example
 from genmodels.flows.elementwise import ElementTransform
@@ -248,7 +249,7 @@ def check_network(
     name = type(layer).__name__
     missing = [offer for offer in _OFFERS if not hasattr(net, offer)]
     if missing:
-        kind = f"the class {net.__name__}" if isinstance(net, type) else f"a {type(net).__name__}"
+        kind = f"the class {net.__name__}" if isinstance(net, type) else an(type(net).__name__)
         raise TypeError(f"{name} needs a network that offers {', '.join(_OFFERS)} (see genmodels.nn.condition.Net); "
                         f"{kind} has no {', '.join(missing)}")
     if channels not in (None, changed):

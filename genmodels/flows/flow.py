@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Latents
+from genmodels.core.errors import an
 from genmodels.core.random import Generator
 from genmodels.core.tensors import module_table
 from genmodels.flows.bases import ClassNormal, Distribution
@@ -187,7 +188,7 @@ class Flow(nn.Module):
         try:
             self.event_shape = tuple(bijection.in_shape(base.event_shape))
         except ValueError as error:
-            here = f"a {type(base).__name__} over events of shape {base.event_shape}"
+            here = f"{an(type(base).__name__)} over events of shape {base.event_shape}"
             raise ValueError(f"{here} is no base for this bijection: {error}") from error
         own = getattr(bijection, "event_shape", self.event_shape)
         if not fits(own, self.event_shape):

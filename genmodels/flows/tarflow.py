@@ -189,7 +189,7 @@ class MetaBlock(Bijection):
                 params = self._params(out, own, here, len(found) > 0)
                 last, (x, log_derivative) = x, self.transform.inverse(own, params)
                 x = hide(x.mT, None if here is None else here[..., -own.shape[1] :]).mT
-                if self.decoding.tolerance and float((x - last).detach().abs().max()) <= self.decoding.tolerance:
+                if self.decoding.tolerance and bool(((x - last).detach().abs() <= self.decoding.tolerance).all()):
                     break
             for room in slots:
                 room.filled = stop - 1

@@ -214,29 +214,35 @@ class GenerativeModel(OfLightning, nn.Module):
         if which == "raw" or (which == "ema" and self.ema is None):
             return self.core
         if self.ema is None:
-            raise ValueError("this model keeps no averaged weights: use ema=raw")
-        return self.ema.average(None if which == "ema" else float(which))
+            raise InputError("this model keeps no averaged weights: use ema=raw")
+        try:
+            return self.ema.average(None if which == "ema" else float(which))
+        except (TypeError, ValueError) as error:
+            known = isinstance(error, InputError)
+            raise error if known else InputError(f"weights={which!r} is not ema, raw or a decay") from None
 
     def labels(self, cond, index: Tensor) -> Tensor | None:
         """Class labels for samples: given ones cycled over the indices, or every class in turn.
 
         Raises:
-            ValueError: when a class is out of range, or the model takes no classes.
+            InputError: when a class is out of range, or the model takes no classes.
         """
         classes = self.num_classes
         if classes is None:
             if cond is not None:
-                raise ValueError("this model is unconditional: leave cond out")
+                raise InputError("this model is unconditional: leave cond out")
             return None
-        wanted = list(range(classes)) if cond is None else ([cond] if isinstance(cond, int | str) else list(cond))
+        cond = cond.tolist() if hasattr(cond, "tolist") else cond
+        one = isinstance(cond, str) or not isinstance(cond, Iterable)
+        wanted = list(range(classes)) if cond is None else [cond] if one else list(cond)
         if not wanted:
-            raise ValueError("cond=[] names no class: leave cond out for every class in turn")
+            raise InputError("cond=[] names no class: leave cond out for every class in turn")
         names = [str(name) for name in self.spec.class_names]
         wanted = [names.index(c) if isinstance(c, str) and c in names else c for c in wanted]
         for c in wanted:
-            if not isinstance(c, int) or not 0 <= c < classes:
+            if not isinstance(c, int) or isinstance(c, bool) or not 0 <= c < classes:
                 listed = f" or one of {', '.join(names)}" if names else ""
-                raise ValueError(f"cond: class {c!r} does not exist, classes are 0..{classes - 1}{listed}")
+                raise InputError(f"cond: class {c!r} does not exist, classes are 0..{classes - 1}{listed}")
         return torch.tensor(wanted, device=self.device)[index.to(self.device) % len(wanted)]
 
     @property

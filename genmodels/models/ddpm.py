@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, an
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.tensors import outside_inference
 from genmodels.diffusion import (
@@ -31,6 +32,7 @@ from genmodels.nn import MLPDenoiser, UNet
 
 LEVEL = 4.0  # log-SNR of energies by default: noise of an eighth of the largest value
 _ROUNDING = 1e-6  # of the ends of a schedule
+_WHOLE = (torch.int64, torch.int32)  # types of labels
 
 
 class DDPM(DiffusionModel):
@@ -166,8 +168,8 @@ class EnergyDDPM(DiffusionModel):
         super().__init__(spec, net=net, **shared)
         network = self.network()
         if not isinstance(network, UNet | MLPDenoiser):
-            raise InputError(f"model=energy_ddpm takes a U-Net or an MLP: the attention of a {type(network).__name__} "
-                             "can be differentiated once only")
+            raise InputError(f"model=energy_ddpm takes a U-Net or an MLP: the attention of "
+                             f"{an(type(network).__name__)} can be differentiated once only")
         if network.checkpointing:
             raise InputError("model.net.checkpointing is not for model=energy_ddpm, whose scores are gradients "
                              "already: smaller batches (data.batch_size) take less memory")
@@ -216,10 +218,28 @@ class EnergyDDPM(DiffusionModel):
             weights: `ema`, `raw`, or one of the decays kept.
 
         Raises:
-            InputError: for a level that is not on the schedule.
+            InputError: for a level that is not on the schedule, labels that do not exist or are missing, weights that
+                are not kept.
         """
+        self._require_class(batch.cond)
+        if self.conditional and batch.cond is not None:
+            batch = replace(batch, cond=self._labels_of(batch))
         alpha, _ = alpha_sigma(torch.tensor(log_snr, dtype=torch.float64))
         return self.level(log_snr, weights).energy(float(alpha) * self._entered(batch), self._cond(batch))
+
+    def _require_class(self, cond) -> None:
+        if cond is None and self.conditional and not self.has_null_class:
+            raise InputError("this model was trained with cond_drop=0 and so has no energy without a class: give cond")
+
+    def _labels_of(self, batch: Batch) -> Tensor:
+        """The classes of items; the number of classes stands for none, where the model has learned that."""
+        labels, most = batch.cond, self.num_classes - (not self.has_null_class)
+        if isinstance(labels, list | tuple) and len(labels) == len(batch):
+            labels = self.labels(labels, torch.arange(len(batch)))
+        wrong = not isinstance(labels, Tensor) or labels.shape != (len(batch),) or labels.dtype not in _WHOLE
+        if wrong or bool(((labels < 0) | (labels > most)).any()):
+            raise InputError(f"cond must be {len(batch)} classes from 0 to {self.num_classes - 1}, got {batch.cond}")
+        return labels
 
     @outside_inference()
     def partition(
@@ -231,7 +251,7 @@ class EnergyDDPM(DiffusionModel):
         exp(-E)/Z is a density of noisy data: it is no likelihood of the data, which `log_likelihood` bounds.
 
         Arguments:
-            cond: the class, None for no class.
+            cond: the class, None for no class, which a model trained with cond_drop=0 does not know.
             log_snr: the noise level.
             weights: `ema`, `raw`, or one of the decays kept.
             seed: seed of the chains.
@@ -239,13 +259,16 @@ class EnergyDDPM(DiffusionModel):
             steps: number of noise levels from N(0, I) to this one, and calls of the network in each direction.
 
         Raises:
-            InputError: for a class that does not exist, a level that is not on the schedule or noisier than a log-SNR
-                of -8, or fewer than two chains or steps.
+            InputError: for a class that does not exist, several of them, weights that are not kept, a level that is not
+                on the schedule or noisier than a log-SNR of -8, or fewer than two chains or steps.
         """
         if chains < 2:
             raise InputError(f"chains = {chains} must be at least 2")
+        self._require_class(cond)
         keyed = KeyedGenerator(seed, torch.arange(chains, device=self.device), "log Z")
         labels = None if cond is None else self.labels(cond, keyed.index)
+        if labels is not None and bool((labels != labels[0]).any()):
+            raise InputError(f"cond = {cond} names several classes: log Z is that of one, ask for each in turn")
         return DiffusionImportanceSampling(steps=steps)(
             self.level(log_snr, weights), self.spec.event_shape, keyed, chains=chains, cond=labels,
             dtype=self.location.dtype)

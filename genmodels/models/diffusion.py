@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec, Latents
-from genmodels.core.errors import InputError, one_of, require_finite_rows
+from genmodels.core.errors import InputError, an, one_of, require_finite_rows
 from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
@@ -272,9 +272,7 @@ class DiffusionModel(GenerativeModel):
             found.stderr, made, index, parts=parts, profile=profile,
         )
 
-    def ode_likelihood(
-        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, **options
-    ) -> Likelihood:
+    def ode_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, **options) -> Likelihood:
         """The log-likelihood by the probability-flow ODE, from the noise level of the bound's reconstruction.
 
         Arguments:
@@ -391,24 +389,26 @@ class DiffusionModel(GenerativeModel):
     def latents(self, batch: Batch, weights: str | float = "ema", steps: int = _LATENT_STEPS) -> Latents:
         """The noise from which the probability-flow ODE leads to these data; data without labels under no class."""
         x0, times = self.encode(batch.x), self._latent_times(steps)
-        return Latents((invert(self.weights(weights), x0, times, cond=self._cond(batch)),))
+        return Latents((invert(self.weights(weights), x0, times, cond=self._cond(batch), mask=batch.mask),))
 
     @torch.no_grad()
     def from_latents(
-        self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS
+        self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS,
+        mask: Tensor | None = None,
     ) -> Tensor:
-        """The data of latents, in the data's own units; the inverse of `latents`."""
-        return self.decode(self.follow(latents[0], cond, weights, steps))
+        """The data of latents, in the data's own units; the inverse of `latents`, where `mask` was that of the data."""
+        return self.decode(self.follow(latents[0], cond, weights, steps, mask))
 
     @torch.no_grad()
     def follow(
-        self, noise: Tensor, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS
+        self, noise: Tensor, cond: Tensor | None = None, weights: str | float = "ema", steps: int = _LATENT_STEPS,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """The end of the probability-flow ODE from noise (B, *event), in the network's units, by steps of Heun."""
         generator = KeyedGenerator(0, torch.arange(len(noise), device=noise.device))
         return run_sampler(
             self.weights(weights), noise.shape, self._latent_times(steps), HeunSampler(), generator, cond=cond,
-            dtype=noise.dtype, device=noise.device, start=noise,
+            mask=mask, dtype=noise.dtype, device=noise.device, start=noise,
         ).x
 
     def _latent_times(self, steps: int) -> Tensor:
@@ -433,7 +433,7 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
         begins = [(model.spec.source or {"name": "noise"})["name"] for model in (teacher, student)]
         raise InputError(f"{option}={path} begins at {begins[0]}, and this model at {begins[1]}")
     if not isinstance(teacher, DiffusionModel) or teacher.spec.event_shape != student.spec.event_shape:
-        raise InputError(f"{option}={path} holds a {teacher.family} of {tuple(teacher.spec.event_shape)}, not "
+        raise InputError(f"{option}={path} holds {an(teacher.family)} of {tuple(teacher.spec.event_shape)}, not "
                          f"a diffusion or flow matching of {tuple(student.spec.event_shape)}")
     if (teacher.spec.levels is None) != (student.spec.levels is None):
         kinds = ["continuous" if model.spec.levels is None else "integer" for model in (teacher, student)]
@@ -441,8 +441,8 @@ def load_teacher(student: DiffusionModel, option: str, path: str) -> DiffusionMo
     if student.conditional and teacher.num_classes != student.num_classes:
         raise InputError(f"{option}={path} has other classes: model.class_conditional=false leaves them out")
     if not teacher.has_velocity and teacher.family not in student.learns_from:
-        raise InputError(f"{option}={path} holds a {teacher.family}, which has no velocity to follow: take a diffusion "
-                         "or flow-matching model")
+        raise InputError(f"{option}={path} holds {an(teacher.family)}, which has no velocity to follow: take a "
+                         "diffusion or flow-matching model")
     asks_for_none = option == "distill" and not (student.conditional and student.cond_drop == 0)
     if teacher.conditional and not teacher.has_null_class and asks_for_none:
         raise InputError(f"{option}={path} was trained with cond_drop=0 and so has no output without a class: "

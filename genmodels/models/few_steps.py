@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, an
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
@@ -180,7 +180,7 @@ class StepModel(DiffusionModel):
     @property
     def ode_likelihood(self):
         """None: there is no velocity to follow."""
-        raise AttributeError(f"a {self.family} has no velocity, and no likelihood by the ODE")
+        raise AttributeError(f"{an(self.family)} has no velocity, and no likelihood by the ODE")
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
         """None: a map from noise to data in few steps has no density that could be computed.
@@ -189,7 +189,7 @@ class StepModel(DiffusionModel):
             batch: items in the data's own units.
             weights, seed: without effect.
         """
-        return self.no_likelihood(batch, f"a {self.family} has no velocity, hence no density of its samples", weights)
+        return self.no_likelihood(batch, f"{an(self.family)} has no velocity, hence no density of its samples", weights)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The first items of the validation split, and as many samples by the usual steps."""

@@ -270,10 +270,12 @@ class FlowModel(GenerativeModel):
         return core.flow.latents(core.middle(batch.x), self._cond(batch), batch.mask)
 
     @torch.no_grad()
-    def from_latents(self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema") -> Tensor:
-        """The data that latents stand for, in the data's own units; the inverse of `latents`."""
+    def from_latents(
+        self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema", mask: Tensor | None = None
+    ) -> Tensor:
+        """The data of latents, in the data's own units; the inverse of `latents`, where `mask` was that of the data."""
         core = self.weights(weights)
-        return self._units(core.quantise(core.flow.from_latents(latents, cond)))
+        return self._units(core.quantise(core.flow.from_latents(latents, cond, mask)))
 
     # ---- the invertibility monitor ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, at_least, one_of
+from genmodels.core.errors import InputError, an, at_least, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.core.samples import Samples, SamplingOptions
@@ -175,7 +175,7 @@ class TextStream(NamedTuple):
 def check_streams(model: GenerativeModel) -> None:
     """Raise an InputError for a model that cannot make its mels in pieces."""
     if not isinstance(model, GlowTTS):
-        raise InputError(f"stream: a {model.family} makes its mels whole, not in pieces: use model=glow_tts")
+        raise InputError(f"stream: {an(model.family)} makes its mels whole, not in pieces: use model=glow_tts")
 
 
 @torch.no_grad()

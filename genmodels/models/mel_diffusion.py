@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, an, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import rank_world
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
@@ -212,7 +212,7 @@ class MelDiffusion(AlignedModel):
         """
         encoder = self.make_encoder()
         if encoder.learn_sigma:
-            raise InputError(f"encoder.learn_sigma is for model=glow_tts: a {self.family} has noise of "
+            raise InputError(f"encoder.learn_sigma is for model=glow_tts: {an(self.family)} has noise of "
                              "standard deviation one")
         # The aligner of Glow-TTS with the identity as its flow: it scores the whitened mels.
         identity = Compose([], (self.spec.event_shape[0], None))

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.errors import InputError
 from genmodels.core.processes import own
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adamax": torch.optim.Adamax}
@@ -128,12 +129,12 @@ class EMA(nn.Module):
         """The averaged module of one decay; the first by default.
 
         Raises:
-            ValueError: when no average of that decay is kept.
+            InputError: when no average of that decay is kept.
         """
         if decay is None:
             return self.averages[0]
         if decay not in self.decays:
-            raise ValueError(f"no average with decay {decay} is kept; there is {', '.join(map(str, self.decays))}")
+            raise InputError(f"no average with decay {decay} is kept; there is {', '.join(map(str, self.decays))}")
         return self.averages[self.decays.index(decay)]
 
 

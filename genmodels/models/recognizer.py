@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, check_number, one_of, refusals
+from genmodels.core.errors import InputError, an, check_number, one_of, refusals
 from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather
@@ -408,7 +408,7 @@ class TrainedRecogniser:
         path = located(ckpt)
         self.model, header = load_model(path, device=device)
         if not hasattr(self.model, "transcribe"):
-            raise InputError(f"recognizer={ckpt} holds a {header['family']}: train one by model=recognizer")
+            raise InputError(f"recognizer={ckpt} holds {an(header['family'])}: train one by model=recognizer")
         self.config = MelConfig(**self.model.spec.mel)
         self.how = Search(beam=beam)
         self.name = f"recognizer {checkpoint_hash(path)[:8]}" + f", beam {beam}" * (beam > 1)
@@ -430,7 +430,7 @@ def language_of(model: Recognizer, file: str, order: int = 6) -> NGram | ByteLan
     if str(file).startswith("hf://") or path.suffix in (".ckpt", ".safetensors"):
         read, header = load_model(path, device=str(model.device))
         if not hasattr(read, "reader"):
-            raise InputError(f"lm={file} holds a {header['family']}: train one by model=language_model data=text")
+            raise InputError(f"lm={file} holds {an(header['family'])}: train one by model=language_model data=text")
         table = [ord("\n"), *(ord(symbol) if len(symbol) == 1 else -1 for symbol in model.symbols.table[2:])]
         with refusals():
             return ByteLanguage(read.reader(), table, longest=read.spec.dims)

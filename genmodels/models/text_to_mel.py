@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, an
 from genmodels.diffusion import (
     PARAMETERISATIONS,
     Denoiser,
@@ -200,7 +200,7 @@ class MelEnergy(MelDiffusion):
         unet = self.make_unet()
         if not isinstance(unet.unet, UNet):
             raise InputError("model=mel_energy takes a U-Net: its scores are gradients of an energy, and the attention "
-                             f"of a {type(unet.unet).__name__} can be differentiated once only")
+                             f"of {an(type(unet.unet).__name__)} can be differentiated once only")
         if unet.unet.checkpointing:
             raise InputError("model.net.checkpointing is not for model=mel_energy, whose scores are gradients already: "
                              "smaller batches (data.batch_size) take less memory")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
+from genmodels.core.errors import an
 from genmodels.core.random import Generator
 from genmodels.flows.bijection import Bijection, Inverse
 from genmodels.flows.composition import Compose
@@ -83,7 +84,7 @@ def _own_reach(layer: Bijection) -> tuple[int, int]:
             return own + chunk[0] * (chunk[1] + 1) - 1, chunk[0]
         raise ValueError("a decoder with such an attention looks at all frames and cannot be streamed: use attention = "
                          "xl_chunks or local_dense")
-    raise ValueError(f"a decoder with a {type(layer).__name__} cannot be streamed: how far it looks is not known")
+    raise ValueError(f"a decoder with {an(type(layer).__name__)} cannot be streamed: how far it looks is not known")
 
 
 class WaveNetStream:

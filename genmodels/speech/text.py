@@ -41,13 +41,16 @@ _MONEY = {"$": ("dollar", "cent"), "\u00a3": ("pound", "penny"), "\u20ac": ("eur
 _WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
 _AMOUNT = re.compile(rf"([$\u00a3\u20ac])\s?({_WHOLE})(\.\d+)?(\s+(?:hundred|thousand|million|billion|trillion)\b)?")
 _ORDINAL = re.compile(rf"\b({_WHOLE})(st|nd|rd|th)\b")
+#: Decades; the apostrophe of `'90s` stands for the century.
+_DECADE = re.compile(r"(?<![\w.,])(?:(1[1-9]\d0|20\d0)|'?([2-9]0))s\b")
 _NUMBER = re.compile(rf"(?:{_WHOLE})(?:\.\d+)?")
 
 
 def normalise(text: str, language: str = "en") -> str:
     """Text in lower case with words for numbers, signs and abbreviations, without accents, with single spaces.
 
-    Numbers are read by num2words in the language; in English 1100 to 2099, written without comma, as years.
+    Numbers are read by num2words in the language; in English 1100 to 2099, written without comma, as years, and
+    `1990s` and `'90s` as decades.
 
     Raises:
         ValueError: for text without a letter, or with numbers if num2words is not installed or does not support the
@@ -100,7 +103,13 @@ def _read_numbers(text: str, language: str) -> str:
         # Spaces separate the words from letters on either side.
         return f" {words(match[0], 'year' if year else 'cardinal')} "
 
+    def decade(match: re.Match) -> str:
+        spelt = words(match[1], "year") if match[1] else words(match[2])
+        return f"{spelt[:-1]}ies" if spelt.endswith("y") else f"{spelt}s"
+
     text = _AMOUNT.sub(amount, text)
+    if language.startswith("en"):
+        text = _DECADE.sub(decade, text)
     text = _ORDINAL.sub(lambda match: words(match[1], "ordinal"), text)
     return _NUMBER.sub(number, text)
 

@@ -23,7 +23,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from genmodels.core.errors import InputError, RunError
-from genmodels.core.files import write_text, write_whole
+from genmodels.core.files import append_text, write_text, write_whole
 from genmodels.core.likelihood import value_of
 from genmodels.speech.audio import write_wav
 
@@ -200,10 +200,10 @@ class CSVLogger(Logger):
         self.path = Path(path)
         self._rows: list[dict[str, Any]] = []
         if resume_step and self.path.exists():
-            with open(self.path, newline="") as file:
-                self._rows = [r for r in csv.DictReader(file) if int(r["step"]) <= resume_step]
+            lines = [line for line in self.path.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+            self._rows = [r for r in csv.DictReader(lines) if int(r["step"]) <= resume_step]
         self._columns = list(dict.fromkeys(["step", *(key for row in self._rows for key in row)]))
-        self._written: list[str] | None = None
+        self._written: tuple | None = None  # columns, number of rows, the last of them, and bytes of the file
         self._fresh = 0
 
     def log_hyperparams(self, params, *args, **kwargs) -> None:
@@ -225,18 +225,26 @@ class CSVLogger(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the whole table, unless it is empty."""
+        """Append the new rows, or write the whole table where columns or the last row of the file have changed."""
         if not self._rows:
             return
+        done = 0 if self._written is None else self._written[1]
+        if done and self._written != (self._columns, done, self._rows[done - 1], self._bytes()):
+            done = 0
         text = io.StringIO()
         writer = csv.DictWriter(text, self._columns)
-        writer.writeheader()
-        writer.writerows(self._rows)
-        self._fresh = 0
+        if not done:
+            writer.writeheader()
+        writer.writerows(self._rows[done:])
+        self._fresh, self._written = 0, None
         try:
-            write_text(self.path, text.getvalue())
+            (append_text if done else write_text)(self.path, text.getvalue())
+            self._written = [*self._columns], len(self._rows), dict(self._rows[-1]), self._bytes()
         except RunError as error:  # the rows are kept in memory, training goes on
             logging.getLogger("genmodels").warning("%s", error)
+
+    def _bytes(self) -> int | None:
+        return self.path.stat().st_size if self.path.is_file() else None
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

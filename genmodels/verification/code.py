@@ -8,6 +8,7 @@ import io
 import torch
 from torch import Tensor
 
+from genmodels.core.errors import an
 from genmodels.flows.bijection import Bijection
 from genmodels.verification.check import CheckSet, Measured, NotApplicable
 from genmodels.verification.maps import relative, weighted, worst
@@ -46,7 +47,7 @@ def shapes_and_dtypes(s: Subject) -> Measured:
 
 def _unlike(name: str, found, shape: tuple, dtype: torch.dtype, like: Tensor) -> list[str]:
     if not torch.is_tensor(found):
-        return [f"{name} is a {type(found).__name__}, not a tensor"]
+        return [f"{name} is {an(type(found).__name__)}, not a tensor"]
     parts = (("shape", tuple(found.shape), shape), ("dtype", found.dtype, dtype), ("device", found.device, like.device))
     return [f"{name} has {what} {given}, not {due}" for what, given, due in parts if given != due]
 

@@ -56,6 +56,8 @@ def test_streaming_gives_the_same_and_tells_when_it_began(ckpt, tmp_path, capsys
     for name, options in (("whole", {}), ("pieces", {"stream": True, "chunk": 4})):
         run(ckpt=ckpt, text="Abc. De.", seed=2, out=str(tmp_path / f"{name}.npz"), **options)
         assert ("first chunk of the mel (4 frames) after" in capsys.readouterr().out) == bool(options)
+    run(ckpt=ckpt, text="Abc.", seed=2, out=str(tmp_path / "frames.npz"), stream=True, chunk=1)
+    assert "first chunk of the mel (1 frame) after" in capsys.readouterr().out
     whole, pieces = (np.load(tmp_path / f"{name}.npz") for name in ("whole", "pieces"))
     np.testing.assert_allclose(pieces["mel"], whole["mel"], atol=1e-4)
     assert (pieces["durations"] == whole["durations"]).all()

@@ -404,7 +404,7 @@ def test_every_mechanism(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("words, said", [
-    (["object=myattention.number", "trust=[myattention]"], "makes a int, not a module"),
+    (["object=myattention.number", "trust=[myattention]"], "makes an int, not a module"),
     (["object=myattention.absent", "trust=[myattention]"], "object=myattention.absent cannot be found"),
     (["object=myattention.table"], r"object=myattention.table is not of genmodels; .* trust=\[myattention\]"),
     (["object=myattention.table", "trust=[myattention]", "capabilities=[relatve]"], "did you mean 'relative'"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import socket
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -74,6 +76,26 @@ def unreachable(monkeypatch):
     for cls in (datasets.MNIST, datasets.FashionMNIST):
         monkeypatch.setattr(cls, "mirrors", ["http://127.0.0.1:9/"])
     monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:9/cifar-10-python.tar.gz")
+
+
+def test_only_one_of_several_downloads_at_a_time(tmp_path):
+    root, inside, most = tmp_path / "data", [], []
+
+    def enter():
+        for _ in range(20):
+            with vision._one_at_a_time(root, set()):
+                (root / "raw").mkdir()
+                inside.append(root)
+                most.append(len(inside))
+                time.sleep(1e-3)
+                inside.pop()
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 80 and not root.exists()
 
 
 @pytest.mark.parametrize(

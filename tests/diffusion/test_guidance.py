@@ -235,6 +235,21 @@ def test_dynamic_keeps_what_the_percentile_says():
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
 
 
+def test_statistics_are_those_of_the_valid_frames():
+    """A padded sequence is changed as the sequence alone, whatever the network says of the padding."""
+    def net(x, log_snr, cond, mask=None):
+        return x + (3 + cond[:, None, None].to(x)) * x.square()
+
+    x, t, cond = torch.randn(2, 3, 7, generator=seeded()).double(), torch.full((2,), 0.5).double(), torch.tensor([0, 1])
+    mask = torch.arange(7) < torch.tensor([7, 4])[:, None, None]
+    x[1, :, 4:] = 50.0
+    plain = Denoiser(net, CosineSchedule(), X0())
+    for changed in (ThresholdedDenoiser(plain, "dynamic"), GuidedDenoiser(plain, 3.0, 2, rescale=0.7)):
+        found, alone = changed(x, t, cond, mask).x0, changed(x[1:, :, :4], t[1:], cond[1:]).x0
+        torch.testing.assert_close(found[1:, :, :4], alone)
+        torch.testing.assert_close(found[:1], changed(x[:1], t[:1], cond[:1]).x0)
+
+
 def consistent(prediction, x, alpha, sigma):
     torch.testing.assert_close(alpha * prediction.x0 + sigma * prediction.eps, x)
     torch.testing.assert_close(prediction.score, -prediction.eps / sigma)

@@ -348,6 +348,14 @@ def test_other_data_that_are_missing_are_said_before_the_likelihoods(digits, tmp
     assert err.count("\n") == 1 and "nowhere.npz does not exist" in err
 
 
+def test_other_data_against_a_single_item(digits, tmp_path):
+    out, _ = evaluate(f"ckpt={digits}", "ood=noise", "limit=1", "stages=[likelihood]", f"out={tmp_path}/r.json",
+                      cwd=tmp_path)
+    found = report(tmp_path / "r.json")["ood"][0]
+    assert found["auroc"] is not None and list(found["scores"]) == ["less_complexity"]
+    assert found["said"].endswith("no typicality, which needs two test items") and "nan" not in out
+
+
 def test_everything_of_one_model(digits, tmp_path):
     out, _ = evaluate(f"ckpt={digits}", "ood=[noise,shuffled]", "sweeps=[temperature]", "importance_samples=4",
                       f"out={tmp_path}/r.json", cwd=tmp_path)
@@ -391,6 +399,10 @@ BAD = [
     ("ckpt=FLOW importance_samples=0", 2, "importance_samples must be at least 1"),
     ("ckpt=FLOW chains=8", 2, "is for energies"),
     ("ckpt=FLOW draws=3", 2, "is for diffusion bounds"),
+    ("ckpt=FLOW beam=8", 2, "beam is for recognisers"),
+    ("ckpt=FLOW beam=8 nbest=2", 2, "nbest is for recognisers"),
+    ("ckpt=FLOW beam=8 lm=book.txt rescore=true", 2, "lm is for recognisers"),
+    ("ckpt=FLOW recognizer=run beam=8", 2, "recognizer is for text-to-speech models"),
     ("ckpt=FLOW ode=true", 2, "is for diffusion models"),
     ("ckpt=FLOW ood=fasion_mnist", 2, "did you mean 'fashion_mnist'"),
     ("ckpt=FLOW ood=digits", 2, "ood=digits: these data do not fit the checkpoint"),

@@ -35,6 +35,8 @@ def test_typicality_is_the_distance_to_the_mean_of_the_others():
     nats = torch.tensor([-1.0, -4.0, -7.0])
     assert typicality(nats).tolist() == [-4.5, 0.0, -4.5]  # of -5.5, -4, -2.5
     assert typicality(nats, torch.tensor([-6.0, -8.0])).tolist() == [-6.0, -3.0, 0.0]
+    with pytest.raises(InputError, match="a single item needs others"):
+        typicality(nats[:1])
 
 
 def test_a_flat_picture_is_not_in_distribution_because_it_is_likely():

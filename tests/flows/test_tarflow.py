@@ -214,6 +214,12 @@ def test_each_sweep_makes_one_more_token_exact(monkeypatch):
         assert (error[:k] < 1e-12).all() and (k > 5 or error[k:].max() > 1e-9)
 
 
+def test_a_tolerance_for_no_items():
+    block, z = block_of(), latents()[:0]
+    found, logdet, _ = inverted(block, z, tokens=None, tolerance=1e-4)
+    assert found.shape == z.shape and logdet.shape == (0,)
+
+
 def test_a_tolerance_stops_early_and_the_error_is_of_its_size():
     block, z = block_of((1, 8, 8), size=0.05), latents((1, 8, 8))
     expected, logdet, all_sweeps = inverted(block, z)

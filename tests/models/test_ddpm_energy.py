@@ -165,6 +165,51 @@ def test_the_partition_function_of_a_class():
         found.partition(10)
 
 
+def test_data_that_it_does_not_take_are_refused_in_good_english():
+    with pytest.raises(InputError, match="and an energy_ddpm is not conditioned on texts"):
+        EnergyDDPM(DataSpec("speech", (80, 64), text={"symbols": ["a"]}))
+
+
+LEVELS = torch.zeros(2, *DIGITS.event_shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("cond, said", [
+    (torch.tensor([1, 99]), "must be 2 classes from 0 to 9"), (torch.tensor([1, -1]), "from 0 to 9"),
+    (torch.tensor([1.0, 2.0]), "from 0 to 9"), (torch.tensor([1, 2, 3]), "2 classes"), ([3], "2 classes"),
+    ([1, 99], "class 99 does not exist"),
+])  # fmt: skip
+def test_labels_of_energies_that_do_not_exist_are_refused(cond, said):
+    with pytest.raises(InputError, match=said):
+        model().energies(Batch(LEVELS, cond))
+
+
+def test_a_list_of_classes_is_taken_as_a_tensor_is():
+    found = model()
+    assert torch.equal(found.energies(Batch(LEVELS, [3, 4])), found.energies(Batch(LEVELS, torch.tensor([3, 4]))))
+    assert found.partition([3], chains=4, steps=3) == found.partition(torch.tensor(3), chains=4, steps=3)
+    for cond, said in (([3, 4], "names several classes"), (2.5, "class 2.5 does not exist"), (True, "class True")):
+        with pytest.raises(InputError, match=said):
+            found.partition(cond, chains=4, steps=3)
+
+
+def test_energies_without_a_class_need_a_model_that_learned_them():
+    found = model(cond_drop=0.0)
+    for call in (lambda: found.energies(Batch(LEVELS)), lambda: found.partition(chains=4, steps=3)):
+        with pytest.raises(InputError, match="trained with cond_drop=0"):
+            call()
+    assert math.isfinite(found.partition(3, chains=4, steps=3).log_z)
+
+
+@pytest.mark.parametrize("weights, said", [
+    ("emma", "'emma' is not ema, raw or a decay"), (0.5, "no average with decay"), (None, "weights=None"),
+])  # fmt: skip
+def test_weights_that_are_not_kept_are_refused(weights, said):
+    for call in (lambda: model().energies(Batch(LEVELS), weights=weights),
+                 lambda: model().partition(3, weights=weights, chains=4, steps=3)):
+        with pytest.raises(InputError, match=said):
+            call()
+
+
 @pytest.mark.parametrize("log_snr", [-15.1, 15.1, 100.0, math.nan, math.inf])
 def test_a_level_that_is_not_on_the_schedule_is_refused(log_snr):
     found = model(PLANE, log_snr_ends=[15.0, -15.0])

@@ -9,7 +9,7 @@ import torch
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
-from genmodels.diffusion import OdeDensity
+from genmodels.diffusion import OdeDensity, invert
 from genmodels.models.ddpm import DDPM
 
 SIZE, CHANNELS = 12, 2
@@ -87,6 +87,17 @@ def test_both_likelihoods_are_over_the_valid_frames_alone(trained):
     assert torch.isfinite(bound.nats).all() and torch.isfinite(ode.nats).all()
     other = Batch(data.x.nan_to_num(99.0), mask=data.mask, index=data.index)
     assert torch.allclose(model.log_likelihood(other, weights="raw", draws=5).nats, bound.nats)
+
+
+def test_latents_are_those_of_the_valid_frames(trained):
+    model, data = trained[0], waves(3, 1)
+    z = model.latents(data, weights="raw", steps=49)
+    assert bool((z[0].masked_select(~data.mask) == 0).all())
+    back = model.from_latents(z, weights="raw", steps=49, mask=data.mask)
+    assert float((back - data.x).masked_select(data.mask).abs().max()) < 0.3
+    size = int(data.mask[0].sum())
+    alone = invert(model.core, model.encode(data.x)[:1, :, :size], model._latent_times(49))
+    assert torch.allclose(z[0][:1, :, :size], alone, atol=1e-4)
 
 
 def padding_matters(core) -> bool:

@@ -18,6 +18,7 @@ from pytorch_lightning.loggers import WandbLogger
 from scipy.io import wavfile
 
 from genmodels.cli.main import main
+from genmodels.core.files import write_text
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.vocoder import sounds_of
 from genmodels.training.loggers import _TIME, CSVLogger, LoggerOptions, identity_of, play, rows_of, values_of
@@ -55,6 +56,35 @@ def test_a_resumed_table_is_the_table_of_one_run(tmp_path):
         resumed.log_metrics({"loss": float(step)}, step)
     resumed.save()
     assert parts.read_text() == whole.read_text()
+
+
+def test_a_long_table_is_appended_to(tmp_path, monkeypatch):
+    """It is written whole only for a new column, a row that gains a value, and a file that others changed."""
+    whole, path = [], tmp_path / "metrics.csv"
+    monkeypatch.setattr("genmodels.training.loggers.write_text", lambda *given: (whole.append(1), write_text(*given)))
+    logger = CSVLogger(path)
+
+    def log(steps, **metrics):
+        for step in steps:
+            logger.log_metrics(metrics, step)
+        logger.save()
+        assert rows(path) == [{key: str(row.get(key, "")) for key in logger._columns} for row in logger._rows]
+        return len(whole)
+
+    assert log(range(500), loss=0.5) == log(range(500, 1000), loss=0.25) == 1
+    assert log(range(1000, 1100), val=2.0) == 2
+    assert log([1099], loss=0.1) == 3 == log(range(1100, 1200), loss=0.2)
+    path.unlink()
+    assert log([1200], loss=0.3) == 4
+
+
+def test_a_row_that_was_cut_off_is_left_out_when_resuming(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss\r\n10,0.5\r\n20,0.2\r\n3")
+    logger = CSVLogger(path, resume_step=20)
+    logger.log_metrics({"loss": 0.1}, 30)
+    logger.save()
+    assert [row["step"] for row in rows(path)] == ["10", "20", "30"]
 
 
 def test_a_value_is_logged_in_the_unit_of_its_error():

@@ -296,7 +296,10 @@ class Attention(nn.Module):
             masked: whether there is a mask.
         """
         kind, reason = paths.choose(self.backend, self.derivatives, self.position, torch.device(device).type)
-        blocks = None if kind == "flex" else self._blocks(Lq, Lk, 0, 0)
+        dropping = self.training and self.dropout > 0
+        if dropping and kind != "explicit":
+            kind, reason = "explicit", f"{kind} in evaluation: dropout in training takes the weights themselves"
+        blocks = None if kind == "flex" or dropping else self._blocks(Lq, Lk, 0, 0)
         if blocks is not None:
             reason = f"{reason}; in {len(blocks)} blocks of queries, since the reach is bounded"
             Lq = max(queries.stop - queries.start for queries, _ in blocks)

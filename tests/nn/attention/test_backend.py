@@ -40,6 +40,16 @@ def test_explain_of_a_bounded_reach_counts_blocks():
     assert "in 64 blocks" in long.reason and short.extra_bytes == long.extra_bytes
 
 
+@pytest.mark.parametrize("backend", ["auto", "explicit"])
+def test_explain_of_dropout_in_training(backend):
+    attention = Attention(8, 2, dropout=0.1, window=(2, 0), backend=backend)
+    path = attention.explain(2048, 2048)
+    assert path.kind == "explicit" and "blocks" not in path.reason
+    assert ("dropout in training" in path.reason) == (backend == "auto")
+    again = attention.eval().explain(2048, 2048)
+    assert again.kind == {"auto": "sdpa"}.get(backend, backend) and "in 16 blocks" in again.reason
+
+
 @pytest.mark.parametrize("make, said", [(None, False), (ALiBi, False), (T5Bias, True), (TransformerXL, True)])
 def test_a_bias_that_is_differentiated_is_not_fused_on_the_cpu(make, said):
     """Torch's own rule, which the reason repeats: asked of the operations that run."""
