@@ -72,12 +72,17 @@ RUNS = {
         "tarflow": ["model=tarflow", "data=mnist"],
     },
 }
+RUNS["fashion-half-hour"] = {
+    name: [word.replace("data=mnist", "data=fashion_mnist") for word in words]
+    for name, words in RUNS["mnist-half-hour"].items()
+}
 #: What is said to `genmodels evaluate`.
 EVALUATION = {
     "digits": ["ode=true", "ode_options.divergence=hutchinson", "ode_options.tolerance=1e-3",
                "importance_samples=[1,64]", "chains=64", "densities=300", "samples=200",
                "stages=[likelihood,fidelity,cost]"],
     "8gaussians": ["ode=true", "draws=100", "samples=500", "stages=[likelihood,fidelity,cost]"],
+    "fashion-half-hour": ["importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
     "mnist-half-hour": ["importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
     "mnist": ["ode=false", "importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
     "mnist-minutes": ["limit=256", "ode=true", "ode_options.divergence=hutchinson", "ode_options.tolerance=1e-3",
