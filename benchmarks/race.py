@@ -346,7 +346,7 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
         began = time.process_time()
         index = torch.arange(size) + step * size
         chosen = (KeyedGenerator(given.seed, index, "race").uniform((size,)) * len(train.x)).long()
-        batch = Batch(train.x[chosen], None if train.cond is None else train.cond[chosen], index=chosen)
+        batch = train.rows(chosen)
         if step == 0:
             contestant.begin(batch)
         for group, rate in zip(contestant.optimizer.param_groups, rates, strict=True):
@@ -372,8 +372,7 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
 def evaluated(contestant: Contestant, spec: DataSpec, train: Batch, test: Batch, given: argparse.Namespace) -> dict:
     """Bits/dim of the first test items, and the Frechet distance of as many samples as items, with standard errors."""
     parts = torch.arange(min(given.items, len(test.x))).split(250)
-    values = torch.cat([contestant.bits(Batch(test.x[p], None if test.cond is None else test.cond[p], index=p))
-                        for p in parts]).double()  # fmt: skip
+    values = torch.cat([contestant.bits(test.rows(part)) for part in parts]).double()
     likelihood = {"bits": float(values.mean()), "bits_se": float(values.std()) / math.sqrt(len(values)),
                   "items": len(values)}  # fmt: skip
     if contestant.draw is None:
@@ -460,6 +459,10 @@ def main() -> None:
     if given.turn is not None:
         turn(given, given.races[0], given.turn, given.file)
         return
+    for race in given.races:
+        if (race == "score_matching") == (given.data in DATA):
+            parser.error(f"{race} does not run on --data {given.data}: score_matching takes the file of a table, "
+                         f"others {' or '.join(DATA)}")
     found = {race: run(given, race) for race in given.races}
     print("| race | contestant | parameters | CPU seconds | steps | bits/dim or exact loss | Fréchet distance |")
     print("|---" * 7 + "|")

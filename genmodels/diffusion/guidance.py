@@ -118,12 +118,12 @@ class GuidedDenoiser(AlteredDenoiser):
         if self.rescale == 0:
             return guided
         x0, target = guided.x0, prediction.x0.chunk(2)[0]
-        ratio = _deviation(target, mask) / _deviation(x0, mask)
+        ratio = _standard_deviation(target, mask) / _standard_deviation(x0, mask)
         factor = (1 + self.rescale * (ratio - 1)).reshape(w.shape)
         return X0().to_prediction(x0 * factor, x, log_snr, nu)
 
 
-def _deviation(x: Tensor, mask: Tensor | None) -> Tensor:
+def _standard_deviation(x: Tensor, mask: Tensor | None) -> Tensor:
     """(B,) the standard deviation over the valid scalars of each example."""
     if mask is None:
         return x.flatten(1).std(1)
@@ -131,10 +131,10 @@ def _deviation(x: Tensor, mask: Tensor | None) -> Tensor:
     return (event_sum((x - mean).square(), mask) / (event_size(x, mask) - 1).to(x.dtype)).sqrt()
 
 
-Threshold = Callable[[Tensor], Tensor]
+Threshold = Callable[[Tensor, Tensor | None], Tensor]
 
 
-def static(x0: Tensor) -> Tensor:
+def static(x0: Tensor, mask: Tensor | None = None) -> Tensor:
     """Clip to [-1, 1].
 
     Example:
@@ -144,7 +144,7 @@ def static(x0: Tensor) -> Tensor:
     return x0.clamp(-1, 1)
 
 
-def dynamic(x0: Tensor, percentile: float = 0.995, mask: Tensor | None = None) -> Tensor:
+def dynamic(x0: Tensor, mask: Tensor | None = None, *, percentile: float = 0.995) -> Tensor:
     """Clip to [-s, s] and divide by s, where s is a percentile of |x_0| in each example, at least 1.
 
     With `mask (B, 1, T)` of sequences it is a percentile of the valid frames.
@@ -175,7 +175,7 @@ class ThresholdedDenoiser(AlteredDenoiser):
 
     Arguments:
         denoiser: the denoiser.
-        threshold: a name in THRESHOLDS, or a function of x_0 (B, *event).
+        threshold: a name in THRESHOLDS, or a function of x_0 (B, *event) and its mask, (B, 1, T) or None.
 
     Errors: an unknown name; NotFinite for an estimate that is not finite.
 
@@ -196,6 +196,5 @@ class ThresholdedDenoiser(AlteredDenoiser):
 
     def forward(self, x: Tensor, t: Tensor, cond: Tensor | None, mask: Tensor | None, **estimate: Tensor) -> Prediction:
         prediction = self.denoiser(x, t, cond, mask, **estimate)
-        x0 = require_finite_rows(prediction.x0)
-        x0 = dynamic(x0, mask=mask) if self.threshold is dynamic else self.threshold(x0)
+        x0 = self.threshold(require_finite_rows(prediction.x0), mask)
         return X0().to_prediction(x0, x, self.schedule.log_snr(t), prediction.nu)

@@ -216,10 +216,10 @@ class GenerativeModel(OfLightning, nn.Module):
         if self.ema is None:
             raise InputError("this model keeps no averaged weights: use ema=raw")
         try:
-            return self.ema.average(None if which == "ema" else float(which))
-        except (TypeError, ValueError) as error:
-            known = isinstance(error, InputError)
-            raise error if known else InputError(f"weights={which!r} is not ema, raw or a decay") from None
+            decay = None if which == "ema" else float(which)
+        except (TypeError, ValueError):
+            raise InputError(f"weights={which!r} is not ema, raw or a decay") from None
+        return self.ema.average(decay)
 
     def labels(self, cond, index: Tensor) -> Tensor | None:
         """Class labels for samples: given ones cycled over the indices, or every class in turn.

@@ -136,7 +136,7 @@ def rescoring_error(recognizer: Recognizer) -> float:
         first = dict(proposed)
         assert set(first) == {one.tokens for one in found}
         for text, score in found:
-            one = h[k : k + 1], frames[k : k + 1], *padded_tokens([text])[0:1], torch.tensor([len(text)])
+            one = h[k : k + 1], frames[k : k + 1], padded_tokens([text])[0], torch.tensor([len(text)])
             ctc, decoder = (float(part.log_prob(*one).detach()) for part in (core.ctc, core.decoder))
             errors.append(abs(score - (first[text] - ctc) - 0.3 * ctc - 0.7 * decoder))
     return max(errors)
