@@ -152,7 +152,7 @@ def dynamic(x0: Tensor, mask: Tensor | None = None, *, percentile: float = 0.995
     Source: Saharia et al., "Photorealistic text-to-image diffusion models", 2022, section 2.3.
 
     Example:
-        >>> dynamic(torch.tensor([[-3.0, 1.5], [0.5, -0.5]]), 1.0)
+        >>> dynamic(torch.tensor([[-3.0, 1.5], [0.5, -0.5]]), percentile=1.0)
         tensor([[-1.0000,  0.5000],
                 [ 0.5000, -0.5000]])
     """
