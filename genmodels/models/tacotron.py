@@ -43,7 +43,8 @@ class Tacotron(TextModel):
         prenet, dropout: width of the prenet's layers, and the probability of dropping one of their units.
         postnet: channels of the network that refines a finished mel, 0 for none; the likelihood is that of the frames
             before it.
-        checkpointing: recompute the decoder in the backward pass, 64 frames at a time, instead of storing its
+        frames_per_step: how many frames a step of the decoder predicts, the reduction factor.
+        checkpointing: recompute the decoder in the backward pass, 64 steps at a time, instead of storing its
             activations.
         **shared: what all models of texts take, see `TextModel`.
 
@@ -72,12 +73,14 @@ class Tacotron(TextModel):
         prenet: int = 256,
         dropout: float = 0.5,
         postnet: int = 0,
+        frames_per_step: int = 1,
         checkpointing: bool = False,
         **shared,
     ):
         super().__init__(spec, **shared)
         decoder = construct(Decoder, self.make_encoder(), attention=attention, hidden=hidden, prenet=prenet,
-                            dropout=dropout, postnet=postnet, checkpointing=checkpointing)
+                            dropout=dropout, postnet=postnet, frames_per_step=frames_per_step,
+                            checkpointing=checkpointing)
         self.assemble(SpeakerEmbeddings(len(spec.speakers), self.speaker_channels, tacotron=decoder))
 
     def compiled_parts(self) -> list[nn.Module]:

@@ -62,20 +62,20 @@ class PostNet(nn.Module):
 
 AttentionKind = Literal["additive", "location", "location_previous", "scaled_dot", "hard", "local_monotonic"]
 
-_ATTENTIONS: dict[str, Callable[[int], Stepwise]] = {
-    "additive": lambda dim: ScoredAttention(dim, 1, Additive(dim, 1)),
-    "location": lambda dim: ScoredAttention(dim, 1, Location(dim, 1)),
-    "location_previous": lambda dim: ScoredAttention(dim, 1, Location(dim, 1, cumulative=False)),
-    "scaled_dot": lambda dim: ScoredAttention(dim, 1, ScaledDot(dim, 1)),
-    "hard": lambda dim: HardAttention(dim, 1),
-    "local_monotonic": lambda dim: LocalMonotonic(dim, 1, max_step=1.0),  # one token a frame at most
+_ATTENTIONS: dict[str, Callable[[int, int], Stepwise]] = {
+    "additive": lambda dim, _: ScoredAttention(dim, 1, Additive(dim, 1)),
+    "location": lambda dim, _: ScoredAttention(dim, 1, Location(dim, 1)),
+    "location_previous": lambda dim, _: ScoredAttention(dim, 1, Location(dim, 1, cumulative=False)),
+    "scaled_dot": lambda dim, _: ScoredAttention(dim, 1, ScaledDot(dim, 1)),
+    "hard": lambda dim, _: HardAttention(dim, 1),
+    "local_monotonic": lambda dim, frames: LocalMonotonic(dim, 1, max_step=float(frames)),  # one token a frame at most
 }
 
-_BLOCK = 64  # frames whose dropout is drawn at once
+_BLOCK = 64  # steps whose dropout is drawn at once
 
 
-def make_attention(kind: str, dim: int) -> Stepwise:
-    """The attention of a decoder to a text of `dim` channels, with one head.
+def make_attention(kind: str, dim: int, frames: int = 1) -> Stepwise:
+    """The attention of a decoder to a text of `dim` channels, with one head, for steps of some `frames`.
 
     Raises:
         ValueError: for an unknown kind.
@@ -85,7 +85,7 @@ def make_attention(kind: str, dim: int) -> Stepwise:
         True
     """
     one_of("attention", kind, _ATTENTIONS)
-    return _ATTENTIONS[kind](dim)
+    return _ATTENTIONS[kind](dim, frames)
 
 
 class Memory(NamedTuple):
@@ -106,12 +106,12 @@ class State(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """The decoder's output for one frame, or with a last dimension T for all frames.
+    """The decoder's output for the T frames of one step, or of all.
 
     Attributes:
-        mean: `(B, n_mels)`.
-        stop: logit that the frame is the last, `(B,)`.
-        weights: of the attention, `(B, N)`.
+        mean: `(B, n_mels, T)`.
+        stop: logit that a frame is the last, `(B, T)`.
+        weights: of the attention, `(B, N, T)`.
     """
 
     mean: Tensor
@@ -141,6 +141,9 @@ class Tacotron(nn.Module):
         m_t = V (u_t, c_t),       p(y_t | y_<t, text) = prod_c exp(-|y_tc - m_tc| / b_c) / 2 b_c
         P(t is the last frame) = sigmoid(v . (u_t, c_t))
 
+    With r = `frames_per_step` above 1 a step, which sees the last frame of the step before, predicts r frames, which
+    are independent given the past: r times fewer steps, and an attention that is learned sooner (Wang et al. 2017).
+
     The prenet's dropout stays on in synthesis, as published, because without it the decoder relies on the previous
     frame and ignores the text; its masks are drawn from the generator that is passed in.
 
@@ -152,12 +155,13 @@ class Tacotron(nn.Module):
         prenet: width of the prenet's two layers.
         dropout: of the prenet.
         postnet: channels of a network that refines the complete mel, 0 for none.
-        checkpointing: recompute the decoder in the backward pass, 64 frames at a time, instead of storing activations.
+        frames_per_step: r, the reduction factor.
+        checkpointing: recompute the decoder in the backward pass, 64 steps at a time, instead of storing activations.
 
     Shapes: mels `y (B, n_mels, T)` with `mask (B, 1, T)`; `tokens (B, N)` with `text_mask (B, 1, N)`.
     Errors: ValueError for an unknown attention, a dropout outside [0, 1).
-    Source: Shen et al. 2018 (Tacotron 2), section 2.2; attention: Bahdanau et al. 2015, Chorowski et
-        al. 2015, Tjandra et al. 2017.
+    Source: Shen et al. 2018 (Tacotron 2), section 2.2; r: Wang et al. 2017 (Tacotron), section 3.3; attention:
+        Bahdanau et al. 2015, Chorowski et al. 2015, Tjandra et al. 2017.
 
     Example:
         >>> model = Tacotron(TextEncoder(9, 4, channels=8, depth=1, hidden=8), hidden=16, prenet=8)
@@ -175,23 +179,24 @@ class Tacotron(nn.Module):
         prenet: int = 256,
         dropout: float = 0.5,
         postnet: int = 0,
+        frames_per_step: int = 1,
         checkpointing: bool = False,
     ):
         super().__init__()
         checked(dropout)
-        at_least(1, hidden=hidden, prenet=prenet)
+        at_least(1, hidden=hidden, prenet=prenet, frames_per_step=frames_per_step)
         at_least(0, postnet=postnet)
         self.encoder, self.n_mels, self.hidden, self.dropout = encoder, encoder.n_mels, hidden, dropout
-        self.checkpointing = checkpointing
+        self.frames_per_step, self.checkpointing = frames_per_step, checkpointing
         encoder.head.requires_grad_(False)
         dim = encoder.channels
         self.prenet = nn.ModuleList([nn.Linear(self.n_mels, prenet), nn.Linear(prenet, prenet)])
         self.first = nn.LSTMCell(prenet + dim, hidden)
         self.query = nn.Linear(hidden, dim)
-        self.attention = make_attention(attention, dim)
+        self.attention = make_attention(attention, dim, frames_per_step)
         self.second = nn.LSTMCell(hidden + dim, hidden)
-        self.head = nn.Linear(hidden + dim, self.n_mels)
-        self.stop = nn.Linear(hidden + dim, 1)
+        self.head = nn.Linear(hidden + dim, frames_per_step * self.n_mels)
+        self.stop = nn.Linear(hidden + dim, frames_per_step)
         self.log_scale = nn.Parameter(torch.zeros(self.n_mels))  # log b
         self.postnet = PostNet(self.n_mels, postnet) if postnet else None
 
@@ -207,24 +212,23 @@ class Tacotron(nn.Module):
         return State((zeros, zeros), (zeros, zeros), context, self.attention.start(memory.h))
 
     def step(self, before: Tensor, kept: Tensor, state: State, memory: Memory) -> tuple[Decoded, State]:
-        """One frame, from the previous one `(B, n_mels)` and the prenet's dropout `(B, 2, prenet)` as factors."""
+        """The next frames, from the last one `(B, n_mels)` and the prenet's dropout `(B, 2, prenet)` as factors."""
         found, weights, state = self._advance(self._prenet(before, kept), state, memory)
-        return Decoded(self.head(found), self.stop(found)[:, 0], weights), state
+        return self._decoded(found[:, None], weights[..., None]), state
 
     def forward(self, y: Tensor, memory: Memory, generator: Generator, mask: Tensor | None = None) -> Decoded:
         """Every frame from the true previous ones (teacher forcing); later frames have no influence."""
-        y = hide(y, mask)
-        before = torch.cat([torch.zeros_like(y[:, :, :1]), y[:, :, :-1]], dim=2).mT
-        factors = self.factors(generator, len(y), y)
-        blocks = [next(factors) for _ in range(-(-y.shape[2] // _BLOCK))]
-        entering = self._prenet(before, torch.cat(blocks, dim=1)[:, : y.shape[2]])
+        y, length, r = hide(y, mask), y.shape[2], self.frames_per_step
+        before = torch.cat([torch.zeros_like(y[:, :, :1]), y[:, :, r - 1 : length - 1 : r]], dim=2).mT
+        steps, factors = before.shape[1], self.factors(generator, len(y), y)
+        blocks = [next(factors) for _ in range(-(-steps // _BLOCK))]
+        entering = self._prenet(before, torch.cat(blocks, dim=1)[:, :steps])
         state, found, weights = self.start(memory), [], []
-        for frames in entering.split(_BLOCK, 1):
-            here, looked, state = run(self._advance_all, frames, state, memory, again=self.checkpointing)
+        for some in entering.split(_BLOCK, 1):
+            here, looked, state = run(self._advance_all, some, state, memory, again=self.checkpointing)
             found.append(here)
             weights.append(looked)
-        u = torch.cat(found, 1)  # (B, T, hidden + C)
-        return Decoded(self.head(u).mT, self.stop(u)[..., 0], torch.cat(weights, 2))
+        return Decoded(*(part[..., :length] for part in self._decoded(torch.cat(found, 1), torch.cat(weights, 2))))
 
     def log_prob(self, y: Tensor, forced: Decoded, mask: Tensor | None = None) -> Tensor:
         """log p(y | text, its number of frames) in nats, (B,), for the dropout that was drawn.
@@ -287,29 +291,36 @@ class Tacotron(nn.Module):
         factors = (kept for block in self.factors(generator, len(tokens), frame) for kept in block.unbind(1))
         while bool(speaking.any()):
             decoded, state = self.step(frame, next(factors), state, memory)
-            frame = decoded.mean
+            some = decoded.mean
             if temperature:
-                frame = frame + temperature * self.log_scale.exp() * _laplace(frame, noise)
-            frames.append(frame)
+                some = some + temperature * self.log_scale.exp()[:, None] * _laplace(some, noise)
+            frames.append(some)
             weights.append(decoded.weights)
-            length += speaking
-            stopped |= speaking & (decoded.stop > limit)
-            speaking = speaking & ~stopped & (length < most)
-        mask = (torch.arange(len(frames), device=tokens.device) < length[:, None])[:, None]
-        mel = hide(torch.stack(frames, 2), mask)
+            frame = some[:, :, -1]
+            for last in (decoded.stop > limit).unbind(1):
+                length += speaking
+                stopped |= speaking & last
+                speaking = speaking & ~stopped & (length < most)
+        mask = (torch.arange(int(length.max()), device=tokens.device) < length[:, None])[:, None]
+        mel, looked = (hide(torch.cat(part, 2)[:, :, : mask.shape[2]], mask) for part in (frames, weights))
         refined = mel if self.postnet is None else self.postnet(mel, mask)
-        return Synthesised(refined, mask, hide(torch.stack(weights, 2), mask), stopped)
+        return Synthesised(refined, mask, looked, stopped)
 
     def factors(self, generator: Generator, batch: int, like: Tensor) -> Iterator[Tensor]:
         """An endless stream of the prenet's dropout factors, `(B, 64, 2, prenet)` at a time: 0, or 1/(1 - dropout).
 
-        Drawn in blocks of frames, so that the start of a mel does not depend on its length.
+        Drawn in blocks of steps, so that the start of a mel does not depend on its length.
         """
         width, rate = self.prenet[0].out_features, self.dropout
         source = generator.child("prenet") if isinstance(generator, KeyedGenerator) else generator
         while True:
             drawn = uniform((batch, _BLOCK, 2, width), source, dtype=torch.float32, device=like.device)
             yield (drawn >= rate).to(like.dtype) / (1 - rate)
+
+    def _decoded(self, found: Tensor, weights: Tensor) -> Decoded:
+        """The frames of S steps, from the input (B, S, hidden + C) of the output layers and the weights (B, N, S)."""
+        mean = self.head(found).unflatten(2, (self.frames_per_step, self.n_mels)).flatten(1, 2).mT
+        return Decoded(mean, self.stop(found).flatten(1), weights.repeat_interleave(self.frames_per_step, 2))
 
     def _prenet(self, before: Tensor, kept: Tensor) -> Tensor:
         """(.., n_mels) to (.., prenet)."""
@@ -318,16 +329,16 @@ class Tacotron(nn.Module):
         return before
 
     def _advance_all(self, entering: Tensor, state: State, memory: Memory) -> tuple[Tensor, Tensor, State]:
-        """`_advance` for frames (B, T, prenet), one after the other: (B, T, hidden + C), (B, N, T), the last state."""
+        """`_advance` for S steps (B, S, prenet), one after the other: (B, S, hidden + C), (B, N, S), the last state."""
         found, weights = [], []
-        for frame in entering.unbind(1):
-            here, looked, state = self._advance(frame, state, memory)
+        for one in entering.unbind(1):
+            here, looked, state = self._advance(one, state, memory)
             found.append(here)
             weights.append(looked)
         return torch.stack(found, 1), torch.stack(weights, 2), state
 
     def _advance(self, entering: Tensor, state: State, memory: Memory) -> tuple[Tensor, Tensor, State]:
-        """The input of the output layers for the next frame, the attention weights (B, N), and the new state."""
+        """The input of the output layers for the next step, the attention weights (B, N), and the new state."""
         first = self.first(torch.cat([entering, state.context], 1), state.first)
         context, weights, looked = self.attention.step(
             self.query(first[0]), memory.h, memory.keys, state.attention, memory.mask

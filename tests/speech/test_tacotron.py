@@ -16,6 +16,8 @@ from tests.speech.test_glow_tts import SYMBOLS, keyed, padded
 from tests.speech.test_streaming import awake
 
 KINDS = get_args(AttentionKind)
+#: Attentions with frames per step: every attention, and steps that do not divide the lengths of the mels.
+STEPS = [*((kind, 1) for kind in KINDS), ("location", 3), ("local_monotonic", 2)]
 
 
 def model(attention: str = "location", **changed) -> Tacotron:
@@ -30,16 +32,16 @@ def fed(taco: Tacotron, y, tokens, generator):
     memory = taco.remember(tokens)
     state, frame, said = taco.start(memory), torch.zeros_like(y[:, :, 0]), []
     kept = torch.cat([next(blocks) for blocks in [taco.factors(generator, len(y), y)] for _ in range(2)], 1)
-    for t in range(y.shape[2]):
-        here, state = taco.step(frame, kept[:, t], state, memory)
-        frame = y[:, :, t]
+    for step, some in enumerate(y.split(taco.frames_per_step, 2)):
+        here, state = taco.step(frame, kept[:, step], state, memory)
+        frame = some[:, :, -1]
         said.append(here)
-    return [torch.stack(part, -1) for part in zip(*said, strict=True)]
+    return [torch.cat(part, -1)[..., : y.shape[2]] for part in zip(*said, strict=True)]
 
 
-@pytest.mark.parametrize("attention", KINDS)
-def test_teacher_forcing_is_free_running_fed_the_truth(attention, monkeypatch):
-    taco, generator = model(attention), torch.Generator().manual_seed(1)
+@pytest.mark.parametrize(("attention", "frames"), STEPS)
+def test_teacher_forcing_is_free_running_fed_the_truth(attention, frames, monkeypatch):
+    taco, generator = model(attention, frames_per_step=frames), torch.Generator().manual_seed(1)
     y, tokens = torch.randn(2, 4, 70, generator=generator).double(), torch.tensor([[3, 1, 2, 5], [4, 4, 1, 0]])
     forced = taco(y, taco.remember(tokens), keyed([0, 1]))
     for a, b in zip(forced, fed(taco, y, tokens, keyed([0, 1])), strict=True):
@@ -54,18 +56,20 @@ def test_teacher_forcing_is_free_running_fed_the_truth(attention, monkeypatch):
     assert (fed(taco, y, tokens, keyed([0, 1]))[0] - forced.mean).abs().max() > 1e-4
 
 
-def test_a_frame_depends_on_the_frames_before_it_alone():
-    taco, y = model(), torch.randn(1, 4, 9, dtype=torch.float64)
+@pytest.mark.parametrize(("frames", "first"), [(1, 6), (2, 6), (3, 6), (4, 8)])
+def test_a_frame_depends_on_the_steps_before_it_alone(frames, first):
+    """A change of frames 5 to 8 is first seen by frame `first`, with which the next step begins."""
+    taco, y = model(prenet=32, frames_per_step=frames), torch.randn(1, 4, 9, dtype=torch.float64)
     memory = taco.remember(torch.tensor([[3, 1, 2]]))
     other = y.clone()
     other[:, :, 5:] += 1
     one, two = (taco(v, memory, keyed([0])).mean for v in (y, other))
-    assert one[:, :, :6].equal(two[:, :, :6]) and not one[:, :, 6].equal(two[:, :, 6])
+    assert one[:, :, :first].equal(two[:, :, :first]) and not one[:, :, first].equal(two[:, :, first])
 
 
-@pytest.mark.parametrize("attention", KINDS)
-def test_a_padded_batch_is_each_item_alone(attention):
-    taco, (y, tokens, mask, text_mask, sizes) = model(attention), padded()
+@pytest.mark.parametrize(("attention", "frames"), STEPS)
+def test_a_padded_batch_is_each_item_alone(attention, frames):
+    taco, (y, tokens, mask, text_mask, sizes) = model(attention, frames_per_step=frames), padded()
     y[1, :, 4:] = torch.nan
 
     def losses(y, tokens, generator, mask=None, text_mask=None):
@@ -86,10 +90,10 @@ def test_a_padded_batch_is_each_item_alone(attention):
     assert taco.encoder.head.weight.grad is None
 
 
-@pytest.mark.parametrize("attention", KINDS)
+@pytest.mark.parametrize(("attention", "frames"), STEPS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_samples_are_themselves_in_a_batch(attention, temperature):
-    taco, (_, tokens, _, text_mask, sizes) = model(attention), padded()
+def test_samples_are_themselves_in_a_batch(attention, frames, temperature):
+    taco, (_, tokens, _, text_mask, sizes) = model(attention, frames_per_step=frames), padded()
     options = {"temperature": temperature, "max_frames": 80}
     with torch.no_grad():
         taco.stop.bias.fill_(-99.0)
@@ -114,8 +118,9 @@ def test_samples_are_themselves_in_a_batch(attention, temperature):
         assert not found.mel[k, :, lengths[k] :].any()
 
 
-def test_free_running_is_fed_with_itself():
-    taco, tokens = model(), torch.tensor([[3, 1, 2]])
+@pytest.mark.parametrize("frames", [1, 4])
+def test_free_running_is_fed_with_itself(frames):
+    taco, tokens = model(frames_per_step=frames), torch.tensor([[3, 1, 2]])
     with torch.no_grad():
         taco.stop.bias.fill_(-50.0)
     spoken = taco.sample(tokens, generator=keyed([4]), max_frames=70)
@@ -131,12 +136,16 @@ def test_free_running_is_fed_with_itself():
     torch.testing.assert_close(both.mel[0], spoken.mel[0], atol=1e-9, rtol=0)
 
 
-def test_stops_are_its_own():
-    taco, tokens = model(), torch.tensor([[3, 1, 2]])
+@pytest.mark.parametrize("frames", [1, 3])
+def test_stops_are_its_own(frames):
+    taco, tokens = model(frames_per_step=frames), torch.tensor([[3, 1, 2]])
+    with torch.no_grad():
+        taco.stop.bias.fill_(-50.0)
+        taco.stop.bias[-1] = 50.0  # the last frame of the first step
+    spoken = taco.sample(tokens, generator=keyed([4]), max_frames=70)
+    assert spoken.stopped.all() and spoken.mask.sum() == spoken.mel.shape[2] == frames
     with torch.no_grad():
         taco.stop.bias.fill_(50.0)
-    spoken = taco.sample(tokens, generator=keyed([4]), max_frames=70)
-    assert spoken.stopped.all() and spoken.mask.sum() == 1
     # At the very last frame a stop is a stop, too.
     assert taco.sample(tokens, generator=keyed([4]), max_frames=1).stopped.all()
     with torch.no_grad():
