@@ -54,7 +54,8 @@ class Request:
         samples: number of samples to compare with equally many items; auto is the number of items, at most 1,000.
         sampler: as in sample.py; default that of the family.
         steps: number of sampling steps; default that of the sampler.
-        temperature: factor on the standard deviation of the noise of samples of flows, diffusion and speech.
+        temperature: factor on the standard deviation of the noise of samples of flows, diffusion and speech; by default
+            that of each model.
         features: the network whose features are compared; auto is a small classifier trained on the training split,
             random convolutions for images without labels, the coordinates themselves for vectors.
         force: allow a comparison of fewer items than twice the number of features.
@@ -101,7 +102,7 @@ class Request:
     samples: int | Literal["auto"] = "auto"
     sampler: str | None = None
     steps: int | None = None
-    temperature: float = 1.0
+    temperature: float | None = None
     features: Literal["auto", "classifier", "random-conv", "coordinates", "inception"] = "auto"
     force: bool = False
     sweeps: list[Literal["steps", "temperature"]] | None = None
@@ -143,7 +144,8 @@ class Request:
                 raise InputError(f"{key} must be at least {least}, got {value}")
         if self.importance_samples is not None and not self.importance_samples:
             raise InputError("importance_samples=[] names no number: give for example importance_samples=[1,64]")
-        check_temperature(self.temperature)
+        if self.temperature is not None:
+            check_temperature(self.temperature)
         if self.nbest > self.beam:
             raise InputError(f"nbest must lie in 1..beam, got {self.nbest} with beam={self.beam}")
         if self.lm is not None and self.beam == 1:
@@ -242,7 +244,7 @@ class Opened:
         return SamplingOptions(**{
             "n": n, "seed": request.seed, "weights": weights_of(request.ema), "temperature": request.temperature,
             **self.sampler_options(), **options,
-        })
+        }).with_default(temperature=getattr(self.model, "default_temperature", 1.0))
 
 
 def fits(model: GenerativeModel, found: DataSpec) -> None:

@@ -190,7 +190,7 @@ def check_options(models: Sequence[Opened]) -> None:
         if request.sampler not in samplers:
             raise InputError(f"sampler must be one of {', '.join(samplers)}, got {request.sampler!r}")
     for opened in models:
-        if request.temperature != 1 and "inverse_temperature" in opened.model.own_options():
+        if request.temperature not in (None, 1) and "inverse_temperature" in opened.model.own_options():
             raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "
                              f"and {opened.path} holds a model of another kind ({opened.model.family}): samples of one "
                              "table are drawn alike, leave it out")

@@ -175,8 +175,7 @@ def _texts(batch: Batch, text: dict) -> list[str]:
 def _options(opened: Opened) -> dict:
     """The options of synthesis."""
     request = opened.request
-    # A temperature of 1 is the default of the model, which for speech is below 1.
-    warm = {} if request.temperature == 1 else {"temperature": request.temperature}
+    warm = {} if request.temperature is None else {"temperature": request.temperature}
     return {"seed": request.seed, "weights": weights_of(request.ema), **warm, **opened.sampler_options()}
 
 

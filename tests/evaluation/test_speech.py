@@ -223,6 +223,10 @@ def test_the_pitch_is_that_of_the_vocoded_sound(data, monkeypatch):
     assert found.pitch == compared_pitch(sung, mels, *tracks)
     assert found.first_audio > 0 and not found.streamed
     assert any(line.startswith("log F0: RMSE 1.00 semitones") for line in speech_stage.speech_notes(found))
+    # A temperature of 1 is 1; without one it is the model's own default.
+    own.request = replace(own.request, temperature=1.0)
+    assert speech_stage.speech_of(frame).mcd_mel13 > found.mcd_mel13 > 0
+    own.request = replace(own.request, temperature=None)
     swept = speech_stage.spoken_at(frame, "temperature")
     assert [one.value for one in swept] == [0.0, 0.333, 0.667, 1.0] and swept[0].mcd_mel13 == 0
     assert [one.pitch.rmse for one in swept] == pytest.approx([4 * one.value for one in swept], abs=1e-3)
