@@ -77,8 +77,11 @@ class Contestant:
     density: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
 
-def ours(model: GenerativeModel, weight_decay: float = 0.0) -> Contestant:
-    """A model of genmodels: a flow by one dequantisation, diffusion by five terms of the bound and 50 steps."""
+def ours(model: GenerativeModel, theirs: nn.Module | None = None) -> Contestant:
+    """A model of genmodels: a flow by one dequantisation, diffusion by five terms of the bound and 50 steps.
+
+    `theirs` has the weights where the network is a peer's.
+    """
     asked, drawn = ({"draws": 5}, {"steps": 50}) if hasattr(model, "elbo") else ({}, {})
 
     def after(step: int) -> None:
@@ -86,7 +89,7 @@ def ours(model: GenerativeModel, weight_decay: float = 0.0) -> Contestant:
             model.ema.update(model.core, step)
 
     return Contestant(
-        model, torch.optim.Adam(model.core.parameters(), lr=1e-3), lambda batch, key: model.loss(batch, key).value,
+        model, torch.optim.Adam((theirs or model.core).parameters(), lr=1e-3), lambda batch, key: model.loss(batch, key).value,
         lambda batch: -model.log_likelihood(batch, **asked).nats / (model.spec.dims * math.log(2)),
         lambda n, start: model.sample(n, start=start, **drawn).x, model.initialize, after,
     )
@@ -184,7 +187,7 @@ def by_step(network: Callable, schedule: DiscreteSchedule) -> AtLogSNR:
 
 def in_place_of_ours(model: GenerativeModel, theirs: nn.Module, optimizer, loss: Callable, **options) -> Contestant:
     """A peer's network and its loss of pixels in [-1, 1], evaluated and sampled by our model around that network."""
-    by_us = ours(model)
+    by_us = ours(model, theirs)
     return Contestant(theirs, optimizer, lambda batch, key: loss(model.encode(batch.x)),
                       in_evaluation(theirs, by_us.bits), in_evaluation(theirs, by_us.draw), **options)  # fmt: skip
 

@@ -151,8 +151,8 @@ class Tacotron(TextModel):
             logging.getLogger(__name__).warning(
                 "%d of %d mels did not come to a stop and were broken off (samples %s)", len(broken_off), options.n,
                 ", ".join(map(str, broken_off[:8])))
-        # The token with the largest attention weight of each frame; tokens may be skipped or repeated.
-        looked = one_hot(drawn.weights.argmax(1), condition.tokens.shape[1]) * drawn.mask.mT
+        # The token with the largest attention weight, of any sign, of each frame; tokens may be skipped or repeated.
+        looked = one_hot(drawn.weights.abs().argmax(1), condition.tokens.shape[1]) * drawn.mask.mT
         made = {"sampler": "autoregressive", "seed": options.seed, "weights": str(options.weights),
                 "temperature": options.temperature, "not_stopped": broken_off,
                 "words_missing_repeated": self._read(condition, drawn)}
@@ -179,5 +179,5 @@ class Tacotron(TextModel):
         return self.forced(self.weights(weights), u, batch, generator).weights
 
     def seen_alignment(self, batch: Batch) -> Tensor:
-        """The attention weights."""
-        return self.attended(batch)
+        """The magnitudes of the attention weights."""
+        return self.attended(batch).abs()

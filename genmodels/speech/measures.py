@@ -122,7 +122,8 @@ def words_of_tokens(tokens: Sequence[int], symbols: Symbols) -> list[int]:
 def read_faults(weights: Tensor, words: Sequence[int], *, shortest: int = 3) -> WordFaults:
     """Numbers of words that an attention skipped, and of words that it returned to.
 
-    At each frame the attended token is that of the largest weight. A return counts if it lasts `shortest` frames,
+    At each frame the attended token is that of the largest weight, whatever its sign: local monotonic attention weighs
+    by raw scores. A return counts if it lasts `shortest` frames,
     because the maximum may alternate at the border of two words. An alignment by durations has neither fault.
 
     Arguments:
@@ -139,7 +140,7 @@ def read_faults(weights: Tensor, words: Sequence[int], *, shortest: int = 3) -> 
     """
     if weights.dim() != 2 or weights.shape[0] != len(words) or weights.shape[1] == 0:
         raise ValueError(f"weights of {len(words)} tokens are ({len(words)}, T), got {tuple(weights.shape)}")
-    attended = [words[k] for k in weights.argmax(0).tolist() if words[k] >= 0]
+    attended = [words[k] for k in weights.abs().argmax(0).tolist() if words[k] >= 0]
     runs = [(word, sum(1 for _ in run)) for word, run in groupby(attended)]
     missing = len({word for word in words if word >= 0} - {word for word, _ in runs})
     # Short runs are dropped, and the runs on both sides of them are merged.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 
 from genmodels.core.errors import an
@@ -27,11 +27,11 @@ from genmodels.speech.glow_tts import GlowTTS, Latent
 
 
 class Reach(NamedTuple):
-    """The receptive field of a decoder.
+    """How far a decoder looks ahead.
 
     Attributes:
-        context: frames on either side that a frame of its output depends on.
-        multiple: frames processed together, by squeezes and by chunks of attention; chunks begin at multiples of this.
+        context: frames after a frame of its output that this depends on.
+        multiple: frames processed together by squeezes.
     """
 
     context: int
@@ -39,13 +39,13 @@ class Reach(NamedTuple):
 
 
 def reach(decoder: Compose) -> Reach:
-    """The receptive field of a flow over sequences, from its layers.
+    """How far a flow over sequences looks ahead, from its layers.
 
         context = sum over couplings of factor [sum_i (kernel_i - 1)/2 dilation_i + reach of the attention, if any]
 
     with the factor of the squeezes around. For Glow-TTS this is 2 * 12 * 4 * 2 = 192 frames. Attention in chunks (the
-    streaming form of Transformer-XL, `attention=xl_chunks`) reaches size (left + 1) - 1 positions: each of 12 couplings
-    with chunks of 16 and one before adds 62 frames. Pieces begin where chunks do, so that their chunks are the same.
+    streaming form of Transformer-XL, `attention=xl_chunks`) sees its chunk to the end: each of 12 couplings with chunks
+    of 16 positions adds 30 frames.
 
     Errors: ValueError for a layer of unknown reach, and for attention without a bounded one.
 
@@ -61,37 +61,74 @@ def reach(decoder: Compose) -> Reach:
         elif isinstance(layer, Inverse) and isinstance(layer.bijection, Squeeze1d):
             factor //= layer.bijection.factor
         else:
-            own, chunk = _own_reach(layer)
-            context += factor * own
-            multiple = math.lcm(multiple, factor * chunk)
+            context += factor * _own_reach(layer)
         multiple = math.lcm(multiple, factor)
     return Reach(context, multiple)
 
 
-def _own_reach(layer: Bijection) -> tuple[int, int]:
-    """The positions on either side that one layer depends on, and the size of its chunks."""
+def _own_reach(layer: Bijection) -> int:
+    """The positions after its own that one layer depends on."""
     if isinstance(layer, ActNorm | GroupedLinear | InvertibleLinear):
-        return 0, 1
+        return 0
     if isinstance(layer, Coupling) and isinstance(layer.split, ChannelSplit) and isinstance(layer.net, WaveNet):
         own = sum((gate.kernel_size[0] - 1) // 2 * gate.dilation[0] for gate in layer.net.gates)
-        mechanism = getattr(layer.net.attention, "mechanism", None)
         if layer.net.attention is None:
-            return own, 1
-        if isinstance(mechanism, LocalDenseSynthesizer):
-            return own + mechanism.c // 2, 1
-        chunk = mechanism.reach.chunk if isinstance(mechanism, Attention) else None
-        if chunk is not None and chunk[1] is not None:
-            return own + chunk[0] * (chunk[1] + 1) - 1, chunk[0]
-        raise ValueError("a decoder with such an attention looks at all frames and cannot be streamed: use attention = "
-                         "xl_chunks or local_dense")
+            return own
+        _, after, chunk = _attended(layer.net.attention)
+        return own + after + chunk - 1
     raise ValueError(f"a decoder with {an(type(layer).__name__)} cannot be streamed: how far it looks is not known")
 
 
+def _attended(block: nn.Module) -> tuple[int, int, int]:
+    """The positions before and after a chunk of queries that an attention block sees, and the size of its chunks."""
+    mechanism = getattr(block, "mechanism", None)
+    if isinstance(mechanism, LocalDenseSynthesizer):
+        return mechanism.c // 2, mechanism.c - 1 - mechanism.c // 2, 1
+    chunk = mechanism.reach.chunk if isinstance(mechanism, Attention) else None
+    if chunk is None or chunk[1] is None:
+        raise ValueError("a decoder with such an attention looks at all frames and cannot be streamed: use attention = "
+                         "xl_chunks or local_dense")
+    return chunk[0] * chunk[1], 0, chunk[0]
+
+
+class AttentionStream:
+    """An attention block of bounded reach over a sequence in pieces: whole chunks, with the positions that they see.
+
+    Arguments:
+        block: the block, whose positions are relative.
+
+    Example:
+        >>> from genmodels.nn.attention_block import make_attention
+        >>> pieces = AttentionStream(make_attention("xl_chunks", 8, 2, dims=1))  # chunks of 16
+        >>> [pieces.push(torch.zeros(1, 8, 20), last).shape[2] for last in (False, False, True)]
+        [16, 16, 28]
+    """
+
+    def __init__(self, block: nn.Module):
+        self.block, (self.before, self.after, self.chunk) = block, _attended(block)
+        self.held: Tensor | None = None
+        self.first = self.done = 0  # the position of the first that is held, and that of the next output
+
+    def push(self, x: Tensor, last: bool = False) -> Tensor:
+        """The output at the positions that are known after a new piece `(B, C, n)`; after the `last` one, at all."""
+        self.held = x if self.held is None else torch.cat([self.held, x], 2)
+        end = self.first + self.held.shape[2]
+        ready = end if last else max(0, end - self.after) // self.chunk * self.chunk
+        if ready <= self.done:
+            return x[..., :0]
+        seen = self.held[..., : min(end, ready + self.after) - self.first]
+        found = self.block(seen)[..., self.done - self.first : ready - self.first]
+        first = max(0, ready - self.before)
+        self.held, self.first, self.done = self.held[..., first - self.first :], first, ready
+        return found
+
+
 class WaveNetStream:
-    """A WaveNet without attention over a sequence in pieces: every position is computed once.
+    """A WaveNet over a sequence in pieces: every position is computed once.
 
     Convolution i of reach r_i keeps r_i inputs before the next position, and those that wait for the r_i after them, so
-    that the output lags by the sum of the r_i. At the ends it sees zeros, as the padding of the whole.
+    that the output lags by the sum of the r_i, and by the reach of an attention. At the ends it sees zeros, as the
+    padding of the whole. Attention alone sees the positions in its reach again.
 
     Arguments:
         net: the network.
@@ -107,6 +144,7 @@ class WaveNetStream:
     def __init__(self, net: WaveNet, cond: Tensor | None = None):
         self.net, self.cond = net, cond
         self.held: list[Tensor | None] = [None] * len(net.gates)
+        self.attention = None if net.attention is None else AttentionStream(net.attention)
 
     def push(self, x: Tensor, last: bool = False) -> Tensor:
         """The output at the positions that are known after a new piece `(B, C, n)`; after the `last` one, at all."""
@@ -127,7 +165,9 @@ class WaveNetStream:
             value, opened = modulate(found, modulations[number]).chunk(2, dim=1)
             u = branch(net.dropout(value.tanh() * opened.sigmoid()))
             both = both + (torch.cat([torch.zeros_like(u), u], 1) if branch is net.last else u)
-        return net.leave(both[:, net.hidden :], None) if both.shape[2] else x.new_zeros(len(x), net.out_channels, 0)
+        skips = both[:, net.hidden :]
+        skips = skips if self.attention is None else self.attention.push(skips, last)
+        return net.leave(skips, None) if skips.shape[2] else x.new_zeros(len(x), net.out_channels, 0)
 
 
 class CouplingStream:
@@ -153,7 +193,7 @@ class DecoderStream:
     """The inverse of a flow over sequences in pieces, whose couplings keep their states.
 
     Arguments:
-        decoder: the flow, its networks without attention.
+        decoder: the flow.
         cond: vectors of the speakers, (B, K).
     """
 
@@ -176,8 +216,7 @@ def stream_decoder(decoder: Compose, z: Tensor, cond: Tensor | None = None, *, c
     """Latents decoded in chunks, as soon as the latents that they depend on are read.
 
     The concatenated chunks equal `decoder.inverse(z)`. The layers keep their states, so that the first chunk costs its
-    frames and those of the context after it, and the others their frames alone. With attention in the networks every
-    chunk is decoded anew with the context on both sides.
+    frames and those of the context after it, and the others their frames alone.
 
     Arguments:
         decoder: the flow from mels to latents.
@@ -198,25 +237,14 @@ def stream_decoder(decoder: Compose, z: Tensor, cond: Tensor | None = None, *, c
     if chunk < 1:
         raise ValueError(f"a chunk has one frame at least, got {chunk}")
     context, multiple = reach(decoder)
-    length = z.shape[2]
-    couplings = [layer for layer in decoder.layers if isinstance(layer, Coupling)]
-    if all(layer.net.attention is None for layer in couplings):
-        states, ready, read = DecoderStream(decoder, cond), None, 0
-        for start in range(0, length, chunk):
-            end = min(start + chunk, length)
-            until = min(length, -(-(end + context) // multiple) * multiple)
-            if until > read:
-                piece = states.push(z[:, :, read:until], until == length)
-                ready, read = piece if ready is None else torch.cat([ready, piece], 2), until
-            yield ready[:, :, : end - start]
-            ready = ready[:, :, end - start :]
-        return
+    length, states, ready, read = z.shape[2], DecoderStream(decoder, cond), z[:, :, :0], 0
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
-        first = max(0, start - context) // multiple * multiple
-        last = min(length, -(-(end + context) // multiple) * multiple)
-        y, _ = decoder.inverse(z[:, :, first:last], cond)
-        yield y[:, :, start - first : end - first]
+        until = min(length, -(-(end + context) // multiple) * multiple)
+        if until > read:
+            ready, read = torch.cat([ready, states.push(z[:, :, read:until], until == length)], 2), until
+        yield ready[:, :, : end - start]
+        ready = ready[:, :, end - start :]
 
 
 def stream(

@@ -86,6 +86,18 @@ def test_samples_are_themselves_and_in_their_units():
     assert len(drawn.made["words_missing_repeated"]) == 5
 
 
+def test_durations_count_the_frames_of_the_largest_weights_of_any_sign():
+    """Raw scores of local monotonic attention have signs."""
+    tacotron, seen = model("local_monotonic"), []
+    torch.nn.init.constant_(tacotron.core.tacotron.stop.bias, -50.0)
+    sample = tacotron.core.tacotron.sample
+    tacotron.core.tacotron.sample = lambda *given, **options: seen.append(sample(*given, **options)) or seen[0]
+    drawn = tacotron.sample(2, max_frames=12, weights="raw")
+    assert (seen[0].weights < 0).any()
+    looked = seen[0].weights.abs().argmax(1, keepdim=True) == torch.arange(drawn.durations.shape[1])[:, None]
+    assert drawn.durations.equal((looked & seen[0].mask).sum(2))
+
+
 def test_a_mel_without_a_stop_is_reported(monkeypatch):
     # Not by caplog: what other tests of the same process have done to logging would count.
     messages = []

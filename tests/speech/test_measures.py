@@ -151,7 +151,8 @@ def looks(tokens: list[int], count: int) -> torch.Tensor:
     ([0, 0, 0, 3, 3, 3, 1, 1, 1, 4, 4, 4], (0, 2)),  # back and forth
 ])  # fmt: skip
 def test_words_that_were_read(tokens, expected):
-    assert read_faults(looks(tokens, 5), [0, 0, -1, 1, 1]) == expected
+    weights, signs = looks(tokens, 5), torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0])[:, None]
+    assert read_faults(weights, [0, 0, -1, 1, 1]) == read_faults(signs * weights, [0, 0, -1, 1, 1]) == expected
 
 
 def test_failures():

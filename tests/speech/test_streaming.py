@@ -88,19 +88,14 @@ def test_autograd_sees_no_farther(steps, depth, kernel_size):
 
 
 def test_a_shorter_context_is_seen(monkeypatch):
-    """With states a chunk is then too short; without them, as with attention, it is another."""
+    """A chunk is then too short."""
     flow, z = decoder(), torch.randn(1, 4, 50, dtype=torch.float64)
-    whole, _ = flow.inverse(z)
     monkeypatch.setattr(streaming, "reach", lambda decoder: Reach(6, 2))
     assert next(stream_decoder(flow, z, chunk=8)).shape[2] < 8
-    attending = decoder(attention="local_dense")
-    expected, _ = attending.inverse(z)
-    assert (torch.cat(list(stream_decoder(attending, z, chunk=8)), 2) - expected).abs().max() > 1e-6
     # Pieces that begin between the frames of a pair are another squeeze.
     monkeypatch.setattr(streaming, "reach", lambda decoder: Reach(9, 1))
-    for one in (flow, attending):
-        with pytest.raises(ValueError, match="divisible by 2"):
-            list(stream_decoder(one, z, chunk=8))
+    with pytest.raises(ValueError, match="divisible by 2"):
+        list(stream_decoder(flow, z, chunk=8))
 
 
 def pieces_error(flow: Compose, z: torch.Tensor, size: int) -> float:
@@ -143,19 +138,40 @@ def test_every_position_is_computed_once(monkeypatch):
     assert sum(seen) > 5 * 3 * 200 // 2
 
 
-@pytest.mark.parametrize(("attention", "expected"), [("xl_chunks", Reach(132, 32)), ("local_dense", Reach(36, 2))])
-def test_attention_of_a_bounded_reach_is_streamed(attention, expected, monkeypatch):
-    """Transformer-XL in chunks: pieces that begin where chunks do are the whole, and no others."""
+@pytest.mark.parametrize(("attention", "expected", "seen"), [
+    ("xl_chunks", Reach(68, 2), (16, 0, 16)), ("local_dense", Reach(36, 2), (7, 7, 1)),
+])  # fmt: skip
+def test_attention_of_a_bounded_reach_is_streamed(attention, expected, seen, monkeypatch):
+    """Pieces of any size are the whole, by attention to all that it sees and no less, in chunks of its own."""
     flow, z = decoder(attention=attention), torch.randn(1, 4, 400, dtype=torch.float64)
-    assert reach(flow) == expected  # two couplings of 2 + 31 or 2 + 7 positions, two frames each
-    whole, _ = flow.inverse(z)
-    for chunk in (40, 64):
-        torch.testing.assert_close(torch.cat(list(stream_decoder(flow, z, chunk=chunk)), 2), whole, atol=1e-9, rtol=0)
-    monkeypatch.setattr(streaming, "reach", lambda decoder: Reach(4, 2))
-    assert (torch.cat(list(stream_decoder(flow, z, chunk=40)), 2) - whole).abs().max() > 1e-6
-    if attention == "xl_chunks":  # far enough, but not where chunks begin
-        monkeypatch.setattr(streaming, "reach", lambda decoder: Reach(132, 2))
-        assert (torch.cat(list(stream_decoder(flow, z, chunk=40)), 2) - whole).abs().max() > 1e-6
+    assert reach(flow) == expected  # two couplings of 2 + 15 or 2 + 7 positions, two frames each
+    whole = flow.inverse(z)[0].detach()
+
+    def error(chunk):
+        return float((torch.cat(list(stream_decoder(flow, z, chunk=chunk)), 2) - whole).abs().max())
+
+    for chunk in (1, 7, 40, 64, 1000):
+        assert error(chunk) < 1e-9
+    found = [layer.net.attention for layer in flow.layers if isinstance(layer, Coupling)]
+    assert {streaming._attended(block) for block in found} == {seen}
+    before, after, size = seen
+    for less in ((before - 1, after, size), (before, after - 1, size) if after else (before, after, size // 2)):
+        with monkeypatch.context() as changed:
+            changed.setattr(streaming, "_attended", lambda block, less=less: less)
+            changed.setattr(streaming, "reach", lambda decoder: expected)
+            assert error(40) > 1e-6
+
+
+@pytest.mark.parametrize("attention", ["xl_chunks", "local_dense"])
+def test_autograd_sees_no_farther_ahead_with_attention(attention):
+    flow = decoder(attention=attention)
+    context = reach(flow).context
+    z = torch.randn(1, 4, 4 * context, dtype=torch.float64, requires_grad=True)
+    ends = []
+    for at in range(context, context + 64, 2):  # a chunk begins somewhere among these
+        (gradient,) = torch.autograd.grad(flow.inverse(z)[0][0, :, at : at + 2].sum(), z)
+        ends.append(int(gradient[0].abs().sum(0).nonzero().max()) // 2 * 2 - at)
+    assert max(ends) == context if attention == "local_dense" else context // 2 < max(ends) <= context
 
 
 def model(dtype=torch.float64) -> GlowTTS:
