@@ -89,7 +89,8 @@ def ours(model: GenerativeModel, theirs: nn.Module | None = None) -> Contestant:
             model.ema.update(model.core, step)
 
     return Contestant(
-        model, torch.optim.Adam((theirs or model.core).parameters(), lr=1e-3), lambda batch, key: model.loss(batch, key).value,
+        model, torch.optim.Adam((theirs or model.core).parameters(), lr=1e-3),
+        lambda batch, key: model.loss(batch, key).value,
         lambda batch: -model.log_likelihood(batch, **asked).nats / (model.spec.dims * math.log(2)),
         lambda n, start: model.sample(n, start=start, **drawn).x, model.initialize, after,
     )
