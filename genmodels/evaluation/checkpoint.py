@@ -16,7 +16,7 @@ from torch import Tensor
 from genmodels import __version__
 from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec, TextCondition
-from genmodels.core.errors import InputError, check_temperature
+from genmodels.core.errors import InputError, check_number, check_temperature
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import SamplingOptions
 from genmodels.data.base import DataModule, spread_rows
@@ -56,6 +56,7 @@ class Request:
         steps: number of sampling steps; default that of the sampler.
         temperature: factor on the standard deviation of the noise of samples of flows, diffusion and speech; by default
             that of each model.
+        guidance: factor of classifier-free guidance for samples; likelihoods are those of the model without it.
         features: the network whose features are compared; auto is a small classifier trained on the training split,
             random convolutions for images without labels, the coordinates themselves for vectors.
         force: allow a comparison of fewer items than twice the number of features.
@@ -103,6 +104,7 @@ class Request:
     sampler: str | None = None
     steps: int | None = None
     temperature: float | None = None
+    guidance: float | None = None
     features: Literal["auto", "classifier", "random-conv", "coordinates", "inception"] = "auto"
     force: bool = False
     sweeps: list[Literal["steps", "temperature"]] | None = None
@@ -146,6 +148,8 @@ class Request:
             raise InputError("importance_samples=[] names no number: give for example importance_samples=[1,64]")
         if self.temperature is not None:
             check_temperature(self.temperature)
+        if self.guidance is not None:
+            check_number("guidance", self.guidance, -1e6)
         if self.nbest > self.beam:
             raise InputError(f"nbest must lie in 1..beam, got {self.nbest} with beam={self.beam}")
         if self.lm is not None and self.beam == 1:
@@ -234,8 +238,10 @@ class Opened:
         return _joined(self.datamodule.loader(self.request.split, 4096, torch.arange(count)))
 
     def sampler_options(self) -> dict:
-        """The requested sampler and steps; a model of a table without such options ignores them."""
+        """The requested sampler, steps and guidance; a model of a table without such options ignores them."""
         asked = {"sampler": self.request.sampler, "steps": self.request.steps}
+        if getattr(self.model, "has_null_class", False):  # models need not be ours
+            asked["guidance"] = self.request.guidance
         return {key: value for key, value in asked.items() if value is not None and self.model.takes(key)}
 
     def sampling(self, n: int, **options) -> SamplingOptions:
@@ -360,7 +366,8 @@ class Frame:
     def sampling_settings(self) -> dict:
         """The settings of sampling in the keys of the cache."""
         request = self.request
-        return {"sampler": request.sampler, "steps": request.steps, "temperature": request.temperature}
+        return {"sampler": request.sampler, "steps": request.steps, "temperature": request.temperature,
+                "guidance": request.guidance}
 
 
 def item_hash(datamodule: DataModule, split: str, limit: int | None = None) -> str:

@@ -161,6 +161,7 @@ def check_options(models: Sequence[Opened]) -> None:
     request = models[0].request
     known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
     known |= {name for name in ("sampler", "steps") if any(opened.model.takes(name) for opened in models)}
+    known |= {"guidance" for opened in models if getattr(opened.model, "has_null_class", False)}
     if any(not opened.model.generates for opened in models):
         known |= {"beam", "nbest", "lm"}
     if any(opened.model.generates and opened.spec.text is not None for opened in models):
@@ -176,6 +177,7 @@ def check_options(models: Sequence[Opened]) -> None:
         ("importance_samples", "importance_samples", "flows and energies", request.importance_samples is not None),
         ("sampler", "sampler", "models with several samplers", request.sampler is not None),
         ("steps", "steps", "models that are sampled in steps", request.steps is not None),
+        ("guidance", "guidance", "models of classes with model.cond_drop above 0", request.guidance is not None),
     ]
     by_ode = any(hasattr(opened.model, "ode_likelihood") for opened in models)
     of_lines = {line.options.get("importance_samples") for opened in models for line in lines_of(opened)[0]}

@@ -267,6 +267,7 @@ class GenerativeModel(OfLightning, nn.Module):
         if not 0 <= cond_drop < 1:
             raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
         self.conditional, self.cond_drop = wanted and self.spec.num_classes is not None, cond_drop
+        self.has_null_class = self.conditional and cond_drop > 0
 
     def _hidden(self, cond: Tensor | None, generator: KeyedGenerator) -> Tensor | None:
         """The classes, each replaced by the null class with probability `cond_drop` (Ho and Salimans 2022)."""

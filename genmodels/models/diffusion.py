@@ -300,11 +300,6 @@ class DiffusionModel(GenerativeModel):
 
     # ---- samples ------------------------------------------------------------------------------------------------
 
-    @property
-    def has_null_class(self) -> bool:
-        """Whether training hides the class at random, so that the model can also be used without a class."""
-        return self.conditional and self.cond_drop > 0
-
     @torch.no_grad()
     def draw(self, options: SamplingOptions) -> Samples:
         """Samples by any sampler of diffusion: free, around a known part (`known`), or from an item (`edit`)."""

@@ -88,7 +88,6 @@ class MaskedDiffusionModel(GenerativeModel):
             raise ValueError(f"width = {width} must be at least 1, and num_steps = {num_steps} at least 2")
         self.condition_on_class(class_conditional, cond_drop)
         self.masking, self.num_steps = masking, num_steps
-        self.has_null_class = self.conditional and cond_drop > 0
         if not isinstance(net, nn.Module):
             usual = NETWORKS["mlp" if len(spec.event_shape) == 1 else "dit"]
             channels, *space = spec.event_shape

@@ -416,7 +416,7 @@ class TarFlow(FlowModel):
         """
         options = options.with_default(sampler="sequential")
         one_of("sampler", options.sampler, SAMPLERS)
-        if options.guidance != 1 and not (self.conditional and self.cond_drop):
+        if options.guidance != 1 and not self.has_null_class:
             raise InputError("guidance needs a model that was trained with model.class_conditional=true and "
                              "model.cond_drop above 0")
         how = replace(SAMPLERS[options.sampler], guidance=options.guidance)

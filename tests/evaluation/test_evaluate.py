@@ -28,12 +28,14 @@ from genmodels.evaluation.evaluate import PixelHistogram, best_histogram, refere
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.sample_quality import sample_parts
 from genmodels.models.build import build
+from genmodels.models.ddpm import DDPM
 from genmodels.models.density import extent_of, on_grid
 from genmodels.models.mels import NOISE, even_lengths, with_noise
 from genmodels.models.normalizing_flows import RealNVP
 from genmodels.verification.check import run_check
 from genmodels.verification.checkpoints import DENSITY_CHECKS
 from tests.gaussian_models import GaussianDiffusion, GaussianEnergy, GaussianFlow, log_prob, moments, save
+from tests.speech.test_streaming import awake
 
 
 def test_the_histogram_counts():
@@ -388,12 +390,33 @@ def test_everything_of_one_model(digits, tmp_path):
     assert report(tmp_path / "again.json")["sampling"] == found["sampling"]  # taken from the cache
 
 
+def test_guidance_is_of_the_samples_alone(tmp_path):
+    """The same likelihoods and other samples, those of sample(guidance=...)."""
+    spec = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
+    model = DDPM(spec, net={"channels": 8, "multipliers": [1, 2], "blocks": 1, "attention_at": []}, ema_decay=0)
+    awake(model.core.net)
+    save(model, tmp_path / "best.ckpt", {"_target_": "genmodels.data.vision.Digits"})
+    found = []
+    for name, words in (("plain", []), ("guided", ["guidance=4"])):
+        evaluate(f"ckpt={tmp_path}/best.ckpt", "draws=2", "limit=70", "samples=64", "steps=3", "features=random-conv",
+                 "force=true", "stages=[likelihood,fidelity]", f"out={tmp_path}/{name}.json", *words, cwd=tmp_path)
+        found.append(np.load(tmp_path / f"{name}.npz"))
+    plain, guided = found
+    assert np.array_equal(plain["nats_0"], guided["nats_0"])
+    expected = model.eval().sample(64, steps=3, guidance=4.0, weights="raw").x
+    assert np.abs(guided["samples_x"].astype(int) - expected.numpy().astype(int)).max() <= 1
+    assert np.abs(plain["samples_x"].astype(int) - guided["samples_x"].astype(int)).max() > 3
+
+
 BAD = [
     ("ckpt=FLOW limit=0", 2, "limit must be at least 1"),
     ("ckpt=FLOW processes=0", 2, "processes must be at least 1"),
     ("ckpt=FLOW temperature=-1", 2, "temperature must be a finite number"),
     ("ckpt=[FLOW,ENERGY] temperature=0.7", 2, "temperature=0.7 is a factor on the noise of flows and diffusion, and"),
-    ("ckpt=DIGITS temperature=nan", 2, "temperature must be a number, got 'nan'"),
+    ("ckpt=FLOW guidance=2", 2, "guidance is for models of classes with model.cond_drop above 0"),
+    ("ckpt=DIGITS guidance=2", 2, "guidance is for models of classes with model.cond_drop above 0"),
+    ("ckpt=DIGITS guidance=1e9", 2, "guidance must be a finite number"),
+    ("ckpt=DIGITS temperature=nan", 2, "temperature must be a number or null, got 'nan'"),
     ("ckpt=FLOW steps=0", 2, "steps must be at least 1"),
     ("ckpt=FLOW steps=3 stages=[fidelity]", 2, "steps is for models that are sampled in steps"),
     ("ckpt=FLOW importance_samples=0", 2, "importance_samples must be at least 1"),
