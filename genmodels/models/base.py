@@ -77,8 +77,6 @@ class GenerativeModel(OfLightning, nn.Module):
     conditional = False
     #: Probability that training hides the class.
     cond_drop = 0.0
-    #: Whether a conditional model can also be used without a class, with `cond=None`.
-    has_null_class = False
     #: Which of `SamplingOptions` its samples depend on, besides those that every model takes.
     sampling_options: tuple[str, ...] = ()
     #: The values of its option `sampler`; empty if they are not restricted.
@@ -267,7 +265,11 @@ class GenerativeModel(OfLightning, nn.Module):
         if not 0 <= cond_drop < 1:
             raise ValueError(f"cond_drop is a probability below 1, got {cond_drop}")
         self.conditional, self.cond_drop = wanted and self.spec.num_classes is not None, cond_drop
-        self.has_null_class = self.conditional and cond_drop > 0
+
+    @property
+    def has_null_class(self) -> bool:
+        """Whether training hides the class at random, so that the model can also be used without a class."""
+        return self.conditional and self.cond_drop > 0
 
     def _hidden(self, cond: Tensor | None, generator: KeyedGenerator) -> Tensor | None:
         """The classes, each replaced by the null class with probability `cond_drop` (Ho and Salimans 2022)."""
