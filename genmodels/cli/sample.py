@@ -115,6 +115,9 @@ def run(
     if model.spec.text is not None:
         from genmodels.cli.say import say
 
+        if path is not None or interpolate is not None:
+            raise InputError(f"{'path' if interpolate is None else 'interpolate'} is for models without texts: "
+                             f"{ckpt_path} holds {an(header['family'])}")
         manner = {key: value for key, value in manner.items() if value is not None}
         materials, lines = material(model, header, named, ckpt_path, trust or [])
         if materials and (text_file is not None or stream or {"text", "durations", "seconds"} & {*options, *manner}):

@@ -140,6 +140,8 @@ class SamplingOptions:
             raise InputError("a part of an event is kept, or all of it is edited: leave one of the two out")
         if (self.known is None) != (self.keep is None):
             raise InputError("what is known goes with a mask of where it is known: give both")
+        if self.max_frames is not None and self.max_frames < 1:
+            raise InputError(f"max_frames must be at least 1, got {self.max_frames}")
         if self.path < 0:
             raise InputError(f"path is a number of frames, 0 for none, got {self.path}")
 

@@ -137,6 +137,9 @@ class Altered(DataModule):
         splits = {}
         for split in ("train", "val", "test"):
             batches = list(self.source.loader(split, 4096))
+            if self.source.spec.text is not None or any(batch.mask is not None for batch in batches):
+                raise InputError(f"ood={self.how} is for items of one size without texts, unlike those of "
+                                 f"{self.source.spec.name}: name another data set")
             x = torch.cat([batch.x for batch in batches])
             labels = None if batches[0].cond is None else torch.cat([batch.cond for batch in batches])
             noise = KeyedGenerator(seed_of(self.seed, split), torch.arange(len(x)), self.how)

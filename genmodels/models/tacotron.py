@@ -141,7 +141,9 @@ class Tacotron(TextModel):
         if asked.stretch is not None:
             raise InputError("[slow]: a tacotron chooses every duration by itself; model=glow_tts follows the mark")
         noise, condition = KeyedGenerator(options.seed, asked.rows, "sample"), asked.condition
-        most = options.max_frames or _FRAMES_A_SYMBOL * (condition.tokens > 1).sum(1) + _FRAMES_MORE
+        most = options.max_frames
+        if most is None:
+            most = _FRAMES_A_SYMBOL * (condition.tokens > 1).sum(1) + _FRAMES_MORE
         core = self.weights(options.weights)
         with refusals():
             drawn = core.tacotron.sample(condition.tokens, condition.mask, core.voice(condition), generator=noise,

@@ -91,6 +91,9 @@ def test_a_part_of_a_recording_is_kept_and_the_rest_spoken_anew(tmp_path, capsys
 def test_options_of_sampling_reach_the_model_or_are_refused(ckpt, tmp_path, capsys):
     with pytest.raises(InputError, match="glow_tts has no sampling option 'steps'"):
         run(ckpt=ckpt, text="Abc.", steps=3)
+    for option, value in (("path", str(tmp_path / "p.gif")), ("interpolate", [1, 2])):
+        with pytest.raises(InputError, match=f"{option} is for models without texts: .* holds a glow_tts"):
+            run(ckpt=ckpt, text="Abc.", **{option: value})
     diffusion = checkpoint(tmp_path, MelDDPM, net={"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2})
     for name, options in (("few", {"steps": 2}), ("ddim", {"steps": 2, "sampler": "ddim"}), ("cold", {"steps": 2})):
         temperature = {"temperature": 0.0} if name == "cold" else {}

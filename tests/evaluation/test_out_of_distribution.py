@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from genmodels.core.errors import InputError
+from genmodels.data.speech import Speech
 from genmodels.data.vision import Digits
 from genmodels.evaluation.out_of_distribution import auroc, compressed_bits, less_complexity, other_data, typicality
 
@@ -49,6 +50,13 @@ def test_a_flat_picture_is_not_in_distribution_because_it_is_likely():
     # In bits: an item of 0 nats, one that is 100 bits likelier and far simpler.
     both = less_complexity(torch.tensor([0.0, 100 * math.log(2)]), x)
     assert both.tolist() == pytest.approx([noisy, flat + 100])
+
+
+@pytest.mark.parametrize("name", ["noise", "shuffled"])
+def test_items_with_texts_or_of_several_lengths_are_not_altered(name):
+    """Padding would become part of the sound."""
+    with pytest.raises(InputError, match=f"ood={name} is for items of one size without texts, unlike those of"):
+        other_data(name, {}, Speech().prepare(), [])
 
 
 @pytest.mark.parametrize("name", ["noise", "shuffled"])

@@ -119,6 +119,9 @@ def test_what_it_cannot_be_conditioned_on():
     for options in ({"speed": 2.0}, {"seconds": 1.0}, {"durations": [[1, 1]]}):
         with pytest.raises(InputError, match=f"{next(iter(options))}: a tacotron stops by itself"):
             tacotron.sample(1, **options)
+    for most in (0, -1):
+        with pytest.raises(InputError, match=f"max_frames must be at least 1, got {most}"):
+            tacotron.sample(1, max_frames=most)
     with pytest.raises(InputError, match="one voice"):
         tacotron.sample(1, 1)
     with pytest.raises(InputError, match="temperature must be a finite number"):
