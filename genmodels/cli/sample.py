@@ -10,9 +10,8 @@ from typing import Literal
 from genmodels.core.checkpoint import origin, verify
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, an
-from genmodels.core.files import cache_folder, check_writable, located, place_of
+from genmodels.core.files import cache_folder, check_writable, file_word, located, place_of
 from genmodels.core.processes import Ranks
-from genmodels.core.random import seed_of
 from genmodels.core.samples import USUAL_NUMBER, SamplingOptions, require_partners
 from genmodels.evaluation.features import Cache
 from genmodels.evaluation.materials import data_of, material, read_items
@@ -257,17 +256,6 @@ def strip(model, origin: dict, ends: list, frames: int, ema, target, place, data
     return [f"{frames} pictures from item {ends[0]} to item {ends[1]}: {target}"]
 
 
-def _file_word(word: str) -> str:
-    """A word for a file's name; a long one is cut, and ends in a hash.
-
-    Example:
-        >>> _file_word("steps-5 of"), _file_word("a" * 100)
-        ('steps-5-of', 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa-5e5afb42')
-    """
-    plain = "".join(c if c.isalnum() or c in "-." else "-" for c in word)
-    return plain if len(plain) <= 60 else f"{plain[:50]}-{seed_of(word):016x}"[:59]
-
-
 def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):
     """The default file of samples, in the folder `samples` of the run; a picture if the data can be drawn.
 
@@ -276,5 +264,5 @@ def default_target(ckpt, seed: int, start: int, n: int, spec, given: dict):
     drawn = spec.is_image or spec.mel is not None or spec.event_shape == (2,)
     suffix = ".txt" if spec.encoding is not None else ".csv" if spec.columns else ".png" if drawn else ".npz"
     words = [f"{key}-{str(value).removesuffix('.png')}" for key, value in given.items() if value is not None]
-    words = [_file_word(word) for word in words]
+    words = [file_word(word) for word in words]
     return ckpt.parent / "samples" / ("_".join([ckpt.stem, f"seed{seed}", f"{start}-{start + n - 1}", *words]) + suffix)

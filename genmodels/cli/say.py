@@ -18,7 +18,7 @@ from torch import Tensor
 
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError, refusals
-from genmodels.core.files import write_text, write_whole
+from genmodels.core.files import file_word, short_hash, write_text, write_whole
 from genmodels.core.samples import SamplingOptions
 from genmodels.core.tensors import html_table
 from genmodels.evaluation.samples import save_png
@@ -77,7 +77,12 @@ def say(
         found, times = stream_texts(model, texts, how, vocoder, chunk=chunk, **which)
     hop, rate = model.spec.mel["hop"], model.spec.mel["sample_rate"]
     seconds, took = sum(one.mel.shape[1] for one in found) * hop / rate, time.monotonic() - begun
-    places = targets(out, place.parent / "samples", place.stem, found, how.seed)
+    # The name has all options, so that no other samples are overwritten.
+    given = {key: value for key, value in how.given().items() if key not in ("text", "seed", "known", "keep")}
+    given |= {key: value for key, value in (("pause", how.pause), ("vocoder", how.vocoder))
+              if value != getattr(Manner(), key)}
+    stem = "_".join([place.stem, *(file_word(f"{key}-{value}") for key, value in given.items())])
+    places = targets(out, place.parent / "samples", stem, found, how.seed)
     what = "mels" if chunk is None or silent else "mels and sound"
     lines = [f"{what} of {seconds:.2f} s in {took:.2f} s (real-time factor {took / seconds:.3f}, {model.device})"]
     return lines + times + [line for one, target in zip(found, places, strict=True)
@@ -303,14 +308,15 @@ def targets(out: Path | None, folder: Path, stem: str, found: Sequence[Synthesis
 
 
 def _words(text: str) -> str:
-    """The beginning of a text for a file name.
+    """The beginning of a text for a file name; if there is more of it, a hash of the whole.
 
     Example:
-        >>> _words("Turn right, at 130 Prospect Street!")
-        'turn-right-at-130-prospect'
+        >>> _words("Turn right!"), _words("Turn right, at 130 Prospect Street!")
+        ('turn-right', 'turn-right-at-130-prospect-83d68f8d')
     """
     kept = "".join(c if c.isalnum() else " " for c in text.lower()).split()
-    return "-".join(kept[:5])[:40] or "text"
+    name = "-".join(kept[:5])[:40] or "text"
+    return name if name == "-".join(kept) else f"{name}-{short_hash(text)}"
 
 
 def stream_texts(

@@ -329,3 +329,24 @@ def weights(path: str | Path) -> Iterator[tuple[str, str, bytes]]:
                 first, end = one["data_offsets"]
                 file.seek(start + first)
                 yield name, one["dtype"], file.read(end - first)
+
+
+def short_hash(text: str) -> str:
+    """Eight hexadecimal digits of a text's hash, for a file's name.
+
+    Example:
+        >>> short_hash("hello")
+        '2cf24dba'
+    """
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def file_word(word: str) -> str:
+    """A word for a file's name; a long one is cut, and ends in a hash.
+
+    Example:
+        >>> file_word("steps-5 of"), file_word("a" * 100)
+        ('steps-5-of', 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa-28165978')
+    """
+    plain = "".join(c if c.isalnum() or c in "-." else "-" for c in word)
+    return plain if len(plain) <= 60 else f"{plain[:50]}-{short_hash(word)}"

@@ -377,6 +377,9 @@ def _on_model(report: Report) -> list[str]:
         notes.append(transcription_note(report.transcription))
     if isinstance(fidelity, Fidelity):
         notes.append(f"{fidelity.n} samples against as many held-out items; {fidelity.memorisation['said']}")
+    guidance = report.samples.made.get("guidance") if report.samples else None
+    if guidance is not None:
+        notes.append(f"samples drawn with guidance {guidance:g}; the likelihood is without it")
     outside = report.samples and report.samples.outside
     if outside:
         share = f"{outside['share']:.3%} +- {outside['error']:.3%}"

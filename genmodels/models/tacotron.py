@@ -167,7 +167,7 @@ class Tacotron(TextModel):
         rows = zip(condition.tokens, condition.mask[:, 0], drawn.weights, drawn.mask, strict=True)
         for tokens, valid, weights, frames in rows:
             own = tokens[valid].tolist()
-            looked = weights[: len(own), : int(frames.sum())]
+            looked = weights[: len(own), : int(frames.sum()) : self.core.tacotron.frames_per_step]  # of each step
             found.append(list(read_faults(looked, words_of_tokens(own, symbols))))
         return found
 

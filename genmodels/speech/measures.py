@@ -123,8 +123,8 @@ def read_faults(weights: Tensor, words: Sequence[int], *, shortest: int = 3) -> 
     """Numbers of words that an attention skipped, and of words that it returned to.
 
     At each frame the attended token is that of the largest weight, whatever its sign: local monotonic attention weighs
-    by raw scores. A return counts if it lasts `shortest` frames,
-    because the maximum may alternate at the border of two words. An alignment by durations has neither fault.
+    by raw scores. A return counts if it lasts `shortest` frames, because the maximum may alternate at the border of two
+    words. An alignment by durations has neither fault.
 
     Arguments:
         weights: of one utterance.

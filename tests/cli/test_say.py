@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -344,3 +345,18 @@ def test_what_cannot_be_streamed_is_said(one_voice):
                             ({"chunk": 0}, "at least 1")):  # fmt: skip
         with pytest.raises(InputError, match=reason):
             stream_text(one_voice, "a cab", **options)
+
+
+def test_default_files_do_not_overwrite_one_another(ckpt):
+    """Another take, temperature, speed or end of a long text is another file; the same command the same."""
+    samples = Path(ckpt) / "samples"
+    long = "One two three four five"
+    asked = [{"text": "Hello."}, {"text": "Hello.", "start": 5}, {"text": "Hello.", "temperature": 0.0},
+             {"text": "Hello.", "speed": 2.0}, {"text": f"{long} six."}, {"text": f"{long} seven."}]
+    for options in asked:
+        before = set(samples.glob("*.wav"))
+        run(ckpt=ckpt, **options)
+        made = set(samples.glob("*.wav"))
+        assert len(made - before) == 1
+        run(ckpt=ckpt, **options)
+        assert set(samples.glob("*.wav")) == made
