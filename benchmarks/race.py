@@ -152,7 +152,10 @@ def normflows_glow(spec: DataSpec, example: bool = False) -> Contestant:
 
 
 def nflows_realnvp(spec: DataSpec) -> Contestant:
-    """Affine couplings of channels with residual networks, in the multi-scale transform of nflows."""
+    """Affine couplings of channels with residual networks, in the multi-scale transform of nflows.
+
+    An actnorm before each of them, because alone they cannot enlarge a volume: their scales are below 1.001.
+    """
     from nflows import distributions, flows, transforms
     from nflows.nn.nets import ConvResidualNet
 
@@ -161,9 +164,9 @@ def nflows_realnvp(spec: DataSpec) -> Contestant:
     whole = transforms.MultiscaleCompositeTransform(2)
     for c, down in ((4 * channels, 2), (8 * channels, 4)):
         sign = torch.ones(c).index_fill(0, torch.arange(c // 2), -1)
-        couplings = [transforms.AffineCouplingTransform(sign * (-1) ** k, lambda i, o: ConvResidualNet(i, o, **size))
-                     for k in range(4)]  # fmt: skip
-        level = transforms.CompositeTransform([transforms.SqueezeTransform(), *couplings])
+        steps = [step for k in range(4) for step in (transforms.ActNorm(c), transforms.AffineCouplingTransform(
+            sign * (-1) ** k, lambda i, o: ConvResidualNet(i, o, **size)))]
+        level = transforms.CompositeTransform([transforms.SqueezeTransform(), *steps])
         whole.add_transform(level, (c, height // down, width // down))
     net = flows.Flow(whole, distributions.StandardNormal([spec.dims]))
     return flow_of(spec, net, lambda v: (net.transform_to_noise(v) if small else None, net.log_prob(v)), net.sample)

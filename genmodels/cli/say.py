@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, RunError, refusals
+from genmodels.core.errors import InputError, RunError, check_number, refusals
 from genmodels.core.files import file_word, short_hash, write_text, write_whole
 from genmodels.core.samples import SamplingOptions
 from genmodels.core.tensors import html_table
@@ -27,7 +27,7 @@ from genmodels.models.text_model import TextReader
 from genmodels.plots.images import mel_with_tokens
 from genmodels.speech.audio import MelConfig, write_wav
 from genmodels.speech.streaming import Vocoder, collect, stream_sound
-from genmodels.speech.text import phrases
+from genmodels.speech.text import LONGEST_PAUSE, phrases
 from genmodels.speech.vocoder import FLOOR, VOCODERS, phases, sound_of, vocoder_of
 
 
@@ -67,7 +67,15 @@ def say(
     texts = [texts] if isinstance(texts, str) else list(texts)
     out = None if out is None else Path(out)
     silent = out is not None and out.suffix.lower() == ".npz"
-    # Loaded first, so that its errors come before the synthesis.
+    if silent and how.vocoder != Manner().vocoder:
+        raise InputError(f"out={out} keeps mels, which no vocoder has a part in: leave out vocoder, or write .wav")
+    # The name has all options, so that no other samples are overwritten.
+    given = {key: value for key, value in how.given().items() if key not in ("text", "seed", "known", "keep")}
+    given |= {key: value for key, value in (("pause", how.pause), ("vocoder", how.vocoder))
+              if value != getattr(Manner(), key)}
+    stem = "_".join([place.stem, *(file_word(f"{key}-{value}") for key, value in given.items())])
+    # Both before the synthesis, so that their errors do not come after minutes of it.
+    places = targets(out, place.parent / "samples", stem, texts * (takes or 1), how.seed)
     vocoder = None if silent else vocoder_of(how.vocoder, MelConfig(**model.spec.mel))
     which = {"takes": takes or 1, "start": how.start}
     begun = time.monotonic()
@@ -77,12 +85,6 @@ def say(
         found, times = stream_texts(model, texts, how, vocoder, chunk=chunk, **which)
     hop, rate = model.spec.mel["hop"], model.spec.mel["sample_rate"]
     seconds, took = sum(one.mel.shape[1] for one in found) * hop / rate, time.monotonic() - begun
-    # The name has all options, so that no other samples are overwritten.
-    given = {key: value for key, value in how.given().items() if key not in ("text", "seed", "known", "keep")}
-    given |= {key: value for key, value in (("pause", how.pause), ("vocoder", how.vocoder))
-              if value != getattr(Manner(), key)}
-    stem = "_".join([place.stem, *(file_word(f"{key}-{value}") for key, value in given.items())])
-    places = targets(out, place.parent / "samples", stem, found, how.seed)
     what = "mels" if chunk is None or silent else "mels and sound"
     lines = [f"{what} of {seconds:.2f} s in {took:.2f} s (real-time factor {took / seconds:.3f}, {model.device})"]
     return lines + times + [line for one, target in zip(found, places, strict=True)
@@ -110,11 +112,11 @@ class Manner(SamplingOptions):
     """Options of synthesis: those of sampling, where `cond` is the speaker and `seconds` make a text one sentence.
 
     Arguments:
-        pause: seconds of silence between sentences, unless a mark `[pause=0.3]` sets it.
+        pause: seconds of silence between sentences, at most a minute, unless a mark `[pause=0.3]` sets it.
         vocoder: one of `genmodels.speech.vocoder.VOCODERS`.
 
     Raises:
-        InputError: for a negative pause, an unknown vocoder, or durations together with a speed.
+        InputError: for a pause out of range, an unknown vocoder, or a speed with durations or a total time.
     """
 
     pause: float = 0.2
@@ -122,12 +124,12 @@ class Manner(SamplingOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.pause >= 0:
-            raise InputError(f"pause must be a number of seconds from 0 on, got {self.pause}")
+        check_number("pause", self.pause, 0, LONGEST_PAUSE)
         if self.vocoder not in VOCODERS:
             raise InputError(f"vocoder must be one of {', '.join(VOCODERS)}, got {self.vocoder!r}")
-        if self.durations is not None and self.speed != 1:
-            raise InputError("durations already fix how long every token lasts: leave out speed, or durations")
+        for key in ("durations", "seconds"):
+            if getattr(self, key) is not None and self.speed != 1:
+                raise InputError(f"{key} already says how long the text takes: leave out speed, or {key}")
 
     @property
     def of_model(self) -> dict:
@@ -291,20 +293,20 @@ def _joined(found: SynthesisedText) -> tuple[list[int], list[int]]:
     return tokens, durations
 
 
-def targets(out: Path | None, folder: Path, stem: str, found: Sequence[SynthesisedText], seed: int) -> list[Path]:
+def targets(out: Path | None, folder: Path, stem: str, texts: Sequence[str], seed: int) -> list[Path]:
     """A file for each text: `out` for a single text, files in the folder `out` for several, else files of the run.
 
     Raises:
         InputError: for one file and several texts, or an unsupported file type.
     """
     if out is not None and out.suffix.lower() in (".wav", ".npz"):
-        if len(found) > 1:
-            raise InputError(f"out={out} is one file but there are {len(found)} texts: give a folder")
+        if len(texts) > 1:
+            raise InputError(f"out={out} is one file, and {len(texts)} texts are synthesised: give a folder")
         return [out]
     if out is not None and out.suffix:
         raise InputError(f"out={out}: end it in .wav (with .png and .json next to it), .npz, or nothing (a folder)")
     place = out or folder
-    return [place / f"{stem}_seed{seed}_{k}_{_words(one.text)}.wav" for k, one in enumerate(found)]
+    return [place / f"{stem}_seed{seed}_{k}_{_words(text)}.wav" for k, text in enumerate(texts)]
 
 
 def _words(text: str) -> str:
@@ -398,7 +400,7 @@ class Speech:
         Raises:
             InputError: for one file and several texts.
         """
-        places = targets(Path(out), Path(out), "speech", self.texts, self._manner.seed)
+        places = targets(Path(out), Path(out), "speech", [one.text for one in self.texts], self._manner.seed)
         for one, place in zip(self.texts, places, strict=True):
             write_utterance(one, self.spec, place, self._manner, self._made)
         return places

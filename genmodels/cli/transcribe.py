@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from genmodels.core.checkpoint import verify
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, an, refusals
+from genmodels.core.errors import InputError, an, check_number, refusals
 from genmodels.core.files import located
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
 from genmodels.models.recognizer import language_of
 from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav
-from genmodels.speech.decoding import Search
+from genmodels.speech.decoding import LARGEST_BEAM, ByteLanguage, Search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,34 +22,42 @@ class Hearing:
     """Options of recognition.
 
     Arguments:
-        beam: texts kept in the search; 1 takes the most probable character of every frame.
+        beam: texts kept in the search, at most 1,000; 1 takes the most probable character of every frame.
         nbest: texts for each file, the most probable first, with their log-probabilities; at most `beam`.
         lm: a file of texts, one per line, from which a character language model for the search is made; or a checkpoint
             of model=language_model.
-        lm_order: order n of its n-grams.
+        lm_order: order n of its n-grams, 6 by default.
         lm_weight: weight of its log-probabilities, 0.3 by default.
         rescore: search without the language model and rank the texts that are found with it; false for a search with it
             (shallow fusion).
-        length: exponent of the length normalisation of attention decoders, 0 (none, the default) to 1.
+        length: exponent of the length normalisation in a beam search of models with an attention decoder alone, or
+            with triggers, 0 (none, the default) to 1.
         times: also when every word begins and ends, in seconds; for models with CTC.
     """
 
     beam: int = 1
     nbest: int = 1
     lm: str | None = None
-    lm_order: int = 6
+    lm_order: int | None = None
     lm_weight: float | None = None
     rescore: bool = False
     length: float | None = None
     times: bool = False
 
     def __post_init__(self):
+        check_number("beam", self.beam, 1, LARGEST_BEAM)
         if not 1 <= self.nbest <= self.beam:
             raise InputError(f"nbest must lie in 1..beam, got {self.nbest} with beam={self.beam}")
         if self.lm is not None and self.beam == 1:
             raise InputError(f"lm={self.lm} needs a beam search: give beam=8 too")
-        if self.lm_weight is not None and self.lm is None:
-            raise InputError(f"lm_weight={self.lm_weight} needs lm=: give both")
+        for key in ("lm_weight", "lm_order"):
+            if getattr(self, key) is not None and self.lm is None:
+                raise InputError(f"{key}={getattr(self, key)} needs lm=: give both")
+        for key, least, most in (("lm_weight", 0, 1e6), ("lm_order", 1, 100), ("length", 0, 1)):
+            if getattr(self, key) is not None:
+                check_number(key, getattr(self, key), least, most)
+        if self.length and self.beam == 1:
+            raise InputError(f"length={self.length:g} compares the texts of a beam search: give beam=8 too")
         if self.rescore and self.lm is None:
             raise InputError("rescore=true ranks texts by a language model: give lm= too")
 
@@ -91,7 +99,7 @@ def run(
         trust: further packages whose classes the checkpoint may name.
         options: options of recognition.
     """
-    if not files:
+    if not files or "" in files:
         raise InputError("name the recordings: genmodels transcribe ckpt=... a.wav b.wav")
     how = Hearing(**options)
     if stream and (how.beam > 1 or how.times):
@@ -118,7 +126,12 @@ def heard(model: GenerativeModel, files: list[str], how: Hearing, weights: str |
         InputError: for another kind of model, a file that cannot be read, or an option that the model does not have.
     """
     mels = recordings(model, files)
-    language = None if how.lm is None else language_of(model, how.lm, how.lm_order)
+    if how.length and not model.compares_lengths:
+        raise InputError(f"length={how.length:g} is for model.criterion=attention, or joint with a delay, and this "
+                         f"model has criterion={model.criterion}")
+    language = None if how.lm is None else language_of(model, how.lm, how.lm_order or 6)
+    if how.lm_order is not None and isinstance(language, ByteLanguage):
+        raise InputError(f"lm_order={how.lm_order} is for n-grams of a text, and lm={how.lm} is a checkpoint")
     own = {"weight": how.lm_weight, "length": how.length, "language": language, "rescore": how.rescore}
     with refusals():
         search = Search(beam=how.beam, **{key: value for key, value in own.items() if value is not None})

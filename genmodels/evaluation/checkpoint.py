@@ -25,6 +25,7 @@ from genmodels.evaluation.features import Cache, code_hash, key_of
 from genmodels.evaluation.report import CheckpointFacts, DataFacts, Report
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import weights_of
+from genmodels.speech.decoding import LARGEST_BEAM
 from genmodels.training.run import training_time
 
 
@@ -144,12 +145,20 @@ class Request:
             least = 2 if key in ("replicates", "samples", "chains") else 1  # the error of a mean needs two
             if isinstance(value, int) and value < least:
                 raise InputError(f"{key} must be at least {least}, got {value}")
-        if self.importance_samples is not None and not self.importance_samples:
-            raise InputError("importance_samples=[] names no number: give for example importance_samples=[1,64]")
+        for key, example in (("importance_samples", "[1,64]"), ("stages", "[likelihood]")):
+            if getattr(self, key) == []:
+                raise InputError(f"{key}=[] is empty: give for example {key}={example}, or leave it out")
+        for key in ("chains", "densities"):
+            if getattr(self, key) is not None and self.normaliser in ("quadrature", "none"):
+                raise InputError(f"{key} is for normaliser=ais, got normaliser={self.normaliser}: leave one of the two "
+                                 "out")
         if self.temperature is not None:
             check_temperature(self.temperature)
         if self.guidance is not None:
             check_number("guidance", self.guidance, -1e6)
+        check_number("beam", self.beam, 1, LARGEST_BEAM)
+        if self.lm_weight is not None:
+            check_number("lm_weight", self.lm_weight, 0)
         if self.nbest > self.beam:
             raise InputError(f"nbest must lie in 1..beam, got {self.nbest} with beam={self.beam}")
         if self.lm is not None and self.beam == 1:
@@ -158,6 +167,9 @@ class Request:
             raise InputError("rescore and lm_weight are for a language model: give lm= too")
         if self.ood_data and not self.ood:
             raise InputError("ood_data holds options of another data set: say which by ood=<name>")
+        if self.ood_data and set(self.ood) <= {"noise", "shuffled"}:
+            raise InputError(f"ood_data holds options of a data set, and ood={','.join(self.ood)} is none: leave it "
+                             "out")
 
     @property
     def partition(self) -> dict:

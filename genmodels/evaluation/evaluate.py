@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,15 +13,16 @@ from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import Interrupted, an, progress_bar
+from genmodels.core.errors import InputError, Interrupted, an, progress_bar
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import Ranks
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.base import DataModule
+from genmodels.data.utterances import characters
 from genmodels.evaluation import cost
 from genmodels.evaluation.checkpoint import Frame, Opened
 from genmodels.evaluation.features import Cache
-from genmodels.evaluation.likelihood import LikelihoodStage
+from genmodels.evaluation.likelihood import LikelihoodStage, lines_of
 from genmodels.evaluation.out_of_distribution import OtherDataStage, audit, picture_of_audit, require_texts
 from genmodels.evaluation.report import Drift, Layer, Reference, Report, SamplingCost
 from genmodels.evaluation.sample_quality import FidelityStage
@@ -29,6 +31,7 @@ from genmodels.evaluation.speech import spoken_at
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
 from genmodels.models.mels import NOISE, even_lengths, with_noise
+from genmodels.speech.decoding import NGram
 from genmodels.verification.check import Check
 from genmodels.verification.checkpoints import ModelSubject, verify_checkpoint
 
@@ -82,8 +85,18 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
     """Baselines of the likelihood of the first `limit` items, with their standard errors over the items.
 
     For images the uniform model and the best per-pixel histogram, for text the uniform model and the frequencies of
-    bytes and of pairs, for mels a Gaussian for each band; for other data the exact entropy, if it is known.
+    bytes and of pairs, for mels a Gaussian for each band, for their transcripts the frequencies of characters with and
+    without those before; for other data the exact entropy, if it is known.
+
+    Arguments:
+        datamodule: the data.
+        split: of the items.
+        spec: of what the model gives probabilities of.
+        limit: number of items, None for all.
     """
+    if spec.encoding == "characters":
+        return [_reference(f"characters given the {order - 1} before", spec.unit, of_characters(
+            datamodule, split, spec.levels - 1, order, limit)) for order in (1, 6)]
     if spec.mel is not None:
         found = gaussian_per_band(datamodule, split, limit)
         return [_reference("a normal distribution for each band", "nats_per_dim", found)]
@@ -125,6 +138,20 @@ def of_bytes(datamodule: DataModule, split: str, spec: DataSpec, limit: int | No
     second = torch.cat([first[:, :1], pairs[evaluated[:, :-1], evaluated[:, 1:]].log()], dim=1)
     return [_reference(name, spec.unit, Likelihood(each.sum(1), "exact", spec.dims, spec.levels))
             for name, each in (("frequencies of bytes", first), ("frequencies of pairs of bytes", second))]
+
+
+def of_characters(
+    datamodule: DataModule, split: str, classes: int, order: int, limit: int | None = None
+) -> Likelihood:
+    """The likelihood of the transcripts of a split by n-grams of those of the training split, without their mels."""
+    train, found = (
+        [tuple(row[:count]) for batch in datamodule.loader(name, 256, rows) for row, count in
+         zip(*(part.tolist() for part in characters(batch)), strict=True)]
+        for name, rows in (("train", None), (split, torch.arange(limit or len(datamodule.split(split)))))
+    )
+    model = NGram(train, classes, order=order)
+    nats = torch.tensor([model.log_prob(text) for text in found], dtype=torch.float64)
+    return Likelihood(nats, "exact", torch.tensor([len(text) for text in found]), classes)
 
 
 def gaussian_per_band(
@@ -239,10 +266,10 @@ class Evaluation:
 
     def _references(self) -> list[Reference]:
         opened, shared, split = self.opened, self.frame.shared, self.frame.request.split
-        key = ("references", id(opened.datamodule), split, opened.items)
+        key = ("references", id(opened.datamodule), opened.model.modelled.encoding, split, opened.items)
         if key not in shared:
             limit = opened.items if opened.limited else None
-            shared[key] = references(opened.datamodule, split, opened.spec, limit)
+            shared[key] = references(opened.datamodule, split, opened.model.modelled, limit)
         return shared[key]
 
     def audit(self) -> None:
@@ -305,3 +332,65 @@ class Evaluation:
             self.report.drift = Drift(**drift_of(done["layers"]))
         self.report.failed += [f"check failed: {check.name} ({check.note})" for check in self.report.checks
                                if check.failed]
+
+
+def check_options(models: Sequence[Opened]) -> None:
+    """Raise an InputError for an option that none of the models takes; the others of a table ignore it."""
+    request = models[0].request
+    known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
+    known |= {name for name in ("sampler", "steps") if any(opened.model.takes(name) for opened in models)}
+    known |= {"guidance" for opened in models if getattr(opened.model, "has_null_class", False)}
+    if any(not opened.model.generates for opened in models):
+        known |= {"beam", "nbest", "lm"}
+    if any(opened.model.generates and opened.spec.text is not None for opened in models):
+        known |= {"recognizer"} | ({"beam"} if request.recognizer is not None else set())
+    if any(opened.model.generates for opened in models):
+        known |= {"samples"}
+    if any("normaliser" in inspect.signature(opened.model.log_likelihood).parameters and opened.spec.dims > 2
+           for opened in models) or request.normaliser == "ais":
+        known |= {"chains"}
+    given = [
+        ("recognizer", "recognizer", "text-to-speech models", request.recognizer is not None),
+        ("nbest", "nbest", "recognisers", request.nbest > 1),
+        ("lm", "lm", "recognisers", request.lm is not None),
+        ("beam", "beam", "recognisers, and with recognizer= for text-to-speech models", request.beam > 1),
+        ("stages=[cost]", "samples", "models with samples", request.stages == ["cost"]),
+        ("temperature", "samples", "models with samples", request.temperature is not None),
+        ("samples", "samples", "models with samples", request.samples != "auto"),
+        ("features", "samples", "models with samples", request.features != "auto"),
+        ("force", "samples", "models with samples", request.force),
+        ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
+        ("replicates", "draws", "diffusion bounds", request.replicates != 2),
+        ("bound", "bound", "diffusion bounds", request.bound != "auto"),
+        (", ".join(request.partition), "normaliser", "energies", bool(request.partition)),
+        ("chains and densities", "chains", "energies of three or more dimensions, others take the sum over a grid",
+         bool({"chains", "densities"} & set(request.partition))),
+        ("importance_samples", "importance_samples", "flows and energies", request.importance_samples is not None),
+        ("sampler", "sampler", "models with several samplers", request.sampler is not None),
+        ("steps", "steps", "models that are sampled in steps", request.steps is not None),
+        ("guidance", "guidance", "models of classes with model.cond_drop above 0", request.guidance is not None),
+    ]
+    by_ode = any(hasattr(opened.model, "ode_likelihood") for opened in models)
+    of_lines = {line.options.get("importance_samples") for opened in models for line in lines_of(opened)[0]}
+    if of_lines.issuperset(request.importance_samples or ()):  # the ODE takes them if its divergence is exact
+        known.add("importance_samples")
+    for name, needed, families, asked in given:
+        if asked and needed not in known:
+            raise _nobody(name, families, models)
+    listed = [opened.model.samplers for opened in models if opened.model.takes("sampler")]
+    if request.sampler is not None and all(listed):  # before the likelihoods, which may take long
+        samplers = dict.fromkeys(name for names in listed for name in names)
+        if request.sampler not in samplers:
+            raise InputError(f"sampler must be one of {', '.join(samplers)}, got {request.sampler!r}")
+    for opened in models:
+        if request.temperature not in (None, 1) and "inverse_temperature" in opened.model.own_options():
+            raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "
+                             f"and {opened.path} holds a model of another kind ({opened.model.family}): samples of one "
+                             "table are drawn alike, leave it out")
+    if (request.ode is True or request.ode_options) and not by_ode:
+        raise _nobody("ode", "diffusion models", models)
+
+
+def _nobody(name: str, families: str, models: Sequence[Opened]) -> InputError:
+    held = ", ".join(f"{opened.path} holds {an(opened.model.family)}" for opened in models)
+    return InputError(f"{name} is for {families}: {held}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, an, progress_bar
+from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.likelihood import Likelihood, SingleValues, packed, unpacked
 from genmodels.data.base import DataModule
 from genmodels.data.toy import density
@@ -154,55 +154,6 @@ def _likelihood(model, batch: Batch, line: Line, size: int) -> Likelihood:
         if isinstance(error, MemoryError) or "out of memory" in str(error) or "allocate memory" in str(error):
             raise RunError(f"out of memory at batch_size={size}: try batch_size={max(1, size // 4)}") from error
         raise
-
-
-def check_options(models: Sequence[Opened]) -> None:
-    """Raise an InputError for an option that none of the models takes; the others of a table ignore it."""
-    request = models[0].request
-    known = {name for opened in models for name in inspect.signature(opened.model.log_likelihood).parameters}
-    known |= {name for name in ("sampler", "steps") if any(opened.model.takes(name) for opened in models)}
-    known |= {"guidance" for opened in models if getattr(opened.model, "has_null_class", False)}
-    if any(not opened.model.generates for opened in models):
-        known |= {"beam", "nbest", "lm"}
-    if any(opened.model.generates and opened.spec.text is not None for opened in models):
-        known |= {"recognizer"} | ({"beam"} if request.recognizer is not None else set())
-    given = [
-        ("recognizer", "recognizer", "text-to-speech models", request.recognizer is not None),
-        ("nbest", "nbest", "recognisers", request.nbest > 1),
-        ("lm", "lm", "recognisers", request.lm is not None),
-        ("beam", "beam", "recognisers, and with recognizer= for text-to-speech models", request.beam > 1),
-        ("draws", "draws", "diffusion bounds", request.draws not in ("auto", "all")),
-        ("bound", "bound", "diffusion bounds", request.bound != "auto"),
-        (", ".join(request.partition), "normaliser", "energies", bool(request.partition)),
-        ("importance_samples", "importance_samples", "flows and energies", request.importance_samples is not None),
-        ("sampler", "sampler", "models with several samplers", request.sampler is not None),
-        ("steps", "steps", "models that are sampled in steps", request.steps is not None),
-        ("guidance", "guidance", "models of classes with model.cond_drop above 0", request.guidance is not None),
-    ]
-    by_ode = any(hasattr(opened.model, "ode_likelihood") for opened in models)
-    of_lines = {line.options.get("importance_samples") for opened in models for line in lines_of(opened)[0]}
-    if of_lines.issuperset(request.importance_samples or ()):  # the ODE takes them if its divergence is exact
-        known.add("importance_samples")
-    for name, needed, families, asked in given:
-        if asked and needed not in known:
-            raise _nobody(name, families, models)
-    listed = [opened.model.samplers for opened in models if opened.model.takes("sampler")]
-    if request.sampler is not None and all(listed):  # before the likelihoods, which may take long
-        samplers = dict.fromkeys(name for names in listed for name in names)
-        if request.sampler not in samplers:
-            raise InputError(f"sampler must be one of {', '.join(samplers)}, got {request.sampler!r}")
-    for opened in models:
-        if request.temperature not in (None, 1) and "inverse_temperature" in opened.model.own_options():
-            raise InputError(f"temperature={request.temperature:g} is a factor on the noise of flows and diffusion, "
-                             f"and {opened.path} holds a model of another kind ({opened.model.family}): samples of one "
-                             "table are drawn alike, leave it out")
-    if (request.ode is True or request.ode_options) and not by_ode:
-        raise _nobody("ode", "diffusion models", models)
-
-
-def _nobody(name: str, families: str, models: Sequence[Opened]) -> InputError:
-    held = ", ".join(f"{opened.path} holds {an(opened.model.family)}" for opened in models)
-    return InputError(f"{name} is for {families}: {held}")
 
 
 def automatic_draws(items: int, terms: int, replicates: int, budget: int = _AUTO_BUDGET) -> int | str:

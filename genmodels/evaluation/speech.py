@@ -403,6 +403,8 @@ def _interval(part: Interval) -> str:
         >>> _interval(Interval(0.5, 0.25, 0.75))
         '50.0 % (25.0 to 75.0)'
     """
+    if np.isnan(part.low):
+        return f"{100 * part.value:.1f} % (of one utterance, without an interval)"
     return f"{100 * part.value:.1f} % ({100 * part.low:.1f} to {100 * part.high:.1f})"
 
 

@@ -135,10 +135,11 @@ def make_table(
     ranking = _ranking(lines, reports, arrays, rank)
     places = {r: place for group in ranking for place, ties in enumerate(group.order, 1) for r in ties}
     rows = _rows(reports, places)
+    references = {(known.name, known.unit): known for report in reports for known in report.references}
     scale = next((report.scale for report in reports if report.scale), None)
     table = Table(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=command,
-        genmodels=reports[0].genmodels, data=reports[0].data, references=reports[0].references,
+        genmodels=reports[0].genmodels, data=reports[0].data, references=list(references.values()),
         scale=None if scale is None else replace(scale, network=scale.network["name"]),
         columns=COLUMNS, rows=rows, ranking=ranking, conclusions=conclusions(lines, reports), models=reports,
         failures=[Failure(path, message.removeprefix(f"{path}: ")) for path, message in failures],

@@ -358,6 +358,11 @@ class TarFlow(FlowModel):
         if augment and (spec.levels is None or self.preprocess != "centre"):
             raise ValueError(f"augment={augment} is for integers with model.preprocess=centre: noise leaves the range "
                              "in which a logit is defined")
+        if augment and self.dequantisation != "uniform":
+            raise ValueError(f"augment={augment} adds noise in place of dequantisation={self.dequantisation}: give "
+                             "model.dequantisation=uniform, or no augment")
+        if components != 8 and transform != "mixture":
+            raise ValueError(f"components={components} is for transform=mixture, got transform={transform}")
         self.augment = augment
         patch = (2 if len(spec.event_shape) == 3 else 1) if patch is None else patch
         self.decide(patch=patch)

@@ -40,8 +40,6 @@ from genmodels.speech.recognition import Edits, character_edits, pooled, word_ed
 from genmodels.speech.text import Symbols, in_form
 
 _SHOWN = 8  # texts written while training
-
-
 #: What `model.criterion=` may be.
 Criterion = Literal["ctc", "transducer", "attention", "joint"]
 
@@ -126,10 +124,12 @@ class Recognizer(GenerativeModel):
         if spec.text is None:
             raise InputError(f"{spec.name} has no texts: model={self.family} is for data=speech with texts")
         one_of("criterion", criterion, get_args(Criterion))
-        for name, share in (("ctc_weight", ctc_weight), ("smoothing", smoothing), ("sampled", sampled)):
-            check_number(name, share, 0)
-            if share > 1:
-                raise InputError(f"{name} is a share from 0 to 1, got {share:g}")
+        decodes = criterion in ("attention", "joint")
+        for name, share, usual, used in (("ctc_weight", ctc_weight, 0.3, criterion == "joint"),
+                                         ("smoothing", smoothing, 0.1, decodes), ("sampled", sampled, 0.0, decodes)):
+            check_number(name, share, 0, 1)
+            if share != usual and not used:
+                raise InputError(f"model.{name} is not for model.criterion={criterion}")
         check_number("mwer_keep", mwer_keep, 0)
         if mwer < 0 or mwer == 1:
             raise InputError(f"mwer is the length of a list, 2 or more, or 0 for none, got {mwer}")
@@ -162,6 +162,11 @@ class Recognizer(GenerativeModel):
         """Its texts, as sequences of characters."""
         return DataSpec(self.spec.name, (1,), levels=len(self.symbols), encoding="characters")
 
+    @property
+    def compares_lengths(self) -> bool:
+        """Whether its search compares unfinished texts by their decoder, whose scores fall with the length."""
+        return self.core.decoder is not None and (self.core.ctc is None or self.core.decoder.delay is not None)
+
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def encode(self, batch: Batch, core: RecognizerCore) -> tuple[Tensor, Tensor]:
@@ -191,8 +196,7 @@ class Recognizer(GenerativeModel):
             log_probs = core.decoder(h, frames, y, counts, triggers=triggers, sampled=self.sampled,
                                      generator=generator.child("sampled"))
             parts["attention"] = cross_entropy(log_probs, y, counts, self.smoothing) / counts
-        joint = len(parts) == 2
-        weights = {"ctc": self.ctc_weight, "attention": 1 - self.ctc_weight} if joint else {}
+        weights = {"ctc": self.ctc_weight, "attention": 1 - self.ctc_weight} if len(parts) == 2 else {}
         total = sum(weights.get(name, 1.0) * part for name, part in parts.items())
         if self.mwer:
             parts["wrong_words"] = self._expected_errors(batch, h, frames)
@@ -294,10 +298,10 @@ class Recognizer(GenerativeModel):
         search = how.first_pass()
         if core.decoder is None:
             return [how.second_pass(found) for found in (core.ctc or core.transducer).search(h, frames, search)]
-        if core.ctc is None or core.decoder.delay is not None:
+        if self.compares_lengths:
             triggers = None if core.ctc is None else ctc_triggers(core.ctc.log_probs(h), frames)
             return [how.second_pass(found, how.length) for found in core.decoder.search(h, frames, search, triggers)]
-        lists = [how.second_pass(found) for found in core.ctc.search(h, frames, search)]
+        lists = (how.second_pass(found) for found in core.ctc.search(h, frames, search))
         return [self._rescored(core, h[k : k + 1], frames[k : k + 1], found) for k, found in enumerate(lists)]
 
     def _rescored(
@@ -357,8 +361,7 @@ class Recognizer(GenerativeModel):
 
     def said(self, batch: Batch) -> list[str]:
         """The reference texts of a batch, in characters."""
-        y, counts = characters(batch)
-        return [self.symbols.decode((row[:n] + 1).tolist()) for row, n in zip(y, counts.tolist(), strict=True)]
+        return [self.symbols.decode((row[:n] + 1).tolist()) for row, n in zip(*characters(batch), strict=True)]
 
     def draw(self, options: SamplingOptions) -> Samples:
         """A recogniser has no samples.
@@ -385,8 +388,7 @@ class Recognizer(GenerativeModel):
 
     def transcripts(self) -> str:
         """The texts of a few validation items, and their transcripts."""
-        loader = self.trainer.val_dataloaders
-        batch = next(iter(loader)).rows(slice(0, _SHOWN)).to(self.device)
+        batch = next(iter(self.trainer.val_dataloaders)).rows(slice(0, _SHOWN)).to(self.device)
         self.core.eval()  # the caller restores the mode
         pairs = zip(self.said(batch), self.transcribe(batch), strict=True)
         return "\n\n".join(f"said:  {said}\nheard: {self.written(found[0])}" for said, found in pairs)
@@ -421,10 +423,10 @@ class TrainedRecogniser:
 
 
 def language_of(model: Recognizer, file: str, order: int = 6) -> NGram | ByteLanguage:
-    """A language model in the symbols of a recogniser: of the lines of a file, or a checkpoint of one.
+    """A language model in the symbols of a recogniser: n-grams of the lines of a file, or a checkpoint of one.
 
     Raises:
-        InputError: for a file that cannot be read, or has no text, and a checkpoint of another family.
+        InputError: for a file that cannot be read or has no text, and a checkpoint of another family.
     """
     path = located(file)
     if str(file).startswith("hf://") or path.suffix in (".ckpt", ".safetensors"):
@@ -440,9 +442,9 @@ def language_of(model: Recognizer, file: str, order: int = 6) -> NGram | ByteLan
         raise InputError(f"lm={file} cannot be read: {error}") from None
     text, number = model.spec.text, {symbol: k for k, symbol in enumerate(model.symbols.table)}
     with refusals():
-        normal = [in_form(line, text.get("form", "characters"), text["language"]) for line in lines
-                  if any(c.isalpha() for c in line)]
-        texts = [[number[c] - 1 for c in line if c in number] for line in normal]
+        form = text.get("form", "characters"), text["language"]
+        texts = [[number[c] - 1 for c in in_form(line, *form) if c in number] for line in lines
+                 if any(c.isalpha() for c in line)]
         if not texts:
             raise InputError(f"lm={file} has no line with letters")
         return NGram(texts, len(number) - 1, order=order)

@@ -23,9 +23,8 @@ from genmodels.core.errors import InputError, Interrupted, RunError
 from genmodels.core.files import cache_folder, write_text, write_whole
 from genmodels.core.processes import Ranks
 from genmodels.evaluation.checkpoint import Opened, Request
-from genmodels.evaluation.evaluate import Evaluation
+from genmodels.evaluation.evaluate import Evaluation, check_options
 from genmodels.evaluation.features import Cache
-from genmodels.evaluation.likelihood import check_options
 from genmodels.evaluation.report import plain
 from genmodels.evaluation.table import MEASURES, UNITS, Table, condition_of, labelled, make_table, same_items, side
 from genmodels.models.build import construct

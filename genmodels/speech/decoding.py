@@ -18,6 +18,8 @@ from genmodels.speech.recognition import Edits, word_edits
 
 #: The number of the blank of CTC and of transducers, and of the beginning and the end of a text elsewhere.
 BLANK = 0
+#: The widest beam of the commands: a search takes time and memory in proportion.
+LARGEST_BEAM = 1000
 
 
 class Hypothesis(NamedTuple):

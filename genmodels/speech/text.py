@@ -410,6 +410,8 @@ def reopened(sentences: Sequence[str]) -> list[str]:
 
 
 _POINT_IN_MARK = re.compile(r"([.,:;?!]+)(\[/slow\])")
+#: Seconds of silence between two sentences, at most.
+LONGEST_PAUSE = 60.0
 _PAUSE = re.compile(r"\[pause=([^\]]*)\]")
 
 
@@ -430,8 +432,9 @@ def phrases(text: str, pause: float) -> list[tuple[str, float]]:
     pieces, found = _PAUSE.split(_POINT_IN_MARK.sub(r"\2\1", text)), []
     for piece, mark in zip(pieces[::2], [None, *pieces[1::2]], strict=True):
         seconds = pause if mark is None else _number(mark)
-        if mark is not None and not 0 <= seconds < math.inf:
-            raise InputError(f"[pause={mark}]: a pause must be a number of seconds from 0 on, as in [pause=0.3]")
+        if mark is not None and not 0 <= seconds <= LONGEST_PAUSE:
+            raise InputError(f"[pause={mark}]: a pause is a number of seconds from 0 to {LONGEST_PAUSE:g}, as in "
+                             "[pause=0.3]")
         parts = sentences(piece)
         if not parts and len(pieces) > 1:
             raise InputError(f"{text!r}: there is no text on one side of a [pause=]")

@@ -13,7 +13,7 @@ from PIL import Image
 from scipy.io import wavfile
 
 from genmodels.cli.sample import run
-from genmodels.cli.say import Manner, read_durations, stream_texts, synthesise, targets, write_utterance
+from genmodels.cli.say import Manner, read_durations, say, stream_texts, synthesise, targets, write_utterance
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.data.speech import Speech
@@ -180,7 +180,8 @@ def test_a_marked_pause_is_as_long_as_it_says(model):
     first = results[0].parts[0][3].shape[1]
     assert (results[0].mel[:, first : first + marked] < -11.5).all()
     assert torch.allclose(results[0].parts[1][3], results[1].mel, atol=1e-4)  # marks change nothing of what is spoken
-    for text, reason in (("One [pause=soon] two", "number of seconds"), ("One [pause=-1] two", "from 0 on"),
+    for text, reason in (("One [pause=soon] two", "number of seconds"), ("One [pause=-1] two", "from 0 to 60"),
+                         ("One [pause=1e8] two", "from 0 to 60"),
                          ("[pause=1] one", "no text on one side"), ("One. [pause=1] ", "no text on one side")):
         with pytest.raises(InputError, match=reason):
             synthesise(model, [text], Manner())
@@ -207,17 +208,19 @@ def test_seconds_are_exact_to_the_sample_and_files_carry_their_making(model, tmp
     assert np.load(tmp_path / "a.npz")["mel"].shape == (80, 276)
 
 
-def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path):
+def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="has 1 sentences, the text has 2"):
         synthesise(model, ["One. Two."], Manner(durations=[[1, 2]]))
-    with pytest.raises(InputError, match="leave out speed"):
-        Manner(durations=[[1, 2]], speed=2.0)
+    for options in ({"durations": [[1, 2]]}, {"seconds": 2.0}):
+        with pytest.raises(InputError, match="leave out speed"):
+            Manner(**options, speed=2.0)
     with pytest.raises(InputError, match=r"\[slow\] is not closed"):
         synthesise(model, ["One. [slow]Two."], Manner())
     with pytest.raises(InputError, match="there is no text"):
         synthesise(model, [], Manner())
-    with pytest.raises(InputError, match="pause"):
-        Manner(pause=-1)
+    for pause in (-1, 1e8):
+        with pytest.raises(InputError, match="pause must be a finite number from 0 to 60"):
+            Manner(pause=pause)
     (tmp_path / "d.json").write_text("{}")
     for name in ("d.json", "none.json"):
         with pytest.raises(InputError, match=name):
@@ -229,12 +232,13 @@ def test_what_cannot_be_done_is_said_in_one_line(model, tmp_path):
     for right in ("[1, 2]", "[[1, 2]]", '{"sentences": [{"durations": [1, 2]}]}'):
         (tmp_path / "d.json").write_text(right)
         assert read_durations(tmp_path / "d.json") == [[1, 2]]
-    results = synthesise(model, ["One.", "Two."], Manner())
-    with pytest.raises(InputError, match="give a folder"):
-        targets(tmp_path / "a.wav", tmp_path, "best", results, 0)
-    with pytest.raises(InputError, match="end it in .wav"):
-        targets(tmp_path / "a.mp3", tmp_path, "best", results, 0)
-    names = [p.name for p in targets(None, tmp_path, "best", results, 3)]
+    for out, options, said in (("a.wav", {}, "give a folder"), ("a.mp3", {}, "end it in .wav"),
+                               ("a.npz", {"vocoder": "hifigan"}, "leave out vocoder")):
+        words = {"takes": None, "chunk": None, "text_file": None, "out": f"{tmp_path}/{out}"}
+        with monkeypatch.context() as patched, pytest.raises(InputError, match=said):
+            patched.setattr(model, "sample", None)  # it comes before the synthesis
+            say(model, {}, tmp_path, {"text": ["One.", "Two."], **options}, **words)
+    names = [p.name for p in targets(None, tmp_path, "best", ["One.", "Two."], 3)]
     assert names == ["best_seed3_0_one.wav", "best_seed3_1_two.wav"]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.files import located
 from genmodels.data.speech import Speech
+from genmodels.data.utterances import characters
 from genmodels.evaluation.checkpoint import Request
 from genmodels.evaluation.speech import _recogniser
 from genmodels.models.checkpoint import load_model, write_checkpoint
@@ -94,7 +97,12 @@ def test_a_language_model_from_a_checkpoint(ckpt, tmp_path, capsys):
     ([FILES[0], "lm=book.txt"], "give beam=8 too"), ([FILES[0], "lm=nowhere.txt", "beam=2"], "cannot be read"),
     ([FILES[0], "stream=true"], "stream is for"), ([], "name the recordings"),
     (["nowhere.wav"], "nowhere.wav: there is no such file"),
-    ([FILES[0], "rescore=true"], "give lm= too"),
+    ([FILES[0], "rescore=true"], "give lm= too"), ([FILES[0], "lm_order=3", "beam=2"], "lm_order=3 needs lm="),
+    ([FILES[0], "lm=book.txt", "beam=2", "lm_weight=-1"], "lm_weight must be a finite number from 0"),
+    ([FILES[0], "beam=100000"], "beam must be a finite number from 1 to 1000"),
+    ([FILES[0], "length=2", "beam=2"], "length must be a finite number from 0 to 1"),
+    ([FILES[0], "length=0.5"], "compares the texts of a beam search"),
+    ([FILES[0], "length=0.5", "beam=2"], "and this model has criterion="), ([""], "name the recordings"),
     ([FILES[0], "nbest=2"], "nbest must lie in 1..beam"), ([FILES[0], "beams=3"], "did you mean 'beam'"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(words, said, ckpt, capsys):
@@ -123,6 +131,15 @@ def test_a_trained_recogniser_hears_sound_as_transcribe_does(ckpt, tmp_path, cap
         _recogniser(Request(recognizer=checkpoint(tmp_path, GlowTTS), device="cpu"), {})
 
 
+def bits_by_frequency(data) -> float:
+    """Bits per character of the test texts by (n_k + s/V)/(n + s), s different characters among n of training."""
+    train, test = ([[*row[:count].tolist(), 0] for batch in data.loader(split, 4)
+                    for row, count in zip(*characters(batch), strict=True)] for split in ("train", "test"))
+    seen, classes = Counter(k for text in train for k in text), len(data.spec.text["symbols"]) - 1
+    share = {k: (seen[k] + len(seen) / classes) / (seen.total() + len(seen)) for text in test for k in text}
+    return -sum(math.log2(share[k]) for text in test for k in text) / sum(len(text) - 1 for text in test)
+
+
 def test_an_evaluation_has_bits_and_errors_of_characters(ckpt, tmp_path, capsys):
     out = tmp_path / "report.json"
     assert main(["evaluate", f"ckpt={ckpt}", f"out={out}", "cache=false", "device=cpu", "audit=true", "beam=2"]) == 0
@@ -133,6 +150,9 @@ def test_an_evaluation_has_bits_and_errors_of_characters(ckpt, tmp_path, capsys)
     (line,) = report["likelihood"]
     assert line["unit"] == "bits_per_character" and line["kind"] == "exact" and line["bits_per_dim"] > 0
     assert len(report["transcription"]["heard"]) == 4 and report["transcription"]["curve"][-1]["utterances"] == 4
+    known = {reference["name"]: reference for reference in report["references"]}
+    assert list(known) == ["characters given the 0 before", "characters given the 5 before"]
+    assert known["characters given the 0 before"]["value"] == pytest.approx(bits_by_frequency(Speech().prepare()))
     nats = [row["nats_per_dim"] for row in report["audit"]]
     assert len(nats) == 4 and nats == sorted(nats, reverse=True)
     assert not report["failed"] and {check["status"] for check in report["checks"]} == {"passed"}

@@ -124,6 +124,8 @@ def test_samples_are_zero_beyond_their_lengths():
     (lambda: TarFlow(DIGITS, augment=0.1), "augment=0.1 is for integers with model.preprocess=centre"),
     (lambda: TarFlow(DataSpec("tracks", (4, 16)), augment=0.1, preprocess="centre"), "is for integers"),
     (lambda: TarFlow(DIGITS, augment=-1.0), "0 or more"),
+    (lambda: TarFlow(DIGITS, augment=0.1, preprocess="centre", dequantisation="level"), "in place of dequantisation"),
+    (lambda: TarFlow(DIGITS, components=4), "components=4 is for transform=mixture"),
     (lambda: TarFlow(DIGITS, cond_drop=1.0), "a probability below 1"),
     (lambda: made().sample(1, sampler="ddim"), "sampler"),
     (lambda: made().sample(1, guidance=2.0), "guidance needs a model that was trained with"),
