@@ -151,8 +151,10 @@ class MetaBlock(Bijection):
 
     def _forward(self, x, cond, mask):
         tokens, valid = self._tokens(x), self._turned(mask)
-        out = self.net(tokens, mask=valid, added=self._added(cond, len(x), tokens.shape[1]))
-        z, log_derivative = self.transform(tokens, self._params(out[:, :-1], tokens, valid))
+        added = self._added(cond, len(x), tokens.shape[1])
+        out = self.net(tokens[:, :-1], mask=None if valid is None else valid[..., :-1],  # none depends on the last
+                       added=None if added is None else added[:, :-1])  # fmt: skip
+        z, log_derivative = self.transform(tokens, self._params(out, tokens, valid))
         return self._event(z, x), self._volume(log_derivative, valid)
 
     def _inverse(self, z, cond, mask):
