@@ -1,11 +1,12 @@
 """What a step of the presets costs, and the efficiency to expect on many GPUs.
 
-    python benchmarks/scaling.py [--presets ddpm_cifar10 glow_cifar10] [--utilisation 0.3] [--measure]
+    python benchmarks/scaling.py [--presets ddpm_cifar10 experiment=glow_cifar10] [--utilisation 0.3] [--measure]
     python benchmarks/scaling.py --processes 1 2 --steps 150 --rounds 3
 
 For each preset: the weights, the bytes of gradients that a step adds up over the processes (float32), the operations of
-a step (three times the counted forward pass), and the time of a step on one GPU at a stated share of its bfloat16 peak.
-From them, with a ring or a tree of all-reduces that moves 2 (W - 1) / W of the gradients over the slowest link,
+a step (three times the counted forward pass), and the time of a step, and of all steps, on one GPU at a stated share of
+its bfloat16 peak. From them, with a ring or a tree of all-reduces that moves 2 (W - 1) / W of the gradients over the
+slowest link,
 
     t_comm = 2 (W - 1) / W bytes / bandwidth + 2 log2(W) latency
     efficiency = t_step / (t_step + max(0, t_comm - overlap t_step))
@@ -64,6 +65,7 @@ class Cost:
     preset: str
     weights: int
     batch: int
+    steps: int
     flops: float
     measured: float | None = None  # seconds here
 
@@ -74,16 +76,16 @@ class Cost:
 
 def cost_of(preset: str, measure: bool) -> Cost:
     """What a preset's step takes, on random data of its shape."""
-    model_name, _, data = preset.partition("_")
+    model_name, _, data = preset.rpartition("_")
     with composer("train") as hydra:
-        config = hydra.compose([f"model={model_name}", f"data={data}"])
+        config = hydra.compose([preset] if "=" in preset else [f"model={model_name}", f"data={data}"])
     spec, size = SPECS[data], config["data"].get("batch_size", 128)
     model = build(config["model"], spec)
     x = torch.randint(0, spec.levels, (size, *spec.event_shape), generator=torch.Generator().manual_seed(0))
     batch = Batch(x.to(torch.uint8), torch.arange(size) % 10, index=torch.arange(size))
-    model.initialize(batch)
+    model.initialize(batch.rows(slice(0, 8)))
     weights = sum(p.numel() for p in model.core.parameters())
-    found = Cost(preset, weights, size, 3 * forward_flops(model, batch) * size)
+    found = Cost(preset, weights, size, config["trainer"]["max_steps"], 3 * forward_flops(model, batch) * size)
     if measure:
         found.measured = seconds_of_a_step(model, batch)
     return found
@@ -119,7 +121,7 @@ def efficiency(step: float, size: int, gpus: int, bandwidth: float, latency: flo
 
 def items_per_second(preset: str, processes: int, batch: int, steps: int) -> float:
     """What a run of train.py says of its speed, on CPU cores."""
-    model, _, data = preset.partition("_")
+    model, _, data = preset.rpartition("_")
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if processes > 1 else []
     with tempfile.TemporaryDirectory() as folder:
         root = [] if data == "digits" else [f"data.root={os.environ.get('DATA_ROOT', 'data')}"]
@@ -143,7 +145,8 @@ def scaling_here(presets: list[str], numbers: list[int], steps: int, rounds: int
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     for preset in presets:
         with composer("train") as hydra:
-            config = hydra.compose([f"model={preset.partition('_')[0]}", f"data={preset.partition('_')[2]}"])
+            config = hydra.compose([f"{key}={name}" for key, name in zip(
+                ("model", "data"), preset.rsplit("_", 1), strict=True)])
         batch = config["data"]["batch_size"]
         cases = [(n, size) for n in numbers for size in sorted({batch, batch * n // numbers[0]})]
         rates: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
@@ -174,14 +177,15 @@ def main() -> None:
     names = [f"{gpus} GPUs, {name}" for gpus, _, _, name in NETWORKS]
     here = ["seconds here"] if asked.measure else []
     step = f"ms on one {asked.gpu} at {asked.utilisation:.0%}"
-    heads = ["preset", "weights", "MB of gradients", "batch", "GFLOP a step", *here, step, *names]
+    hours = f"all steps, hours on one {asked.gpu}"
+    heads = ["preset", "weights", "MB of gradients", "batch", "GFLOP a step", *here, step, hours, *names]
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     for cost in costs:
         seconds = cost.flops / (asked.utilisation * PEAKS[asked.gpu])
         cells = [cost.preset, f"{cost.weights / 1e6:.2f} M", f"{cost.gradient_bytes / 1e6:.1f}", str(cost.batch),
                  f"{cost.flops / 1e9:.0f}"]
         cells += [f"{cost.measured:.2f}"] if asked.measure else []
-        cells.append(f"{1e3 * seconds:.2f}")
+        cells += [f"{1e3 * seconds:.2f}", f"{cost.steps:,}: {cost.steps * seconds / 3600:.3g}"]
         for gpus, bandwidth, latency, _ in NETWORKS:
             best, worst = (efficiency(seconds, cost.gradient_bytes, gpus, bandwidth, latency, o) for o in (2 / 3, 0))
             cells.append(f"{best:.0%} ({worst:.0%})")
