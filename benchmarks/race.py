@@ -39,6 +39,7 @@ from uci_energy import read, split
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
+from genmodels.core.files import write_text, write_whole
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.vision import MNIST, FashionMNIST
 from genmodels.diffusion.schedule_discrete import DiscreteSchedule
@@ -54,6 +55,7 @@ from genmodels.nn.energy_nets import EnergyMLP
 DATA = {"mnist": MNIST, "fashion_mnist": FashionMNIST}
 SHARES = (0.25, 0.5, 1.0)
 FLOWS = ("glow", "realnvp")  # whose loss is in bits/dim
+MISSING = 77  # the exit code of a turn whose package is not installed
 UNET = {"channels": 32, "multipliers": [1, 2, 2], "blocks": 1, "attention_at": [7], "heads": 4}
 SMALL = DataSpec("pixels", (1, 4, 4), levels=256)  # on which a peer's density is checked
 
@@ -321,7 +323,7 @@ def density_error(build: Callable[[DataSpec], Contestant]) -> float:
         jacobian = torch.func.jacrev(lambda x: contestant.density(x)[0].flatten())(one).reshape(SMALL.dims, SMALL.dims)
         base = -0.5 * z.square().sum() - SMALL.dims / 2 * math.log(2 * math.pi)
         errors.append(base + torch.linalg.slogdet(jacobian)[1] - nats)
-    return float(torch.stack(errors).abs().max())
+    return float(torch.stack(errors).detach().abs().max())
 
 
 def prepared(given: argparse.Namespace, size: int) -> tuple[DataSpec, Batch, Batch]:
@@ -339,14 +341,15 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
     torch.set_num_threads(1)
     size, contestants = RACES[race]
     spec, train, test = prepared(given, size)
-    known = json.loads(file.read_text()) if file.exists() else {"curve": [], "marks": [], "skipped": 0}
+    state = torch.load(file.with_suffix(".pt"), weights_only=True) if file.exists() else None
+    new = {"settings": settings(given), "curve": [], "marks": [], "skipped": 0}
+    known = json.loads(state["known"]) if state else new
     step = len(known["curve"])
     torch.manual_seed(given.seed)
     began = time.process_time()
     contestant = contestants[name](spec)
     spent = known["curve"][-1][0] if step else time.process_time() - began
-    if step:
-        state = torch.load(file.with_suffix(".pt"), weights_only=True)
+    if state:
         contestant.model.load_state_dict(state["model"])
         contestant.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["noise"])
@@ -365,7 +368,11 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
         finite = bool(torch.isfinite(loss))
         if finite:  # others are left out, as in the example of normflows
             loss.backward()
-            nn.utils.clip_grad_norm_(contestant.model.parameters(), contestant.clip)
+            size_of_gradient = nn.utils.get_total_norm([p.grad for p in contestant.model.parameters()
+                                                        if p.grad is not None])  # fmt: skip
+            finite = bool(torch.isfinite(size_of_gradient))
+        if finite:
+            nn.utils.clip_grads_with_norm_(contestant.model.parameters(), contestant.clip, size_of_gradient)
             contestant.optimizer.step()
         contestant.after(step)
         spent, step = spent + time.process_time() - began, step + 1
@@ -373,9 +380,11 @@ def turn(given: argparse.Namespace, race: str, name: str, file: Path) -> None:
         known["curve"].append([round(spent, 3), float(loss.detach()) if finite else None])
     known["marks"].append({"seconds": spent, "steps": step, **evaluated(contestant, spec, train, test, given)})
     known["parameters"] = sum(p.numel() for group in contestant.optimizer.param_groups for p in group["params"])
-    torch.save({"model": contestant.model.state_dict(), "optimizer": contestant.optimizer.state_dict(),
-                "noise": torch.get_rng_state()}, file.with_suffix(".pt"))  # fmt: skip
-    file.write_text(json.dumps(known))
+    known["marks"][-1]["skipped"] = known["skipped"]
+    state = {"model": contestant.model.state_dict(), "optimizer": contestant.optimizer.state_dict(),
+             "noise": torch.get_rng_state(), "known": json.dumps(known)}  # fmt: skip
+    write_whole(file.with_suffix(".pt"), lambda target: torch.save(state, target))
+    write_text(file, state["known"])
 
 
 def evaluated(contestant: Contestant, spec: DataSpec, train: Batch, test: Batch, given: argparse.Namespace) -> dict:
@@ -399,10 +408,16 @@ def run(given: argparse.Namespace, race: str) -> dict[str, dict]:
     for number in range(len(SHARES)):
         for name, build in RACES[race][1].items():
             file = given.out / f"{race}-{name.replace(', ', '-').replace(' ', '-')}.json"
-            marks = json.loads(file.read_text())["marks"] if file.exists() else []
+            before = json.loads(file.read_text()) if file.exists() else {"marks": [], "settings": settings(given)}
+            if before["settings"] != settings(given):
+                raise InputError(f"{file} is of another race, give another --out: {before['settings']}")
+            marks = before["marks"]
             try:
-                if not marks and name != "genmodels" and race in ("glow", "realnvp"):
-                    print(f"{race}: log p of {name} is wrong by {density_error(build):.1e} nats", flush=True)
+                if not marks and name != "genmodels" and race in FLOWS:
+                    error = density_error(build)
+                    print(f"{race}: log p of {name} is wrong by {error:.1e} nats", flush=True)
+                    if not error < 1e-6:
+                        raise InputError(f"{race}: log p of {name} is wrong, and its figures would be")
                 if len(marks) <= number:
                     words = [f"--{key}={getattr(given, key)}" for key in KEPT]
                     command = [sys.executable, __file__, race, "--turn", name, "--file", str(file), *words]
@@ -411,6 +426,8 @@ def run(given: argparse.Namespace, race: str) -> dict[str, dict]:
                 print(f"{race}: {name} is left out, {missing.name} is not installed", flush=True)
                 continue
             except subprocess.CalledProcessError as failed:
+                if failed.returncode == MISSING:
+                    continue
                 raise SystemExit(f"{race}: {name} ended with exit code {failed.returncode}") from None
             found[name] = json.loads(file.read_text())
             print(row(race, name, found[name], number), flush=True)
@@ -421,7 +438,8 @@ def row(race: str, name: str, known: dict, number: int) -> str:
     """A line of the table, with standard errors."""
     mark = known["marks"][number]
     distance = f"{mark['frechet']:.2f} ({mark['frechet_se']:.2f})" if "frechet" in mark else ""
-    return (f"| {race} | {name} | {known['parameters']:,} | {mark['seconds']:.0f} | {mark['steps']} | "
+    skipped = f", {mark['skipped']} of them skipped" if mark["skipped"] else ""
+    return (f"| {race} | {name} | {known['parameters']:,} | {mark['seconds']:.0f} | {mark['steps']}{skipped} | "
             f"{mark['bits']:.4f} ({mark['bits_se']:.4f}) | {distance} |")
 
 
@@ -441,12 +459,19 @@ def picture(races: dict[str, dict[str, dict]], path: Path) -> None:
                 marks = [(mark["seconds"], mark["bits"]) for mark in known["marks"]]
                 axis.plot(*zip(*marks, strict=True), "o", color=f"C{number}", label=f"{name}, test")
         unit = "bits/dim" if race in FLOWS else "loss"
-        axis.set(title=race, xlabel="CPU seconds of training, one thread", ylabel=unit, ylim=(0, 3 * max(ends)))
+        axis.set(title=race, xlabel="CPU seconds of training, one thread", ylabel=unit)
+        if ends and min(ends) > 0:
+            axis.set_ylim(0, 3 * max(ends))
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=100)
 
 
 KEPT = ("seconds", "data", "root", "out", "items", "samples", "seed")  # passed on to each turn
+
+
+def settings(given: argparse.Namespace) -> dict:
+    """What a contestant's results depend on."""
+    return {key: getattr(given, key) for key in KEPT if key not in ("root", "out")}
 
 
 def main() -> None:
@@ -466,7 +491,11 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.turn is not None:
-        turn(given, given.races[0], given.turn, given.file)
+        try:
+            turn(given, given.races[0], given.turn, given.file)
+        except ImportError as missing:
+            print(f"{given.races[0]}: {given.turn} is left out, {missing.name} is not installed", flush=True)
+            sys.exit(MISSING)
         return
     for race in given.races:
         if (race == "score_matching") == (given.data in DATA):

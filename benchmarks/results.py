@@ -1,8 +1,7 @@
 """The table of docs/results.md: every family trained on the same data and evaluated by the same code, several seeds.
 
     python benchmarks/results.py --sets digits 8gaussians --seeds 0 1 2
-    python benchmarks/results.py --sets mnist-minutes --seeds 0 1 2 --root ~/data
-    python benchmarks/results.py --sets mnist --seeds 0 --root ~/data --given glow=runs/glow-mnist/<time>
+    python benchmarks/results.py --sets mnist-half-hour --seeds 0 --root ~/data --given tarflow=<run>
 
 A run is `genmodels train` with the defaults of its data, in a folder under --out; one `genmodels evaluate` over all
 models of a seed makes a table of the same items. What is there already is not made again, so that the command may be
@@ -21,9 +20,6 @@ from pathlib import Path
 
 from genmodels.evaluation.report import Measures, Scale
 from genmodels.evaluation.table import MEASURES, on_scale
-
-#: The settings of flows on MNIST with which the tables were made; today's presets are better.
-OLD = ["model.dequantisation=uniform", "model.optimizer.lr=1e-3", "model.optimizer.warmup_steps=0"]
 
 #: What is trained on each data set: the model's name in the table, and what is said to `genmodels train`.
 RUNS = {
@@ -44,32 +40,19 @@ RUNS = {
         "score": ["model=score", "data=toy", "data.set=8gaussians", "trainer.max_steps=2000"],
         "energy": ["model=energy", "data=toy", "data.set=8gaussians", "trainer.max_steps=1000"],
     },
-    "mnist": {
-        "glow": ["model=glow", "data=mnist", "data.batch_size=128", "trainer.max_steps=1500", "model.ema_decay=0.99",
-                 "model.optimizer.clip=5", *OLD],
-        "ddpm": ["model=ddpm", "data=mnist", "model.objective=hybrid", "model.variance=learned"],
-    },
-    "mnist-minutes": {
-        "realnvp": ["model=realnvp", "data=mnist", "data.batch_size=32", "trainer.max_steps=1000",
-                    "model.ema_decay=0.99", *OLD],
-        "glow": ["model=glow", "data=mnist", "data.batch_size=32", "trainer.max_steps=800", "model.ema_decay=0.99",
-                 "model.optimizer.clip=5", *OLD],
-        "nsf": ["model=nsf", "data=mnist", "data.batch_size=32", "trainer.max_steps=1000", "model.ema_decay=0.99",
-                "model.optimizer.clip=5", *OLD],
-        "ddpm": ["model=ddpm", "data=mnist", "data.batch_size=32", "trainer.max_steps=2000", "model.net.channels=16",
-                 "model.objective=hybrid", "model.variance=learned", "model.ema_decay=0.99"],
-        "score": ["model=score", "data=mnist", "data.batch_size=32", "trainer.max_steps=2000",
-                  "model.net.channels=16", "model.ema_decay=0.99"],
-        "energy_ddpm": ["model=energy_ddpm", "data=mnist"],
-    },
     "mnist-half-hour": {
         "realnvp": ["model=realnvp", "data=mnist"],
         "glow": ["model=glow", "data=mnist"],
         "nsf": ["model=nsf", "data=mnist"],
         "flow++": ["model=glow", "data=mnist", "model.coupling=mixture", "model.attention=rope2d", "model.steps=4",
-                   "model.hidden=64"],
+                   "model.hidden=64", "trainer.max_steps=1500"],
         "jet": ["model=jet", "data=mnist"],
         "tarflow": ["model=tarflow", "data=mnist"],
+        "ddpm": ["model=ddpm", "data=mnist"],
+        "masked_diffusion": ["model=masked_diffusion", "data=mnist", "preset=masked_diffusion_mnist",
+                             "data.batch_size=32", "trainer.max_steps=950", "model.optimizer.warmup_steps=50",
+                             "model.ema_decay=0.99"],
+        "flow_matching": ["model=flow_matching", "data=mnist", "preset=flow_matching_mnist", "trainer.max_steps=3000"],
     },
 }
 RUNS["fashion-half-hour"] = {
@@ -84,10 +67,6 @@ EVALUATION = {
     "8gaussians": ["ode=true", "draws=100", "samples=500", "stages=[likelihood,fidelity,cost]"],
     "fashion-half-hour": ["importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
     "mnist-half-hour": ["importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
-    "mnist": ["ode=false", "importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
-    "mnist-minutes": ["limit=256", "ode=true", "ode_options.divergence=hutchinson", "ode_options.tolerance=1e-3",
-                      "importance_samples=[1,8]", "draws=150", "chains=32", "densities=300", "samples=128",
-                      "stages=[likelihood,fidelity,cost]"],
 }
 
 
@@ -187,10 +166,10 @@ def _about(models: list[dict]) -> list[str]:
     return [*cells, f"{heads[0]['parameters']:,}", f"{heads[0]['step']:,}", minutes]
 
 
-def fill(page: Path, out: Path) -> None:
-    """Put the tables that are there between their marks in the page; its words stay."""
+def fill(page: Path, out: Path, sets: list[str]) -> None:
+    """Put the tables of these sets between their marks in the page; its words stay."""
     text = page.read_text()
-    for name, runs in RUNS.items():
+    for name, runs in ((name, RUNS[name]) for name in sets):
         files = [file for file in sorted((out / name).glob("table-*/table.json")) if is_whole(file, name)]
         before, after = f"<!-- table {name} -->\n", f"\n<!-- end of {name} -->"
         if not files:
@@ -219,7 +198,7 @@ def main() -> None:
     for name in given.sets:
         make(name, given.seeds, given)
     if given.page is not None:
-        fill(given.page, given.out)
+        fill(given.page, given.out, given.sets)
 
 
 if __name__ == "__main__":

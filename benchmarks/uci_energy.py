@@ -8,7 +8,7 @@ split, a tenth of the rest validates; 200 inducing points from the training rows
 rows; training ends after `patience` steps without a better validation loss; annealed importance sampling from N(0, 2I).
 Whitening comes from the training rows, with `--protocol paper` from all rows, as the published code does it.
 Files of wine end with the target, which is left out; of parkinsons_updrs.data the columns from the fourth are taken.
-Each result goes to `--out` at once, and what stands there already is not computed again.
+Each result goes to `--out` at once, and what stands there already, with the same settings, is not computed again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from genmodels.core.data import DataSpec
+from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
     LOSSES,
@@ -42,7 +43,13 @@ _EVERY = 25  # steps between validations
 
 def read(path: Path) -> torch.Tensor:
     """The rows of a table, without what does not belong to the density."""
-    rows = np.genfromtxt(path, delimiter=",", skip_header=1)
+    try:
+        with path.open() as file:
+            rows = np.genfromtxt(path, delimiter=";" if ";" in file.readline() else ",", skip_header=1)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    if rows.ndim != 2 or not np.isfinite(rows[:, 3:]).all():
+        raise InputError(f"{path} is no table of numbers below a line of names")
     return torch.from_numpy(rows[:, 3:] if "parkinsons" in path.name else rows[:, :-1]).float()
 
 
@@ -141,6 +148,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("uci.json"))
     given = parser.parse_args()
     results: list[dict] = json.loads(given.out.read_text()) if given.out.exists() else []
+    settings = {key: getattr(given, key) for key in ("steps", "patience", "chains", "densities", "protocol")}
+    if any(row["settings"] != settings for row in results):
+        raise InputError(f"{given.out} has results of other settings, give another --out: {results[0]['settings']}")
     done = {(row["table"], row["loss"], row["seed"]) for row in results}
     for path in given.tables:
         x = read(path)
@@ -152,7 +162,8 @@ def main() -> None:
                 start = time.monotonic()
                 model, step = train(rows, name, seed, given.steps, given.patience)
                 trained = time.monotonic() - start
-                row = {"table": path.stem, "loss": name, "seed": seed, "step": step, "train_s": trained}
+                row = {"table": path.stem, "loss": name, "seed": seed, "step": step, "train_s": trained,
+                       "settings": settings}
                 row |= evaluate(model, rows, seed, given.chains, given.densities)
                 results.append(row)
                 given.out.write_text(json.dumps(results, indent=1))
@@ -162,4 +173,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        raise SystemExit(f"error: {error}") from None

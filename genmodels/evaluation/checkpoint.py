@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,17 @@ from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import weights_of
 from genmodels.speech.decoding import LARGEST_BEAM
 from genmodels.training.run import training_time
+
+_LIKELIHOOD, _SAMPLES = ("likelihood", "audit", "ood", "checks"), ("fidelity", "cost", "sweeps")
+#: The stages in which options have an effect.
+_STAGES = {
+    **dict.fromkeys(("draws", "replicates", "bound", "importance_samples", "ode", "ode_options", "normaliser", "chains",
+                     "densities"), _LIKELIHOOD),
+    **dict.fromkeys(("sampler", "steps", "temperature", "guidance"), _SAMPLES),
+    **dict.fromkeys(("samples", "features", "force", "recognizer"), ("fidelity", "sweeps")),
+    **dict.fromkeys(("beam", "nbest", "lm", "lm_weight", "rescore"), ("fidelity", "sweeps", "audit")),
+    "checks": ("checks",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +176,11 @@ class Request:
             raise InputError(f"lm={self.lm} needs a beam search: give beam=8 too")
         if self.lm is None and (self.rescore or self.lm_weight is not None):
             raise InputError("rescore and lm_weight are for a language model: give lm= too")
+        usual = {field.name: field.default for field in fields(self)}
+        for key, stages in _STAGES.items():
+            if getattr(self, key) not in (usual[key], {}) and not any(self.wants(stage) for stage in stages):
+                raise InputError(f"{key} has no part in stages=[{','.join(self.stages)}]: leave it out, or add "
+                                 f"{stages[0]}")
         if self.ood_data and not self.ood:
             raise InputError("ood_data holds options of another data set: say which by ood=<name>")
         if self.ood_data and set(self.ood) <= {"noise", "shuffled"}:

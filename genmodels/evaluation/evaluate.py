@@ -22,7 +22,7 @@ from genmodels.data.utterances import characters
 from genmodels.evaluation import cost
 from genmodels.evaluation.checkpoint import Frame, Opened
 from genmodels.evaluation.features import Cache
-from genmodels.evaluation.likelihood import LikelihoodStage, lines_of
+from genmodels.evaluation.likelihood import LikelihoodStage, bounds_of, lines_of
 from genmodels.evaluation.out_of_distribution import OtherDataStage, audit, picture_of_audit, require_texts
 from genmodels.evaluation.report import Drift, Layer, Reference, Report, SamplingCost
 from genmodels.evaluation.sample_quality import FidelityStage
@@ -344,6 +344,9 @@ def check_options(models: Sequence[Opened]) -> None:
         known |= {"beam", "nbest", "lm"}
     if any(opened.model.generates and opened.spec.text is not None for opened in models):
         known |= {"recognizer"} | ({"beam"} if request.recognizer is not None else set())
+    known |= {bound for opened in models for bound in bounds_of(opened.model)}
+    if len(models) > 1:
+        known |= {"several"}
     if any(opened.model.generates for opened in models):
         known |= {"samples"}
     if any("normaliser" in inspect.signature(opened.model.log_likelihood).parameters and opened.spec.dims > 2
@@ -366,6 +369,8 @@ def check_options(models: Sequence[Opened]) -> None:
         ("chains and densities", "chains", "energies of three or more dimensions, others take the sum over a grid",
          bool({"chains", "densities"} & set(request.partition))),
         ("importance_samples", "importance_samples", "flows and energies", request.importance_samples is not None),
+        (f"bound={request.bound}", request.bound, "models that have this bound", request.bound not in ("auto", "both")),
+        ("rank=across", "several", "a table of several models", request.rank == "across"),
         ("sampler", "sampler", "models with several samplers", request.sampler is not None),
         ("steps", "steps", "models that are sampled in steps", request.steps is not None),
         ("guidance", "guidance", "models of classes with model.cond_drop above 0", request.guidance is not None),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args, get_type_hints
 
 import torch
 
@@ -70,7 +71,8 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         if "alignment" in known:  # a bound along the best alignment would be ranked with bounds on the sum
             own["alignment"] = "marginal"
         usual = known["bound"].default
-        for bound in {"auto": (usual,), "both": ("discrete", "continuous")}.get(request.bound, (request.bound,)):
+        wanted = {"auto": (usual,), "both": ("discrete", "continuous")}.get(request.bound, (request.bound,))
+        for bound in [bound for bound in wanted if bound in bounds_of(model)] or [usual]:
             label = "bound" if bound == "discrete" else "bound, continuous time"
             lines.append(Line(label, "log_likelihood", options | own | ({} if bound == usual else {"bound": bound})))
     elif "alignment" in known:
@@ -82,7 +84,8 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         options |= chosen_partition(request.partition, opened.limited)
     if "importance_samples" in known:
         # An exact density needs no importance samples.
-        counts = sorted({1, *(request.importance_samples or _IMPORTANCE_SAMPLES)}) if model.spec.levels else [1]
+        several = model.spec.levels and not getattr(model, "augment", 0)  # which has no likelihood
+        counts = sorted({1, *(request.importance_samples or _IMPORTANCE_SAMPLES)}) if several else [1]
         lines += [Line(f"K = {k}" if model.spec.levels else "exact", "log_likelihood",
                        options | {"importance_samples": k}) for k in counts]
     if hasattr(model, "ode_likelihood"):
@@ -99,6 +102,11 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         elif request.ode == "auto":
             notes.append(f"the probability-flow ODE of {path} was left out, it takes long: ode=true adds it")
     return lines or [Line("", "log_likelihood", options)], notes
+
+
+def bounds_of(model) -> tuple[str, ...]:
+    """The bounds that a model of diffusion has."""
+    return get_args(get_type_hints(model.log_likelihood).get("bound"))
 
 
 def likelihood_parts(frame: Frame, key: str, line: Line) -> dict[int, dict]:

@@ -39,9 +39,11 @@ def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
         A = mean_i a_i = mean_j b_j,   se^2 = var(a) / n + var(b) / m
 
     a_i is the share of `outside` below item i of `inside`, b_j that of `inside` above item j of `outside`. 1 separates
-    the sets, 1/2 is chance, and below 1/2 `outside` has the larger values.
+    the sets, 1/2 is chance, and below 1/2 `outside` has the larger values. Where no spread is seen, because a set has a
+    single item or A is 0 or 1, two errors are 3 / min(n, m): an event of that probability is missed in min(n, m)
+    draws with probability 0.05.
 
-    Source: DeLong, DeLong and Clarke-Pearson 1988.
+    Source: DeLong, DeLong and Clarke-Pearson 1988; Hanley and Lippman-Hand 1983 (rule of three).
 
     Example:
         >>> auroc(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 3.0]))[0]
@@ -53,8 +55,8 @@ def auroc(inside: Tensor, outside: Tensor) -> tuple[float, float]:
     both, a, b = (torch.from_numpy(rankdata(values.double().numpy()))
                   for values in (torch.cat([inside, outside]), inside, outside))
     below, above = (both[:n] - a) / m, 1 - (both[n:] - b) / n
-    variance = sum(float(share.var()) / len(share) for share in (below, above) if len(share) > 1)
-    return float(below.mean()), math.sqrt(variance)
+    variance = 0.0 if min(n, m) == 1 else float(below.var()) / n + float(above.var()) / m
+    return float(below.mean()), math.sqrt(variance) if variance else 1.5 / min(n, m)
 
 
 def typicality(nats: Tensor, reference: Tensor | None = None) -> Tensor:
@@ -77,7 +79,7 @@ def typicality(nats: Tensor, reference: Tensor | None = None) -> Tensor:
     return -(nats - mean).abs()
 
 
-def compressed_bits(x: Tensor) -> Tensor:
+def compressed_bits(x: Tensor, levels: int) -> Tensor:
     """(N,) length in bits of each item of integers after lossless compression: PNG for images, zlib for others.
 
     Images have one or three channels and at most 256 levels. The constant length of file headers does not matter to a
@@ -85,15 +87,15 @@ def compressed_bits(x: Tensor) -> Tensor:
 
     Example:
         >>> flat, noise = torch.zeros(1, 1, 16, 16).byte(), torch.randint(0, 256, (1, 1, 16, 16)).byte()
-        >>> bool(compressed_bits(flat) < compressed_bits(noise))
+        >>> bool(compressed_bits(flat, 256) < compressed_bits(noise, 256))
         True
     """
-    image = x.dim() == 4 and x.shape[1] in (1, 3) and int(x.max()) < 256
+    image = x.dim() == 4 and x.shape[1] in (1, 3) and levels <= 256
     lengths = []
-    for item in x.cpu():
+    for item in x.cpu().to(torch.uint8 if levels <= 256 else torch.int64):  # the same code for all sets of these levels
         if image:
             file = io.BytesIO()
-            array = item.to(torch.uint8).permute(1, 2, 0).squeeze(-1).contiguous().numpy()
+            array = item.permute(1, 2, 0).squeeze(-1).contiguous().numpy()
             Image.fromarray(array).save(file, "PNG", optimize=True)
             lengths.append(file.tell())
         else:
@@ -101,7 +103,7 @@ def compressed_bits(x: Tensor) -> Tensor:
     return 8 * torch.tensor(lengths, dtype=torch.float64)
 
 
-def less_complexity(nats: Tensor, x: Tensor) -> Tensor:
+def less_complexity(nats: Tensor, x: Tensor, levels: int) -> Tensor:
     """(N,) log2 p(x) + L(x), L the bits of a lossless code: simple images are likely under any model of images.
 
     Source: Serra et al. 2020, "Input complexity and out-of-distribution detection with likelihood-based generative
@@ -109,11 +111,11 @@ def less_complexity(nats: Tensor, x: Tensor) -> Tensor:
 
     Example:
         >>> x = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
-        >>> difference = less_complexity(torch.tensor([0.0, 2.0]), x).diff() * math.log(2)
+        >>> difference = less_complexity(torch.tensor([0.0, 2.0]), x, 17).diff() * math.log(2)
         >>> round(float(difference), 6)
         2.0
     """
-    return nats.double() / math.log(2) + compressed_bits(x)
+    return nats.double() / math.log(2) + compressed_bits(x, levels)
 
 
 class Altered(DataModule):
@@ -266,7 +268,8 @@ class OtherDataStage:
         if spec.levels and spec.mel is None:
             own_items = self._items(self.frame.opened.datamodule, len(inside))
             scores["less_complexity"] = auroc(
-                less_complexity(inside, own_items), less_complexity(outside, self._items(other, len(outside))))
+                less_complexity(inside, own_items, spec.levels),
+                less_complexity(outside, self._items(other, len(outside)), spec.levels))
         others = [f"{SCORES[key]} {value:.3f} +- {se:.3f}" for key, (value, se) in scores.items()]
         others += [] if len(inside) > 1 else ["no typicality, which needs two test items"]
         said = "; ".join([sentence(name, area, error, found.kind), *others])

@@ -247,8 +247,11 @@ def paired(first: Tensor, second: Tensor) -> tuple[float, float]:
 
 
 def conclusions(lines: list, reports: list[Report]) -> list[str]:
-    """`a is better than b` for all pairs of which the bounds imply it, with two standard errors on each side."""
-    found: dict[str, None] = {}
+    """`a is better than b` for all pairs of which the bounds imply it, with two standard errors on each side.
+
+    Of several lines of a pair those with the largest difference are named.
+    """
+    found: dict[tuple[int, int], tuple[float, str]] = {}
     for m, _, a in lines:
         for other, _, b in lines:
             if m == other or a.unit != b.unit:
@@ -259,9 +262,10 @@ def conclusions(lines: list, reports: list[Report]) -> list[str]:
                     continue
                 upper = None if upper is None else upper + a.class_cost
             if upper is not None and lower is not None and upper < lower:
-                found[f"{reports[m].name} is better than {reports[other].name}: at most {upper:.4f} against at "
-                      f"least {lower:.4f} {UNITS[a.unit]} ({a.kind}, {b.kind})"] = None
-    return list(found)
+                said = (f"{reports[m].name} is better than {reports[other].name}: at most {upper:.4f} against at "
+                        f"least {lower:.4f} {UNITS[a.unit]} ({a.kind}, {b.kind})")
+                found[m, other] = max(found.get((m, other), (0.0, "")), (lower - upper, said))
+    return [said for _, said in found.values()]
 
 
 def side(line: LikelihoodLine, which: int) -> float | None:
@@ -270,6 +274,8 @@ def side(line: LikelihoodLine, which: int) -> float | None:
     if value is not None and not which and line.bracket:
         value = line.bracket.lower  # includes the error of log Z: an estimate from few chains may err upwards
     if value is None or error is None or not _SIDES.get(line.kind, (False, False))[which]:
+        return None
+    if not which and "dequantisation" in line.made:  # integers may be likelier than their dequantised values say
         return None
     return value + 2 * error if which else value - 2 * error
 

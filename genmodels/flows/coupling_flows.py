@@ -80,9 +80,7 @@ def _alternating(kind: str, channels: int, number: int) -> Checkerboard | Channe
     return ChannelSplit(channels, swap=number % 2 == 1)
 
 
-def dequantisation_flow(
-    event_shape: Shape, *, couplings: int = 4, hidden: int = 16, depth: int = 3, classes: int = 0
-) -> Compose:
+def dequantisation_flow(event_shape: Shape, *, couplings: int = 4, hidden: int = 16, depth: int = 3) -> Compose:
     """The flow from Gaussian noise to the logit of the dequantisation noise, conditioned on the item.
 
     Arguments:
@@ -90,7 +88,6 @@ def dequantisation_flow(
         couplings: number of couplings.
         hidden: width of the networks.
         depth: blocks of the networks.
-        classes: further channels of the condition, for one-hot classes.
 
     Source: Ho et al. 2019, "Flow++", section 3.1.
 
@@ -103,7 +100,7 @@ def dequantisation_flow(
     if couplings < 1:
         raise ValueError(f"couplings must be at least 1, got {couplings}")
     channels, dims = event_shape[0], len(event_shape) - 1
-    cond = Condition("map" if dims else "vector", channels + classes)
+    cond = Condition("map" if dims else "vector", channels)
     net = partial(GatedConvNet, dims=dims) if dims else MLP
     net = partial(net, hidden=hidden, depth=depth, cond=cond)
     kind = "checkerboard" if dims == 2 else "channel"
@@ -259,6 +256,7 @@ class TokenNet(nn.Module):
         self.transformer = TokenTransformer(in_channels, out_channels, Site(2, space), width=width, depth=depth,
                                             heads=heads, expansion=expansion, attention=attention)
         self.by_row = is_for_maps(self.transformer.blocks[0].attention)
+        self.num_classes = cond.size if self.uses_cond else None
         self.classes = nn.Embedding(cond.size, width) if self.uses_cond else None
 
     def set_output_bias(self, bias: Tensor) -> None:
@@ -327,7 +325,9 @@ def jet(
         raise ValueError(f"jet needs at least one coupling and one level, and patches that divide the sides of {shape}"
                          f" at every level, got couplings = {couplings}, levels = {levels}, spatial = {spatial}, "
                          f"patch = {patch}")  # fmt: skip
-    stages, factors = [], []
+    if shape[0] * patch**2 < 2:
+        raise ValueError(f"patch = {patch} leaves one channel, which has no halves: use patch = 2")
+    stages, factors, turned = [], [], 0
     for level in range(levels):
         squeeze = Squeeze2d(patch if level == 0 else 2)
         channels, *space = squeeze.out_shape(shape)
@@ -338,6 +338,7 @@ def jet(
         for number in range(couplings):
             if turns is not None and spatial and number % spatial == spatial - 1:
                 kind, parity = next(turns)
+                turned += 1
                 split: ChannelSplit | TokenSplit = TokenSplit(channels, kind, parity=parity)
                 seen = tuple(split.take(torch.empty(1, 1, *space))[0].shape[2:])
             else:
@@ -350,4 +351,8 @@ def jet(
         if level + 1 < levels:
             factors.append(FactorOut(channels))
             shape = (channels - channels // 2, *space)
+    if spatial and not turned:
+        raise ValueError(f"spatial = {spatial} makes none of {couplings} couplings one of positions, of which there are"
+                         f" {space[0]} x {space[1]} patches: a side must be even, and couplings at least spatial. Use "
+                         "another patch, or spatial = 0")  # fmt: skip
     return MultiScale(stages, factors, as_shape(event_shape))

@@ -15,6 +15,7 @@ from genmodels.flows.dequantize import Dequantize, GaussianNoise
 from genmodels.flows.flow import (
     Flow,
     class_posterior,
+    has_null_class,
     label_count,
     labels_fault,
     levels_fault,
@@ -58,6 +59,7 @@ class DiscreteFlow(nn.Module):
         self.kind = dequantize.kind
         self.uses_cond = dequantize.uses_cond or flow.uses_cond
         self.num_classes = label_count(self)
+        self.null_class = has_null_class(self)
 
     def initialize(
         self,
@@ -177,7 +179,8 @@ class DiscreteFlow(nn.Module):
             require_tensor("cond", cond)
         if not torch.compiler.is_compiling():
             of_mask = mask_fault(self.flow.bijection, self.flow.event_shape, mask)
-            refuse([levels_fault(x, self.dequantize.levels, mask), labels_fault(cond, self.num_classes), of_mask])
+            of_labels = labels_fault(cond, self.num_classes, self.null_class)
+            refuse([levels_fault(x, self.dequantize.levels, mask), of_labels, of_mask])
 
     def _conds(self, cond: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The condition as the dequantisation and as the flow take it."""

@@ -13,7 +13,7 @@ from genmodels.core.data import Latents
 from genmodels.core.errors import an
 from genmodels.core.random import Generator
 from genmodels.core.tensors import module_table
-from genmodels.flows.bases import ClassNormal, Distribution
+from genmodels.flows.bases import Distribution
 from genmodels.flows.bijection import Bijection, Freeze, NotInitialized, Shape, fits
 from genmodels.flows.composition import Compose
 from genmodels.flows.dequantize import VariationalDequantize
@@ -97,12 +97,13 @@ def label_count(module: nn.Module) -> int | None:
     """The number of classes of a flow's parts that are conditioned on labels; None without such parts.
 
     Example:
+        >>> from genmodels.flows.bases import ClassNormal
         >>> label_count(ClassNormal((2,), num_classes=3))
         3
     """
     counts = []
     for part in module.modules():
-        if isinstance(part, ClassNormal):
+        if isinstance(getattr(part, "num_classes", None), int):
             counts.append(part.num_classes)
         elif isinstance(part, Conditioning) and part.condition is not None and part.condition.kind == "labels":
             counts.append(part.condition.size)
@@ -111,12 +112,17 @@ def label_count(module: nn.Module) -> int | None:
     return min(counts, default=None)
 
 
-def labels_fault(cond: Tensor | None, classes: int | None) -> Fault | None:
-    """Labels outside 0 .. classes - 1."""
+def has_null_class(module: nn.Module) -> bool:
+    """Whether a part also takes the label after the last class, for no class."""
+    return any(getattr(part, "null_class", False) for part in module.modules())
+
+
+def labels_fault(cond: Tensor | None, classes: int | None, null_class: bool = False) -> Fault | None:
+    """Labels outside 0 .. classes - 1, or 0 .. classes with a null class."""
     if cond is None or classes is None or cond.dim() != 1 or cond.is_floating_point():
         return None  # conditions of another kind are checked by the networks
     return Fault(
-        (cond < 0) | (cond >= classes),
+        (cond < 0) | (cond >= classes + null_class),
         lambda row: f"cond: label {int(cond[row])} in row {row}, the classes of this flow are 0..{classes - 1}",
     )
 
@@ -195,6 +201,7 @@ class Flow(nn.Module):
             raise ValueError(f"{type(bijection).__name__} over events of shape {own}, its base over {self.event_shape}")
         self.uses_cond = bijection.uses_cond or base.uses_cond
         self.num_classes = label_count(self)
+        self.null_class = has_null_class(self)
 
     def _repr_html_(self) -> str:
         return module_table(self, events=self.event_shape, classes=self.num_classes)
@@ -301,7 +308,8 @@ class Flow(nn.Module):
         if cond is not None:
             require_tensor("cond", cond)
         if not torch.compiler.is_compiling():
-            refuse([labels_fault(cond, self.num_classes), mask_fault(self.bijection, self.event_shape, mask)])
+            of_labels = labels_fault(cond, self.num_classes, self.null_class)
+            refuse([of_labels, mask_fault(self.bijection, self.event_shape, mask)])
 
     def _noise(self, n, cond, temperature, generator, shape, like: Tensor | None = None) -> Tensor:
         anchor = like if like is not None else reference(self)

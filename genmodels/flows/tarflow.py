@@ -130,6 +130,7 @@ class MetaBlock(Bijection):
         )  # fmt: skip
         own = places and self.length is not None
         self.places = nn.Parameter(0.01 * torch.randn(self.length, width)) if own else None
+        self.num_classes, self.null_class = (None, False) if cond is None else (cond.size, True)
         self.classes = None if cond is None else nn.Embedding(cond.size + 1, width)
         self.register_buffer("start", start, persistent=False)
         with torch.no_grad():

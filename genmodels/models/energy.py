@@ -271,8 +271,9 @@ class EnergyModel(ScoreMatched):
             made |= {"importance_samples": importance_samples, "dequantisation": "uniform"}
         made |= {"gaps": "filled"} if self.encoding.gap is not None else {}
         made |= {"weights": str(weights), "seed": seed}
+        kind = "lower_bound" if found.kind == "exact" and self.spec.levels is not None else found.kind
         # All items share the error of log Z: it is in `made`, since a mean over items does not reduce it.
-        return Likelihood(nats, found.kind, self.spec.dims, self.spec.levels, stderr, made, index)
+        return Likelihood(nats, kind, self.spec.dims, self.spec.levels, stderr, made, index)
 
     # ---- samples ------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling_flows import dequantisation_flow
 from genmodels.flows.dequantize import OfLevel, UniformDequantize, VariationalDequantize
-from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow
+from genmodels.flows.discrete import ContinuousFlow, DiscreteFlow, NoisyFlow
 from genmodels.flows.flow import Flow
 from genmodels.flows.replay import Health, examine
 from genmodels.flows.scaling import Logit, Shift, Standardise, channel_moments
@@ -95,6 +95,10 @@ class FlowModel(GenerativeModel):
             dequantisation, preprocess, alpha, base, memory)
         if not noise >= 0:
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
+        if noise != 0.05 and spec.mel is None:
+            raise ValueError(f"noise={noise} is for mels, and {spec.name} has none")
+        if dequantisation != "uniform" and spec.levels is None:
+            raise ValueError(f"dequantisation={dequantisation} is for integers, and {spec.name} has real numbers")
         self.noise = noise if spec.mel is not None else 0.0
         self._probe: Batch | None = None
 
@@ -102,6 +106,14 @@ class FlowModel(GenerativeModel):
     def condition(self) -> Condition | None:
         """What the networks of the flow are conditioned on."""
         return Condition("labels", self.spec.num_classes) if self.conditional else None
+
+    def _cond(self, batch: Batch) -> Tensor | None:
+        return self._or_null(super()._cond(batch), len(batch))
+
+    def _or_null(self, cond: Tensor | None, n: int) -> Tensor | None:
+        """The null class where there is no class, of a model that has it."""
+        missing = cond is None and self.has_null_class
+        return torch.full((n,), self.num_classes, device=self.device) if missing else cond
 
     def assemble(self, bijection: Bijection) -> None:
         """Put preprocessing, bijection and base together; called last in a subclass' constructor."""
@@ -246,8 +258,10 @@ class FlowModel(GenerativeModel):
         """Samples by the inverse; the temperature is a factor on the standard deviation of the latents at every level,
         0 for the mode. Sequences are silent beyond `lengths`.
         """
+        return self._drawn(options, self.labels(options.cond, self.numbered(options.n, options.start)))
+
+    def _drawn(self, options: SamplingOptions, labels: Tensor | None) -> Samples:
         index, temperature = self.numbered(options.n, options.start), options.temperature
-        labels = self.labels(options.cond, index)
         noise = KeyedGenerator(options.seed, index, "sample")
         mask = frames_of(options.lengths, index, self.spec)
         with torch.no_grad():
@@ -274,8 +288,9 @@ class FlowModel(GenerativeModel):
         self, latents: Latents, cond: Tensor | None = None, weights: str | float = "ema", mask: Tensor | None = None
     ) -> Tensor:
         """The data of latents, in the data's own units; the inverse of `latents`, where `mask` was that of the data."""
-        core = self.weights(weights)
-        return self._units(core.quantise(core.flow.from_latents(latents, cond, mask)))
+        core, cond = self.weights(weights), self._or_null(cond, len(latents[0]))
+        v = core.flow.from_latents(latents, cond, mask)
+        return self._units(core.quantise(core.denoise(v, cond) if isinstance(core, NoisyFlow) else v))
 
     # ---- the invertibility monitor ------------------------------------------------------------------------------
 

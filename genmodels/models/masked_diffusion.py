@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ class MaskedDiffusionModel(GenerativeModel):
         return {"draws": min(8, self.num_steps - 1)}
 
     def log_likelihood(
-        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, bound: str = "continuous",
+        self, batch: Batch, *, weights: str | float = "ema", seed: int = 0, bound: Literal["continuous"] = "continuous",
         draws: int | None = None, replicates: int = 2, rows: int | None = None,
     ) -> Likelihood:
         """The lower bound on the log-likelihood in continuous time, from one time in each of `draws` strata.

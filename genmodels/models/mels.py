@@ -127,9 +127,11 @@ def frames_of(lengths: list[int] | None, index: Tensor, spec: DataSpec) -> Tenso
     """
     if lengths is None and spec.mel is None:
         return None
+    if len(spec.event_shape) != 2:
+        raise ValueError(f"lengths are for sequences, and {spec.name} has events of shape {tuple(spec.event_shape)}")
     lengths = [spec.statistics["frames"]] if lengths is None else lengths
     longest = spec.event_shape[-1]
-    if len(spec.event_shape) != 2 or not lengths or not all(1 <= length <= longest for length in lengths):
+    if not lengths or not all(1 <= length <= longest for length in lengths):
         raise ValueError(f"lengths are numbers of frames from 1 to {longest} of sequences, got {lengths}")
     wanted = torch.tensor(lengths, device=index.device)[index % len(lengths)]
     return torch.arange(longest, device=index.device) < wanted[:, None, None]

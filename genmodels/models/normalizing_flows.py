@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -353,8 +354,13 @@ class TarFlow(FlowModel):
     ):
         super().__init__(spec, **shared)
         self.condition_on_class(self.conditional, cond_drop)
-        if not augment >= 0:
+        if not 0 <= augment < math.inf:
             raise ValueError(f"augment is a standard deviation, 0 or more, got {augment}")
+        if cond_drop != 0.1 and not self.conditional:
+            raise ValueError(f"cond_drop={cond_drop} hides classes, which this model does not take: give "
+                             "class_conditional=true")
+        if self.base == "class" and cond_drop:
+            raise ValueError("base=class has no density without a class: give cond_drop=0")
         if augment and (spec.levels is None or self.preprocess != "centre"):
             raise ValueError(f"augment={augment} is for integers with model.preprocess=centre: noise leaves the range "
                              "in which a logit is defined")
@@ -425,8 +431,11 @@ class TarFlow(FlowModel):
             raise InputError("guidance needs a model that was trained with model.class_conditional=true and "
                              "model.cond_drop above 0")
         how = replace(SAMPLERS[options.sampler], guidance=options.guidance)
+        labels = self.labels(options.cond, self.numbered(options.n, options.start))
+        if options.guidance == 0:  # no class at all, in the denoising of noisy samples too
+            how, labels = replace(how, guidance=1.0), torch.full_like(labels, self.num_classes)
         with decoding(self.weights(options.weights), how) as blocks:
-            found = super().draw(options)
+            found = self._drawn(options, labels)
             found.made.update(sampler=options.sampler, evaluations=sum(block.sweeps for block in blocks))
         found.made.update({"guidance": options.guidance} if options.guidance != 1 else {})
         return found if options.guidance else replace(found, cond=None)

@@ -331,6 +331,10 @@ ATTENTION: dict[str, Kind] = {
 }
 
 
+#: The kinds with a causal form.
+CAUSAL = ("rope", "xl", "shaw", "music", "t5", "alibi", "plain")
+
+
 def check_kind(attention: str, dims: int) -> None:
     """Raise ValueError for an unknown kind of attention, or one for other spatial dimensions."""
     legal = [name for name, kind in ATTENTION.items() if kind.make is None or dims in kind.dims]
@@ -346,12 +350,11 @@ def make_mechanism(attention: str, dim: int, heads: int, site: Site) -> nn.Modul
 
     Errors: ValueError for an unknown kind, one for other spatial dimensions, or heads that do not divide `dim`.
     """
+    if site.causal and attention not in CAUSAL:
+        raise ValueError(f"attention = {attention!r} has no causal form: use {', '.join(CAUSAL)}")
     check_kind(attention, site.dims)
     make = ATTENTION[attention].make
-    mechanism = None if make is None else make(dim, heads, site)
-    if site.causal and not (isinstance(mechanism, Attention) and mechanism.reach.causal_alone):
-        raise ValueError(f"attention = {attention!r} has no causal form: use rope, xl, shaw, music, t5, alibi or plain")
-    return mechanism
+    return None if make is None else make(dim, heads, site)
 
 
 def make_attention(

@@ -205,7 +205,10 @@ def compare(
             failures[str(path)] = str(error)
     if not evaluations:
         raise first
-    check_options([evaluation.opened for evaluation in evaluations])
+    try:
+        check_options([evaluation.opened for evaluation in evaluations])
+    except InputError as error:
+        raise first or error from None  # of a model that has the option, and refuses its value
     same_items([evaluation.report for evaluation in evaluations])
     labelled([evaluation.report for evaluation in evaluations])
     if ranks.rank:

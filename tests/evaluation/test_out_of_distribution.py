@@ -21,7 +21,8 @@ def test_the_area_is_the_share_of_pairs_in_order():
     variance = pairs.mean(1).var() / len(a) + pairs.mean(0).var() / len(b)
     assert error == pytest.approx(float(variance.sqrt()), abs=1e-12)
     assert auroc(b, a)[0] == pytest.approx(1 - area, abs=1e-12)
-    assert auroc(torch.ones(3), torch.zeros(4)) == (1.0, 0.0)
+    assert auroc(torch.ones(3), torch.zeros(4)) == (1.0, 0.5)  # three draws can miss an event of probability 1/2
+    assert auroc(torch.tensor([1.0]), torch.tensor([0.0, 2.0]))[1] == 1.5
 
 
 def test_the_error_of_the_area_is_that_of_the_bootstrap():
@@ -43,12 +44,13 @@ def test_typicality_is_the_distance_to_the_mean_of_the_others():
 def test_a_flat_picture_is_not_in_distribution_because_it_is_likely():
     x = torch.randint(0, 256, (2, 3, 8, 8), generator=torch.Generator().manual_seed(0)).byte()
     x[1] = 7
-    noisy, flat = compressed_bits(x).tolist()
+    noisy, flat = compressed_bits(x, 256).tolist()
+    assert compressed_bits(x.long(), 256).tolist() == [noisy, flat]  # however they are stored
     # 192 bytes of noise do not get shorter; a file of one colour has about 70 bytes, heads and all.
     assert 192 * 8 < noisy < 192 * 8 + 800 and flat < 800
-    assert compressed_bits(x[:, :2]).tolist()[0] >= 128 * 8  # not three channels: zlib
+    assert compressed_bits(x[:, :2], 256).tolist()[0] >= 128 * 8  # not three channels: zlib
     # In bits: an item of 0 nats, one that is 100 bits likelier and far simpler.
-    both = less_complexity(torch.tensor([0.0, 100 * math.log(2)]), x)
+    both = less_complexity(torch.tensor([0.0, 100 * math.log(2)]), x, 256)
     assert both.tolist() == pytest.approx([noisy, flat + 100])
 
 

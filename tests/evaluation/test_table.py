@@ -13,6 +13,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.likelihood import SingleValues
 from genmodels.evaluation.report import (
     BitsLine,
+    Bracket,
     CheckpointFacts,
     DataFacts,
     Fidelity,
@@ -131,6 +132,17 @@ def test_only_what_bounds_show_is_a_conclusion(better, worse, concluded):
     assert bool(table.conclusions) is concluded
     if concluded:
         assert table.conclusions[0].startswith("glow (0) is better than glow (1): at most ")
+
+
+def test_dequantised_energies_bound_nothing_from_below():
+    """A model against itself: the bound of more dequantisations is below the least value by fewer."""
+    def reports(**made):
+        lines = [line("ais", nats(-100 + k), made=made, bracket=Bracket(2.2 - 0.2 * k, 2.3 - 0.2 * k)) for k in (0, 1)]
+        return [report(f"runs/{k}/best.ckpt", line("lower_bound", nats(-60)), *lines) for k in range(2)]
+
+    arrays = [{"nats_0": nats(-60)}] * 2
+    assert make_table(reports(dequantisation="uniform"), arrays).conclusions == []
+    assert len(make_table(reports(), arrays).conclusions) == 2  # the largest difference of each pair
 
 
 def test_pairs_by_hand():

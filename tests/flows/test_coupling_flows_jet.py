@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
+from genmodels.flows.bases import StandardNormal
 from genmodels.flows.coupling import ChannelSplit, Coupling, TokenSplit
 from genmodels.flows.coupling_flows import ShiftScale, TokenNet, jet
+from genmodels.flows.flow import Flow
 from genmodels.nn.condition import Condition
 
 DOUBLE = torch.float64
@@ -65,7 +67,6 @@ def test_a_network_for_sequences_reads_columns():
     ((1, 8, 8), {"couplings": 3, "spatial": 0}, ["channels"] * 3),
     ((1, 8, 8), {"couplings": 3, "spatial": 1}, ["rows", "rows", "columns"]),
     ((1, 6, 8), {"couplings": 4, "spatial": 1}, ["columns", "columns", "checkerboard", "checkerboard"]),
-    ((1, 6, 6), {"couplings": 2, "spatial": 1}, ["channels"] * 2),
 ])  # fmt: skip
 def test_the_order_of_couplings(shape, options, expected):
     flow = jet(shape, **options, **TINY)
@@ -122,6 +123,11 @@ def test_recomputing_changes_no_gradient():
     (lambda: jet((1, 7, 8)), r"patches that divide the sides of \(1, 7, 8\)"),
     (lambda: jet((1, 8, 8), couplings=0), "at least one coupling"),
     (lambda: jet((1, 12, 12), levels=3), "at every level"),
+    (lambda: jet((1, 6, 6), couplings=2), "spatial = 2 makes none of 2 couplings one of positions, .* 3 x 3 patches"),
+    (lambda: jet((1, 8, 8), couplings=2, spatial=3), "spatial = 3 makes none of 2 couplings"),
+    (lambda: jet((1, 8, 8), patch=1), "patch = 1 leaves one channel"),
+    (lambda: Flow(jet((1, 4, 4), couplings=2, cond=Condition("labels", 3), **TINY), StandardNormal((16,))).log_prob(
+        torch.zeros(1, 1, 4, 4), torch.tensor([3])), "label 3 in row 0, the classes of this flow are 0..2"),
     (lambda: TokenNet(2, 4, cond=Condition("map", 2), **TINY), "conditioned on labels"),
     (lambda: TokenNet(2, 4, cond=Condition("labels", 2), **TINY)(torch.zeros(1, 2, 2, 2)), "needs cond"),
     (lambda: TokenNet(2, 4, **TINY)(torch.zeros(1, 2, 2, 2), torch.zeros(1).long()), "without a condition"),

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from genmodels.flows.bases import StandardNormal
 from genmodels.flows.bijection import Bijection
+from genmodels.flows.flow import Flow
 from genmodels.flows.linear import Permute
 from genmodels.flows.tarflow import Decoding, MetaBlock, decoding, tarflow
 from genmodels.nn.attention import Slots
@@ -294,6 +296,9 @@ def test_recomputing_keeps_one_event_for_each_meta_block():
      "order of 9 positions is for events without a mask"),
     (lambda: tarflow((1, 8, 8), transform="cubic"), "transform"),
     (lambda: MetaBlock((1, 4, 4), attention="nystrom"), "'nystrom' has no causal form"),
+    (lambda: MetaBlock((1, 4, 4), attention="rope2d"), "'rope2d' has no causal form: use rope, xl"),
+    (lambda: Flow(MetaBlock((1, 2, 2), cond=Condition("labels", 3), **TINY), StandardNormal((1, 2, 2))).log_prob(
+        torch.zeros(2, 1, 2, 2), torch.tensor([3, 4])), "label 4 in row 1, the classes of this flow are 0..2"),
     (lambda: MetaBlock((1, 4, 4), cond=Condition("map", 2)), "conditioned on labels"),
     (lambda: block_of()(latents((2, 3, 4))), r"takes events of shape \(2, 3, 3\), got \(2, 3, 4\)"),
     (lambda: Decoding(tokens=0), "at least one token"),

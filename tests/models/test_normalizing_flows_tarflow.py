@@ -120,10 +120,42 @@ def test_samples_are_zero_beyond_their_lengths():
     assert torch.allclose(*drawn, atol=0.05)
 
 
+def test_a_model_of_classes_is_also_used_without_one():
+    model, items = made(class_conditional=True).double(), batch(3)
+    free, null = model.latents(Batch(items.x)), model.latents(Batch(items.x, torch.full((3,), 10)))
+    assert torch.equal(free.flatten(), null.flatten())
+    assert torch.equal(model.from_latents(free), items.x)
+    assert not torch.equal(model.latents(items).flatten(), free.flatten())
+
+
+def test_without_guidance_no_class_has_a_part_in_the_denoising():
+    model = made(class_conditional=True, augment=0.2, preprocess="centre").double()
+    drawn = [model.sample(4, guidance=0, **options) for options in ({}, {"cond": [3]})]
+    noise = KeyedGenerator(0, torch.arange(4), "sample")
+    with torch.no_grad():
+        expected = model.core.quantise(model.core.points(4, torch.full((4,), 10), generator=noise))
+    for found in drawn:
+        assert torch.equal(found.x, expected.to(torch.uint8)) and found.cond is None
+
+
+def test_decoded_latents_of_noisy_data_are_denoised():
+    model = made(augment=0.2, preprocess="centre").double()
+    z = model.latents(batch(3))
+    with torch.no_grad():
+        expected = model.core.quantise(model.core.denoise(model.core.flow.from_latents(z)))
+    assert torch.equal(model.from_latents(z), expected.to(torch.uint8))
+
+
 @pytest.mark.parametrize("make, words", [
     (lambda: TarFlow(DIGITS, augment=0.1), "augment=0.1 is for integers with model.preprocess=centre"),
     (lambda: TarFlow(DataSpec("tracks", (4, 16)), augment=0.1, preprocess="centre"), "is for integers"),
     (lambda: TarFlow(DIGITS, augment=-1.0), "0 or more"),
+    (lambda: TarFlow(DIGITS, augment=float("inf"), preprocess="centre"), "0 or more"),
+    (lambda: TarFlow(DIGITS, cond_drop=0.5), "give class_conditional=true"),
+    (lambda: TarFlow(DIGITS, class_conditional=True, base="class"), "give cond_drop=0"),
+    (lambda: TarFlow(DIGITS, noise=0.3), "noise=0.3 is for mels"),
+    (lambda: TarFlow(DataSpec("tracks", (4, 16)), dequantisation="level"), "is for integers"),
+    (lambda: made().sample(1, lengths=[4]), "lengths are for sequences"),
     (lambda: TarFlow(DIGITS, augment=0.1, preprocess="centre", dequantisation="level"), "in place of dequantisation"),
     (lambda: TarFlow(DIGITS, components=4), "components=4 is for transform=mixture"),
     (lambda: TarFlow(DIGITS, cond_drop=1.0), "a probability below 1"),
