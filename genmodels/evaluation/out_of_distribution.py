@@ -187,7 +187,7 @@ def other_data(name: str, overrides: dict, source: DataModule, trust: list[str])
     return build({**node, **overrides}, trust=trust).prepare()
 
 
-def sentence(name: str, area: float, error: float, kind: str) -> str:
+def sentence(name: str, area: float, error: float, kind: str, split: str = "test") -> str:
     """The result in words.
 
     Example:
@@ -197,10 +197,10 @@ def sentence(name: str, area: float, error: float, kind: str) -> str:
     figure = f"(AUROC {area:.3f} +- {error:.3f})"
     constant = ", by values that lack their constant, which an order does not need" if kind == "unnormalised" else ""
     if area + 2 * error < 0.5:
-        return f"{name} is found likelier than the test items {figure}: likelihood does not separate them{constant}"
+        return f"{name} is found likelier than the {split} items {figure}: likelihood does not separate them{constant}"
     if area - 2 * error > 0.5:
-        return f"{name} is found less likely than the test items {figure}{constant}"
-    return f"{name} is found as likely as the test items {figure}{constant}"
+        return f"{name} is found less likely than the {split} items {figure}{constant}"
+    return f"{name} is found as likely as the {split} items {figure}{constant}"
 
 
 def other_of(frame: Frame, name: str) -> DataModule:
@@ -272,7 +272,7 @@ class OtherDataStage:
                 less_complexity(outside, self._items(other, len(outside)), spec.levels))
         others = [f"{SCORES[key]} {value:.3f} +- {se:.3f}" for key, (value, se) in scores.items()]
         others += [] if len(inside) > 1 else ["no typicality, which needs two test items"]
-        said = "; ".join([sentence(name, area, error, found.kind), *others])
+        said = "; ".join([sentence(name, area, error, found.kind, self.frame.request.split), *others])
         return OtherData(**entry, auroc=area, se=error, mean_in=mean_in, mean_out=mean_out, scores=scores, said=said)
 
     def _items(self, data: DataModule, count: int) -> Tensor:
