@@ -95,7 +95,7 @@ class FlowModel(GenerativeModel):
             dequantisation, preprocess, alpha, base, memory)
         if not noise >= 0:
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")
-        if noise != 0.05 and spec.mel is None:
+        if noise not in (0, 0.05) and spec.mel is None:
             raise ValueError(f"noise={noise} is for mels, and {spec.name} has none")
         if dequantisation != "uniform" and spec.levels is None:
             raise ValueError(f"dequantisation={dequantisation} is for integers, and {spec.name} has real numbers")

@@ -356,7 +356,7 @@ class TarFlow(FlowModel):
         self.condition_on_class(self.conditional, cond_drop)
         if not 0 <= augment < math.inf:
             raise ValueError(f"augment is a standard deviation, 0 or more, got {augment}")
-        if cond_drop != 0.1 and not self.conditional:
+        if cond_drop not in (0, 0.1) and not self.conditional:
             raise ValueError(f"cond_drop={cond_drop} hides classes, which this model does not take: give "
                              "class_conditional=true")
         if self.base == "class" and cond_drop:
