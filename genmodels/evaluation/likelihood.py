@@ -106,7 +106,9 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
 
 def bounds_of(model) -> tuple[str, ...]:
     """The bounds that a model of diffusion has."""
-    return get_args(get_type_hints(model.log_likelihood).get("bound"))
+    if "bound" not in inspect.signature(model.log_likelihood).parameters:  # hints of other models may not resolve
+        return ()
+    return get_args(get_type_hints(model.log_likelihood)["bound"])
 
 
 def likelihood_parts(frame: Frame, key: str, line: Line) -> dict[int, dict]:

@@ -332,7 +332,7 @@ ATTENTION: dict[str, Kind] = {
 
 
 #: The kinds with a causal form.
-CAUSAL = ("rope", "xl", "shaw", "music", "t5", "alibi", "plain")
+CAUSAL = ("rope", "xl", "shaw", "shaw_shared", "shaw_zero", "music", "music_shared", "t5", "alibi", "plain")
 
 
 def check_kind(attention: str, dims: int) -> None:

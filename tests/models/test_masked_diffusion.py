@@ -9,8 +9,11 @@ import torch
 
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
+from genmodels.evaluation.likelihood import bounds_of
 from genmodels.models.checkpoint import load_model, write_checkpoint
+from genmodels.models.ddpm import DDPM
 from genmodels.models.masked_diffusion import MaskedDiffusionModel
+from genmodels.models.normalizing_flows import RealNVP
 from genmodels.verification.check import Options
 from genmodels.verification.checkpoints import verify
 
@@ -26,6 +29,11 @@ def small(spec=DIGITS, **options):
         for p in model.core.parameters():
             p.add_(0.05 * torch.randn(p.shape))
     return model
+
+
+def test_each_model_names_the_bounds_that_it_has():
+    assert bounds_of(small()) == ("continuous",) and bounds_of(DDPM(DIGITS)) == ("discrete", "continuous")
+    assert bounds_of(RealNVP(DIGITS)) == ()
 
 
 def batch(n=6, shape=(1, 8, 8)):

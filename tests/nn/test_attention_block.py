@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from genmodels.nn import ATTENTION, AttentionBlock, AttentionKind, ConvNet, SpatialAttention, UNet, attention
 from genmodels.nn.attention import Attention
-from genmodels.nn.attention_block import Places, Site, make_attention, make_mechanism
+from genmodels.nn.attention_block import CAUSAL, Places, Site, make_attention, make_mechanism
 from genmodels.nn.energy_nets import UNetEnergy
 from genmodels.verification.attention_reference import reference_attention
 
@@ -60,6 +60,15 @@ CHOSEN = {
 }  # fmt: skip
 #: What is made to be derived from.
 BASES = {"Position", "DistanceBias", "Score"}
+
+
+def test_the_causal_kinds_are_those_that_hide_the_future():
+    found = []
+    for name, kind in ATTENTION.items():
+        mechanism = kind.make(8, 2, Site(1, None, 0.0, causal=True)) if kind.make and 1 in kind.dims else None
+        if isinstance(mechanism, Attention) and mechanism.reach.causal_alone:
+            found.append(name)
+    assert sorted(found) == sorted(CAUSAL)
 
 
 def test_every_public_attention_can_be_chosen():
