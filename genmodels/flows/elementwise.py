@@ -272,8 +272,12 @@ class MeanScale(ElementTransform):
         return torch.addcmul(m, torch.exp(h), z), h
 
 
-BISECTIONS = 60
 NEWTON_STEPS = 2
+
+
+def bisections(dtype: torch.dtype) -> int:
+    """Halvings after which a bracket 2^17 times as wide as a root is as narrow as the rounding error of the root."""
+    return 17 - round(math.log2(torch.finfo(dtype).eps))
 
 
 class Mixture(NamedTuple):
@@ -291,8 +295,8 @@ class LogisticMixture(ElementTransform):
         log dz/dx = log f - log F - log(1 - F) + h
 
     pi is a softmax, s_k = 7 tanh(. / 7), h as in `Affine`. log F and log(1 - F) are both log-sum-exps of log-sigmoids,
-    accurate in the tails. The inverse takes 60 bisections and two Newton steps where these stay in the bracket; its
-    gradient is that of the implicit function.
+    accurate in the tails. The inverse takes 40 bisections in float32, 69 in float64, and two Newton steps where these stay
+    in the bracket; its gradient is that of the implicit function.
 
     Arguments:
         channels: number of channels that it changes.
@@ -365,7 +369,7 @@ def _density(below: Tensor, above: Tensor, mixture: Mixture) -> Tensor:
     return below + above - mixture.log_weight - mixture.log_scale
 
 
-# One operation to a compiler, which would take minutes to unroll sixty steps.
+# One operation to a compiler, which would take minutes to unroll so many steps.
 @torch.library.custom_op(
     "genmodels::logistic_mixture_root",
     mutates_args=(),
@@ -377,7 +381,7 @@ def solve(v: Tensor, log_weight: Tensor, mean: Tensor, log_scale: Tensor) -> Ten
     # Where x is below every mu_k + e^s_k v, each component is below sigmoid(v), and so is F; likewise above.
     roots = mixture.mean + mixture.log_scale.exp() * v.unsqueeze(1)
     low, high = roots.amin(1), roots.amax(1)
-    for _ in range(BISECTIONS):
+    for _ in range(bisections(v.dtype)):
         middle = 0.5 * (low + high)
         below, above = _shares(middle, mixture)
         beyond = below.logsumexp(1) - above.logsumexp(1) >= v

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, one_of
 from genmodels.core.likelihood import Likelihood, log_mean_exp
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
@@ -253,6 +253,7 @@ class EnergyModel(ScoreMatched):
             densities: number of densities between its base and the model.
             rows: most rows in one pass through the network.
         """
+        one_of("normaliser", normaliser, ("auto", "quadrature", "ais", "none"))
         for name, value in (("importance_samples", importance_samples), ("chains", chains), ("densities", densities)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

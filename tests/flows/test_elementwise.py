@@ -423,7 +423,7 @@ def solves_everywhere(dtype=torch.float64, tolerance=1e-10):
 def test_solves_everywhere(monkeypatch):
     solves_everywhere()
     solves_everywhere(torch.float32, 1e-5)
-    monkeypatch.setattr(module, "BISECTIONS", 5)
+    monkeypatch.setattr(module, "bisections", lambda dtype: 5)
     with pytest.raises(AssertionError):
         solves_everywhere()
 
@@ -447,7 +447,7 @@ def test_number_of_steps_is_fixed(monkeypatch):
         calls.clear()
         transform.inverse(column(z), params)
         counts.add(len(calls))
-    assert counts == {module.BISECTIONS + module.NEWTON_STEPS + 1}
+    assert counts == {module.bisections(torch.float64) + module.NEWTON_STEPS + 1}
 
 
 def has_implicit_gradients(inverse, transform, z, params):
