@@ -295,8 +295,8 @@ class LogisticMixture(ElementTransform):
         log dz/dx = log f - log F - log(1 - F) + h
 
     pi is a softmax, s_k = 7 tanh(. / 7), h as in `Affine`. log F and log(1 - F) are both log-sum-exps of log-sigmoids,
-    accurate in the tails. The inverse takes 40 bisections in float32, 69 in float64, and two Newton steps where these stay
-    in the bracket; its gradient is that of the implicit function.
+    accurate in the tails. The inverse takes 40 bisections in float32, 69 in float64, and two Newton steps where these
+    stay in the bracket; its gradient is that of the implicit function.
 
     Arguments:
         channels: number of channels that it changes.

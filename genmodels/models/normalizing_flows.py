@@ -318,7 +318,7 @@ class TarFlow(FlowModel):
         order: of the tokens of an image: `rows`, `rows_columns` in turn, or `random`, one for each pair of meta-blocks.
         dropout: probability of dropping a value of a branch.
         cond_drop: probability that training hides the class, which guidance needs; 0 for never.
-        augment: standard deviation of the noise, for data in [-1, 1]; 0 for dequantisation instead.
+        augment: standard deviation of the noise, for data in [-1, 1], in place of any dequantisation; 0 for none.
         **shared: what all flows take, see `FlowModel`.
 
     Example:
@@ -364,9 +364,6 @@ class TarFlow(FlowModel):
         if augment and (spec.levels is None or self.preprocess != "centre"):
             raise ValueError(f"augment={augment} is for integers with model.preprocess=centre: noise leaves the range "
                              "in which a logit is defined")
-        if augment and self.dequantisation != "uniform":
-            raise ValueError(f"augment={augment} adds noise in place of dequantisation={self.dequantisation}: give "
-                             "model.dequantisation=uniform, or no augment")
         if components != 8 and transform != "mixture":
             raise ValueError(f"components={components} is for transform=mixture, got transform={transform}")
         self.augment = augment
