@@ -49,6 +49,7 @@ RUNS = {
         "realnvp": ["model=realnvp", "data=mnist"],
         "glow": ["model=glow", "data=mnist"],
         "nsf": ["model=nsf", "data=mnist"],
+        "maf": ["model=maf", "data=mnist"],
         "flow++": ["model=glow", "data=mnist", "model.coupling=mixture", "model.attention=rope2d", "model.steps=4",
                    "model.hidden=64", "trainer.max_steps=1500"],
         "jet": ["model=jet", "data=mnist"],
