@@ -70,6 +70,7 @@ class Bijection(nn.Module):
         exact_inverse: whether the inverse is a formula (and not an iteration).
         uses_cond: whether a condition is needed; layers without networks ignore one.
         strict_cond: whether a condition that is not used is an error.
+        rounds_cond: whether numbers of a condition stand for integers, so that no gradient goes through them.
         place: dotted name inside the outermost composition, for messages.
 
     Shapes: `x (B, *event)`, `cond (B,)` labels, `(B, K)` vectors or maps, `mask (B, 1, T)` bool for events `(C, T)`,
@@ -82,6 +83,7 @@ class Bijection(nn.Module):
     exact_inverse: bool = True
     uses_cond: bool = False
     strict_cond: bool = False
+    rounds_cond: bool = False
     place: str = ""
 
     def forward(self, x: Tensor, cond: Tensor | None = None, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

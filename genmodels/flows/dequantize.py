@@ -267,7 +267,7 @@ class OfLevel(Bijection):
         tensor([1.], grad_fn=<SumBackward1>)
     """
 
-    uses_cond = strict_cond = True
+    uses_cond = strict_cond = rounds_cond = True
 
     def __init__(self, levels: int):
         super().__init__()

@@ -91,7 +91,7 @@ def condition(s: Subject) -> Measured:
         # One row suffices: others may lie where a spline is the identity.
         blind += [] if bool(moved[changed].any()) else [f"{name} ignores it"]
         blind += [f"{name} mixes rows"] if bool((moved[~changed] > 1e-9).any()) else []
-        if s.cond.is_floating_point():
+        if s.cond.is_floating_point() and not getattr(s.layer, "rounds_cond", False):
             cond = s.cond.clone().requires_grad_()
             result, logdet = s.run(value, inverse, cond=cond)
             gradient = torch.autograd.grad(weighted(s, result, logdet), cond, allow_unused=True)[0]
