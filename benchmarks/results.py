@@ -55,6 +55,7 @@ RUNS = {
         "jet": ["model=jet", "data=mnist"],
         "tarflow": ["model=tarflow", "data=mnist"],
         "ddpm": ["model=ddpm", "data=mnist"],
+        "ddpm, likelihood": ["experiment=ddpm_mnist_likelihood", "data=mnist"],
         "flow_matching": ["model=flow_matching", "data=mnist", "trainer.max_steps=3000"],
         "masked_diffusion": ["model=masked_diffusion", "data=mnist"],
     },
@@ -69,8 +70,8 @@ EVALUATION = {
                "importance_samples=[1,64]", "chains=64", "densities=300", "samples=200",
                "stages=[likelihood,fidelity,cost]"],
     "8gaussians": ["ode=true", "draws=100", "samples=500", "stages=[likelihood,fidelity,cost]"],
-    "fashion-half-hour": ["importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
-    "mnist-half-hour": ["importance_samples=1", "samples=1000", "stages=[likelihood,fidelity,cost]"],
+    "fashion-half-hour": ["importance_samples=1", "draws=5", "samples=1000", "stages=[likelihood,fidelity,cost]"],
+    "mnist-half-hour": ["importance_samples=1", "draws=5", "samples=1000", "stages=[likelihood,fidelity,cost]"],
 }
 
 

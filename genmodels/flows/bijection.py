@@ -197,7 +197,9 @@ class Bijection(nn.Module):
         self.exact_inverse = all(part.exact_inverse for part in parts)
         costs = {part.inverse_cost for part in parts}
         self.inverse_cost = next((cost for cost in ("iterative", "D passes") if cost in costs), "same")
-        self.uses_cond = any(part.uses_cond for part in parts)
+        using = [part for part in parts if part.uses_cond]
+        self.uses_cond = bool(using)
+        self.rounds_cond = bool(using) and all(part.rounds_cond for part in using)
 
     def _misfit(self, expected: str | Shape, shape: Shape) -> ValueError:
         expected = expected if isinstance(expected, str) else shown(expected)

@@ -208,6 +208,7 @@ class EnergyModel(ScoreMatched):
         self, weights: str | float = "ema", seed: int = 0, method: str = "auto", chains: int = 256, steps: int = 1000
     ) -> Normaliser:
         """log Z in units of z, computed once for the same weights and options."""
+        one_of("normaliser", method, ("auto", "quadrature", "ais", "none"))
         core = self.weights(weights)
         if method == "auto":
             method = "quadrature" if self.spec.dims <= 2 else "ais"
@@ -253,7 +254,6 @@ class EnergyModel(ScoreMatched):
             densities: number of densities between its base and the model.
             rows: most rows in one pass through the network.
         """
-        one_of("normaliser", normaliser, ("auto", "quadrature", "ais", "none"))
         for name, value in (("importance_samples", importance_samples), ("chains", chains), ("densities", densities)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

@@ -449,7 +449,7 @@ def test_no_bijection_and_no_transform_is_missing_from_the_table():
     torch.manual_seed(0)
     listed = {type(module) for instance in INSTANCES.values() for module in instance.make().modules()}
     abstract = {Around, Bijection, Channelwise, DataInitialized, ElementTransform}
-    elsewhere = {OfLevel}  # test_dequantize.py: its condition is a level, through which no gradient goes
+    elsewhere = {OfLevel}  # test_dequantize.py: its conditions are levels
     assert (everything(Bijection) | everything(ElementTransform)) - abstract - elsewhere <= listed
 
 

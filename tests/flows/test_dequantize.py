@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from genmodels.core.random import KeyedGenerator
-from genmodels.flows.bijection import Bijection, per_example
+from genmodels.flows.bijection import Bijection, Inverse, per_example
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
 from genmodels.flows.dequantize import OfLevel, UniformDequantize, VariationalDequantize, noise_condition
 from genmodels.flows.elementwise import Affine
-from genmodels.flows.scaling import ActNorm, Logit
+from genmodels.flows.scaling import ActNorm, Logit, Scale
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import ConvNet
 from genmodels.nn.perceptron import MLP
+from genmodels.verification.bijections import check_bijection
 
 LEVELS = [2, 3, 17, 100, 255, 256, 1000, 65536]
 
@@ -197,6 +198,21 @@ def test_the_noise_of_a_level_inverts_and_knows_all_levels():
     torch.testing.assert_close(logdet, -reverse, rtol=0, atol=1e-10)
     scaled = 2 * torch.arange(256).float() / 255 - 1  # as float32 has it
     assert torch.equal(layer(torch.zeros_like(eps), scaled.double().expand_as(eps))[0][0, 0], layer.table[0])
+
+
+class OfTheFirstLevel(OfLevel):
+    """Ignores the level."""
+
+    def _of_level(self, cond):
+        return super()._of_level(torch.full_like(cond, -1))
+
+
+def test_every_check_of_bijections_holds_for_the_noise_of_a_level():
+    cond = 2 * torch.randint(5, (3, 2, 3, 3), generator=source()) / 4 - 1.0
+    for layer in (OfLevel(5), Inverse(OfLevel(5)), Compose([OfLevel(5), Scale(2.0)], (2, 3, 3))):
+        check_bijection(layer, (2, 3, 3), cond=cond, compiler="eager").raise_if_failed()
+    assert "condition" in check_bijection(OfTheFirstLevel(5), (2, 3, 3), cond=cond, compiler=None).failed
+    assert not Compose([OfLevel(5), Tilt()], (2, 3, 3)).rounds_cond  # a gradient is due where any part has one
 
 
 def averages_to_the_volume(dequantize, shape, cond=None, mask=None):

@@ -423,9 +423,10 @@ def solves_everywhere(dtype=torch.float64, tolerance=1e-10):
 def test_solves_everywhere(monkeypatch):
     solves_everywhere()
     solves_everywhere(torch.float32, 1e-5)
-    monkeypatch.setattr(module, "bisections", lambda dtype: 5)
-    with pytest.raises(AssertionError):
-        solves_everywhere()
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        monkeypatch.setattr(module, "bisections", lambda dtype: 15)
+        with pytest.raises(AssertionError):
+            solves_everywhere(dtype, tolerance)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-8), (torch.float32, 2e-3)])

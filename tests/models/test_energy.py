@@ -311,6 +311,7 @@ BAD = [
     (lambda: made("plane")[0].sample(2, cond=1), "unconditional"),
     (lambda: made("table, white")[0].log_likelihood(batch_of(TABLE), normaliser="quadrature"), "two dimensions"),
     (lambda: made("plane")[0].log_likelihood(batch_of(PLANE), normaliser="ase"), "normaliser must be one of"),
+    (lambda: made("table, white")[0].normaliser(method="ase"), "normaliser must be one of"),
     (lambda: EnergyModel(TABLE).initialize(Batch(torch.randn(50, 4) * torch.tensor([1.0, 1, 0, 1]))), "constant"),
     (lambda: EnergyModel(TABLE).initialize(Batch(torch.randn(300, 4).round())), "gaps=true"),
 ]
