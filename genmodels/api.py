@@ -270,7 +270,7 @@ class Model:
 
         require_known("transcribe", options, [field.name for field in fields(Hearing)])
         names = [str(files)] if isinstance(files, str | Path) else [str(file) for file in files]
-        return list(heard(self.network, names, Hearing(**options), weights_of(ema)))
+        return list(heard(self.network, names, Hearing(**options), weights_of(ema), self.trust))
 
     def verify(self, *, ema: bool | float = True, device: str = "cpu", **options: Any) -> Findings:
         """The checks of `genmodels verify ckpt=...`: `passed`, `failed`, and as text the tables that it prints.

@@ -31,8 +31,7 @@ from genmodels.models.masked_diffusion import MaskedDiffusionModel
 from genmodels.models.normalizing_flows import MAF, NSF, Glow, Jet, RealNVP, TarFlow
 from genmodels.models.recognizer import Recognizer
 from genmodels.models.score import ScoreModel
-from genmodels.models.tacotron import Tacotron
-from genmodels.models.text_to_mel import MelDDPM, MelEnergy, MelFlowMatching
+from genmodels.models.text_to_mel import MelDDPM, MelEnergy, MelFlowMatching, Tacotron
 from genmodels.nn import UNet
 from tests.commands import ROOT, Started
 from tests.models import texts

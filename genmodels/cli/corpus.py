@@ -41,5 +41,4 @@ def run(
     seconds = corpus(folder, texts, voice, workers=workers, progress=progress)
     print(f"{len(seconds):,} clips in {folder}, {sum(seconds) / 3600:.2f} hours by voice {voice}, whose licence is "
           f"{VOICES[voice].licence}")
-    print(f"train:    genmodels train model=glow_tts data=speech data.layout=ljspeech data.root={folder} "
-          "data.mel.sample_rate=16000")
+    print(f"train:    genmodels train experiment=glow_tts_corpus data.root={folder}")

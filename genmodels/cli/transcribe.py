@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from genmodels.core.checkpoint import verify
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, an, check_number, refusals
+from genmodels.core.errors import InputError, an, refusals
 from genmodels.core.files import located
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import load_model, weights_of
-from genmodels.models.recognizer import language_of
+from genmodels.models.transcription import SEARCH, check_search, search_of
 from genmodels.speech.audio import AudioError, MelConfig, log_mel, read_wav
-from genmodels.speech.decoding import LARGEST_BEAM, ByteLanguage, Search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +44,7 @@ class Hearing:
     times: bool = False
 
     def __post_init__(self):
-        check_number("beam", self.beam, 1, LARGEST_BEAM)
-        if not 1 <= self.nbest <= self.beam:
-            raise InputError(f"nbest must lie in 1..beam, got {self.nbest} with beam={self.beam}")
-        if self.lm is not None and self.beam == 1:
-            raise InputError(f"lm={self.lm} needs a beam search: give beam=8 too")
-        for key in ("lm_weight", "lm_order"):
-            if getattr(self, key) is not None and self.lm is None:
-                raise InputError(f"{key}={getattr(self, key)} needs lm=: give both")
-        for key, least, most in (("lm_weight", 0, 1e6), ("lm_order", 1, 100), ("length", 0, 1)):
-            if getattr(self, key) is not None:
-                check_number(key, getattr(self, key), least, most)
-        if self.length and self.beam == 1:
-            raise InputError(f"length={self.length:g} compares the texts of a beam search: give beam=8 too")
-        if self.rescore and self.lm is None:
-            raise InputError("rescore=true ranks texts by a language model: give lm= too")
+        check_search(nbest=self.nbest, **{key: getattr(self, key) for key in SEARCH})
 
 
 class Transcript(NamedTuple):
@@ -112,29 +97,23 @@ def run(
             for text in model.stream(mel, weights=weights_of(ema)):
                 print(f"{name}: {text}", flush=True)
         return
-    for found in heard(model, files, how, weights_of(ema)):
+    for found in heard(model, files, how, weights_of(ema), trust or []):
         score = "" if how.nbest == 1 else f" {found.score:.2f}"
         print(f"{found.file}:{score} {found.text}")
         for word, begin, end in found.words:
             print(f"  {begin:7.2f} {end:7.2f} {word}")
 
 
-def heard(model: GenerativeModel, files: list[str], how: Hearing, weights: str | float) -> Iterator[Transcript]:
+def heard(
+    model: GenerativeModel, files: list[str], how: Hearing, weights: str | float, trust: list[str]
+) -> Iterator[Transcript]:
     """The texts of recordings, `how.nbest` for each.
 
     Raises:
         InputError: for another kind of model, a file that cannot be read, or an option that the model does not have.
     """
     mels = recordings(model, files)
-    if how.length and not model.compares_lengths:
-        raise InputError(f"length={how.length:g} is for model.criterion=attention, or joint with a delay, and this "
-                         f"model has criterion={model.criterion}")
-    language = None if how.lm is None else language_of(model, how.lm, how.lm_order or 6)
-    if how.lm_order is not None and isinstance(language, ByteLanguage):
-        raise InputError(f"lm_order={how.lm_order} is for n-grams of a text, and lm={how.lm} is a checkpoint")
-    own = {"weight": how.lm_weight, "length": how.length, "language": language, "rescore": how.rescore}
-    with refusals():
-        search = Search(beam=how.beam, **{key: value for key, value in own.items() if value is not None})
+    search = search_of(model, **{key: getattr(how, key) for key in SEARCH}, trust=trust)
     for name, mel in mels:
         (found,) = model.transcribe(mel, search, weights=weights)
         for one in found[: how.nbest]:

@@ -411,6 +411,7 @@ MOVED = {
     "genmodels.models.mel_flow_matching": "genmodels.models.text_to_mel",
     "genmodels.models.nsf": "genmodels.models.normalizing_flows",
     "genmodels.models.realnvp": "genmodels.models.normalizing_flows",
+    "genmodels.models.tacotron": "genmodels.models.text_to_mel",
     "genmodels.models.tarflow": "genmodels.models.normalizing_flows",
     "genmodels.nn.deep_kernel": "genmodels.nn.energy_nets",
     "genmodels.nn.mlp": "genmodels.nn.perceptron",

@@ -25,7 +25,7 @@ from genmodels.evaluation.features import Cache, code_hash, key_of
 from genmodels.evaluation.report import CheckpointFacts, DataFacts, Report
 from genmodels.models.base import GenerativeModel
 from genmodels.models.checkpoint import weights_of
-from genmodels.speech.decoding import LARGEST_BEAM
+from genmodels.models.transcription import SEARCH, check_search
 from genmodels.training.run import training_time
 
 _LIKELIHOOD, _SAMPLES = ("likelihood", "audit", "ood", "checks"), ("fidelity", "cost", "sweeps")
@@ -35,7 +35,7 @@ _STAGES = {
                      "densities"), _LIKELIHOOD),
     **dict.fromkeys(("sampler", "steps", "temperature", "guidance"), _SAMPLES),
     **dict.fromkeys(("samples", "features", "force", "recognizer"), ("fidelity", "sweeps")),
-    **dict.fromkeys(("beam", "nbest", "lm", "lm_weight", "rescore"), ("fidelity", "sweeps", "audit")),
+    **dict.fromkeys(("nbest", *SEARCH), ("fidelity", "sweeps", "audit")),
     "checks": ("checks",),
 }
 
@@ -81,8 +81,10 @@ class Request:
         nbest: of a recogniser, also the WER of the best of so many texts of the search (oracle WER); at most `beam`.
         lm: a language model for the search of a recogniser, as in transcribe: a file of texts, or a checkpoint; needs a
             beam.
+        lm_order: order n of the n-grams of a file, 6 by default.
         lm_weight: weight of its log-probabilities, 0.3 by default.
         rescore: rank the texts of a search without the language model with it, instead of a search with it.
+        length: exponent of the length normalisation of the search by an attention decoder, as in transcribe.
         checks: default (at most a minute) or full.
         rank: rank lines within each kind of likelihood, or across kinds, with a note on how each kind may err.
         batch_size: items per batch.
@@ -127,8 +129,10 @@ class Request:
     beam: int = 1
     nbest: int = 1
     lm: str | None = None
+    lm_order: int | None = None
     lm_weight: float | None = None
     rescore: bool = False
+    length: float | None = None
     checks: Literal["default", "full"] = "default"
     rank: Literal["kind", "across"] = "kind"
     batch_size: int = 256
@@ -167,15 +171,7 @@ class Request:
             check_temperature(self.temperature)
         if self.guidance is not None:
             check_number("guidance", self.guidance, -1e6)
-        check_number("beam", self.beam, 1, LARGEST_BEAM)
-        if self.lm_weight is not None:
-            check_number("lm_weight", self.lm_weight, 0)
-        if self.nbest > self.beam:
-            raise InputError(f"nbest must lie in 1..beam, got {self.nbest} with beam={self.beam}")
-        if self.lm is not None and self.beam == 1:
-            raise InputError(f"lm={self.lm} needs a beam search: give beam=8 too")
-        if self.lm is None and (self.rescore or self.lm_weight is not None):
-            raise InputError("rescore and lm_weight are for a language model: give lm= too")
+        check_search(nbest=self.nbest, **{key: getattr(self, key) for key in SEARCH})
         usual = {field.name: field.default for field in fields(self)}
         for key, stages in _STAGES.items():
             if getattr(self, key) not in (usual[key], {}) and not any(self.wants(stage) for stage in stages):

@@ -24,9 +24,9 @@ from genmodels.evaluation.samples import playable
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.glow_tts import stream_text
 from genmodels.models.mels import even_lengths
-from genmodels.models.recognizer import TrainedRecogniser, language_of
+from genmodels.models.transcription import SEARCH, TrainedRecogniser, search_of
 from genmodels.speech.audio import MelConfig, log_pitch, read_wav
-from genmodels.speech.decoding import Search, oracle
+from genmodels.speech.decoding import oracle
 from genmodels.speech.measures import (
     AlignmentShape,
     Outcome,
@@ -108,16 +108,14 @@ def speech_of(frame: Frame) -> SpeechFigures:
 def transcription_of(frame: Frame) -> Transcription:
     """The transcripts of the evaluated items by a recogniser, compared with their texts."""
     opened, request, model = frame.opened, frame.request, frame.opened.model
-    search, read = "greedy" if request.beam == 1 else f"beam {request.beam}", None
+    asked = {key: getattr(request, key) for key in SEARCH}
+    how = search_of(model, **asked, trust=request.trust)
+    search = "greedy" if request.beam == 1 else f"beam {request.beam}"
+    search += f", length normalisation {request.length:g}" if request.length else ""
     if request.lm is not None:
-        weight = 0.3 if request.lm_weight is None else request.lm_weight
-        search += f", {'rescored by' if request.rescore else 'with'} {request.lm}, weight {weight:g}"
-        read = language_of(model, request.lm)
+        search += f", {'rescored by' if request.rescore else 'with'} {request.lm}, weight {how.weight:g}"
 
     def compute() -> dict:
-        how = Search(beam=request.beam)
-        if read is not None:
-            how = Search(beam=request.beam, language=read, weight=weight, rescore=request.rescore)
         loader = opened.datamodule.loader(request.split, _TOGETHER, torch.arange(opened.items))
         pairs, best, frames, began = {}, [], 0, time.monotonic()
         for batch in progress_bar(loader, desc=f"{model.family} transcribes {request.split}", unit="batch"):
@@ -136,7 +134,7 @@ def transcription_of(frame: Frame) -> Transcription:
             oracle_wer=pooled(best).rate if request.nbest > 1 else None,
         ))
 
-    settings = {"search": search} | ({} if request.nbest == 1 else {"nbest": request.nbest})
+    settings = {"search": search, "nbest": request.nbest, "lm_order": request.lm_order}
     settings |= {} if request.lm is None else {"lm": hashlib.sha256(located(request.lm).read_bytes()).hexdigest()}
     found = frame.once("transcription", settings, compute)
     return Transcription(**found | {"curve": [ErrorBin.from_dict(part) for part in found["curve"]]})
@@ -146,8 +144,9 @@ def _recogniser(request: Request, text: dict) -> tuple[Recogniser | None, str]:
     if text.get("form", "characters") != "characters":
         return None, "a recogniser writes words, and the texts of this model are phonemes"
     try:
-        own = request.recognizer
-        return (PocketSphinx() if own is None else TrainedRecogniser(own, request.device, request.beam)), ""
+        if request.recognizer is None:
+            return PocketSphinx(), ""
+        return TrainedRecogniser(request.recognizer, request.device, request.beam, request.trust), ""
     except InputError:
         raise
     except ValueError as error:
@@ -310,7 +309,8 @@ def _recognised(
     rate, recordings = opened.spec.mel["sample_rate"], _recordings(opened, len(texts))
     if recordings is not None:
         sounds = sounds | {"recordings": [read_wav(path, rate)[0] for path in recordings]}
-    heard = {name: [recogniser(wave, rate) for wave in progress_bar(waves, desc=f"heard: {name}")]
+    heard = {name: [recogniser(wave, rate) if bool(wave.isfinite().all()) else ""  # a failed text ends no evaluation
+                    for wave in progress_bar(waves, desc=f"heard: {name}")]
              for name, waves in sounds.items()}
     edits = {name: [character_edits(*pair) for pair in zip(texts, found, strict=True)] for name, found in heard.items()}
     own = edits.pop("model")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.checkpoint import checkpoint_hash
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, an, check_number, one_of, refusals
-from genmodels.core.files import located
+from genmodels.core.errors import InputError, check_number, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather
 from genmodels.core.random import KeyedGenerator
@@ -20,24 +17,13 @@ from genmodels.core.samples import Samples, SamplingOptions
 from genmodels.data.utterances import characters, padded_tokens
 from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import NETWORKS, TARGET, altered, build, construct
-from genmodels.models.checkpoint import load_model
 from genmodels.models.mels import MelUnits
 from genmodels.models.optimizer import Optimizer
 from genmodels.nn.transformer import SpeechEncoder
-from genmodels.speech.audio import MelConfig, log_mel, resample
 from genmodels.speech.criteria import CTC, AttentionDecoder, PyramidalLSTM, Transducer, cross_entropy, least_frames
-from genmodels.speech.decoding import (
-    ByteLanguage,
-    Hypothesis,
-    NGram,
-    Search,
-    collapsed,
-    ctc_alignment,
-    ctc_triggers,
-    expected_errors,
-)
+from genmodels.speech.decoding import Hypothesis, Search, collapsed, ctc_alignment, ctc_triggers, expected_errors
 from genmodels.speech.recognition import Edits, character_edits, pooled, word_edits
-from genmodels.speech.text import Symbols, in_form
+from genmodels.speech.text import Symbols
 
 _SHOWN = 8  # texts written while training
 #: What `model.criterion=` may be.
@@ -163,6 +149,11 @@ class Recognizer(GenerativeModel):
         return DataSpec(self.spec.name, (1,), levels=len(self.symbols), encoding="characters")
 
     @property
+    def writes_words(self) -> bool:
+        """Whether its texts are words in letters, not phonemes."""
+        return self.spec.text.get("form", "characters") == "characters"
+
+    @property
     def compares_lengths(self) -> bool:
         """Whether its search compares unfinished texts by their decoder, whose scores fall with the length."""
         return self.core.decoder is not None and (self.core.ctc is None or self.core.decoder.delay is not None)
@@ -205,17 +196,26 @@ class Recognizer(GenerativeModel):
 
     @torch.no_grad()
     def _aligned(self, log_probs: Tensor, frames: Tensor, y: Tensor, counts: Tensor) -> Tensor:
-        """The first frame (B, N) of every character of the true texts on their most probable paths."""
-        found = torch.zeros_like(y)
-        for row, own, n, text, count in zip(found, log_probs, frames.tolist(), y, counts.tolist(), strict=True):
-            spans = ctc_alignment(own[:n], text[:count].tolist())
-            row[:count] = torch.tensor([first for first, _ in spans], device=y.device)
+        """The first frame (B, N + 1) of every character of the true texts on their most probable paths."""
+        spans = [ctc_alignment(own[:n], text[:count].tolist())
+                 for own, n, text, count in zip(log_probs, frames.tolist(), y, counts.tolist(), strict=True)]
+        return self._padded([[first for first, _ in found] for found in spans], y, log_probs.shape[1])
+
+    def _padded(self, triggers: list[list[int]], y: Tensor, length: int) -> Tensor:
+        """Triggers for the characters and ends of texts (B, N), as (B, N + 1), with all frames after the last."""
+        found = torch.full((len(y), y.shape[1] + 1), length, device=y.device)
+        for row, given in zip(found, triggers, strict=True):
+            own = torch.tensor(given[: len(row)], dtype=row.dtype, device=row.device)
+            row[: len(own)] = own
         return found
 
     def _expected_errors(self, batch: Batch, h: Tensor, frames: Tensor) -> Tensor:
         """The expected number of wrong words over the texts of a search, relative to their mean, (B,)."""
+        training = self.core.training
+        self.core.eval()  # the texts that it would find, without dropout
         with torch.no_grad():
             lists = self._searched(self.core, h, frames, Search(beam=self.mwer))
+        self.core.train(training)
         said = self.said(batch)
         errors = torch.zeros(len(lists), self.mwer, dtype=h.dtype, device=h.device)
         texts, absent = [], torch.zeros_like(errors, dtype=torch.bool)
@@ -250,10 +250,7 @@ class Recognizer(GenerativeModel):
             return core.ctc.log_prob(h, frames, y, counts)
         triggers = None
         if core.decoder.delay is not None:  # of the best path, not of the text: so probabilities of texts sum to one
-            triggers = torch.full_like(y, h.shape[2])
-            for row, given in zip(triggers, ctc_triggers(core.ctc.log_probs(h), frames), strict=True):
-                own = torch.tensor(given[: len(row)], dtype=row.dtype, device=row.device)
-                row[: len(own)] = own
+            triggers = self._padded(ctc_triggers(core.ctc.log_probs(h), frames), y, h.shape[2])
         return core.decoder.log_prob(h, frames, y, counts, triggers)
 
     @torch.no_grad()
@@ -319,7 +316,9 @@ class Recognizer(GenerativeModel):
 
     @torch.no_grad()
     def stream(self, batch: Batch, *, weights: str | float = "ema") -> Iterator[str]:
-        """The transcript of one mel after every chunk, by CTC; the last is that of `transcribe`.
+        """The transcript of one mel after every chunk; the last is that of `transcribe`.
+
+        By the best path of CTC, or by the decoder if it has a delay: the characters whose frames have been heard.
 
         Raises:
             InputError: for a model without CTC, or an encoder that cannot stream.
@@ -328,11 +327,24 @@ class Recognizer(GenerativeModel):
         if core.ctc is None or core.net.chunk is None:
             raise InputError("stream is for model.criterion=ctc or joint with model.net.attention=xl_chunks or music")
         u, _ = self.units(batch, KeyedGenerator(0, batch.item_index, "units"))
-        state, path = None, []
-        for piece in u.split(core.net.chunk, 2):
+        state, path, heard = None, [], []
+        pieces = u.split(core.net.chunk, 2)
+        for number, piece in enumerate(pieces, 1):
             h, state = core.net.extend(piece, state)
             path += core.ctc.log_probs(h)[0].argmax(-1).tolist()
-            yield self.written(Hypothesis(collapsed(path), 0.0))
+            found = Hypothesis(collapsed(path), 0.0)
+            if self.compares_lengths:
+                heard.append(h)
+                found = self._triggered(core, torch.cat(heard, 2), whole=number == len(pieces))
+            yield self.written(found)
+
+    def _triggered(self, core: RecognizerCore, h: Tensor, whole: bool) -> Hypothesis:
+        """The decoder's best text of the frames heard so far, the characters still to hear left out."""
+        frames = torch.tensor([h.shape[2]], device=h.device)
+        triggers = ctc_triggers(core.ctc.log_probs(h), frames)
+        ready = sum(trigger + core.decoder.delay < h.shape[2] for trigger in triggers[0])
+        (found,) = core.decoder.search(h, frames, Search(), triggers, None if whole else ready)
+        return found[0]
 
     @torch.no_grad()
     def times(self, batch: Batch, found: Hypothesis, *, weights: str | float = "ema") -> list[tuple[str, float, float]]:
@@ -376,12 +388,16 @@ class Recognizer(GenerativeModel):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """The likelihood of a validation batch under the averaged weights, and the edits of its transcripts."""
         super().validation_step(batch, batch_idx)
+        if not self.writes_words:
+            return
         self._heard += [character_edits(said, self.written(found[0]))
                         for said, found in zip(self.said(batch), self.transcribe(batch), strict=True)]
 
     def log_validation(self, result: Likelihood) -> None:
-        """Bits per character, and the CER of greedy transcripts."""
+        """Bits per character, and the CER of greedy transcripts, which those of phonemes do not have."""
         super().log_validation(result)
+        if not self.writes_words:
+            return
         edits, self._heard = gather(self._heard), []
         self.figures["val/cer"] = pooled(edits).rate
         self.log("val/cer", self.figures["val/cer"], rank_zero_only=False)
@@ -392,59 +408,3 @@ class Recognizer(GenerativeModel):
         self.core.eval()  # the caller restores the mode
         pairs = zip(self.said(batch), self.transcribe(batch), strict=True)
         return "\n\n".join(f"said:  {said}\nheard: {self.written(found[0])}" for said, found in pairs)
-
-
-class TrainedRecogniser:
-    """A trained recogniser as a function of sound and sample rate.
-
-    Arguments:
-        ckpt: its checkpoint.
-        device: `auto`, `cpu`, ...
-        beam: number of texts that the search keeps.
-
-    Raises:
-        InputError: for a checkpoint of another family.
-    """
-
-    def __init__(self, ckpt: str, device: str, beam: int = 1):
-        path = located(ckpt)
-        self.model, header = load_model(path, device=device)
-        if not hasattr(self.model, "transcribe"):
-            raise InputError(f"recognizer={ckpt} holds {an(header['family'])}: train one by model=recognizer")
-        self.config = MelConfig(**self.model.spec.mel)
-        self.how = Search(beam=beam)
-        self.name = f"recognizer {checkpoint_hash(path)[:8]}" + f", beam {beam}" * (beam > 1)
-
-    def __call__(self, wave: Tensor, sample_rate: int) -> str:
-        """The text heard in sound (N,)."""
-        heard = resample(wave.detach().double().cpu(), sample_rate, self.config.sample_rate).float()
-        mel = Batch(log_mel(heard, self.config)[None].to(self.model.device))
-        return self.model.written(self.model.transcribe(mel, self.how)[0][0])
-
-
-def language_of(model: Recognizer, file: str, order: int = 6) -> NGram | ByteLanguage:
-    """A language model in the symbols of a recogniser: n-grams of the lines of a file, or a checkpoint of one.
-
-    Raises:
-        InputError: for a file that cannot be read or has no text, and a checkpoint of another family.
-    """
-    path = located(file)
-    if str(file).startswith("hf://") or path.suffix in (".ckpt", ".safetensors"):
-        read, header = load_model(path, device=str(model.device))
-        if not hasattr(read, "reader"):
-            raise InputError(f"lm={file} holds {an(header['family'])}: train one by model=language_model data=text")
-        table = [ord("\n"), *(ord(symbol) if len(symbol) == 1 else -1 for symbol in model.symbols.table[2:])]
-        with refusals():
-            return ByteLanguage(read.reader(), table, longest=read.spec.dims)
-    try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"lm={file} cannot be read: {error}") from None
-    text, number = model.spec.text, {symbol: k for k, symbol in enumerate(model.symbols.table)}
-    with refusals():
-        form = text.get("form", "characters"), text["language"]
-        texts = [[number[c] - 1 for c in in_form(line, *form) if c in number] for line in lines
-                 if any(c.isalpha() for c in line)]
-        if not texts:
-            raise InputError(f"lm={file} has no line with letters")
-        return NGram(texts, len(number) - 1, order=order)

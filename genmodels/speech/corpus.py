@@ -13,6 +13,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -54,8 +55,11 @@ VOICES = {
 }
 
 
+_PATIENCE = 120.0  # seconds for a clip of seconds
+
+
 def corpus(
-    out: Path, texts: Sequence[str], voice: str = "slt", *, workers: int = 1, progress: bool = False
+    out: Path, texts: Sequence[str], voice: str = "rms", *, workers: int = 1, progress: bool = False
 ) -> list[float]:
     """Write `metadata.csv` and `wavs/` of texts read by a voice, at 16 kHz; existing clips are kept.
 
@@ -72,10 +76,16 @@ def corpus(
     Returns the seconds of every clip, in the order of the rows.
 
     Raises:
-        InputError: for an unknown voice, a program that is not installed, a text that cannot be read.
+        InputError: for an unknown voice, a program that is not installed, a text that cannot be read, a folder with
+            clips of another voice.
         RunError: if the program fails, or gives no sound.
     """
     check_voice(voice)
+    with suppress(FileNotFoundError):
+        for row in (out / "metadata.csv").read_text(encoding="utf-8").splitlines():
+            if not row.startswith(f"{voice}-"):
+                raise InputError(f"{out} has clips that are not of voice={voice}, such as {row.split('|')[0]}: give "
+                                 "another out=")
     with refusals():
         written = [" ".join(text.replace("|", ", ").split()) for text in texts]
         rows = dict(zip(map(normalise, written), written, strict=True))
@@ -113,14 +123,14 @@ def _clip(voice: str, said: str, place: Path) -> float:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "said.wav"
         command = [part.format(text=said, out=made) for part in VOICES[voice].command]
-        done = subprocess.run(command, input=said, capture_output=True, text=True, check=False)
         try:
+            done = subprocess.run(command, input=said, capture_output=True, text=True, check=False, timeout=_PATIENCE)
             if done.returncode:
                 raise AudioError(f"exit code {done.returncode}: {' '.join(done.stderr.split())[:200]}")
             wave, _ = read_wav(made, RATE)
             if not bool(wave.any()):
                 raise AudioError("its sound is silence")
-        except AudioError as error:
+        except (AudioError, subprocess.TimeoutExpired) as error:
             raise RunError(f"{command[0]} cannot read {said!r} with voice {voice}: {error}") from error
     write_whole(place, lambda file: write_wav(file, wave, RATE))
     return len(wave) / RATE

@@ -278,7 +278,7 @@ class AttentionDecoder(nn.Module):
         delay: frames of h after its trigger that a character attends to; None for all frames, without triggers.
 
     Shapes: `h (B, C, T)` with `frames (B,)` valid ones, `y (B, N)` with `counts (B,)` valid characters, `triggers
-        (B, N)` frames of h, one for each character.
+        (B, N + 1)` frames of h, one for each character and for the end; T for all frames.
     Errors: ValueError for an unknown attention, a width below 1, a delay below 0.
     Source: Chan et al. 2016 (LAS), section 3.2; triggers: Moritz et al. 2019, section 2.
 
@@ -336,7 +336,7 @@ class AttentionDecoder(nn.Module):
         """log p of every class after every true prefix of a text, `(B, N + 1, V)`.
 
         Arguments:
-            triggers: one frame for each character, where the decoder has a delay.
+            triggers: the frame of each character and of the end, where the decoder has a delay.
             sampled: probability that the predicted instead of the true character is fed back (scheduled sampling,
                 Bengio et al. 2015).
             generator: of that choice.
@@ -344,20 +344,17 @@ class AttentionDecoder(nn.Module):
         heard = self.listen(h, frames)
         state, entering, found = self.start(heard), torch.full_like(frames, BLANK), []
         given = None if not sampled else uniform(tuple(y.shape), generator, device=y.device) >= sampled
-        if triggers is not None:  # the end of a text attends to all frames, also in a batch with longer texts
-            beyond = torch.arange(y.shape[1], device=y.device) >= counts[:, None]
-            triggers = triggers.masked_fill(beyond, h.shape[2])
         for u in range(y.shape[1] + 1):
-            seen = heard if triggers is None else self.until(heard, triggers[:, u] if u < y.shape[1] else None)
+            seen = heard if triggers is None else self.until(heard, triggers[:, u])
             log_probs, state = self.step(entering, state, seen)
             found.append(log_probs)
             if u < y.shape[1]:
                 entering = y[:, u] if given is None else torch.where(given[:, u], y[:, u], log_probs.argmax(1))
         return torch.stack(found, 1)
 
-    def until(self, heard: Heard, trigger: Tensor | None) -> Heard:
-        """The frames for a character with a trigger (B,); all of them for None, as for the end of a text."""
-        if trigger is None or self.delay is None:
+    def until(self, heard: Heard, trigger: Tensor) -> Heard:
+        """The frames for a character with a trigger (B,)."""
+        if self.delay is None:
             return heard
         place = torch.arange(heard.h.shape[1], device=heard.h.device)
         return heard._replace(mask=heard.mask & (place <= (trigger + self.delay)[:, None, None]))
@@ -369,11 +366,12 @@ class AttentionDecoder(nn.Module):
         return -cross_entropy(self(h, frames, y, counts, triggers=triggers), y, counts)
 
     def search(
-        self, h: Tensor, frames: Tensor, how: Search, triggers: Sequence[Sequence[int]] | None = None
+        self, h: Tensor, frames: Tensor, how: Search, triggers: Sequence[Sequence[int]] | None = None,
+        longest: int | None = None,
     ) -> list[list[Hypothesis]]:
-        """The texts found for each item, best first; the triggers of characters beyond those given are the last frame.
+        """The texts found for each item, best first; characters beyond the triggers given attend to all frames.
 
-        A text is at most as long as there are frames.
+        A text has at most `longest` characters, by default as many as there are frames.
         """
         found = []
         for k, n in enumerate(frames.tolist()):
@@ -393,7 +391,7 @@ class AttentionDecoder(nn.Module):
                 return log_probs, (done + 1, inner)
 
             begun = (torch.zeros(1, dtype=torch.int64, device=h.device), self.start(heard))
-            found.append(beam_search(step, begun, how, longest=n, device=h.device))
+            found.append(beam_search(step, begun, how, longest=n if longest is None else longest, device=h.device))
         return found
 
 

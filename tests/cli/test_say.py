@@ -21,8 +21,7 @@ from genmodels.models import text_model as texts
 from genmodels.models.checkpoint import write_checkpoint
 from genmodels.models.glow_tts import GlowTTS, stream_text
 from genmodels.models.mels import alone
-from genmodels.models.tacotron import Tacotron
-from genmodels.models.text_to_mel import MelDDPM, MelFlowMatching
+from genmodels.models.text_to_mel import MelDDPM, MelFlowMatching, Tacotron
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.text import CHARACTERS
 from genmodels.speech.vocoder import GriffinLim, sound_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,12 @@ from genmodels.core.files import located
 from genmodels.data.speech import Speech
 from genmodels.data.utterances import characters
 from genmodels.evaluation.checkpoint import Request
-from genmodels.evaluation.speech import _recogniser
+from genmodels.evaluation.speech import _recognised, _recogniser
 from genmodels.models.checkpoint import load_model, write_checkpoint
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.masked_diffusion import LanguageModel
-from genmodels.models.recognizer import Recognizer, language_of
+from genmodels.models.recognizer import Recognizer
+from genmodels.models.transcription import language_of
 from genmodels.speech.audio import read_wav
 from genmodels.speech.decoding import Search
 from genmodels.speech.recognition import pooled, word_edits
@@ -97,7 +99,7 @@ def test_a_language_model_from_a_checkpoint(ckpt, tmp_path, capsys):
     ([FILES[0], "lm=book.txt"], "give beam=8 too"), ([FILES[0], "lm=nowhere.txt", "beam=2"], "cannot be read"),
     ([FILES[0], "stream=true"], "stream is for"), ([], "name the recordings"),
     (["nowhere.wav"], "nowhere.wav: there is no such file"),
-    ([FILES[0], "rescore=true"], "give lm= too"), ([FILES[0], "lm_order=3", "beam=2"], "lm_order=3 needs lm="),
+    ([FILES[0], "rescore=true"], "give lm= too"), ([FILES[0], "lm_order=3", "beam=2"], "lm_order=3 is for a language"),
     ([FILES[0], "lm=book.txt", "beam=2", "lm_weight=-1"], "lm_weight must be a finite number from 0"),
     ([FILES[0], "beam=100000"], "beam must be a finite number from 1 to 1000"),
     ([FILES[0], "length=2", "beam=2"], "length must be a finite number from 0 to 1"),
@@ -129,6 +131,18 @@ def test_a_trained_recogniser_hears_sound_as_transcribe_does(ckpt, tmp_path, cap
     assert recogniser.name.startswith("recognizer ")
     with pytest.raises(InputError, match="holds a glow_tts"):
         _recogniser(Request(recognizer=checkpoint(tmp_path, GlowTTS), device="cpu"), {})
+    assert isinstance(recogniser(torch.zeros(100), 16000), str)  # less than a frame
+    waves = {"model": [torch.zeros(9000), torch.full((9000,), math.nan)]}
+    opened = SimpleNamespace(spec=recogniser.model.spec, request=Request(), datamodule=Speech().prepare())
+    found = _recognised(opened, ["so it is", "it is"], waves, lambda wave, rate: "so it is")
+    assert found.heard == ["so it is", ""] and found.curve[-1].utterances == 2
+
+
+def test_a_recogniser_of_phonemes_does_not_judge_words(tmp_path, monkeypatch):
+    path = checkpoint(tmp_path, lambda spec, encoder, **options: Recognizer(spec, **options), net=NET)
+    monkeypatch.setattr(Recognizer, "writes_words", False)
+    with pytest.raises(InputError, match="writes phonemes, which cannot be compared with words"):
+        _recogniser(Request(recognizer=path, device="cpu"), {})
 
 
 def bits_by_frequency(data) -> float:
@@ -182,5 +196,11 @@ def test_an_evaluation_has_the_best_of_a_list_and_a_language_model(ckpt, tmp_pat
     for own, rescore in zip(heard, (False, True), strict=True):
         how = Search(beam=4, language=language, weight=2.0, rescore=rescore)
         assert own == [model.written(one[0]) for one in model.transcribe(batch, how)]
-    for words, said in ((["nbest=5"], "nbest must lie in 1..beam"), (["rescore=true"], "give lm= too")):
+    assert main([*run, f"lm={tmp_path}/book.txt", "lm_order=2", "lm_weight=2"]) == 0
+    language = language_of(model, tmp_path / "book.txt", 2)
+    found = json.loads((tmp_path / "report.json").read_text())["transcription"]["heard"]
+    assert found == [model.written(one[0]) for one in model.transcribe(batch, Search(
+        beam=4, language=language, weight=2.0))]  # fmt: skip
+    for words, said in ((["nbest=5"], "nbest must lie in 1..beam"), (["rescore=true"], "give lm= too"),
+                        (["length=0.5"], "and this model has criterion=ctc")):
         assert main([*run, *words]) == 2 and said in capsys.readouterr().err

@@ -155,11 +155,17 @@ def test_a_transducer_learns():
     assert float(after.sum()) > float(before.sum()) / 2
 
 
-def test_scheduled_sampling_and_expected_errors_train():
+def test_scheduled_sampling_and_expected_errors_train(monkeypatch):
     recognizer, whole = model("attention", mwer=3, sampled=0.5), texts.batch(SIZES)
     loss = recognizer.loss(whole, KeyedGenerator(0, whole.index, "train"))
     assert set(loss.parts) == {"attention", "wrong_words"}
     torch.testing.assert_close(loss.per_example.detach(), loss.parts["wrong_words"] + 0.01 * loss.parts["attention"])
+    recognizer.train()
+    searched, modes = Recognizer._searched, []
+    monkeypatch.setattr(Recognizer, "_searched", lambda self, core, *rest: (
+        modes.append(core.training), searched(self, core, *rest))[1])
+    recognizer.loss(whole, KeyedGenerator(0, whole.index, "train"))
+    assert modes == [False] and recognizer.core.training  # its lists are made without dropout
     for criterion in ("ctc", "transducer"):
         sharp = learnt(criterion, 3, mwer=3, mwer_keep=0.5)
         assert all(bool(p.isfinite().all()) for p in sharp.core.parameters())
@@ -173,6 +179,21 @@ def test_a_stream_ends_with_what_is_heard_of_the_whole():
     assert all(later.startswith(sooner) for sooner, later in zip(heard, heard[1:], strict=False))
     with pytest.raises(InputError, match="stream is for"):
         next(model().stream(whole))
+
+
+def test_a_stream_of_triggered_attention_ends_with_what_is_heard_of_the_whole():
+    recognizer = model("joint", net={"attention": "xl_chunks"})
+    whole, core = texts.batch(((3, 200),)), recognizer.weights("ema")
+    core.ctc.head.bias.data[0] = -1.0  # several characters
+    core.decoder.head.bias.data[0] = -4.0
+    heard, (found,) = list(recognizer.stream(whole)), recognizer.transcribe(whole)
+    assert len(heard) == 7 and heard[-1] == recognizer.written(found[0])
+    assert len(set(heard)) > 3
+    assert all(later.startswith(sooner) for sooner, later in zip(heard, heard[1:], strict=False))
+    (by_path,) = core.ctc.search(*recognizer.encode(whole, core), Search())
+    assert heard[-1] != recognizer.written(by_path[0])
+    text = TextCondition(*padded_tokens([[k + 1 for k in found[0].tokens]]))
+    assert float(recognizer.log_likelihood(replace(whole, cond=text)).nats) == pytest.approx(found[0].score, abs=1e-4)
 
 
 def test_words_have_times():

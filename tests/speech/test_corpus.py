@@ -68,6 +68,22 @@ def test_what_cannot_be_read(texts, name, kind, said, tmp_path, monkeypatch):
     assert not (tmp_path / "metadata.csv").exists()
 
 
+def test_rows_of_another_voice_are_not_lost(tmp_path, monkeypatch):
+    corpus(tmp_path, TEXTS, "fake")
+    before = (tmp_path / "metadata.csv").read_bytes()
+    monkeypatch.setitem(VOICES, "other", VOICES["fake"])
+    with pytest.raises(InputError, match="has clips that are not of voice=other, such as fake-[0-9a-f]+: give another"):
+        corpus(tmp_path, TEXTS, "other")
+    assert (tmp_path / "metadata.csv").read_bytes() == before
+
+
+def test_a_program_that_hangs_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setitem(VOICES, "slow", Voice((sys.executable, "-c", "import time; time.sleep(60)"), "fake", "none"))
+    monkeypatch.setattr(module, "_PATIENCE", 0.5)
+    with pytest.raises(RunError, match="cannot read 'a' with voice slow: .* timed out after 0.5 seconds"):
+        corpus(tmp_path, ["a"], "slow")
+
+
 def test_sentences_of_a_file(tmp_path):
     file = tmp_path / "book.txt"
     file.write_text("One line\nof a book. And\nmore.\n\n***\n\nThe end.\n")

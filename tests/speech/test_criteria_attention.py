@@ -17,6 +17,7 @@ from tests.speech.test_streaming import awake
 
 FRAMES, COUNTS = torch.tensor([9, 4, 6]), torch.tensor([3, 1, 4])
 Y = torch.tensor([[1, 2, 2, 0], [2, 0, 0, 0], [1, 1, 2, 1]])
+TRIGGERS = torch.tensor([[1, 3, 5, 9, 0], [2, 1, 0, 0, 0], [0, 1, 2, 5, 9]])
 
 
 def decoder(**options) -> AttentionDecoder:
@@ -35,7 +36,7 @@ def item_error(model: AttentionDecoder, triggers=None) -> float:
     hidden = h.masked_fill(torch.arange(9) >= FRAMES[:, None, None], 1e3)
     whole = model.log_prob(hidden, FRAMES, Y, COUNTS, triggers)
     alone = [model.log_prob(h[k : k + 1, :, :t], FRAMES[k : k + 1], Y[k : k + 1, :n], COUNTS[k : k + 1],
-                            None if triggers is None else triggers[k : k + 1, :n])
+                            None if triggers is None else triggers[k : k + 1, : n + 1])
              for k, (t, n) in enumerate(zip(FRAMES.tolist(), COUNTS.tolist(), strict=True))]
     return float((whole - torch.cat(alone)).abs().max())
 
@@ -43,8 +44,7 @@ def item_error(model: AttentionDecoder, triggers=None) -> float:
 @pytest.mark.parametrize("attention", get_args(AttentionKind))
 def test_an_item_is_itself_in_a_batch(attention):
     assert item_error(decoder(attention=attention)) < 1e-10
-    assert item_error(decoder(attention=attention, delay=1), torch.tensor([[1, 3, 5, 0], [2, 0, 0, 0], [0, 1, 2, 5]])
-                      ) < 1e-10  # fmt: skip
+    assert item_error(decoder(attention=attention, delay=1), TRIGGERS) < 1e-10
 
 
 def test_an_unmasked_memory_is_noticed(monkeypatch):
@@ -54,43 +54,60 @@ def test_an_unmasked_memory_is_noticed(monkeypatch):
 
 
 @torch.no_grad()
-def test_texts_and_longer_ones_sum_to_one():
-    model, h = decoder(), speech()[:1]
-    texts = list(every_text(3, 4))
+def total(model: AttentionDecoder, end: int | None = None) -> float:
+    """The probability of all texts of up to four characters, and of all longer ones.
+
+    The triggers depend on the place in the text, or, with `end`, on whether it is that of the end of the text.
+    """
+    h, texts = speech()[:1], list(every_text(3, 4))
     y = torch.tensor([[*text, *[0] * (4 - len(text))] for text in texts])
     counts, frames = torch.tensor([len(text) for text in texts]), FRAMES[:1].expand(len(texts))
-    ended = model.log_prob(h.expand(len(texts), -1, -1), frames, y, counts).exp().sum()
-    full = y[counts == 4]
-    open_ones = model(h.expand(len(full), -1, -1), frames[: len(full)], full, counts[counts == 4])
+    triggers = TRIGGERS[:1].repeat(len(texts), 1)
+    if end is not None:
+        triggers[torch.arange(len(texts)), counts] = end
+    ended = model.log_prob(h.expand(len(texts), -1, -1), frames, y, counts, triggers).exp().sum()
+    full, at = y[counts == 4], triggers[counts == 4]
+    open_ones = model(h.expand(len(full), -1, -1), frames[: len(full)], full, counts[counts == 4], triggers=at)
     steps = open_ones[:, :-1].gather(2, full[..., None])[..., 0].sum(1)
-    going_on = (steps.exp() * (1 - open_ones[:, -1, 0].exp())).sum()
-    assert float(ended + going_on) == pytest.approx(1, abs=1e-12)
+    return float(ended + (steps.exp() * (1 - open_ones[:, -1, 0].exp())).sum())
+
+
+@pytest.mark.parametrize("delay", [None, 0, 1])
+def test_texts_and_longer_ones_sum_to_one(delay):
+    assert total(decoder(delay=delay)) == pytest.approx(1, abs=1e-12)
+
+
+def test_an_end_that_sees_more_than_a_character_in_its_place_is_noticed():
+    assert abs(total(decoder(delay=1), end=9) - 1) > 1e-2
 
 
 @torch.no_grad()
-def test_a_wide_beam_finds_the_best_of_all_texts():
-    model, h = decoder(), speech()
+@pytest.mark.parametrize("delay", [None, 1])
+def test_a_wide_beam_finds_the_best_of_all_texts(delay):
+    model, h = decoder(delay=delay), speech()
+    given = None if delay is None else [[0, 1]]
     for k, n in enumerate((3, 4, 3)):
         texts, part = list(every_text(3, n)), h[k : k + 1, :, :n]
         y = torch.tensor([[*text, *[0] * (n - len(text))] for text in texts])
         counts = torch.tensor([len(text) for text in texts])
         frames = torch.full((len(texts),), n)
-        scores = model.log_prob(part.expand(len(texts), -1, -1), frames, y, counts)
+        triggers = torch.tensor([0, 1, *[n] * (n - 1)]).expand(len(texts), -1)
+        scores = model.log_prob(part.expand(len(texts), -1, -1), frames, y, counts, triggers)
         for length in (0.0, 1.0):
             ranked = scores / ((5 + counts.double()) / 6) ** length
-            (found,) = model.search(part, frames[:1], Search(beam=1000, length=length))
+            (found,) = model.search(part, frames[:1], Search(beam=1000, length=length), given)
             best = ranked.argsort(descending=True)[:5].tolist()
             assert [one.tokens for one in found[:5]] == [texts[i] for i in best]
             assert found[0].score == pytest.approx(float(ranked[best[0]]), abs=1e-10)
-            narrow = model.search(part, frames[:1], Search(beam=2, length=length))[0][0]
+            narrow = model.search(part, frames[:1], Search(beam=2, length=length), given)[0][0]
             assert narrow.score <= found[0].score + 1e-12
 
 
 def test_a_trigger_hides_what_comes_after_it_and_its_delay():
-    model, triggers = decoder(delay=1), torch.tensor([[1, 3, 5, 7]])
+    model, triggers = decoder(delay=1), torch.tensor([[1, 3, 5, 7, 9]])
     h = speech()[:1].requires_grad_()
     log_probs = model(h, FRAMES[:1], Y[:1], torch.tensor([4]), triggers=triggers)
-    for u, t in enumerate(triggers[0].tolist()):
+    for u, t in enumerate(triggers[0, :4].tolist()):
         (gradient,) = torch.autograd.grad(log_probs[0, u, 1], h, retain_graph=True)
         seen = gradient.abs().sum(1)[0] > 0
         assert bool(seen[: t + 2].all()) and not bool(seen[t + 2 :].any())

@@ -116,6 +116,25 @@ def test_a_lattice_without_its_last_blank_or_with_its_maximum_is_noticed(monkeyp
     assert lattice_error() > 1e-2
 
 
+def test_it_agrees_with_published_values():
+    """The small case that the tests of warp-transducer, torchaudio and others have."""
+    logits = torch.tensor([[[[0.1, 0.6, 0.1, 0.1, 0.1], [0.1, 0.1, 0.6, 0.1, 0.1], [0.1, 0.1, 0.2, 0.8, 0.1]],
+                            [[0.1, 0.6, 0.1, 0.1, 0.1], [0.1, 0.1, 0.2, 0.1, 0.1], [0.7, 0.1, 0.2, 0.1, 0.1]]]],
+                          dtype=torch.float64, requires_grad=True)  # fmt: skip
+    p = logits.log_softmax(-1)
+    emit = p[:, :, :2].gather(3, torch.tensor([1, 2])[None, None, :, None].expand(1, 2, 2, 1))[..., 0]
+    loss = -transducer_log_prob(p[..., 0], emit, torch.tensor([2]), torch.tensor([2]))
+    assert float(loss.detach()) == pytest.approx(4.495666773770733, abs=1e-8)
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    known = [[[-0.13116688, -0.3999269, 0.17703125, 0.17703125, 0.17703125],
+              [-0.18572757, 0.12247056, -0.18168412, 0.12247056, 0.12247056],
+              [-0.32091254, 0.06269141, 0.06928472, 0.12624499, 0.06269141]],
+             [[0.05456069, -0.21824276, 0.05456069, 0.05456069, 0.05456069],
+              [0.12073959, 0.12073959, -0.48295835, 0.12073959, 0.12073959],
+              [-0.6925882, 0.16871116, 0.18645467, 0.16871116, 0.16871116]]]  # fmt: skip
+    torch.testing.assert_close(gradient[0], torch.tensor(known, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
 def test_its_gradient_is_that_of_finite_differences_and_of_occupied_places():
     blank, emit = (part.requires_grad_() for part in lattice(4, 3, items=2))
     frames, counts = torch.tensor([4, 3]), torch.tensor([3, 1])

@@ -123,6 +123,16 @@ def test_edits_are_the_fewest():
         assert edits(b, a).total == found.total
 
 
+def test_rates_are_those_of_jiwer():
+    jiwer = pytest.importorskip("jiwer", reason="jiwer is not installed")
+    draw, words = random.Random(1), ["a", "bad", "cab", "dad's"]
+    said, heard = ([" ".join(draw.choices(words, k=draw.randrange(1, 9))) for _ in range(200)] for _ in range(2))
+    pairs = list(zip(said, heard, strict=True))
+    assert pooled(word_edits(*pair) for pair in pairs).rate == pytest.approx(jiwer.wer(said, heard), abs=1e-12)
+    assert pooled(character_edits(*pair) for pair in pairs).rate == pytest.approx(jiwer.cer(said, heard), abs=1e-12)
+    assert pooled(word_edits(*pair[::-1]) for pair in pairs).rate != pytest.approx(jiwer.wer(said, heard), abs=1e-3)
+
+
 def test_rates():
     assert edits("abc", "abc").rate == 0 and edits("", "").rate == 0
     assert edits("", "a").rate == float("inf") and edits("abc", "").rate == 1

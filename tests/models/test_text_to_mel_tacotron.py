@@ -13,8 +13,7 @@ from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.models.build import construct
 from genmodels.models.glow_tts import GlowTTS
-from genmodels.models.tacotron import Tacotron
-from genmodels.models.text_to_mel import MelDDPM, MelEnergy
+from genmodels.models.text_to_mel import MelDDPM, MelEnergy, Tacotron
 from genmodels.speech.text import CHARACTERS
 from tests.speech.test_streaming import awake
 
@@ -101,7 +100,7 @@ def test_durations_count_the_frames_of_the_largest_weights_of_any_sign():
 def test_a_mel_without_a_stop_is_reported(monkeypatch):
     # Not by caplog: what other tests of the same process have done to logging would count.
     messages = []
-    logger = logging.getLogger("genmodels.models.tacotron")
+    logger = logging.getLogger("genmodels.models.text_to_mel")
     monkeypatch.setattr(logger, "warning", lambda text, *values: messages.append(text % values))
     tacotron = model()
     with torch.no_grad():

@@ -1,0 +1,124 @@
+"""A trained recogniser in use: the options of its search, and a function from sound to text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from genmodels.core.checkpoint import checkpoint_hash
+from genmodels.core.data import Batch
+from genmodels.core.errors import InputError, an, check_number, refusals
+from genmodels.core.files import located
+from genmodels.models.checkpoint import load_model
+from genmodels.models.recognizer import Recognizer
+from genmodels.speech.audio import MelConfig, log_mel, resample
+from genmodels.speech.decoding import LARGEST_BEAM, ByteLanguage, NGram, Search
+from genmodels.speech.text import in_form
+
+#: The options of a search, in `transcribe` and in `evaluate`.
+SEARCH = ("beam", "lm", "lm_order", "lm_weight", "rescore", "length")
+
+
+def check_search(
+    *, beam: int, nbest: int, lm: str | None, lm_order: int | None, lm_weight: float | None, rescore: bool,
+    length: float | None,
+) -> None:  # fmt: skip
+    """Raise InputError for options of a search that are out of range or do not go together."""
+    check_number("beam", beam, 1, LARGEST_BEAM)
+    if not 1 <= nbest <= beam:
+        raise InputError(f"nbest must lie in 1..beam, got {nbest} with beam={beam}")
+    if lm is not None and beam == 1:
+        raise InputError(f"lm={lm} needs a beam search: give beam=8 too")
+    for key, value in (("lm_weight", lm_weight), ("lm_order", lm_order), ("rescore", rescore or None)):
+        if value is not None and lm is None:
+            raise InputError(f"{key}={str(value).lower()} is for a language model: give lm= too")
+    for key, value, least, most in (("lm_weight", lm_weight, 0, 1e6), ("lm_order", lm_order, 1, 100),
+                                    ("length", length, 0, 1)):
+        if value is not None:
+            check_number(key, value, least, most)
+    if length and beam == 1:
+        raise InputError(f"length={length:g} compares the texts of a beam search: give beam=8 too")
+
+
+def search_of(
+    model: Recognizer, *, beam: int = 1, lm: str | None = None, lm_order: int | None = None,
+    lm_weight: float | None = None, rescore: bool = False, length: float | None = None, trust: Iterable[str] = (),
+) -> Search:
+    """The search of a recogniser, with its language model.
+
+    Raises:
+        InputError: for an option that the model does not have, or a language model that cannot be read.
+    """
+    if length and not model.compares_lengths:
+        raise InputError(f"length={length:g} is for model.criterion=attention, or joint with a delay, and this model "
+                         f"has criterion={model.criterion}")
+    language = None if lm is None else language_of(model, lm, lm_order or 6, trust)
+    if lm_order is not None and isinstance(language, ByteLanguage):
+        raise InputError(f"lm_order={lm_order} is for n-grams of a text, and lm={lm} is a checkpoint")
+    own = {"weight": lm_weight, "length": length, "language": language, "rescore": rescore}
+    with refusals():
+        return Search(beam=beam, **{key: value for key, value in own.items() if value is not None})
+
+
+def language_of(model: Recognizer, file: str, order: int = 6, trust: Iterable[str] = ()) -> NGram | ByteLanguage:
+    """A language model in the symbols of a recogniser: n-grams of the lines of a file, or a checkpoint of one.
+
+    Raises:
+        InputError: for a file that cannot be read or has no text, and a checkpoint of another family.
+    """
+    path = located(file)
+    if str(file).startswith("hf://") or path.suffix in (".ckpt", ".safetensors"):
+        read, header = load_model(path, device=str(model.device), trust=trust)
+        if not hasattr(read, "reader"):
+            raise InputError(f"lm={file} holds {an(header['family'])}: train one by model=language_model data=text")
+        table = [ord("\n"), *(ord(symbol) if len(symbol) == 1 else -1 for symbol in model.symbols.table[2:])]
+        with refusals():
+            return ByteLanguage(read.reader(), table, longest=read.spec.dims)
+    try:
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"lm={file} cannot be read: {error}") from None
+    text, number = model.spec.text, {symbol: k for k, symbol in enumerate(model.symbols.table)}
+    with refusals():
+        form = text.get("form", "characters"), text["language"]
+        texts = [[number[c] - 1 for c in in_form(line, *form) if c in number] for line in lines
+                 if any(c.isalpha() for c in line)]
+        if not texts:
+            raise InputError(f"lm={file} has no line with letters")
+        return NGram(texts, len(number) - 1, order=order)
+
+
+class TrainedRecogniser:
+    """A trained recogniser as a function of sound and sample rate.
+
+    Arguments:
+        ckpt: its checkpoint.
+        device: `auto`, `cpu`, ...
+        beam: number of texts that the search keeps.
+        trust: further packages whose classes the checkpoint may name.
+
+    Raises:
+        InputError: for a checkpoint of another family, or of a recogniser of phonemes.
+    """
+
+    def __init__(self, ckpt: str, device: str, beam: int = 1, trust: Iterable[str] = ()):
+        path = located(ckpt)
+        self.model, header = load_model(path, device=device, trust=trust)
+        if not isinstance(self.model, Recognizer):
+            raise InputError(f"recognizer={ckpt} holds {an(header['family'])}: train one by model=recognizer")
+        if not self.model.writes_words:
+            raise InputError(f"recognizer={ckpt} writes phonemes, which cannot be compared with words: train one with "
+                             "data.symbols=characters")
+        self.config = MelConfig(**self.model.spec.mel)
+        self.how = Search(beam=beam)
+        self.name = f"recognizer {checkpoint_hash(path)[:8]}" + f", beam {beam}" * (beam > 1)
+
+    def __call__(self, wave: Tensor, sample_rate: int) -> str:
+        """The text heard in sound (N,); sound shorter than a frame is filled up with silence."""
+        heard = resample(wave.detach().double().cpu(), sample_rate, self.config.sample_rate).float()
+        heard = pad(heard, (0, max(0, self.config.shortest - len(heard))))
+        mel = Batch(log_mel(heard, self.config)[None].to(self.model.device))
+        return self.model.written(self.model.transcribe(mel, self.how)[0][0])
