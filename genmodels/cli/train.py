@@ -15,13 +15,14 @@ import yaml
 
 from genmodels.cli.compose import how_to_resume
 from genmodels.cli.schema import TARGET, Schema
+from genmodels.core.checkpoint import verify
 from genmodels.core.errors import InputError, RunError, explain
-from genmodels.core.files import write_text
+from genmodels.core.files import located, write_text
 from genmodels.core.random import seed_of
 from genmodels.data.base import DataModule
 from genmodels.models.base import GenerativeModel
 from genmodels.models.build import build, construct
-from genmodels.models.checkpoint import join_parts, read_resumable, restoring
+from genmodels.models.checkpoint import join_parts, load_model, read_resumable, restoring
 from genmodels.training import run as parts
 from genmodels.training.callbacks import (
     Checkpointing,
@@ -54,6 +55,7 @@ def run(
     logger: LoggerOptions | dict | None = None,
     checkpoint: CheckpointOptions | dict | None = None,
     seed: int = 0,
+    init: str | None = None,
     resume: str | None = None,
     run_dir: str | None = None,
     trust: list[str] | None = None,
@@ -67,6 +69,8 @@ def run(
         logger: where metrics and pictures go.
         checkpoint: when checkpoints are written.
         seed: seed of weights, order of the data and noise.
+        init: a checkpoint, a run folder or hf://user/name of a model with the same options, from whose averaged weights
+            training starts (fine-tuning); optimiser, steps and the statistics of the data begin anew.
         resume: `last`, a run folder or a checkpoint to continue from, with the same result as an uninterrupted run;
             `auto`, to continue where this job of SLURM or torchrun, or `run_dir`, has a checkpoint, and else to start;
             of a sweep, `last` or its folder, to run only what is missing.
@@ -82,7 +86,7 @@ def run(
     torch.manual_seed(seed_of(seed, "weights"))
     network = build(model, datamodule.spec, trust=trust)
     given = {"model": model, "data": data, "trainer": trainer or {}, "logger": logger or {},
-             "checkpoint": checkpoint or {}, "seed": seed, "trust": trust}
+             "checkpoint": checkpoint or {}, "seed": seed, "init": init, "trust": trust}
     complete = _completion(network, trust)
     config = complete(given)
     decided = _configure(network, config, options)
@@ -96,6 +100,8 @@ def run(
         if lock is not None:
             ended.callback(lock.close)
         ended.callback(log.close)
+        if init is not None and path is None:
+            _start_from(init, network, trust)
         speed = Throughput(options.sample_every_n_steps)
         lightning = options.build(steps, [speed, *_callbacks(folder, options), checkpointing], str(folder))
         done = header.get("step", 0)
@@ -109,12 +115,14 @@ def run(
         if device == "cpu":
             parts.keep_freed_memory()
         if path is None:
+            if init is None:
+                network.initialize(initial_batch(datamodule))
             if options.lr_find:
                 with torch.random.fork_rng():
                     trial = build(model, datamodule.spec, trust=trust)
+                    trial.load_state_dict(network.state_dict())
                     _set_learning_rate(network, find_learning_rate(options, trial, datamodule))
                 parts.say(f"note: model.optimizer.lr={network.optimizer_options.lr:g} by the learning-rate finder")
-            network.initialize(initial_batch(datamodule))
         if is_first():
             write_text(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         lightning.loggers = loggers.build(folder, network.family, datamodule.spec.name, done)
@@ -157,6 +165,16 @@ def run(
 def _since(start: float, cpu_start: float) -> tuple[float, float]:
     """Seconds and CPU seconds of this process since."""
     return time.monotonic() - start, time.process_time() - cpu_start
+
+
+def _start_from(init: str, network: GenerativeModel, trust: list[str]) -> None:
+    """Give a network the weights of a trained one."""
+    path = located(init)
+    verify(path)
+    try:
+        network.start_from(load_model(path, device="cpu", trust=trust)[0])
+    except InputError as error:
+        raise InputError(f"init={init}: {error}") from None
 
 
 def _data(node: dict, options: TrainerOptions, seed: int, trust: list[str]) -> DataModule:

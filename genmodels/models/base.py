@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, RunError, require_known
+from genmodels.core.errors import InputError, RunError, an, require_known
 from genmodels.core.likelihood import Likelihood, breakdown
 from genmodels.core.processes import averaged, gather, rank_world, set_whole, shard, whole
 from genmodels.core.random import KeyedGenerator, seed_of
@@ -189,6 +189,25 @@ class GenerativeModel(OfLightning, nn.Module):
 
     def initialize(self, batch: Batch) -> None:
         """Data-dependent initialisation on a large batch of training data, once, before the first step."""
+
+    @torch.no_grad()
+    def start_from(self, other: GenerativeModel) -> None:
+        """Take over the averaged weights of a trained model, in the averages too.
+
+        Raises:
+            InputError: for a model of another class, of other sizes, or of texts in other symbols.
+        """
+        if type(other) is not type(self):
+            raise InputError(f"it holds {an(other.family)}, and this is {an(self.family)}")
+        if self.spec.text is not None and self.spec.text["symbols"] != other.spec.text["symbols"]:
+            raise InputError("its texts have other symbols: give the options of its data")
+        theirs, own = other.weights().state_dict(), self.core.state_dict()
+        for name in {**own, **theirs}:
+            there, here = (tuple(some[name].shape) if name in some else "absent" for some in (theirs, own))
+            if there != here:
+                raise InputError(f"{name} is {there} there and {here} here: give the options of that model")
+        for core in (self.core, *(() if self.ema is None else self.ema.averages)):
+            core.load_state_dict(theirs)
 
     def compiled_parts(self) -> list[nn.Module]:
         """The modules that `trainer.compile=true` compiles: the network, or the whole core."""

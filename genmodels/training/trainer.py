@@ -247,7 +247,8 @@ def initial_batch(datamodule: DataModule, largest: int = 20_000) -> Batch:
 def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, datamodule: DataModule) -> float:
     """The learning rate at which the loss falls fastest while the rate grows from 1e-6 up to 1 in 100 steps.
 
-    The network is trained and should be discarded. If a loss is not finite, the largest rate is divided by ten.
+    The network, which has its first weights, is trained and should be discarded. If a loss is not finite, the largest
+    rate is divided by ten.
 
     Raises:
         InputError: for several processes, which would each find another rate, and where no rate is found.
@@ -255,7 +256,6 @@ def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, dat
     if options.num_nodes != 1 or options.devices not in (1, "1", "auto"):
         raise InputError("trainer.lr_find tries learning rates on one process: run it with trainer.devices=1 "
                          "trainer.max_steps=1, then give model.optimizer.lr the rate that it prints")
-    network.initialize(initial_batch(datamodule))
     start, found = copy.deepcopy(network.state_dict()), None
     bar = sys.stderr if options.progress and terminal(sys.stderr) else io.StringIO()  # Lightning's, a line each step
     for largest in (1.0, 0.1, 0.01, 0.001):

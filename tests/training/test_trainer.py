@@ -16,6 +16,7 @@ from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
 from genmodels.data.toy import Toy
 from genmodels.data.vision import Digits
+from genmodels.models.checkpoint import read_checkpoint
 from genmodels.models.normalizing_flows import NSF
 from genmodels.training import trainer
 from genmodels.training.trainer import FREE, REPORTED, TrainerOptions, check_same, initial_batch, training_stream
@@ -179,3 +180,28 @@ def test_smaller_rates_are_tried_where_losses_are_not_finite(monkeypatch):
     network = NSF(DataSpec("plane", (2,)), layers=1, hidden=8)
     monkeypatch.setattr(TrainerOptions, "build", lambda *_: SimpleNamespace(strategy=SimpleNamespace()))
     assert trainer.find_learning_rate(TrainerOptions(), network, Toy().prepare()) == 0.0033
+
+
+def test_training_starts_from_the_weights_of_another_run(tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    words = [*TINY, "trainer.max_steps=20", "model.ema_decay=[0.5,0.9]"]
+    assert main([*words, f"run_dir={first}"]) == 0
+    still = ["data.set=moons", "model.optimizer.lr=0", f"init={first}/last.ckpt"]
+    assert main([*words, *still, f"run_dir={second}", "trainer.lr_find=false"]) == 0
+    before, after = (read_checkpoint(run / "last.ckpt") for run in (first, second))
+    assert after["genmodels"]["step"] == 20 and after["genmodels"]["config"]["init"] == f"{first}/last.ckpt"
+    own = {name: value for name, value in after["state_dict"].items() if name.startswith("core.")}
+    assert own
+    for name, value in own.items():  # the average of the smaller decay, as in sampling, also where it is averaged
+        wanted = before["state_dict"][name.replace("core.", "ema.averages.0.", 1)]
+        for found in (value, *(after["state_dict"][name.replace("core.", f"ema.averages.{k}.", 1)] for k in (0, 1))):
+            torch.testing.assert_close(found, wanted)
+    assert any(not torch.equal(value, before["state_dict"][name]) for name, value in own.items())  # not the raw ones
+    assert main([*words, *still, f"run_dir={second}", "trainer.max_steps=21", "resume=last"]) == 0
+    capsys.readouterr()
+    for more, said in ((["model.hidden=9"], "here: give the options of that model"), (["init=nowhere.ckpt"], "nowhere.ckpt"),
+                       (["model=maf", "~model.layers"], "it holds a nsf, and this is a maf")):
+        assert main([*words, *still, f"run_dir={tmp_path}/third", *more]) in (1, 2)
+        error = capsys.readouterr().err
+        assert said in error and len(error.strip().splitlines()) == 1, error
+        assert not (tmp_path / "third").exists()
