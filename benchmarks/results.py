@@ -5,8 +5,8 @@
 
 A run is `genmodels train` with the defaults of its data, in a folder under --out; one `genmodels evaluate` over all
 models of a seed makes a table of the same items. What is there already is not made again, so that the command may be
-stopped and repeated. --page puts the tables that are there into a page. Training minutes are wall time on the
-machine that made them, with --threads threads.
+stopped and repeated; a run of other settings than today's is refused. --page puts the tables that are there into a
+page. Minutes are CPU time of training, with --threads threads.
 """
 
 from __future__ import annotations
@@ -91,9 +91,28 @@ def train(folder: Path, words: list[str], seed: int) -> None:
     last = folder / "last.ckpt"
     begun = last.exists()
     if begun and read_header(last)["finished"]:
+        check_current(read_header(last)["config"], folder, words)
         return
     run("train", [*words, f"seed={seed}", f"run_dir={folder}", "logger=csv", "trainer.sample_every_n_steps=0",
                   "trainer.progress=false", *(["resume=last"] if begun else [])])  # fmt: skip
+
+
+def check_current(config: dict, folder: Path, words: list[str]) -> None:
+    """Stop where a finished run has other settings than these words say today, for example after a change of a preset.
+
+    What a command says is a part of the configuration of a run, which has the defaults too.
+    """
+    from genmodels.cli.compose import composer
+    from genmodels.core.files import flat
+
+    with composer("train") as hydra:
+        wanted = hydra.compose(words)
+    for part in ("model", "data"):
+        then = flat(config[part])
+        for key, value in flat(wanted[part]).items():
+            if key != "root" and then.get(key) != value:
+                raise SystemExit(f"{folder}: {part}.{key} was {then.get(key)!r} and is {value!r} today: delete the "
+                                 "folder to train it again")
 
 
 def make(name: str, seeds: list[int], given: argparse.Namespace) -> None:
@@ -110,16 +129,21 @@ def make(name: str, seeds: list[int], given: argparse.Namespace) -> None:
                 train(folder, [*words, *where], seed)
             folders.append(folder / "best.ckpt")
         table = given.out / name / f"table-{seed}"
-        if not is_whole(table / "table.json", name):
+        if not is_whole(table / "table.json", folders):
             start = time.monotonic()
             listed = ",".join(map(str, folders))
             run("evaluate", [f"ckpt=[{listed}]", f"out={table}", *EVALUATION[name]])
             print(f"{name}, seed {seed}: evaluated in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def is_whole(table: Path, name: str) -> bool:
-    """Whether a table exists with all models of its data; only models that were added are evaluated."""
-    return table.exists() and len(json.loads(table.read_text())["models"]) == len(RUNS[name])
+def is_whole(table: Path, checkpoints: list[Path]) -> bool:
+    """Whether a table is there and is that of these checkpoints."""
+    from genmodels.core.checkpoint import checkpoint_hash
+
+    if not table.exists():
+        return False
+    known = [model["checkpoint"]["sha256"] for model in json.loads(table.read_text())["models"]]
+    return known == [checkpoint_hash(file) for file in checkpoints]
 
 
 def mean_and_spread(values: list[float | None], digits: int) -> str:
@@ -136,7 +160,7 @@ def as_markdown(tables: list[dict], labels: list[str]) -> str:
     data = tables[0]["data"]
     unit, key, places = ("bits/dim", "bits_per_dim", 3) if data["levels"] else ("nats", "nll", 4)
     columns = ["model", unit, "kind, how", "SE", "Fréchet", "kernel distance", "precision", "recall",
-               "network evaluations", "samples/s", "parameters", "steps", "minutes"]
+               "network evaluations", "samples/s", "parameters", "steps", "CPU minutes"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for m, label in enumerate(labels):
         models = [table["models"][m] for table in tables]
@@ -167,23 +191,32 @@ def _about(models: list[dict]) -> list[str]:
              for key, _ in MEASURES]
     cells += [mean_and_spread([one.get(column) for one in cost], 0) for column in ("evaluations", "samples_per_second")]
     heads = [model["checkpoint"] for model in models]
-    minutes = mean_and_spread([training_time(Path(head["path"]).parent) / 60 or None for head in heads], 1)
+    times = [training_time(Path(head["path"]).parent, "cpu_seconds") / 60 or None for head in heads]
+    minutes = mean_and_spread(times, 1)
     return [*cells, f"{heads[0]['parameters']:,}", f"{heads[0]['step']:,}", minutes]
+
+
+def marks(page: Path, name: str) -> tuple[str, str]:
+    """What stands before and after a table in the page."""
+    before, after = f"<!-- table {name} -->\n", f"\n<!-- end of {name} -->"
+    text = page.read_text()
+    if before not in text or after not in text:
+        raise SystemExit(f"{page} has no lines {before.strip()} and {after.strip()}")
+    return before, after
 
 
 def fill(page: Path, out: Path, sets: list[str]) -> None:
     """Put the tables of these sets between their marks in the page; its words stay."""
-    text = page.read_text()
-    for name, runs in ((name, RUNS[name]) for name in sets):
-        files = [file for file in sorted((out / name).glob("table-*/table.json")) if is_whole(file, name)]
-        before, after = f"<!-- table {name} -->\n", f"\n<!-- end of {name} -->"
-        if not files:
+    for name in sets:
+        files = sorted((out / name).glob("table-*/table.json"))
+        tables = [table for table in map(json.loads, map(Path.read_text, files))
+                  if len(table["models"]) == len(RUNS[name])]
+        if not tables:
             continue
-        if before not in text or after not in text:
-            raise SystemExit(f"{page} has no lines {before.strip()} and {after.strip()}")
+        before, after = marks(page, name)
+        text = page.read_text()
         head, tail = text.index(before) + len(before), text.index(after)
-        text = text[:head] + as_markdown([json.loads(file.read_text()) for file in files], list(runs)) + text[tail:]
-    page.write_text(text)
+        page.write_text(text[:head] + as_markdown(tables, list(RUNS[name])) + text[tail:])
 
 
 def main() -> None:
@@ -197,6 +230,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--page", type=Path, help="a page with marks, as docs/results.md")
     given = parser.parse_args()
+    if given.given and len(given.seeds) > 1:
+        parser.error("--given names runs of one seed: give one of --seeds")
+    for name in given.sets if given.page is not None else ():
+        marks(given.page, name)
     import torch
 
     torch.set_num_threads(given.threads)
