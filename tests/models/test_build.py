@@ -68,8 +68,8 @@ def test_options():
         build({"lr": 1})
 
 
-#: Millions of parameters as published: U-Nets of DDPM and of EDM, DiT-B, the size of MD4; of TarFlow and Jet what the layers
-#: come to that their papers publish for ImageNet 64.
+#: Millions of parameters as published: U-Nets of DDPM and EDM, DiT-B, MD4; of TarFlow and Jet what the layers come to
+#: that their papers publish for ImageNet 64.
 CIFAR10 = {"flow_matching": 35.7, "consistency": 55.7, "mean_flow": 55, "shortcut": 130, "masked_diffusion": 28,
            "tarflow": 455, "jet": 1012}  # fmt: skip
 #: The option that repeats the parts of a flow, and how many are the period of their kinds.
