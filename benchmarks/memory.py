@@ -1,8 +1,10 @@
-"""Peak memory and time of a training step against the number of steps of a Glow, storing and recomputing activations.
+"""Peak memory and time of a training step against the depth of a flow, storing and recomputing activations.
 
     python benchmarks/memory.py [--threads 2] [--repeats 7] [--steps 8 16 32 64] [--batch 64] [--hidden 64]
+    python benchmarks/memory.py --flow tarflow --steps 2 4 8 --batch 16
 
-One level of Glow on images of 32x32 pixels: a squeeze, then as many steps [ActNorm, 1x1, affine coupling] as asked for.
+`glow` is one level on grey images of 32x32 pixels: a squeeze, then as many steps [ActNorm, 1x1, affine coupling] as
+asked for. `tarflow` has as many meta-blocks of two layers of the width `--hidden`, on colour images: 256 tokens of 12.
 The peak is that of torch's own allocator, from the events that `torch.profiler` records of every allocation and
 release (not the process' memory, which holds what was freed too): the most bytes alive at once during forward and
 backward beyond those alive before. It includes the gradients of the parameters, which grow with the number of steps in
@@ -31,6 +33,7 @@ from genmodels.flows.elementwise import Affine
 from genmodels.flows.linear import InvertibleLinear
 from genmodels.flows.scaling import ActNorm
 from genmodels.flows.squeeze import Squeeze2d
+from genmodels.flows.tarflow import tarflow
 from genmodels.nn.coupling_networks import ConvNet
 
 MODES = ("store", "inverse")
@@ -45,11 +48,24 @@ def glow_level(steps: int, hidden: int, memory: str) -> Compose:
         element = Affine(split.changed)
         net = ConvNet(split.kept, element.params_per_dim * split.changed, hidden=hidden)
         layers += [ActNorm(4), InvertibleLinear(4), Coupling(split, element, net)]
-    flow = Compose(layers, (1, 32, 32), memory=memory)
+    return awake(Compose(layers, (1, 32, 32), memory=memory))
+
+
+def meta_blocks(blocks: int, width: int, memory: str) -> Compose:
+    """A TarFlow of so many meta-blocks, with small random weights where they start at zero."""
+    torch.manual_seed(0)
+    return awake(tarflow((3, 32, 32), blocks=blocks, width=width, depth=2, memory=memory))
+
+
+def awake(flow: Compose) -> Compose:
+    """The flow with small random weights where they are zero."""
     for parameter in flow.parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.01)
     return flow
+
+
+FLOWS = {"glow": (glow_level, 1), "tarflow": (meta_blocks, 3)}
 
 
 def backward_step(flow: Compose, x: torch.Tensor) -> Callable[[], None]:
@@ -92,6 +108,7 @@ def peak_bytes(work: Callable[[], None]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--flow", choices=FLOWS, default="glow")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, nargs="+", default=[8, 16, 32, 64])
@@ -99,10 +116,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    x = torch.randn(arguments.batch, 1, 32, 32)
+    make, channels = FLOWS[arguments.flow]
+    x = torch.randn(arguments.batch, channels, 32, 32)
     for steps in arguments.steps:
-        flows = {memory: glow_level(steps, arguments.hidden, memory) for memory in MODES}
-        print(f"{steps} steps, batch {arguments.batch}, hidden {arguments.hidden}")
+        flows = {memory: make(steps, arguments.hidden, memory) for memory in MODES}
+        for flow in flows.values():
+            flow.initialize(x)
+        print(f"{arguments.flow}, {steps} steps, batch {arguments.batch}, hidden {arguments.hidden}")
         for memory, flow in flows.items():
             work = backward_step(flow, x)
             work()

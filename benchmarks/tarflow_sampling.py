@@ -3,8 +3,8 @@
     python benchmarks/tarflow_sampling.py [ckpt] [--side 32] [--n 16] [--blocks 2] [--width 256] [--repeats 3]
 
 Without a checkpoint the flow has random weights, which says something of the cost of a step and nothing of the number
-of sweeps that trained models take. Printed are median seconds, network evaluations and the largest difference to the
-exact inverse.
+of sweeps that trained models take. Printed are median seconds, network evaluations, and the largest differences of
+values and log-determinants (nats of an item) to those of the exact inverse.
 """
 
 from __future__ import annotations
@@ -61,19 +61,20 @@ def main() -> None:
     z = torch.randn(arguments.n, *blocks[0].event_shape)
 
     def inverse(how: Decoding):
-        x = z
+        x, volume = z, 0.0
         with decoding(flow, how):
             for block in reversed(blocks):
-                x, _ = block.inverse(x)
-        return x
+                x, logdet = block.inverse(x)
+                volume = volume + logdet
+        return x, volume
 
     def without():
         x = z
         for block in reversed(blocks):
             x = uncached(block, x)
-        return x
+        return x, None
 
-    exact = inverse(WAYS["cached"])
+    exact, exact_volume = inverse(WAYS["cached"])
     ways = {"no cache": without, **{name: lambda how=how: inverse(how) for name, how in WAYS.items()}}
     # On one thread its own time is counted, whatever else the machine does.
     clock = time.process_time if arguments.threads == 1 else time.perf_counter
@@ -81,9 +82,11 @@ def main() -> None:
     tokens = z[0, 0].numel()
     print(f"{arguments.n} samples, {len(blocks)} meta-blocks of {tokens} tokens of {z.shape[1]} numbers")
     for name, way in ways.items():
-        error = float((way() - exact).abs().max())
+        found, volume = way()
+        nats = "" if volume is None else f", {float((volume - exact_volume).abs().max()):.1e} nats"
         sweeps = len(blocks) * tokens if name == "no cache" else sum(block.sweeps for block in blocks)
-        print(f"  {name:16} {timing.median(name):8.3f} s  {sweeps:6} evaluations  largest difference {error:.1e}")
+        print(f"  {name:16} {timing.median(name):8.3f} s  {sweeps:6} evaluations  largest difference "
+              f"{float((found - exact).abs().max()):.1e}{nats}")
 
 
 if __name__ == "__main__":
