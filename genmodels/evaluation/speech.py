@@ -40,7 +40,6 @@ from genmodels.speech.measures import (
 )
 from genmodels.speech.recognition import (
     ErrorBin,
-    Interval,
     PocketSphinx,
     Recogniser,
     Recognition,
@@ -320,8 +319,10 @@ def _recognised(
     return Recognition(
         recogniser=getattr(recogniser, "name", type(recogniser).__name__), vocoder="Griffin-Lim", wer=words,
         curve=curve, heard=heard["model"],
-        claimed={name: part.claimed for name, part in curve[-1].differences.items()},
-    )
+        claimed={name: part.claimed for name, part in curve[-1].differences.items()}, bits={
+            name: recogniser.bits(waves, rate, texts) for name, waves in sounds.items()
+        } if isinstance(recogniser, TrainedRecogniser) else {},
+    )  # fmt: skip
 
 
 def _recordings(opened: Opened, count: int) -> list[Path] | None:
@@ -361,9 +362,12 @@ def speech_notes(found: SpeechFigures) -> list[str]:
         return [*lines, f"CER was not measured: {heard.skipped}"]
     whole = heard.curve[-1]
     lines.append(f"CER of {whole.utterances} texts by {heard.recogniser} through {heard.vocoder}: "
-                 f"{_interval(whole.rate)}"
-                 + "".join(f"; topline, {name}: {_interval(part)}" for name, part in whole.toplines.items()))
-    return lines + [f"CER less that of {name}: {_interval(part)}" + ("" if part.claimed else ", too little to claim")
+                 f"{whole.rate}"
+                 + "".join(f"; topline, {name}: {part}" for name, part in whole.toplines.items()))
+    if heard.bits:
+        lines.append("bits per character of the texts given the sound: " + ", ".join(
+            f"{name} {'infinite' if value is None else f'{value:.3f}'}" for name, value in heard.bits.items()))
+    return lines + [f"CER less that of {name}: {part}" + ("" if part.claimed else ", too little to claim")
                     for name, part in whole.differences.items()]
 
 
@@ -392,20 +396,8 @@ def transcription_note(found: Transcription) -> str:
     """The metrics of a recogniser in a line, for the notes below a table."""
     whole, (search, comma, language) = found.curve[-1], found.search.partition(", ")
     best = "" if found.oracle_wer is None else f" ({100 * found.oracle_wer:.1f} % of the best of {found.nbest} texts)"
-    return (f"CER of {whole.utterances} recordings, {search} search{comma}{language}: {_interval(whole.rate)}; WER "
+    return (f"CER of {whole.utterances} recordings, {search} search{comma}{language}: {whole.rate}; WER "
             f"{100 * found.wer:.1f} %{best}; real-time factor {found.real_time_factor:.3f}")
-
-
-def _interval(part: Interval) -> str:
-    """A rate with its interval.
-
-    Example:
-        >>> _interval(Interval(0.5, 0.25, 0.75))
-        '50.0 % (25.0 to 75.0)'
-    """
-    if np.isnan(part.low):
-        return f"{100 * part.value:.1f} % (of one utterance, without an interval)"
-    return f"{100 * part.value:.1f} % ({100 * part.low:.1f} to {100 * part.high:.1f})"
 
 
 _SHOWN = 10  # utterances in the notes below a table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from genmodels.core.checkpoint import checkpoint_hash
-from genmodels.core.data import Batch
+from genmodels.core.data import Batch, TextCondition
 from genmodels.core.errors import InputError, an, check_number, refusals
 from genmodels.core.files import located
+from genmodels.data.utterances import padded_tokens
 from genmodels.models.checkpoint import load_model
 from genmodels.models.recognizer import Recognizer
 from genmodels.speech.audio import MelConfig, log_mel, resample
@@ -118,7 +120,24 @@ class TrainedRecogniser:
 
     def __call__(self, wave: Tensor, sample_rate: int) -> str:
         """The text heard in sound (N,); sound shorter than a frame is filled up with silence."""
+        return self.model.written(self.model.transcribe(Batch(self._mel(wave, sample_rate)), self.how)[0][0])
+
+    def bits(self, waves: Iterable[Tensor], sample_rate: int, texts: Iterable[str]) -> float | None:
+        """-log2 p(text | sound) over the characters of all texts; None where one has probability zero.
+
+        With p(sound | text) of a text-to-speech model it closes the circle from text to sound to text.
+        """
+        nats, characters = 0.0, 0
+        for wave, text in zip(waves, texts, strict=True):
+            if not bool(wave.isfinite().all()):
+                return None
+            said = TextCondition(*padded_tokens([self.model.symbols.encode(text)]))
+            batch = Batch(self._mel(wave, sample_rate), said.to(self.model.device))
+            found = self.model.log_likelihood(batch)
+            nats, characters = nats - float(found.nats), characters + int(found.dims)
+        return nats / characters / math.log(2) if math.isfinite(nats) else None
+
+    def _mel(self, wave: Tensor, sample_rate: int) -> Tensor:
         heard = resample(wave.detach().double().cpu(), sample_rate, self.config.sample_rate).float()
         heard = pad(heard, (0, max(0, self.config.shortest - len(heard))))
-        mel = Batch(log_mel(heard, self.config)[None].to(self.model.device))
-        return self.model.written(self.model.transcribe(mel, self.how)[0][0])
+        return log_mel(heard, self.config)[None].to(self.model.device)

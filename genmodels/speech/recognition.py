@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -207,11 +208,21 @@ class PocketSphinx:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with its 95 % bootstrap interval, NaN for fewer than two utterances."""
+    """A value with its 95 % bootstrap interval, NaN for fewer than two utterances.
+
+    Example:
+        >>> print(Interval(0.5, 0.25, 0.75))
+        50.0 % (25.0 to 75.0)
+    """
 
     value: float
     low: float
     high: float
+
+    def __str__(self) -> str:
+        if math.isnan(self.low):
+            return f"{100 * self.value:.1f} % (of one utterance, without an interval)"
+        return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
 
 
 @dataclass(frozen=True)
@@ -254,7 +265,8 @@ class ErrorBin:
 class Recognition:
     """Recognition of synthesised texts: CER by length and, last, over all; WER; transcripts.
 
-    `wer` is that of the `model` and of each topline by name; `claimed` whether the CER differs from a topline's.
+    `wer` is that of the `model` and of each topline by name; `claimed` whether the CER differs from a topline's; `bits`
+    are those per character of log p(text | sound), by a trained recogniser, None where a text has probability zero.
     """
 
     recogniser: str
@@ -263,6 +275,7 @@ class Recognition:
     curve: list[ErrorBin]
     claimed: dict[str, bool]
     heard: list[str]
+    bits: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

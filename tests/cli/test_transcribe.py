@@ -12,7 +12,7 @@ import torch
 
 import genmodels as gm
 from genmodels.cli.main import main
-from genmodels.core.data import DataSpec
+from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError
 from genmodels.core.files import located
 from genmodels.data.speech import Speech
@@ -24,7 +24,7 @@ from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.masked_diffusion import LanguageModel
 from genmodels.models.recognizer import Recognizer
 from genmodels.models.transcription import language_of
-from genmodels.speech.audio import read_wav
+from genmodels.speech.audio import log_mel, read_wav
 from genmodels.speech.decoding import Search
 from genmodels.speech.recognition import pooled, word_edits
 from tests.cli.test_say import checkpoint
@@ -136,6 +136,25 @@ def test_a_trained_recogniser_hears_sound_as_transcribe_does(ckpt, tmp_path, cap
     opened = SimpleNamespace(spec=recogniser.model.spec, request=Request(), datamodule=Speech().prepare())
     found = _recognised(opened, ["so it is", "it is"], waves, lambda wave, rate: "so it is")
     assert found.heard == ["so it is", ""] and found.curve[-1].utterances == 2
+
+
+def test_the_texts_have_bits_given_the_sound(ckpt):
+    """Those of the recogniser's own likelihood, item by item; none where a text cannot be said in so few frames."""
+    recogniser, _ = _recogniser(Request(recognizer=ckpt, device="cpu"), {})
+    batch = Speech().prepare().split("test").__getitems__([0, 1])
+    model = recogniser.model
+    waves = [read_wav(CLIPS / f"{name}.wav")[0] for name in ("LJ001-0002", "LJ001-0013")]
+    texts = model.said(batch)
+    found = recogniser.bits(waves, 22050, texts)
+    nats = []
+    for wave, text in zip(waves, texts, strict=True):
+        tokens = torch.tensor([model.symbols.encode(text)])
+        said = TextCondition(tokens, torch.ones(1, 1, tokens.shape[1], dtype=torch.bool))
+        nats.append(-float(model.log_likelihood(Batch(log_mel(wave)[None], said)).nats))
+    assert found == pytest.approx(sum(nats) / sum(map(len, texts)) / math.log(2), rel=1e-6)
+    assert found != pytest.approx(recogniser.bits(waves, 22050, texts[::-1]), rel=1e-4)
+    assert recogniser.bits(waves, 22050, [texts[0], 200 * "too long "]) is None
+    assert recogniser.bits([waves[0], waves[1] * math.nan], 22050, texts) is None
 
 
 def test_a_recogniser_of_phonemes_does_not_judge_words(tmp_path, monkeypatch):
