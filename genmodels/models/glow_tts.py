@@ -39,7 +39,7 @@ class GlowTTS(AlignedModel):
         steps: steps of the flow.
         hidden, depth, kernel_size, dropout: of the networks in its couplings.
         groups: size of the matrices that mix channels.
-        attention: attention block in the couplings' networks; `xl_chunks` and `local_dense` allow streaming.
+        attention: attention block in the couplings' networks; `xl_chunks`, `rope_window`, `local_dense` can stream.
         heads: heads of that block.
         memory: `store` activations for the backward pass, or recompute them through the `inverse`.
         **shared: what all aligned models of texts take, see `AlignedModel`.

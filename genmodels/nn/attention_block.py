@@ -214,9 +214,9 @@ class SpatialAttention(nn.Module):
 
 #: What `attention=` may be, see `ATTENTION`.
 AttentionKind = Literal[
-    "none", "plain", "absolute", "swin2d", "rope2d", "mel", "rope", "xl", "xl_chunks", "shaw", "shaw_shared",
-    "shaw_zero", "music", "music_shared", "t5", "alibi", "nystrom", "lsh", "local_dense", "additive", "location",
-    "location_previous", "scaled_dot", "hard", "local_monotonic"
+    "none", "plain", "absolute", "swin2d", "rope2d", "mel", "rope", "rope_window", "xl", "xl_chunks", "shaw",
+    "shaw_shared", "shaw_zero", "music", "music_shared", "t5", "alibi", "nystrom", "lsh", "local_dense", "additive",
+    "location", "location_previous", "scaled_dot", "hard", "local_monotonic"
 ]  # fmt: skip
 
 
@@ -287,6 +287,7 @@ def _mel(dim: int, heads: int, site: Site) -> Position:
 #:   rope2d     queries and keys rotated by row and column
 #:   mel        learned bias by pair of rows (frequency bands), rotation by column (time)
 #:   rope       queries and keys rotated by position
+#:   rope_window    the same, over the 16 positions before and after each; linear
 #:   xl         sinusoids of the distance
 #:   xl_chunks  the same within a chunk of 16 positions and the chunk before it; linear, for streaming
 #:   shaw       learned keys and values for distances up to 16, larger ones share the last; `shaw_shared`: one table
@@ -310,6 +311,7 @@ ATTENTION: dict[str, Kind] = {
     "rope2d": Kind(_core(lambda dim, heads, site: Rotary2d(dim, heads)), (2,)),
     "mel": Kind(_core(_mel), (2,)),
     "rope": Kind(_core(lambda dim, heads, site: Rotary(dim, heads))),
+    "rope_window": Kind(_core(lambda dim, heads, site: Rotary(dim, heads), window=(16, 16))),
     "xl": Kind(_core(lambda dim, heads, site: TransformerXL(dim, heads))),
     "xl_chunks": Kind(_core(lambda dim, heads, site: TransformerXL(dim, heads), chunk=(16, 1))),
     "shaw": Kind(_shaw(16)),

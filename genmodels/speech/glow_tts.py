@@ -51,8 +51,9 @@ def mel_decoder(
         steps: K.
         hidden, depth, kernel_size, dropout: of the coupling networks.
         groups: size of the matrix of the 1x1 convolutions.
-        attention: entry of `ATTENTION` in the coupling networks, or `none`. `xl_chunks` and `local_dense` have a
-            bounded receptive field, so that the decoder can be streamed (`genmodels.speech.streaming`).
+        attention: entry of `ATTENTION` in the coupling networks, or `none`. `xl_chunks`, `rope_window` and
+            `local_dense` have a bounded receptive field, so that the decoder can be streamed
+            (`genmodels.speech.streaming`).
         heads: heads of the attention.
         cond: the condition of the networks, such as a speaker embedding.
         memory: `store`, or `inverse` to recompute activations in the backward pass.

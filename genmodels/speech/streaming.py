@@ -84,10 +84,13 @@ def _attended(block: nn.Module) -> tuple[int, int, int]:
     mechanism = getattr(block, "mechanism", None)
     if isinstance(mechanism, LocalDenseSynthesizer):
         return mechanism.c // 2, mechanism.c - 1 - mechanism.c // 2, 1
-    chunk = mechanism.reach.chunk if isinstance(mechanism, Attention) else None
+    reach = mechanism.reach if isinstance(mechanism, Attention) else None
+    if reach is not None and reach.window is not None and None not in reach.window:
+        return *reach.window, 1
+    chunk = None if reach is None else reach.chunk
     if chunk is None or chunk[1] is None:
         raise ValueError("a decoder with such an attention looks at all frames and cannot be streamed: use attention = "
-                         "xl_chunks or local_dense")
+                         "xl_chunks, rope_window or local_dense")
     return chunk[0] * chunk[1], 0, chunk[0]
 
 

@@ -87,6 +87,7 @@ def test_options_that_have_names_of_their_own():
     assert len(made["music_shared"].position.E) == len(made["shaw_shared"].position.keys) == 1
     assert made["location"].score.cumulative and not made["location_previous"].score.cumulative
     assert made["xl_chunks"].reach.chunk == (16, 1) and made["xl"].reach.everywhere
+    assert made["rope_window"].reach.window == (16, 16) and made["rope"].reach.everywhere
 
 
 # ---- what a block is ----
