@@ -255,6 +255,7 @@ class GenerativeModel(OfLightning, nn.Module):
         if not wanted:
             raise InputError("cond=[] names no class: leave cond out for every class in turn")
         names = [str(name) for name in self.spec.class_names]
+        wanted = [c.item() if hasattr(c, "item") else c for c in wanted]  # scalars of NumPy and PyTorch
         wanted = [names.index(c) if isinstance(c, str) and c in names else c for c in wanted]
         for c in wanted:
             if not isinstance(c, int) or isinstance(c, bool) or not 0 <= c < classes:

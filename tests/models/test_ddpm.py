@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.distributions import Normal
@@ -230,6 +231,7 @@ def test_labels():
     assert model.labels(None, index).tolist() == [0, 1, 2, 0, 1]
     assert model.labels(2, index).tolist() == [2] * 5
     assert model.labels([0, "emu"], index).tolist() == [0, 2, 0, 2, 0]
+    assert model.labels([np.int64(1), torch.tensor(2)], index).tolist() == [1, 2, 1, 2, 1]
     unconditional = small(named, class_conditional=False)
     assert unconditional.labels(None, index) is None and unconditional.sample(2, steps=2).cond is None
 
