@@ -375,7 +375,7 @@ def check_options(models: Sequence[Opened]) -> None:
         ("steps", "steps", "models that are sampled in steps", request.steps is not None),
         ("guidance", "guidance", "models of classes with model.cond_drop above 0", request.guidance is not None),
     ]
-    by_ode = any(hasattr(opened.model, "ode_likelihood") for opened in models)
+    by_ode = any(opened.model.has_ode_likelihood for opened in models)
     of_lines = {line.options.get("importance_samples") for opened in models for line in lines_of(opened)[0]}
     if of_lines.issuperset(request.importance_samples or ()):  # the ODE takes them if its divergence is exact
         known.add("importance_samples")

@@ -88,7 +88,7 @@ def lines_of(opened: Opened) -> tuple[list[Line], list[str]]:
         counts = sorted({1, *(request.importance_samples or _IMPORTANCE_SAMPLES)}) if several else [1]
         lines += [Line(f"K = {k}" if model.spec.levels else "exact", "log_likelihood",
                        options | {"importance_samples": k}) for k in counts]
-    if hasattr(model, "ode_likelihood"):
+    if model.has_ode_likelihood:
         scalars = opened.items * model.spec.dims
         vectors = len(model.spec.event_shape) == 1
         if request.ode is True or (request.ode == "auto" and vectors and scalars <= _ODE_BUDGET):

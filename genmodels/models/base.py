@@ -73,6 +73,8 @@ class GenerativeModel(OfLightning, nn.Module):
     takes_source = False
     #: Whether it generates samples of its data; a model that does not has `transcripts` to show during training.
     generates = True
+    #: Whether `ode_likelihood` gives its likelihood by the probability-flow ODE.
+    has_ode_likelihood = False
     #: Whether it is conditioned on the class, see `condition_on_class`.
     conditional = False
     #: Probability that training hides the class.

@@ -78,6 +78,7 @@ class DiffusionModel(GenerativeModel):
     #: Whether validation on small continuous vectors solves the ODE: for families whose model is the flow. The bound is
     #: that of a stochastic sampler, which a small error of the velocity near the data costs far more than the flow.
     validates_by_ode = False
+    has_ode_likelihood = True
     #: Whether its predictions are means of the data given x_t, and so contain the velocity of a flow.
     has_velocity = True
     #: Families without a velocity from which it learns all the same.

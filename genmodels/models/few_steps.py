@@ -141,6 +141,7 @@ class StepModel(DiffusionModel):
     """
 
     has_velocity = False
+    has_ode_likelihood = False
     swept_steps = (1, 2, 4, 20)
     usual_steps = 1
 
@@ -177,10 +178,9 @@ class StepModel(DiffusionModel):
             self.objective.teacher = load_teacher(self, "distill", self.distill).weights()
         return super().loss(batch, generator)
 
-    @property
-    def ode_likelihood(self):
-        """None: there is no velocity to follow."""
-        raise AttributeError(f"{an(self.family)} has no velocity, and no likelihood by the ODE")
+    def ode_likelihood(self, batch: Batch, **options) -> Likelihood:
+        """Raise InputError: there is no velocity to follow."""
+        raise InputError(f"{an(self.family)} has no velocity, and no likelihood by the ODE")
 
     def log_likelihood(self, batch: Batch, *, weights: str | float = "ema", seed: int = 0) -> Likelihood:
         """None: a map from noise to data in few steps has no density that could be computed.

@@ -105,7 +105,7 @@ class FlowMatchingModel(DiffusionModel):
         if spec.source is not None:
             if path.startswith("vp_"):
                 raise InputError(f"path={path} keeps some of the data at t = 1: from other data take linear or cosine")
-            self.samplers = _WITHOUT_NOISE
+            self.samplers, self.has_ode_likelihood = _WITHOUT_NOISE, False
             self.register_buffer("source_location", torch.zeros(spec.event_shape))
             self.register_buffer("source_scale", torch.ones(spec.event_shape))
         self._held_out: dict[str, Batch] = {}
@@ -236,12 +236,11 @@ class FlowMatchingModel(DiffusionModel):
         else:
             self.log_energy_distance()
 
-    @property
-    def ode_likelihood(self):
-        """That of every diffusion model; none from another data set, whose density is not known."""
-        if self.spec.source is not None:
-            raise AttributeError(f"{self.spec.source['name']} has no density that a flow could carry on")
-        return super().ode_likelihood
+    def ode_likelihood(self, batch: Batch, **options) -> Likelihood:
+        """That of every diffusion model; an InputError from another data set, whose density is not known."""
+        if not self.has_ode_likelihood:
+            raise InputError(f"a flow from {self.spec.source['name']} carries on a density that is not known")
+        return super().ode_likelihood(batch, **options)
 
     @property
     def log_likelihood(self):

@@ -179,6 +179,7 @@ class MelDiffusion(AlignedModel):
     default_sampler: str
     default_steps: dict = {}
     samplers = (_LANGEVIN, *SAMPLERS)
+    has_ode_likelihood = True
     default_temperature = 0.667
     sampling_options = (
         "text", "speed", "seconds", "durations", "on_unknown", "sampler", "steps", "spacing", "eta", "churn",

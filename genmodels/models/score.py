@@ -217,6 +217,7 @@ class ScoreModel(GenerativeModel):
     family = "score"
     samplers = tuple(SAMPLERS)
     sampling_options = ("sampler", "steps", "inverse_temperature", "path", "progress")
+    has_ode_likelihood = True
 
     def __init__(
         self,

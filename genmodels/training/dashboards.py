@@ -88,7 +88,7 @@ def density_of(model, extent: list[float], pixels: int = _PIXELS) -> Tensor | No
         pixels: points per side; a third of them if each needs an ODE solution.
     """
     how: dict = {"method": "log_likelihood"}
-    if hasattr(model, "ode_likelihood"):
+    if model.has_ode_likelihood:
         how, pixels = {"method": "ode_likelihood", "solver": "heun", "steps": 8, "rows": 4096}, pixels // 3
     mode = model.training
     try:

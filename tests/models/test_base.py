@@ -67,7 +67,7 @@ def answers(model, batch: Batch) -> dict:
     likelihood = {"chains": 4, "densities": 3} if isinstance(model, EnergyModel) else {}
     found = {"likelihood": model.log_likelihood(batch, **likelihood).nats}
     found["samples"] = model.sample(3, **({} if isinstance(model, NSF) else SHORT["sample"])).x
-    for divergence in ("exact", "hutchinson") if hasattr(model, "ode_likelihood") else ():
+    for divergence in ("exact", "hutchinson") if model.has_ode_likelihood else ():
         one = model.ode_likelihood(batch, divergence=divergence, **SHORT["ode_likelihood"])
         found[f"ode, {divergence}"] = one.nats
     if model.spec is PLANE:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from genmodels.core.data import Batch, DataSpec
+from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import SamplingOptions
 from genmodels.models.checkpoint import load_model, write_checkpoint
@@ -149,7 +150,9 @@ def test_without_a_velocity_there_is_no_likelihood():
     model = small(ConsistencyModel)
     found = model.log_likelihood(batch())
     assert found.kind == "unnormalised" and found.nats.isnan().all() and "no velocity" in found.made["reason"]
-    assert not hasattr(model, "ode_likelihood") and hasattr(small(ShortcutModel), "ode_likelihood")
+    with pytest.raises(InputError, match="a consistency has no velocity, and no likelihood by the ODE"):
+        model.ode_likelihood(batch())
+    assert not model.has_ode_likelihood and small(ShortcutModel).has_ode_likelihood
 
 
 def test_validation_is_the_energy_distance_of_samples():

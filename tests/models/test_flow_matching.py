@@ -321,7 +321,9 @@ def test_a_constant_source_is_refused():
 
 def test_what_needs_noise_is_refused_between_data_sets():
     model = transporting()
-    assert not hasattr(model, "ode_likelihood") and not hasattr(model, "elbo")
+    assert not model.has_ode_likelihood and not hasattr(model, "elbo")
+    with pytest.raises(ValueError, match="carries on a density that is not known"):
+        model.ode_likelihood(Batch(torch.zeros(2, 2)))
     found = model.log_likelihood(Batch(torch.zeros(2, 2)))
     assert found.kind == "unnormalised" and "density that is not known" in found.made["reason"]
     with pytest.raises(ValueError, match="the score is known where"):
