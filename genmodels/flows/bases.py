@@ -302,7 +302,7 @@ def _log_normal(z: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
     return -0.5 * ((z - mean) * torch.exp(-log_scale)).square() - log_scale - 0.5 * math.log(2 * math.pi)
 
 
-#: Bases by the names that configurations use.
+#: Bases by name; `model.base` offers the Gaussian ones, `normal`, `diagonal` and `class`.
 BASES = {
     "normal": StandardNormal,
     "diagonal": DiagonalNormal,
