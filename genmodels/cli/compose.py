@@ -7,8 +7,6 @@ does not name it; typing errors are found by the check against the signatures, w
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -31,7 +29,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from genmodels.cli import quoted
 from genmodels.cli.schema import Schema, show
-from genmodels.core.checkpoint import present_name
 from genmodels.core.errors import InputError, nearest, require_known
 from genmodels.core.files import CONFIG_DIR, flat, found_at, groups
 from genmodels.models.build import NETWORKS
@@ -260,103 +257,8 @@ def _unreadable(word: str) -> str:
     return f"cannot read {word!r}: quote the value, as in \"{key}='{value}'\", or write lists as {key}=[1,2]"
 
 
-#: The parts that define a training run, with their empty values; folders and loggers may change on resume.
-PARTS: dict = {"model": {}, "data": {}, "trainer": {}, "seed": 0}
-_MANY = 5  # number of words from which published settings are tried too
 _PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_][\w./*-]*")
 _OTHERWISE = ("null", "true", "false", "nan", "inf")  # words that Hydra does not read as text
-
-
-def how_to_resume(config: dict, checkpoint: Path, given: dict | None = None) -> str:
-    """The command that resumes a run from its checkpoint, or the path of its config.yaml if there is no short one.
-
-    Arguments:
-        config: the run's own configuration, as its checkpoint has it.
-        checkpoint: the file.
-        given: the configuration of a refused command, of which a length that differs from the preset is kept.
-    """
-    if GlobalHydra.instance().is_initialized():  # a sweep needs its own Hydra
-        words = None
-    else:
-        asked = [word.partition("=")[0] for word in (words_of(given) if given else None) or []]
-        keys = [key for key in ("max_steps", "max_epochs") if f"trainer.{key}" in asked]
-        length = {key: given["trainer"].get(key) for key in keys}
-        words = words_of(config | {"trainer": (config.get("trainer") or {}) | length})
-    if words is None:
-        return f"its settings are in {checkpoint.parent / 'config.yaml'}"
-    script = Path(sys.argv[0])
-    command = f"python {shlex.quote(str(script))}" if script.name == "train.py" else "genmodels train"
-    return f"resume with {command} {' '.join(map(_quoted, [*words, f'resume={checkpoint}']))}"
-
-
-def _quoted(word: str) -> str:
-    """A word for the shell.
-
-    Example:
-        >>> print(_quoted("seed=3"), _quoted("data.file='a b.csv'"), _quoted("data.file='$a'"))
-        seed=3 "data.file='a b.csv'" 'data.file='"'"'$a'"'"''
-    """
-    simple = "'" in word and not set(word) & set('"$`\\!')
-    return f'"{word}"' if simple else shlex.quote(word)
-
-
-def words_of(config: dict) -> list[str] | None:
-    """A few words from which `train` composes this model, data, trainer and seed; None if there are none.
-
-    Example:
-        >>> from genmodels.cli.compose import composer
-        >>> with composer("train") as hydra:
-        ...     config = hydra.compose(["model=glow", "model.levels=1", "seed=3"])
-        >>> words_of(config)
-        ['model=glow', 'data=digits', 'model.levels=1', 'seed=3']
-    """
-    wanted, usual = _parts(config), Schema("genmodels.cli.train.run").defaults(config)
-    models, sets = (_of_class(group, config.get(group) or {}) for group in ("model", "data"))
-    starts = [[f"model={model}", f"data={data}"] for model in models for data in sets]
-    published = [[f"experiment={name}"] for name in groups()["experiment"]]
-    found = [[*start, *_differences(_start(*start), wanted, usual)] for start in starts]
-    if min(map(len, found), default=_MANY) >= _MANY:  # composing takes a while
-        found += [[*start, *_differences(_start(*start), wanted, usual)] for start in published]
-    with composer("train") as hydra:
-        for words in sorted(found, key=len):
-            if _composes(hydra, words, wanted, usual):
-                return words
-    return None
-
-
-@cache
-def _start(*words: str) -> dict:
-    with composer("train") as hydra:
-        return hydra.plain([*words])
-
-
-def _of_class(group: str, config: dict) -> list[str]:
-    """The choices of a group that configure the same class."""
-    files = {name: (CONFIG_DIR / group / f"{name}.yaml").read_text(encoding="utf-8") for name in groups()[group]}
-    target = present_name(config.get("_target_", ""))
-    return [name for name, text in files.items() if yaml.safe_load(text).get("_target_") == target]
-
-
-def _differences(plain: dict, wanted: dict, usual: dict) -> list[str]:
-    """Words that turn one composed configuration into another, which may set defaults explicitly."""
-    now, then = flat(_parts(plain)), flat(wanted)
-    gone = [f"~{key}" for key in now if key not in then]
-    return gone + [f"{key}={in_hydra(value)}" for key, value in then.items()
-                   if (now[key] != value if key in now else key not in usual or usual[key] != value)]
-
-
-def _composes(hydra: Composer, words: list[str], wanted: dict, usual: dict) -> bool:
-    try:
-        found = hydra.compose(words)
-    except InputError:
-        return False
-    now, then = flat(_parts(found)), flat(wanted)
-    left_out = {key: usual[key] for key in then if key not in now and key in usual}
-    return now | left_out == then
-
-
-def _parts(config: dict) -> dict:
-    return {part: config.get(part, nothing) for part, nothing in PARTS.items()}
 
 
 def in_hydra(value) -> str:

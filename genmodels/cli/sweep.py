@@ -30,7 +30,7 @@ from hydra.types import HydraContext, RunMode
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from genmodels.cli.compose import PARTS, Composer, in_hydra
+from genmodels.cli.compose import Composer, in_hydra
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError, RunError, explain
 from genmodels.core.files import new_folder, write_text
@@ -115,7 +115,8 @@ class Point:
 
 def _defining(config: dict) -> dict:
     """The settings that define a run, as they are after a round trip through JSON."""
-    return json.loads(json.dumps({part: config.get(part) for part in PARTS}, default=str))
+    parts = ("model", "data", "trainer", "seed")
+    return json.loads(json.dumps({part: config.get(part) for part in parts}, default=str))
 
 
 def folder_name(title: str) -> str:

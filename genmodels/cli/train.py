@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import yaml
 
-from genmodels.cli.compose import how_to_resume
 from genmodels.cli.schema import TARGET, Schema
 from genmodels.core.checkpoint import verify
 from genmodels.core.errors import InputError, RunError, explain
@@ -250,8 +249,7 @@ def _resumed(
         then["model"] |= {key: value for key, value in decided.items() if then["model"].get(key) in _OPEN}
         changed = check_same(header | {"config": then}, network.run_config, path)
     except InputError as error:
-        how = how_to_resume(header["config"], path, network.run_config)
-        raise InputError(f"{error}: {how}") from None
+        raise InputError(f"{error}: its settings are in {path.parent / 'config.yaml'}") from None
     if steps < header["step"]:
         raise InputError(f"the run in {path.parent} has made {header['step']} steps, for {steps} there is nothing "
                          "left to do: give a larger trainer.max_steps (or max_epochs) to go on")
