@@ -152,17 +152,6 @@ class GaussianBase(EnergyFunction):
         self.register_buffer("precision", torch.cholesky_inverse(lower))
         self.log_normaliser = float(0.5 * len(lower) * math.log(2 * math.pi) + lower.diagonal().log().sum())
 
-    @classmethod
-    def fit(cls, x: Tensor, *, widen: float = 2.0) -> GaussianBase:
-        """Fitted to training data, with `widen` times their covariance, so that importance weights stay bounded.
-
-        The variance in every direction is at least 1e-6 of the largest.
-        """
-        rows = x.flatten(1).to(torch.float64)
-        covariance = widen * torch.cov(rows.T).reshape(rows.shape[1], -1)
-        floor = 1e-6 * covariance.diagonal().max() * torch.eye(len(covariance), dtype=torch.float64, device=x.device)
-        return cls(x.to(torch.float64).mean(0), covariance + floor)
-
     def energy(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
         offset = (x.to(torch.float64) - self.mean).flatten(1)
         return 0.5 * (offset @ self.precision * offset).sum(1)

@@ -24,7 +24,7 @@ class Distance(NamedTuple):
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and covariance of features, which can be added over batches and processes.
+    """Mean and covariance of features.
 
         m = sum x / n,   C = sum (x - m)(x - m)' / (n - 1)
 
@@ -34,8 +34,7 @@ class Moments:
         scatter: (D, D) float64, (n - 1) C.
 
     Example:
-        >>> x = torch.tensor([[0.0], [1.0], [5.0]])
-        >>> (Moments.of(x[:1]) + Moments.of(x[1:])).covariance
+        >>> Moments.of(torch.tensor([[0.0], [1.0], [5.0]])).covariance
         tensor([[7.]], dtype=torch.float64)
     """
 
@@ -52,13 +51,6 @@ class Moments:
         mean = wide.mean(0)
         centred = wide - mean
         return cls(len(wide), mean, centred.T @ centred)
-
-    def __add__(self, other: Moments) -> Moments:
-        # Chan, Golub and LeVeque 1983: sums of squares about each mean, and the difference of the means.
-        count = self.count + other.count
-        shift = other.mean - self.mean
-        between = torch.outer(shift, shift) * (self.count * other.count / count)
-        return Moments(count, self.mean + shift * (other.count / count), self.scatter + other.scatter + between)
 
     @property
     def covariance(self) -> Tensor:

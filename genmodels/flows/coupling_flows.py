@@ -17,6 +17,7 @@ from genmodels.core.errors import one_of
 from genmodels.flows.bijection import Bijection, Shape, as_shape
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, TokenSplit, couple
+from genmodels.flows.dequantize import noise_condition
 from genmodels.flows.elementwise import Affine, ElementTransform, ScaleKind
 from genmodels.flows.linear import Permute
 from genmodels.flows.multiscale import FactorOut, MultiScale
@@ -100,7 +101,7 @@ def dequantisation_flow(event_shape: Shape, *, couplings: int = 4, hidden: int =
     if couplings < 1:
         raise ValueError(f"couplings must be at least 1, got {couplings}")
     channels, dims = event_shape[0], len(event_shape) - 1
-    cond = Condition("map" if dims else "vector", channels)
+    cond = noise_condition(event_shape)
     net = partial(GatedConvNet, dims=dims) if dims else MLP
     net = partial(net, hidden=hidden, depth=depth, cond=cond)
     kind = "checkerboard" if dims == 2 else "channel"
