@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -110,21 +109,16 @@ _STEPS, _BATCH, _RATE = 500, 64, 3e-3
 _WEAK = 0.9  # held-out accuracy below which a classifier is reported as weak
 
 
-def wilson(hits: int, n: int, z: float = 1.959964) -> list[float]:
-    """The 95 % confidence interval of a proportion.
-
-    Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
+def wilson(hits: int, n: int) -> list[float]:
+    """The 95 % confidence interval of a proportion by Wilson's method, [0, 1] without any item.
 
     Example:
         >>> [round(v, 4) for v in wilson(9, 10)]
         [0.5958, 0.9821]
     """
-    if n == 0:
-        return [0.0, 1.0]
-    share, weight = hits / n, z * z / n
-    middle = (share + weight / 2) / (1 + weight)
-    half = z / (1 + weight) * math.sqrt(share * (1 - share) / n + weight / (4 * n))
-    return [max(0.0, middle - half), min(1.0, middle + half)]
+    from scipy.stats import binomtest
+
+    return [float(end) for end in binomtest(hits, n).proportion_ci(0.95, "wilson")] if n else [0.0, 1.0]
 
 
 @dataclass(frozen=True)
