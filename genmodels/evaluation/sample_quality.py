@@ -32,6 +32,7 @@ from genmodels.evaluation.out_of_distribution import ALTERATIONS
 from genmodels.evaluation.report import Fidelity, Measures, Neighbours, SampleFacts, Scale, Skipped, Sweep
 from genmodels.evaluation.samples import draw_parts, parts_of, sounds_by_class
 from genmodels.evaluation.speech import speech_of, transcription_of
+from genmodels.flows.flow import class_posterior
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import is_flow
 
@@ -59,15 +60,6 @@ def class_accuracy(found: Tensor, wanted: Tensor, num_classes: int, names: Seque
     hits = int(table.diagonal().sum())
     return {"accuracy": hits / len(found), "n": len(found), "interval": wilson(hits, len(found)), "per_class": each,
             "confusion": table.tolist()}
-
-
-def likelihood_classifier(model, batch: Batch, num_classes: int, **options) -> Tensor:
-    """(B,) the class under which each item is likeliest, with the same noise for all: Bayes' rule, uniform prior."""
-    values = []
-    for label in range(num_classes):
-        asked = Batch(batch.x, torch.full_like(batch.cond, label), batch.mask, batch.index)
-        values.append(model.log_likelihood(asked, **options).nats)
-    return torch.stack(values).argmax(0)
 
 
 _NEIGHBOURS = 8  # closest pairs that are shown
@@ -404,7 +396,12 @@ class FidelityStage:
 
         def compute() -> dict:
             options = {"weights": weights_of(self.frame.request.ema), "seed": self.frame.request.seed}
-            found = likelihood_classifier(model, batch.to(model.device), model.num_classes, **options).cpu()
+            here = batch.to(model.device)  # each class with the same noise
+
+            def log_prob(labels: Tensor) -> Tensor:
+                return model.log_likelihood(Batch(here.x, labels, here.mask, here.index), **options).nats
+
+            found = class_posterior(log_prob, len(here), model.num_classes, None, model.device).argmax(1).cpu()
             return class_accuracy(found, batch.cond, model.num_classes, spec.class_names)
 
         done = self.frame.once("classes", {"items": len(batch)}, compute)
