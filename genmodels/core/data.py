@@ -298,7 +298,7 @@ class Latents:
         return Latents(tuple(between(*pair) for pair in zip(self.scales, other.scales, strict=True)))
 
 
-def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_repeated: float = 0.01) -> None:
+def require_continuous(x: Tensor, names: Sequence[str] | None = None) -> None:
     """Refuse data on which score matching diverges to minus infinity: constant, repeated or dependent columns.
 
     The data must have a density; on points or lower-dimensional sets the loss is unbounded below.
@@ -306,7 +306,6 @@ def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_re
     Arguments:
         x: (N, D) training rows, N > 1.
         names: of the columns; their numbers from 1 on by default.
-        most_repeated: share of rows that may be copies of others.
 
     Errors: InputError naming the columns.
 
@@ -324,7 +323,7 @@ def require_continuous(x: Tensor, names: Sequence[str] | None = None, *, most_re
         if len(column) > 100 and len(column.unique()) <= 20:
             raise InputError(f"column {name} has only {len(column.unique())} values: dequantise it, or add noise")
     copies = len(rows) - len(rows.unique(dim=0))
-    if copies > most_repeated * len(rows):
+    if copies > 0.01 * len(rows):
         raise InputError(f"{copies} of {len(rows)} rows are copies of others: drop them, or add noise")
     centred = (rows - rows.mean(0)).to(torch.float64)
     scaled = centred / centred.norm(dim=0)

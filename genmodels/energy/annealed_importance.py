@@ -377,19 +377,19 @@ def _linear(steps: int) -> Tensor:
     return torch.linspace(0, 1, steps + 1, dtype=torch.float64)
 
 
-def _sigmoid(steps: int, sharpness: float = 4.0) -> Tensor:
+def _sigmoid(steps: int) -> Tensor:
     """Dense at both ends. Source: Grosse et al. 2015, section 5."""
-    s = torch.sigmoid(sharpness * (2 * _linear(steps) - 1))
+    s = torch.sigmoid(4 * (2 * _linear(steps) - 1))
     return (s - s[0]) / (s[-1] - s[0])
 
 
-def _geometric_linear(steps: int, smallest: float = 1e-3, turn: float = 0.1) -> Tensor:
+def _geometric_linear(steps: int) -> Tensor:
     """A quarter of the steps from 0.001 to 0.1 in a geometric sequence, the others uniform."""
     first = steps // 4
     if first < 2:
         return _linear(steps)
-    rise = torch.logspace(math.log10(smallest), math.log10(turn), first, dtype=torch.float64)
-    even = torch.linspace(turn, 1, steps - first + 1, dtype=torch.float64)[1:]
+    rise = torch.logspace(-3, -1, first, dtype=torch.float64)
+    even = torch.linspace(0.1, 1, steps - first + 1, dtype=torch.float64)[1:]
     return torch.cat([torch.zeros(1, dtype=torch.float64), rise, even])
 
 

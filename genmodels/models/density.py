@@ -55,15 +55,15 @@ _NODES = 5  # points along each side of a cell
 _CELLS = 512  # cells in one call of the density
 
 
-def extent_of(points: Tensor, margin: float = 0.15) -> list[float]:
-    """[x0, x1, y0, y1] of a box around points (N, 2), with a margin on every side.
+def extent_of(points: Tensor) -> list[float]:
+    """[x0, x1, y0, y1] of a box around points (N, 2), with a margin of 15 % on every side.
 
     Example:
-        >>> extent_of(torch.tensor([[0.0, 0.0], [1.0, 2.0]]), 0.5)
-        [-0.5, 1.5, -1.0, 3.0]
+        >>> extent_of(torch.tensor([[0.0, 0.0], [20.0, 40.0]]))
+        [-3.0, 23.0, -6.0, 46.0]
     """
     low, high = points.double().amin(0), points.double().amax(0)
-    spare = margin * (high - low)
+    spare = 0.15 * (high - low)
     low, high = low - spare, high + spare
     return [float(low[0]), float(high[0]), float(low[1]), float(high[1])]
 

@@ -15,14 +15,14 @@ from genmodels.core.random import Dropout
 from genmodels.core.tensors import hide, wide
 
 
-def group_count(channels: int, most: int = 32, least_width: int = 4) -> int:
+def group_count(channels: int) -> int:
     """The largest divisor of `channels` that is at most 32 and leaves at least 4 channels to each group, else 1.
 
     Example:
         >>> [group_count(n) for n in (3, 20, 32, 64, 96, 128, 1024)]
         [1, 5, 8, 16, 24, 32, 32]
     """
-    fitting = (n for n in range(1, min(channels, most) + 1) if channels % n == 0 and channels // n >= least_width)
+    fitting = (n for n in range(1, min(channels, 32) + 1) if channels % n == 0 and channels // n >= 4)
     return max(fitting, default=1)
 
 

@@ -272,20 +272,20 @@ def is_image(data: DataFacts) -> bool:
     return len(data.event_shape) == 3 and data.event_shape[0] in (1, 3)
 
 
-def tiles(x: np.ndarray, data: DataFacts, smallest: int = 32) -> list[Image.Image]:
+def tiles(x: np.ndarray, data: DataFacts) -> list[Image.Image]:
     """Items (n, C, H, W) in the data's own units as pictures, enlarged by whole pixels."""
     spec = DataSpec(data.name, tuple(data.event_shape), levels=data.levels)
-    return images_of(torch.as_tensor(np.ascontiguousarray(x)), spec, smallest)
+    return images_of(torch.as_tensor(np.ascontiguousarray(x)), spec, 32)
 
 
-def sheet(pictures: list[Image.Image], columns: int, gap: int = 2) -> Image.Image:
+def sheet(pictures: list[Image.Image], columns: int) -> Image.Image:
     """Pictures of one size in rows, with transparent gaps.
 
     Example:
         >>> sheet([Image.new("L", (8, 8), 255)] * 3, columns=2).size
         (18, 18)
     """
-    width, height = pictures[0].size
+    (width, height), gap = pictures[0].size, 2
     rows = math.ceil(len(pictures) / columns)
     mode = "RGBA" if pictures[0].mode == "RGB" else "LA"
     whole = Image.new(mode, (columns * (width + gap) - gap, rows * (height + gap) - gap))
