@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from genmodels.cli import quoted
 from genmodels.cli.schema import Schema, show
-from genmodels.core.errors import InputError, nearest, require_known
+from genmodels.core.errors import InputError, hint, require_known
 from genmodels.core.files import CONFIG_DIR, flat, found_at, groups
 from genmodels.models.build import NETWORKS
 
@@ -239,13 +239,11 @@ def _network(word: str) -> list[str]:
 
 
 def _no_option(group: str, name: str, options: list[str]) -> str:
-    near = nearest(name, options)
-    hint = f" did you mean {near!r}?" if near else ""
     if group == "hydra/launcher":
-        return (f"unknown {group} {name!r}:{hint} (there is {', '.join(options)}; pip install 'genmodels[scale]' adds "
-                "joblib, submitit_local and submitit_slurm)")
+        return (f"unknown {group} {name!r}:{hint(name, options, '')} (there is {', '.join(options)}; "
+                "pip install 'genmodels[scale]' adds joblib, submitit_local and submitit_slurm)")
     has = ", ".join(options) if options else "nothing yet"
-    return f"unknown {group} {name!r}{':' if hint else ''}{hint} ({CONFIG_DIR.name}/{group} has {has})"
+    return f"unknown {group} {name!r}{hint(name, options)} ({CONFIG_DIR.name}/{group} has {has})"
 
 
 def _unreadable(word: str) -> str:

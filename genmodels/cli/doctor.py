@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from genmodels.core.errors import InputError, printable
+from genmodels.core.errors import InputError, first_line, printable
 from genmodels.core.files import check_writable, kind_of, write_text
 
 GIGABYTE = 1e9
@@ -79,13 +79,13 @@ def check_torch() -> str:
     try:
         import torch
     except (ImportError, OSError) as error:
-        raise Failed(f"torch cannot be imported ({_first_line(error)}): pip install torch torchvision") from error
+        raise Failed(f"torch cannot be imported ({first_line(error)}): pip install torch torchvision") from error
     try:
         import torchvision
     except (ImportError, RuntimeError, OSError) as error:
         raise Failed(
             f"torch {torch.__version__} and torchvision {installed('torchvision')} are from different builds "
-            f"({_first_line(error)}): {PAIR}"
+            f"({first_line(error)}): {PAIR}"
         ) from error
     return f"torch {torch.__version__}, torchvision {torchvision.__version__}"
 
@@ -207,10 +207,6 @@ def to_look_at(warnings: list[str]) -> str:
             a.wav: silent
     """
     return f"; {len(warnings)} to check:" + "".join(f"\n        {printable(w)}" for w in warnings) if warnings else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 CHECKS: dict[str, Callable[[], str]] = {

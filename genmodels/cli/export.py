@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import InputError, RunError, an
+from genmodels.core.errors import InputError, RunError, an, with_class
 from genmodels.core.files import check_writable, located, write_whole
 from genmodels.diffusion import Denoiser
 from genmodels.diffusion.denoiser import FlowMap, TokenDenoiser
@@ -208,7 +208,7 @@ def _written(graph: Graph, header: dict, target: Path) -> list[str]:
         with torch.no_grad():
             program = torch.export.export(graph.module.eval(), examples, dynamic_shapes=(axes,), strict=True)
     except Exception as error:  # the tracer raises errors of many classes
-        raise RunError(f"{target}: torch.export cannot trace this network ({_first_line(error)}); "
+        raise RunError(f"{target}: torch.export cannot trace this network ({with_class(error)}); "
                        "out=model.safetensors holds its weights") from error
     text = json.dumps(header)
     if target.suffix == ".pt2":
@@ -266,7 +266,3 @@ def _parity(graph: Graph, exported: Callable, by: str) -> str:
     if not worst <= _TOLERANCE * largest:
         raise RunError(f"the exported {', '.join(graph.outputs)} differ by {worst:.1e} from those of the model ({by})")
     return f"largest difference of {', '.join(graph.outputs)} by {by}: {worst:.1e}, of values up to {largest:.2g}"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from genmodels.cli.schema import Schema, show
 from genmodels.core.checkpoint import missing_part, nonfinite_weight, read_header
-from genmodels.core.errors import InputError, RunError, nearest, printable
+from genmodels.core.errors import InputError, RunError, hint, printable
 from genmodels.core.files import flat, located
 
 
@@ -27,9 +27,8 @@ def main(words: list[str]) -> int:
         elif key == "ckpt" and equals:
             files += [v.strip() for v in value.strip("[]").split(",")]
         elif word.startswith("-") or (equals and not Path(word).exists()):
-            near = nearest(key, ["--full", "--open", "ckpt", "full", "open"])
-            hint = f" did you mean {near!r}?" if near else ""
-            raise InputError(f"unknown word {word!r}:{hint} give checkpoints, --full for all of their "
+            near = hint(key, ["--full", "--open", "ckpt", "full", "open"], "")
+            raise InputError(f"unknown word {word!r}:{near} give checkpoints, --full for all of their "
                              "settings, --open for their figures")
         else:
             files.append(word)

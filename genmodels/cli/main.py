@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 from genmodels.cli import CONFIGURED, FLAGS, OF_CHECKPOINTS, PLAIN, VALUED, quoted
-from genmodels.core.errors import InputError, Interrupted, explain, nearest, printable
+from genmodels.core.errors import InputError, Interrupted, explain, hint, printable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,9 +60,8 @@ def _command(argv: list[str]) -> int:
         print(version() if command == "--version" else overview())
         return 0
     if command not in (*CONFIGURED, *PLAIN):
-        near = nearest(command, (*CONFIGURED, *PLAIN))
-        hint = f" did you mean {near!r}?" if near else ""
-        return _fail("", f"unknown command {command!r}:{hint} (there are {', '.join((*CONFIGURED, *PLAIN))})", 2)
+        known = (*CONFIGURED, *PLAIN)
+        return _fail("", f"unknown command {command!r}:{hint(command, known, '')} (there are {', '.join(known)})", 2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Guards may run slower")  # torch on Python 3.13.0, once for each compilation
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch, in its forward derivatives
@@ -191,9 +190,8 @@ def split(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:
             options[VALUED[name]] = value if equals else words.pop(0)
         elif word.startswith("-"):
             known = [*FLAGS, *VALUED, "--help"]
-            near = nearest(word, known)
-            raise InputError(f"unknown option {word!r}:{f' did you mean {near!r}?' if near else ''} "
-                             f"(there are {', '.join(known)}; everything else is key=value)")
+            raise InputError(f"unknown option {word!r}:{hint(word, known, '')} (there are {', '.join(known)}; "
+                             "everything else is key=value)")
         else:
             overrides.append(word)
     if options.get("cfg", "job") != "job":

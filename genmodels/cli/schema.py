@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from genmodels.cli.signatures import ROOT, Key, Module, Target, target
-from genmodels.core.errors import InputError, nearest
+from genmodels.core.errors import InputError, hint, nearest
 from genmodels.models.build import NETWORKS, TARGET
 
 #: Names with a fixed meaning, from whatever module they are imported.
@@ -399,13 +399,13 @@ class Schema:
         name = path.rpartition(".")[2]
         known = {key.name: (place, taker) for place, taker, key in reversed(list(self.walk(self.config)))}
         near = nearest(name, [key for taker in takers for key in taker.keys], cutoff=0.6)
-        hint = f" did you mean {near!r}?" if near else ""
+        question = f" did you mean {near!r}?" if near else ""
         elsewhere = known.get(name) or (None if near else known.get(nearest(name, list(known), cutoff=0.7)))
         if elsewhere is not None:  # a key of another part of the configuration, as it is chosen
             near, taker = elsewhere
-            hint = f" did you mean {near!r}? ({taker.name} has it)"
+            question = f" did you mean {near!r}? ({taker.name} has it)"
         shown = [taker for taker in takers if near in taker.keys] or takers
-        return f"unknown key {path!r} ({self.where(path)}):{hint} {'; '.join(map(_takes, shown))}"
+        return f"unknown key {path!r} ({self.where(path)}):{question} {'; '.join(map(_takes, shown))}"
 
     def _wrong(self, value: Any, alternatives: tuple[Kind, ...], path: str) -> str:
         # null comes last, whatever the annotation's order; `dict` next to a class is only the form of its keys.
@@ -413,11 +413,10 @@ class Schema:
         shown_kinds = [kind for kind in alternatives if not (named and isinstance(kind, Table))]
         expected = " or ".join(dict.fromkeys(str(k) for k in sorted(shown_kinds, key=lambda k: str(k) == "null")))
         choices = [v for kind in alternatives if isinstance(kind, Choice) for v in kind.values]
-        near = nearest(value, choices) if isinstance(value, str) else None
-        hint = f": did you mean {near!r}?" if near else ""
+        note = hint(value, choices) if isinstance(value, str) else ""
         if any(isinstance(v, int | float) and not usable(v) for v in (value if isinstance(value, list) else [value])):
-            hint = ": numbers are finite, and integers have at most 64 bits"
-        return f"{path} must be {expected}, got {show(value)!r} ({self.where(path)}){hint}"
+            note = ": numbers are finite, and integers have at most 64 bits"
+        return f"{path} must be {expected}, got {show(value)!r} ({self.where(path)}){note}"
 
 
 def kinds_of(key: Key) -> tuple[Kind, ...]:

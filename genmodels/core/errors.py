@@ -138,6 +138,32 @@ def nearest(name: str, names, cutoff: float = 0.5) -> str | None:
     return found[0] if found else None
 
 
+def hint(name: str, names, start: str = ":", cutoff: float = 0.5) -> str:
+    """The question for the nearest of `names`, after `start`; nothing if none is similar.
+
+    Example:
+        >>> f"unknown model 'dpmm'{hint('dpmm', ['ddpm', 'glow'])}"
+        "unknown model 'dpmm': did you mean 'ddpm'?"
+    """
+    near = nearest(name, names, cutoff)
+    return "" if near is None else f"{start} did you mean {near!r}?"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class if there is none.
+
+    Example:
+        >>> first_line(RuntimeError(" one\\n two")), first_line(KeyError())
+        ('one', 'KeyError')
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+
+
+def with_class(error: BaseException) -> str:
+    """The class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)[:200]}"
+
+
 def an(name: str) -> str:
     """The name with its article, by its first letter.
 
@@ -160,9 +186,7 @@ def require_known(owner: str, given: Iterable[str], known: Iterable[str], kind: 
     known = list(dict.fromkeys(known))
     for name in given:
         if name not in known:
-            near = nearest(name, known)
-            hint = f": did you mean {near!r}?" if near else f"; it has {', '.join(known)}"
-            raise InputError(f"{owner} has no {kind} {name!r}{hint}")
+            raise InputError(f"{owner} has no {kind} {name!r}" + (hint(name, known) or f"; it has {', '.join(known)}"))
 
 
 def printable(text: str) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, nearest
+from genmodels.core.errors import InputError, hint
 from genmodels.core.random import seed_of
 from genmodels.data.base import SPLITS, DataModule
 from genmodels.data.loading import TensorData
@@ -381,8 +381,8 @@ def density(name: str) -> Density:
     """
     short = name.removeprefix("toy_")
     if short not in DENSITIES:
-        hint = f"; did you mean {near!r}?" if (near := nearest(short, DENSITIES)) else ""
-        raise InputError(f"no two-dimensional set {name!r}: they are {', '.join(DENSITIES)}{hint}")
+        raise InputError(f"no two-dimensional set {name!r}: they are {', '.join(DENSITIES)}"
+                         f"{hint(short, DENSITIES, ';')}")
     return DENSITIES[short]
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, nearest, progress_bar
+from genmodels.core.errors import InputError, hint, progress_bar
 from genmodels.core.likelihood import Likelihood, unpacked
 from genmodels.core.random import KeyedGenerator, seed_of
 from genmodels.data.base import DataModule
@@ -180,9 +180,8 @@ def other_data(name: str, overrides: dict, source: DataModule, trust: list[str])
         return Altered(source, name).prepare()
     known = sorted(path.stem for path in (CONFIG_DIR / "data").glob("*.yaml"))
     if name not in known:
-        near = nearest(name, [*ALTERATIONS, *known])
-        hint = f": did you mean {near!r}?" if near else ""
-        raise InputError(f"ood={name} is no data set{hint} (there are {', '.join([*ALTERATIONS, *known])})")
+        names = [*ALTERATIONS, *known]
+        raise InputError(f"ood={name} is no data set{hint(name, names)} (there are {', '.join(names)})")
     node = yaml.safe_load((CONFIG_DIR / "data" / f"{name}.yaml").read_text(encoding="utf-8"))
     return build({**node, **overrides}, trust=trust).prepare()
 

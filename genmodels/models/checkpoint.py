@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 
 from genmodels.core.checkpoint import read_header, seal
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError, RunError, printable
+from genmodels.core.errors import InputError, RunError, first_line, printable, with_class
 from genmodels.core.files import checksum, digest_of, is_exported, write_whole
 from genmodels.core.processes import gather, own, rank_world
 from genmodels.models.base import GenerativeModel
@@ -189,7 +189,7 @@ def read_checkpoint(path: str | Path, *, map_location="cpu", mmap: bool = False)
         if found or isinstance(error, pickle.UnpicklingError):
             what = f" ({found.group(1)})" if found else ""
             raise RunError(f"{path}: refused, it holds more than tensors and plain types{what}") from error
-        raise RunError(f"{path}: its tensors cannot be read ({_first_line(error)})") from error
+        raise RunError(f"{path}: its tensors cannot be read ({with_class(error)})") from error
     reason = _mismatch(state, header, _size(path, state))
     if reason:
         raise RunError(f"{path}: malformed: {reason}")
@@ -283,12 +283,7 @@ def restoring(path: Path | None, begun: Callable[[], bool]) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         if path is None or begun() or isinstance(error, InputError | RunError) or "memory" in str(error):
             raise
-        raise RunError(f"{path}: no run can go on from it ({_first_line(error)})") from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+        raise RunError(f"{path}: no run can go on from it ({with_class(error)})") from error
 
 
 _SLACK = 2**28  # bytes of tensors of a model that are not in its checkpoint
@@ -376,7 +371,7 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # meta holds no numbers
     except (RuntimeError, AssertionError) as error:
-        first = str(error).strip().splitlines()[0].split(". ")[0]  # torch goes on with a table of its kernels
+        first = first_line(error).split(". ")[0]  # torch goes on with a table of its kernels
         raise InputError(f"device={name} is not available here ({first}); use device=auto or device=cpu") from error
     return device
 

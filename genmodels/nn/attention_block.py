@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import nearest
+from genmodels.core.errors import hint
 from genmodels.nn.attention import (
     LSH,
     Additive,
@@ -342,9 +342,8 @@ def check_kind(attention: str, dims: int) -> None:
     legal = [name for name, kind in ATTENTION.items() if kind.make is None or dims in kind.dims]
     if attention not in legal:
         where = " for sequences" if dims == 1 and attention in ATTENTION else ""
-        near = nearest(attention, legal)
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise ValueError(f"attention = {attention!r} is not one of {', '.join(legal)}{where}{hint}")
+        raise ValueError(f"attention = {attention!r} is not one of {', '.join(legal)}{where}"
+                         f"{hint(attention, legal, ';')}")
 
 
 def make_mechanism(attention: str, dim: int, heads: int, site: Site) -> nn.Module | None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
-from genmodels.core.errors import InputError, Interrupted, RunError
+from genmodels.core.errors import InputError, Interrupted, RunError, first_line
 
 _POLL = 0.2  # seconds between checks of the other processes
 _IMPORTING = 0.05  # seconds between checks whether torch is still being imported
@@ -269,9 +269,8 @@ def _by_store(choose: Callable[[], str]) -> str:
                 raise SystemExit(2)
             return choice
     except distributed.DistError as error:
-        reason = str(error).strip().splitlines()[0]
         raise RunError(f"the first process of the run is not reached at {os.environ['MASTER_ADDR']}:"
-                       f"{os.environ['MASTER_PORT']} ({reason})") from error
+                       f"{os.environ['MASTER_PORT']} ({first_line(error)})") from error
     try:
         choice = choose()
     except BaseException:

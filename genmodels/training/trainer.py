@@ -25,7 +25,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Sampler
 
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, RunError, at_least, terminal
+from genmodels.core.errors import InputError, RunError, at_least, first_line, terminal
 from genmodels.core.files import flat
 from genmodels.data.base import DataModule
 from genmodels.data.loading import Loader, ResumableBatchSampler, training_loader
@@ -170,8 +170,7 @@ class TrainerOptions:
                 plugins=[WholeFiles(), *environments()],
             )
         except (ValueError, TypeError, OverflowError, RuntimeError, ImportError, MisconfigurationException) as error:
-            first = str(error).strip().splitlines()[0]
-            raise InputError(f"trainer: {first}") from error
+            raise InputError(f"trainer: {first_line(error)}") from error
 
 
 class Spread(ModelParallelStrategy):

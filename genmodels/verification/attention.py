@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from genmodels.core.errors import nearest
+from genmodels.core.errors import hint
 from genmodels.nn.attention import (
     LSH,
     ALiBi,
@@ -109,8 +109,7 @@ def check(
     CHECKS.choose(limits)
     claimed = frozenset(capabilities)
     for capability in sorted(claimed - set(CAPABILITIES)):
-        near = nearest(capability, CAPABILITIES)
-        raise ValueError(f"there is no capability {capability!r}:{f' did you mean {near!r}?' if near else ''} "
+        raise ValueError(f"there is no capability {capability!r}:{hint(capability, CAPABILITIES, '')} "
                          f"they are {', '.join(CAPABILITIES)}")  # fmt: skip
     if ("2d" in claimed) != (space is not None):
         raise ValueError("capability 2d and space=(height, width) go together: give both for a module of maps")

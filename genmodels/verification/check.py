@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from genmodels.core.errors import InputError, nearest, progress_bar
+from genmodels.core.errors import InputError, hint, progress_bar, with_class
 
 PASSED, FAILED, NOT_APPLICABLE, NOT_VERIFIED = "passed", "failed", "not applicable", "not verified"
 
@@ -225,8 +225,7 @@ class CheckSet:
         """The checks of these names, all by default, in the order of the set; ValueError for an unknown name."""
         for name in (*(only or ()), *without):
             if name not in self.specs:
-                near = nearest(name, self.specs)
-                raise ValueError(f"there is no check {name!r}:{f' did you mean {near!r}?' if near else ''} "
+                raise ValueError(f"there is no check {name!r}:{hint(name, self.specs, '')} "
                                  f"the checks are {', '.join(self.specs)}")
         chosen = set(self.specs if only is None else only) - set(without)
         return [spec for spec in self.specs.values() if spec.name in chosen]
@@ -275,8 +274,7 @@ def run_check(spec: CheckSpec, subject: Any, tolerance: float | None = None) -> 
         if "out of memory" in str(raised):
             raise
         status, error = FAILED, math.inf
-        lines = [line.strip() for line in str(raised).splitlines() if line.strip()] or [""]
-        note = f"raised {type(raised).__name__}: {lines[0][:160]}"
+        note = f"raised {with_class(raised)}"
     return Check(spec.name, status, error, tolerance, note, time.perf_counter() - start)
 
 
