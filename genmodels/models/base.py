@@ -275,6 +275,10 @@ class GenerativeModel(OfLightning, nn.Module):
         """Number of classes the model is conditioned on, None for an unconditional one."""
         return self.spec.num_classes if self.conditional else None
 
+    def _given(self, weights: str | float, seed: int) -> dict:
+        """How an estimate of a likelihood was made: weights, seed, and whether the class was given."""
+        return {"weights": str(weights), "seed": seed} | ({"given": "class"} if self.conditional else {})
+
     def _cond(self, batch: Batch) -> Tensor | None:
         return batch.cond if self.conditional else None
 

@@ -173,8 +173,6 @@ class DiffusionModel(GenerativeModel):
 
     def _filled(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
         """Mels with noise, by default keyed by item; other data unchanged."""
-        if self.noise == 0:
-            return batch.x
         return with_noise(batch.x, self.noise, generator or KeyedGenerator(0, batch.item_index, "likelihood"))
 
     def _entered(self, batch: Batch, generator: KeyedGenerator | None = None) -> Tensor:
@@ -263,8 +261,7 @@ class DiffusionModel(GenerativeModel):
             cond=self._cond(batch), mask=batch.mask, bound=bound, draws=draws, replicates=replicates, rows=rows,
         )
         made |= {"noise": self.noise} if self.noise else {}
-        made |= {"variance": self.elbo.variance, "weights": str(weights), "seed": seed}
-        made |= {"given": "class"} if self.conditional else {}
+        made |= {"variance": self.elbo.variance} | self._given(weights, seed)
         parts = found.parts
         if self.spec.levels is None:
             parts["scale"] = self._log_scale(batch.mask).expand(len(index))
@@ -291,7 +288,7 @@ class DiffusionModel(GenerativeModel):
             return z, volume if self.spec.levels is not None else volume - self._log_scale(mask)
 
         found = ode(denoiser, self.spec, batch, self._cond(batch), start, log_snr, seed=seed)
-        found.made |= {"weights": str(weights), "seed": seed} | ({"given": "class"} if self.conditional else {})
+        found.made |= self._given(weights, seed)
         return found
 
     def _log_scale(self, mask: Tensor | None) -> Tensor:

@@ -200,8 +200,6 @@ class FlowModel(GenerativeModel):
 
     def _filled(self, batch: Batch, generator: KeyedGenerator) -> Batch:
         """Mels with their noise; other data unchanged."""
-        if self.noise == 0:
-            return batch
         return replace(batch, x=with_noise(batch.x, self.noise, generator))
 
     # ---- the contract -------------------------------------------------------------------------------------------
@@ -272,10 +270,7 @@ class FlowModel(GenerativeModel):
                 v = core.points(options.n, labels, temperature=temperature, generator=noise, mask=mask)
                 x, outside = core.quantise(v), core.dequantize.outside(v)
         made = {"sampler": "inverse", "seed": options.seed, "weights": str(options.weights), "temperature": temperature}
-        return Samples(silent_beyond(self._units(x), mask, self.spec), labels, index, made, mask=mask, outside=outside)
-
-    def _units(self, x: Tensor) -> Tensor:
-        return x.to(torch.uint8) if self.spec.levels is not None and self.spec.levels <= 256 else x
+        return Samples(silent_beyond(x, mask, self.spec), labels, index, made, mask=mask, outside=outside)
 
     @torch.no_grad()
     def latents(self, batch: Batch, weights: str | float = "ema") -> Latents:
@@ -290,7 +285,7 @@ class FlowModel(GenerativeModel):
         """The data of latents, in the data's own units; the inverse of `latents`, where `mask` was that of the data."""
         core, cond = self.weights(weights), self._or_null(cond, len(latents[0]))
         v = core.flow.from_latents(latents, cond, mask)
-        return self._units(core.quantise(core.denoise(v, cond) if isinstance(core, NoisyFlow) else v))
+        return core.quantise(core.denoise(v, cond) if isinstance(core, NoisyFlow) else v)
 
     # ---- the invertibility monitor ------------------------------------------------------------------------------
 

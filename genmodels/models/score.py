@@ -334,7 +334,7 @@ class ScoreModel(GenerativeModel):
             return alpha * z.double(), volume.double() + self.spec.dims * torch.log(alpha)
 
         found = ode(denoiser, self.spec, batch, self._cond(batch), start, log_snr, seed=seed)
-        found.made |= {"weights": str(weights), "seed": seed} | ({"given": "class"} if self.conditional else {})
+        found.made |= self._given(weights, seed)
         return found
 
     def draw(self, options: SamplingOptions) -> Samples:

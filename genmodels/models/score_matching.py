@@ -107,10 +107,7 @@ class Encoding(nn.Module):
     def decode(self, z: Tensor) -> Tensor:
         """The data of z; for integers the level of the cell."""
         v = self._points(z)
-        if self.dequantize is None:
-            return v
-        levels = self.dequantize.to_levels(v)
-        return levels.to(torch.uint8) if self.spec.levels <= 256 else levels
+        return v if self.dequantize is None else self.dequantize.to_levels(v)
 
     def outside(self, z: Tensor) -> Tensor | None:
         """The share of each row's values that `decode` moves to the end levels, (B,); None for continuous data."""
