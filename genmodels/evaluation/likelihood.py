@@ -16,7 +16,6 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError, RunError, progress_bar
 from genmodels.core.likelihood import Likelihood, SingleValues, packed, unpacked
 from genmodels.data.base import DataModule
-from genmodels.data.toy import density
 from genmodels.diffusion.ode import OdeDensity
 from genmodels.evaluation.checkpoint import Frame, Opened
 from genmodels.evaluation.report import (
@@ -33,6 +32,7 @@ from genmodels.evaluation.report import (
 )
 from genmodels.models.checkpoint import weights_of
 from genmodels.models.density import extent_of, midpoints, on_grid
+from genmodels.plots.images import truth_of
 
 _AUTO_BUDGET = 100_000  # network evaluations of `draws=auto`, as far as 5 to 100 strata allow
 _TEXT_BUDGET = 6_400_000  # the same for mels with texts, in scalars
@@ -256,9 +256,10 @@ def row(likelihood: Likelihood, spec: DataSpec, label: str = "", x: torch.Tensor
 
 def paired_gap(likelihood: Likelihood, spec: DataSpec, x: torch.Tensor | None) -> dict:
     """The mean of log p_true - log q over the items and its standard error, if the true density is known."""
-    if x is None or len(x) < 2 or not spec.name.startswith("toy_"):
+    truth = truth_of(spec)
+    if x is None or len(x) < 2 or truth is None:
         return {}
-    gaps = density(spec.name).log_prob(x.double()) - likelihood.nats
+    gaps = truth.log_prob(x.double()) - likelihood.nats
     shared = (likelihood.made.get("log_z_stderr") or 0.0) if likelihood.kind == "ais" else 0.0
     return {"kl_paired": float(gaps.mean()), "se_gap": math.hypot(gaps.std() / math.sqrt(len(gaps)), shared)}
 
@@ -396,14 +397,13 @@ class LikelihoodStage:
         extent, size = extent_of(points), _GRID if kind == "exact" else _GRID // 2
 
         def compute() -> dict:
-            log_density, _ = on_grid(opened.model, extent, size, method=line.method, **line.options)
-            return {"log_density": log_density.float()}
+            found = on_grid(opened.model, extent, size, method=line.method, **line.options)
+            return {"log_density": found.float()}
 
         settings = {"method": line.method, **line.options, "extent": extent, "size": size}
         found = self.frame.once("density", settings, compute)
         arrays["density"], arrays["density_data"] = found["log_density"], points
-        if opened.spec.name.startswith("toy_"):  # the exact density is known
-            places, _ = midpoints(extent, size)
-            arrays["density_true"] = density(opened.spec.name).log_prob(places.double()).float().view(size, size)
+        if (truth := truth_of(opened.spec)) is not None:
+            arrays["density_true"] = truth.log_prob(midpoints(extent, size).double()).float().view(size, size)
         # A window, so that its mass is not checked here; one of the checks integrates the whole density.
         self.frame.report.density = DensityMap(extent, kind)

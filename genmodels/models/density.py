@@ -68,12 +68,12 @@ def extent_of(points: Tensor) -> list[float]:
     return [float(low[0]), float(high[0]), float(low[1]), float(high[1])]
 
 
-def midpoints(extent: list[float], size: int) -> tuple[Tensor, float]:
-    """Midpoints of a grid, (size^2, 2) float32 with rows of constant y from the lowest, and the area of a cell."""
+def midpoints(extent: list[float], size: int) -> Tensor:
+    """Midpoints of a grid, (size^2, 2) float32 with rows of constant y from the lowest."""
     x0, x1, y0, y1 = extent
     along = (torch.arange(size, dtype=torch.float64) + 0.5) / size
     y, x = torch.meshgrid(y0 + (y1 - y0) * along, x0 + (x1 - x0) * along, indexing="ij")
-    return torch.stack([x.flatten(), y.flatten()], 1).float(), (x1 - x0) * (y1 - y0) / size**2
+    return torch.stack([x.flatten(), y.flatten()], 1).float()
 
 
 def width_of(model) -> torch.dtype:
@@ -81,18 +81,14 @@ def width_of(model) -> torch.dtype:
     return next((p.dtype for p in model.core.parameters() if p.is_floating_point()), torch.float32)
 
 
-def on_grid(
-    model, extent: list[float], size: int, *, method: str = "log_likelihood", **options
-) -> tuple[Tensor, float]:
-    """The log-density (size, size) float64 on a grid, row 0 the lowest, and its mass."""
-    points, area = midpoints(extent, size)
-    points, parts = points.to(width_of(model)), []
+def on_grid(model, extent: list[float], size: int, *, method: str = "log_likelihood", **options) -> Tensor:
+    """The log-density (size, size) float64 on a grid, row 0 the lowest."""
+    points, parts = midpoints(extent, size).to(width_of(model)), []
     for start in range(0, len(points), _ROWS):
         part = points[start : start + _ROWS]
         batch = Batch(part, index=torch.arange(start, start + len(part))).to(model.device)
         parts.append(getattr(model, method)(batch, **options).cpu().nats)
-    values = torch.cat(parts)
-    return values.view(size, size), float(values.exp().sum() * area)
+    return torch.cat(parts).view(size, size)
 
 
 def mass_of(

@@ -93,11 +93,11 @@ def density_of(model, extent: list[float], pixels: int = _PIXELS) -> Tensor | No
     mode = model.training
     try:
         model.eval()
-        two = Batch(midpoints(extent, 2)[0][:2].to(width_of(model)), index=torch.arange(2)).to(model.device)
+        two = Batch(midpoints(extent, 2)[:2].to(width_of(model)), index=torch.arange(2)).to(model.device)
         method = getattr(model, how["method"])
         if method(two, **{key: value for key, value in how.items() if key != "method"}).kind == "unnormalised":
             return None
-        return on_grid(model, extent, pixels, **how)[0]
+        return on_grid(model, extent, pixels, **how)
     except RunError:  # log Z is not finite yet, or the ODE cannot be solved: nothing to show
         return None
     finally:
@@ -109,8 +109,8 @@ def picture_of_density(log_density: Tensor, extent: list[float], spec) -> Image.
     truth = truth_of(spec)
     shown = [("learned", log_density)]
     if truth is not None:
-        points, _ = midpoints(extent, _PIXELS)
-        shown.insert(0, ("true", truth.log_prob(points.double()).view(_PIXELS, _PIXELS)))
+        points = midpoints(extent, _PIXELS).double()
+        shown.insert(0, ("true", truth.log_prob(points).view(_PIXELS, _PIXELS)))
     top = float(shown[0][1][shown[0][1].isfinite()].double().exp().max())
     figure, axes = panels(4.0 * len(shown), 4.0, columns=len(shown))
     for one, (name, values) in zip(axes[0], shown, strict=True):

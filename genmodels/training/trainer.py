@@ -27,7 +27,7 @@ from torch.utils.data import Sampler
 from genmodels.core.data import Batch
 from genmodels.core.errors import InputError, RunError, at_least, first_line, terminal
 from genmodels.core.files import flat
-from genmodels.data.base import DataModule
+from genmodels.data.base import DataModule, spread_rows
 from genmodels.data.loading import Loader, ResumableBatchSampler, training_loader
 from genmodels.models.build import construct
 from genmodels.models.checkpoint import read_resumable, write_checkpoint, write_parts
@@ -239,8 +239,7 @@ def initial_batch(datamodule: DataModule, largest: int = 20_000) -> Batch:
     """
     data = datamodule.split("train")
     largest = getattr(data, "most_at_once", largest)
-    positions = torch.linspace(0, len(data) - 1, min(len(data), largest), dtype=torch.float64).round().long()
-    return data.__getitems__(positions)
+    return data.__getitems__(spread_rows(len(data), min(len(data), largest)))
 
 
 def find_learning_rate(options: TrainerOptions, network: pl.LightningModule, datamodule: DataModule) -> float:
