@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from markupsafe import Markup
 from PIL import Image
 from torch import Tensor
 
@@ -425,11 +426,9 @@ class Speech:
         players = {}
         for one, wave in zip(self.texts, self.waves, strict=True):
             write_wav(held := io.BytesIO(), wave, self.spec.mel["sample_rate"])
-            players[one.text] = f"data:audio/wav;base64,{base64.b64encode(held.getvalue()).decode()}"
-        table = html_table("speech", dict.fromkeys(players, "@"))
-        for sound in players.values():
-            table = table.replace("<td>@</td>", f'<td><audio controls src="{sound}"></audio></td>', 1)
-        return table
+            sound = f"data:audio/wav;base64,{base64.b64encode(held.getvalue()).decode()}"
+            players[one.text] = Markup(f'<audio controls src="{sound}"></audio>')
+        return html_table("speech", players)
 
 
 def show(thing: Any, picture: Image.Image | None = None) -> None:

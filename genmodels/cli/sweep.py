@@ -34,6 +34,7 @@ from genmodels.cli.compose import Composer, in_hydra
 from genmodels.cli.schema import Schema
 from genmodels.core.errors import InputError, RunError, explain
 from genmodels.core.files import new_folder, write_text
+from genmodels.verification.check import table
 
 _LONGEST = 80  # characters of a point's folder name
 
@@ -246,13 +247,11 @@ def table_of(points: list[tuple[str, object]]) -> list[str]:
     names = list(dict.fromkeys(name for _, row, _ in rows for name in row))
     if not names:
         return []
-    lines = [["point", *names]]
+    lines = []
     for title, row, found in rows:
         cells = [row.get(name, "") for name in names]
         lines.append([title, *(["failed", *cells[1:]] if isinstance(found, Failure) else cells)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    return ["", *("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)]
+    return ["", table(lines, ["point", *names], rule=True)]
 
 
 def sweep(composer: Composer, overrides: list[str]) -> int:

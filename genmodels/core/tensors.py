@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from html import escape
 
 import torch
+from markupsafe import escape
 from torch import Tensor, nn
 
 
@@ -97,7 +97,7 @@ def outside_inference() -> Iterator[None]:
 
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
-    """Names and values, or lists of values, as an HTML table for notebooks; without values that are None.
+    """Names and values, or lists of values, as an HTML table for notebooks; `Markup` as it is, None left out.
 
     Example:
         >>> html_table("Flow", {"base": "N(0, 1)", "classes": None})
@@ -105,7 +105,7 @@ def html_table(title: str, rows: Mapping[str, object]) -> str:
     """
     lines = []
     for name, value in rows.items():
-        cells = "".join(f"<td>{escape(str(cell))}</td>" for cell in (value if isinstance(value, list) else [value]))
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in (value if isinstance(value, list) else [value]))
         if value is not None:
             lines.append(f"<tr><th>{escape(name)}</th>{cells}</tr>")
     return f"<table><caption>{escape(title)}</caption>{''.join(lines)}</table>"

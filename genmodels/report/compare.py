@@ -42,6 +42,7 @@ from genmodels.report.parts import (
     with_error,
 )
 from genmodels.training.loggers import LoggerOptions, log_evaluation
+from genmodels.verification.check import table as aligned
 
 #: All values are escaped, in text and attributes; an undefined name is an error, None is empty.
 TEMPLATES = Environment(
@@ -341,10 +342,8 @@ def _command() -> str:
 
 def as_text(table: Table) -> str:
     """The table for the terminal with its notes; empty columns are left out."""
-    columns, rows = _filled(table)
-    widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
-    shown = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in (columns, *rows)]
-    return "\n".join([_summary_title(table), shown[0], "  ".join("-" * w for w in widths), *shown[1:], *table.notes])
+    rows = aligned([row.cells for row in table.rows], table.columns, rule=True)
+    return "\n".join([_summary_title(table), rows, *table.notes])
 
 
 def _summary_title(table: Table) -> str:

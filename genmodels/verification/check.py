@@ -179,8 +179,11 @@ class Report:
         return {"subject": self.subject, "passed": self.passed, "checks": [check.to_dict() for check in self.checks]}
 
 
-def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ("check", "status", "error", "tolerance", "")) -> str:
-    """Rows as aligned text; columns that hold nothing are left out.
+def table(
+    rows: Sequence[Sequence[str]], header: Sequence[str] = ("check", "status", "error", "tolerance", ""), *,
+    rule: bool = False,
+) -> str:  # fmt: skip
+    """Rows as aligned text, with a `rule` below the header; columns that hold nothing are left out.
 
     Example:
         >>> print(table([["a", "", "1"], ["bb", "", "2"]], ["x", "y", "z"]))
@@ -191,6 +194,7 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ("check", "stat
     used = [i for i in range(len(header)) if any(row[i] for row in rows)]
     lines = [[line[i] for i in used] for line in (header, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(used))]
+    lines[1:1] = [["-" * width for width in widths]] if rule else []
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
