@@ -150,12 +150,8 @@ class Model:
         Raises:
             InputError, RunError: if the data are missing.
         """
-        from genmodels.data.utterances import joined
-
         data = self._data()
-        size = len(data.split(split))
-        parts = list(data.loader(split, 4096, torch.arange(size if n is None else min(n, size))))
-        return Batch(*(joined([getattr(part, name) for part in parts]) for name in ("x", "cond", "mask", "index")))
+        return data.items(split, None if n is None else torch.arange(min(n, len(data.split(split)))))
 
     def _data(self) -> DataModule:
         return data_of(self.header, self.ckpt, self.trust)()

@@ -169,7 +169,7 @@ def check_model(
     if ckpt is None:
         network = fresh("weights").to(choose_device(device))
     rows = spread_rows(len(datamodule.split("val")), _ROWS)
-    batch = next(iter(datamodule.loader("val", _ROWS, rows))).to(network.device)
+    batch = datamodule.items("val", rows).to(network.device)
     initial = initial_batch(datamodule, _INITIAL).to(network.device) if ckpt is None else None
     return verify(network, fresh, batch, initial, how)
 

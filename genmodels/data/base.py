@@ -6,11 +6,12 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from genmodels.core.data import DataSpec, require_continuous
+from genmodels.core.data import Batch, DataSpec, require_continuous
 from genmodels.core.errors import InputError, an
 from genmodels.core.processes import rank_world
 from genmodels.data.loading import BatchDataset, Loader, ResumableBatchSampler, SequentialBatches, training_loader
@@ -190,6 +191,13 @@ class DataModule(OfLightning):
         if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(data):
             raise InputError(f"indices must lie in 0..{len(data) - 1}, the {split} split of {self.spec.name}")
         return Loader(data, SequentialBatches(positions, batch_size), self.num_workers, self._pin())
+
+    def items(self, split: str, indices: Sequence[int] | Tensor | None = None) -> Batch:
+        """The items of `loader` as one batch; shorter ones are padded."""
+        from genmodels.data.utterances import joined
+
+        parts = list(self.loader(split, 4096, indices))
+        return Batch(*(joined([getattr(part, one.name) for part in parts]) for one in fields(Batch)))
 
     def problems(self) -> list[str]:
         """One line per problem that would stop or spoil training on these data; empty if there are none."""

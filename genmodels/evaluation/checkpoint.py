@@ -20,7 +20,6 @@ from genmodels.core.errors import InputError, check_number, check_temperature
 from genmodels.core.processes import Ranks
 from genmodels.core.samples import SamplingOptions
 from genmodels.data.base import DataModule, spread_rows
-from genmodels.data.utterances import joined
 from genmodels.evaluation.features import Cache, code_hash, key_of
 from genmodels.evaluation.report import CheckpointFacts, DataFacts, Report
 from genmodels.models.base import GenerativeModel
@@ -254,12 +253,12 @@ class Opened:
         """The items of a split as one batch: all of them, or `most` spread over it."""
         size = len(self.datamodule.split(split))
         rows = spread_rows(size, size if most is None else min(size, most))
-        return _joined(self.datamodule.loader(split, 4096, rows))
+        return self.datamodule.items(split, rows)
 
     def evaluated(self, most: int | None = None) -> Batch:
         """The evaluated items as one batch, or the first `most` of them."""
         count = self.items if most is None else min(most, self.items)
-        return _joined(self.datamodule.loader(self.request.split, 4096, torch.arange(count)))
+        return self.datamodule.items(self.request.split, torch.arange(count))
 
     def sampler_options(self) -> dict:
         """The requested sampler, steps and guidance; a model of a table without such options ignores them."""
@@ -287,11 +286,6 @@ def fits(model: GenerativeModel, found: DataSpec) -> None:
         now = "no labels" if found.num_classes is None else f"{found.num_classes} classes"
         raise InputError(f"these data do not fit the checkpoint: they have {now}, the model is conditioned on "
                          f"{model.num_classes} classes: give labelled data of these classes")
-
-
-def _joined(batches) -> Batch:
-    batches = list(batches)
-    return Batch(*(joined([getattr(b, name) for b in batches]) for name in ("x", "cond", "mask", "index")))
 
 
 class Frame:

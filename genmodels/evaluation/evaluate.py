@@ -106,15 +106,11 @@ def references(datamodule: DataModule, split: str, spec: DataSpec, limit: int | 
     if spec.encoding is not None:
         rows += of_bytes(datamodule, split, spec, limit)
     elif spec.dims * spec.levels <= 2_000_000:
-        train, val, evaluated = (_items(datamodule, name) for name in ("train", "val", split))
+        train, val, evaluated = (datamodule.items(name).x for name in ("train", "val", split))
         nats = best_histogram(train, val, spec.levels).log_prob(evaluated[:limit])
         found = Likelihood(nats, "exact", spec.dims, spec.levels)
         rows.append(_reference("best per-pixel histogram", "bits_per_dim", found))
     return rows
-
-
-def _items(datamodule: DataModule, split: str) -> Tensor:
-    return torch.cat([batch.x for batch in datamodule.loader(split, 4096)])
 
 
 def _reference(name: str, unit: str, found: Likelihood) -> Reference:
@@ -128,7 +124,7 @@ def of_bytes(datamodule: DataModule, split: str, spec: DataSpec, limit: int | No
 
         p(b | a) = (n(a, b) + 16 p(b)) / (n(a) + 16),    p(b) = (n(b) + 1) / (n + 256)
     """
-    train, evaluated = (_items(datamodule, name).flatten(1).long() for name in ("train", split))
+    train, evaluated = (datamodule.items(name).x.flatten(1).long() for name in ("train", split))
     evaluated = evaluated[:limit]
     single = torch.bincount(train.flatten(), minlength=256).double() + 1
     single = single / single.sum()

@@ -383,7 +383,7 @@ class LikelihoodStage:
         self.frame.report.items = ExtremeItems(number, line.worst, line.best)
         for name, entries in (("least", line.worst), ("most", line.best)):
             index = torch.tensor([entry.index for entry in entries], dtype=torch.int64)
-            batch = next(iter(self.frame.opened.datamodule.loader(self.frame.request.split, len(index), index)))
+            batch = self.frame.opened.datamodule.items(self.frame.request.split, index)
             self.frame.arrays[f"{name}_x"], self.frame.arrays[f"{name}_index"] = batch.x, index
 
     def _density(self) -> None:

@@ -153,7 +153,7 @@ def read_items(names: list[int | str], datamodule: Callable, spec: DataSpec, key
     items, labels = [], []
     for name in names:
         if isinstance(name, int) or str(name).isdigit():
-            batch = next(iter(datamodule().loader("test", 1, [int(name)])))
+            batch = datamodule().items("test", [int(name)])
             if len(names) == 1:
                 return batch
             items.append(batch.x)

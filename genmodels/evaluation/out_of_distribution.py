@@ -247,7 +247,7 @@ class OtherDataStage:
             self.frame.report.ood.append(self._entry(name, number, found, other))
             order = found.nats.argsort(descending=True)[:8]
             arrays[f"ood_{number}_nats"] = found.nats
-            arrays[f"ood_{number}_x"] = next(iter(other.loader(split, 8, order))).x
+            arrays[f"ood_{number}_x"] = other.items(split, order).x
 
     def _entry(self, name: str, number: int, found: Likelihood, other: DataModule) -> OtherData:
         spec, (line, own) = self.frame.opened.spec, self.likelihood.of_first_line()
@@ -265,19 +265,13 @@ class OtherDataStage:
         if len(inside) > 1:
             scores["typicality"] = auroc(typicality(inside), typicality(outside, inside))
         if spec.levels and spec.mel is None:
-            own_items = self._items(self.frame.opened.datamodule, len(inside))
-            scores["less_complexity"] = auroc(
-                less_complexity(inside, own_items, spec.levels),
-                less_complexity(outside, self._items(other, len(outside)), spec.levels))
+            scores["less_complexity"] = auroc(*(
+                less_complexity(nats, data.items(self.frame.request.split, torch.arange(len(nats))).x, spec.levels)
+                for nats, data in ((inside, self.frame.opened.datamodule), (outside, other))))
         others = [f"{SCORES[key]} {value:.3f} +- {se:.3f}" for key, (value, se) in scores.items()]
         others += [] if len(inside) > 1 else ["no typicality, which needs two test items"]
         said = "; ".join([sentence(name, area, error, found.kind, self.frame.request.split), *others])
         return OtherData(**entry, auroc=area, se=error, mean_in=mean_in, mean_out=mean_out, scores=scores, said=said)
-
-    def _items(self, data: DataModule, count: int) -> Tensor:
-        """The first `count` items of the split."""
-        loader = data.loader(self.frame.request.split, 4096, torch.arange(count))
-        return torch.cat([batch.x for batch in loader])
 
 
 _DRAWN = 3  # alignments in the picture
@@ -408,5 +402,5 @@ def picture_of_audit(opened: Opened, rows: list[Utterance]) -> Image.Image | Non
     if not hasattr(opened.model, "posterior"):
         return None
     index, request = torch.tensor([row.index for row in suspects(rows)[:_DRAWN]]), opened.request
-    batch = next(iter(opened.datamodule.loader(request.split, len(index), index))).to(opened.model.device)
+    batch = opened.datamodule.items(request.split, index).to(opened.model.device)
     return alignments(opened.model.posterior(batch, weights_of(request.ema), request.seed), batch, opened.spec)

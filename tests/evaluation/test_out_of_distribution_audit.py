@@ -11,6 +11,7 @@ import torch
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.errors import InputError
 from genmodels.core.likelihood import Likelihood
+from genmodels.data.base import DataModule
 from genmodels.data.utterances import padded_tokens
 from genmodels.evaluation import out_of_distribution as module
 from genmodels.evaluation.checkpoint import Opened, Request
@@ -32,6 +33,7 @@ class Utterances:
     """A data module of a few random mels, given in batches whose order is not that of the items."""
 
     layout = None
+    items = DataModule.items
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
