@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from genmodels.core.data import Batch
-from genmodels.core.errors import InputError, RunError
+from genmodels.core.errors import InputError, RunError, at_least
 from genmodels.core.random import seed_of
 
 
@@ -122,8 +122,7 @@ class ResumableBatchSampler(Sampler):
         order_seed: int = 0,
         processes: Callable[[], tuple[int, int]] = one_process,
     ):
-        if size < 1 or batch_size < 1:
-            raise ValueError(f"size and batch_size must be at least 1, got {size} and {batch_size}")
+        at_least(1, size=size, batch_size=batch_size)
         self.size, self.batch_size, self.order_seed, self.processes = size, batch_size, order_seed, processes
         self.epoch = 0
         self._position: tuple[int, int] | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from genmodels.core.errors import one_of
+from genmodels.core.errors import at_least, one_of
 from genmodels.flows.bijection import Bijection, Shape, as_shape
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Checkerboard, TokenSplit, couple
@@ -66,8 +66,7 @@ def realnvp_vector(
     if features < 2:
         raise ValueError(f"couplings need at least 2 dimensions, got {features}: model=nsf model.kind=autoregressive "
                          "takes a single one")
-    if couplings < 1:
-        raise ValueError(f"couplings must be at least 1, got {couplings}")
+    at_least(1, couplings=couplings)
     net = partial(MLP, hidden=hidden, depth=depth, dropout=dropout, cond=cond)
     splits = [ChannelSplit(features, swap=number % 2 == 1) for number in range(couplings)]
     layers = [couple(split, Affine(split.changed, scale=scale), net) for split in splits]
@@ -98,8 +97,7 @@ def dequantisation_flow(event_shape: Shape, *, couplings: int = 4, hidden: int =
         >>> g(torch.randn(2, 1, 4, 4), torch.rand(2, 1, 4, 4))[0].shape
         torch.Size([2, 1, 4, 4])
     """
-    if couplings < 1:
-        raise ValueError(f"couplings must be at least 1, got {couplings}")
+    at_least(1, couplings=couplings)
     channels, dims = event_shape[0], len(event_shape) - 1
     cond = noise_condition(event_shape)
     net = partial(GatedConvNet, dims=dims) if dims else MLP

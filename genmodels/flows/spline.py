@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softmax, softplus
 
-from genmodels.core.errors import one_of
+from genmodels.core.errors import at_least, one_of
 from genmodels.flows.bijection import Bijection
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, MaskedAutoregressive, couple
@@ -180,8 +180,7 @@ def neural_spline(
     one_of("kind", kind, ("coupling", "autoregressive"))
     one_of("transform", transform, ("spline", "affine"))
     one_of("mix", mix, ("none", "lu", "actnorm"))
-    if layers < 1:
-        raise ValueError(f"layers must be at least 1, got {layers}")
+    at_least(1, layers=layers)
     if features < 2 and kind == "coupling":
         raise ValueError(f"a flow of couplings needs at least 2 dimensions, got {features}: kind=autoregressive takes "
                          "a single one")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec, Latents
-from genmodels.core.errors import InputError, an, one_of, require_finite_rows
+from genmodels.core.errors import InputError, an, at_least, one_of, require_finite_rows
 from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
@@ -98,8 +98,7 @@ class DiffusionModel(GenerativeModel):
     ):
         super().__init__(spec)
         self.save_hyperparameters(ignore=["spec"], logger=False)
-        if num_steps < 2:
-            raise ValueError(f"num_steps must be at least 2, got {num_steps}")
+        at_least(2, num_steps=num_steps)
         self.condition_on_class(class_conditional, cond_drop)
         if not noise >= 0:
             raise ValueError(f"noise is a width in log units, 0 or more, got {noise}")

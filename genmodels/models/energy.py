@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, at_least, one_of
 from genmodels.core.likelihood import Likelihood, log_mean_exp
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
@@ -254,9 +254,7 @@ class EnergyModel(ScoreMatched):
             densities: number of densities between its base and the model.
             rows: most rows in one pass through the network.
         """
-        for name, value in (("importance_samples", importance_samples), ("chains", chains), ("densities", densities)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        at_least(1, importance_samples=importance_samples, chains=chains, densities=densities)
         core, found = self.weights(weights), self.normaliser(weights, seed, normaliser, chains, densities)
         index = batch.item_index
         noise = KeyedGenerator(seed, index, "dequantise")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from genmodels.core.errors import RunError, check_temperature, one_of
+from genmodels.core.errors import RunError, at_least, check_temperature, one_of
 from genmodels.core.random import KeyedGenerator
 from genmodels.energy import (
     HMC,
@@ -177,8 +177,7 @@ class Sampler:
         one_of("sampler", name, SAMPLERS)
         check_tempering(inverse_temperature)
         self.steps = STEPS[name] if steps is None else steps
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
+        at_least(1, steps=self.steps)
         wide = next(model.parameters()).device.type != "mps"
         self.model = Tempered(copy.deepcopy(model).double() if wide else model, inverse_temperature)
         self.base, self.name, self.dtype = base, name, torch.float64 if wide else torch.float32

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genmodels.core.data import Batch, DataSpec, Latents, require_continuous
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, at_least, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator
@@ -232,8 +232,7 @@ class FlowModel(GenerativeModel):
         """
         if rows is None:  # a CPU pays for the page faults of tensors above 32 MiB, which its allocator never keeps
             rows = 128 if batch.x.device.type == "cpu" else 1024
-        if importance_samples < 1:
-            raise ValueError(f"importance_samples must be at least 1, got {importance_samples}")
+        at_least(1, importance_samples=importance_samples)
         core = self.weights(weights)
         index = batch.item_index
         noise = KeyedGenerator(seed, index, "dequantise")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genmodels.core.data import Batch, DataSpec
-from genmodels.core.errors import InputError, one_of
+from genmodels.core.errors import InputError, at_least, one_of
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import rank_world
 from genmodels.core.random import KeyedGenerator, uniform
@@ -85,8 +85,8 @@ class MaskedDiffusionModel(GenerativeModel):
         if spec.levels is None:
             raise InputError(f"masked diffusion is for integers, not for {spec.name}: use model=flow_matching")
         one_of("masking", masking, MASKINGS)
-        if width < 1 or num_steps < 2:
-            raise ValueError(f"width = {width} must be at least 1, and num_steps = {num_steps} at least 2")
+        at_least(1, width=width)
+        at_least(2, num_steps=num_steps)
         self.condition_on_class(class_conditional, cond_drop)
         self.masking, self.num_steps = masking, num_steps
         if not isinstance(net, nn.Module):

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.errors import InputError
+from genmodels.core.errors import InputError, at_least
 from genmodels.core.processes import own
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adamax": torch.optim.Adamax}
@@ -53,8 +53,7 @@ class Optimizer:
             raise ValueError(f"optimizer.name must be one of {', '.join(OPTIMIZERS)}, got {self.name!r}")
         if self.decay not in ("none", "cosine", "exponential"):
             raise ValueError(f"optimizer.decay must be none, cosine or exponential, got {self.decay!r}")
-        if self.half_life < 1:
-            raise ValueError(f"optimizer.half_life must be at least 1, got {self.half_life}")
+        at_least(1, **{"optimizer.half_life": self.half_life})
         for key in ("lr", "weight_decay", "warmup_steps", "clip"):
             if not 0 <= getattr(self, key) < math.inf:
                 raise ValueError(f"optimizer.{key} must be finite and not negative, got {getattr(self, key)}")

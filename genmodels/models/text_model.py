@@ -190,8 +190,7 @@ def ask(
         >>> found.index, found.which, bool(found.rows[0] == found.rows[2])
         (tensor([1, 2, 3]), [1, 0, 1], False)
     """
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
+    at_least(1, n=n)
     texts = [text] if isinstance(text, str) else list(text or spec.text["examples"])
     if not texts:
         raise InputError("this checkpoint has no example texts: give text=")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from genmodels.core.errors import at_least
 from genmodels.core.random import dropout, normal
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
@@ -148,8 +149,7 @@ class Nystrom(AtOnce):
         super().__init__(dim, heads)
         if causal:
             raise ValueError("Nystrom has no causal form: a landmark averages over the future")
-        if landmarks < 1:
-            raise ValueError(f"landmarks must be at least 1, got {landmarks}")
+        at_least(1, landmarks=landmarks)
         if iterations is not None and iterations < 1:
             raise ValueError(f"iterations must be at least 1, or None for the exact inverse, got {iterations}")
         self.landmarks, self.iterations = landmarks, iterations
@@ -306,8 +306,7 @@ class LSH(AtOnce):
             raise ValueError(f"k planes make 2^k buckets: buckets must be a power of 2, got {buckets}")
         if hash == "rotation" and buckets != 1 and (buckets < 1 or buckets % 2):
             raise ValueError(f"axes and their opposites make an even number of buckets, got {buckets}")
-        if chunk < 1 or rounds < 1:
-            raise ValueError(f"chunk and rounds must be at least 1, got {chunk} and {rounds}")
+        at_least(1, chunk=chunk, rounds=rounds)
         self.buckets, self.chunk, self.rounds, self.hash = buckets, chunk, rounds, hash
         self.redraw, self.generator = redraw, generator
         self.register_buffer("directions", self._draw("cpu"))

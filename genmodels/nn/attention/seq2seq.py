@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from genmodels.core.errors import at_least
 from genmodels.core.random import Generator, dropout, uniform
 from genmodels.core.tensors import wide
 from genmodels.nn.attention.backend import masked_softmax
@@ -112,8 +113,7 @@ class Additive(Score):
     def __init__(self, dim: int, heads: int, *, hidden: int | None = None):
         super().__init__(dim, heads)
         self.hidden = self.head_dim if hidden is None else hidden
-        if self.hidden < 1:
-            raise ValueError(f"hidden must be at least 1, got {hidden}")
+        at_least(1, hidden=self.hidden)
         self.project_q = nn.Linear(dim, heads * self.hidden)
         self.project_k = nn.Linear(dim, heads * self.hidden, bias=False)
         self.w = nn.Parameter(torch.randn(heads, self.hidden) * self.hidden**-0.5)
@@ -167,8 +167,7 @@ class Location(Additive):
         super().__init__(dim, heads, hidden=hidden)
         if kernel < 1 or kernel % 2 == 0:
             raise ValueError(f"kernel must be odd, so that a filter has a middle, got {kernel}")
-        if channels < 1:
-            raise ValueError(f"channels must be at least 1, got {channels}")
+        at_least(1, channels=channels)
         self.cumulative = cumulative
         self.filters = nn.Conv1d(2 if cumulative else 1, channels, kernel, padding=kernel // 2, bias=False)
         self.project_location = nn.Parameter(torch.randn(heads, channels, self.hidden) * channels**-0.5)
