@@ -298,6 +298,21 @@ class Latents:
         return Latents(tuple(between(*pair) for pair in zip(self.scales, other.scales, strict=True)))
 
 
+def require_spread(spec: DataSpec, std: Tensor) -> None:
+    """Raise InputError for the first column of continuous data whose standard deviation is not positive.
+
+    Example:
+        >>> require_spread(DataSpec("table", (2,)), torch.tensor([1.0, 0.0]))
+        Traceback (most recent call last):
+        ...
+        genmodels.core.errors.InputError: column 2 of table is constant and has no density: leave it out
+    """
+    constant = ~(std > 0)  # NaN of a single item too
+    if bool(constant.any()):
+        column = spec.column(int(constant.flatten().nonzero()[0, 0]))
+        raise InputError(f"column {column} of {spec.name} is constant and has no density: leave it out")
+
+
 def require_continuous(x: Tensor, names: Sequence[str] | None = None) -> None:
     """Refuse data on which score matching diverges to minus infinity: constant, repeated or dependent columns.
 

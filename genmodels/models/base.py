@@ -36,21 +36,6 @@ class Loss:
     times: Tensor | None = None
 
 
-def require_spread(spec: DataSpec, std: Tensor) -> None:
-    """Raise InputError for the first column of continuous data whose standard deviation is not positive.
-
-    Example:
-        >>> require_spread(DataSpec("table", (2,)), torch.tensor([1.0, 0.0]))
-        Traceback (most recent call last):
-        ...
-        genmodels.core.errors.InputError: column 2 of table is constant and has no density: leave it out
-    """
-    constant = ~(std > 0)  # NaN of a single item too
-    if bool(constant.any()):
-        column = spec.column(int(constant.flatten().nonzero()[0, 0]))
-        raise InputError(f"column {column} of {spec.name} is constant and has no density: leave it out")
-
-
 class GenerativeModel(OfLightning, nn.Module):
     """A generative model of one family, with training, likelihood and sampling under one contract.
 

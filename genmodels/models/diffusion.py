@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.data import Batch, DataSpec, Latents
+from genmodels.core.data import Batch, DataSpec, Latents, require_spread
 from genmodels.core.errors import InputError, an, at_least, one_of, require_finite_rows
 from genmodels.core.files import located
 from genmodels.core.likelihood import Likelihood
@@ -32,7 +32,7 @@ from genmodels.diffusion import sample as run_sampler
 from genmodels.diffusion.decoder import Decoder, DiscretisedGaussian, Gaussian, to_levels, to_unit
 from genmodels.diffusion.flow_matching import PATHS, make_path
 from genmodels.diffusion.ode import EXACT_UP_TO
-from genmodels.models.base import GenerativeModel, Loss, require_spread
+from genmodels.models.base import GenerativeModel, Loss
 from genmodels.models.build import make_network
 from genmodels.models.checkpoint import load_model
 from genmodels.models.mels import frames_of, moments, silent_beyond, with_noise

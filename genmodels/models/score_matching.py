@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from genmodels.core.data import Batch, DataSpec
+from genmodels.core.data import Batch, DataSpec, require_spread
 from genmodels.core.errors import InputError, RunError
 from genmodels.core.likelihood import Likelihood
 from genmodels.core.processes import gather, rank_world
@@ -16,7 +16,7 @@ from genmodels.energy import DivergenceGuard, ExactScoreMatching, SlicedScoreMat
 from genmodels.energy.losses import half_square
 from genmodels.flows.dequantize import UniformDequantize
 from genmodels.flows.scaling import Logit
-from genmodels.models.base import GenerativeModel, require_spread
+from genmodels.models.base import GenerativeModel
 
 #: Largest dimension for which a full covariance matrix is kept.
 MOST_PAIRS = 1024
