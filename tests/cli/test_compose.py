@@ -47,6 +47,13 @@ def test_models_with_data_sets_and_trainers(model, data, trainer):
     assert config["data"]["_target_"].startswith("genmodels.data.")
 
 
+@pytest.mark.parametrize("preset", [preset for preset in GROUPS["preset"] if preset.endswith("_long")])
+def test_long_presets_train_longer(preset):
+    model, data = preset.removesuffix("_long").rsplit("_", 1)
+    usual, longer = (compose(f"model={model}", f"data={data}", *more)["trainer"] for more in ([], [f"preset={preset}"]))
+    assert longer["max_steps"] >= 4 * usual["max_steps"]
+
+
 @pytest.mark.parametrize("logger", GROUPS["logger"])
 def test_every_logger(logger):
     assert "logger" in compose(f"logger={logger}")
