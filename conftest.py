@@ -88,6 +88,19 @@ def the_same_numbers_every_time():
 
 
 @pytest.fixture(scope="session")
+def refuses():
+    """Check that a call raises an error of one line, in which `words` is found; gives the line."""
+
+    def check(kind: type[Exception], words: str | None, call, *args, **options) -> str:
+        with pytest.raises(kind, match=words) as error:
+            call(*args, **options)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    return check
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder with real data, or a skip."""
     folder = Path(os.environ.get("GENMODELS_SHARED_DATA", REPOSITORY.parent / "shared" / "data"))

@@ -56,7 +56,7 @@ def test_round_trip_and_header(pair):
     assert [p.name for p in pair.iterdir() if p.name.startswith(".")] == []
 
 
-def test_every_flipped_bit_is_found(pair):
+def test_every_flipped_bit_is_found(pair, refuses):
     path, whole = pair / "last.ckpt", (pair / "last.ckpt").read_bytes()
     rng = random.Random(0)
     places = [rng.randrange(len(whole)) for _ in range(150)] + list(range(len(whole) - 100, len(whole)))
@@ -64,10 +64,8 @@ def test_every_flipped_bit_is_found(pair):
         altered = bytearray(whole)
         altered[place] ^= 1 << rng.randrange(8)
         path.write_bytes(altered)
-        with pytest.raises(RunError) as caught:
-            archive.verify(path)
-        message = str(caught.value)
-        assert "\n" not in message and str(path) in message and "best.ckpt" in message
+        message = refuses(RunError, None, archive.verify, path)
+        assert str(path) in message and "best.ckpt" in message
 
 
 def test_the_zip_checksums_alone_would_miss_some(pair):

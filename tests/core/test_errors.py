@@ -1,8 +1,10 @@
-"""Progress on a terminal and in a file."""
+"""Errors of one line, and progress on a terminal and in a file."""
 
 import io
 
-from genmodels.core.errors import progress_bar
+import pytest
+
+from genmodels.core.errors import InputError, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -42,3 +44,14 @@ def test_the_last_line_in_a_file_stands_once(monkeypatch):
             clock[0] += 1.0
     lines = [line.partition(" [")[0] for line in stream.getvalue().splitlines()]
     assert lines == ["items:  50% 1/2", "items: 100% 2/2"]
+
+
+def test_an_error_of_two_lines_is_caught(refuses):
+    """The check that the tests of all modules use."""
+
+    def fail(message):
+        raise InputError(message)
+
+    assert refuses(ValueError, "b, c", fail, "a: b, c") == "a: b, c"
+    with pytest.raises(AssertionError):
+        refuses(InputError, "b, c", fail, "a: b, c\nd")

@@ -35,10 +35,8 @@ def test_builds_what_is_described():
         "",
     ],
 )
-def test_nothing_else_is_reached(name):
-    with pytest.raises(InputError) as caught:
-        locate(name)
-    assert "\n" not in str(caught.value)
+def test_nothing_else_is_reached(name, refuses):
+    refuses(InputError, None, locate, name)
 
 
 def test_a_naive_lookup_would_reach_the_shell():

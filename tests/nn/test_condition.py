@@ -102,10 +102,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("condition, cond", WRONG.values(), ids=WRONG)
-def test_a_condition_that_does_not_fit(condition, cond):
-    with pytest.raises(ValueError, match="cond must be ") as error:
-        built(condition, [3], dims=1)(cond, X)
-    assert "\n" not in str(error.value) and str(tuple(cond.shape)) in str(error.value)
+def test_a_condition_that_does_not_fit(condition, cond, refuses):
+    assert str(tuple(cond.shape)) in refuses(ValueError, "cond must be ", built(condition, [3], dims=1), cond, X)
 
 
 @pytest.mark.parametrize(
@@ -447,10 +445,8 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("make, words", ERRORS)
-def test_errors_are_one_line(make, words):
-    with pytest.raises(ValueError, match=words) as error:
-        make()
-    assert "\n" not in str(error.value)
+def test_errors_are_one_line(make, words, refuses):
+    refuses(ValueError, words, make)
 
 
 @pytest.mark.parametrize("name, cond, conditioning", CASES, ids=called)
