@@ -17,34 +17,19 @@ from genmodels.cli import CONFIGURED
 from genmodels.cli.sample import run as sample_command
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError, RunError
-from genmodels.data.vision import Digits
-from genmodels.models.checkpoint import write_checkpoint, write_exported
-from genmodels.models.ddpm import DDPM
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.speech.text import CHARACTERS
+from tests.untrained import digits_ddpm, write
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
-
-
-def state_of(model) -> dict:
-    state = {"state_dict": model.state_dict()}
-    model.on_save_checkpoint(state)
-    return state
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A run folder with a network that is not trained, and the same as model.safetensors in another."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("run")
-    model = DDPM(Digits().prepare().spec, net=SMALL, num_steps=20, ema_decay=0.0)
-    with torch.no_grad():
-        for parameter in model.core.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    model.run_config = {"data": {"_target_": "genmodels.data.vision.Digits"}}
-    write_checkpoint(folder / "best.ckpt", state_of(model))
-    write_exported(folder / "exported" / "model.safetensors", state_of(model))
+    folder, model = tmp_path_factory.mktemp("run"), digits_ddpm()
+    write(model, folder / "best.ckpt")
+    write(model, folder / "exported" / "model.safetensors")
     return folder
 
 
@@ -159,7 +144,7 @@ def test_speech(tmp_path):
     spec = DataSpec("speech", (4, 40), mel=mel, statistics={"mean": -5.0, "std": 2.0}, text=text)
     torch.manual_seed(0)
     network = GlowTTS(spec, encoder={"channels": 8, "depth": 1, "hidden": 8}, steps=1, hidden=8, depth=1)
-    write_checkpoint(tmp_path / "best.ckpt", state_of(network))
+    write(network, tmp_path / "best.ckpt")
     speech = gm.load(tmp_path).sample(text="a cab", seconds=0.2)
     (place,) = speech.save(tmp_path / "cab.wav")
     assert place.stat().st_size > 1000 and len(speech.waves[0]) == 1600

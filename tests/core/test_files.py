@@ -18,6 +18,7 @@ from genmodels.core.errors import InputError, RunError
 from genmodels.core.files import located, metadata, open_lock, write_whole
 from genmodels.models.checkpoint import load_model, read_resumable, write_exported
 from genmodels.models.normalizing_flows import NSF
+from tests.untrained import write
 
 PACKAGE = Path(__file__).resolve().parents[1] / "genmodels"
 
@@ -100,10 +101,7 @@ SPEC = DataSpec("plane", (2,))
 @pytest.fixture
 def file(tmp_path):
     model = NSF(SPEC, layers=1, hidden=4, ema_decay=0.9)
-    state = {"state_dict": model.state_dict()}
-    model.on_save_checkpoint(state)
-    write_exported(tmp_path / "model.safetensors", state)
-    return tmp_path / "model.safetensors"
+    return Path(write(model, tmp_path / "model.safetensors"))
 
 
 def test_it_holds_what_the_checkpoint_holds(file):

@@ -9,10 +9,11 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.core.samples import SamplingOptions
-from genmodels.models.checkpoint import load_model, write_checkpoint
+from genmodels.models.checkpoint import load_model
 from genmodels.models.ddpm import DDPM
 from genmodels.models.few_steps import ConsistencyModel, MeanFlowModel, ProgressiveModel, ShortcutModel
 from genmodels.models.flow_matching import FlowMatchingModel
+from tests.untrained import write
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 DIT = {"_target_": "genmodels.nn.dit.DiT", "width": 16, "depth": 1, "heads": 2}
@@ -69,17 +70,10 @@ def test_the_length_of_a_step_reaches_the_network():
 # ---- students ----
 
 
-def written(model, path):
-    state = {"state_dict": model.state_dict()}
-    model.on_save_checkpoint(state)
-    write_checkpoint(path, state)
-    return str(path)
-
-
 @pytest.mark.parametrize("kind, options", [(ConsistencyModel, {}), (ProgressiveModel, {"steps": 2})])
 def test_a_student_begins_as_its_teacher_and_needs_it_no_more_when_trained(kind, options, tmp_path):
     teacher = small(FlowMatchingModel)
-    student = kind(DIGITS, distill=written(teacher, tmp_path / "t.ckpt"), net=SMALL, **options)
+    student = kind(DIGITS, distill=write(teacher, tmp_path / "t.ckpt"), net=SMALL, **options)
     student.initialize(batch())
     assert all(torch.equal(a, b) for a, b in zip(student.core.parameters(), teacher.core.parameters(), strict=True))
     assert torch.equal(student.weights().net.head.weight, teacher.core.net.head.weight)
@@ -89,7 +83,7 @@ def test_a_student_begins_as_its_teacher_and_needs_it_no_more_when_trained(kind,
     assert torch.equal(losses[0].per_example, losses[1].per_example)
     losses[0].value.backward()
     assert all(torch.isfinite(p.grad).all() for p in student.core.parameters())
-    again, _ = load_model(written(student, tmp_path / "s.ckpt"), device="cpu")
+    again, _ = load_model(write(student, tmp_path / "s.ckpt"), device="cpu")
     (tmp_path / "t.ckpt").unlink()
     made = again.sample(2).made
     assert made["sampler"] == kind.usual_sampler and made["evaluations"] == 2
@@ -97,15 +91,15 @@ def test_a_student_begins_as_its_teacher_and_needs_it_no_more_when_trained(kind,
 
 def test_teachers_of_another_kind_teach_and_those_of_other_data_do_not(tmp_path):
     """A DDPM on its own path; its weights mean something else, so that the student begins with its own."""
-    path = written(small(DDPM, parameterisation="eps"), tmp_path / "ddpm.ckpt")
+    path = write(small(DDPM, parameterisation="eps"), tmp_path / "ddpm.ckpt")
     student = ProgressiveModel(DIGITS, distill=path, net=SMALL, steps=1, teacher_steps=2)
     student.initialize(batch())
     assert float(student.core.net.head.weight.detach().abs().max()) == 0
     assert student.loss(batch(), KeyedGenerator(0, torch.arange(6), "train")).value.isfinite()
-    other = written(small(FlowMatchingModel, DataSpec("other", (1, 4, 4), levels=17)), tmp_path / "other.ckpt")
+    other = write(small(FlowMatchingModel, DataSpec("other", (1, 4, 4), levels=17)), tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match=r"distill=.* holds a flow_matching of \(1, 4, 4\)"):
         ConsistencyModel(DIGITS, distill=other, net=SMALL).initialize(batch())
-    continuous = written(small(FlowMatchingModel, DataSpec("grey", (1, 8, 8))), tmp_path / "continuous.ckpt")
+    continuous = write(small(FlowMatchingModel, DataSpec("grey", (1, 8, 8))), tmp_path / "continuous.ckpt")
     with pytest.raises(ValueError, match="distill=.* was trained on continuous data, and this model is for integer"):
         ConsistencyModel(DIGITS, distill=continuous, net=SMALL, class_conditional=False).initialize(batch())
     with pytest.raises(ValueError, match="needs a teacher"):
@@ -115,7 +109,7 @@ def test_teachers_of_another_kind_teach_and_those_of_other_data_do_not(tmp_path)
 def test_a_teacher_may_be_a_run_folder(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    written(small(FlowMatchingModel), folder / "best.ckpt")
+    write(small(FlowMatchingModel), folder / "best.ckpt")
     student = ConsistencyModel(DIGITS, distill=str(folder), net=SMALL)
     student.initialize(batch())
     assert student.loss(batch(), KeyedGenerator(0, torch.arange(6), "train")).value.isfinite()
@@ -123,9 +117,9 @@ def test_a_teacher_may_be_a_run_folder(tmp_path):
 
 def test_teachers_without_a_velocity_teach_steps_of_their_own_kind_alone(tmp_path):
     """Estimates of a consistency model are ends of trajectories: following them as means leads nowhere."""
-    of_consistency = written(small(ConsistencyModel), tmp_path / "consistency.ckpt")
-    teacher = written(small(FlowMatchingModel), tmp_path / "teacher.ckpt")
-    steps = written(small(ProgressiveModel, distill=teacher), tmp_path / "steps.ckpt")
+    of_consistency = write(small(ConsistencyModel), tmp_path / "consistency.ckpt")
+    teacher = write(small(FlowMatchingModel), tmp_path / "teacher.ckpt")
+    steps = write(small(ProgressiveModel, distill=teacher), tmp_path / "steps.ckpt")
     ProgressiveModel(DIGITS, distill=steps, net=SMALL, steps=2).initialize(batch())
     refused = ((ConsistencyModel, of_consistency), (ConsistencyModel, steps), (ProgressiveModel, of_consistency))
     for kind, path in refused:
@@ -137,7 +131,7 @@ def test_teachers_without_a_velocity_teach_steps_of_their_own_kind_alone(tmp_pat
 
 
 def test_a_teacher_is_not_asked_for_a_class_that_it_has_not_learned(tmp_path):
-    path = written(small(FlowMatchingModel, cond_drop=0.0), tmp_path / "teacher.ckpt")
+    path = write(small(FlowMatchingModel, cond_drop=0.0), tmp_path / "teacher.ckpt")
     for options in ({}, {"class_conditional": False}):
         with pytest.raises(ValueError, match="was trained with cond_drop=0"):
             ConsistencyModel(DIGITS, distill=path, net=SMALL, **options).initialize(batch())

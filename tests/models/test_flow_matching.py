@@ -13,10 +13,10 @@ from genmodels.core.random import KeyedGenerator
 from genmodels.data.transport import Transport
 from genmodels.diffusion import SAMPLERS, GaussianDenoiser, MixtureDenoiser, make_path, velocity_of
 from genmodels.models import diffusion
-from genmodels.models.checkpoint import write_checkpoint
 from genmodels.models.ddpm import DDPM
 from genmodels.models.flow_matching import FlowMatchingModel
 from genmodels.training.trainer import initial_batch
+from tests.untrained import write
 
 SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
@@ -154,11 +154,9 @@ def test_reflow_learns_the_pairs_of_a_checkpoint_and_is_straighter(tmp_path):
     first = FlowMatchingModel(plane, net=net, ema_decay=0.0)
     first.initialize(data)
     fitted(first, step)
-    state = {"state_dict": first.state_dict()}
-    first.on_save_checkpoint(state)
-    write_checkpoint(tmp_path / "first.ckpt", state)
     torch.manual_seed(0)
-    second = FlowMatchingModel(plane, net=net, ema_decay=0.0, reflow=str(tmp_path / "first.ckpt"), reflow_pairs=512)
+    path = write(first, tmp_path / "first.ckpt")
+    second = FlowMatchingModel(plane, net=net, ema_decay=0.0, reflow=path, reflow_pairs=512)
     second.initialize(data)
     drawn = torch.get_rng_state()
     second.loss(data, KeyedGenerator(0, index, "train"))
@@ -175,11 +173,8 @@ def test_reflow_learns_the_pairs_of_a_checkpoint_and_is_straighter(tmp_path):
 
 def test_what_reflow_cannot_learn(tmp_path):
     other = small(spec=DataSpec("other", (1, 4, 4), levels=17))
-    state = {"state_dict": other.state_dict()}
-    other.on_save_checkpoint(state)
-    write_checkpoint(tmp_path / "other.ckpt", state)
     with pytest.raises(ValueError, match=r"holds a flow_matching of \(1, 4, 4\)"):
-        small(reflow=str(tmp_path / "other.ckpt")).loss(batch(), KeyedGenerator(0, torch.arange(6), "train"))
+        small(reflow=write(other, tmp_path / "other.ckpt")).loss(batch(), KeyedGenerator(0, torch.arange(6), "train"))
     with pytest.raises(ValueError, match="its pairs are given"):
         small(reflow="x.ckpt", coupling="ot")
 
@@ -354,14 +349,12 @@ def test_samples_and_pairs_of_reflow_start_from_items_of_the_source(tmp_path):
     whole, part = first.sample(4, steps=5), first.sample(2, start=2, steps=5)
     assert torch.equal(whole.source, items[:4]) and torch.allclose(part.x, whole.x[2:], atol=1e-5)
     assert not torch.equal(whole.x, first.sample(4, steps=5, source=items[4:8]).x)
-    state = {"state_dict": first.state_dict()}
-    first.on_save_checkpoint(state)
-    write_checkpoint(tmp_path / "first.ckpt", state)
-    second = made(reflow=str(tmp_path / "first.ckpt"), reflow_pairs=8)
+    path = write(first, tmp_path / "first.ckpt")
+    second = made(reflow=path, reflow_pairs=8)
     second.loss(Batch(items[:4], index=torch.arange(4), source=items[:4]), KeyedGenerator(0, torch.arange(4), "train"))
     start = second.encode_source(data.sources("train").x[:8])
     assert torch.equal(second.pairs.noise, start)
     assert torch.allclose(second.pairs.x0, first.follow(start, steps=20), atol=1e-4)
     with pytest.raises(ValueError, match="begins at toy_moons, and this model at noise"):
-        small(spec=DataSpec("plane", (2,)), net={"hidden": 16, "depth": 1}, reflow=str(tmp_path / "first.ckpt")).loss(
+        small(spec=DataSpec("plane", (2,)), net={"hidden": 16, "depth": 1}, reflow=path).loss(
             Batch(items[:4], index=torch.arange(4)), KeyedGenerator(0, torch.arange(4), "train"))

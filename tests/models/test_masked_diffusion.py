@@ -10,12 +10,13 @@ import torch
 from genmodels.core.data import Batch, DataSpec
 from genmodels.core.random import KeyedGenerator
 from genmodels.evaluation.likelihood import bounds_of
-from genmodels.models.checkpoint import load_model, write_checkpoint
+from genmodels.models.checkpoint import load_model
 from genmodels.models.ddpm import DDPM
 from genmodels.models.masked_diffusion import MaskedDiffusionModel
 from genmodels.models.normalizing_flows import RealNVP
 from genmodels.verification.check import Options
 from genmodels.verification.checkpoints import verify
+from tests.untrained import write
 
 DIT = {"width": 16, "depth": 1, "heads": 2}
 UNET = {"_target_": "genmodels.nn.unet.UNet", "channels": 8, "multipliers": [1, 2], "blocks": 1}
@@ -103,10 +104,7 @@ def test_colours_vectors_and_text(spec):
 
 def test_a_checkpoint_holds_it(tmp_path):
     model = small()
-    state = {"state_dict": model.state_dict()}
-    model.on_save_checkpoint(state)
-    write_checkpoint(tmp_path / "model.ckpt", state)
-    other, _ = load_model(tmp_path / "model.ckpt")
+    other, _ = load_model(write(model, tmp_path / "model.ckpt"))
     assert torch.equal(model.sample(2, steps=2).x, other.sample(2, steps=2).x)
 
 

@@ -12,13 +12,14 @@ from genmodels.core.data import Batch, DataSpec
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.text import spelt
-from genmodels.models.checkpoint import load_model, write_checkpoint
+from genmodels.models.checkpoint import load_model
 from genmodels.models.masked_diffusion import LanguageModel
 from genmodels.speech import text_encoder
 from genmodels.speech.decoding import ByteLanguage, Search, ctc_beam
 from genmodels.speech.text_encoder import TokenTransformer
 from genmodels.verification.check import Options
 from genmodels.verification.checkpoints import verify
+from tests.untrained import write
 
 SMALL = {"channels": 8, "depth": 2, "heads": 2, "hidden": 16, "dropout": 0.0}
 
@@ -117,10 +118,7 @@ def test_it_learns_and_a_checkpoint_holds_it(tmp_path):
         optimizer.step()
     found = model.eval().log_likelihood(batch)
     assert found.mean_bits_per_dim() < 0.2
-    state = {"state_dict": model.state_dict()}
-    model.on_save_checkpoint(state)
-    write_checkpoint(tmp_path / "model.ckpt", state)
-    other, _ = load_model(tmp_path / "model.ckpt")
+    other, _ = load_model(write(model, tmp_path / "model.ckpt"))
     assert torch.equal(other.log_likelihood(batch).nats, found.nats)
 
 
