@@ -5,15 +5,13 @@ What the evaluation says of them can be held against the truth: the three must a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
 
 from genmodels.core.data import DataSpec
-from genmodels.core.errors import InputError
 from genmodels.diffusion import GaussianDenoiser
 from genmodels.energy import Energy
 from genmodels.flows.bases import StandardNormal
@@ -22,39 +20,20 @@ from genmodels.flows.composition import Compose
 from genmodels.flows.discrete import ContinuousFlow
 from genmodels.flows.flow import Flow
 from genmodels.models.base import GenerativeModel
-from genmodels.models.checkpoint import write_checkpoint
 from genmodels.models.ddpm import DDPM
 from genmodels.models.energy import EnergyModel
 from genmodels.models.flow import FlowModel
+from tests.untrained import write
 
 
-def moments(mean: Sequence[float], covariance: Sequence[Sequence[float]], dims: int) -> tuple[Tensor, Tensor]:
-    """Mean (D,) and covariance (D, D), float64.
-
-    Raises:
-        InputError: for other shapes, or a covariance that is not positive definite.
-    """
-    m, c = (torch.tensor(v, dtype=torch.float64) for v in (mean, covariance))
-    if m.shape != (dims,) or c.shape != (dims, dims):
-        raise InputError(f"mean and covariance must have shapes ({dims},) and ({dims}, {dims}), got {tuple(m.shape)} "
-                         f"and {tuple(c.shape)}")
-    if int(torch.linalg.cholesky_ex(c).info) or not torch.allclose(c, c.T):
-        raise InputError("the covariance is not symmetric and positive definite")
-    return m, c
+def moments(mean: list, covariance: list) -> tuple[Tensor, Tensor]:
+    """Mean (D,) and covariance (D, D), float64."""
+    return torch.tensor(mean, dtype=torch.float64), torch.tensor(covariance, dtype=torch.float64)
 
 
 def log_prob(x: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
-    """(B,) log N(x; mean, covariance), float64.
-
-    Example:
-        >>> m = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-        >>> c = torch.tensor([[1, 0.5, 0], [0.5, 2, -0.3], [0, -0.3, 0.5]], dtype=torch.float64)
-        >>> round(float(log_prob(torch.zeros(1, 3), m, c)), 10)
-        -6.7615759974
-    """
-    lower = torch.linalg.cholesky(covariance)
-    white = torch.linalg.solve_triangular(lower, (x.double() - mean).T, upper=False)
-    return -0.5 * (white.square().sum(0) + len(mean) * math.log(2 * math.pi)) - lower.diagonal().log().sum()
+    """(B,) log N(x; mean, covariance), float64."""
+    return MultivariateNormal(mean, covariance).log_prob(x.double())
 
 
 class Whitening(Bijection):
@@ -105,7 +84,7 @@ class GaussianFlow(FlowModel):
 
     def __init__(self, spec: DataSpec, *, mean: list, covariance: list, **shared):
         super().__init__(spec, **{**shared, "ema_decay": 0.0})
-        bijection = Compose([Whitening(*moments(mean, covariance, spec.dims))], spec.event_shape)
+        bijection = Compose([Whitening(*moments(mean, covariance))], spec.event_shape)
         self.core = ContinuousFlow(Flow(bijection, StandardNormal(spec.event_shape)))
         self.finish_setup(None, 0.0)
 
@@ -128,7 +107,7 @@ class GaussianDiffusion(DDPM):
 
     def __init__(self, spec: DataSpec, *, mean: list, covariance: list, **shared):
         super().__init__(spec, **{**shared, "ema_decay": 0.0, "net": {"hidden": 4, "depth": 1}})
-        self.core = GaussianDenoiser.from_covariance(self.core.schedule, *moments(mean, covariance, spec.dims))
+        self.core = GaussianDenoiser.from_covariance(self.core.schedule, *moments(mean, covariance))
 
 
 class _Quadratic(nn.Module):
@@ -164,7 +143,7 @@ class GaussianEnergy(EnergyModel):
 
     def __init__(self, spec: DataSpec, *, mean: list, covariance: list, **shared):
         super().__init__(spec, **{**shared, "ema_decay": 0.0})
-        m, c = moments(mean, covariance, spec.dims)
+        m, c = moments(mean, covariance)
         self.core = Energy(_Quadratic(m, c))
         self.mean.copy_(m.view_as(self.mean))
         self.covariance.copy_(c if self.covariance.dim() == 2 else c.diagonal())
@@ -180,4 +159,4 @@ def save(model: GenerativeModel, path: str | Path, data: dict) -> None:
     """
     model.run_config = {"data": data, "logger": {"wandb": "off"}}
     model.finished = True
-    write_checkpoint(path, {"genmodels": model.header(), "state_dict": model.state_dict()})
+    write(model, path)

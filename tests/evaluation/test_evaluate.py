@@ -163,7 +163,7 @@ def gaussians(tmp_path_factory) -> Path:
 def truth(gaussians) -> float:
     data = {"_target_": "genmodels.data.arrays.Arrays", "file": str(gaussians / "gauss.npz"), "test_fraction": 0.2}
     x = next(iter(build(data).prepare().loader("test", 1000))).x
-    return -float(log_prob(x, *moments(MEAN, COVARIANCE, 3)).mean())
+    return -float(log_prob(x, *moments(MEAN, COVARIANCE)).mean())
 
 
 def test_a_fuller_report_is_not_lost(gaussians, tmp_path):

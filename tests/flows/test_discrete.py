@@ -14,7 +14,7 @@ from genmodels.flows.bases import ClassNormal, Logistic, StandardNormal
 from genmodels.flows.bijection import Bijection, NotInitialized
 from genmodels.flows.composition import Compose
 from genmodels.flows.coupling import ChannelSplit, Coupling
-from genmodels.flows.dequantize import GaussianNoise, UniformDequantize, VariationalDequantize, noise_condition
+from genmodels.flows.dequantize import GaussianNoise, UniformDequantize, VariationalDequantize
 from genmodels.flows.discrete import DiscreteFlow, NoisyFlow
 from genmodels.flows.elementwise import Affine
 from genmodels.flows.flow import Flow
@@ -24,6 +24,7 @@ from genmodels.flows.squeeze import Squeeze1d, Squeeze2d
 from genmodels.nn.condition import Condition
 from genmodels.nn.coupling_networks import ConvNet
 from genmodels.nn.perceptron import MLP
+from tests.flows.test_dequantize import noise_flow
 
 #: Small enough that no noise of float64 comes near it, so that the cells cover the line to 1e-9.
 ALPHA = 1e-12
@@ -57,21 +58,6 @@ class Sheared(Bijection):
         first = z[:, 0] - 0.3
         h = 0.4 * torch.sin(first)
         return torch.stack([first, (z[:, 1] - 0.8 * first) * torch.exp(-h)], 1), -h
-
-
-def noise_flow(shape, cond=None):
-    channels, dims = shape[0], len(shape) - 1
-    layers = []
-    for swap in (False, True):
-        split = ChannelSplit(channels, swap=swap)
-        element = Affine(split.changed)
-        out, condition = element.params_per_dim * split.changed, noise_condition(shape, cond)
-        if dims:
-            net = ConvNet(split.kept, out, hidden=8, dims=dims, cond=condition)
-        else:
-            net = MLP(split.kept, out, hidden=8, cond=condition)
-        layers.append(Coupling(split, element, net))
-    return Compose(layers, shape)
 
 
 class Wide(Bijection):

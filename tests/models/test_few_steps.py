@@ -13,26 +13,11 @@ from genmodels.models.checkpoint import load_model
 from genmodels.models.ddpm import DDPM
 from genmodels.models.few_steps import ConsistencyModel, MeanFlowModel, ProgressiveModel, ShortcutModel
 from genmodels.models.flow_matching import FlowMatchingModel
+from tests.models.test_flow_matching import DIGITS, SMALL, batch, small
 from tests.untrained import write
 
-SMALL = {"channels": 8, "multipliers": [1, 2], "blocks": 1}
 DIT = {"_target_": "genmodels.nn.dit.DiT", "width": 16, "depth": 1, "heads": 2}
-DIGITS = DataSpec("digits", (1, 8, 8), levels=17, num_classes=10)
 FLOW_MAPS = [ShortcutModel, MeanFlowModel]
-
-
-def small(kind, spec=DIGITS, **options):
-    torch.manual_seed(0)
-    model = kind(spec, **({"num_steps": 12, "net": SMALL, "ema_decay": 0.0} | options)).eval()
-    with torch.no_grad():  # away from the zero start
-        for p in model.core.parameters():
-            p.add_(0.05 * torch.randn(p.shape))
-    return model
-
-
-def batch(n=6):
-    x = torch.randint(0, 17, (n, 1, 8, 8), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
-    return Batch(x, torch.arange(n) % 10, index=torch.arange(n))
 
 
 @pytest.mark.parametrize("net", [SMALL, DIT], ids=["unet", "dit"])

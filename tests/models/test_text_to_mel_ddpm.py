@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,30 +14,16 @@ from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
 from genmodels.core.samples import SamplingOptions
 from genmodels.core.tensors import event_sum
 from genmodels.data.utterances import FLOOR
-from genmodels.diffusion import SAMPLERS, GaussianDenoiser, SampleResult, generation
+from genmodels.diffusion import SAMPLERS, SampleResult, generation
 from genmodels.models import mel_diffusion
 from genmodels.models.glow_tts import GlowTTS
 from genmodels.models.mels import alone, even_lengths
 from genmodels.models.text_to_mel import MelDDPM
 from genmodels.speech.alignment import log_paths
 from genmodels.speech.glow_tts import GlowTTS as SpeakingFlow
-from tests.models.texts import ENCODER, N_MELS, batch, parts_of_training, scattered, spec
+from tests.models.texts import DIFFUSION, ENCODER, N_MELS, batch, diffusion, gaussian, parts_of_training, spec
 
-SMALL = {"encoder": ENCODER, "net": {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}, "num_steps": 12,
-         "duration_channels": 8, "speaker_channels": 4}
-
-
-def model(speakers: tuple[str, ...] = (), **options) -> MelDDPM:
-    torch.manual_seed(0)
-    return scattered(MelDDPM(spec(speakers), **SMALL | options))
-
-
-def known(variance: float = 1.0) -> MelDDPM:
-    """A model whose denoiser knows that what is beyond the mean is N(0, variance)."""
-    found = model(num_steps=1000)
-    for core in (found.core, *found.ema.averages):
-        core.denoiser = GaussianDenoiser(found.core.schedule, torch.zeros(N_MELS, 1), variance)
-    return found
+model, known = partial(diffusion, MelDDPM), partial(gaussian, MelDDPM)
 
 
 def mean_of(found: MelDDPM, text: str, durations: list[int]) -> torch.Tensor:
@@ -272,7 +259,7 @@ def test_what_ddpm_can_be_this_can_be(options):
 
 def test_training_lowers_the_loss():
     torch.manual_seed(0)
-    found = MelDDPM(spec(), **SMALL, ema_decay=0)
+    found = MelDDPM(spec(), **DIFFUSION, ema_decay=0)
     first, last = parts_of_training(found)
     assert last["encoder_nll_per_dim"] < first["encoder_nll_per_dim"] - 0.1
     assert last["duration"] < 0.8 * first["duration"] and last["mse"] < first["mse"]
@@ -317,6 +304,6 @@ def test_short_events_are_padded_where_it_changes_nothing():
 ])  # fmt: skip
 def test_options_that_do_not_go_together(options, reason):
     with pytest.raises(InputError, match=reason):
-        MelDDPM(spec(), **SMALL | options)
+        MelDDPM(spec(), **DIFFUSION | options)
     with pytest.raises(InputError, match="model=mel_ddpm is for data=speech"):
         MelDDPM(DataSpec("mels", (6, 32), mel={}, statistics={"mean": 0.0, "std": 1.0}))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from genmodels.core.errors import InputError
 from genmodels.core.random import FrameKeyedGenerator, KeyedGenerator
-from genmodels.diffusion import Denoiser, GaussianDenoiser, V, alpha_sigma
+from genmodels.diffusion import Denoiser, V, alpha_sigma
 from genmodels.energy import Potential
 from genmodels.models import mel_diffusion
 from genmodels.models import mel_diffusion as mel_langevin
@@ -17,23 +18,9 @@ from genmodels.models.mel_diffusion import langevin_levels
 from genmodels.models.mels import alone, even_lengths
 from genmodels.models.text_to_mel import MelEnergy
 from tests.models.test_text_to_mel_ddpm import bound_error, mean_of, worst_difference
-from tests.models.texts import ENCODER, N_MELS, batch, parts_of_training, scattered, spec
+from tests.models.texts import DIFFUSION, N_MELS, batch, diffusion, gaussian, parts_of_training, spec
 
-SMALL = {"encoder": ENCODER, "net": {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}, "num_steps": 12,
-         "duration_channels": 8, "speaker_channels": 4}
-
-
-def model(speakers: tuple[str, ...] = (), **options) -> MelEnergy:
-    torch.manual_seed(0)
-    return scattered(MelEnergy(spec(speakers), **SMALL | options))
-
-
-def known(variance: float, num_steps: int = 1000) -> MelEnergy:
-    """A model whose denoiser knows that what is beyond the mean is N(0, variance)."""
-    found = model(num_steps=num_steps)
-    for core in (found.core, *found.ema.averages):
-        core.denoiser = GaussianDenoiser(found.core.schedule, torch.zeros(N_MELS, 1), variance)
-    return found
+model, known = partial(diffusion, MelEnergy), partial(gaussian, MelEnergy)
 
 
 # ---- the scores are those of the energy ---------------------------------------------------------------------------
@@ -90,7 +77,7 @@ def test_the_field_is_a_gradient_and_that_of_a_free_network_is_not():
 
 def test_it_starts_as_a_standard_normal_density():
     torch.manual_seed(0)
-    found = MelEnergy(spec(), **SMALL)
+    found = MelEnergy(spec(), **DIFFUSION)
     x, log_snr, context, mask = (value.float() if value.is_floating_point() else value for value in points(found))
     energy = found.core.denoiser.net.energy(x, log_snr, context, mask)
     assert torch.allclose(energy, 0.5 * x.square().sum((1, 2)))
@@ -127,7 +114,7 @@ def test_energies_grow_away_from_the_mean_and_know_no_padding():
 
 def test_denoising_trains_every_parameter_and_lowers_the_loss():
     torch.manual_seed(0)
-    found = MelEnergy(spec(), **SMALL, ema_decay=0)
+    found = MelEnergy(spec(), **DIFFUSION, ema_decay=0)
     first, last = parts_of_training(found)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in found.core.parameters())
     assert last["encoder_nll_per_dim"] < first["encoder_nll_per_dim"] - 0.1
@@ -224,7 +211,7 @@ def test_a_sample_is_the_same_alone_in_a_batch_and_later():
 
 def test_activations_cannot_be_recomputed():
     with pytest.raises(InputError, match="model.net.checkpointing is not for model=mel_energy"):
-        model(net=SMALL["net"] | {"checkpointing": True})
+        model(net=DIFFUSION["net"] | {"checkpointing": True})
 
 
 def test_speakers_by_name():

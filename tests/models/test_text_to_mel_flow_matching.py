@@ -9,38 +9,25 @@ import torch
 
 from genmodels.core.errors import InputError
 from genmodels.core.random import KeyedGenerator
-from genmodels.diffusion import GaussianDenoiser, LinearPath, Velocity
 from genmodels.models.mels import alone
 from genmodels.models.text_to_mel import MelDDPM, MelEnergy, MelFlowMatching
 from tests.models.test_text_to_mel_ddpm import bound_error, mean_of, worst_difference
-from tests.models.texts import ENCODER, N_MELS, batch, parts_of_training, scattered, spec
+from tests.models.texts import DIFFUSION, N_MELS, batch, diffusion, gaussian, parts_of_training, spec
 
-SMALL = {"encoder": ENCODER, "net": {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}, "num_steps": 12,
-         "duration_channels": 8, "speaker_channels": 4}
 FAMILIES = (MelFlowMatching, MelDDPM, MelEnergy)
 
 
-def model(family=MelFlowMatching, speakers: tuple[str, ...] = (), **options):
-    torch.manual_seed(0)
-    return scattered(family(spec(speakers), **SMALL | options))
-
-
-def known(variance: float, family=MelFlowMatching):
-    """A model whose denoiser knows that what is beyond the mean is N(0, variance)."""
-    found = model(family, num_steps=1000)
-    straight = {"parameterisation": Velocity()} if isinstance(found.core.schedule, LinearPath) else {}
-    for core in (found.core, *found.ema.averages):
-        core.denoiser = GaussianDenoiser(found.core.schedule, torch.zeros(N_MELS, 1), variance, **straight)
-    return found
+def model(family=MelFlowMatching, **options):
+    return diffusion(family, **options)
 
 
 def test_the_bound_is_the_density_of_a_gaussian_around_the_mean():
-    assert bound_error(known(0.7), 0.7) < 4
+    assert bound_error(gaussian(MelFlowMatching, 0.7), 0.7) < 4
 
 
 @pytest.mark.parametrize("family", [MelFlowMatching, MelDDPM])
 def test_the_ode_gives_the_density_of_a_gaussian_around_the_mean(family):
-    found, data = known(0.7, family), alone(batch(), 2)
+    found, data = gaussian(family, 0.7), alone(batch(), 2)
     estimate = found.ode_likelihood(data, alignment="best", solver="rk4", steps=40)
     assert estimate.kind == "ode" and "best alignment" in estimate.made["given"]
     one, noise = found.keyed(data, 0)
@@ -89,7 +76,7 @@ def test_paths_and_networks(options):
 
 
 def test_ten_steps_of_euler_by_default_and_the_temperature_multiplies_all_noise():
-    found, durations = known(0.5), [[3, 1, 2, 2, 3]]
+    found, durations = gaussian(MelFlowMatching, 0.5), [[3, 1, 2, 2, 3]]
     mean = mean_of(found, "a cab", durations[0])
     drawn = [found.sample(1, text="a cab", durations=durations, temperature=t) for t in (0.0, 0.5, 2.0)]
     assert {key: drawn[0].made[key] for key in ("sampler", "steps", "spacing", "evaluations")} == {
@@ -101,7 +88,7 @@ def test_ten_steps_of_euler_by_default_and_the_temperature_multiplies_all_noise(
 
 def test_training_lowers_the_loss():
     torch.manual_seed(0)
-    first, last = parts_of_training(MelFlowMatching(spec(), **SMALL, ema_decay=0))
+    first, last = parts_of_training(MelFlowMatching(spec(), **DIFFUSION, ema_decay=0))
     assert last["encoder_nll_per_dim"] < first["encoder_nll_per_dim"] - 0.1 and last["mse"] < first["mse"]
 
 

@@ -7,11 +7,14 @@ import torch
 from genmodels.core.data import Batch, DataSpec, TextCondition
 from genmodels.core.random import KeyedGenerator
 from genmodels.data.utterances import FLOOR, padded_tokens
+from genmodels.diffusion import GaussianDenoiser, LinearPath, Velocity
 from genmodels.speech.text import CHARACTERS
 
 N_MELS = 6  # not 4: plain keyed noise comes in four runs, which would hide what frames are for
 TEXT = {"symbols": list(CHARACTERS), "blanks": False, "language": "en", "examples": ["a cab", "bad dad"]}
 ENCODER = {"channels": 8, "depth": 1, "hidden": 8}
+NET = {"channels": 8, "multipliers": [1, 2], "blocks": 1, "heads": 2}
+DIFFUSION = {"encoder": ENCODER, "net": NET, "num_steps": 12, "duration_channels": 8, "speaker_channels": 4}
 
 
 def spec(speakers: tuple[str, ...] = ()) -> DataSpec:
@@ -41,6 +44,21 @@ def scattered(model, scale: float = 0.1):
     for average in model.ema.averages:
         average.load_state_dict(model.core.state_dict())
     return model.eval()
+
+
+def diffusion(family: type, speakers: tuple[str, ...] = (), **options):
+    """A small model of mels around the text's mean, with parameters moved at random."""
+    torch.manual_seed(0)
+    return scattered(family(spec(speakers), **DIFFUSION | options))
+
+
+def gaussian(family: type, variance: float):
+    """The same with the exact denoiser of what is beyond the mean as N(0, variance)."""
+    found = diffusion(family, num_steps=1000)
+    straight = {"parameterisation": Velocity()} if isinstance(found.core.schedule, LinearPath) else {}
+    for core in (found.core, *found.ema.averages):
+        core.denoiser = GaussianDenoiser(found.core.schedule, torch.zeros(N_MELS, 1), variance, **straight)
+    return found
 
 
 def parts_of_training(model, steps: int = 24, rate: float = 2e-2) -> tuple[dict, dict]:
