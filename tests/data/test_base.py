@@ -219,14 +219,17 @@ def test_an_empty_split_is_refused():
                                  "there are 6 in all"]
 
 
-def test_problems_name_bad_values():
-    class Broken(DataModule):
-        def load(self):
-            x = torch.zeros(5, 2)
-            x[3, 1] = torch.nan
-            parts = {"train": x, "val": x[:2], "test": x[:2]}
-            return DataSpec("broken", (2,)), {name: TensorData(part) for name, part in parts.items()}
+class Broken(DataModule):
+    """One value is not a number."""
 
+    def load(self):
+        x = torch.zeros(5, 2)
+        x[3, 1] = torch.nan
+        parts = {"train": x, "val": x[:2], "test": x[:2]}
+        return DataSpec("broken", (2,)), {name: TensorData(part) for name, part in parts.items()}
+
+
+def test_problems_name_bad_values():
     found = Broken(batch_size=1, num_workers=0, seed=0).problems()
     assert found == ["train split: item 3 of broken holds a value that is not finite"]
 

@@ -25,6 +25,7 @@ from genmodels.data.speech import Speech
 from genmodels.data.toy import Toy
 from genmodels.data.transport import Transport
 from genmodels.data.vision import Digits
+from tests.data.test_base import Broken
 
 
 class Sounds(DataModule):
@@ -201,13 +202,6 @@ def test_two_writers_do_not_share_a_folder(tmp_path):
 
 
 def test_bad_values_are_not_written(tmp_path):
-    class Broken(DataModule):
-        def load(self):
-            x = torch.zeros(5, 2)
-            x[3, 1] = torch.nan
-            parts = {"train": x, "val": x[:1], "test": x[:1]}
-            return DataSpec("broken", (2,)), {name: TensorData(part) for name, part in parts.items()}
-
     with pytest.raises(ValueError, match="item 3 of broken holds a value that is not finite"):
         write_shards(Broken(**OPTIONS).prepare(), tmp_path / "out", 10, {})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genmodels.core.random import KeyedGenerator, normal
+from genmodels.core.random import KeyedGenerator
 from genmodels.diffusion import (
     SAMPLERS,
     SCHEDULES,
@@ -24,6 +24,7 @@ from genmodels.diffusion import (
     uniform_t,
 )
 from tests.diffusion.table import INSTANCES, calls, keyed, seeded
+from tests.mutants.diffusion import NoisyEnd
 
 MEAN = torch.tensor([0.5, -0.2, 1.0], dtype=torch.float64)
 every_sampler = pytest.mark.parametrize("name", INSTANCES)
@@ -42,17 +43,6 @@ def test_a_point_mass_is_found_in_one_step(name):
     denoiser = GaussianDenoiser(CosineSchedule(), point, 0.0)
     out = sample(denoiser, (5, 3), torch.tensor([1.0, 0.0]), INSTANCES[name], keyed(5), dtype=torch.float64)
     assert (out.x - point).abs().max() < 1e-12 and out.evaluations == 1
-
-
-class NoisyEnd(DDPMSampler):
-    """Noise at the last step too."""
-
-    def __call__(self, denoiser, x, t, s, memory, generator, cond=None, temperature=1.0):
-        out, memory = super().__call__(denoiser, x, t, s, memory, generator, cond, temperature)
-        if float(s) == 0:
-            _, sigma = denoiser.schedule.alpha_sigma(t)
-            out = out + sigma * normal(x.shape, generator, dtype=x.dtype)
-        return out, memory
 
 
 def last_step_is_the_estimate(sampler):

@@ -10,7 +10,6 @@ import torch
 from genmodels.core.tensors import wide
 from genmodels.nn.attention import (
     Attention,
-    MusicTransformer,
     Position,
     Reach,
     Rotary2d,
@@ -24,6 +23,7 @@ from genmodels.nn.attention import backend as paths
 from genmodels.nn.attention import relative_keys as xl_module
 from genmodels.nn.attention.position import shift_padded
 from genmodels.verification.attention_reference import reference_attention
+from tests.mutants.attention_positions import UnmaskedSkew
 from tests.nn.attention.table import (
     BY_NAME,
     DIM,
@@ -342,12 +342,6 @@ def test_the_locality_check_catches_a_window_off_by_one(table):
     attention = table["xl"].build(window=(2, 1))
     attention.reach = Reach(window=(2, 2))
     assert leak(attention, draw(1, 6, 8), build_mask(6, 6, window=(2, 1))[0, 0]) > 1e-6
-
-
-class UnmaskedSkew(MusicTransformer):
-    """A fault: the rubbish of the skew is left to be attended to."""
-
-    past_only = False
 
 
 def test_the_causality_check_catches_an_unmasked_skew(table):

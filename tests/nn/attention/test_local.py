@@ -216,21 +216,6 @@ def test_the_window_ends_at_two_sigma():
     assert not a[~near].any() and bool((a[near] != 0).all())
 
 
-class NoTanh(LocalMonotonic):
-    """The published slip: the hidden layer has no tanh."""
-
-    def _number(self, projection, vector, x):
-        hidden = projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return torch.einsum("bhln,hn->bhl", hidden, vector)
-
-
-def test_the_double_loop_catches_a_missing_tanh():
-    from genmodels.verification.mechanism_references import reference_mechanism
-
-    attention, call = MECHANISM["monotonic"].build(replaced=NoTanh), {"x": draw(1, 3, 8), "memory": draw(1, 6, 8)}
-    assert worst(attention(**call)[0], reference_mechanism(attention, **call)) > 1e-3
-
-
 @pytest.mark.parametrize("options, words", [({"sigma": 0.0}, "sigma"), ({"max_step": 0.0}, "max_step"),
                                             ({"score": "dot"}, "score must be")])  # fmt: skip
 def test_what_cannot_be_built_of_windows(options, words):

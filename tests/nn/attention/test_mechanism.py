@@ -28,6 +28,7 @@ from genmodels.nn.attention import (
 )
 from genmodels.nn.attention import seq2seq as seq2seq_module
 from genmodels.verification.mechanism_references import reference_mechanism
+from tests.mutants.attention_mechanisms import HashedPadding, OnePlace
 from tests.mutants.attention_positions import Encoded
 from tests.nn.attention.table import DOUBLE, MECHANISM, PADDING, draw, half_error, lengths, worst
 
@@ -312,20 +313,6 @@ def means_with_zeros(valid, count, dtype):
 honest_segments = approximate.segments
 
 
-class HashesPadding(LSH):
-    """A fault: padded positions have buckets like all others."""
-
-    def _mix(self, given, values, drop):
-        return super()._mix(given._replace(keys=None), values, drop)
-
-
-class BatchWidePlace(LocalMonotonic):
-    """The published slip: one position for all examples."""
-
-    def _positions(self, given, place, there):
-        return super()._positions(given, place, there).mean(0, keepdim=True).expand(len(given.x), -1, -1)
-
-
 class LongestEnd(LocalMonotonic):
     """A fault: the position is clamped to the longest length of the batch."""
 
@@ -334,7 +321,7 @@ class LongestEnd(LocalMonotonic):
 
 
 @pytest.mark.parametrize("name, fault", [("additive", CountsZeros), ("local dense", MaskIgnored),
-                                         ("lsh sign", HashesPadding), ("monotonic", BatchWidePlace),
+                                         ("lsh sign", HashedPadding), ("monotonic", OnePlace),
                                          ("monotonic", LongestEnd)])  # fmt: skip
 def test_the_batch_check_catches(name, fault):
     assert batch_error(MECHANISM[name].build(replaced=fault), draw(4, 6, 8), SUFFIX) > 1e-4
